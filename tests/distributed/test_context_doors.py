@@ -216,7 +216,7 @@ def automodel(name: str) -> float:
 
 @pytest.mark.parametrize("name", HUGGING_FACE)
 def test_a_mesh_and_a_loop_of_automodel_give_the_gradients_of_one_process(spmd, name):
-    assert max(spmd(math.prod(HUGGING_FACE[name][1]), automodel, name)) < 1e-10
+    assert max(spmd(math.prod(HUGGING_FACE[name][1]), automodel, name)) < 1e-6, "computed in fp32 inside"
 
 
 # --- the composition

@@ -91,6 +91,15 @@ def test_labels_that_the_model_would_shift_within_a_part_are_refused(spmd):
         assert "take them out of the arguments (own.pop('labels'))" in said
 
 
+def cached() -> str:
+    return entered(lambda: {"input_ids": TOKENS, "use_cache": True}, llama)
+
+
+def test_a_cache_is_refused(spmd):
+    for said in spmd(2, cached):
+        assert "is given use_cache = True, and keys and values of a part of each row continue nothing" in said
+
+
 def hides_tensors() -> str:
     mesh = init_distributed(DistributedConfig(**vars(CP2)))
     model = apply_context_parallel(Decoder(DECODER), mesh)

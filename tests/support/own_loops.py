@@ -29,7 +29,9 @@ def batch_of(vocabulary: int, rows: int = 4, length: int = 24, *, key: str = "to
 
 def whole_gradients(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     """Gradients of the mean loss over all labels, by plain torch."""
-    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    inputs: dict[str, Any] = {key: value for key, value in batch.items() if key != "labels"}
+    if hasattr(model, "config") and hasattr(model.config, "use_cache"):
+        inputs["use_cache"] = False  # with a cache, transformers does not look for documents in positions
     loss = F.cross_entropy(logits_of(model(**inputs)).flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
     names, parameters = zip(*model.named_parameters(), strict=True)
     return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))

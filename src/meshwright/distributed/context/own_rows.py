@@ -18,11 +18,14 @@ from meshwright.distributed.step.batch import fingerprint
 from meshwright.introspection.signature import SPELLINGS, Signature
 from meshwright.introspection.wrapped import layers_of_wrapping
 
+from . import parts
 from .context_parallel import runtime_of
 from .rows import CutBatch, CutRows
 from .runtime import ContextRuntime
 
 log = logging.getLogger("meshwright")
+
+CACHE = "use_cache"
 
 
 @contextmanager
@@ -42,11 +45,12 @@ def context_parallel_rows(model: nn.Module, batch: Mapping[str, Any]) -> Iterato
     Args:
         model: a module laid out on a mesh with ``cp`` larger than 1, or a DDP wrapper of one.
         batch: token ids, (rows, tokens), and other tensors by the names of the model's arguments. Tensors of the same
-            two dims are cut with them, whatever their names (labels, loss_mask); a padding mask stays whole.
+            two dims are cut with them, whatever their names (labels, loss_mask); a padding mask stays whole. With
+            ``places``, (rows, own tokens) int64, each rank brings its own tokens alone, and their places in the rows.
 
     Raises:
         ConfigError: rows that cannot be cut, or that differ between ranks of the axis; on all of these ranks.
-        UnsupportedError: what this model cannot be given in parts; labels that the model would shift itself.
+        UnsupportedError: what this model cannot be given in parts; labels that the model would shift itself; a cache.
     """
     found = _cut_model(model)
     if found is None:
@@ -56,7 +60,7 @@ def context_parallel_rows(model: nn.Module, batch: Mapping[str, Any]) -> Iterato
     cut, own = _cut(inner, runtime, batch)
     backward = _Backward(runtime, cut.rows)
     hooks = [
-        inner.register_forward_pre_hook(_refuse_labels, with_kwargs=True),
+        inner.register_forward_pre_hook(_without_cache, with_kwargs=True),
         inner.register_forward_hook(backward.watch),
     ]
     runtime.enter(cut)
@@ -97,14 +101,17 @@ def _cut(model: nn.Module, runtime: ContextRuntime, batch: Mapping[str, Any]) ->
     signature, refusal, word, made = Signature.of(model), None, 0, CutBatch()
     spellings = {key: (signature.takes[key] or key, *others) for key, others in SPELLINGS.items()}
     names = {key: name for key, known in spellings.items() for name in known if name in batch}
+    given: dict[str, Tensor] = {}
     try:
         given = _checked(batch, names)
-        word = fingerprint([given])
-        made = runtime.cut(given, signature, given["tokens"].device)
+        is_part = parts.are_parts([given], cuts_rows=True)
+        word = -1 if is_part else fingerprint([given])
+        made = made if is_part else runtime.cut(given, signature, given["tokens"].device)
     except Exception as error:  # noqa: BLE001  (raised below, once the other ranks know)
         refusal = error
-    _agree(runtime, word, refusal)
-    own: dict[str, Any] = {key: value for key, value in batch.items() if key not in names.values()}
+    if _agree(runtime, word, refusal):
+        made = parts.join(given, runtime, signature, given["tokens"].device)
+    own: dict[str, Any] = {key: value for key, value in batch.items() if key not in (*names.values(), parts.PLACES)}
     for key, value in made.items():
         own[names.get(key) or signature.takes.get(key) or key] = value
     return made, own
@@ -126,30 +133,48 @@ def _checked(batch: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Te
     return given | others
 
 
-def _agree(runtime: ContextRuntime, word: int, refusal: Exception | None) -> None:
-    """Raise one rank's refusal on all ranks of the axis, or that they brought other rows."""
-    if not isinstance(runtime.group, ProcessGroupRanks):
-        if refusal is not None:
-            raise refusal
-        return
+def _agree(runtime: ContextRuntime, word: int, refusal: Exception | None) -> bool:
+    """Tell whether all ranks bring their own tokens alone.
+
+    Args:
+        word: a number of the rows, or -1 where they are a part of each.
+
+    Raises:
+        Exception: on all ranks of the axis, what one refuses, or that they brought other rows.
+    """
+    group = runtime.group
+    assert isinstance(group, ProcessGroupRanks)
     words = torch.tensor([word, -word, refusal is not None], dtype=torch.int64, device=agree.word_device())
-    high, low, refused = runtime.group.largest(words).tolist()
+    high, low, refused = group.largest(words).tolist()
     if refused:
-        agree.raise_first(refusal, [runtime.group.group])
+        agree.raise_first(refusal, [group.group])
+    if -low == -1 != high:
+        number = torch.tensor([word == -1], dtype=torch.int64, device=agree.word_device())
+        parts.refuse_some(int(group.sum(number)), group.size)
     if high != -low:
-        raise ConfigError(
-            f"the {runtime.group.size} ranks of the cp axis brought different rows: they share the tokens of the same"
-            f" rows. Give a loader the rank and size of the data axes (dp_replicate × dp_shard) alone"
-        )
+        raise parts.other_rows(group.size)
+    return high == -1
 
 
-def _refuse_labels(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+def _without_cache(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Leave out keys and values for generation, and refuse labels.
+
+    With a cache, transformers does not look for documents in positions.
+    """
     if kwargs.get("labels") is not None:
         raise UnsupportedError(
             f"{type(model).__name__} is given labels with a part of each row: a loss inside the model would shift them"
             f" across the ends of that part. Shift labels before rows are cut (labels[:, t] = tokens[:, t + 1], the"
             f" last -100), take them out of the arguments (own.pop('labels')), and compute the loss from logits"
         )
+    if CACHE not in Signature.of(model).arguments:
+        return args, kwargs
+    if kwargs.get(CACHE):
+        raise UnsupportedError(
+            f"{type(model).__name__} is given {CACHE} = True, and keys and values of a part of each row continue"
+            f" nothing: leave it out"
+        )
+    return args, kwargs | {CACHE: False}
 
 
 class _Several:

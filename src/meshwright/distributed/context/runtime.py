@@ -85,13 +85,17 @@ class ContextRuntime:
             UnsupportedError: a padding mask that this model cannot be given in parts; masks of another rule than the
                 measured one, in rows of this length.
         """
+        self.check(batch, signature, batch["tokens"].shape[1])
+        rows = self._cut_rows(batch, device)
+        return cut_batch(_completed(batch, self.plan, signature), rows)
+
+    def check(self, batch: Mapping[str, Tensor], signature: Signature, length: int) -> None:
+        """Raise UnsupportedError for keys that this model cannot be given in parts, or rows of this length."""
         if MASK in batch:
             self._checks.padding()
         if signature.takes["positions"] is not None and "positions" not in batch:
             self._checks.positions()
-        self._checks.length(batch["tokens"].shape[1])
-        rows = self._cut_rows(batch, device)
-        return cut_batch(_completed(batch, self.plan, signature), rows)
+        self._checks.length(length)
 
     def places(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the places of this rank's tokens, (rows or 1, tokens) int64, for a batch of whole rows."""
