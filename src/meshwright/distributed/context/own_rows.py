@@ -129,6 +129,9 @@ def _checked(batch: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Te
         shape = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
         raise ConfigError(f"batch['{names['tokens']}'] is {shape}; token ids are whole numbers, (rows, tokens)")
     given = {key: batch[name] for key, name in names.items() if isinstance(batch[name], Tensor)}
+    positions = given.get("positions")
+    if positions is not None and positions.shape == (1, tokens.shape[1]):  # transformers spreads them over rows
+        given["positions"] = positions.expand(tokens.shape)
     others = {key: value for key, value in batch.items() if isinstance(value, Tensor) and key not in names.values()}
     return given | others
 

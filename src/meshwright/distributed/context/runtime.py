@@ -31,7 +31,7 @@ from meshwright.planning.context.plan import ContextPlan
 
 from .attention import Context, attend, attend_to_whole_rows
 from .reaches import Reaches
-from .rows import MASK, Apart, CutBatch, CutRows, cut_batch, cut_rows
+from .rows import MASK, Apart, CutBatch, CutRows, cut_batch, cut_rows, refuse_other_shapes
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,12 @@ class ContextRuntime:
         return cut_batch(_completed(batch, self.plan, signature), rows)
 
     def check(self, batch: Mapping[str, Tensor], signature: Signature, length: int) -> None:
-        """Raise UnsupportedError for keys that this model cannot be given in parts, or rows of this length."""
+        """Raise UnsupportedError for keys that this model cannot be given in parts, or rows of this length.
+
+        Raises:
+            ConfigError: a tensor has another shape than the batch's tokens.
+        """
+        refuse_other_shapes(batch)
         if MASK in batch:
             self._checks.padding()
         if signature.takes["positions"] is not None and "positions" not in batch:

@@ -77,5 +77,6 @@ def rows_plan(facts: ModelFacts, device_mesh: DeviceMesh | None, method: Any) ->
     sizes = {axis.value: axis_sizes(device_mesh).get(axis.value, 1) for axis in axes}
     device = device_mesh.device_type if device_mesh is not None else "cpu"
     # parameters stay as they are, whoever shards or replicates them later
+    method = method if sizes[Axis.CP.value] > 1 else "auto"
     requested = Techniques(context_parallel_method=method, zero_stage=0)
     return plan_for_mesh_sizes(facts, sizes, device, requested, "mean")

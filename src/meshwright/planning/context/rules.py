@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from meshwright.core.errors import UnsupportedError
+from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.introspection.wrapped import core_of
 from meshwright.models.moe import Router
 from meshwright.planning.case import Case, Found
 
 
 def context_companions(case: Case) -> Found:
     """Refuse techniques and kinds of experts that do not go with rows cut over ranks."""
+    kind = case.techniques.context_parallel_method
     if case.layout.cp > 1:
+        yield from _encoders(case)
         yield from _routers(case)
+    elif kind != "auto":
+        yield ConfigError(
+            f"techniques.context_parallel_method = {kind} is about rows that are cut over ranks, and layout.cp = 1."
+            f' Leave it at "auto", or set layout.cp = 2 or more.'
+        )
+
+
+def _encoders(case: Case) -> Found:
+    config = None if case.facts.module is None else getattr(core_of(case.facts.module), "config", None)
+    if getattr(config, "is_encoder_decoder", False) is True:
+        yield UnsupportedError(
+            f"layout.cp = {case.layout.cp}: {case.facts.kind} has an encoder and a decoder, whose rows are two, and one"
+            f" of them is cut. Set layout.cp = 1."
+        )
 
 
 def _routers(case: Case) -> Found:
