@@ -23,6 +23,7 @@ from meshwright.distributed import (
     apply_ac,
     apply_context_parallel,
     apply_expert_parallel,
+    apply_float8,
     apply_fsdp2,
     apply_tensor_parallel,
     build_parallel_model,
@@ -291,3 +292,21 @@ def test_rows_that_do_not_divide_are_weighed_by_their_labels(spmd, length):
 
 def uneven(length: int) -> float:
     return loop(DECODER, Layout(dp_shard=1, cp=4), fsdp2, by_sum, False, length=length)
+
+
+def in_float8() -> tuple[float, int]:
+    """The error of gradients is that of rounding, and the loop is the same behind apply_float8."""
+    mesh = init_distributed(DistributedConfig(**vars(Layout(dp_shard=1, cp=2))))
+    config = replace(DECODER, dim=32, hidden_dim=32)
+    torch.manual_seed(0)
+    plain = Decoder(config)
+    batch = batch_of(61)
+    expected = whole_gradients(copy.deepcopy(plain), batch)
+    model = fsdp2(apply_float8(plain, False), mesh)
+    step(model, mesh, batch)
+    return worst(model, expected), sum(type(module).__name__ == "Float8Linear" for module in model.modules())
+
+
+def test_float8_comes_before_rows_are_cut(spmd):
+    for error, layers in spmd(2, in_float8):
+        assert 1e-4 < error < 0.5 and layers == 14

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from support.laid_out import assert_estimated, counted, estimated
 
-from meshwright import Layout, parallelize, plan, verify
+from meshwright import Layout, load, parallelize, plan, save, verify
 from meshwright.core.axes import Axis
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.process.wire import WireCounter
@@ -118,3 +118,40 @@ def test_gradients_are_summed_over_all_copies(spmd):
 def test_gradients_that_are_summed_over_one_axis_are_seen(spmd, fault):
     axes = (Axis.DP_REPLICATE,) if fault == "replicas alone" else (Axis.CP,)
     assert min(spmd(4, gradient_error, axes)) > 1e-3
+
+
+def resumed(folder: str, techniques: dict, layout: Layout) -> tuple[bool, bool]:
+    """Whether a saved model goes on bit by bit, and whether it does so without rows that are cut."""
+    tokens = torch.randint(0, 61, (4, 24), generator=torch.Generator().manual_seed(0))
+
+    def made(layout: Layout, techniques: dict):
+        model = parallelize(DECODER, layout, techniques=techniques, seed=3)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step(model, optimizer) -> float:
+        row, rows = data_position(model.mesh)
+        share = len(tokens) // rows
+        mine = tokens[row * share : (row + 1) * share]
+        loss = float(model.forward_backward({"tokens": mine, "labels": mine}))
+        model.optimizer_step(optimizer, 1.0)
+        return loss
+
+    one = made(layout, techniques)
+    step(*one)
+    save(one[0], folder, optimizer=one[1])
+    expected = [step(*one) for _ in range(2)]
+    two = made(layout, techniques)
+    load(two[0], folder, optimizer=two[1])
+    found = [step(*two) for _ in range(2)]
+    other = made(Layout(dp_replicate=layout.world, dp_shard=1), DDP)
+    load(other[0], folder, optimizer=other[1])
+    elsewhere = [step(*other) for _ in range(2)]
+    return found == expected, max(abs(a - b) for a, b in zip(elsewhere, expected, strict=True)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["ddp", "stage 0"])
+def test_a_checkpoint_of_whole_parameters_goes_on(spmd, tmp_path, name):
+    layout = Layout(dp_replicate=2, dp_shard=1, cp=2) if name == "ddp" else Layout(dp_shard=1, cp=2, tp=2)
+    techniques = DDP if name == "ddp" else WHOLE
+    for found in spmd(4, resumed, str(tmp_path / "saved"), techniques, layout):
+        assert found == (True, True)
