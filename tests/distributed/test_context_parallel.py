@@ -34,6 +34,11 @@ CASES = {
     "hsdp, cp 2": (DECODER, Layout(dp_replicate=2, dp_shard=1, cp=2), {"sync_grad_accum": "shard"}),
     "cp 2, tp 2": (DECODER, Layout(dp_shard=1, cp=2, tp=2), {}),
     "cp 2, pp 2, recomputed": (DECODER, Layout(dp_shard=1, pp=2, cp=2), {"activation_checkpointing": "full"}),
+    "cp 2, pp 2, interleaved": (
+        replace(DECODER, n_layers=4),
+        Layout(dp_shard=1, pp=2, cp=2),
+        {"pipeline_schedule": "interleaved_1f1b"},
+    ),
     "cp 2, ep 2": (EXPERTS, Layout(dp_shard=1, cp=2, ep=2), {}),
     "cp 2, selective": (DECODER, Layout(dp_shard=1, cp=2), {"activation_checkpointing": "selective_op"}),
     "cp 2, compiled": (DECODER, Layout(dp_shard=1, cp=2), {"compile": True, "compile_backend": "aot_eager"}),

@@ -66,6 +66,8 @@ SIGNATURES = {
     "apply_ac": "(model, mode)",
     "apply_float8": "(model, enable_fsdp_float8_all_gather=True)",
     "apply_expert_parallel": "(model, device_mesh)",
+    "apply_context_parallel": "(model, device_mesh, method='auto')",
+    "context_parallel_rows": "(model, batch)",
     "clip_grad_norm_": "(model, max_norm, foreach=True)",
     "build_parallel_model": "(model_config, device, device_mesh=None, *, ac_mode='none', mp_policy=None,"
     " param_dtype=torch.bfloat16,"

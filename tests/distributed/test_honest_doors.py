@@ -190,9 +190,12 @@ def test_an_axis_that_is_not_ours_is_an_error_and_never_ignored(spmd):
         for (door, name), text in found.items():
             if name == "tensor_parallel" and door in ("fsdp2_strategy", "nvfsdp"):
                 assert text == "FSDPLlamaForCausalLM"
+            elif name == "cp" and door == "fully_shard":
+                assert text.startswith("ConfigError: the mesh has cp = 4, and nothing cuts rows over it"), text
             elif name == "cp":
-                if door != "parallelize":
-                    assert text.startswith("UnsupportedError: the mesh has cp = 4, and this function"), (door, text)
+                kind = {"parallelize": "ParallelModel", "apply_tensor_parallel": "LlamaForCausalLM"}
+                kind["apply_expert_parallel"] = "LlamaForCausalLM"
+                assert text == kind.get(door, "FSDPLlamaForCausalLM"), (door, text)
             else:
                 assert text.startswith("ConfigError: the mesh"), (door, name, text)
         assert "(dp is dp_shard here)" in found["apply_fsdp2", "dp"]

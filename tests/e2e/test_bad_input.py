@@ -11,6 +11,7 @@ from meshwright.cli.main import main
 from meshwright.training.run.occupancy import occupied
 
 CONFIG, REFUSED = 2, 3
+MOE = {"model.moe.n_experts": 4, "model.moe.top_k": 2}
 
 
 def write(path: Path, content: str | bytes) -> str:
@@ -121,6 +122,18 @@ SUMS = "techniques.precision.reduce"
             ["batch.global_batch = 6", "4 data ranks", "such as 4 or 8"],
         ),
         (CONFIG, {"layout.cp": 64, "process.count": 64, "data.seq_len": 32}, ["layout.cp = 64", "rows of 32"]),
+        (CONFIG, {"techniques.context_parallel_method": "ring"}, ["context_parallel_method = ring", "layout.cp = 1"]),
+        (
+            REFUSED,
+            {"layout.cp": 2, "layout.dp_shard": 1, "process.count": 2, **MOE, "model.moe.capacity_factor": 1.0},
+            ["model.moe.capacity_factor = 1.0 with layout.cp = 2", "or layout.cp = 1"],
+        ),
+        (
+            REFUSED,
+            {"layout.cp": 2, "layout.ep": 2, "layout.dp_shard": 1, "process.count": 2, **MOE}
+            | {"techniques.data_parallel": "ddp"},
+            ["techniques.data_parallel = ddp does not go with layout.ep = 2"],
+        ),
         (
             CONFIG,
             {"layout.pp": 4, "process.count": 4},

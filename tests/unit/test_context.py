@@ -199,16 +199,10 @@ def test_a_refusal_names_the_module_that_mixes_tokens():
         prove(facts, made.context)
 
 
-@pytest.mark.parametrize(("key", "value"), [("capacity_factor", 1.0), ("sequence_loss", 0.1)])
-def test_experts_that_count_whole_sequences_are_refused(key, value):
-    config = replace(DECODER, moe=MoEConfig(n_experts=4, top_k=2, **{key: value}))
-    with pytest.raises(UnsupportedError, match=f"model.moe.{key} = {value} with layout.cp = 2"):
+def test_experts_with_a_capacity_for_whole_sequences_are_refused():
+    config = replace(DECODER, moe=MoEConfig(n_experts=4, top_k=2, capacity_factor=1.0))
+    with pytest.raises(UnsupportedError, match="model.moe.capacity_factor = 1.0 with layout.cp = 2"):
         plan(config, Layout(dp_shard=1, cp=2))
-
-
-def test_whole_parameters_are_refused():
-    with pytest.raises(ConfigError, match="shards parameters over dp_shard × cp"):
-        plan(DECODER, Layout(dp_shard=1, dp_replicate=2, cp=2), techniques={"data_parallel": "ddp"})
 
 
 def test_callers_of_a_large_model_have_its_sizes_and_layers():

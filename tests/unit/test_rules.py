@@ -89,6 +89,7 @@ def with_own_loss() -> nn.Module:
 
 
 CAPPED = replace(DEBUG, moe=MoEConfig(capacity_factor=1.0))
+STACKED = replace(DEBUG, moe=MoEConfig())
 FSDP2, FSDP4, DDP2, ONE = Layout(dp_shard=2), Layout(dp_shard=4), Layout(dp_replicate=2, dp_shard=1), Layout(dp_shard=1)
 
 
@@ -134,8 +135,14 @@ PIPELINES = [
 
 CASES = [
     refuse(
-        *("context_companions", DEBUG, Layout(dp_shard=1, cp=2), {"data_parallel": "ddp"}, ConfigError),
-        "layout.cp = 2 shards parameters over dp_shard × cp, and techniques.data_parallel = ddp keeps them whole.",
+        *("context_companions", CAPPED, Layout(dp_shard=1, cp=2), {}, UnsupportedError),
+        "model.moe.capacity_factor = 1.0 with layout.cp = 2: who is over an expert's capacity depends on the whole"
+        " sequence, of which a rank has a part.",
+    ),
+    refuse(
+        *("experts_companions", STACKED, Layout(dp_shard=1, cp=2, ep=2), {"data_parallel": "ddp"}, UnsupportedError),
+        "techniques.data_parallel = ddp does not go with layout.ep = 2: its buckets would sum the gradients of"
+        " different experts.",
     ),
     refuse(
         *("experts_fit", DEBUG, Layout(dp_shard=2, ep=2), {}, ConfigError),

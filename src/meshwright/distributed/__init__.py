@@ -20,6 +20,8 @@ _HOME = {
         "build_parallel_model",
         "default_mp_policy",
     ),
+    "doors.context_door": ("apply_context_parallel",),
+    "context.own_rows": ("context_parallel_rows",),
     "optimizer.grad_clip": ("clip_grad_norm_",),
     "mesh": (
         "get_cp_mesh",

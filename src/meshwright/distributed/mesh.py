@@ -13,7 +13,7 @@ from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.distributed.torch_private import flattened
 from meshwright.planning.experts.plan import expert_mesh_of
 from meshwright.planning.layout import Layout
-from meshwright.planning.shares import BATCH, SAMPLES, SHARDS
+from meshwright.planning.shares import BATCH, SAMPLES, SHARDS, Shares
 
 
 def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
@@ -50,7 +50,7 @@ OTHER_NAMES = {
     "context_parallel": Axis.CP,
 }
 """Names of axes in other systems."""
-NEMO_NAMES = ("data_parallel", "tensor_parallel")
+NEMO_NAMES = ("data_parallel", "context_parallel", "tensor_parallel")
 
 
 def known_mesh(device_mesh: DeviceMesh, understands: tuple[str, ...] = (), *, cuts_rows: bool = False) -> DeviceMesh:
@@ -58,11 +58,11 @@ def known_mesh(device_mesh: DeviceMesh, understands: tuple[str, ...] = (), *, cu
 
     Args:
         understands: other names to translate: the result is another mesh, of the same ranks by meshwright's names.
-        cuts_rows: the caller cuts rows over the context axis; others leave the step to their users' own loops.
+        cuts_rows: the caller cuts rows in all stages of a pipeline; others leave the step to their users' own loops.
 
     Raises:
         ConfigError: an axis with another name, or without one; the text lists the legal ones.
-        UnsupportedError: rows would have to be cut, and are not.
+        UnsupportedError: rows would have to be cut in the stages of a pipeline.
     """
     names = device_mesh.mesh_dim_names or ()
     legal = [axis.value for axis in WORLD_AXES]
@@ -80,12 +80,25 @@ def known_mesh(device_mesh: DeviceMesh, understands: tuple[str, ...] = (), *, cu
         device_mesh = _renamed(
             device_mesh, tuple(OTHER_NAMES[name].value if name in understands else name for name in names)
         )
-    if not cuts_rows and (ranks := axis_sizes(device_mesh).get(Axis.CP.value, 1)) > 1:
-        raise UnsupportedError(
-            f"the mesh has cp = {ranks}, and this function leaves the step to your own loop, which would have to cut"
-            f" the rows. Use parallelize(), or make the mesh with cp = 1."
-        )
+    if not cuts_rows:
+        refuse_rows_of_stages(device_mesh)
     return device_mesh
+
+
+def refuse_rows_of_stages(device_mesh: DeviceMesh) -> None:
+    """Raise UnsupportedError for a mesh with both a pipeline and a context axis, where a user's loop runs the step."""
+    ranks, stages = context_ranks(device_mesh), get_pp_size(device_mesh)
+    if ranks > 1 and stages > 1:
+        raise UnsupportedError(
+            f"the mesh has cp = {ranks} beside pp = {stages}, and this function leaves the step to your own loop:"
+            f" stages behind the first would not know which tokens they have. Use parallelize(), or make the mesh"
+            f" with cp = 1."
+        )
+
+
+def context_ranks(device_mesh: DeviceMesh | None) -> int:
+    """Return the number of ranks over which rows are cut; 1 without a cp axis."""
+    return axis_sizes(device_mesh).get(Axis.CP.value, 1)
 
 
 def _renamed(device_mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
@@ -110,13 +123,13 @@ def can_merge_data(device_mesh: DeviceMesh) -> bool:
 def with_data_on(device_mesh: DeviceMesh, axis: Axis) -> DeviceMesh:
     """Make a mesh of the same ranks with all data ranks on one data axis, and one on the other (collective)."""
     sizes = axis_sizes(device_mesh)
-    names, data = list(sizes), [each.value for each in SAMPLES if each.value in sizes]
-    others = [name for name in names if name not in data]
-    ranks = device_mesh.mesh.permute([names.index(name) for name in (*others, *data)])
-    shape = [sizes[name] for name in others] + [-1 if each is axis else 1 for each in SAMPLES]
-    return DeviceMesh(
-        device_mesh.device_type, ranks.reshape(shape), mesh_dim_names=(*others, *(each.value for each in SAMPLES))
-    )
+    names = list(sizes)
+    ordered = [each.value for each in WORLD_AXES if each.value in sizes]  # the data axes are neighbours
+    ranks = device_mesh.mesh.permute([names.index(name) for name in ordered])
+    merged = {each.value: -1 if each is axis else 1 for each in SAMPLES}
+    whole = [each.value for each in WORLD_AXES if each.value in sizes or each in SAMPLES]
+    shape = [merged.get(name, sizes.get(name, 1)) for name in whole]
+    return DeviceMesh(device_mesh.device_type, ranks.reshape(shape), mesh_dim_names=tuple(whole))
 
 
 def plan_sizes(device_mesh: DeviceMesh | None) -> dict[str, int]:
@@ -156,14 +169,22 @@ def get_dp_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
     return device_mesh[tuple(large)] if len(large) > 1 else device_mesh[large[0]]
 
 
+def replica_axis(device_mesh: DeviceMesh, shares: Shares) -> DeviceMesh | None:
+    """Return the axes along which dense parameters are replicated, as one; None if none is larger than 1."""
+    large = [axis.value for axis in shares.replica_axes if _is_large(device_mesh, axis)]
+    if len(large) > 1:
+        return flattened(device_mesh[tuple(large)], "_".join(large))
+    return device_mesh[large[0]] if large else None
+
+
 def get_fsdp_mesh(device_mesh: DeviceMesh) -> DeviceMesh | None:
     """Return the sharding axes of dense parameters, dp_shard flattened with cp, if larger than 1; else None."""
     return sharding_axis(device_mesh) if any(_is_large(device_mesh, axis) for axis in SHARDS) else None
 
 
-def sharding_axis(device_mesh: DeviceMesh) -> DeviceMesh | None:
-    """Return the sharding axis of any size; None if the mesh has none of that name."""
-    large = [axis.value for axis in SHARDS if _is_large(device_mesh, axis)]
+def sharding_axis(device_mesh: DeviceMesh, axes: tuple[Axis, ...] = SHARDS) -> DeviceMesh | None:
+    """Return the sharding axis of any size, several as one; None if the mesh has none of that name."""
+    large = [axis.value for axis in axes if _is_large(device_mesh, axis)]
     if len(large) > 1:
         return flattened(device_mesh[tuple(large)], "_".join(large))
     return (

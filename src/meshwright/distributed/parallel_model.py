@@ -15,14 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.comparison.observe import TokensOfRank
 from meshwright.core.axes import Axis
-from meshwright.core.errors import ConfigError
+from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.signature import Signature
 from meshwright.planning.pipeline.schedules.action import Action
 from meshwright.planning.plan import Plan
-from meshwright.planning.shares import COPIES, TOKENS
+from meshwright.planning.shares import TOKENS
 
+from .context import parts
 from .context.context_parallel import runtime_of
 from .data import accumulation, fully_sharded, replicated
 from .experts import routing
@@ -73,7 +74,7 @@ class ParallelModel:
         self._last_loss: Tensor | None = None
         self._data_groups = data_groups(mesh)
         self._pipeline_groups = groups_of(mesh, Axis.PP)
-        self._copy_groups = groups_of(mesh, *COPIES)
+        self._copy_groups = groups_of(mesh, *plan.shares.copies)
         self._row_groups = groups_of(mesh, *TOKENS)
         self._token_groups = groups_of(mesh, *plan.shares.routed)
         self._routers = routing.routers_of(self.parts)
@@ -137,6 +138,8 @@ class ParallelModel:
     def own_tokens(self, batch: step_batch.Batch) -> TokensOfRank:
         """Return which tokens of a step's rows lie on this rank between the model's blocks."""
         length = batch["tokens"].shape[1]
+        if parts.PLACES in batch:
+            raise UnsupportedError("a trace compares whole rows: bring them without places, and they are cut here")
         if self._context:
             context = self._context[0]
             places = context.places(batch)
@@ -155,8 +158,8 @@ class ParallelModel:
         Args:
             batch: one dict of (rows, seq) tensors, cut into microbatches by this call, or a list of microbatches.
                 Keys: tokens, labels (already shifted, -100: no loss), optional loss_mask (floats other than 0 and 1
-                weigh), positions, document_ids, and arguments of the model. If this rank could not read its batch:
-                the error, to be raised on all ranks.
+                weigh), positions, document_ids, arguments of the model, and, on a context axis, places in whole rows
+                (int64), where a rank brings its own tokens. Or the error why this rank has no batch, for all to raise.
 
         The loss is a sum over real tokens divided by their number in the whole step on all data ranks (with weights:
         by their sum), so accumulation over unequal microbatches and unequal ranks is exact.
@@ -221,18 +224,18 @@ class ParallelModel:
         """
         pieces: list[step_batch.Batch] = []
         refusal: Exception | None = None
-        tokens, weight, routed, rows_word = 0, 0.0, 0, 0
+        tokens, weight, routed, rows_word, is_part = 0, 0.0, 0, None, False
         try:
             if isinstance(batch, Exception):
                 raise batch
             replicated.refuse_other_trained(self.module)
             pieces = step_batch.microbatches(batch, self.microbatch_rows or self._suggested_rows(batch))
+            is_part = parts.are_parts(pieces, cuts_rows=bool(self._context))
+            known = (self._signature, self.facts.max_seq_len, self.facts.vocab_size)
             for piece in pieces:
-                step_batch.check(
-                    piece, self._signature, self.facts.max_seq_len, self.facts.vocab_size, own_loss=self._own_loss
-                )
-            rows_word = step_batch.fingerprint(pieces)
-            for context in self._context:
+                step_batch.check(parts.without_places(piece), *known, own_loss=self._own_loss)
+            rows_word = None if is_part else step_batch.fingerprint(pieces)
+            for context in () if is_part else self._context[:1]:  # a rank's stages have the same tokens
                 pieces = [context.cut(piece, self._signature, self.device) for piece in pieces]
             tokens, weight = step_batch.count(pieces), step_batch.weight(pieces)
             routed = routing.count_routed(pieces) if self._routers or self._router_loss else 0
@@ -240,25 +243,24 @@ class ParallelModel:
             refusal = error
         same_rows = agree.is_equal(rows_word if refusal is None else None, self._row_groups)
         if refusal is None and not same_rows:
-            refusal = ConfigError(
-                f"the {self.plan.size(Axis.CP)} ranks of the cp axis brought different rows: they share the tokens of"
-                f" the same rows. Give a loader the rank and size of the data axes (dp_replicate × dp_shard) alone"
-            )
-        words = torch.tensor(
-            [tokens, weight, routed, len(pieces), len(pieces) ** 2, refusal is not None], dtype=torch.float64
-        )
-        tokens, weight, routed, number, squares, refused = agree.total(
-            words, self._data_groups
-        ).tolist()  # counts below 2^53 stay exact
+            refusal = parts.other_rows(self.plan.size(Axis.CP))
+        counts = [tokens, weight, routed, len(pieces), len(pieces) ** 2, refusal is not None]
+        words = torch.tensor([*counts, *([is_part] if self._context else [])], dtype=torch.float64)
+        # counts below 2^53 stay exact
+        tokens, weight, routed, number, squares, refused, *brought = agree.total(words, self._data_groups).tolist()
         tokens, routed = int(tokens), int(routed)
         if refused:
             agree.raise_first(refusal, self._data_groups)
         ranks = self.plan.shares.batch_ranks
+        parts.refuse_some(int(sum(brought)), ranks)
         if number * number != squares * ranks:
             raise ConfigError(
                 f"ranks brought different numbers of microbatches ({number:.0f} on {ranks} data ranks, here"
                 f" {len(pieces)}): give as many"
             )
+        if is_part:
+            options = (self._signature, self.device, self.facts.max_seq_len)
+            pieces = parts.join_all(pieces, self._data_groups, self._context[0], *options)
         return pieces, tokens, weight, routed
 
     def _inputs(self, batch: step_batch.Batch) -> dict[str, Any]:

@@ -12,9 +12,11 @@ from .doors.builtin_transforms import (
     FullyShardTransform,
     TensorParallelTransform,
 )
+from .doors.context_door import ContextParallelTransform
 from .doors.transform_options import (
     ActivationCheckpointTransformConfig,
     CompileTransformConfig,
+    ContextParallelTransformConfig,
     DDPTransformConfig,
     ExpertParallelTransformConfig,
     Float8TransformConfig,
@@ -40,6 +42,8 @@ __all__ = [
     "BaseDistributedTransform",
     "CompileTransform",
     "CompileTransformConfig",
+    "ContextParallelTransform",
+    "ContextParallelTransformConfig",
     "DDPTransform",
     "DDPTransformConfig",
     "DDPWrappedModel",

@@ -51,7 +51,7 @@ class RouterFact:
     """A router of meshwright's own mixture of experts.
 
     ``balances``: its bias follows its experts' load. ``sums_sequences``: its losses need sums over whole sequences;
-    ``sums_batches``: over all ranks' microbatches.
+    ``sums_batches``: over all ranks' microbatches; ``counts_sequences``: one of them is about each sequence by itself.
     """
 
     path: str
@@ -59,6 +59,7 @@ class RouterFact:
     balances: bool
     sums_sequences: bool
     sums_batches: bool = False
+    counts_sequences: bool = False
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,7 @@ def model_facts(model: nn.Module) -> ModelFacts:
                 m.bias is not None,
                 m.config.sequence_loss > 0 or m.config.batch_loss > 0,
                 m.config.batch_loss > 0,
+                m.config.sequence_loss > 0,
             )
             for name, m in model.named_modules()
             if isinstance(m, Router)

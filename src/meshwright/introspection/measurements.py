@@ -13,13 +13,13 @@ from meshwright.core.record import recall, remember
 
 from .constructor.recording import seeded
 from .hints import NONE, hints_of
-from .mixing.calls import small_copy
 from .mixing.measure import measure_mixing
 from .mixing.values import Mixing
 from .premises import premises
 from .premises.hooks import lies_on_mesh
 from .premises.premises import Premises
 from .signature import Signature
+from .small.sample import Sample, samples_of
 from .structure import Measured, measured
 from .structure.experts import Stack, measure_stacks
 from .structure.router_loss import RouterLoss, asks_for_router_loss, measure_router_loss
@@ -99,15 +99,15 @@ class Measurements:
             raise UnsupportedError("rows of this model cannot be cut: the model itself is not at hand")
         return self._once("mixing", lambda: measure_mixing(model))
 
-    def small(self) -> nn.Module:
-        """Return the smallest copy of the model that computes, to be copied before it is changed.
+    def sample(self, ranks: int = 1) -> Sample:
+        """Return the smallest copy of the model that computes and has heads for so many ranks.
 
-        A model that is laid out cannot be copied any more: ask before.
+        The copy is to be copied before it is changed. A model that is laid out cannot be copied any more: ask before.
         """
         model = self.model
         if model is None:
             raise UnsupportedError("a small copy cannot be made: the model itself is not at hand")
-        return self._once("small", lambda: small_copy(model))
+        return self._once(("sample", ranks), lambda: next(iter(samples_of(model, Signature.of(model).takes, ranks))))
 
     def router_loss(self) -> RouterLoss | None:
         """Return the routers' loss that a transformers model's config includes in its loss; None where there is none.

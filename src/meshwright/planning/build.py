@@ -23,7 +23,7 @@ from . import notes
 from .case import Case
 from .collectives import step_collectives
 from .context.collectives import context_collectives
-from .context.plan import context_plan
+from .context.plan import ContextPlan, context_plan
 from .data.units import trained_cuts, units_of
 from .data.zero import gathers_per_step, with_zero_stage, zero_notes
 from .experts.collectives import expert_collectives, router_collectives
@@ -39,7 +39,7 @@ from .pipeline.stages import pipeline_collectives, recomputed_in, units_of_stage
 from .plan import Plan
 from .recompute.plan import checkpointed_modules, sent_again
 from .rules import check, check_batch, check_data, resolve_precision
-from .shares import SHARDS, shares_of
+from .shares import Shares, shares_of
 from .techniques import Techniques
 from .tensor.collectives import tensor_collectives
 from .tensor.make import make_tensor_plan
@@ -109,11 +109,11 @@ def _with_schedule_of(layout: Layout, requested: Techniques) -> Techniques:
 
 def _data_technique(requested: Techniques, layout: Layout, precision: PrecisionPlan) -> str:
     ranks = shares_of(layout).batch_ranks
-    cuts = layout.dp_shard * layout.cp > 1
+    cuts = layout.dp_shard > 1 or (layout.cp > 1 and requested.zero_stage != 0)
     if requested.data_parallel == "fully_shard" or (cuts and requested.data_parallel == "auto"):
         return "fully_shard"
     if requested.data_parallel == "auto" and (
-        precision.is_mixed or requested.cpu_offload is True or (layout.tp * layout.pp > 1 and ranks > 1)
+        precision.is_mixed or requested.cpu_offload is True or (layout.tp * layout.pp * layout.ep > 1 and ranks > 1)
     ):
         return "fully_shard"
     return "ddp" if ranks > 1 else "none"
@@ -140,10 +140,10 @@ def _assemble(
     experts = _expert_plan(facts, layout, tensor, tensor_notes)
     reshard, optimizer = requested.reshard_after_forward, _optimizer_plan(requested)
     assert reshard != "auto"  # resolved above
-    shards = shares_of(layout, technique).shards
-    units = units_of(_without_skipped(facts, layout), shards, reshard, tensor, experts, float8, optimizer)
+    shares = shares_of(layout, technique, replicates_tokens=data.replicates_tokens)
+    units = units_of(_without_skipped(facts, layout), shares.shards, reshard, tensor, experts, float8, optimizer)
     loss = _loss_plan(facts, layout, requested)
-    parameters = _parameters(facts.parameters, precision, layout, technique, tensor, experts)
+    parameters = _parameters(facts.parameters, precision, layout, shares, tensor, experts)
     mode = requested.activation_checkpointing
     keep = requested.checkpoint_keep if mode == "selective_op" else ()
     made = Plan(
@@ -163,7 +163,7 @@ def _assemble(
         compiled=facts.blocks if requested.compile else (),
         compile_options=(("backend", requested.compile_backend),) if requested.compile else (),
         tensor=tensor,
-        context=context_plan(facts, layout, requested, precision),
+        context=facts.applied_plan(ContextPlan) or context_plan(facts, layout, requested, precision),
         pipeline=pipeline,
         experts=experts,
         loss=loss,
@@ -248,6 +248,7 @@ def _data_plan(
         pin_memory=device == "cuda",
         gathers_per_step=technique == "fully_shard" and gathers_per_step(requested, layout),
         idle=_idle(facts) if shares_of(layout).batch_ranks > 1 and layout.pp == 1 else (),
+        replicates_tokens=technique == "fully_shard" and layout.cp > 1 and requested.zero_stage == 0,
     )
 
 
@@ -308,11 +309,11 @@ def _parameters(
     parameters: tuple[ParameterFact, ...],
     precision: PrecisionPlan,
     layout: Layout,
-    technique: str,
+    shares: Shares,
     tensor: TensorPlan | None,
     experts: ExpertPlan | None,
 ) -> tuple[ParameterPlan, ...]:
-    sharded = dict.fromkeys(SHARDS, "Shard(0)") if technique == "fully_shard" else {}
+    sharded = dict.fromkeys(shares.shard_axes, "Shard(0)")
     rows: dict[tuple, ParameterPlan] = {}
     places_of: dict[tuple, tuple[tuple[str, str], ...]] = {}
     for p in parameters:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 from meshwright.core.axes import Axis
 
 from .experts.plan import ExpertPlan
-from .shares import BATCH, COPIES, Shares
+from .shares import BATCH, REPLICAS, TOKENS, Shares
 from .values import Collective, DataParallel, PrecisionPlan, Unit
 
 COUNT_ELEMENTS = 6
 """Number of float64 values in the all-reduce that opens a step.
 
-They are: real tokens, their weight, routed tokens, microbatches, their square, ranks with a bad batch.
+They are: real tokens, their weight, routed tokens, microbatches, their square, ranks with a bad batch; where rows are
+cut, one more: ranks that bring their own tokens alone.
 """
 
 
@@ -36,7 +38,7 @@ def step_collectives(
             it cuts.
         trained: number of trained parameters.
     """
-    found = [*over_batch(shares, "token count", COUNT_ELEMENTS, "float64")]
+    found = [*token_count(shares)]
     if data.technique == "fully_shard":
         found += sharded_units(units, data, precision, shares, experts)
         per = "microbatch" if data.sync_grad_accum is True else "step"
@@ -52,6 +54,11 @@ def step_collectives(
     found += over_batch(shares, "loss", 1, "float64")
     own = experts if experts is not None and any(unit.experts and unit.trainable_elements for unit in units) else None
     return (*found, *step_norm(precision, shares, trained_cuts, own), *step_agreement(shares))
+
+
+def token_count(shares: Shares) -> Iterator[Collective]:
+    """List the all-reduces that open a step."""
+    return over_batch(shares, "token count", COUNT_ELEMENTS + (shares.size(*TOKENS) > 1), "float64")
 
 
 def step_norm(precision: PrecisionPlan, shares: Shares, trained_cuts: tuple[bool, ...], experts: ExpertPlan | None):
@@ -71,7 +78,7 @@ def step_norm(precision: PrecisionPlan, shares: Shares, trained_cuts: tuple[bool
 
 def step_agreement(shares: Shares):
     """List one number per axis of copies: the norm by which all copies clip, or that the step is skipped."""
-    for axis in COPIES:
+    for axis in shares.copies:
         if (ranks := shares.size(axis)) > 1:
             yield Collective("all_reduce", axis.value, ranks, "agreed norm", 1, "float64", "step")
 
@@ -83,7 +90,7 @@ def _spans_as(experts: ExpertPlan, shards: int, tensor_ranks: int, trained_cuts:
     return experts.ranks == world and any(sorted(sizes) == [1, world] for sizes in dense)
 
 
-def over_batch(shares: Shares, unit: str, elements: int, dtype: str):
+def over_batch(shares: Shares, unit: str, elements: int, dtype: str) -> Iterator[Collective]:
     """List the all-reduces of ``elements`` numbers over the ranks with other tokens."""
     for axis in BATCH:
         if (ranks := shares.size(axis)) > 1 and elements:
@@ -128,8 +135,7 @@ def sharded_units(
                     dtype=precision.reduce,
                     per=scatter_per,
                 )
-        if shares.replicas > 1 and unit.trainable_elements:
-            own, axis = unit.trainable_elements // shards, Axis.DP_REPLICATE.value
-            yield Collective(
-                "all_reduce", axis, shares.replicas, unit.name or "root", own, precision.reduce, reduce_per
-            )
+        replicas = shares.replicas if own is None else shares.size(*REPLICAS)
+        if replicas > 1 and unit.trainable_elements:
+            kept, axis = unit.trainable_elements // shards, Axis.DP_REPLICATE.value
+            yield Collective("all_reduce", axis, replicas, unit.name or "root", kept, precision.reduce, reduce_per)

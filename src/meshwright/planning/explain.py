@@ -56,7 +56,7 @@ def _header(plan: Plan) -> str:
     lines = [
         f"{plan.model}: {count_text(total)} parameters on {plan.world} rank{'s' * (plan.world > 1)} ({plan.device}),"
         f" mesh {mesh}",
-        f"  data parallel   {data.technique}, gradients: {data.reduction} over {plan.data_ranks} data ranks"
+        f"  data parallel   {data.technique}, gradients: {data.reduction} over {plan.shares.batch_ranks} data ranks"
         + (f", reshard_after_forward {_reshard(plan)}" if data.technique == "fully_shard" else "")
         + (f" (ZeRO-{stage})" if (stage := stage_of(plan)) else "")
         + (", parameters and optimizer state in host memory" if data.cpu_offload else ""),

@@ -16,6 +16,7 @@ from meshwright.introspection.structure.experts import find_stacks
 from meshwright.introspection.transformers_private import brings_initialiser
 
 from .layout import Layout
+from .shares import shares_of
 from .techniques import Techniques
 from .tensor.plan import TensorPlan
 from .values import ParameterPlan
@@ -43,7 +44,7 @@ def of(
     for p in facts.parameters:
         if p.aliases:
             yield f"{p.name} is tied to {', '.join(p.aliases)}: one parameter, counted once"
-    if technique == "fully_shard" and layout.dp_shard == 1:
+    if technique == "fully_shard" and shares_of(layout, technique).shards == 1:
         yield "dp_shard = 1: nothing is sharded; fully_shard acts for its precision or offload only"
     if technique == "fully_shard" and not facts.blocks:
         yield f"no repeated block was found in {facts.kind}: all parameters are gathered at once"

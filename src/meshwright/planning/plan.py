@@ -73,6 +73,7 @@ class Plan:
             dict(self.mesh),
             self.data.technique == "fully_shard",
             self.tensor is not None and self.tensor.sequence_parallel,
+            self.data.replicates_tokens,
         )
 
     def to_json(self) -> str:

@@ -30,6 +30,7 @@ from .premise_rules import (
     weights_are_read_only,
 )
 from .recompute.rules import checkpointing_companions, checkpointing_keys, checkpointing_matches
+from .shares import SHARDS, shares_of
 from .techniques import Precision, Techniques
 from .tensor.rules import async_tensor_fits, no_blocks, tensor_companions, tensor_fits, tensor_words
 from .values import Batch, PrecisionPlan
@@ -103,7 +104,7 @@ def ddp_fits(case: Case) -> Found:
 
 
 def resharding(case: Case) -> Found:
-    value, shards = case.techniques.reshard_after_forward, case.layout.dp_shard
+    value, shards = case.techniques.reshard_after_forward, shares_of(case.layout).size(*SHARDS)
     if isinstance(value, bool):
         return
     if case.technique != "fully_shard":
@@ -115,8 +116,9 @@ def resharding(case: Case) -> Found:
     legal = [n for n in range(2, shards) if shards % n == 0]
     if value not in legal:
         yield ConfigError(
-            f"techniques.reshard_after_forward = {value}: as a number it must divide layout.dp_shard = {shards} and be"
-            f" neither 1 nor {shards}; legal here: {', '.join(map(str, legal)) or 'none'}, or true / false."
+            f"techniques.reshard_after_forward = {value}: as a number it must divide layout.dp_shard"
+            f"{' × cp' if case.layout.cp > 1 else ''} = {shards} and be neither 1 nor {shards}; legal here:"
+            f" {', '.join(map(str, legal)) or 'none'}, or true / false."
         )
 
 

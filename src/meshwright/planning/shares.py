@@ -25,9 +25,7 @@ SHARDS = (Axis.DP_SHARD, Axis.CP)
 weights.
 """
 REPLICAS = (Axis.DP_REPLICATE,)
-"""Axes along which ranks hold equal shards, whose gradients are summed."""
-COPIES = (*REPLICAS, Axis.TP)
-"""Axes over which parameters are replicated, each rank computing the norm of its own copy."""
+"""Axes along which ranks hold equal experts, and equal shards of all else, whose gradients are summed."""
 EXPERTS = (*SHARDS, Axis.TP)
 """Axes whose ranks form the expert mesh of a stage: efsdp × ep."""
 
@@ -38,13 +36,15 @@ class Shares:
 
     Attributes:
         mesh: axis -> size; missing axes have size 1.
-        sharded: whether dense parameters are cut over ``SHARDS``.
+        sharded: whether dense parameters are cut over ``SHARDS``, or over ``dp_shard`` alone.
         cuts_sequences: whether ranks of the tensor axis hold other tokens of the same rows between blocks.
+        replicates_tokens: whether ranks with other tokens of the same rows hold copies of the parameters, not shards.
     """
 
     mesh: Mapping[str, int]
     sharded: bool = False
     cuts_sequences: bool = False
+    replicates_tokens: bool = False
 
     def size(self, *axes: Axis) -> int:
         """Count the ranks along these axes together."""
@@ -61,14 +61,30 @@ class Shares:
         return self.size(*BATCH)
 
     @property
+    def shard_axes(self) -> tuple[Axis, ...]:
+        """Axes over which fully_shard cuts dense parameters, as one; none without it."""
+        whole = TOKENS if self.replicates_tokens else ()
+        return tuple(axis for axis in SHARDS if axis not in whole) if self.sharded else ()
+
+    @property
+    def replica_axes(self) -> tuple[Axis, ...]:
+        """Axes along which ranks hold equal dense parameters, or equal shards, and sum their gradients."""
+        return tuple(axis for axis in BATCH if axis not in self.shard_axes)
+
+    @property
+    def copies(self) -> tuple[Axis, ...]:
+        """Axes over which parameters are replicated, each rank computing the norm of its own copy."""
+        return (*self.replica_axes, Axis.TP)
+
+    @property
     def shards(self) -> int:
         """Number of parts that fully_shard cuts a dense parameter in; 1 without it."""
-        return self.size(*SHARDS) if self.sharded else 1
+        return self.size(*self.shard_axes)
 
     @property
     def replicas(self) -> int:
-        """Number of ranks with equal shards."""
-        return self.size(*REPLICAS)
+        """Number of ranks with equal dense parameters, or equal shards."""
+        return self.size(*self.replica_axes)
 
     @property
     def routed(self) -> tuple[Axis, ...]:
@@ -76,6 +92,7 @@ class Shares:
         return (*BATCH, *((Axis.TP,) if self.cuts_sequences else ()))
 
 
-def shares_of(layout: Layout, technique: str = "") -> Shares:
+def shares_of(layout: Layout, technique: str = "", *, replicates_tokens: bool = False) -> Shares:
     """Return the shares of a resolved layout, before it is known whether the tensor axis cuts sequences."""
-    return Shares({axis.value: layout.size(axis) for axis in WORLD_AXES}, technique == "fully_shard")
+    sizes = {axis.value: layout.size(axis) for axis in WORLD_AXES}
+    return Shares(sizes, technique == "fully_shard", replicates_tokens=replicates_tokens)

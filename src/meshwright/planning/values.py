@@ -111,6 +111,7 @@ class DataParallel:
         idle: trained parameters that some ranks may leave without a gradient; after a backward the ranks exchange which
             of them have one.
         own_units: whether the model's own ``fully_shard(**options)`` chooses the all-gather groups.
+        replicates_tokens: whether fully_shard leaves parameters whole on the ranks of the context axis.
     """
 
     technique: Literal["none", "ddp", "fully_shard"]
@@ -122,6 +123,7 @@ class DataParallel:
     gathers_per_step: bool = False
     idle: tuple[str, ...] = ()
     own_units: bool = False
+    replicates_tokens: bool = False
 
 
 @dataclass(frozen=True)

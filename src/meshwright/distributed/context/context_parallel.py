@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.core.record import recall
-from meshwright.distributed.exchange.ranks import ProcessGroupRanks
+from meshwright.core.record import recall, remember
+from meshwright.core.torch_private import uncompiled
+from meshwright.distributed.exchange.ranks import ProcessGroupRanks, RankGroup
 from meshwright.introspection.facts import ModelFacts
+from meshwright.models.moe import Router
 from meshwright.planning.plan import Plan
 
 from .rehearsal import PADDED, WITHOUT_POSITIONS, refuse, refuse_length
@@ -26,7 +29,30 @@ def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh, facts: ModelFacts) -> 
         length=partial(refuse_length, facts, context),
     )
     wrap_modules(model, context, ranks, checks)
+    _count_whole_rows(model, ranks)
+    remember(model, context)
     return model
+
+
+def _count_whole_rows(model: nn.Module, ranks: RankGroup) -> None:
+    """Let routers' losses per sequence count the tokens of all ranks, beside those of other parts on a tensor axis."""
+    for module in model.modules():
+        if isinstance(module, Router) and module.config.sequence_loss:
+            module.across = _OverRows(ranks, module.across)
+
+
+class _OverRows:
+    """Sums counts over ranks with other tokens of the same rows.
+
+    This is not a function with the ranks bound to it: code compiled around its call would hold their group forever.
+    """
+
+    def __init__(self, ranks: RankGroup, before: Callable[[Tensor], Tensor] | None):
+        self._ranks, self._before = ranks, before
+
+    @uncompiled
+    def __call__(self, counted: Tensor) -> Tensor:
+        return self._ranks.sum(counted if self._before is None else self._before(counted))
 
 
 def runtime_of(model: nn.Module) -> ContextRuntime | None:

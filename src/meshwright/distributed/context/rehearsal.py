@@ -22,7 +22,6 @@ from meshwright.introspection.outputs import logits_of
 from meshwright.introspection.premises.narrowing import is_rounding
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.copies import copy_of
-from meshwright.introspection.small.sample import samples_of
 from meshwright.planning.context.plan import ContextPlan
 
 from .rows import MASK, CutRows, select
@@ -58,10 +57,9 @@ def prove(facts: ModelFacts, plan: ContextPlan) -> dict[str, str]:
 
 def small_and_plan(facts: ModelFacts, plan: ContextPlan) -> tuple[nn.Module, ContextPlan]:
     """Return a small copy with heads for all ranks, and the plan for the copy."""
-    model = facts.module
-    assert model is not None
-    sample = next(iter(samples_of(model, Signature.of(model).takes, plan.ranks if plan.mixers else 1)))
-    return sample.model, plan.for_sample(sample, model)
+    assert facts.module is not None
+    sample = facts.measurements.sample(plan.ranks if plan.mixers else 1)
+    return copy_of(sample.model), plan.for_sample(sample, facts.module)
 
 
 def refuse(facts: ModelFacts, plan: ContextPlan, *kinds: str) -> None:
@@ -76,7 +74,7 @@ def keep_for_batches(facts: ModelFacts, plan: ContextPlan, refused: dict[str, st
     """Keep what batches may need to be refused by: another rank's verdicts, and a small copy if masks are tensors."""
     facts.measurements.refused[plan] = refused
     if any(caller.is_dense for caller in plan.mixing.callers):
-        facts.measurements.small()  # a model that is laid out cannot be copied any more
+        facts.measurements.sample()  # a model that is laid out cannot be copied any more
 
 
 def refuse_length(facts: ModelFacts, plan: ContextPlan, length: int) -> None:
@@ -84,7 +82,7 @@ def refuse_length(facts: ModelFacts, plan: ContextPlan, length: int) -> None:
     if (plan, length) in facts.measurements.proven or facts.module is None:
         return
     if any(caller.is_dense for caller in plan.mixing.callers):
-        refuse_other_masks(copy_of(facts.measurements.small()), plan.mixing.callers, length)
+        refuse_other_masks(copy_of(facts.measurements.sample().model), plan.mixing.callers, length)
     facts.measurements.proven.add((plan, length))
 
 

@@ -9,8 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from meshwright.core.errors import ConfigError
 from meshwright.core.torch_private import by_values
 from meshwright.introspection.mixing.masks import segments_of
+from meshwright.introspection.signature import SPELLINGS
 from meshwright.planning.context.cut import Cut, Runs, cut_row
 from meshwright.planning.context.documents import cut_documents
 
@@ -18,6 +20,8 @@ FILLER = -1
 Apart = Literal["", "positions", "ids"]
 MASK = "attention_mask"
 """Key of a batch: (rows, length), 0 for padding, as models of transformers take it."""
+LIKE_TOKENS = ("labels", "loss_mask", MASK, *(key for key in SPELLINGS if key != "tokens"))
+"""Keys whose tensors have a value for each token."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,3 +175,29 @@ def cut_batch(batch: Mapping[str, Tensor], rows: CutRows) -> CutBatch:
         made[key] = select(value, places, 1) if value.shape[:2] == size and key != MASK else value
     made.rows = rows
     return made
+
+
+def refuse_other_shapes(batch: Mapping[str, Tensor]) -> None:
+    """Raise ConfigError for a tensor whose tokens do not lie along the second of two dims, (rows, tokens).
+
+    A mask for each pair of tokens, (…, tokens, tokens), would stay whole, or be cut along one of its dims.
+    """
+    size = tuple(batch["tokens"].shape)
+    for key, value in batch.items():
+        shape = tuple(value.shape)
+        if key in LIKE_TOKENS and shape != size:
+            pairs = (
+                " Of masks for pairs of tokens, rows are cut with the model's own alone."
+                if key == MASK and value.dim() > 2
+                else ""
+            )
+            raise ConfigError(
+                f"batch['{key}'] has shape {shape}, but tokens have {size}, and rows are cut over ranks.{pairs}"
+            )
+        of_pairs = "mask" in key or "bias" in key
+        if (shape[:2] != size and size[1] in shape) or (of_pairs and size[1] in shape[2:]):
+            raise ConfigError(
+                f"batch['{key}'] has shape {shape}, in which the {size[1]} tokens of a row lie elsewhere than along the"
+                f" second of two dims, (rows, tokens, …), along which rows are cut over ranks: leave it to the model,"
+                f" or give it with these dims"
+            )

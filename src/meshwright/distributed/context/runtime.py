@@ -32,7 +32,7 @@ from meshwright.planning.context.plan import ContextPlan
 from .attention import Context, attend, attend_to_whole_rows
 from .mixers import wrap_mixer
 from .reaches import Reaches
-from .rows import MASK, Apart, CutBatch, CutRows, cut_batch, cut_rows
+from .rows import MASK, Apart, CutBatch, CutRows, cut_batch, cut_rows, refuse_other_shapes
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,13 @@ class ContextRuntime:
     Attributes:
         group: the ranks of the context axis.
         rows: where the tokens of the microbatch lie that is computed now; None: every rank has whole rows.
+        in_backward: the same, where a backward behind the block of a user's own loop set it.
     """
 
     def __init__(self, group: RankGroup, plan: ContextPlan, checks: Checks):
         self.group, self.plan, self.mixing, self._checks = group, plan, plan.mixing, checks
         self.rows: CutRows | None = None
+        self.in_backward: CutRows | None = None
         self._reaches = Reaches(group)
         # rows change with each microbatch, and a graph would hold on to those of the first
         outside_of_graphs: Any = torch.compiler.disable
@@ -84,13 +86,22 @@ class ContextRuntime:
             UnsupportedError: a padding mask that this model cannot be given in parts; masks of another rule than the
                 measured one, in rows of this length.
         """
+        self.check(batch, signature, batch["tokens"].shape[1])
+        rows = self._cut_rows(batch, device)
+        return cut_batch(_completed(batch, self.plan, signature), rows)
+
+    def check(self, batch: Mapping[str, Tensor], signature: Signature, length: int) -> None:
+        """Raise UnsupportedError for keys that this model cannot be given in parts, or rows of this length.
+
+        Raises:
+            ConfigError: a tensor has another shape than the batch's tokens.
+        """
+        refuse_other_shapes(batch)
         if MASK in batch:
             self._checks.padding()
         if signature.takes["positions"] is not None and "positions" not in batch:
             self._checks.positions()
-        self._checks.length(batch["tokens"].shape[1])
-        rows = self._cut_rows(batch, device)
-        return cut_batch(_completed(batch, self.plan, signature), rows)
+        self._checks.length(length)
 
     def places(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the places of this rank's tokens, (rows or 1, tokens) int64, for a batch of whole rows."""

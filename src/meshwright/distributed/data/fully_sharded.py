@@ -20,16 +20,17 @@ from meshwright.core.names import clean, is_within
 from meshwright.core.record import recall
 from meshwright.distributed import torch_private
 from meshwright.distributed.float8 import gather as float8_gather
-from meshwright.distributed.mesh import axis_sizes, get_expert_mesh, sharding_axis
+from meshwright.distributed.mesh import axis_sizes, get_expert_mesh, replica_axis, sharding_axis
 from meshwright.distributed.torch_private import groups_of_parameters
 from meshwright.planning.experts.plan import ExpertPlan
 from meshwright.planning.plan import Plan
+from meshwright.planning.shares import Shares
 from meshwright.planning.values import DataParallel, PrecisionPlan, Unit
 
 
 def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
     """Shard every unit of the plan, then the root, in place; ``model`` may be on meta."""
-    mesh = _mesh(device_mesh)
+    mesh = _mesh(device_mesh, plan.shares)
     shared: dict[str, Any] = {"mesh": mesh, "offload_policy": _offload(plan)}
     whole = policy(plan.precision)
     inner = replace(whole, output_dtype=None)  # a block's output is not the model's
@@ -262,15 +263,16 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
-def _mesh(device_mesh: DeviceMesh) -> DeviceMesh:
+def _mesh(device_mesh: DeviceMesh, shares: Shares) -> DeviceMesh:
     """Return the axes over which dense parameters are replicated and sharded: the replicas first, if any."""
-    sizes, shards = axis_sizes(device_mesh), sharding_axis(device_mesh)
+    shards, replicas = sharding_axis(device_mesh, shares.shard_axes), replica_axis(device_mesh, shares)
     if shards is None:
-        raise ConfigError(f"fully_shard needs a mesh axis named dp_shard (size 1 will do); the mesh has {tuple(sizes)}")
-    if sizes.get(Axis.DP_REPLICATE.value, 1) == 1:
+        there = tuple(axis_sizes(device_mesh))
+        raise ConfigError(f"fully_shard needs a mesh axis named dp_shard (size 1 will do); the mesh has {there}")
+    if replicas is None:
         return shards
-    assert shards.mesh_dim_names is not None
-    return device_mesh[Axis.DP_REPLICATE.value, shards.mesh_dim_names[0]]
+    assert shards.mesh_dim_names is not None and replicas.mesh_dim_names is not None
+    return device_mesh[replicas.mesh_dim_names[0], shards.mesh_dim_names[0]]
 
 
 def _offload(plan: Plan) -> OffloadPolicy:

@@ -14,11 +14,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean
 from meshwright.core.record import recall, remember
 from meshwright.core.torch_private import foreach_zero_, tree_leaves
+from meshwright.distributed.mesh import replica_axis
 from meshwright.distributed.torch_private import has_recorded_graph
 from meshwright.introspection.outputs import logits_of
 from meshwright.planning.plan import Plan
@@ -46,6 +46,8 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> DistributedD
     before each forward, where the user runs the step: torch's default.
     """
     options: dict[str, Any] = {"gradient_as_bucket_view": True, **dict(plan.data.ddp_options)}
+    replicas = replica_axis(device_mesh, plan.shares)
+    group = None if replicas is None else replicas.get_group()
     if plan.data.idle:  # torch finds unused parameters from the tensors in the output
         options["find_unused_parameters"] = True
         model.register_forward_hook(_show_tensors if plan.data.reduction == "sum" else _refuse_hidden_tensors)
@@ -55,14 +57,14 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> DistributedD
         warnings.simplefilter("ignore", FutureWarning)
         wrapped = DistributedDataParallel(
             model,
-            process_group=device_mesh.get_group(Axis.DP_REPLICATE.value),
+            process_group=group,
             init_sync=False,
             broadcast_buffers=plan.data.reduction == "mean",
             **options,
         )
     remember(wrapped, Trained(_trained(model)))
     if plan.data.reduction == "sum":
-        wrapped.register_comm_hook(device_mesh.get_group(Axis.DP_REPLICATE.value), _sum)
+        wrapped.register_comm_hook(group, _sum)
     return wrapped
 
 

@@ -20,6 +20,7 @@ from meshwright.distributed.mesh import (
     axis_sizes,
     build_mesh,
     can_merge_data,
+    context_ranks,
     data_groups,
     known_mesh,
     plan_sizes,
@@ -43,7 +44,7 @@ from meshwright.planning.shares import SAMPLES
 from meshwright.planning.techniques import Techniques, TensorStyleRequest
 
 from .functions import averaging_plan, float8_plan, tensor_plan
-from .lay_out import lay_out_module
+from .lay_out import lay_out_module, rows_that_cut
 from .transform_options import (
     ActivationCheckpointTransformConfig,
     CompileTransformConfig,
@@ -58,12 +59,14 @@ from .transform_registry import BaseDistributedTransform, DDPWrappedModel, equip
 log = logging.getLogger("meshwright")
 
 
-class _Planned(BaseDistributedTransform):
+class PlannedTransform(BaseDistributedTransform):
     """A transform that makes a plan and applies some rows of the order."""
 
     rows: tuple[str, ...]
     broadcasts = False
     """Whether ranks with different weights get those of the first rank; else they are refused."""
+    needs_cut_rows = False
+    """Whether ranks of a context axis must have been given other tokens of the same rows before."""
 
     def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
         raise NotImplementedError
@@ -75,6 +78,11 @@ class _Planned(BaseDistributedTransform):
         if (device := self.context.get("device")) is not None and not facts.on_meta:
             model = model.to(device)
         device_mesh = self.device_mesh()
+        if self.needs_cut_rows and rows_that_cut(model, device_mesh):
+            raise ConfigError(
+                f"the mesh has cp = {context_ranks(device_mesh)}, and nothing cuts rows over it: put the transform"
+                f" context_parallel into the chain, or make the mesh with cp = 1"
+            )
         plan = self.plan(facts, device_mesh)
         options = {
             "door": type(self).__name__,
@@ -116,7 +124,7 @@ def mesh_of_world(layout: Layout) -> DeviceMesh:
 
 
 @register_model_transform("ddp", DDPTransformConfig)
-class DDPTransform(_Planned):
+class DDPTransform(PlannedTransform):
     """Whole parameters on every rank, gradients averaged by all-reduce; weights must exist, or are made first.
 
     Beside tensor or pipeline parallelism, where torch's DDP supports neither parts of parameters nor several
@@ -124,7 +132,7 @@ class DDPTransform(_Planned):
     """
 
     rows = ("weights", "ddp", "fully_shard")
-    broadcasts = True
+    broadcasts = needs_cut_rows = True
 
     def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
         sizes = axis_sizes(device_mesh)
@@ -147,7 +155,7 @@ class DDPTransform(_Planned):
                 f"ddp keeps whole parameters on every data rank, but the mesh has dp_shard = {shards}: use fully_shard,"
                 f" or put those ranks into dp_replicate"
             )
-        return averaging_plan(facts, device_mesh, MixedPrecisionPolicy(), Techniques())
+        return averaging_plan(facts, device_mesh, MixedPrecisionPolicy(), Techniques(zero_stage=0))
 
     def device_mesh(self) -> DeviceMesh | None:
         given = super().device_mesh()
@@ -175,10 +183,11 @@ class DDPTransform(_Planned):
 
 
 @register_model_transform("fully_shard", FullyShardTransformConfig)
-class FullyShardTransform(_Planned):
+class FullyShardTransform(PlannedTransform):
     """Parameters, gradients and optimizer state sharded over the data axes."""
 
     rows = ("fully_shard", "weights")
+    needs_cut_rows = True
 
     def apply(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         c: FullyShardTransformConfig = self.config
@@ -229,7 +238,7 @@ class FullyShardTransform(_Planned):
 
 
 @register_model_transform("float8", Float8TransformConfig)
-class Float8Transform(_Planned):
+class Float8Transform(PlannedTransform):
     """Float8 multiplication in the linear layers of the blocks."""
 
     rows = ("float8",)
@@ -246,7 +255,7 @@ class Float8Transform(_Planned):
 
 
 @register_model_transform("tensor_parallel", TensorParallelTransformConfig)
-class TensorParallelTransform(_Planned):
+class TensorParallelTransform(PlannedTransform):
     """Layers, embedding and head cut over the tensor axis; gradients are complete when backward ends."""
 
     rows = ("tensor_parallel",)
@@ -268,7 +277,7 @@ class TensorParallelTransform(_Planned):
 
 
 @register_model_transform("expert_parallel", ExpertParallelTransformConfig)
-class ExpertParallelTransform(_Planned):
+class ExpertParallelTransform(PlannedTransform):
     """Experts sharded over the expert axis; tokens travel to their experts and back."""
 
     rows = ("expert_parallel",)
@@ -287,7 +296,7 @@ class ExpertParallelTransform(_Planned):
 
 
 @register_model_transform("activation_checkpoint", ActivationCheckpointTransformConfig)
-class ActivationCheckpointTransform(_Planned):
+class ActivationCheckpointTransform(PlannedTransform):
     """Recomputation of activations in backward."""
 
     rows = ("activation_checkpoint",)
@@ -331,7 +340,7 @@ class ActivationCheckpointTransform(_Planned):
 
 
 @register_model_transform("compile", CompileTransformConfig)
-class CompileTransform(_Planned):
+class CompileTransform(PlannedTransform):
     """torch.compile on each repeated block."""
 
     rows = ("compile",)

@@ -16,6 +16,7 @@ from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.distributed import order
 from meshwright.distributed.mesh import (
     axis_sizes,
+    context_ranks,
     get_expert_mesh,
     get_pp_size,
     has_dp_mesh,
@@ -36,7 +37,7 @@ from meshwright.planning.plan import Plan
 from meshwright.planning.techniques import Precision, Techniques
 from meshwright.planning.tensor.plan import TensorPlan
 
-from .lay_out import lay_out_module
+from .lay_out import lay_out_module, rows_that_cut
 from .other_config import decoder_config
 from .stage_plan import facts_of_whole, plan_of_stage_module
 
@@ -57,8 +58,9 @@ def apply_fsdp2(
     """Shard ``model`` in place with FSDP2, each repeated block as a unit, then the root, and return it.
 
     Gradients are averaged over all data ranks, as in torch. With both data axes larger than 1, sharding is hybrid:
-    over dp_shard, replicated over dp_replicate. Without a data axis larger than 1 there is nothing to do, which is
-    logged, but an explicit policy still acts, over a mesh of size 1.
+    over dp_shard, replicated over dp_replicate. Where the mesh has ``cp`` larger than 1, parameters are sharded over
+    dp_shard × cp, gradients averaged over both, and rows are cut (``apply_context_parallel``). Without any of these
+    axes there is nothing to do, which is logged, but an explicit policy still acts, over a mesh of size 1.
 
     Args:
         mp_policy: dtypes; None means ``default_mp_policy()``.
@@ -71,7 +73,8 @@ def apply_fsdp2(
         UnsupportedError: the mesh has axes without a technique yet. (With a pp axis ``model`` is one stage's module.)
     """
     device_mesh = known_mesh(device_mesh)
-    if not has_dp_mesh(device_mesh) and mp_policy is None:
+    cuts_rows = rows_that_cut(model, device_mesh)
+    if not has_dp_mesh(device_mesh) and context_ranks(device_mesh) == 1 and mp_policy is None:
         log.info(
             "apply_fsdp2: the mesh %s has no data axis larger than 1, so there is nothing to shard",
             axis_sizes(device_mesh),
@@ -81,7 +84,7 @@ def apply_fsdp2(
     plan = averaging_plan(
         facts, device_mesh, mp_policy or default_mp_policy(), Techniques(reshard_after_forward=reshard_after_forward)
     )
-    return lay_out_module(model, facts, plan, device_mesh, ("fully_shard",), door="apply_fsdp2")
+    return lay_out_module(model, facts, plan, device_mesh, (*cuts_rows, "fully_shard"), door="apply_fsdp2")
 
 
 def apply_tensor_parallel(model: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

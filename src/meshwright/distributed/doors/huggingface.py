@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError
 from meshwright.core.imports import import_classes_from_paths
-from meshwright.distributed.doors.lay_out import lay_out_module
-from meshwright.distributed.mesh import NEMO_NAMES, has_dp_mesh, known_mesh, sizes_of_stage
+from meshwright.distributed.doors.lay_out import lay_out_module, rows_that_cut
+from meshwright.distributed.mesh import NEMO_NAMES, context_ranks, has_dp_mesh, known_mesh, sizes_of_stage
 from meshwright.distributed.weights.wholes import whole_everywhere
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.module_kinds import own_tensor_plan
@@ -60,10 +60,12 @@ def fsdp2_strategy_parallelize(
     Tensor parallelism includes sequence parallelism; embedding and head are cut over the vocabulary. The model takes
     whole batches, equal on all ranks of the axis, and returns whole logits. Every gradient, those of q and k norms
     too, is complete when backward ends, averaged over data ranks. Each repeated block is a unit; the last one keeps
-    its parameters after forward. A model on meta stays there. The model is returned.
+    its parameters after forward. A model on meta stays there. The model is returned. Where the mesh has ``cp`` larger
+    than 1, parameters are sharded over dp_shard × cp, and a loop cuts rows by ``context_parallel_rows``.
 
     Args:
-        device_mesh: meshwright's axis names, or NeMo's data_parallel and tensor_parallel; axes of size 1 do nothing.
+        device_mesh: meshwright's axis names, or NeMo's data_parallel, context_parallel and tensor_parallel; axes of
+            size 1 do nothing.
         mp_policy: dtypes; None means ``default_mp_policy()``: bfloat16, gradients reduced in fp32. It acts over a
             data axis of size 1 too, beside a tensor axis; on a mesh without either, and on one that has no data axis,
             the model's own dtype stays unless a policy is given.
@@ -80,10 +82,11 @@ def fsdp2_strategy_parallelize(
     device_mesh = known_mesh(device_mesh, NEMO_NAMES)
     sizes = sizes_of_stage(device_mesh)
     requested = Techniques(tensor_plan=requested_of(tp_shard_plan, model), cpu_offload=_offloads(offload_policy))
-    cuts = sizes.get(Axis.TP.value, 1) > 1
+    cuts, cuts_rows = sizes.get(Axis.TP.value, 1) > 1, rows_that_cut(model, device_mesh)
     # even of size 1: a call computes in one dtype on any number of ranks
     has_data_axis = any(axis.value in sizes for axis in SAMPLES)
-    shards = has_dp_mesh(device_mesh) or mp_policy is not None or requested.cpu_offload or (cuts and has_data_axis)
+    shards = has_dp_mesh(device_mesh) or context_ranks(device_mesh) > 1 or mp_policy is not None
+    shards = shards or requested.cpu_offload or (cuts and has_data_axis)
     if tp_shard_plan and not cuts:
         log.info(
             "fsdp2_strategy_parallelize: the mesh %s has no tp axis larger than 1, so tp_shard_plan has nothing to do",
@@ -101,9 +104,8 @@ def fsdp2_strategy_parallelize(
         plan = replace(plan, data=replace(plan.data, pin_memory=plan.data.pin_memory and offload_policy.pin_memory))
     if plan.tensor is not None:
         log.info("fsdp2_strategy_parallelize: the plan is %s", plan.tensor.source)
-    return lay_out_module(
-        model, facts, plan, device_mesh, ("tensor_parallel", "fully_shard"), door="fsdp2_strategy_parallelize"
-    )
+    rows = ("tensor_parallel", *cuts_rows, "fully_shard")
+    return lay_out_module(model, facts, plan, device_mesh, rows, door="fsdp2_strategy_parallelize")
 
 
 def _offloads(policy: OffloadPolicy | None) -> bool:

@@ -14,7 +14,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError
-from meshwright.distributed.mesh import axis_sizes
+from meshwright.distributed.mesh import axis_sizes, refuse_rows_of_stages
 from meshwright.distributed.torch_private import mixed_precision_of
 from meshwright.planning.pipeline.schedules.orders import schedule_kind
 
@@ -51,6 +51,7 @@ def build_pipeline_stage(
 
     Raises:
         ConfigError: the mesh lacks a pp axis, or the stage computes in another dtype, or takes no such sequences.
+        UnsupportedError: the mesh has a cp axis larger than 1.
     """
     if Axis.PP.value not in axis_sizes(device_mesh):
         raise ConfigError(f"a pipeline stage needs a mesh axis named pp; the mesh has {tuple(axis_sizes(device_mesh))}")
@@ -64,6 +65,7 @@ def build_pipeline_stage(
         raise ConfigError(
             f"seq_len = {seq_len} is longer than the model's max_seq_len = {stage_module.config.max_seq_len}"
         )
+    refuse_rows_of_stages(device_mesh)
     stage_module.pipeline_group = device_mesh.get_group(Axis.PP.value)
     config, hidden = stage_module.config, (batch_size, seq_len, stage_module.config.dim)
     between = torch.empty(hidden, device="meta", dtype=param_dtype, requires_grad=True)

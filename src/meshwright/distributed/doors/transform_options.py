@@ -106,6 +106,16 @@ class ExpertParallelTransformConfig(ModelTransformConfig):
 
 
 @dataclass
+class ContextParallelTransformConfig(ModelTransformConfig):
+    """How attention reaches the tokens of other ranks of the mesh's cp axis.
+
+    ``method``: auto, all_gather, ring, ulysses, ulysses_ring or halo.
+    """
+
+    method: str = "auto"
+
+
+@dataclass
 class ActivationCheckpointTransformConfig(ModelTransformConfig):
     """Recomputation of every module of the given classes ("package.module.Class", or "Class"); none: each block.
 

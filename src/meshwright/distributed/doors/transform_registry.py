@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.core.config import from_dict
-from meshwright.core.errors import ConfigError, UnsupportedError, nearest
+from meshwright.core.errors import ConfigError, nearest
 from meshwright.distributed import order
 from meshwright.distributed.data import accumulation
 from meshwright.distributed.optimizer.parameter_groups import make_parameter_groups
@@ -92,6 +92,7 @@ _REGISTRY: dict[str, _Registered] = {}
 BUILT_IN = ("float8", "ddp", "fully_shard", "tensor_parallel", "expert_parallel", "activation_checkpoint", "compile")
 _ELSEWHERE = {
     **dict.fromkeys(BUILT_IN, "meshwright.distributed.doors.builtin_transforms"),
+    "context_parallel": "meshwright.distributed.doors.context_door",
     "load_weights": "meshwright.checkpoint.load_transform",
 }
 """Transforms whose modules are imported, and so registered, on request: some need a floor above this one."""
@@ -218,10 +219,6 @@ def in_order(names: Iterable[str]) -> list[str]:
 def _known(name: str) -> _Registered:
     if name not in _REGISTRY and name in _ELSEWHERE:
         import_module(_ELSEWHERE[name])
-    if name == "context_parallel":
-        raise UnsupportedError(
-            "'context_parallel': there is no context parallelism in this version. Leave the transform out, with cp = 1."
-        )
     if name not in _REGISTRY:
         known = sorted({*_REGISTRY, *_ELSEWHERE})
         raise ConfigError(

@@ -35,7 +35,7 @@ def apply(model: nn.Module, plan: Plan, expert_mesh: DeviceMesh) -> nn.Module:
     assert plan.experts is not None
     axis = expert_mesh[Axis.EP.value]
     # gradients are means over the tokens of all data ranks; FSDP2 would divide by its own number of ranks
-    factor = 1 / plan.data_ranks if plan.data.reduction == "mean" else 1.0
+    factor = 1 / plan.shares.batch_ranks if plan.data.reduction == "mean" else 1.0
     for stack in plan.experts.stacks:
         module = model.get_submodule(stack.path)
         for name in stack.parameters:

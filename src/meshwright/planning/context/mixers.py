@@ -130,6 +130,7 @@ def plan_mixers(
             f"layout.cp = {ranks}: the sizes of what {unknown.path} is given are unknown: a forward without values"
             f" does not reach it. Set layout.cp = 1."
         )
+    facts.measurements.sample(ranks)  # for rehearsals: a model that is laid out cannot be copied
     try:
         measured = facts.measurements.structure(ranks)
     except UnsupportedError:

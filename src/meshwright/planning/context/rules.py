@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.introspection.wrapped import core_of
 from meshwright.models.moe import Router
 from meshwright.planning.case import Case, Found
 
 
 def context_companions(case: Case) -> Found:
     """Refuse techniques and kinds of experts that do not go with rows cut over ranks."""
-    ranks = case.layout.cp
-    if ranks == 1:
-        return
-    if case.technique != "fully_shard":
+    kind = case.techniques.context_parallel_method
+    if case.layout.cp > 1:
+        yield from _encoders(case)
+        yield from _routers(case)
+    elif kind != "auto":
         yield ConfigError(
-            f"layout.cp = {ranks} shards parameters over dp_shard × cp, and techniques.data_parallel ="
-            f" {case.technique} keeps them whole. Set techniques.data_parallel = fully_shard."
+            f"techniques.context_parallel_method = {kind} is about rows that are cut over ranks, and layout.cp = 1."
+            f' Leave it at "auto", or set layout.cp = 2 or more.'
         )
-    yield from _routers(case)
+
+
+def _encoders(case: Case) -> Found:
+    config = None if case.facts.module is None else getattr(core_of(case.facts.module), "config", None)
+    if getattr(config, "is_encoder_decoder", False) is True:
+        yield UnsupportedError(
+            f"layout.cp = {case.layout.cp}: {case.facts.kind} has an encoder and a decoder, whose rows are two, and one"
+            f" of them is cut. Set layout.cp = 1."
+        )
 
 
 def _routers(case: Case) -> Found:
     routers = [] if case.facts.module is None else [m for m in case.facts.module.modules() if isinstance(m, Router)]
-    for key in ("capacity_factor", "sequence_loss"):
-        if value := next((getattr(r.config, key) for r in routers if getattr(r.config, key)), 0):
-            yield UnsupportedError(
-                f"model.moe.{key} = {value} with layout.cp = {case.layout.cp}: it is about whole sequences, of which a"
-                f" rank has a part. Set model.moe.{key} = 0, or layout.cp = 1."
-            )
+    if value := next((r.config.capacity_factor for r in routers if r.config.capacity_factor), 0):
+        yield UnsupportedError(
+            f"model.moe.capacity_factor = {value} with layout.cp = {case.layout.cp}: who is over an expert's capacity"
+            f" depends on the whole sequence, of which a rank has a part. Set model.moe.capacity_factor = 0 (no token"
+            f" is dropped), or layout.cp = 1."
+        )

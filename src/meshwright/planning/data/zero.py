@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from meshwright.core.errors import ConfigError
 from meshwright.planning.case import Case, Found
 from meshwright.planning.layout import Layout
-from meshwright.planning.shares import shares_of
+from meshwright.planning.shares import SHARDS, shares_of
 from meshwright.planning.techniques import Techniques
 
 if TYPE_CHECKING:
@@ -20,13 +20,13 @@ SHARED_OUT = {
     2: "optimizer state and gradients",
     3: "optimizer state, gradients and parameters",
 }
-"""Stage -> the model states that it shards over dp_shard."""
+"""Stage -> the model states that it shards over dp_shard × cp."""
 
 
 def with_zero_stage(requested: Techniques, layout: Layout) -> Techniques:
     """Resolve the keys left "auto" by the stage; without a stage, by what suits the layout best."""
     stage = requested.zero_stage
-    syncs = stage in (2, 3) and layout.dp_shard > 1
+    syncs = stage in (2, 3) and shares_of(layout).size(*SHARDS) > 1
     reshards = layout.pp == 1 if stage == "auto" else stage in (0, 3)
     if requested.reshard_after_forward == "auto":
         requested = replace(requested, reshard_after_forward=reshards)
@@ -45,7 +45,7 @@ def gathers_per_step(requested: Techniques, layout: Layout) -> bool:
 def zero_fits(case: Case) -> Found:
     """Require that the stage agrees with the mesh and with the keys that set a part of it."""
     t, layout = case.techniques, case.layout
-    stage = t.zero_stage
+    stage, shards = t.zero_stage, shares_of(layout).size(*SHARDS)
     if stage == "auto":
         return
     if stage == 0:
@@ -61,7 +61,7 @@ def zero_fits(case: Case) -> Found:
             f"techniques.zero_stage = {stage} shards {SHARED_OUT[stage]}, and techniques.data_parallel = ddp keeps all"
             f" of it whole. Leave one of them out."
         )
-    if case.data_ranks > 1 and layout.dp_shard == 1:
+    if case.data_ranks > 1 and shards == 1:
         yield ConfigError(
             f"techniques.zero_stage = {stage} shards {SHARED_OUT[stage]} over layout.dp_shard, which is 1 here beside"
             f" layout.dp_replicate = {layout.dp_replicate}. Set layout.dp_shard = {case.data_ranks} and"
@@ -80,7 +80,7 @@ def zero_fits(case: Case) -> Found:
             f' otherwise. Leave it at "auto".'
         )
     syncs = t.sync_grad_accum is not False
-    if layout.dp_shard > 1 and syncs != (stage > 1):
+    if shards > 1 and syncs != (stage > 1):
         does = (
             "shards gradients with every microbatch" if stage > 1 else "keeps whole gradients until the last microbatch"
         )
@@ -93,7 +93,7 @@ def zero_fits(case: Case) -> Found:
 
 def zero_notes(requested: Techniques, layout: Layout, technique: str) -> Iterator[str]:
     """Note the traffic of a step by stage, with P parameter elements."""
-    stage, ranks = requested.zero_stage, shares_of(layout).data_ranks
+    stage, ranks = requested.zero_stage, shares_of(layout).batch_ranks
     if stage not in ("auto", 0) and ranks == 1:
         yield f"zero_stage = {stage}: there is one data rank, so nothing is sharded"
     elif stage == 1:
@@ -102,7 +102,7 @@ def zero_notes(requested: Techniques, layout: Layout, technique: str) -> Iterato
         yield "ZeRO-2: P + m·P travel per step of m microbatches; each rank keeps its shard of the gradients"
     elif stage == 3:
         yield "ZeRO-3: 3P travel per microbatch; each rank keeps its shard of parameters and gradients"
-    elif technique == "fully_shard" and layout.dp_shard > 1 and requested.sync_grad_accum is False:
+    elif stage == "auto" and shares_of(layout, technique).shards > 1 and requested.sync_grad_accum is False:
         yield (
             "gradients of several microbatches accumulate whole: P elements on every rank; zero_stage = 2 or 3"
             " keeps shards of them"

@@ -8,7 +8,7 @@ from meshwright.core.axes import Axis
 from meshwright.core.names import is_within, owner
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.structure.router_loss import RouterLoss
-from meshwright.planning.shares import BATCH, Shares
+from meshwright.planning.shares import BATCH, TOKENS, Shares
 from meshwright.planning.values import Collective, PrecisionPlan
 
 from .plan import ExpertPlan
@@ -34,6 +34,9 @@ def router_collectives(
         elements = calls * (router.experts + 1)
         if shares.cuts_sequences and router.sums_sequences:
             yield Collective("all_reduce", Axis.TP.value, ranks, what, elements, wide, "microbatch", calls, by_row=True)
+        if (others := shares.size(*TOKENS)) > 1 and router.counts_sequences:
+            over = TOKENS[0].value
+            yield Collective("all_reduce", over, others, what, elements, wide, "microbatch", calls, by_row=True)
         for axis in BATCH if router.sums_batches else ():
             if (others := shares.size(axis)) > 1:
                 yield Collective("all_reduce", axis.value, others, what, router.experts + 1, wide, "microbatch", calls)

@@ -82,6 +82,12 @@ def own_loss_of_experts(case: Case) -> Found:
 
 def experts_companions(case: Case) -> Found:
     """Refuse techniques and kinds of experts that do not combine with each other."""
+    if case.layout.ep > 1 and case.technique == "ddp":
+        yield UnsupportedError(
+            f"techniques.data_parallel = ddp does not go with layout.ep = {case.layout.ep}: its buckets would sum the"
+            f" gradients of different experts. Set techniques.data_parallel = fully_shard; with techniques.zero_stage"
+            f" = 0 all but the experts stays whole on every rank."
+        )
     capacity = next((r.config.capacity_factor for r in _routers(case) if r.config.capacity_factor), 0)
     if case.layout.tp > 1 and case.techniques.sequence_parallel and capacity:
         yield UnsupportedError(

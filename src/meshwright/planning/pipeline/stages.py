@@ -9,7 +9,7 @@ from dataclasses import replace
 from meshwright.core.axes import Axis
 from meshwright.core.names import is_within
 from meshwright.introspection.facts import ModelFacts, ParameterFact
-from meshwright.planning.collectives import COUNT_ELEMENTS, over_batch, sharded_units, step_agreement, step_norm
+from meshwright.planning.collectives import over_batch, sharded_units, step_agreement, step_norm, token_count
 from meshwright.planning.data.units import make_unit, trained_cuts
 from meshwright.planning.experts.collectives import expert_collectives, router_collectives
 from meshwright.planning.experts.plan import without_experts
@@ -83,7 +83,7 @@ def _of_rank(facts: ModelFacts, plan: Plan, rank: int) -> Iterator[Collective]:
     pipeline, shares = plan.pipeline, plan.shares
     assert pipeline is not None
     shards = shares.shards
-    yield from over_batch(shares, "token count", COUNT_ELEMENTS, "float64")
+    yield from token_count(shares)
     for stage in pipeline.stages_on(rank):
         own, part = facts_of_stage(facts, pipeline, stage), plan_of_stage(plan, stage)
         if plan.data.technique == "fully_shard":

@@ -19,12 +19,13 @@ from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean
 from meshwright.distributed.data.fully_sharded import sharded_modules
 from meshwright.distributed.doors.given_styles import requested_of
-from meshwright.distributed.doors.lay_out import lay_out_module
+from meshwright.distributed.doors.lay_out import lay_out_module, rows_that_cut
 from meshwright.distributed.doors.transform_registry import equip
 from meshwright.distributed.mesh import (
     NEMO_NAMES,
     axis_sizes,
     can_merge_data,
+    context_ranks,
     get_expert_mesh,
     groups_of,
     known_mesh,
@@ -34,7 +35,7 @@ from meshwright.distributed.mesh import (
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.planning.build import plan_for_mesh_sizes
 from meshwright.planning.plan import Plan
-from meshwright.planning.shares import SAMPLES
+from meshwright.planning.shares import BATCH, SAMPLES
 from meshwright.planning.techniques import Precision, Techniques
 
 from . import megatron
@@ -115,6 +116,11 @@ def nvfsdp_strategy_parallelize(
     requested = Techniques(tensor_plan=requested_of(tp_shard_plan, model))
     swap = OptimizerSwap(model, optimizer) if optimizer is not None else None
     if megatron.HAVE_NVFSDP and device_mesh.device_type == "cuda":
+        if (ranks := context_ranks(device_mesh)) > 1:
+            raise UnsupportedError(
+                f"the mesh has cp = {ranks}, and megatron-fsdp shards over one axis, dp_shard, alone. Use"
+                f" fsdp2_strategy_parallelize."
+            )
         if get_expert_mesh(device_mesh) is not None:
             raise UnsupportedError(
                 "the mesh has ep > 1, which is not handed to megatron-fsdp. Use fsdp2_strategy_parallelize."
@@ -169,17 +175,18 @@ def _lay_out(
     plan = plan_for_mesh_sizes(facts, sizes_of_stage(device_mesh), device_mesh.device_type, requested, "mean")
     plan = with_units(model, facts, plan, options)
     _check(plan, options)
-    if plan.data_ranks == 1:
+    if plan.shares.batch_ranks == 1:
         log.info(
             "nvfsdp_strategy_parallelize: there is one data rank, so %s shards nothing; precision, units, and the"
             " check of gradients act",
             options.strategy,
         )
-    rows = ("master_dtype", "tensor_parallel", "fully_shard", *(("weights",) if facts.on_meta else ()))
+    rows = ("master_dtype", "tensor_parallel", *rows_that_cut(model, device_mesh), "fully_shard")
+    rows = (*rows, *(("weights",) if facts.on_meta else ()))
     model = lay_out_module(model, facts, plan, device_mesh, rows, door=DOOR)
     _configure(model, plan, options)
     if options.check_for_nan_in_grad:
-        GradientCheck(model, groups_of(device_mesh, *SAMPLES, Axis.TP))
+        GradientCheck(model, groups_of(device_mesh, *BATCH, Axis.TP))
     return equip(model, plan)
 
 
@@ -203,7 +210,7 @@ def _mesh_of_stage(device_mesh: DeviceMesh, options: ZeroOptions) -> DeviceMesh:
     """Return the mesh; for no_shard with all data ranks on the replicating axis."""
     sizes = axis_sizes(device_mesh)
     replicas, shards = (sizes.get(axis.value, 1) for axis in SAMPLES)
-    if options.stage and shards == 1 < replicas:
+    if options.stage and shards * context_ranks(device_mesh) == 1 < replicas:
         raise ConfigError(
             f"data_parallel_sharding_strategy = {options.strategy} shards over dp_shard, which is 1 on this mesh"
             f" beside dp_replicate ="

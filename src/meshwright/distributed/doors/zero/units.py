@@ -11,6 +11,7 @@ from meshwright.core.imports import import_classes_from_paths
 from meshwright.core.names import clean, is_within, owner
 from meshwright.introspection.facts import ModelFacts
 from meshwright.planning.collectives import step_collectives
+from meshwright.planning.context.collectives import context_collectives
 from meshwright.planning.data.units import trained_cuts, units_of
 from meshwright.planning.float8.messages import scales_of_gathered
 from meshwright.planning.plan import Plan
@@ -43,7 +44,8 @@ def with_units(model: nn.Module, facts: ModelFacts, plan: Plan, options: ZeroOpt
     shares = plan.shares
     units = units_of(facts, shares.shards, reshard, None, float8=plan.float8, optimizer=plan.optimizer)
     scales = tuple(scales_of_gathered(plan.float8, None, shares.shards))
-    moved = step_collectives(shares, units, plan.data, plan.precision, scales, trained_cuts(facts, None))
+    of_rows = () if plan.context is None else context_collectives(facts, plan.context, plan.precision, {})
+    moved = step_collectives(shares, units, plan.data, plan.precision, (*scales, *of_rows), trained_cuts(facts, None))
     return replace(plan, units=units, collectives=moved)
 
 
