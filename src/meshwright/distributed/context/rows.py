@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from meshwright.core.errors import ConfigError
 from meshwright.core.torch_private import by_values
 from meshwright.introspection.mixing.masks import segments_of
 from meshwright.planning.context.cut import Cut, Runs, cut_row
@@ -154,6 +155,19 @@ class CutBatch(dict[str, Tensor]):
     """A microbatch with one rank's tokens of each row; ``rows``: where the others lie."""
 
     rows: CutRows
+
+
+def refuse_other_shapes(batch: Mapping[str, Tensor]) -> None:
+    """Raise ConfigError for a tensor that has tokens elsewhere than in (rows, tokens, …)."""
+    size = batch["tokens"].shape
+    for key, value in batch.items():
+        behind = value.shape[2:] if value.shape[:2] == size else value.shape[1:]
+        if size[1] in behind:
+            raise ConfigError(
+                f"batch['{key}'] has shape {tuple(value.shape)}, with {size[1]} tokens in another place than (rows,"
+                f" tokens, …): rows are cut over the ranks of layout.cp, and it cannot be. Leave it out (the model's"
+                f" own masks, document_ids and attention_mask are understood), or set layout.cp = 1"
+            )
 
 
 def cut_batch(batch: Mapping[str, Tensor], rows: CutRows) -> CutBatch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.core.dtypes import dtype_bytes
+from meshwright.core.errors import UnsupportedError
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.mixing.values import Mixing
 from meshwright.planning.layout import Layout
@@ -68,4 +69,8 @@ def context_plan(
     if layout.cp == 1:
         return None
     size = Bytes(dtype_bytes(precision.compute), dtype_bytes(summed_dtype(precision.compute)))
-    return plan_methods(facts.measurements.mixing(), layout.cp, layout.tp, requested.context_parallel_method, size)
+    try:
+        mixing = facts.measurements.mixing()
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{error}. Set layout.cp = 1.") from error
+    return plan_methods(mixing, layout.cp, layout.tp, requested.context_parallel_method, size)
