@@ -232,8 +232,8 @@ class ParallelModel:
                     piece, self._signature, self.facts.max_seq_len, self.facts.vocab_size, own_loss=self._own_loss
                 )
             rows_word = step_batch.fingerprint(pieces)
-            for context in self._context:
-                pieces = [context.cut(piece, self._signature, self.device) for piece in pieces]
+            if self._context:  # one for each of this rank's stages: rows are cut once
+                pieces = [self._context[0].cut(piece, self._signature, self.device) for piece in pieces]
             tokens, weight = step_batch.count(pieces), step_batch.weight(pieces)
             routed = routing.count_routed(pieces) if self._routers or self._router_loss else 0
         except Exception as error:  # noqa: BLE001  (raised below, once the other ranks know)

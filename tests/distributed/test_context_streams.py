@@ -1,4 +1,4 @@
-"""Rows cut over ranks: random numbers, masks that depend on tokens, and uneven labels."""
+"""Rows cut over ranks: random streams, masks that depend on tokens, and uneven labels."""
 
 from __future__ import annotations
 
