@@ -138,9 +138,11 @@ class ParallelModel:
         """Return which tokens of a step's rows lie on this rank between the model's blocks."""
         length = batch["tokens"].shape[1]
         if self._context:
-            context = self._context[0]
-            places = context.places(batch)
-            return TokensOfRank(places, places.shape[1], length, context.own_places)
+            rank, ranks = tensor_position(self.mesh) if getattr(self.plan.tensor, "sequence_parallel", 0) else (0, 1)
+            context, places = self._context[0], self._context[0].places(batch)
+            share = -(-places.shape[1] // ranks)
+            mine = slice(rank * share, (rank + 1) * share)
+            return TokensOfRank(places[:, mine], share, length, lambda: context.own_places()[:, mine])
         return TokensOfRank.run(*tensor_position(self.mesh), length)
 
     # --- the step
@@ -232,8 +234,8 @@ class ParallelModel:
                     piece, self._signature, self.facts.max_seq_len, self.facts.vocab_size, own_loss=self._own_loss
                 )
             rows_word = step_batch.fingerprint(pieces)
-            if self._context:  # one for each of this rank's stages: rows are cut once
-                pieces = [self._context[0].cut(piece, self._signature, self.device) for piece in pieces]
+            for context in self._context[:1]:  # one for each of this rank's stages: rows are cut once
+                pieces = [context.cut(piece, self._signature, self.device) for piece in pieces]
             tokens, weight = step_batch.count(pieces), step_batch.weight(pieces)
             routed = routing.count_routed(pieces) if self._routers or self._router_loss else 0
         except Exception as error:  # noqa: BLE001  (raised below, once the other ranks know)
