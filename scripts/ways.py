@@ -1,6 +1,8 @@
 """Write tests/ways.txt: a few ways in which every two values of different factors meet, as far as the rules allow.
 
-    python scripts/ways.py [--check]        --check: change nothing; exit with 1 if the file would be another
+    python scripts/ways.py [--check | --anew]
+        --check: change nothing; exit with 1 if the file would be another
+        --anew: compute all ways; else those of the file that are legal stay, and some are added for what is missing
 
 Most faults need one switch or two to show (Kuhn, Wallace, Gallo 2004). Greedy, one way at a time (Cohen et al. 1997,
 AETG): the rules are asked about the few candidates that would cover most, never about the whole product.
@@ -20,21 +22,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import torch
 from support.remembered import remember
-from support.ways import AXES, FACTORS, FILE, OURS, Way
+from support.ways import AXES, FACTORS, FILE, OURS, SAID_OF, Way, ways
 
 Choice = tuple[str, str]
 """(factor, value)."""
 Pair = tuple[Choice, Choice]
 NAMES = list(FACTORS)
 SPARSE = ("softmax", "sigmoid", "deepseek_v3")
+MESH = ("dp", "tp", "pp", "ep", "cp")
 LAYOUTS = [
     axes
-    for axes in (
-        dict(zip(("dp", "tp", "pp", "ep"), values, strict=True))
-        for values in product(*(FACTORS[n] for n in ("dp", "tp", "pp", "ep")))
-    )
+    for axes in (dict(zip(MESH, values, strict=True)) for values in product(*(FACTORS[n] for n in MESH)))
     if 2 <= Way(**axes).layout.world <= 4
-    and (axes["ep"] == "1" or Way(**axes).layout.dp_shard * Way(**axes).layout.tp > 1)
+    and (axes["ep"] == "1" or Way(**axes).layout.dp_shard * Way(**axes).layout.tp * Way(**axes).layout.cp > 1)
 ]
 PLAIN = [
     Way.of(text)
@@ -61,9 +61,14 @@ STARTS = 5
 
 
 def is_wanted(pair: Pair) -> bool:
-    """Families meet the axes; what is said of an axis meets nothing where the axis is not there."""
+    """Families meet the axes; what is said of an axis meets nothing where the axis is not there.
+
+    Methods of cp meet pipelines, and their schedules meet cp: no message of one is in the other's order.
+    """
     chosen = dict(pair)
-    if "-" in chosen.values() or not _fits({"pp": "2", "tp": "2"} | chosen, chosen):
+    if chosen.keys() == {"schedule", "method"}:
+        return False
+    if "-" in chosen.values() or not _fits(dict.fromkeys(SAID_OF.values(), "2") | chosen, chosen):
         return False
     family = chosen.get("model") not in (None, *OURS)
     return not family or all(name in AXES for name in chosen)
@@ -84,7 +89,7 @@ def pairs_of(way: Way) -> frozenset[Pair]:
 def price(way: Way) -> float:
     """About the CPU seconds of it; each rank compiles for itself, and the more pieces, the more."""
     ranks = way.layout.world
-    return ranks * (3 * ranks if way.compile == "yes" else 1) * (1 if way.pp == way.tp == "1" else 1.5)
+    return ranks * (3 * ranks if way.compile == "yes" else 1) * (1 if way.pp == way.tp == way.cp == "1" else 1.5)
 
 
 def completed(given: dict[str, str], missing: set[Pair], draw: random.Random, plain: float) -> Way | None:
@@ -106,8 +111,8 @@ def completed(given: dict[str, str], missing: set[Pair], draw: random.Random, pl
         return None
     chosen = max(fitting, key=lambda axes: sum(gain(choice, {**axes, **given}) for choice in axes.items())) | given
     allowed = {name: values for name, values in FACTORS.items() if name not in chosen}
-    allowed["schedule"] = FACTORS["schedule"][1:] if chosen["pp"] == "2" else ("-",)
-    allowed["sequence"] = FACTORS["sequence"][1:] if chosen["tp"] == "2" else ("-",)
+    for said, axis in SAID_OF.items():
+        allowed[said] = FACTORS[said][1:] if chosen[axis] == "2" else ("-",)
     allowed["model"] = SPARSE if chosen["ep"] == "2" else FACTORS["model"]
     for name in sorted(allowed, key=lambda name: (name != "model", draw.random())):
         if name not in chosen:
@@ -122,8 +127,7 @@ def _fits(axes: dict[str, str], given: dict[str, str]) -> bool:
     """Whether the axes have what is said of them: a schedule a pipeline, a cut of the sequence tensor ranks, ep a
     model with experts.
     """
-    said = (("pp", "schedule"), ("tp", "sequence"))
-    has_axes = all(given.get(name, "-") == "-" or axes[axis] == "2" for axis, name in said)
+    has_axes = all(given.get(name, "-") == "-" or axes[axis] == "2" for name, axis in SAID_OF.items())
     return has_axes and (axes.get("ep") != "2" or given.get("model", SPARSE[0]) in SPARSE)
 
 
@@ -152,10 +156,10 @@ class Rules:
         return [way for way, why in self.known.items() if not why]
 
 
-def covering(draw: random.Random, rules: Rules) -> tuple[list[Way], dict[Pair, str]]:
-    """The ways, and why pairs that are in none were refused."""
+def covering(draw: random.Random, rules: Rules, fixed: list[Way]) -> tuple[list[Way], dict[Pair, str]]:
+    """The ways, ``fixed`` ones first, and why pairs that are in none were refused."""
     missing, order = set(all_pairs()), all_pairs()
-    found = list(PLAIN)
+    found = list(fixed)
     missing -= set().union(*map(pairs_of, found))
     refused: dict[Pair, str] = {}
     draw.shuffle(order)
@@ -182,7 +186,18 @@ def covering(draw: random.Random, rules: Rules) -> tuple[list[Way], dict[Pair, s
     return found, refused
 
 
-def pruned(found: list[Way], rules: Rules) -> list[Way]:
+def reason(pair: Pair, rules: Rules) -> str:
+    """Why the pair is in no legal way: the same whatever other ways there are."""
+    draw, why = random.Random(str(pair)), ""
+    for attempt in range(ATTEMPTS):
+        way = completed(dict(pair), set(), draw, plain=attempt / (ATTEMPTS - 1))
+        if way is None:
+            return "no layout of two to four ranks has both"
+        why = rules.refusal(way) or why
+    return why
+
+
+def pruned(found: list[Way], rules: Rules, fixed: list[Way]) -> list[Way]:
     """Without the ways whose own pairs others can take over by changing values that cover nothing of their own.
 
     The dearest first.
@@ -190,20 +205,20 @@ def pruned(found: list[Way], rules: Rules) -> list[Way]:
     kept = list(found)
     while True:
         covered = _counted(kept)
-        candidates = sorted(set(kept) - {*PLAIN}, key=lambda way: (len(_own(way, covered)) / price(way), str(way)))
-        without = next((rest for way in candidates if (rest := _taken_over(way, kept, rules)) is not None), None)
+        candidates = sorted(set(kept) - {*fixed}, key=lambda way: (len(_own(way, covered)) / price(way), str(way)))
+        without = next((rest for way in candidates if (rest := _taken_over(way, kept, rules, fixed)) is not None), None)
         if without is None:
-            return sorted(cheapened(kept, rules), key=str)
+            return sorted(cheapened(kept, rules, fixed), key=str)
         kept = without
 
 
-def cheapened(found: list[Way], rules: Rules) -> list[Way]:
+def cheapened(found: list[Way], rules: Rules, fixed: list[Way]) -> list[Way]:
     """Each way on fewer ranks, or not compiled, where it keeps its own pairs so."""
     kept = list(found)
     for number in range(len(kept)):
-        for name in ("dp", "tp", "pp", "ep", "compile"):
+        for name in (*MESH, "compile"):
             old, covered = kept[number], _counted(kept)
-            new = _kept(old, {name: FACTORS[name][0]}, covered, rules)
+            new = None if old in fixed else _kept(old, {name: FACTORS[name][0]}, covered, rules)
             if new is not None and price(new) < price(old):
                 kept[number] = new
     return kept
@@ -219,14 +234,14 @@ def _own(way: Way, covered: Counter[Pair]) -> set[Pair]:
     return {pair for pair in pairs_of(way) if covered[pair] == 1}
 
 
-def _taken_over(way: Way, kept: list[Way], rules: Rules) -> list[Way] | None:
+def _taken_over(way: Way, kept: list[Way], rules: Rules, fixed: list[Way]) -> list[Way] | None:
     """The others, changed so that they cover what they and the way covered; None where some pair finds no place."""
     rest = [other for other in kept if other != way]
     covered = _counted(rest)
     while left := [pair for pair in pairs_of(way) if not covered[pair]]:
         pair = min(left)
         for number, old in enumerate(rest):
-            if (new := _with(pair, old, covered, rules)) is not None:
+            if old not in fixed and (new := _with(pair, old, covered, rules)) is not None:
                 rest[number] = new
                 covered = _counted(rest)
                 break
@@ -245,20 +260,22 @@ def _kept(old: Way, change: dict[str, str], covered: Counter[Pair], rules: Rules
     new = replace(
         old,
         **change,
-        **{said: "-" for axis, said in (("pp", "schedule"), ("tp", "sequence")) if change.get(axis) == "1"},
+        **{said: "-" for said, axis in SAID_OF.items() if change.get(axis) == "1"},
     )
-    if old in PLAIN or price(new) > price(old) or not _own(old, covered) <= pairs_of(new):
+    if price(new) > price(old) or not _own(old, covered) <= pairs_of(new):
         return None
     return None if rules.refusal(new) else new
 
 
-def text() -> str:
+def text(known: list[Way]) -> str:
     rules = Rules()
+    fixed = [*PLAIN, *(way for way in known if way not in PLAIN and not rules.refusal(way))]
     arrays = [
-        (pruned(found, rules), refused)
-        for found, refused in (covering(random.Random(seed), rules) for seed in range(STARTS))
+        (pruned(found, rules, fixed), refused)
+        for found, refused in (covering(random.Random(seed), rules, fixed) for seed in range(STARTS))
     ]
     found, refused = min(arrays, key=lambda array: (len(array[1]), sum(map(price, array[0]))))
+    refused = {pair: reason(pair, rules) for pair in refused}
     covered = set().union(*map(pairs_of, found))
     assert covered | set(refused) == set(all_pairs()) and not covered & set(refused)
     lines = [
@@ -274,7 +291,7 @@ def text() -> str:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     remember()
-    made = text()
+    made = text([] if "--anew" in sys.argv else ways())
     if "--check" not in sys.argv:
         FILE.write_text(made, encoding="utf-8")
     elif made != FILE.read_text(encoding="utf-8"):

@@ -25,7 +25,7 @@ from meshwright.verification.trace_writer import write_trace
 
 CONFIG = {"schedule.warmup_steps": 2, "optimizer.max_norm": 0.3, "model.tied_embeddings": True}
 DDP, FSDP, HSDP = ({"layout.dp_replicate": r, "layout.dp_shard": s} for r, s in ((2, 1), (1, 2), (2, 2)))
-PIPELINE, TENSOR = ({"layout.dp_shard": 2, axis: 2} for axis in ("layout.pp", "layout.tp"))
+PIPELINE, TENSOR, CONTEXT = ({"layout.dp_shard": 2, f"layout.{axis}": 2} for axis in ("pp", "tp", "cp"))
 BF16 = {"techniques.precision.compute": "bfloat16"}
 
 
@@ -81,6 +81,8 @@ def small(small, tmp_path_factory):
         PIPELINE | BF16 | {"techniques.activation_checkpointing": "full"},
         TENSOR,
         TENSOR | {"techniques.sequence_parallel": False},
+        CONTEXT,
+        CONTEXT | {"layout.dp_shard": 1, "layout.tp": 2, "techniques.context_parallel_method": "ring"},
     ],
     ids=str,
 )

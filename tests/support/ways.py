@@ -28,6 +28,7 @@ from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.planning.build import plan
+from meshwright.planning.context.methods import KINDS as METHODS
 from meshwright.planning.layout import Layout
 from meshwright.planning.memory.states import plan_memory
 from meshwright.planning.pipeline.schedules.orders import KINDS
@@ -81,14 +82,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
 Fused ones in Conv1D; packed ones; a parallel residual; a cap behind the head; latent attention with experts.
 """
 
+# ulysses_ring needs four ranks of cp: tests/distributed/test_context_array.py
 FACTORS: dict[str, tuple[str, ...]] = {
     "dp": ("one", "ddp", "fsdp", "hsdp"),
     "tp": ("1", "2"),
     "pp": ("1", "2"),
     "ep": ("1", "2"),
+    "cp": ("1", "2"),
     "model": (*OURS, *FAMILIES),
     "schedule": ("-", *KINDS),
     "sequence": ("-", "cut", "whole", "kept"),
+    "method": ("-", "auto", *(kind for kind in METHODS if kind != "ulysses_ring")),
     "microbatches": ("one", "rows"),
     "shards": ("auto", "kept", "synced", "postponed", "zero1", "zero2", "zero3"),
     "recompute": ("none", "full", "selective", "every_n", "modules", "selective_op", "offload"),
@@ -98,7 +102,9 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "loss": ("whole", "chunks"),
     "clip": ("yes", "no"),
 }
-AXES = ("tp", "pp", "ep", "model")
+SAID_OF = {"schedule": "pp", "sequence": "tp", "method": "cp"}
+"""Factors that are said of an axis, and nothing where it is not there."""
+AXES = ("tp", "pp", "ep", "cp", "model")
 """What a family of transformers meets all of; techniques meet our own decoder."""
 
 DATA = {"one": (1, 1), "ddp": (2, 1), "fsdp": (1, 2), "hsdp": (2, 2)}
@@ -121,9 +127,11 @@ class Way:
     tp: str = "1"
     pp: str = "1"
     ep: str = "1"
+    cp: str = "1"
     model: str = "untied"
     schedule: str = "-"
     sequence: str = "-"
+    method: str = "-"
     microbatches: str = "one"
     shards: str = "auto"
     recompute: str = "none"
@@ -143,7 +151,8 @@ class Way:
     @property
     def layout(self) -> Layout:
         replicas, shards = DATA[self.dp]
-        return Layout(pp=int(self.pp), dp_replicate=replicas, dp_shard=shards, tp=int(self.tp), ep=int(self.ep))
+        sizes = {axis: int(getattr(self, axis)) for axis in ("pp", "tp", "ep", "cp")}
+        return Layout(dp_replicate=replicas, dp_shard=shards, **sizes)
 
     @property
     def is_ours(self) -> bool:
@@ -165,13 +174,28 @@ class Way:
         return self.layout.dp_replicate * self.layout.dp_shard * (4 if self.pp == "2" else 2)
 
     @property
+    def length(self) -> int:
+        """Tokens of a row: as many for each rank of cp, for which the plan counts the bytes."""
+        return 12 if self.cp == "2" else 11
+
+    @property
+    def rows_of(self) -> dict[str, Any]:
+        """What rows have beside tokens: where the method may change with their documents, none."""
+        return {"arguments": ()} if self.method == "auto" else {}
+
+    @property
     def meetings(self) -> list[str]:
-        """Values of tp, pp and ep with values of anything: `make test` has each in some way, and `make test-all` all
-        other pairs too.
+        """Values of tp, pp and ep with values of anything, and of cp with the axes and its methods: `make test` has
+        each in some way, and `make test-all` all other pairs too.
         """
         said = [(name, value) for name, value in asdict(self).items() if value != "-"]
         own = said if self.is_ours else [pair for pair in said if pair[0] in ("dp", *AXES)]
-        return [f"{a}={x} {b}={y}" for (a, x), (b, y) in combinations(own, 2) if a in AXES[:3] or b in AXES[:3]]
+        of_cp = {"dp", *AXES, "method", "recompute"}
+        return [
+            f"{a}={x} {b}={y}"
+            for (a, x), (b, y) in combinations(own, 2)
+            if {a, b} & {"tp", "pp", "ep"} or ("cp" in (a, b) and {a, b} <= of_cp)
+        ]
 
     @property
     def source(self) -> Any:
@@ -187,9 +211,11 @@ class Way:
         common: dict[str, Any] = {"max_norm": 0.03 if self.clip == "yes" else None, "steps": self.steps}
         if self.is_ours:
             frozen = ("embedding", r"layers\.0") if self.freeze == "start" else ()
-            return Problem(self.source, freeze=frozen, data=Data(self.global_rows, 11), **common)
+            return Problem(
+                self.source, freeze=frozen, data=Data(self.global_rows, self.length, **self.rows_of), **common
+            )
         frozen = START.get(self.model, (r"embed_tokens", r"layers\.0\.")) if self.freeze == "start" else ()
-        data = Data(self.global_rows, 11, families.VOCABULARY, arguments=())
+        data = Data(self.global_rows, self.length, families.VOCABULARY, arguments=())
         return Problem(self.source, freeze=frozen, data=data, optimizer="sgd", **common)
 
     @property
@@ -201,6 +227,8 @@ class Way:
         }
         if self.schedule != "-":
             found["pipeline_schedule"] = self.schedule
+        if self.method != "-":
+            found["context_parallel_method"] = self.method
         if self.sequence in ("whole", "kept"):
             found |= {"sequence_parallel": False} if self.sequence == "whole" else {"regather": False}
         if self.recompute != "none":
@@ -218,11 +246,11 @@ class Way:
     def refusal(self) -> str:
         """Why the rules refuse it, or why it says nothing that another way does not; empty where neither is so."""
         layout = self.layout
-        if (self.pp == "1") != (self.schedule == "-") or (self.tp == "1") != (self.sequence == "-"):
-            return "a schedule is a pipeline's, and the sequence is cut over tp"
+        if any((getattr(self, axis) == "1") != (getattr(self, said) == "-") for said, axis in SAID_OF.items()):
+            return "a schedule is a pipeline's, the sequence is cut over tp, and a method is of cp"
         if not 2 <= layout.world <= 4:
             return "two to four ranks"
-        if self.ep == "2" and layout.dp_shard * layout.tp < 2:
+        if self.ep == "2" and layout.dp_shard * layout.tp * layout.cp < 2:
             return "no axis to take ep from"
         if not self.is_ours and (self.compile == "yes" or self.recompute == "modules"):
             return "said of our own decoder"

@@ -474,3 +474,10 @@ def test_the_comparison_finds(monkeypatch, fault, method, case):
 def test_every_kind_of_method_is_compared():
     assert set(METHODS) == set(KINDS)
     assert model_facts(Model(causal)).module is not None
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ranks_may_have_a_token_each(monkeypatch, method):
+    monkeypatch.setattr("test_context_methods.LENGTH", 4)
+    case = Case("causal", "alike")
+    assert error(case, 4, METHODS[method]) < 1e-13

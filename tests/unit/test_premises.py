@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from support import families
+from support.mixing import Model
 from support.premises import MODELS
 
 from meshwright import Layout, UnsupportedError, plan
@@ -265,3 +266,14 @@ def test_planning_leaves_the_random_streams_where_they_were():
     plan(model, Layout(dp_shard=1, tp=2))
     after = torch.get_rng_state(), str(np.random.get_state()), random.getstate()
     assert torch.equal(before[0], after[0]) and before[1:] == after[1:]
+
+
+def across_rows(q, k, v, documents):
+    """Fused attention from row to row."""
+    swapped = (x.transpose(0, 2) for x in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(*swapped).transpose(0, 2)
+
+
+def test_fused_attention_from_row_to_row_is_seen_where_it_is():
+    with pytest.raises(UnsupportedError, match=r"rows of a batch depend on each other in Model: attentions.0"):
+        plan(Model(across_rows), Layout(dp_replicate=2, dp_shard=1))

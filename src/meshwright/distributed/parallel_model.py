@@ -141,9 +141,11 @@ class ParallelModel:
         if parts.PLACES in batch:
             raise UnsupportedError("a trace compares whole rows: bring them without places, and they are cut here")
         if self._context:
-            context = self._context[0]
-            places = context.places(batch)
-            return TokensOfRank(places, places.shape[1], length, context.own_places)
+            rank, ranks = tensor_position(self.mesh) if getattr(self.plan.tensor, "sequence_parallel", 0) else (0, 1)
+            context, places = self._context[0], self._context[0].places(batch)
+            share = -(-places.shape[1] // ranks)
+            mine = slice(rank * share, (rank + 1) * share)
+            return TokensOfRank(places[:, mine], share, length, lambda: context.own_places()[:, mine])
         return TokensOfRank.run(*tensor_position(self.mesh), length)
 
     # --- the step

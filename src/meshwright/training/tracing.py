@@ -18,11 +18,12 @@ from meshwright.comparison.observe import Observed, observing
 from meshwright.comparison.trace import Sketches, TracedStep, TraceFile, fingerprints
 from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError, IntegrityError
-from meshwright.distributed.mesh import data_groups, data_position, get_pp_rank, groups_of
+from meshwright.distributed.mesh import data_position, get_pp_rank, groups_of
 from meshwright.distributed.process import agree
 from meshwright.distributed.step.results import StepLoss, StepResult
 from meshwright.distributed.weights.shards import sketches
 from meshwright.introspection.structure.experts import stack_paths
+from meshwright.planning.shares import SAMPLES, TOKENS
 
 from .build import Run, build_schedule
 from .config import Config
@@ -65,8 +66,9 @@ class TraceCheck:
         self._refuse_other_run()
         rank, ranks = data_position(run.model.mesh)
         share = run.config.batch.global_batch // ranks
-        self._rows, self._groups = slice(rank * share, (rank + 1) * share), data_groups(run.model.mesh)
+        self._rows, self._groups = slice(rank * share, (rank + 1) * share), groups_of(run.model.mesh, *SAMPLES)
         self._stages, self._tensor = groups_of(run.model.mesh, Axis.PP), groups_of(run.model.mesh, Axis.TP)
+        self._parts_of_rows = groups_of(run.model.mesh, *TOKENS)
         self._owned = set(dict(run.model.named_parameters()))
         self._found: list[Difference] = []
         self._unobserved: set[str] = set()
@@ -143,7 +145,8 @@ class TraceCheck:
         verdict = "equal within rounding" if comparison.is_equal else "DIFFERS"
         left_out = f"; {len(self._unobserved)} modules inside compiled blocks were not seen" if self._unobserved else ""
         left_out += (
-            f"; of {len(self._parts)} modules ranks have some features each: only what comes of those was seen"
+            f"; of {len(self._parts)} modules ranks have some {'features' if self._tensor else 'tokens'} each: only"
+            f" what comes of those was seen"
             if self._parts
             else ""
         )
@@ -178,18 +181,21 @@ class TraceCheck:
     ) -> None:
         """Compare this rank's rows of the modules in its part of the model; only sums of squares are communicated.
 
-        Tensor-parallel ranks may each compute a partial sum of a module's output, or some tokens of each row: then
-        their sketches add up. Outputs whose features are sharded are not compared.
+        Tensor-parallel ranks may each compute a partial sum of a module's output, or some tokens of each row, and
+        context-parallel ranks do: then their sketches add up. Outputs whose features are sharded are not compared.
         """
         names, values = there.sketches[stage]
         fits = [name in found and found[name].shape == values.shape[1:] for name in names]
         absent = torch.full(values.shape[1:], math.nan, dtype=torch.float64, device=self.r.model.device)
         mine = torch.stack([found[name] if fit else absent for name, fit in zip(names, fits, strict=True)]).cpu()
         seen = self._first_to_see(torch.tensor([name in found for name in names]))
-        errors, ranks = self._row_errors(mine, values, seen)
-        if self._tensor:
-            summed, _ = self._row_errors(agree.total(mine, self._tensor), values, seen)
-            errors = torch.minimum(*agree.largest_each(torch.stack([errors, summed])))
+        whole = [mine]
+        for groups in filter(None, (self._tensor, self._parts_of_rows)):
+            whole += [agree.total(part.clone(), groups) for part in whole]
+        found_errors, ranks = zip(*(self._row_errors(part, values, seen) for part in whole), strict=True)
+        errors, ranks = found_errors[0], ranks[0]
+        if len(whole) > 1:
+            errors = agree.largest_each(torch.stack(found_errors)).amin(0)
         for name, error, n in zip(names, errors.tolist(), ranks.tolist(), strict=True):
             if name in self._parts:
                 continue
@@ -206,11 +212,13 @@ class TraceCheck:
         return (off / size.clamp(min=max(1e-12 * size.sum().item(), 1e-300))).sqrt(), ranks
 
     def _shared_out(self) -> set[str]:
-        """Return the modules whose output features are sharded, or whose output is whole on no rank."""
+        """Return the modules whose output is cut along features or behind heads, or is whole on no rank."""
         shapes = self.trace.shapes
         is_cut = [shapes[name] != self._observed.shapes.get(name, shapes[name]) for name in shapes]
         is_absent = [self._observed.shapes.get(name) == () for name in shapes]
-        found = agree.largest_each(torch.tensor(is_cut if self._tensor else is_absent, dtype=torch.float64))
+        found = agree.largest_each(
+            torch.tensor(is_cut if self._tensor or self._parts_of_rows else is_absent, dtype=torch.float64)
+        )
         tensor = self.r.plan.tensor
         summed = set() if tensor is None else {path for kind in tensor.kinds for path in kind.summed_outputs()}
         return {name for name, flag in zip(shapes, found.tolist(), strict=True) if flag} | summed

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.core.record import recall, remember
 from meshwright.core.torch_private import uncompiled
 from meshwright.distributed.exchange.ranks import ProcessGroupRanks, RankGroup
+from meshwright.distributed.recompute.random_streams import restore_streams, streams
+from meshwright.distributed.weights.shards import seed_of
 from meshwright.introspection.facts import ModelFacts
 from meshwright.models.moe import Router
 from meshwright.planning.plan import Plan
@@ -29,6 +33,7 @@ def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh, facts: ModelFacts) -> 
         length=partial(refuse_length, facts, context),
     )
     wrap_modules(model, context, ranks, checks)
+    separate_streams(model, ranks.rank)
     _count_whole_rows(model, ranks)
     remember(model, context)
     return model
@@ -53,6 +58,28 @@ class _OverRows:
     @uncompiled
     def __call__(self, counted: Tensor) -> Tensor:
         return self._ranks.sum(counted if self._before is None else self._before(counted))
+
+
+def separate_streams(model: nn.Module, rank: int) -> None:
+    """Give each rank a random stream of its own while a forward in training mode runs: it has other tokens.
+
+    Outside of forwards all ranks of the axis draw alike, since they bring the same rows. A rank's own stream is a
+    function of a number that all draw and of its rank, so there is no state besides torch's to be saved or restored.
+    """
+    shared: list[dict[str, Tensor]] = []
+
+    def enter(*_: Any) -> None:
+        if model.training and not shared:
+            number = int(torch.randint(2**62, (1,)))
+            shared.append(streams())
+            torch.manual_seed(seed_of("context rank", number, rank))
+
+    def leave(*_: Any) -> None:
+        if shared:
+            restore_streams(shared.pop())
+
+    model.register_forward_pre_hook(enter)
+    model.register_forward_hook(leave, always_call=True)
 
 
 def runtime_of(model: nn.Module) -> ContextRuntime | None:

@@ -8,7 +8,7 @@ import torch
 
 from meshwright.core.torch_private import by_values
 from meshwright.distributed.exchange.ranks import RankGroup
-from meshwright.distributed.recompute.kept import outside_of_regions
+from meshwright.distributed.recompute.kept import not_counted
 from meshwright.introspection.mixing.masks import MaskFunction
 from meshwright.introspection.mixing.reach import KeyRanges, RowMask, fingerprint, is_reach, search
 
@@ -51,7 +51,7 @@ class Reaches:
             mine = torch.arange(self._group.rank, length, self._group.size, device=device)[None]
             is_right = found is not None and is_reach(function, found, mine, length, count)
             wrong = torch.tensor([not is_right], dtype=torch.int64, device=device)
-            with outside_of_regions():  # a reach that is known already sends nothing
+            with not_counted():
                 found = None if bool(self._group.largest(wrong)) else found
         if code is not None:
             self._known[key] = found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from meshwright.core.names import clean
 from meshwright.core.torch_private import tree_leaves
 from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.distributed.exchange.threads import on_threads
+from meshwright.introspection.constructor.recording import seeded
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.mixing.calls import LENGTHS, batches, refuse_other_masks
 from meshwright.introspection.outputs import logits_of
 from meshwright.introspection.premises.narrowing import is_rounding
+from meshwright.introspection.premises.playing import FixedDraws
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.copies import copy_of
 from meshwright.planning.context.plan import ContextPlan
@@ -27,6 +30,8 @@ from meshwright.planning.context.plan import ContextPlan
 from .rows import MASK, CutRows, select
 from .runtime import wrap_modules
 
+ALWAYS = ("plain", "packed")
+"""Kinds of batches that any run may have."""
 PADDED = {"padded behind": slice(-3, None), "padded before": slice(0, 3)}
 WITHOUT_POSITIONS = "without positions"
 INSTEAD = {WITHOUT_POSITIONS: "Give batches positions", **dict.fromkeys(PADDED, "Leave attention_mask out")}
@@ -47,9 +52,11 @@ def prove(facts: ModelFacts, plan: ContextPlan) -> dict[str, str]:
     known = facts.measurements.refused
     if plan not in known and facts.module is not None:
         model, plan_of_copy = small_and_plan(facts, plan)
-        found = {kind: _why_wrong(facts, plan_of_copy, model, kind, batch) for kind, batch in rehearsed(model).items()}
-        for kind in ("plain", "packed"):
-            if why := found.pop(kind, ""):
+        found: dict[str, str] = {}
+        for kind, batch in rehearsed(model).items():
+            for training in (True, False) if kind == "plain" else (True,):
+                found[kind] = found.get(kind) or _why_wrong(facts, plan_of_copy, model.train(training), kind, batch)
+            if kind in ALWAYS and (why := found.pop(kind)):
                 raise UnsupportedError(why)
         known[plan] = found
     return known.get(plan, {})
@@ -88,10 +95,15 @@ def refuse_length(facts: ModelFacts, plan: ContextPlan, length: int) -> None:
 
 def _why_wrong(facts: ModelFacts, plan: ContextPlan, model: nn.Module, kind: str, batch: dict[str, Tensor]) -> str:
     """Rehearse one batch, and say how it differs from one process; "" if it does not."""
-    start = f"layout.cp = {plan.ranks}: rows of {facts.kind} cut over ranks were rehearsed on a small copy, {kind}, and"
+    mode = "" if model.training else ", in evaluation mode"
+    start = (
+        f"layout.cp = {plan.ranks}: rows of {facts.kind} cut over ranks were rehearsed on a small copy, {kind}{mode},"
+        f" and"
+    )
     end = f"{INSTEAD[kind]}, or set layout.cp = 1." if kind in INSTEAD else "Set layout.cp = 1."
     try:
-        errors = rehearse(model, plan, batch)
+        with seeded(0):  # a model in training mode draws from torch's own stream
+            errors = rehearse(model, plan, batch)
     except Exception as error:  # noqa: BLE001  (whatever a model's code raises on a part of its rows)
         return f"{start} the forward or backward fails: {type(error).__name__}: {error}. {end}"
     worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
@@ -120,12 +132,16 @@ def rehearsed(model: nn.Module) -> dict[str, dict[str, Tensor]]:
 
 
 def rehearse(model: nn.Module, plan: ContextPlan, batch: dict[str, Tensor]) -> dict[str, float]:
-    """Return the relative error of the loss ("loss") and of each parameter's gradient, against one process."""
-    reference = copy_of(model)
-    loss, labels = _loss_of(reference, batch)
-    loss.backward()
+    """Return the relative error of the loss ("loss") and of each parameter's gradient, against one process.
+
+    Random draws of a model in training mode are fixed: ranks draw others than one process.
+    """
+    reference, draws = copy_of(model), FixedDraws()
+    with draws:
+        loss, labels = _loss_of(reference, batch)
+        loss.backward()
     batch = batch | {"labels": labels}
-    found = on_threads(plan.ranks, lambda group: _on_rank(copy_of(model), plan, batch, group))
+    found = on_threads(plan.ranks, lambda group: _on_rank(copy_of(model), plan, batch, group, draws.seen))
     errors = {"loss": abs(sum(part for part, _ in found) - loss.item()) / abs(loss.item())}
     expected = {clean(name): p.grad for name, p in reference.named_parameters() if p.grad is not None}
     scale = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
@@ -144,17 +160,18 @@ def _loss_of(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor
 
 
 def _on_rank(
-    model: nn.Module, plan: ContextPlan, batch: dict[str, Tensor], group: RankGroup
+    model: nn.Module, plan: ContextPlan, batch: dict[str, Tensor], group: RankGroup, draws: bool
 ) -> tuple[float, dict[str, Tensor]]:
     signature = Signature.of(model)
     runtime = wrap_modules(model, plan, group)
     own = runtime.cut(batch, signature, torch.device("cpu"))
     runtime.enter(own)
-    logits = logits_of(model(**signature.inputs(own, torch.device("cpu"))))
-    labels = own["labels"]
-    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
-    loss = loss / (batch["labels"] != IGNORED).sum()
-    loss.backward()
+    with FixedDraws() if draws else nullcontext():
+        logits = logits_of(model(**signature.inputs(own, torch.device("cpu"))))
+        labels = own["labels"]
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        loss = loss / (batch["labels"] != IGNORED).sum()
+        loss.backward()
     return loss.item(), {
         clean(name): torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()
     }
@@ -202,7 +219,8 @@ def _seen(model: nn.Module, run: Callable[[nn.Module], Any]) -> dict[str, Seen]:
 
     for path, module in model.named_modules():
         module.register_forward_hook(note(clean(path)), with_kwargs=True)
-    run(model)
+    with FixedDraws():
+        run(model)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean
 from meshwright.core.record import remember, wrap
-from meshwright.core.torch_private import FakeTensor, by_values
+from meshwright.core.torch_private import FakeTensor, by_values, version_of
 from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.introspection.mixing.arithmetic import allowed_of
 from meshwright.introspection.mixing.interception import (
@@ -68,7 +69,7 @@ class ContextRuntime:
         outside_of_graphs: Any = torch.compiler.disable
         self.attend: Callable[[AttentionCall, Caller | None], Tensor] = outside_of_graphs(self._attend)
         self._masks_made = 0
-        self._checked: set[tuple[str, int]] = set()
+        self._compared: dict[Any, bool] = {}
 
     def enter(self, batch: Mapping[str, Tensor]) -> None:
         """Compute the tokens of this batch from now on: those that ``cut`` chose, or whole rows of any other batch."""
@@ -82,7 +83,7 @@ class ContextRuntime:
         """Return this rank's tokens of a microbatch of whole rows.
 
         Raises:
-            ConfigError: rows have fewer tokens than there are ranks.
+            ConfigError: rows have fewer tokens than there are ranks, or a tensor cannot be cut as they are.
             UnsupportedError: a padding mask that this model cannot be given in parts; masks of another rule than the
                 measured one, in rows of this length.
         """
@@ -135,10 +136,11 @@ class ContextRuntime:
         if rows is None:
             return call.as_given()
         own = rows.counts[rows.rank]
-        if call.query.shape[2] != own or call.key.shape[2] != own:
+        where = "attention" if caller is None else f"the attention of {caller.path}"
+        if call.query.dim() != 4 or call.query.shape[2] != own or call.key.shape[2] != own:
             raise UnsupportedError(
-                f"attention is called with {call.query.shape[2]} queries and {call.key.shape[2]} keys, where this rank"
-                f" has {own} tokens of a row"
+                f"{where} is called with queries {tuple(call.query.shape)} and keys {tuple(call.key.shape)}, where this"
+                f" rank has {own} tokens of a row: they must be (rows, heads, tokens, features)"
             )
         mask = self._mask(call, caller, rows)
         arithmetic = None if caller is None or call.dropout else caller.arithmetic
@@ -177,15 +179,29 @@ class ContextRuntime:
     def _refuse_other_mask(self, call: AttentionCall, caller: Caller, rule: MaskRule, rows: CutRows) -> None:
         """Compare the mask that the model made, of this rank's tokens alone, with the measured rule."""
         own = call.query.shape[2]
-        if (caller.path, own) in self._checked or isinstance(call.mask, FakeTensor):
+        if isinstance(call.mask, FakeTensor) or self._is_compared(call, rule, rows):
             return
-        self._checked.add((caller.path, own))
         documents = None if rows.documents is None else rows.take(rows.documents)
         places = torch.arange(own, device=call.query.device)[None]
         if not bool((allowed_of(call) == dense(rule.function(documents), places, own, len(call.query))).all()):
             raise UnsupportedError(
                 f"{caller.path} masks {own} tokens by another rule than the one that was measured ({rule})"
             )
+
+    def _is_compared(self, call: AttentionCall, rule: MaskRule, rows: CutRows) -> bool:
+        """Return whether a call's mask was compared before, and note that it is now.
+
+        A tensor may depend on the tokens, so that each is compared: once where several layers are given it.
+        """
+        if isinstance(call.mask, Tensor):
+            mask, version = rows.memo.get(("compared", rule), (lambda: None, 0))
+            rows.memo["compared", rule] = weakref.ref(call.mask), version_of(call.mask)
+            return mask() is call.mask and version == version_of(call.mask)
+        seen = self._compared if rows.documents is None else rows.memo
+        key = ("without a mask", rule, call.is_causal, call.query.shape[2])
+        is_compared = key in seen
+        seen[key] = True
+        return is_compared
 
 
 class OfCaller:

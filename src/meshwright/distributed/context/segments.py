@@ -43,7 +43,7 @@ def segments(reach: KeyRanges) -> list[Segment] | None:
     same = (reach.lower.diff(dim=1) == 0) & ((steps == 0) | (steps == 1))
     # a segment goes on as it began: with keys that end alike, or each one further
     same[:, 1:] &= (steps[:, 1:] == steps[:, :-1]) | ~same[:, :-1]
-    starts = torch.cat((torch.ones_like(same[:, :1]), ~same), dim=1)
+    starts = torch.cat((same.new_ones((rows, min(length, 1))), ~same), dim=1)
     if length == 0 or int(starts.sum()) * SHORTEST > rows * length:
         return None
     found = []

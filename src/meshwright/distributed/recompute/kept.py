@@ -45,6 +45,20 @@ def exchanged(send: Callable[[], Tensor], into: Tensor | None = None) -> Tensor:
     return modes[-1].exchange(send, into) if modes else send()
 
 
+@contextmanager
+def not_counted() -> Iterator[None]:
+    """Send messages that a recomputation does not send, because what they found is remembered.
+
+    Results are handed back by their numbers: one message more in the forward, and the others would be another's.
+    """
+    modes = getattr(_running, "modes", None)
+    _running.modes = []
+    try:
+        yield
+    finally:
+        _running.modes = modes or []
+
+
 def attended(compute: Callable[[], Tensor], *, exchanges: bool = False) -> Tensor:
     """Compute an attention of several steps; a recomputation whose policy saves attention returns the saved result.
 

@@ -45,6 +45,11 @@ class Recorder:
         return plain()
 
     def attend(self, call: AttentionCall) -> Tensor:
+        if call.query.dim() != 4:
+            raise UnsupportedError(
+                f"{self.path} calls attention on tensors of {call.query.dim()} dims, and which of them is heads cannot"
+                f" be seen: give it (rows, heads, tokens, features)"
+            )
         self.calls.append((self.path, call))
         if not self.computes:
             return call.query.new_zeros((*call.query.shape[:3], call.value.shape[-1]))
@@ -183,6 +188,11 @@ def refuse_other_masks(model: nn.Module, callers: Sequence[Caller], length: int)
 def caller_of(path: str, calls: list[tuple[AttentionCall, dict[str, Any]]], stated: str) -> Caller:
     call, _ = calls[0]
     sizes, arithmetic = Sizes.of(call), arithmetic_of([each for each, _ in calls])
+    if any(other.query.shape[0] != ROWS for other, _ in calls):
+        raise UnsupportedError(
+            f"{path} calls attention on {call.query.shape[0]} rows for a batch of {ROWS}: give heads a dim of their own"
+            f" (rows, heads, tokens, features)"
+        )
     if call.interface:
         return Caller(path, sizes, interface=True, rule=None, arithmetic=arithmetic)
     if any(other.key.shape[2] != other.query.shape[2] for other, _ in calls):
@@ -198,10 +208,13 @@ def caller_of(path: str, calls: list[tuple[AttentionCall, dict[str, Any]]], stat
 def _candidates(calls: list[tuple[AttentionCall, dict[str, Any]]]) -> Iterator[MaskRule]:
     allowed = allowed_of(calls[0][0])
     window = int(allowed[..., -1, :].sum(-1).max())
-    for size in dict.fromkeys((0, window)):
+    first_again = (~allowed[..., 0]).flatten(0, -2).any(0).to(torch.int64)
+    chunk = int(first_again.argmax())  # of queries that do not see the first key, the first
+    reaches = [{}, {"window": window}, *([{"chunk": chunk}] if chunk else [])]
+    for reach in reaches:
         for is_causal in (True, False):
             for documents in (False, True):
-                yield MaskRule(is_causal, size, documents)
+                yield MaskRule(is_causal, documents=documents, **reach)
 
 
 def _follows(rule: MaskRule, call: AttentionCall, inputs: dict[str, Any]) -> bool:

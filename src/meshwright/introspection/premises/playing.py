@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -152,7 +153,7 @@ class HeldRandomness(EagerDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        draws = torch.Tag.nondeterministic_seeded in func.tags
+        draws = _draws(func)
         depends = draws or any(not t.is_sparse and address_of(t.untyped_storage()) in self._depends for t in given)
         out = func(*args, **kwargs)
         if func.overloadpacket.__name__ in READING:
@@ -187,6 +188,35 @@ def _site() -> tuple[str, int]:
     while frame.f_back is not None and (frame.f_code.co_filename == HERE or frame.f_code.co_filename.startswith(TORCH)):
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
+
+
+class FixedDraws(EagerDispatchMode):
+    """A mode that fixes random draws, and no more.
+
+    Attributes:
+        seen: there were some.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not _draws(func):
+            return out
+        self.seen = True
+        return _still(func, args, out)
+
+
+@functools.cache
+def _draws(func: Any) -> bool:
+    """Return whether an operator draws random numbers.
+
+    Fused attention carries the tag for its dropout alone, and on a CPU attention with dropout goes by other operators.
+    """
+    name = func.overloadpacket.__name__
+    return torch.Tag.nondeterministic_seeded in func.tags and not name.startswith("_scaled_dot_product")
 
 
 def _still(func: Any, args: tuple, out: Any) -> Any:

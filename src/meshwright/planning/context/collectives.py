@@ -29,25 +29,52 @@ def context_collectives(
     recomputed: Mapping[str, tuple[str, ...]],
     tensor_ranks: int = 1,
 ) -> Iterator[Collective]:
-    """List what each attention sends, and the sums of gradients.
+    """List what each attention sends, and the sums of gradients, in a model that lies whole on a rank."""
+    yield row_agreement(plan)
+    yield from attention_collectives(facts, plan, precision, recomputed, tensor_ranks)
+
+
+def row_agreement(plan: ContextPlan) -> Collective:
+    """Return the message by which ranks agree that they bring the same rows."""
+    return Collective("all_reduce", Axis.CP.value, plan.ranks, "rows are the same", ROW_WORDS, "int64", "step")
+
+
+def attention_collectives(
+    facts: ModelFacts,
+    plan: ContextPlan,
+    precision: PrecisionPlan,
+    recomputed: Mapping[str, tuple[str, ...]],
+    tensor_ranks: int = 1,
+    *,
+    begins: bool = True,
+    blocks: tuple[str, ...] | None = None,
+) -> Iterator[Collective]:
+    """List what attentions and mixers send.
 
     Args:
         recomputed: block -> paths of the modules recomputed in it: keys and values are gathered once more there.
         tensor_ranks: ranks that share the heads; one head is copied to several where there are fewer.
+        begins: the model's first block is here; behind it all activations have gradients.
+        blocks: of a pipeline's stage; None: all attentions are here.
     """
     again = [f"{block}.{path}".rstrip(".") for block, paths in recomputed.items() for path in paths]
-    yield Collective("all_reduce", Axis.CP.value, plan.ranks, "rows are the same", ROW_WORDS, "int64", "step")
     for caller, method in zip(plan.mixing.callers, plan.methods, strict=True):
-        calls = 1 + any(is_within(caller.path, path) for path in again)
+        if blocks is not None and not any(is_within(caller.path, block) for block in blocks):
+            continue
+        has_gradient = not begins or _has_gradient(facts, caller.path)
+        calls = 1 + (has_gradient and any(is_within(caller.path, path) for path in again))
         sizes = of_rank(caller.sizes, tensor_ranks)
         to = _To(plan.ranks, caller.path, precision, calls, caller, sizes)
         messages = _MESSAGES[method.kind](to, method)
-        yield from (c for c, backward in messages if not backward or _has_gradient(facts, caller.path))
+        yield from (c for c, backward in messages if not backward or has_gradient)
     for planned in plan.mixers:
-        path = planned.mixer.path
-        calls = 1 + any(is_within(path, recomputed_path) for recomputed_path in again)
-        messages = _of_mixer(_Place(plan.ranks, path, precision, calls), planned)
-        yield from (c for c, backward in messages if not backward or _has_gradient(facts, path))
+        module = planned.mixer.path
+        if blocks is not None and planned.block and planned.block not in blocks:
+            continue
+        has_gradient = not begins or _has_gradient(facts, module)
+        calls = 1 + (has_gradient and any(is_within(module, path) for path in again))
+        messages = _of_mixer(_Place(plan.ranks, module, precision, calls), planned)
+        yield from (c for c, backward in messages if not backward or has_gradient)
 
 
 @dataclass(frozen=True)
@@ -146,10 +173,9 @@ _MESSAGES = {
 
 
 def _has_gradient(facts: ModelFacts, path: str) -> bool:
-    """Tell whether something is trained inside or before a module that calls attention."""
-    for parameter in facts.parameters:
-        if parameter.trainable:
-            return True
-        if is_within(parameter.name, path):
-            return any(p.trainable for p in facts.parameters if is_within(p.name, path))
-    return False
+    """Return whether something is trained before a module that calls attention, or beside it in the module around."""
+    names = [parameter.name for parameter in facts.parameters]
+    while path and not any(is_within(name, path) for name in names):
+        path = path.rpartition(".")[0]
+    behind = max((number for number, name in enumerate(names) if is_within(name, path)), default=len(names) - 1)
+    return any(parameter.trainable for parameter in facts.parameters[: behind + 1])

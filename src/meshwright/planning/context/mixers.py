@@ -77,11 +77,13 @@ class MixerPlan:
     Attributes:
         trade: its heads are shared out; None: it is computed whole on each rank.
         reason: why, in words.
+        block: path of the block that the module is in; "": outside of all, and called on each stage of a pipeline.
     """
 
     mixer: Mixer
     trade: HeadTrade | None = None
     reason: str = ""
+    block: str = ""
 
     @property
     def kind(self) -> Literal["heads", "whole"]:
@@ -134,20 +136,26 @@ def plan_mixers(
     try:
         measured = facts.measurements.structure(ranks)
     except UnsupportedError:
-        return tuple(MixerPlan(mixer, reason="its heads were not measured") for mixer in mixers)
-    return tuple(_planned(measured, mixer, ranks, tensor_ranks) for mixer in mixers)
+        measured = None
+    blocks = {m.path: next((block for block in facts.blocks if is_within(m.path, block)), "") for m in mixers}
+    return tuple(
+        replace(_planned(measured, m, blocks[m.path], ranks * tensor_ranks, tensor_ranks), block=blocks[m.path])
+        for m in mixers
+    )
 
 
-def _planned(measured: Measured, mixer: Mixer, ranks: int, tensor_ranks: int) -> MixerPlan:
-    block = next((block for block in measured.structure.blocks if is_within(mixer.path, block)), "")
-    kind = measured.structure.kind_of(block) if block else None
+def _planned(measured: Measured | None, mixer: Mixer, block: str, shares: int, tensor_ranks: int) -> MixerPlan:
+    """Plan one mixer, whose heads ``shares`` ranks of both axes would share out."""
+    if measured is None:
+        return MixerPlan(mixer, reason="its heads were not measured")
+    kind = measured.structure.kind_of(block) if block in measured.structure.blocks else None
     path = mixer.path[len(block) + 1 :]
     region = next((r for r in kind.regions if r.container == path), None) if kind is not None else None
     if kind is None or region is None:
         return MixerPlan(mixer, reason="it has no heads that were measured apart")
     if region.adapted or region.latent or region.spanning:
         return MixerPlan(mixer, reason="it has adapters, or layers or norms that all heads share")
-    if not all(part.fits(ranks * tensor_ranks) for cut in region.cuts for part in cut.parts):
+    if not all(part.fits(shares) for cut in region.cuts for part in cut.parts):
         return MixerPlan(mixer, reason=f"its {region.groups} heads cannot be shared out")
     first = kind.blocks[0]
     form = measured.form_of(first, region, without_mask=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from meshwright.core.dtypes import dtype_bytes
+from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.mixing.values import Mixing
@@ -91,9 +92,11 @@ def context_plan(
     if layout.cp == 1:
         return None
     size = Bytes(dtype_bytes(precision.compute), dtype_bytes(summed_dtype(precision.compute)))
-    mixing = facts.measurements.mixing()
-    mixers = plan_mixers(
-        facts, mixing.mixers, layout.cp, layout.tp, sequence_is_cut=requested.sequence_parallel is not False
-    )
+    try:
+        mixing = facts.measurements.mixing()
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{error}. Set layout.cp = 1.") from error
+    cuts_sequences = requested.sequence_parallel is not False
+    mixers = plan_mixers(facts, mixing.mixers, layout.cp, layout.tp, sequence_is_cut=cuts_sequences)
     made = plan_methods(mixing, layout.cp, layout.tp, requested.context_parallel_method, size)
     return replace(made, mixers=mixers)

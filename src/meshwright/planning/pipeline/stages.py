@@ -10,6 +10,7 @@ from meshwright.core.axes import Axis
 from meshwright.core.names import is_within
 from meshwright.introspection.facts import ModelFacts, ParameterFact
 from meshwright.planning.collectives import over_batch, sharded_units, step_agreement, step_norm, token_count
+from meshwright.planning.context.collectives import attention_collectives, row_agreement
 from meshwright.planning.data.units import make_unit, trained_cuts
 from meshwright.planning.experts.collectives import expert_collectives, router_collectives
 from meshwright.planning.experts.plan import without_experts
@@ -84,6 +85,8 @@ def _of_rank(facts: ModelFacts, plan: Plan, rank: int) -> Iterator[Collective]:
     assert pipeline is not None
     shards = shares.shards
     yield from token_count(shares)
+    if plan.context is not None:
+        yield row_agreement(plan.context)
     for stage in pipeline.stages_on(rank):
         own, part = facts_of_stage(facts, pipeline, stage), plan_of_stage(plan, stage)
         if plan.data.technique == "fully_shard":
@@ -96,6 +99,11 @@ def _of_rank(facts: ModelFacts, plan: Plan, rank: int) -> Iterator[Collective]:
                 dense, part.tensor, part.precision, part.loss, recomputed, shards, part.float8
             )
         yield from scales_of_gathered(part.float8, part.tensor, shards)
+        if part.context is not None:
+            begins, ranks = stage == 0, shares.size(Axis.TP)
+            yield from attention_collectives(
+                own, part.context, part.precision, recomputed, ranks, begins=begins, blocks=own.blocks
+            )
         if part.experts is not None:
             yield from expert_collectives(own, part.experts, part.precision, recomputed, begins=stage == 0)
         yield from _messages(plan, pipeline, stage)
