@@ -17,8 +17,8 @@ from .plan import ContextPlan
 
 ROW_WORDS = 2
 """Numbers by which ranks compare the rows that they bring."""
-TRADES = 3
-"""Messages in which tokens are traded for heads and back: queries; keys and values; outputs."""
+TRADES = 2
+"""Messages in which tokens are traded for heads and back: queries, keys and values; outputs."""
 
 
 def context_collectives(
