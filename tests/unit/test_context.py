@@ -35,7 +35,7 @@ from meshwright.distributed.context.rehearsal import (
     rehearse,
     rehearsed,
 )
-from meshwright.distributed.context.rows import CutRows, cut_batch, cut_rows
+from meshwright.distributed.context.rows import CutRows, Numbers, cut_batch, cut_rows
 from meshwright.distributed.step import own_loss
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.mixing import calls, masks, values
@@ -225,7 +225,7 @@ def other_ranks_order(patch):
 
     def rolled(group, rows):
         made = correct(group, rows)
-        return replace(made, numbers=tuple(numbers.roll(1, 1) for numbers in made.numbers))
+        return replace(made, numbers=tuple(Numbers.of(numbers.index.roll(1, 1)) for numbers in made.numbers))
 
     patch.setattr(arriving.Gathered, "of", rolled)
 

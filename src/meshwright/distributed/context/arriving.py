@@ -20,7 +20,7 @@ from meshwright.introspection.mixing.reach import KeyRanges
 
 from .blocks import Attended, Scores, given_of, gradients_of
 from .kernels import wide
-from .rows import CutRows, place, select
+from .rows import CutRows, Numbers
 
 Arrival = Callable[[], Tensor]
 """Waits for a message, and returns what it brings."""
@@ -52,13 +52,13 @@ class Gathered:
     """All other ranks' tokens.
 
     Attributes:
-        numbers: for each rank, of its tokens: their numbers among ``places``, (rows or 1, tokens) int64.
+        numbers: for each rank, of its tokens among ``places``; of this rank's own, none that mean anything.
     """
 
     group: RankGroup
     rows: CutRows
     places: Tensor
-    numbers: tuple[Tensor, ...]
+    numbers: tuple[Numbers, ...]
 
     @classmethod
     @by_values
@@ -66,7 +66,7 @@ class Gathered:
         of_ranks = [rows.places_of(rank).contiguous() for rank in range(group.size)]
         others = [places for rank, places in enumerate(of_ranks) if rank != group.rank]
         places = torch.cat([of_ranks[0][:, :0], *others], dim=1).sort(dim=1).values
-        return cls(group, rows, places, tuple(torch.searchsorted(places, own) for own in of_ranks))
+        return cls(group, rows, places, tuple(Numbers.of(torch.searchsorted(places, own)) for own in of_ranks))
 
     def begin_fetch(self, x: Tensor) -> Arrival:
         rows, heads, own, features = x.shape
@@ -78,7 +78,7 @@ class Gathered:
             parts = wait()  # (ranks, rows, heads, most, features)
             made = parts.new_empty((rows, heads, self.places.shape[1], features))
             for rank in self._others():
-                place(made, self.numbers[rank], 2, parts[rank, :, :, : self.rows.counts[rank]])
+                self.numbers[rank].put(made, parts[rank, :, :, : self.rows.counts[rank]])
             return made
 
         return finish
@@ -88,7 +88,7 @@ class Gathered:
         gradients = wide(gradients)
         parts = gradients.new_zeros((self.group.size, rows, heads, self.rows.most, features))
         for rank in self._others():
-            parts[rank, :, :, : self.rows.counts[rank]] = select(gradients, self.numbers[rank], 2)
+            self.numbers[rank].take(gradients, parts[rank, :, :, : self.rows.counts[rank]])
         wait = self.group.begin_scatter(parts)
         return lambda: wait()[:, :, : self.rows.counts[self.rows.rank]]
 

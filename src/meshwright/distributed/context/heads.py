@@ -18,7 +18,7 @@ from meshwright.core.torch_private import by_values
 from meshwright.distributed.exchange.ranks import RankGroup
 
 from .kernels import wide
-from .rows import CutRows, place, select
+from .rows import CutRows, Numbers
 
 
 def shares_of_heads(heads: int, key_heads: int, ranks: int) -> tuple[tuple[range, ...], tuple[range, ...]]:
@@ -42,7 +42,7 @@ class Members:
         group: the ranks of the context axis.
         first, count: the members are ``count`` ranks from ``first`` on.
         rows: where tokens lie.
-        numbers: of each member's tokens, (rows or 1, tokens) int64 each: their numbers among all members', by place.
+        numbers: of each member's tokens, among all members', by place.
         places: (rows or 1, tokens) int64, the places of all of them, ascending.
     """
 
@@ -50,7 +50,7 @@ class Members:
     first: int
     count: int
     rows: CutRows
-    numbers: tuple[Tensor, ...]
+    numbers: tuple[Numbers, ...]
     places: Tensor
 
     @classmethod
@@ -58,7 +58,7 @@ class Members:
     def of(cls, group: RankGroup, rows: CutRows, first: int, count: int) -> Members:
         of_members = [rows.places_of(rank) for rank in range(first, first + count)]
         places = torch.cat(of_members, dim=1).sort(dim=1).values
-        numbers = tuple(torch.searchsorted(places, own.contiguous()) for own in of_members)
+        numbers = tuple(Numbers.of(torch.searchsorted(places, own.contiguous())) for own in of_members)
         return cls(group, first, count, rows, numbers, places)
 
     @property
@@ -158,7 +158,7 @@ def _heads(tensors: Sequence[Tensor], shares: Sequence[tuple[range, ...]], membe
     made = [x.new_empty((*shape[:2], tokens, shape[3])) for x, shape in zip(tensors, layout.collected[0], strict=True)]
     for parts, numbers in zip(_parts(received, layout.collected), members.numbers, strict=True):
         for whole, part in zip(made, parts, strict=True):
-            place(whole, numbers, 2, part)
+            numbers.put(whole, part)
     return made
 
 
@@ -168,7 +168,7 @@ def _tokens(tensors: Sequence[Tensor], shares: Sequence[tuple[range, ...]], memb
     flat = tensors[0].new_empty(sum(sends))
     for parts, numbers in zip(_parts(flat, layout.collected), members.numbers, strict=True):
         for x, part in zip(tensors, parts, strict=True):
-            select(x, numbers, 2, out=part)
+            numbers.take(x, part)
     received = members.group.trade(flat, members.sizes(sends), members.sizes(receives))
     of_members = _parts(received, layout.scattered)
     return [_joined([parts[i] for parts in of_members], share) for i, share in enumerate(shares)]
