@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, MutableMapping
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -327,3 +328,22 @@ def efficient_attention_backward(
     given = (gradient, query, key, value, None, output, padded, state, state, 0.0, [True, True, True, False], is_causal)
     found = torch.ops.aten._scaled_dot_product_efficient_attention_backward(*given, scale=scale)
     return found[0], found[1], found[2]
+
+
+def flex_operator() -> Any:
+    """Return the operator that ``flex_attention`` calls above autograd. Until the function itself can be overridden."""
+    return torch.ops.higher_order.flex_attention
+
+
+def flex_score_is_plain(score_mod: Any) -> bool:
+    """Tell whether ``flex_attention`` was given no function of scores. Until its operator takes None."""
+    from torch.nn.attention import flex_attention
+
+    return score_mod is None or score_mod is flex_attention._identity
+
+
+def is_asked_by_flex(frame: FrameType) -> bool:
+    """Tell whether a frame is that in which ``flex_attention`` refuses a backward on a CPU. Until it has one."""
+    from torch.nn.attention import flex_attention
+
+    return frame.f_code is flex_attention._validate_device.__code__

@@ -18,6 +18,7 @@ from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.distributed.exchange.threads import on_threads
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.mixing.calls import LENGTHS, batches, refuse_other_masks, small_copy
+from meshwright.introspection.mixing.flex import computing_flex
 from meshwright.introspection.outputs import logits_of
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.copies import copy_of
@@ -113,7 +114,8 @@ def rehearse(model: nn.Module, plan: ContextPlan, batch: dict[str, Tensor]) -> d
     """Return the relative error of the loss ("loss") and of each parameter's gradient, against one process."""
     signature = Signature.of(model)
     reference = copy_of(model)
-    logits = logits_of(reference(**signature.inputs(batch, torch.device("cpu"))))
+    with computing_flex():
+        logits = logits_of(reference(**signature.inputs(batch, torch.device("cpu"))))
     labels = (torch.arange(batch["tokens"].numel()) * 7 % logits.shape[-1]).view(batch["tokens"].shape)
     labels = labels.masked_fill(batch.get(MASK, torch.ones(())) == 0, IGNORED)
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
@@ -188,7 +190,8 @@ def _seen(model: nn.Module, run: Callable[[nn.Module], Any]) -> dict[str, Seen]:
 
     for path, module in model.named_modules():
         module.register_forward_hook(note(clean(path)), with_kwargs=True)
-    run(model)
+    with computing_flex():
+        run(model)
     return found
 
 

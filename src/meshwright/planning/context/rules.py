@@ -17,6 +17,13 @@ def context_companions(case: Case) -> Found:
             f"layout.cp = {ranks} shards parameters over dp_shard × cp, and techniques.data_parallel ="
             f" {case.technique} keeps them whole. Set techniques.data_parallel = fully_shard."
         )
+    if case.techniques.compile and case.facts.module is not None:
+        flex = [caller.path for caller in case.facts.measurements.mixing().callers if caller.flex]
+        if flex:
+            yield ConfigError(
+                f"layout.cp = {ranks} takes the calls of flex_attention in {flex[0]} out of its forward, which a"
+                f" compiled block does not allow. Set techniques.compile = false."
+            )
     yield from _routers(case)
 
 
