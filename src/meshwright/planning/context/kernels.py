@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from meshwright.introspection.mixing.values import Arithmetic, Sizes
+from meshwright.introspection.mixing.values import Arithmetic, Caller, Sizes
 
 
 @dataclass(frozen=True)
@@ -102,3 +102,11 @@ def choose_kernel(need: Need) -> tuple[Kernel, str]:
         if kernel.device == need.device:
             refused.append(f"{kernel.name} {' and '.join(obstacles)}")
     raise AssertionError("blocks take every attention")
+
+
+def kernel_of(caller: Caller, device: str, dtype: str) -> str:
+    """Describe the kernel of one attention, and the reason."""
+    if caller.arithmetic is None:
+        return "the model's own code, since it computes scores in a way of its own"
+    kernel, why = choose_kernel(Need.of(device, dtype, caller.sizes, caller.arithmetic))
+    return f"{kernel.name}, {why}" if kernel is not BLOCKS else f"{kernel.name}: {why}"
