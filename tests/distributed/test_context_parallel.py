@@ -76,16 +76,24 @@ def step_on_the_wire(techniques: dict, tp: int, cp: int = 2) -> tuple:
     return estimated(model.plan, Batch(2, 24)), counted(wire)
 
 
-@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("mode", ["none", "full", "selective_op"])
 def test_what_travels_is_what_the_plan_says(spmd, mode):
     for said, found in spmd(2, step_on_the_wire, {"activation_checkpointing": mode}, 1):
         assert_estimated(said, found)
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses", "ulysses_ring"])
-@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("mode", ["none", "full", "selective_op"])
 def test_what_each_method_sends_is_what_the_plan_says(spmd, method, mode):
     techniques = by(method) | {"activation_checkpointing": mode}
+    for said, found in spmd(4, step_on_the_wire, techniques, 1, 4):
+        assert_estimated(said, found)
+
+
+@pytest.mark.parametrize("method", ["all_gather", "ring", "ulysses_ring"])
+@pytest.mark.parametrize("keep", [("attention", "matmuls"), ("collectives",), ("matmuls",)], ids="-".join)
+def test_what_a_recomputation_sends_again_is_what_the_plan_says(spmd, method, keep):
+    techniques = by(method) | {"activation_checkpointing": "selective_op", "checkpoint_keep": keep}
     for said, found in spmd(4, step_on_the_wire, techniques, 1, 4):
         assert_estimated(said, found)
 

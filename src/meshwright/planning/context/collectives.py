@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from meshwright.core.axes import Axis
@@ -27,30 +27,35 @@ def context_collectives(
     precision: PrecisionPlan,
     recomputed: Mapping[str, tuple[str, ...]],
     tensor_ranks: int = 1,
+    *,
+    keeps_attention: bool = False,
 ) -> Iterator[Collective]:
     """List what each attention sends, and the sums of gradients.
 
     Args:
         recomputed: block -> paths of the modules recomputed in it: keys and values are gathered once more there.
         tensor_ranks: ranks that share the heads; one head is copied to several where there are fewer.
+        keeps_attention: a recomputation has attention's result, and so passes nothing round a ring again.
     """
     again = [f"{block}.{path}".rstrip(".") for block, paths in recomputed.items() for path in paths]
     yield Collective("all_reduce", Axis.CP.value, plan.ranks, "rows are the same", ROW_WORDS, "int64", "step")
     for caller, method in zip(plan.mixing.callers, plan.methods, strict=True):
         calls = 1 + any(is_within(caller.path, path) for path in again)
-        to = _To(plan.ranks, caller, precision, calls, of_rank(caller.sizes, tensor_ranks))
+        passes = 1 if keeps_attention else calls
+        to = _To(plan.ranks, caller, precision, calls, passes, of_rank(caller.sizes, tensor_ranks))
         messages = _MESSAGES[method.kind](to, method)
         yield from (c for c, backward in messages if not backward or _has_gradient(facts, caller.path))
 
 
 @dataclass(frozen=True)
 class _To:
-    """The messages of one attention; ``calls``: of its forward in a microbatch."""
+    """The messages of one attention; ``calls``: of its forward in a microbatch; ``passes``: of those, round a ring."""
 
     ranks: int
     caller: Caller
     precision: PrecisionPlan
     calls: int
+    passes: int
     sizes: Sizes
 
     def make(self, op: Op, unit: str, elements: int, calls: int, *, summed: bool = False, **options: Any) -> Message:
@@ -83,6 +88,7 @@ def _passed(to: _To, method: Method) -> Messages:
     heads = max(1, -(-to.sizes.key_heads // neighbours))
     elements = passes * neighbours * heads * (to.sizes.key_features + to.sizes.value_features)
     options: dict[str, Any] = {"among": to.ranks, "ranks": 2}
+    to = replace(to, calls=to.passes)
     yield to.make("send", BOTH, elements, passes, **options)
     yield to.make("send", BOTH, elements, -passes, **options)
     yield to.make("send", BOTH, elements, -passes, summed=True, **options)
