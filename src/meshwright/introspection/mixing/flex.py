@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.record import wrap
-from meshwright.core.torch_private import flex_operator, flex_score_is_plain, is_asked_by_flex
+from meshwright.core.torch_private import by_values, flex_operator, flex_score_is_plain, is_asked_by_flex
 
 from .interception import AttentionCall, Handler, SdpaCalls
 from .masks import MaskFunction
@@ -42,6 +42,7 @@ class PlaceMask:
 
     function: MaskFunction
 
+    @by_values
     def dense(self, rows: int, heads: int, queries: int, keys: int, device: torch.device) -> Tensor:
         """Evaluate the mask as torch does, place by place: (rows, 1, queries, keys) bool.
 
@@ -73,29 +74,39 @@ class FlexCalls(SdpaCalls):
                 output = self.handler.attend(flex_call(*args, **(kwargs or {})))
                 return output, output.new_empty(0), output.new_empty(0)  # neither logarithms nor largest scores
             if func == Tensor.requires_grad.__get__ and is_asked_by_flex(sys._getframe(1)):  # type: ignore[attr-defined]
+                _stance.take()
                 return False  # torch's own kernel has no backward on a CPU, and is not called
         return super().__torch_function__(func, types, args, kwargs)
 
 
 class _Stance:
-    """Keeps torch from compiling while some thread intercepts; torch has one stance for all threads."""
+    """Keeps torch from compiling while some thread intercepts; torch has one stance for all threads.
+
+    Nothing is compiled before the compiler has been imported, which takes seconds: until then the stance is taken
+    where ``flex_attention`` is called first.
+    """
 
     def __init__(self) -> None:
-        self._lock, self._inside, self._set = threading.Lock(), 0, None
+        self._lock, self._inside = threading.RLock(), 0
+        self._taken: Any = None
 
     def enter(self) -> None:
         with self._lock:
             self._inside += 1
-            if self._inside == 1 and MODULE in sys.modules:
-                self._set = torch.compiler.set_stance("force_eager")
-                self._set.__enter__()
+            if "torch._dynamo" in sys.modules:
+                self.take()
+
+    def take(self) -> None:
+        with self._lock:
+            if self._taken is None:
+                self._taken = torch.compiler.set_stance("force_eager")
 
     def leave(self) -> None:
         with self._lock:
             self._inside -= 1
-            if self._inside == 0 and self._set is not None:
-                self._set.__exit__(None, None, None)
-                self._set = None
+            if self._inside == 0 and self._taken is not None:
+                self._taken.__exit__(None, None, None)
+                self._taken = None
 
 
 _stance = _Stance()
