@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.mixing import Model, causal, packed, windowed
 from torch import Tensor
-from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, and_masks, create_block_mask, flex_attention
 
 from meshwright import ConfigError, Layout, UnsupportedError, plan
 from meshwright.distributed.context import reaches
@@ -206,6 +206,10 @@ REFUSED = {
     "distances": (attending(causal_mod, score_mod=near), "score_mod = near, which changes scores by another rule than"),
     "heads": (attending(by_head_mod), r"the mask of flex_attention \(by_head_mod\) differs from head to head"),
     "heads, far away": (attending(far_by_head_mod), "differs from head to head"),
+    "logarithms": (
+        lambda q, k, v, documents: flex_attention(q, k, v, return_aux=AuxRequest(lse=True))[0],
+        r"asked for more than its output \(return_lse, return_aux\)",
+    ),
     "a tensor of a part": (of_part, "closes over a tensor of .*, one number for each of this rank's"),
 }
 

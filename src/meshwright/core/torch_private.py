@@ -295,7 +295,7 @@ def cuda_flash_attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``flash_attention_backward`` on CUDA. Until it has a public name."""
-    state, unused = (torch.zeros(n, dtype=torch.uint64, device=query.device) for n in (2, 0))  # nothing is dropped out
+    state, unused = (torch.empty(n, dtype=torch.uint64, device=query.device) for n in (2, 0))  # nothing is dropped out
     lengths = (None, None, query.shape[2], key.shape[2])  # rows are as long as each other
     given = (gradient, query, key, value, output, logarithm, *lengths, 0.0, is_causal, state, unused)
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(*given, scale=scale)
@@ -324,7 +324,7 @@ def efficient_attention_backward(
     """Compute ``flash_attention_backward`` by CUDA's memory-efficient kernel. Until it has a public name."""
     missing = -query.shape[2] % 32  # the kernel reads logarithms in runs of 32; of none, no exponential is left
     padded = torch.nn.functional.pad(logarithm, (0, missing), value=float("inf"))
-    state = torch.zeros((), dtype=torch.int64, device=query.device)  # nothing is dropped out
+    state = torch.empty((), dtype=torch.int64, device=query.device)  # nothing is dropped out
     given = (gradient, query, key, value, None, output, padded, state, state, 0.0, [True, True, True, False], is_causal)
     found = torch.ops.aten._scaled_dot_product_efficient_attention_backward(*given, scale=scale)
     return found[0], found[1], found[2]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import CellType, FunctionType
@@ -143,13 +143,26 @@ def intercept_flex(module: nn.Module, handler: Handler, change: str) -> None:
 
 
 def flex_call(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: tuple, scale: float, *_: Any, **__: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any,
+    block_mask: tuple,
+    scale: float,
+    options: Mapping[str, Any],
+    *_: Any,
+    **__: Any,
 ) -> AttentionCall:
     """Describe a call of ``flex_attention`` by the arguments of its operator.
 
     Raises:
-        UnsupportedError: scores are changed by another function than a soft cap.
+        UnsupportedError: scores are changed by another function than a soft cap, or more than the output is asked for.
     """
+    if query.device.type == "cpu" and any(options.get(name) for name in ("OUTPUT_LOGSUMEXP", "OUTPUT_MAX")):
+        # on other devices torch computes logarithms for its backward too; small copies are on the CPU
+        raise UnsupportedError(
+            "flex_attention is asked for more than its output (return_lse, return_aux), which is not computed"
+        )
     cap = None if flex_score_is_plain(score_mod) else soft_cap_of(score_mod)
 
     def compute(query: Tensor, key: Tensor, value: Tensor, mask: Any, is_causal: bool = False) -> Tensor:
