@@ -19,7 +19,7 @@ from .cut import Runs, refuse_shorter
 
 WORK = 1.03
 """Largest work of a rank that an exchange may lead to, as a multiple of the mean."""
-PATIENCE, PATIENCE_OF_TWO = 5_000, 1_000
+PATIENCE, PATIENCE_OF_TWO = 4_500, 1_000
 """Exchanges that are looked at for one row, and of those most for pairs of exchanges, which help short rows."""
 
 Run = tuple[int, int]
