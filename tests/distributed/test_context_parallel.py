@@ -81,16 +81,24 @@ def step_on_the_wire(techniques: dict, tp: int, cp: int = 2) -> tuple:
     return estimated(model.plan, Batch(2, 24)), counted(wire)
 
 
-@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("mode", ["none", "full", "selective_op"])
 def test_what_travels_is_what_the_plan_says(spmd, mode):
     for said, found in spmd(2, step_on_the_wire, {"activation_checkpointing": mode}, 1):
         assert_estimated(said, found)
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses", "ulysses_ring"])
-@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("mode", ["none", "full", "selective_op"])
 def test_what_each_method_sends_is_what_the_plan_says(spmd, method, mode):
     techniques = by(method) | {"activation_checkpointing": mode}
+    for said, found in spmd(4, step_on_the_wire, techniques, 1, 4):
+        assert_estimated(said, found)
+
+
+@pytest.mark.parametrize("method", ["all_gather", "ring", "ulysses_ring"])
+@pytest.mark.parametrize("keep", [("attention", "matmuls"), ("collectives",), ("matmuls",)], ids="-".join)
+def test_what_a_recomputation_sends_again_is_what_the_plan_says(spmd, method, keep):
+    techniques = by(method) | {"activation_checkpointing": "selective_op", "checkpoint_keep": keep}
     for said, found in spmd(4, step_on_the_wire, techniques, 1, 4):
         assert_estimated(said, found)
 
@@ -166,3 +174,51 @@ def test_evaluation_and_generation_are_those_of_one_process(spmd):
     (loss, text), *_ = spmd(1, evaluated)
     for found, ids in spmd(2, evaluated):
         assert abs(found - loss) < 1e-12 and ids == text
+
+
+def in_documents(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor | None) -> torch.Tensor:
+    """Attend as ``support.mixing.windowed``, by a mask that is made for the tokens that the model is given."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def allowed(row, head, query, key):
+        near = (key <= query) & (query - key < 5)
+        return near if documents is None else near & (documents[row, query] == documents[row, key])
+
+    return flex_attention(q, k, v, block_mask=create_block_mask(allowed, len(q), None, q.shape[2], q.shape[2], "cpu"))
+
+
+PACKED = {
+    "tokens": torch.randint(0, 61, (2, 26), generator=torch.Generator().manual_seed(0)),
+    "document_ids": torch.repeat_interleave(torch.arange(3), torch.tensor([5, 9, 12])).expand(2, -1).contiguous(),
+}
+
+
+def flex_losses(cp: int) -> list[float]:
+    torch.manual_seed(0)
+    model = parallelize(
+        Model(in_documents).double(), Layout(dp_shard=1, cp=cp), techniques={"precision": {"master": "float64"}}
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    found = []
+    for _ in range(3):
+        found.append(float(model.forward_backward(PACKED | {"labels": PACKED["tokens"]})))
+        model.optimizer_step(optimizer)
+    return found
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_steps_with_flex_attention_are_those_of_one_process_with_plain_torch(spmd, cp):
+    torch.manual_seed(0)
+    model = Model(windowed).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    expected = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        logits = model(PACKED["tokens"], document_ids=PACKED["document_ids"])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), PACKED["tokens"].flatten())
+        loss.backward()
+        optimizer.step()
+        expected.append(float(loss.detach()))
+    for found in spmd(cp, flex_losses, cp):
+        assert found == pytest.approx(expected, abs=1e-12)
+    assert expected[0] - expected[2] > 0.1

@@ -167,3 +167,28 @@ def test_the_history_of_memory_is_written(tmp_path):
     private.dump_memory_history(str(tmp_path / "history.pickle"))
     private.record_memory_history(None)
     assert (tmp_path / "history.pickle").stat().st_size > 0
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("cuda flash", torch.bfloat16), ("cuda efficient", torch.float32)])
+@pytest.mark.parametrize("key_heads", [2, 4])
+def test_a_fused_kernel_gives_what_blocks_do(name, dtype, key_heads):
+    from meshwright.distributed.context.blocks import Scores, block_attention
+    from meshwright.distributed.context.kernels import fused_kernel
+    from meshwright.introspection.mixing.reach import KeyRanges
+
+    def attended(given, reach):
+        output, logarithm = block_attention(*given, reach, Scores(0.125))
+        weights = torch.linspace(-1, 1, output.numel(), device=output.device).view(output.shape)
+        (output * weights).sum().backward()
+        return output.detach(), logarithm.detach(), *(x.grad for x in given)
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    exact = [torch.randn(2, n, 320, 64, generator=generator, device="cuda").double() for n in (4, key_heads, key_heads)]
+    place = torch.arange(320, device="cuda")[None]
+    reach = KeyRanges(torch.zeros_like(place), torch.where(place < 200, place + 1, 320))  # triangle, rectangle
+    narrow = [x.to(dtype).requires_grad_() for x in exact]
+    assert (kernel := fused_kernel(narrow[0], narrow[2], has_cap=False, has_sinks=False)) is not None
+    assert kernel.kernel.name == name
+    bound = {torch.float32: 1e-4, torch.bfloat16: 2e-2}[dtype]
+    for mine, other in zip(attended(narrow, reach), attended([x.requires_grad_() for x in exact], reach), strict=True):
+        assert float((mine.double() - other).norm() / other.norm()) < bound

@@ -24,7 +24,7 @@ from support.mixing import (
 )
 
 from meshwright import ConfigError, Layout, UnsupportedError, plan
-from meshwright.distributed.context import attention, rehearsal, runtime
+from meshwright.distributed.context import arriving, rehearsal, runtime
 from meshwright.distributed.context.rehearsal import (
     LARGEST_ERROR,
     WITHOUT_POSITIONS,
@@ -34,7 +34,7 @@ from meshwright.distributed.context.rehearsal import (
     rehearse,
     rehearsed,
 )
-from meshwright.distributed.context.rows import CutRows, cut_batch, cut_rows
+from meshwright.distributed.context.rows import CutRows, Numbers, cut_batch, cut_rows
 from meshwright.distributed.step import own_loss
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.mixing import masks, values
@@ -227,15 +227,21 @@ def window_off_by_one(patch):
 
 
 def other_ranks_order(patch):
-    correct = CutRows.slots.fget
-    patch.setattr(CutRows, "slots", property(lambda rows: correct(rows).roll(1, 1)))
+    correct = arriving.Gathered.of
+
+    def rolled(group, rows):
+        made = correct(group, rows)
+        return replace(made, numbers=tuple(Numbers.of(numbers.index.roll(1, 1)) for numbers in made.numbers))
+
+    patch.setattr(arriving.Gathered, "of", rolled)
 
 
 def never_exchanged(patch):
-    def own_alone(x, rows, group):
-        return masks.torch.cat([x] * rows.length, dim=2)[:, :, : rows.length]
+    def own_alone(exchange, x):
+        others = exchange.places.shape[1]
+        return lambda: torch.cat([x] * (1 + others // x.shape[2]), dim=2)[:, :, :others]
 
-    patch.setattr(attention, "gather_tokens", own_alone)
+    patch.setattr(arriving.Gathered, "begin_fetch", own_alone)
 
 
 def documents_lost(patch):
@@ -243,20 +249,13 @@ def documents_lost(patch):
 
 
 def gradients_of_own_queries_alone(patch):
-    def own(ctx, gradient):
-        return attention.select(gradient, ctx.rows.own, 2), None, None
-
-    patch.setattr(attention._GatheredTokens, "backward", staticmethod(own))
+    correct = arriving.Gathered.begin_return
+    patch.setattr(arriving.Gathered, "begin_return", lambda exchange, x: correct(exchange, 0 * x))
 
 
 def keys_in_another_order(patch):
-    correct = attention.gather_keys
-
-    def swapped(k, v, rows, group):
-        k, v = correct(k, v, rows, group)
-        return k.flip(1), v.flip(1)
-
-    patch.setattr(attention, "gather_keys", swapped)
+    correct = arriving.Gathered.begin_fetch
+    patch.setattr(arriving.Gathered, "begin_fetch", lambda exchange, x: correct(exchange, x.flip(1)))
 
 
 def local_positions(patch):

@@ -207,8 +207,8 @@ def test_rows_that_are_cut_by_their_documents_compute_what_one_process_does(mask
 
 def test_rows_of_documents_go_by_halo_where_that_is_less(monkeypatch):
     used = []
-    correct = attention._fetched
-    monkeypatch.setattr(attention, "_fetched", lambda *given: used.append(1) or correct(*given))
+    correct = halo.Halo.begin_fetch
+    monkeypatch.setattr(halo.Halo, "begin_fetch", lambda *given: used.append(1) or correct(*given))
     for of_method, asked, halos in ((10**6, False, 4), (1, False, 0), (10**6, True, 0)):
         used.clear()
         of_several(Case("documents"), 4, Method("all_gather", bytes=of_method, asked=asked), apart="ids")
@@ -421,22 +421,27 @@ def window_of_halo_off_by_one(patch):
 
 
 def gradients_stay_where_they_are_computed(patch):
-    patch.setattr(halo._Fetched, "backward", staticmethod(lambda ctx, g: (g[:, :, : ctx.own[2]].clone(), None)))
+    correct = halo.Halo.begin_return
+
+    def nothing_returned(self, gradients):
+        wait = correct(self, gradients)
+        return lambda: wait() * 0
+
+    patch.setattr(halo.Halo, "begin_return", nothing_returned)
 
 
 def shared_key_heads_not_summed(patch):
-    correct = heads._tokens
+    correct = heads._joined
 
-    def last_wins(x, shares, members):
-        made = correct(x, shares, members)
+    def last_wins(parts, shares):
+        made = correct(parts, shares)
         return made / len(shares) if len({share.start for share in shares}) < len(shares) else made
 
-    patch.setattr(heads, "_tokens", last_wins)
+    patch.setattr(heads, "_joined", last_wins)
 
 
 def logarithms_forgotten(patch):
-    correct = ring.Given.of
-    patch.setattr(ring.Given, "of", lambda both, g: correct(both, torch.cat((g[..., :-1], 0 * g[..., -1:]), -1)))
+    patch.setattr(ring, "given_of", lambda scores, gradients, made: blocks.Given(gradients[0], *made))
 
 
 def last_segment_lost(patch):

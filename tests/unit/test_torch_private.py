@@ -223,3 +223,37 @@ def test_experts_can_be_computed_one_by_one():
     transformers_private.compute_experts_one_by_one(model.config)
     assert model(torch.tensor([[1, 2]])).logits.dtype == torch.float64
     assert any(key.endswith(transformers_private.KERNEL_KEYS) for key in dir(model.config))
+
+
+def test_attention_returns_logarithms_and_its_backward_takes_them():
+    q, k, v, gradient = (torch.randn(1, 2, 6, 4, dtype=torch.float64, requires_grad=True) for _ in range(4))
+    options = {"is_causal": True, "scale": 0.5}
+    output, logarithm = private.flash_attention(q.detach(), k.detach(), v.detach(), **options)
+    scores = (q @ k.transpose(-1, -2) * 0.5).masked_fill(torch.ones(6, 6).tril() == 0, -torch.inf)
+    expected = scores.softmax(-1) @ v
+    expected.backward(gradient)
+    assert torch.allclose(output, expected) and torch.allclose(logarithm, scores.logsumexp(-1))
+    given = (gradient.detach(), q.detach(), k.detach(), v.detach(), output, logarithm)
+    found = private.flash_attention_backward(*given, **options)
+    assert all(torch.allclose(made, x.grad) for made, x in zip(found, (q, k, v), strict=True))
+
+
+def test_flex_attention_is_seen_above_autograd():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    class Seen(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func is private.flex_operator():
+                plain.append(private.flex_score_is_plain(args[3]))
+            if func == torch.Tensor.requires_grad.__get__:
+                asked.append(private.is_asked_by_flex(sys._getframe(1)))
+                return asked[-1] is False and func(*args)
+            return func(*args, **(kwargs or {}))
+
+    plain, asked = [], []
+    q = torch.randn(1, 1, 4, 8)
+    with torch.compiler.set_stance("force_eager"), Seen():
+        flex_attention(q, q, q)
+        flex_attention(q, q, q, score_mod=lambda score, *places: score)
+        assert not q.requires_grad
+    assert plain == [True, False] and asked.count(True) == 6 and asked[-1] is False

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, MutableMapping
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -243,6 +244,9 @@ def dump_memory_history(path: str) -> None:
     torch.cuda.memory._dump_snapshot(path)
 
 
+# --- kernels of attention that return logarithms
+
+
 def flash_attention(
     query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -270,3 +274,78 @@ def flash_attention_backward(
     """
     given = (gradient, query, key, value, output, logarithm, 0.0, is_causal)
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, scale=scale)
+
+
+def cuda_flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Compute ``flash_attention`` on CUDA, in bf16 or fp16; logarithms are fp32. Until it has a public name."""
+    given = (query, key, value, 0.0, is_causal, False)
+    output, logarithm, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*given, scale=scale)
+    return output, logarithm
+
+
+def cuda_flash_attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logarithm: Tensor,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute ``flash_attention_backward`` on CUDA. Until it has a public name."""
+    state, unused = (torch.empty(n, dtype=torch.uint64, device=query.device) for n in (2, 0))  # nothing is dropped out
+    lengths = (None, None, query.shape[2], key.shape[2])  # rows are as long as each other
+    given = (gradient, query, key, value, output, logarithm, *lengths, 0.0, is_causal, state, unused)
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(*given, scale=scale)
+
+
+def efficient_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Compute ``flash_attention`` by CUDA's memory-efficient kernel, also in fp32. Until it has a public name."""
+    given = (query, key, value, None, True, 0.0, is_causal)
+    output, logarithm, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(*given, scale=scale)
+    return output, logarithm.narrow(2, 0, query.shape[2])
+
+
+def efficient_attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logarithm: Tensor,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute ``flash_attention_backward`` by CUDA's memory-efficient kernel. Until it has a public name."""
+    missing = -query.shape[2] % 32  # the kernel reads logarithms in runs of 32; of none, no exponential is left
+    padded = torch.nn.functional.pad(logarithm, (0, missing), value=float("inf"))
+    state = torch.empty((), dtype=torch.int64, device=query.device)  # nothing is dropped out
+    given = (gradient, query, key, value, None, output, padded, state, state, 0.0, [True, True, True, False], is_causal)
+    found = torch.ops.aten._scaled_dot_product_efficient_attention_backward(*given, scale=scale)
+    return found[0], found[1], found[2]
+
+
+def flex_operator() -> Any:
+    """Return the operator that ``flex_attention`` calls above autograd. Until the function itself can be overridden."""
+    return torch.ops.higher_order.flex_attention
+
+
+def flex_score_is_plain(score_mod: Any) -> bool:
+    """Tell whether ``flex_attention`` was given no function of scores. Until its operator takes None."""
+    from torch.nn.attention import flex_attention
+
+    return score_mod is None or score_mod is flex_attention._identity
+
+
+def is_asked_by_flex(frame: FrameType) -> bool:
+    """Tell whether a frame is that in which ``flex_attention`` refuses a backward on a CPU. Until it has one."""
+    from torch.nn.attention import flex_attention
+
+    return frame.f_code is flex_attention._validate_device.__code__

@@ -202,6 +202,7 @@ def _collectives(facts: ModelFacts, plan: Plan) -> tuple[Collective, ...]:
     recomputed = recomputed_in(
         facts.blocks, sent_again(plan.activation_checkpointing, plan.checkpointed, plan.checkpoint_keep)
     )
+    keeps_attention = plan.activation_checkpointing == "selective_op" and "attention" in plan.checkpoint_keep
     activations = (
         *(
             tensor_collectives(dense, tensor, precision, plan.loss, recomputed, shares.shards, plan.float8)
@@ -212,7 +213,9 @@ def _collectives(facts: ModelFacts, plan: Plan) -> tuple[Collective, ...]:
         *scales_of_gathered(plan.float8, tensor, shares.shards),
         *(expert_collectives(facts, experts, precision, recomputed) if experts is not None else ()),
         *(
-            context_collectives(facts, plan.context, precision, recomputed, shares.size(Axis.TP))
+            context_collectives(
+                facts, plan.context, precision, recomputed, shares.size(Axis.TP), keeps_attention=keeps_attention
+            )
             if plan.context is not None
             else ()
         ),

@@ -11,6 +11,7 @@ from meshwright.core.dtypes import dtype_bytes
 from meshwright.core.names import pattern
 from meshwright.core.units import bytes_text, count_text
 
+from .context.kernels import kernel_of
 from .data.zero import stage_of
 from .memory.states import plan_memory
 from .memory.step import MemoryEstimate, MemoryUse
@@ -119,12 +120,14 @@ def _context(plan: Plan) -> list[str]:
     context = plan.context
     cut = "at head and tail" if context.cut == "head_tail" else "in runs"
     lines = [f"  context parallel {context.ranks} ranks, rows cut {cut}"]
-    alike: dict[tuple[Method, str], list[str]] = {}
+    alike: dict[tuple[Method, str, str], list[str]] = {}
     for caller, method in zip(context.mixing.callers, context.methods, strict=True):
-        alike.setdefault((method, pattern(caller.path)), []).append(caller.path)
-    for (method, paths), found in alike.items():
+        kernel = kernel_of(caller, plan.device, plan.precision.compute)
+        alike.setdefault((method, pattern(caller.path), kernel), []).append(caller.path)
+    for (method, paths, kernel), found in alike.items():
         neighbours = f" among {method.neighbours}" if method.kind == "ulysses_ring" else ""
         lines.append(f"    {method.kind}{neighbours} for {len(found)} attentions {paths}: {method.why}")
+        lines.append(f"      computed by {kernel}")
     mixers = Counter((m.kind, pattern(m.mixer.path), m.mixer.why, m.reason) for m in context.mixers)
     for (kind, paths, why, reason), count in mixers.items():
         work = f" on each rank, {context.ranks} times its work," if kind == "whole" else ""

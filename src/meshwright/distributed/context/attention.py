@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,11 +17,15 @@ from meshwright.introspection.mixing.reach import KeyRanges, RowMask
 from meshwright.introspection.mixing.values import Arithmetic
 from meshwright.planning.context.methods import Method, is_divisible
 
-from .blocks import Scores, block_attention, wide
-from .halo import Halo, fetch
+from .arriving import Exchange, Gathered, Reached, arriving_attention
+from .blocks import Scores, block_attention
+from .halo import Halo
 from .heads import Members, shares_of_heads, to_heads, to_tokens
+from .kernels import wide
 from .ring import Ring, ring_attention
 from .rows import FILLER, CutRows, select
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +43,14 @@ class Context:
     @property
     def own_reach(self) -> KeyRanges:
         """The reach of this rank's queries, by places."""
-        return self.reach.take(self.rows.own)
+        return self.once("own reach", lambda: self.reach.take(self.rows.own))
+
+    def once(self, what: Any, make: Callable[[], Made]) -> Made:
+        """Return what follows from the reach and from where the tokens lie, which the microbatch's layers share."""
+        memo, key = self.rows.memo, (self.reach, what)
+        if key not in memo:
+            memo[key] = make()
+        return memo[key]
 
 
 def attend(call: AttentionCall, context: Context, arithmetic: Arithmetic, method: Method) -> Tensor:
@@ -47,13 +60,11 @@ def attend(call: AttentionCall, context: Context, arithmetic: Arithmetic, method
     neighbours = method.neighbours
     if not is_divisible(call.query.shape[1], call.key.shape[1], neighbours):
         neighbours = 1  # a small copy has fewer heads than its model
-    if _is_less_by_halo(call, context, method):
-        found = _fetched(call, context, _halo(call, context), scores)
+    if method.kind == "halo" or _is_less_by_halo(call, context, method):
+        found = _arriving(call, context, _halo(call, context), scores)
     elif method.kind == "all_gather":
-        key, value = gather_keys(call.key, call.value, context.rows, context.group)
-        found = block_attention(call.query, key, value, context.own_reach, scores)
-    elif method.kind == "halo":
-        found = _fetched(call, context, _halo(call, context), scores)
+        gathered = context.once("gathered", partial(Gathered.of, context.group, context.rows))
+        found = _arriving(call, context, gathered, scores)
     elif neighbours == 1:
         found = _passed(call, context, scores)
     else:
@@ -77,10 +88,7 @@ def _finished(call: AttentionCall, arithmetic: Arithmetic, output: Tensor, logar
 
 
 def _halo(call: AttentionCall, context: Context) -> Halo:
-    memo = context.rows.memo
-    if (context.reach, "halo") not in memo:
-        memo[context.reach, "halo"] = Halo.of(context.group, context.rows, context.reach, len(call.query))
-    return memo[context.reach, "halo"]
+    return context.once("halo", lambda: Halo.of(context.group, context.rows, context.reach, len(call.query)))
 
 
 def _is_less_by_halo(call: AttentionCall, context: Context, method: Method) -> bool:
@@ -93,43 +101,39 @@ def _is_less_by_halo(call: AttentionCall, context: Context, method: Method) -> b
     return _halo(call, context).most * each < len(call.query) * max(rows.counts) * method.bytes
 
 
-def _fetched(call: AttentionCall, context: Context, halo: Halo, scores: Scores) -> tuple[Tensor, Tensor]:
-    key, value = call.key, call.value
-    if key.shape[:3] == value.shape[:3] and key.dtype == value.dtype:
-        both = fetch(torch.cat((key, value), dim=-1), halo)
-        key, value = both.split((key.shape[-1], value.shape[-1]), dim=-1)
-    else:
-        key, value = fetch(key, halo), fetch(value, halo)
-    reach = context.own_reach.among(halo.places)
-    return block_attention(call.query, key, value, reach, scores)
+def _arriving(call: AttentionCall, context: Context, exchange: Exchange, scores: Scores) -> tuple[Tensor, Tensor]:
+    own = context.rows.own
+    reached = context.once(exchange, lambda: Reached.of(context.own_reach, own, exchange.places))
+    return arriving_attention(call.query, call.key, call.value, exchange, reached, scores)
 
 
 def _passed(call: AttentionCall, context: Context, scores: Scores) -> tuple[Tensor, Tensor]:
     rows = context.rows
     places = tuple(rows.places_of(rank) for rank in range(context.group.size))
-    ring = Ring(context.group, rows.rank, places)
-    return ring_attention(call.query, call.key, call.value, ring, context.own_reach, scores)
+    ring = context.once("ring", lambda: Ring(context.group, rows.rank, places))
+    reaches = context.once(ring, lambda: ring.reaches(context.own_reach))
+    return ring_attention(call.query, call.key, call.value, ring, reaches, scores)
 
 
 def _traded(call: AttentionCall, context: Context, scores: Scores, arithmetic: Arithmetic, neighbours: int) -> Tensor:
     """Trade tokens for heads among neighbours, let keys and values go round the rest, and trade back."""
     group, rows = context.group, context.rows
-    everyone = [Members.of(group, rows, first, neighbours) for first in range(0, group.size, neighbours)]
+    everyone = context.once(
+        ("members", neighbours),
+        lambda: [Members.of(group, rows, first, neighbours) for first in range(0, group.size, neighbours)],
+    )
     position = group.rank // neighbours
     members = everyone[position]
     heads, key_heads = shares_of_heads(call.query.shape[1], call.key.shape[1], neighbours)
-    query = to_heads(call.query, heads, members)
-    if call.key.shape[:3] == call.value.shape[:3] and call.key.dtype == call.value.dtype:
-        both = to_heads(torch.cat((call.key, call.value), dim=-1), key_heads, members)
-        key, value = both.split((call.key.shape[-1], call.value.shape[-1]), dim=-1)
-    else:
-        key, value = to_heads(call.key, key_heads, members), to_heads(call.value, key_heads, members)
-    reach = context.reach.take(members.places)
+    shares = (heads, key_heads, key_heads)
+    query, key, value = to_heads((call.query, call.key, call.value), shares, members)
+    reach = context.once(members, lambda: context.reach.take(members.places))
     if len(everyone) == 1:
         found = block_attention(query, key, value, reach, scores)
     else:
-        ring = Ring(group, position, tuple(each.places for each in everyone), neighbours)
-        found = ring_attention(query, key, value, ring, reach, scores)
+        places = tuple(each.places for each in everyone)
+        ring = context.once(("ring", neighbours), lambda: Ring(group, position, places, neighbours))
+        found = ring_attention(query, key, value, ring, context.once(ring, lambda: ring.reaches(reach)), scores)
     output, logarithm = found
     output = _finished(call, arithmetic, output, logarithm, heads[group.rank - members.first])
     return to_tokens(output, heads, members)

@@ -7,7 +7,9 @@ The softmax is carried on from block to block by its running maximum and sum (Mi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,7 +19,8 @@ from meshwright.core.torch_private import by_values
 from meshwright.distributed.recompute.kept import attended
 from meshwright.introspection.mixing.reach import KeyRanges
 
-from .segments import Segment, attend, gradients, segments
+from .kernels import Fused, fused_kernel, wide
+from .segments import Segment, attend, gradients, once_for_each_reach, segments
 
 QUERIES, KEYS = 256, 256
 """Sizes of a block."""
@@ -35,10 +38,11 @@ class Scores:
     cap: float | None = None
     sinks: bool = False
 
-    def segments(self, reach: KeyRanges, query: Tensor, value: Tensor) -> list[Segment] | None:
-        """Return the segments that torch's kernel computes; None where attention goes by blocks."""
-        alike = query.shape[-1] == value.shape[-1] and query.device.type == "cpu"
-        return segments(reach) if alike and self.cap is None and not self.sinks else None
+    def segments(self, reach: KeyRanges, query: Tensor, value: Tensor) -> tuple[Fused, list[Segment]] | None:
+        """Return a fused kernel and the segments that it computes; None where attention goes by blocks."""
+        fused = fused_kernel(query, value, has_cap=self.cap is not None, has_sinks=self.sinks)
+        parts = None if fused is None else segments(reach)
+        return None if fused is None or parts is None else (fused, parts)
 
     def of(self, products: Tensor) -> Tensor:
         """Return the scores of scaled products, which may be overwritten."""
@@ -64,6 +68,7 @@ class Tile:
     is_whole: bool
 
 
+@once_for_each_reach
 @by_values
 def blocks(reach: KeyRanges) -> list[list[Tile]]:
     """Return, for one run of queries after another, the blocks of keys that they reach."""
@@ -95,69 +100,88 @@ def blocks(reach: KeyRanges) -> list[list[Tile]]:
     return made
 
 
-def wide(x: Tensor) -> Tensor:
-    """Return a tensor in at least fp32."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+Where = tuple[slice, ...]
+"""Some queries: an index of (rows, key heads, heads per key head, queries, …)."""
 
 
 class Attended:
     """Attention to the keys that have come so far.
 
     Attributes:
-        largest, total: (rows, key heads, heads per key head, queries, 1), of the exponentials' running sum.
-        output: (rows, key heads, heads per key head, queries, features), to be divided by ``total``.
+        output: (rows, key heads, heads per key head, queries, features), zero for queries without keys; in at least
+            fp32 once several parts were merged.
+        logarithm: (rows, key heads, heads per key head, queries), of the exponentials' sum.
     """
 
-    def __init__(self, query: Tensor, key_heads: int, features: int):
-        rows, heads, queries, _ = query.shape
-        shape, kind = (rows, key_heads, heads // key_heads, queries), wide(query[:0]).dtype
-        self.largest = query.new_full((*shape, 1), float("-inf"), dtype=kind)
-        self.total = query.new_zeros((*shape, 1), dtype=kind)
-        self.output = query.new_zeros((*shape, features), dtype=kind)
+    output: Tensor
+    logarithm: Tensor
+
+    def __init__(self) -> None:
+        self._is_empty = True
 
     def add(self, query: Tensor, key: Tensor, value: Tensor, reach: KeyRanges, scores: Scores) -> None:
         """Attend to more keys; ``reach`` counts them."""
-        parts = scores.segments(reach, query, value)
+        found = scores.segments(reach, query, value)
         query = query.unflatten(1, (key.shape[1], -1))
-        if parts is None:
-            self._add_blocks(query, key, value, reach, scores)
+        if self._is_empty and found is not None and _is_all(found[1], query):
+            keys = (found[1][0].rows, slice(None), found[1][0].keys)
+            self.output, self.logarithm = attend(found[0], query, key[keys], value[keys], found[1][0], scores.scale)
+            self._is_empty = False
             return
-        for part in parts:
-            at, keys = (part.rows, slice(None), slice(None), part.queries), (part.rows, slice(None), part.keys)
-            output, logarithm = attend(wide(query[at]), wide(key[keys]), wide(value[keys]), part, scores.scale)
-            self._merge(at, logarithm[..., None], torch.ones_like(logarithm[..., None]), output)
+        if self._is_empty:
+            self.output = query.new_zeros((*query.shape[:4], value.shape[-1]), dtype=wide(query[:0]).dtype)
+            self.logarithm = self.output.new_full(query.shape[:4], float("-inf"))
+        self.output = wide(self.output)
+        if found is None:
+            for run in filter(None, blocks(reach)):
+                at = (run[0].rows, slice(None), slice(None), run[0].queries)
+                self._put(at, *_of_run(run, query[at], key, value, reach, scores), is_first=True)
+        else:
+            for part in found[1]:
+                at, keys = (part.rows, slice(None), slice(None), part.queries), (part.rows, slice(None), part.keys)
+                made = attend(found[0], query[at], key[keys], value[keys], part, scores.scale)
+                self._put(at, *made, is_first=part.is_first)
+        self._is_empty = False
 
-    def _merge(self, at: tuple[slice, ...], largest: Tensor, total: Tensor, output: Tensor) -> None:
-        more = torch.maximum(self.largest[at], largest)
-        before, now = (self.largest[at] - more).exp_(), (largest - more).exp_()
-        self.total[at] = self.total[at] * before + total * now
-        self.output[at] = self.output[at] * before + output * now
-        self.largest[at] = more
+    def _put(self, at: Where, output: Tensor, logarithm: Tensor, *, is_first: bool) -> None:
+        """Merge attention to some keys; ``is_first``: in these keys' own order, the first for these queries."""
+        if self._is_empty and is_first:
+            self.output[at], self.logarithm[at] = output, logarithm
+            return
+        before = self.logarithm[at]
+        total = torch.logaddexp(before, logarithm)
+        finite = total.masked_fill(total == float("-inf"), 0)
+        self.output[at].mul_((before - finite).exp_()[..., None])
+        self.output[at].addcmul_(wide(output), (logarithm - finite).exp_()[..., None])
+        self.logarithm[at] = total
 
-    def _add_blocks(self, query: Tensor, key: Tensor, value: Tensor, reach: KeyRanges, scores: Scores) -> None:
-        for run in blocks(reach):
-            if not run:
-                continue
-            at = (run[0].rows, slice(None), slice(None), run[0].queries)
-            some = wide(query[at]) * scores.scale
-            largest, total, output = self.largest[at], self.total[at], self.output[at]
-            for block in run:
-                made = _scores(some, key, block, reach, scores)
-                more = torch.maximum(largest, made.amax(-1, keepdim=True))
-                finite = more.masked_fill(more == float("-inf"), 0)
-                made.sub_(finite).exp_()
-                before = (largest - finite).exp_()
-                total = total * before + made.sum(-1, keepdim=True)
-                output = output * before + _product(made, wide(value[block.rows, :, block.keys]))
-                largest = more
-            self.largest[at], self.total[at], self.output[at] = largest, total, output
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """Return (rows, heads, queries, features) and the logarithms (rows, heads, queries)."""
+        return self.output.flatten(1, 2), self.logarithm.flatten(1, 2)
 
-    def finish(self) -> Tensor:
-        """Return (rows, heads, queries, features and 1): the output, zero for queries without keys, and behind it the
-        logarithm of the sum.
-        """
-        output = self.output / self.total.masked_fill(self.total == 0, 1)
-        return torch.cat((output, self.largest + self.total.log()), dim=-1).flatten(1, 2)
+
+def _is_all(parts: list[Segment], query: Tensor) -> bool:
+    """Tell whether one segment has all queries."""
+    return len(parts) == 1 and parts[0].rows == slice(None) and parts[0].queries == slice(0, query.shape[3])
+
+
+def _of_run(
+    run: list[Tile], query: Tensor, key: Tensor, value: Tensor, reach: KeyRanges, scores: Scores
+) -> tuple[Tensor, Tensor]:
+    """Return the output of one run of queries, and the logarithms."""
+    some = wide(query) * scores.scale
+    largest = some.new_full((*some.shape[:4], 1), float("-inf"))
+    total, output = torch.zeros_like(largest), some.new_zeros((*some.shape[:4], value.shape[-1]))
+    for block in run:
+        made = _scores(some, key, block, reach, scores)
+        more = torch.maximum(largest, made.amax(-1, keepdim=True))
+        finite = more.masked_fill(more == float("-inf"), 0)
+        made.sub_(finite).exp_()
+        before = (largest - finite).exp_()
+        total = total * before + made.sum(-1, keepdim=True)
+        output = output * before + _product(made, wide(value[block.rows, :, block.keys]))
+        largest = more
+    return output / total.masked_fill(total == 0, 1), (largest + total.log())[..., 0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,60 +189,71 @@ class Given:
     """The gradients that attention's backward begins with.
 
     Attributes:
-        for_output: of the output, (rows, heads, queries, features), at least fp32.
+        for_output: of the output, (rows, heads, queries, features).
         output, logarithm: what the forward returned.
-        rest: (rows, heads, queries): the output times its gradient, less the logarithms' gradient.
+        for_logarithm: of the logarithms; None: none.
     """
 
     for_output: Tensor
     output: Tensor
     logarithm: Tensor
-    rest: Tensor
+    for_logarithm: Tensor | None = None
 
-    @classmethod
-    def of(cls, both: Tensor, gradient: Tensor) -> Given:
-        """Take outputs and logarithms, one behind the other, and their gradient, apart."""
-        gradient = wide(gradient)
-        output, for_output = both[..., :-1], gradient[..., :-1]
-        return cls(for_output, output, both[..., -1], (for_output * output).sum(-1) - gradient[..., -1])
+    @cached_property
+    def rest(self) -> Tensor:
+        """(rows, heads, queries): the output times its gradient, less the logarithms' gradient."""
+        products = (wide(self.for_output) * wide(self.output)).sum(-1)
+        return products if self.for_logarithm is None else products - self.for_logarithm
 
 
 @dataclass(frozen=True, eq=False)
 class Gradients:
-    """Sums of gradients, at least fp32."""
+    """Gradients of attention to some keys; those of queries are of these keys, or summed with others."""
 
     query: Tensor
     key: Tensor
     value: Tensor
 
 
-def add_gradients(
-    sums: Gradients, given: Given, query: Tensor, key: Tensor, value: Tensor, reach: KeyRanges, scores: Scores
-) -> None:
-    """Add the gradients of attention to some keys; ``sums.key`` and ``sums.value`` are of those keys."""
-    parts = scores.segments(reach, query, value)
-    if parts is None:
-        _add_of_blocks(sums, given, query, key, value, reach, scores)
-        return
+def gradients_of(
+    given: Given,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    reach: KeyRanges,
+    scores: Scores,
+    into: Tensor | None = None,
+) -> Gradients:
+    """Return the gradients of attention to some keys, which ``reach`` counts; at least fp32 where several are summed.
+
+    Args:
+        into: a sum of gradients of the queries, to which these are added, and which is returned.
+    """
+    found = scores.segments(reach, query, value)
     heads = (key.shape[1], -1)
-    given_query = query.unflatten(1, heads)
-    for_output, output, for_query = (x.unflatten(1, heads) for x in (given.for_output, given.output, sums.query))
+    grouped = query.unflatten(1, heads)
+    for_output, output = (x.unflatten(1, heads) for x in (given.for_output, given.output))
     logarithm = given.logarithm.unflatten(1, heads)
-    for part in parts:
+    if into is None and found is not None and _is_all(found[1], grouped):
+        (part,) = found[1]
+        if part.keys == slice(0, key.shape[2]):
+            made = gradients(found[0], for_output, grouped, key, value, output, logarithm, part, scores.scale)
+            return Gradients(made[0].flatten(1, 2), *made[1:])
+    sums = Gradients(
+        torch.zeros_like(wide(query)) if into is None else into, *(torch.zeros_like(wide(x)) for x in (key, value))
+    )
+    if found is None:
+        _add_of_blocks(sums, given, query, key, value, reach, scores)
+        return sums
+    for_query = sums.query.unflatten(1, heads)
+    for part in found[1]:
         at, keys = (part.rows, slice(None), slice(None), part.queries), (part.rows, slice(None), part.keys)
-        found = gradients(
-            for_output[at],
-            wide(given_query[at]),
-            wide(key[keys]),
-            wide(value[keys]),
-            output[at],
-            logarithm[at],
-            part,
-            scores.scale,
-        )
-        for_query[at] += found[0]
-        sums.key[keys] += found[1]
-        sums.value[keys] += found[2]
+        some = (for_output[at], grouped[at], key[keys], value[keys], output[at], logarithm[at])
+        made = gradients(found[0], *some, part, scores.scale)
+        for_query[at] += made[0]
+        sums.key[keys] += made[1]
+        sums.value[keys] += made[2]
+    return sums
 
 
 def _add_of_blocks(
@@ -228,16 +263,10 @@ def _add_of_blocks(
     query, for_output, for_query = (x.unflatten(1, heads) for x in (query, given.for_output, sums.query))
     rest, logarithm = (x.unflatten(1, heads)[..., None] for x in (given.rest, given.logarithm))
     logarithm = logarithm.masked_fill(logarithm == float("-inf"), 0)
-    for run in blocks(reach):
-        if not run:
-            continue
+    for run in filter(None, blocks(reach)):
         at = (run[0].rows, slice(None), slice(None), run[0].queries)
-        some, for_some, rest_of_some, sum_of_some = (
-            wide(query[at]) * scores.scale,
-            for_output[at],
-            rest[at],
-            logarithm[at],
-        )
+        some, for_some = wide(query[at]) * scores.scale, wide(for_output[at])
+        rest_of_some, sum_of_some = rest[at], logarithm[at]
         total = torch.zeros_like(some)
         for block in run:
             keys, values = (wide(x[block.rows, :, block.keys]) for x in (key, value))
@@ -280,29 +309,34 @@ def block_attention(
     """Attend to keys that are all here, counted by ``reach``.
 
     Returns:
-        (rows, heads, queries, features) and the logarithms (rows, heads, queries), at least fp32.
+        (rows, heads, queries, features) and the logarithms (rows, heads, queries).
     """
-    both = _BlockAttention.apply(query, key, value, reach, scores)
-    return both[..., :-1], both[..., -1]
+    return _BlockAttention.apply(query, key, value, reach, scores)  # type: ignore[no-any-return]
 
 
 class _BlockAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, reach: KeyRanges, scores: Scores) -> Tensor:
-        both = attended(lambda: _forward(query, key, value, reach, scores))
-        ctx.save_for_backward(query, key, value, both)
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, reach: KeyRanges, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        def compute() -> tuple[Tensor, Tensor]:
+            found = Attended()
+            found.add(query, key, value, reach, scores)
+            return found.finish()
+
+        output, logarithm = attended(compute)
+        ctx.save_for_backward(query, key, value, output, logarithm)
         ctx.reach, ctx.scores = reach, scores
-        return both
+        return output, logarithm
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, both = ctx.saved_tensors
-        sums = Gradients(*(torch.zeros_like(wide(x)) for x in (query, key, value)))
-        add_gradients(sums, Given.of(both, gradients[0]), query, key, value, ctx.reach, ctx.scores)
-        return sums.query.to(query.dtype), sums.key.to(key.dtype), sums.value.to(value.dtype), None, None
+        query, key, value, *made = ctx.saved_tensors
+        given = given_of(ctx.scores, gradients, made)
+        found = gradients_of(given, query, key, value, ctx.reach, ctx.scores)
+        return found.query.to(query.dtype), found.key.to(key.dtype), found.value.to(value.dtype), None, None
 
 
-def _forward(query: Tensor, key: Tensor, value: Tensor, reach: KeyRanges, scores: Scores) -> Tensor:
-    found = Attended(query, key.shape[1], value.shape[-1])
-    found.add(query, key, value, reach, scores)
-    return found.finish()
+def given_of(scores: Scores, gradients: Sequence[Tensor], made: Sequence[Tensor]) -> Given:
+    """Return what a backward begins with, from the gradients of output and logarithms, and these themselves."""
+    return Given(gradients[0], made[0], made[1], gradients[1] if scores.sinks else None)

@@ -6,7 +6,6 @@ A layer with a window reaches little beyond a rank's own tokens, and a document 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,8 @@ from meshwright.core.torch_private import by_values
 from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.introspection.mixing.reach import KeyRanges
 
-from .blocks import wide
+from .arriving import Arrival
+from .kernels import wide
 from .rows import CutRows
 
 
@@ -28,8 +28,9 @@ class Halo:
         sent: (tokens,) int64: which own tokens are sent, row · own tokens + number, those for rank 0 first.
         sends, receives: tokens for and from each rank.
         most: tokens that the rank sends that sends most.
-        held: (rows, held) int64: number, among own tokens (row by row) and those received behind them, of each token
-            that a row's queries may reach, by place; 0 behind the last.
+        own: a row's tokens of this rank.
+        held: (rows, held) int64: number, among those received, of each token that a row's queries may reach, by place;
+            0 behind the last.
         places: (rows, held) int64, ascending; behind the last, the rows' length.
         tokens: (n,) int64: the numbers of ``held``, taken as one list, behind which there is a token.
     """
@@ -39,6 +40,7 @@ class Halo:
     sends: list[int]
     receives: list[int]
     most: int
+    own: int
     held: Tensor
     places: Tensor
     tokens: Tensor
@@ -55,13 +57,40 @@ class Halo:
         tokens = torch.stack([torch.stack([flag.sum() for flag in of_giver]) for of_giver in flags]).tolist()
         found = [flags[giver][me] for giver in ranks]
         row = torch.arange(count, device=places[me].device)[:, None]
-        where = [row.expand_as(places[me]).flatten(), *(row.expand_as(flag)[flag] for flag in found)]
-        which = [places[me].flatten(), *(its[flag] for its, flag in zip(places, found, strict=True))]
+        where = [row.expand_as(flag)[flag] for flag in found]
+        which = [its[flag] for its, flag in zip(places, found, strict=True)]
         held, place = _by_row(torch.cat(where), torch.cat(which), count, rows.length)
         is_token = (place < rows.length).flatten().nonzero()[:, 0]
         sent = torch.cat([flag.flatten().nonzero()[:, 0] for flag in flags[me]])
         receives = [of_giver[me] for of_giver in tokens]
-        return cls(group, sent, tokens[me], receives, max(map(sum, tokens)), held, place, is_token)
+        most = max(map(sum, tokens))
+        return cls(group, sent, tokens[me], receives, most, places[me].shape[1], held, place, is_token)
+
+    def begin_fetch(self, x: Tensor) -> Arrival:
+        heads, features = x.shape[1], x.shape[3]
+        size = heads * features
+        tokens = x.transpose(1, 2).flatten(2, 3).flatten(0, 1)
+        wait = self._begin_trade(tokens[self.sent].flatten(), self.sends, self.receives, size)
+        shape = (*self.places.shape, heads, features)
+        return lambda: wait()[self.held.flatten()].view(shape).transpose(1, 2)
+
+    def begin_return(self, gradients: Tensor) -> Arrival:
+        rows, heads, _, features = gradients.shape
+        size = heads * features
+        flat = wide(gradients).transpose(1, 2).reshape(-1, size)[self.tokens]
+        others = flat.new_empty((sum(self.receives), size)).index_copy_(0, self.held.flatten()[self.tokens], flat)
+        wait = self._begin_trade(others.flatten(), self.receives, self.sends, size)
+
+        def finish() -> Tensor:
+            mine = flat.new_zeros((rows * self.own, size)).index_add_(0, self.sent, wait())
+            return mine.view(rows, self.own, heads, features).transpose(1, 2)
+
+        return finish
+
+    def _begin_trade(self, flat: Tensor, sends: list[int], receives: list[int], size: int) -> Arrival:
+        """Begin to trade tokens of ``size`` numbers each; returns (tokens, size)."""
+        wait = self.group.begin_trade(flat, [n * size for n in sends], [n * size for n in receives])
+        return lambda: wait().view(-1, size)
 
 
 def _needed(reach: KeyRanges, length: int) -> Tensor:
@@ -81,39 +110,3 @@ def _by_row(row: Tensor, place: Tensor, count: int, length: int) -> tuple[Tensor
     is_filler = number >= in_row[:, None]
     order = order[index.masked_fill(is_filler, 0)]
     return order.masked_fill(is_filler, 0), place[order].masked_fill(is_filler, length)
-
-
-def fetch(x: Tensor, halo: Halo) -> Tensor:
-    """Return (rows, heads, own tokens, features) -> (rows, heads, most, features), at ``halo.places``.
-
-    The backward sums what all ranks hand to each token, in at least fp32.
-    """
-    return _Fetched.apply(x, halo)  # type: ignore[no-any-return]
-
-
-class _Fetched(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, halo: Halo) -> Tensor:
-        ctx.halo, ctx.own = halo, x.shape
-        rows, heads, _, features = x.shape
-        tokens = x.transpose(1, 2).flatten(2, 3).flatten(0, 1)
-        size = heads * features
-        sizes = [[count * size for count in counts] for counts in (halo.sends, halo.receives)]
-        received = halo.group.trade(tokens[halo.sent].flatten(), *sizes).view(-1, size)
-        held = torch.cat((tokens, received))[halo.held.flatten()]
-        return held.view(rows, -1, heads, features).transpose(1, 2)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        halo, (gradient,) = ctx.halo, gradients
-        rows, heads, own, features = ctx.own
-        size = heads * features
-        flat = wide(gradient).transpose(1, 2).reshape(-1, size)[halo.tokens]
-        held = flat.new_zeros((rows * own + sum(halo.receives), size)).index_copy_(
-            0, halo.held.flatten()[halo.tokens], flat
-        )
-        mine, others = held.split((rows * own, sum(halo.receives)))
-        sizes = [[count * size for count in counts] for counts in (halo.receives, halo.sends)]
-        returned = halo.group.trade(others.flatten(), *sizes).view(-1, size)
-        mine = mine.index_add(0, halo.sent, returned)
-        return mine.view(rows, own, heads, features).transpose(1, 2).to(gradient.dtype), None

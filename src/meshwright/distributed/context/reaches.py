@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from meshwright.core.errors import UnsupportedError
 from meshwright.core.torch_private import by_values
 from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.distributed.recompute.kept import not_counted
+from meshwright.introspection.mixing.flex import replaced
 from meshwright.introspection.mixing.masks import MaskFunction
 from meshwright.introspection.mixing.reach import KeyRanges, RowMask, fingerprint, is_reach, search
 
@@ -56,3 +59,44 @@ class Reaches:
         if code is not None:
             self._known[key] = found
         return found
+
+
+@by_values
+def of_whole_rows(function: MaskFunction, rows: CutRows) -> RowMask:
+    """Return a mask by places in whole rows, of a function that a model has made for this rank's tokens.
+
+    Of tensors that it closes over, the batch's documents are known, and are taken from whole rows.
+
+    Raises:
+        UnsupportedError: it closes over another tensor with one number for each of this rank's tokens.
+    """
+    key = (function, "whole rows")
+    if key not in rows.memo:
+        rows.memo[key] = RowMask(_of_each_pair(replaced(function, lambda held: _whole(held, rows))))
+    return rows.memo[key]
+
+
+def _of_each_pair(function: MaskFunction) -> MaskFunction:
+    """Give a mask a value for each query and key, also where it looks at neither."""
+
+    def of_each_pair(row: Any, head: Any, query: Any, key: Any) -> Tensor:
+        return function(row, head, query, key) & (query >= 0) & (key >= 0)
+
+    return of_each_pair
+
+
+def _whole(held: Tensor, rows: CutRows) -> Tensor:
+    """Return the whole rows of a tensor that a mask closes over, if it has a number for each of a rank's tokens."""
+    own = rows.counts[rows.rank]
+    if own not in held.shape or own == rows.length:
+        return held
+    if rows.documents is not None:
+        whole = rows.documents.to(held.device)
+        for part, of_rows in ((rows.take(rows.documents), whole), (rows.take(rows.documents)[0], whole[0])):
+            if len(whole) in (1, len(of_rows)) and part.shape == held.shape and torch.equal(part.to(held.device), held):
+                return of_rows
+    raise UnsupportedError(
+        f"the mask of flex_attention closes over a tensor of {list(held.shape)}, one number for each of this rank's"
+        f" {own} tokens, and is asked about the {rows.length} tokens of whole rows. Let it close over the batch's"
+        f" document_ids themselves, or over nothing, or set layout.cp = 1"
+    )

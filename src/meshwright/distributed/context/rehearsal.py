@@ -20,6 +20,7 @@ from meshwright.distributed.exchange.threads import on_threads
 from meshwright.introspection.constructor.recording import seeded
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.mixing.calls import LENGTHS, batches, refuse_other_masks
+from meshwright.introspection.mixing.flex import computing_flex
 from meshwright.introspection.outputs import logits_of
 from meshwright.introspection.premises.narrowing import is_rounding
 from meshwright.introspection.premises.playing import FixedDraws
@@ -137,7 +138,7 @@ def rehearse(model: nn.Module, plan: ContextPlan, batch: dict[str, Tensor]) -> d
     Random draws of a model in training mode are fixed: ranks draw others than one process.
     """
     reference, draws = copy_of(model), FixedDraws()
-    with draws:
+    with draws, computing_flex():
         loss, labels = _loss_of(reference, batch)
         loss.backward()
     batch = batch | {"labels": labels}
@@ -219,7 +220,7 @@ def _seen(model: nn.Module, run: Callable[[nn.Module], Any]) -> dict[str, Seen]:
 
     for path, module in model.named_modules():
         module.register_forward_hook(note(clean(path)), with_kwargs=True)
-    with FixedDraws():
+    with FixedDraws(), computing_flex():
         run(model)
     return found
 

@@ -1,11 +1,13 @@
 """Attend to keys and values that go round a ring of ranks (Liu et al. 2023, arXiv 2310.01889).
 
 Each rank holds its own part and the one that is passing. The next part travels while attention to this one is
-computed. The backward lets keys and values go round once more, with the sums of their gradients behind them.
+computed. The backward lets keys and values go round once more, with the sums of their gradients behind them: a part's
+sum travels while the next part's gradients are computed, and these are added when it has come.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,8 @@ from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.distributed.recompute.kept import attended
 from meshwright.introspection.mixing.reach import KeyRanges
 
-from .blocks import Attended, Given, Gradients, Scores, add_gradients, wide
+from .blocks import Attended, Given, Gradients, Scores, given_of, gradients_of
+from .kernels import wide
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,33 +45,37 @@ class Ring:
         """Return whose part is here after it was passed on so many times."""
         return (self.position - passed) % self.size
 
+    def reaches(self, reach: KeyRanges) -> list[KeyRanges]:
+        """Count the keys of a reach by places, of each part in the order in which they come."""
+        return [reach.among(self.places[self.part(passed)]) for passed in range(self.size)]
+
 
 def ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, ring: Ring, reach: KeyRanges, scores: Scores
+    query: Tensor, key: Tensor, value: Tensor, ring: Ring, reaches: list[KeyRanges], scores: Scores
 ) -> tuple[Tensor, Tensor]:
-    """Return (rows, heads, own tokens, features) and the logarithms (rows, heads, own tokens), at least fp32.
+    """Return (rows, heads, own tokens, features) and the logarithms (rows, heads, own tokens).
 
     Args:
-        reach: of this rank's queries, by places.
+        reaches: of this rank's queries; see ``Ring.reaches``.
     """
-    both = _RingAttention.apply(query, key, value, ring, reach, scores)
-    return both[..., :-1], both[..., -1]
+    return _RingAttention.apply(query, key, value, ring, reaches, scores)  # type: ignore[no-any-return]
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring, reach: KeyRanges, scores: Scores
-    ) -> Tensor:
-        both = attended(lambda: _forward(query, key, value, ring, reach, scores), exchanges=True)
-        ctx.save_for_backward(query, key, value, both)
-        ctx.ring, ctx.reach, ctx.scores = ring, reach, scores
-        return both
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring, reaches: list[KeyRanges], scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        output, logarithm = attended(lambda: _forward(query, key, value, ring, reaches, scores), exchanges=True)
+        ctx.save_for_backward(query, key, value, output, logarithm)
+        ctx.ring, ctx.reaches, ctx.scores = ring, reaches, scores
+        return output, logarithm
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, both = ctx.saved_tensors
-        sums = _backward(Given.of(both, gradients[0]), query, key, value, ctx.ring, ctx.reach, ctx.scores)
+        query, key, value, *made = ctx.saved_tensors
+        given = given_of(ctx.scores, gradients, made)
+        sums = _backward(given, query, key, value, ctx.ring, ctx.reaches, ctx.scores)
         return sums.query.to(query.dtype), sums.key.to(key.dtype), sums.value.to(value.dtype), None, None, None
 
 
@@ -95,40 +102,46 @@ class _Parts:
         return key.view(shapes[0]), value.view(shapes[1])
 
 
-def _forward(query: Tensor, key: Tensor, value: Tensor, ring: Ring, reach: KeyRanges, scores: Scores) -> Tensor:
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, ring: Ring, reaches: list[KeyRanges], scores: Scores
+) -> tuple[Tensor, Tensor]:
     parts = _Parts(ring, key, value)
-    found = Attended(query, key.shape[1], value.shape[-1])
+    found = Attended()
     flat = parts.pack(key, value)
     for passed in range(ring.size):
         part, following = ring.part(passed), ring.part(passed + 1)
         is_last = passed + 1 == ring.size
         wait = None if is_last else ring.group.pass_on(flat, parts.elements(following), ring.step)
-        found.add(query, *parts.unpack(flat, part), reach.among(ring.places[part]), scores)
+        found.add(query, *parts.unpack(flat, part), reaches[passed], scores)
         flat = flat if wait is None else wait()
     return found.finish()
 
 
 def _backward(
-    given: Given, query: Tensor, key: Tensor, value: Tensor, ring: Ring, reach: KeyRanges, scores: Scores
+    given: Given, query: Tensor, key: Tensor, value: Tensor, ring: Ring, reaches: list[KeyRanges], scores: Scores
 ) -> Gradients:
     """Sum gradients; those of a part begin behind its owner, and come home with the last step."""
     parts = _Parts(ring, key, value)
-    sums = Gradients(*(torch.zeros_like(wide(x)) for x in (query, key, value)))
     flat = parts.pack(key, value)
-    travelling = torch.zeros_like(wide(flat[:0]))
+    own = gradients_here = None
+    arriving: Callable[[], Tensor] | None = None
     for passed in range(ring.size):
         part, following = ring.part(passed), ring.part(passed + 1)
         is_last = passed + 1 == ring.size
         wait = None if is_last else ring.group.pass_on(flat, parts.elements(following), ring.step)
-        here = sums
-        if passed:
-            travelling = torch.zeros_like(wide(flat)) if passed == 1 else travelling
-            here = Gradients(sums.query, *parts.unpack(travelling, part))
-        add_gradients(here, given, query, *parts.unpack(flat, part), reach.among(ring.places[part]), scores)
-        if passed:
-            travelling = ring.group.pass_on(travelling, parts.elements(following), ring.step)()
+        sum_of_queries = None if gradients_here is None else wide(gradients_here.query)
+        here = (query, *parts.unpack(flat, part))
+        gradients_here = gradients_of(given, *here, reaches[passed], scores, into=sum_of_queries)
+        if own is None:
+            own = gradients_here
+        else:
+            travelling = wide(parts.pack(gradients_here.key, gradients_here.value))
+            if arriving is not None:
+                travelling.add_(arriving())
+            arriving = ring.group.pass_on(travelling, parts.elements(following), ring.step)
         flat = flat if wait is None else wait()
-    if ring.size > 1:
-        for total, more in zip((sums.key, sums.value), parts.unpack(travelling, ring.position), strict=True):
-            total.add_(more)
-    return sums
+    assert own is not None and gradients_here is not None
+    if arriving is None:
+        return own
+    for_key, for_value = parts.unpack(arriving(), ring.position)
+    return Gradients(gradients_here.query, own.key + for_key, own.value + for_value)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -87,15 +88,11 @@ class CutRows:
         return select(whole, self.own, 1)
 
 
-def select(x: Tensor, index: Tensor, dim: int, out: Tensor | None = None) -> Tensor:
-    """Return the elements of ``x`` along ``dim`` at an index per row, (rows or 1, n); dim 0 of ``x`` is rows.
-
-    Args:
-        out: a tensor that they are written into, and that is returned.
-    """
+def select(x: Tensor, index: Tensor, dim: int) -> Tensor:
+    """Return the elements of ``x`` along ``dim`` at an index per row, (rows or 1, n); dim 0 of ``x`` is rows."""
     if index.shape[0] == 1:
-        return torch.index_select(x, dim, index[0], out=out)
-    return torch.gather(x, dim, _for_rows(index, x, dim), out=out)
+        return torch.index_select(x, dim, index[0])
+    return torch.gather(x, dim, _for_rows(index, x, dim))
 
 
 def place(x: Tensor, index: Tensor, dim: int, part: Tensor) -> None:
@@ -104,6 +101,56 @@ def place(x: Tensor, index: Tensor, dim: int, part: Tensor) -> None:
         x.index_copy_(dim, index[0], part)
     else:
         x.scatter_(dim, _for_rows(index, part, dim), part)
+
+
+MOST_RUNS = 8
+"""Runs of consecutive numbers up to which tokens are copied run by run: an index costs a look-up for each token."""
+
+
+@dataclass(frozen=True, eq=False)
+class Numbers:
+    """Which of the tokens of (rows, heads, tokens, features) some are.
+
+    Attributes:
+        index: (rows or 1, n) int64.
+        runs: the same as runs of consecutive numbers, where all rows are alike and runs are few.
+    """
+
+    index: Tensor
+    runs: tuple[slice, ...] | None
+
+    @classmethod
+    @by_values
+    def of(cls, index: Tensor) -> Numbers:
+        if index.shape[0] != 1 or index.shape[1] == 0:
+            return cls(index, None)
+        breaks = (index[0].diff() != 1).nonzero()[:, 0] + 1
+        if len(breaks) >= MOST_RUNS:
+            return cls(index, None)
+        ends = [0, *breaks.tolist(), index.shape[1]]
+        starts = index[0][ends[:-1]].tolist()
+        sizes = [stop - start for start, stop in pairwise(ends)]
+        return cls(index, tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True)))
+
+    def take(self, x: Tensor, out: Tensor) -> None:
+        """Copy these tokens of ``x``, one behind the other, into ``out``."""
+        if self.runs is None:
+            out.copy_(select(x, self.index, 2))
+        else:
+            for run, part in self._parts(out):
+                part.copy_(x[:, :, run])
+
+    def put(self, x: Tensor, part: Tensor) -> None:
+        """Write tokens to where these are in ``x``."""
+        if self.runs is not None:
+            for run, some in self._parts(part):
+                x[:, :, run].copy_(some)
+        else:
+            place(x, self.index, 2, part)
+
+    def _parts(self, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        assert self.runs is not None
+        return zip(self.runs, x.split([run.stop - run.start for run in self.runs], dim=2), strict=True)
 
 
 def _for_rows(index: Tensor, x: Tensor, dim: int) -> Tensor:

@@ -16,6 +16,7 @@ from meshwright.core.record import remember, wrap
 from meshwright.core.torch_private import FakeTensor, by_values, version_of
 from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.introspection.mixing.arithmetic import allowed_of
+from meshwright.introspection.mixing.flex import PlaceMask, intercept_flex
 from meshwright.introspection.mixing.interception import (
     AttentionCall,
     Handled,
@@ -32,7 +33,7 @@ from meshwright.planning.context.plan import ContextPlan
 
 from .attention import Context, attend, attend_to_whole_rows
 from .mixers import wrap_mixer
-from .reaches import Reaches
+from .reaches import Reaches, of_whole_rows
 from .rows import MASK, Apart, CutBatch, CutRows, cut_batch, cut_rows, refuse_other_shapes
 
 
@@ -164,6 +165,8 @@ class ContextRuntime:
     def _mask(self, call: AttentionCall, caller: Caller | None, rows: CutRows) -> RowMask:
         if isinstance(call.mask, TokenMask):
             return call.mask.rows
+        if isinstance(call.mask, PlaceMask):
+            return of_whole_rows(call.mask.function, rows)
         if call.interface or caller is None or caller.rule is None:
             return self._by_rule(MaskRule(causal=call.is_causal), rows)
         self._refuse_other_mask(call, caller, caller.rule, rows)
@@ -234,7 +237,8 @@ def wrap_modules(model: nn.Module, plan: ContextPlan, group: RankGroup, checks: 
         if caller.interface:
             remember(module, Handled(OfCaller(runtime, caller)))
         else:
-            intercept_sdpa(module, OfCaller(runtime, caller), change)
+            intercept = intercept_flex if caller.flex else intercept_sdpa
+            intercept(module, OfCaller(runtime, caller), change)
 
     for planned in plan.mixers:
         if planned.mixer.path in modules:

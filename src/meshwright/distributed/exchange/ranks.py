@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.distributed.recompute.kept import exchanged
+from meshwright.distributed.recompute.kept import exchanged, exchanging
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -57,6 +57,18 @@ class RankGroup(Protocol):
         """
         ...
 
+    def begin_gather(self, x: Tensor) -> Callable[[], Tensor]:
+        """Begin ``gather_features``, and return the function that waits for its result."""
+        ...
+
+    def begin_scatter(self, parts: Tensor) -> Callable[[], Tensor]:
+        """Begin to sum this rank's of all ranks' (size, …), and return the function that waits for the sum."""
+        ...
+
+    def begin_trade(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Callable[[], Tensor]:
+        """Begin ``trade``, and return the function that waits for its result."""
+        ...
+
     def pass_on(self, x: Tensor, elements: int, shift: int = 1) -> Callable[[], Tensor]:
         """Begin to send a flat ``x`` to the rank ``shift`` further on, and to receive from the one ``shift`` before.
 
@@ -64,6 +76,32 @@ class RankGroup(Protocol):
             A function that waits for the ``elements`` received and returns them.
         """
         ...
+
+
+Wait = Callable[[], None]
+
+
+def _behind(wait: Wait, received: Tensor) -> Callable[[], Tensor]:
+    """Return a function that waits, and returns what has been received."""
+
+    def finish() -> Tensor:
+        wait()
+        return received
+
+    return finish
+
+
+def _waiting(work: dist.Work | None, x: Tensor) -> Wait:
+    """Return the function that waits for a message; ``x`` lives until it has been sent."""
+
+    held = [x]
+
+    def wait() -> None:
+        if work is not None:
+            work.wait()
+        held.clear()
+
+    return wait
 
 
 def share_of_sequence(length: int, size: int) -> int:
@@ -101,23 +139,32 @@ class MessagingRanks:
     rank: int
     size: int
 
-    def gather_into(self, parts: Tensor, x: Tensor) -> None:
-        """Gather every rank's ``x`` into ``parts``, concatenated along dim 0."""
+    def gather_into(self, parts: Tensor, x: Tensor, *, begins: bool = False) -> Wait:
+        """Gather every rank's ``x`` into ``parts``, concatenated along dim 0; ``begins``: return before it is there.
+
+        Returns:
+            A function that waits; it does nothing where nothing is left to wait for.
+        """
         raise NotImplementedError
 
-    def scatter_into(self, mine: Tensor, parts: Tensor) -> None:
-        """Sum the ranks' ``parts``, and write this rank's part of the sum into ``mine``."""
+    def scatter_into(self, mine: Tensor, parts: Tensor, *, begins: bool = False) -> Wait:
+        """Sum the ranks' ``parts``, and write this rank's part of the sum into ``mine``.
+
+        Args, returns: see ``gather_into``.
+        """
         raise NotImplementedError
 
     def reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         """Reduce ``x`` over the ranks, in place."""
         raise NotImplementedError
 
-    def trade_into(self, received: Tensor, x: Tensor, receives: Sequence[int], sends: Sequence[int]) -> None:
-        """Receive every rank's run of ``x`` for this rank into ``received``."""
+    def trade_into(
+        self, received: Tensor, x: Tensor, receives: Sequence[int], sends: Sequence[int], *, begins: bool = False
+    ) -> Wait:
+        """Receive every rank's run of ``x`` for this rank into ``received``; else see ``gather_into``."""
         raise NotImplementedError
 
-    def pass_into(self, received: Tensor, x: Tensor, shift: int) -> Callable[[], None]:
+    def pass_into(self, received: Tensor, x: Tensor, shift: int) -> Wait:
         """Begin to send ``x`` to the rank ``shift`` further on, and return the function that waits."""
         raise NotImplementedError
 
@@ -139,15 +186,30 @@ class MessagingRanks:
     def trade(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
         return exchanged(lambda: self._traded(x, sends, receives))
 
+    def begin_gather(self, x: Tensor) -> Callable[[], Tensor]:
+        def begin() -> Callable[[], Tensor]:
+            parts = x.new_empty((self.size, *x.shape))
+            return _behind(self.gather_into(parts.flatten(0, 1), x.contiguous(), begins=True), parts)
+
+        return exchanging(begin)
+
+    def begin_scatter(self, parts: Tensor) -> Callable[[], Tensor]:
+        def begin() -> Callable[[], Tensor]:
+            mine = torch.empty_like(parts[0])
+            return _behind(self.scatter_into(mine, parts.flatten(0, 1), begins=True), mine)
+
+        return exchanging(begin)
+
+    def begin_trade(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Callable[[], Tensor]:
+        def begin() -> Callable[[], Tensor]:
+            received = x.new_empty(sum(receives))
+            return _behind(self.trade_into(received, x.contiguous(), receives, sends, begins=True), received)
+
+        return exchanging(begin)
+
     def pass_on(self, x: Tensor, elements: int, shift: int = 1) -> Callable[[], Tensor]:
         received = x.new_empty(elements)
-        wait = self.pass_into(received, x.contiguous(), shift)
-
-        def finish() -> Tensor:
-            wait()
-            return received
-
-        return finish
+        return _behind(self.pass_into(received, x.contiguous(), shift), received)
 
     def _traded(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
         received = x.new_empty(sum(receives))
@@ -176,19 +238,22 @@ class ProcessGroupRanks(MessagingRanks):
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
 
-    def gather_into(self, parts: Tensor, x: Tensor) -> None:
-        _all_gather(parts, x, group=self.group)
+    def gather_into(self, parts: Tensor, x: Tensor, *, begins: bool = False) -> Wait:
+        return _waiting(_all_gather(parts, x, group=self.group, async_op=begins), x)
 
-    def scatter_into(self, mine: Tensor, parts: Tensor) -> None:
-        _reduce_scatter(mine, parts, group=self.group)
+    def scatter_into(self, mine: Tensor, parts: Tensor, *, begins: bool = False) -> Wait:
+        return _waiting(_reduce_scatter(mine, parts, group=self.group, async_op=begins), parts)
 
     def reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         dist.all_reduce(x, op=op, group=self.group)
 
-    def trade_into(self, received: Tensor, x: Tensor, receives: Sequence[int], sends: Sequence[int]) -> None:
-        dist.all_to_all_single(received, x, list(receives), list(sends), group=self.group)
+    def trade_into(
+        self, received: Tensor, x: Tensor, receives: Sequence[int], sends: Sequence[int], *, begins: bool = False
+    ) -> Wait:
+        sizes = (list(receives), list(sends))
+        return _waiting(dist.all_to_all_single(received, x, *sizes, group=self.group, async_op=begins), x)
 
-    def pass_into(self, received: Tensor, x: Tensor, shift: int) -> Callable[[], None]:
+    def pass_into(self, received: Tensor, x: Tensor, shift: int) -> Wait:
         to, source = (dist.get_global_rank(self.group, (self.rank + by) % self.size) for by in (shift, -shift))
         requests = [
             dist.P2POp(dist.isend, x, to, self.group),

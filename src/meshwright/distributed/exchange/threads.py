@@ -77,6 +77,18 @@ class Thread:
         runs = zip(laid, before, receives, strict=True)
         return torch.cat([flat[start : start + count] for flat, start, count in runs])
 
+    def begin_gather(self, x: Tensor) -> Callable[[], Tensor]:
+        parts = self.gather_features(x)
+        return lambda: parts
+
+    def begin_scatter(self, parts: Tensor) -> Callable[[], Tensor]:
+        mine = self.board.all(self.rank, parts, lambda laid: laid[self.rank]).sum(0)
+        return lambda: mine
+
+    def begin_trade(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Callable[[], Tensor]:
+        received = self.trade(x, sends, receives)
+        return lambda: received
+
     def pass_on(self, x: Tensor, elements: int, shift: int = 1) -> Callable[[], Tensor]:
         received = self.board.lay(self.rank, x)[(self.rank - shift) % self.size].clone()
         assert len(received) == elements

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.core.torch_private import GROUPED_PRODUCT, FakeTensorMode, TorchDispatchMode, tree_map
-from meshwright.distributed.exchange.ranks import MessagingRanks
+from meshwright.distributed.exchange.ranks import MessagingRanks, Wait
 
 GROUPED = {GROUPED_PRODUCT}
 """Operators that torch limits to bfloat16 on fake tensors, although their kernels take other dtypes too."""
@@ -29,21 +29,30 @@ class FakeRanks(MessagingRanks):
     def __init__(self, size: int, note_buffers: Callable[[Iterable[Tensor]], None]):
         self.rank, self.size, self._note_buffers = 0, size, note_buffers
 
-    def gather_into(self, parts: Tensor, x: Tensor) -> None:
+    def gather_into(self, parts: Tensor, x: Tensor, *, begins: bool = False) -> Wait:
         self._note_buffers((parts, x))
+        return _nothing
 
-    def scatter_into(self, mine: Tensor, parts: Tensor) -> None:
+    def scatter_into(self, mine: Tensor, parts: Tensor, *, begins: bool = False) -> Wait:
         self._note_buffers((mine, parts))
+        return _nothing
 
     def reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         self._note_buffers((x,))
 
-    def trade_into(self, received: Tensor, x: Tensor, receives: Sequence[int], sends: Sequence[int]) -> None:
+    def trade_into(
+        self, received: Tensor, x: Tensor, receives: Sequence[int], sends: Sequence[int], *, begins: bool = False
+    ) -> Wait:
         self._note_buffers((received, x))
+        return _nothing
 
-    def pass_into(self, received: Tensor, x: Tensor, shift: int) -> Callable[[], None]:
+    def pass_into(self, received: Tensor, x: Tensor, shift: int) -> Wait:
         self._note_buffers((received, x))
-        return lambda: None
+        return _nothing
+
+
+def _nothing() -> None:
+    """Wait for nothing: no message was sent."""
 
 
 PATIENCE = 100_000

@@ -13,7 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from .random_streams import restore_streams, streams
 _running = threading.local()
 """``modes``: the modes of the regions that run on this thread, in forward or recomputation, the innermost last."""
 
+Made = TypeVar("Made")
 EXCHANGE, ATTENTION = "exchange", "attention"
 
 
@@ -59,7 +60,19 @@ def not_counted() -> Iterator[None]:
         _running.modes = modes or []
 
 
-def attended(compute: Callable[[], Tensor], *, exchanges: bool = False) -> Tensor:
+def exchanging(begin: Callable[[], Callable[[], Tensor]]) -> Callable[[], Tensor]:
+    """Begin an exchange with other ranks, and return the function that waits for what they send.
+
+    Args:
+        begin: begins it, and returns such a function; a recomputation that has the result calls it not.
+    """
+    if torch.compiler.is_compiling():
+        return begin()
+    modes = getattr(_running, "modes", None)
+    return modes[-1].begin(begin) if modes else begin()
+
+
+def attended(compute: Callable[[], Made], *, exchanges: bool = False) -> Made:
     """Compute an attention of several steps; a recomputation whose policy saves attention returns the saved result.
 
     Args:
@@ -169,7 +182,27 @@ class _Mode(TorchDispatchMode):
             return send()
         return self._exchange(self._key(EXCHANGE, ()), send, into)
 
-    def attention(self, compute: Callable[[], Tensor], exchanges: bool) -> Tensor:
+    def begin(self, begin: Callable[[], Callable[[], Tensor]]) -> Callable[[], Tensor]:
+        """Begin an exchange; see ``exchanging``."""
+        key = self._key(EXCHANGE, ()) if self.results.policy.keeps_exchanges else None
+        if key is not None and (kept := self.results.take(key)) is not None:
+            return lambda: kept.made
+        with self.aside():
+            wait = begin()
+
+        def finish() -> Tensor:
+            with self.aside():
+                made = wait()
+            if key is not None:
+                self._received(key, made)
+            return made
+
+        return finish
+
+    def _received(self, key: tuple, made: Tensor) -> None:
+        """Note the result of an exchange."""
+
+    def attention(self, compute: Callable[[], Any], exchanges: bool) -> Any:
         policy = self.results.policy
         if not (policy.keeps_attention or (exchanges and policy.keeps_exchanges)):
             return compute()
@@ -187,11 +220,11 @@ class _Mode(TorchDispatchMode):
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Exclude the operators run inside from the region's forward."""
-        self._aside = True
+        before, self._aside = self._aside, True
         try:
             yield
         finally:
-            self._aside = False
+            self._aside = before
 
 
 class Keeping(_Mode):
@@ -214,6 +247,9 @@ class Keeping(_Mode):
             made = send()
         self.results.keep(key, made)
         return made
+
+    def _received(self, key: tuple, made: Tensor) -> None:
+        self.results.keep(key, made)
 
     def __exit__(self, *error: Any) -> None:
         self.results.close()

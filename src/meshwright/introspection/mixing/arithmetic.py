@@ -10,6 +10,7 @@ from torch import Tensor
 
 from meshwright.core.errors import UnsupportedError
 
+from .flex import PlaceMask
 from .interception import AttentionCall
 from .masks import causal, dense, everything
 from .values import Arithmetic
@@ -72,6 +73,8 @@ def allowed_of(call: AttentionCall) -> Tensor:
         UnsupportedError: the mask adds other numbers to scores than 0 and those that block a key.
     """
     queries, keys = call.query.shape[2], call.key.shape[2]
+    if isinstance(call.mask, PlaceMask):
+        return call.mask.dense(len(call.query), call.query.shape[1], queries, keys, call.query.device)
     if not isinstance(call.mask, Tensor):
         rule = causal if call.is_causal else everything
         return dense(rule, torch.arange(queries, device=call.query.device)[None], keys, 1)

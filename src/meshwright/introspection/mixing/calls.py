@@ -16,10 +16,10 @@ from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.sample import ids_of, samples_of
 
 from .arithmetic import allowed_of, arithmetic_of
+from .flex import FlexCalls, PlaceMask, computing_flex, far_rules
 from .interception import (
     AttentionCall,
     Handled,
-    SdpaCalls,
     handling,
 )
 from .masks import MaskFunction, dense
@@ -76,7 +76,7 @@ def recording(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     for path, module in model.named_modules():
         hooks += [module.register_forward_pre_hook(enter(clean(path))), module.register_forward_hook(leave)]
     try:
-        with handling(recorder), SdpaCalls(recorder):
+        with handling(recorder), FlexCalls(recorder):
             yield
     finally:
         for hook in hooks:
@@ -121,9 +121,11 @@ def _longest(model: nn.Module, lengths: tuple[int, ...]) -> dict[str, Tensor]:
         tokens = torch.randint(0, ids_of(model), (ROWS, length), generator=generator)
         plain = {"tokens": tokens, "positions": torch.arange(length).expand(ROWS, -1).contiguous()}
         try:
-            with torch.no_grad():
+            with torch.no_grad(), computing_flex():
                 model(**Signature.of(model).inputs(plain, torch.device("cpu")))
             return plain
+        except UnsupportedError:
+            raise
         except Exception as error:  # noqa: BLE001  (a shorter row may do)
             last = error
     raise UnsupportedError(
@@ -197,6 +199,10 @@ def caller_of(path: str, calls: list[tuple[AttentionCall, dict[str, Any]]], stat
         return Caller(path, sizes, interface=True, rule=None, arithmetic=arithmetic)
     if any(other.key.shape[2] != other.query.shape[2] for other, _ in calls):
         raise UnsupportedError(f"{path} attends from tokens to others than its own row's")
+    if isinstance(call.mask, PlaceMask):
+        rules = [*far_rules(call), *_candidates(calls)]
+        rule = next((rule for rule in rules if all(_follows(rule, *each) for each in calls)), None)
+        return Caller(path, sizes, interface=False, rule=rule, arithmetic=arithmetic, flex=True)
     rules = _candidates(calls)
     rule = next((rule for rule in rules if all(_follows(rule, *each) for each in calls)), None)
     if rule is None:

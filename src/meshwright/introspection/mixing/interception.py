@@ -28,6 +28,8 @@ from .masks import MaskFunction, TokenMask, sdpa_arguments
 
 PREFIX = "meshwright_"
 """Registered names are this and the name of the implementation that computes: ``meshwright_sdpa``."""
+ADDING = ("eager", "flex_attention")
+"""Implementations that add a mask tensor to scores."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +188,7 @@ def _attention(
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
 
     def compute(query: Tensor, key: Tensor, value: Tensor, mask: Any, is_causal: bool | None = None) -> Tensor:
-        if base == "eager" and isinstance(mask, Tensor) and mask.dtype is torch.bool:
+        if base in ADDING and isinstance(mask, Tensor) and mask.dtype is torch.bool:
             blocked = torch.finfo(query.dtype).min
             mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, blocked)
         output, _ = function(module, query, key, value, mask, is_causal=is_causal, **given)

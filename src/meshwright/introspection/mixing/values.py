@@ -97,6 +97,8 @@ class Caller:
         is_dense: the model gives the mask as a tensor, and does not state its rule (``mask_rule`` of the module, in the
             words of ``MaskRule``): in longer rows than those that were measured it may follow another one.
         arithmetic: how scores become an output; None: in a way of its own.
+        flex: ``flex_attention`` is called, whose mask is a function of places too; ``rule`` tells how far that
+            reaches, and no more.
     """
 
     path: str
@@ -105,6 +107,7 @@ class Caller:
     rule: MaskRule | None = MaskRule()
     is_dense: bool = False
     arithmetic: Arithmetic | None = None
+    flex: bool = False
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from meshwright.core.names import clean
 from meshwright.core.torch_private import EagerDispatchMode, address_of, tree_leaves
 from meshwright.introspection.constructor.recording import READING, seeded
+from meshwright.introspection.mixing.flex import computing_flex
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.copies import copy_of
 from meshwright.introspection.structure.experts import find_stacks
@@ -74,7 +75,7 @@ def played(model: nn.Module, tokens: Tensor, *, offset: int | None = None, turne
 
 
 def called(model: nn.Module, tokens: Tensor) -> Any:
-    with seeded(1):
+    with seeded(1), computing_flex():
         return model(**Signature.of(model).inputs({"tokens": tokens}, tokens.device))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from meshwright.core.axes import Axis
@@ -18,8 +18,8 @@ from .plan import ContextPlan
 
 ROW_WORDS = 2
 """Numbers by which ranks compare the rows that they bring."""
-TRADES = 3
-"""Messages in which tokens are traded for heads and back: queries; keys and values; outputs."""
+TRADES = 2
+"""Messages in which tokens are traded for heads and back: queries, keys and values; outputs."""
 
 
 def context_collectives(
@@ -28,10 +28,12 @@ def context_collectives(
     precision: PrecisionPlan,
     recomputed: Mapping[str, tuple[str, ...]],
     tensor_ranks: int = 1,
+    *,
+    keeps_attention: bool = False,
 ) -> Iterator[Collective]:
     """List what each attention sends, and the sums of gradients, in a model that lies whole on a rank."""
     yield row_agreement(plan)
-    yield from attention_collectives(facts, plan, precision, recomputed, tensor_ranks)
+    yield from attention_collectives(facts, plan, precision, recomputed, tensor_ranks, keeps_attention=keeps_attention)
 
 
 def row_agreement(plan: ContextPlan) -> Collective:
@@ -48,6 +50,7 @@ def attention_collectives(
     *,
     begins: bool = True,
     blocks: tuple[str, ...] | None = None,
+    keeps_attention: bool = False,
 ) -> Iterator[Collective]:
     """List what attentions and mixers send.
 
@@ -56,6 +59,7 @@ def attention_collectives(
         tensor_ranks: ranks that share the heads; one head is copied to several where there are fewer.
         begins: the model's first block is here; behind it all activations have gradients.
         blocks: of a pipeline's stage; None: all attentions are here.
+        keeps_attention: a recomputation has attention's result, and so passes nothing round a ring again.
     """
     again = [f"{block}.{path}".rstrip(".") for block, paths in recomputed.items() for path in paths]
     for caller, method in zip(plan.mixing.callers, plan.methods, strict=True):
@@ -63,8 +67,9 @@ def attention_collectives(
             continue
         has_gradient = not begins or _has_gradient(facts, caller.path)
         calls = 1 + (has_gradient and any(is_within(caller.path, path) for path in again))
+        passes = 1 if keeps_attention else calls
         sizes = of_rank(caller.sizes, tensor_ranks)
-        to = _To(plan.ranks, caller.path, precision, calls, caller, sizes)
+        to = _To(plan.ranks, caller.path, precision, calls, caller, passes, sizes)
         messages = _MESSAGES[method.kind](to, method)
         yield from (c for c, backward in messages if not backward or has_gradient)
     for planned in plan.mixers:
@@ -99,9 +104,10 @@ class _Place:
 
 @dataclass(frozen=True)
 class _To(_Place):
-    """The messages of one attention."""
+    """The messages of one attention; ``passes``: calls of its forward that let keys go round a ring."""
 
     caller: Caller
+    passes: int
     sizes: Sizes
 
 
@@ -124,6 +130,7 @@ def _passed(to: _To, method: Method) -> Messages:
     heads = max(1, -(-to.sizes.key_heads // neighbours))
     elements = passes * neighbours * heads * (to.sizes.key_features + to.sizes.value_features)
     options: dict[str, Any] = {"among": to.ranks, "ranks": 2}
+    to = replace(to, calls=to.passes)
     yield to.make("send", BOTH, elements, passes, **options)
     yield to.make("send", BOTH, elements, -passes, **options)
     yield to.make("send", BOTH, elements, -passes, summed=True, **options)

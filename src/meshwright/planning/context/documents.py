@@ -6,7 +6,7 @@ added, and ranks differ by one token at most.
 Documents are ordered by their mean work per token. Each rank takes tokens from both ends of that order, from the tail
 of the heaviest and from the head of the lightest, in the numbers that give it the mean of what is left: one document
 is then cut at head and tail, and of many short ones few are cut. Afterwards ranks exchange equal numbers of tokens as
-long as fewer keys need to travel for it.
+long as fewer keys need to travel for it; also by two exchanges, of which the second makes good the work of the first.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from .cut import Runs, refuse_shorter
 
 WORK = 1.03
 """Largest work of a rank that an exchange may lead to, as a multiple of the mean."""
-PATIENCE = 5_000
-"""Exchanges that are looked at for one row."""
+PATIENCE, PATIENCE_OF_TWO = 4_500, 1_000
+"""Exchanges that are looked at for one row, and of those most for pairs of exchanges, which help short rows."""
 
 Run = tuple[int, int]
 Piece = tuple[int, int, int]
 """Tokens [start, stop) of a document: (document, start, stop)."""
 Pieces = dict[int, list[Run]]
 """The runs of one rank, by document."""
+Exchange = tuple[int, Piece, int, Piece]
+"""A rank, its piece, another rank, its piece."""
 
 
 def work_of(start: int, stop: int) -> int:
@@ -48,8 +50,15 @@ def cut_documents(sizes: Sequence[int], ranks: int) -> tuple[Runs, ...]:
         ConfigError: the row has fewer tokens than there are ranks.
     """
     refuse_shorter(sum(sizes), ranks)
-    shared = [_by_document(pieces) for pieces in _share_out(sizes, ranks)]
-    _exchange(shared)
+    tokens = [sum(sizes) // ranks + (rank < sum(sizes) % ranks) for rank in range(ranks)]
+    shared = [_by_document(pieces) for pieces in _share_out(sizes, tokens)]
+    search = _Search.of(shared)
+    search.exchange(shared)
+    if search.left > 0 and sum(sizes) % ranks:  # a short row: those that have a token more may be the last to choose
+        other = [_by_document(pieces) for pieces in _share_out(sizes, tokens[::-1])][::-1]
+        search.exchange(other)
+        if max(map(_work, other)) <= search.limit and _fetched(other) < _fetched(shared):
+            shared = other
     starts = list(accumulate(sizes, initial=0))
     return tuple(
         tuple(_joined((starts[d] + start, starts[d] + stop) for d, runs in pieces.items() for start, stop in runs))
@@ -87,14 +96,12 @@ class _InOrder:
         return (document, stop - tokens, stop) if self.from_tail else (document, start, start + tokens)
 
 
-def _share_out(sizes: Sequence[int], ranks: int) -> Iterator[list[Piece]]:
-    """Yield the pieces of each rank."""
+def _share_out(sizes: Sequence[int], counts: Sequence[int]) -> Iterator[list[Piece]]:
+    """Yield the pieces of each rank, which has so many tokens."""
     left: list[Piece] = [(document, 0, size) for document, size in enumerate(sizes) if size]
-    length = sum(sizes)
-    for rank in range(ranks):
-        tokens = length // ranks + (rank < length % ranks)
+    for rank, tokens in enumerate(counts):
         left.sort(key=lambda piece: piece[1] + piece[2])
-        taken = _from_both_ends(left, tokens, mean=sum(work_of(*piece[1:]) for piece in left) / (ranks - rank))
+        taken = _from_both_ends(left, tokens, mean=sum(work_of(*piece[1:]) for piece in left) / (len(counts) - rank))
         yield taken
         left = list(_without(left, _by_document(taken)))
 
@@ -123,31 +130,82 @@ def _without(pieces: Sequence[Piece], taken: Pieces) -> Iterator[Piece]:
 # --- exchanges
 
 
-def _exchange(ranks: list[Pieces]) -> None:
-    """Exchange equal numbers of tokens among ranks while that makes fewer keys travel."""
-    work = [sum(work_of(*run) for runs in pieces.values() for run in runs) for pieces in ranks]
-    limit = max(WORK * sum(work) / len(work), max(work))
-    looked_at = 0
-    while looked_at < PATIENCE:
-        best, saved = None, 0
-        for one, own, other, its in islice(_exchanges(ranks), PATIENCE - looked_at):
-            looked_at += 1
+def _make(ranks: list[Pieces], work: list[int], exchange: Exchange) -> None:
+    one, own, other, its = exchange
+    more = work_of(*its[1:]) - work_of(*own[1:])
+    work[one] += more
+    work[other] -= more
+    _replace(ranks[one], own, its)
+    _replace(ranks[other], its, own)
+
+
+def _work(pieces: Pieces) -> int:
+    return sum(work_of(*run) for runs in pieces.values() for run in runs)
+
+
+class _Search:
+    """A search for exchanges, until so many were looked at.
+
+    Attributes:
+        limit: the largest work of a rank that an exchange may lead to.
+    """
+
+    def __init__(self, limit: float, patience: int):
+        self.limit, self.left = limit, patience
+
+    @classmethod
+    def of(cls, ranks: list[Pieces]) -> _Search:
+        """Begin where ranks have these pieces."""
+        work = list(map(_work, ranks))
+        return cls(max(WORK * sum(work) / len(work), max(work)), PATIENCE)
+
+    def exchange(self, ranks: list[Pieces]) -> None:
+        """Exchange equal numbers of tokens among ranks while that makes fewer keys travel."""
+        work = list(map(_work, ranks))
+        while (found := self.best(ranks, work, 0) or self.best_of_two(ranks, work)) is not None:
+            for exchange in found:
+                _make(ranks, work, exchange)
+
+    def best(self, ranks: list[Pieces], work: list[int], least: int) -> list[Exchange] | None:
+        """Return the exchange within the limit that saves most keys, and more than ``least``."""
+        found = None
+        for exchange, is_within in self._looked_at(ranks, work):
+            if is_within and (saves := _saves(ranks, exchange)) > least:
+                found, least = [exchange], saves
+        return found
+
+    def best_of_two(self, ranks: list[Pieces], work: list[int]) -> list[Exchange] | None:
+        """Return an exchange that goes beyond the limit, with one by the same ranks that makes that good."""
+        self.left = min(self.left, PATIENCE_OF_TWO)
+        beyond = [(_saves(ranks, found), found) for found, is_within in self._looked_at(ranks, work) if not is_within]
+        best, least = None, 0
+        for saves, exchange in sorted(beyond, key=lambda pair: -pair[0]):
+            if saves <= least:
+                break
+            pair = (exchange[0], exchange[2])
+            both, of_both = [dict(ranks[rank]) for rank in pair], [work[rank] for rank in pair]
+            _make(both, of_both, (0, exchange[1], 1, exchange[3]))
+            if (second := self.best(both, of_both, least - saves)) is not None:
+                one, own, other, its = second[0]
+                best, least = [exchange, (pair[one], own, pair[other], its)], saves + _saves(both, second[0])
+        return best
+
+    def _looked_at(self, ranks: list[Pieces], work: list[int]) -> Iterator[tuple[Exchange, bool]]:
+        """Yield exchanges, and whether the work behind each is within the limit."""
+        for one, own, other, its in islice(_exchanges(ranks), self.left):
+            self.left -= 1
             more = work_of(*its[1:]) - work_of(*own[1:])
-            if max(work[one] + more, work[other] - more) <= limit:
-                saves = _saved(ranks[one], own, its) + _saved(ranks[other], its, own)
-                if saves > saved:
-                    best, saved = (one, own, other, its, more), saves
-        if best is None:
-            return
-        one, own, other, its, more = best
-        work[one] += more
-        work[other] -= more
-        _replace(ranks[one], own, its)
-        _replace(ranks[other], its, own)
+            yield (one, own, other, its), max(work[one] + more, work[other] - more) <= self.limit
 
 
-def _exchanges(ranks: list[Pieces]) -> Iterator[tuple[int, Piece, int, Piece]]:
-    """Yield (rank, its piece, another rank, its piece), the first piece of a document that several ranks share."""
+def _saves(ranks: list[Pieces], exchange: Exchange) -> int:
+    """Count the keys that need not travel any more behind an exchange."""
+    one, own, other, its = exchange
+    return _saved(ranks[one], own, its) + _saved(ranks[other], its, own)
+
+
+def _exchanges(ranks: list[Pieces]) -> Iterator[Exchange]:
+    """Yield exchanges, the first piece of a document that several ranks share."""
     numbers = range(len(ranks))
     for one in numbers:
         for document, runs in ranks[one].items():
@@ -216,6 +274,10 @@ def _joined(runs: Iterator[Run] | Sequence[Run]) -> Iterator[Run]:
 def _lacking(runs: Sequence[Run]) -> int:
     """Count the tokens of a document before the last of some runs that are not in them."""
     return max((stop for _, stop in runs), default=0) - sum(stop - start for start, stop in runs)
+
+
+def _fetched(ranks: Sequence[Pieces]) -> int:
+    return sum(_lacking(runs) for pieces in ranks for runs in pieces.values())
 
 
 def fetched_tokens(sizes: Sequence[int], cut: Sequence[Runs]) -> int:

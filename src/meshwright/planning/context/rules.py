@@ -13,6 +13,7 @@ def context_companions(case: Case) -> Found:
     kind = case.techniques.context_parallel_method
     if case.layout.cp > 1:
         yield from _encoders(case)
+        yield from _compiled_flex(case)
         yield from _routers(case)
     elif kind != "auto":
         yield ConfigError(
@@ -28,6 +29,16 @@ def _encoders(case: Case) -> Found:
             f"layout.cp = {case.layout.cp}: {case.facts.kind} has an encoder and a decoder, whose rows are two, and one"
             f" of them is cut. Set layout.cp = 1."
         )
+
+
+def _compiled_flex(case: Case) -> Found:
+    if case.techniques.compile and case.facts.module is not None:
+        flex = [caller.path for caller in case.facts.measurements.mixing().callers if caller.flex]
+        if flex:
+            yield ConfigError(
+                f"layout.cp = {case.layout.cp} takes the calls of flex_attention in {flex[0]} out of its forward, which"
+                f" a compiled block does not allow. Set techniques.compile = false."
+            )
 
 
 def _routers(case: Case) -> Found:
