@@ -42,7 +42,7 @@ class Techniques:
     data_parallel: Literal["auto", "ddp", "fully_shard"] = "auto"
     """auto: fully_shard where dp_shard > 1 or a switch needs it (mixed precision, offload), else ddp."""
     zero_stage: Literal["auto", 0, 1, 2, 3] = "auto"
-    """The model states that are sharded over dp_shard: 0 nothing; 1 optimizer state; 2 gradients too; 3 parameters
+    """The model states that are sharded over dp_shard × cp: 0 nothing; 1 optimizer state; 2 gradients too; 3 parameters
     too. auto: as the next two keys say."""
     reshard_after_forward: bool | int | Literal["auto"] = "auto"
     """fully_shard: free a block's gathered parameters after its forward; false keeps them; a number reshards to that
