@@ -270,7 +270,7 @@ def measure_families(args: argparse.Namespace) -> bool:
     import families as tiny
 
     from meshwright import UnsupportedError
-    from meshwright.distributed.context import blocks
+    from meshwright.distributed.context.kernels import blocks
     from meshwright.distributed.context.rehearsal import LARGEST_ERROR, rehearse, rehearsed
     from meshwright.introspection.mixing.calls import small_copy
     from meshwright.introspection.mixing.measure import measure_mixing

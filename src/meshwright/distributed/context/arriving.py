@@ -18,8 +18,8 @@ from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.distributed.recompute.kept import attended
 from meshwright.introspection.mixing.reach import KeyRanges
 
-from .blocks import Attended, Scores, given_of, gradients_of
-from .kernels import wide
+from .kernels.blocks import Attended, Scores, given_of, gradients_of
+from .kernels.fused import wide
 from .rows import CutRows, Numbers
 
 Arrival = Callable[[], Tensor]

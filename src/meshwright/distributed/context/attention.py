@@ -18,10 +18,10 @@ from meshwright.introspection.mixing.values import Arithmetic
 from meshwright.planning.context.methods import Method, is_divisible
 
 from .arriving import Exchange, Gathered, Reached, arriving_attention
-from .blocks import Scores, block_attention
 from .halo import Halo
 from .heads import Members, shares_of_heads, to_heads, to_tokens
-from .kernels import wide
+from .kernels.blocks import Scores, block_attention
+from .kernels.fused import wide
 from .ring import Ring, ring_attention
 from .rows import FILLER, CutRows, select
 

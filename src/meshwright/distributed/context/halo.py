@@ -15,7 +15,7 @@ from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.introspection.mixing.reach import KeyRanges
 
 from .arriving import Arrival
-from .kernels import wide
+from .kernels.fused import wide
 from .rows import CutRows
 
 

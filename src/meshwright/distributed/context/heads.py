@@ -17,7 +17,7 @@ from torch import Tensor
 from meshwright.core.torch_private import by_values
 from meshwright.distributed.exchange.ranks import RankGroup
 
-from .kernels import wide
+from .kernels.fused import wide
 from .rows import CutRows, Numbers
 
 

@@ -26,7 +26,7 @@ from meshwright.introspection.structure.local_form import counting_locally, shar
 from meshwright.planning.context.mixers import HeadTrade, MixerPlan, key_in_arguments
 
 from .attention import gather_tokens
-from .kernels import wide
+from .kernels.fused import wide
 from .rows import CutRows, place, select
 
 

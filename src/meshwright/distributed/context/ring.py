@@ -18,8 +18,8 @@ from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.distributed.recompute.kept import attended
 from meshwright.introspection.mixing.reach import KeyRanges
 
-from .blocks import Attended, Given, Gradients, Scores, given_of, gradients_of
-from .kernels import wide
+from .kernels.blocks import Attended, Given, Gradients, Scores, given_of, gradients_of
+from .kernels.fused import wide
 
 
 @dataclass(frozen=True, eq=False)

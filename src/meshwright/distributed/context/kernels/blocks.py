@@ -19,7 +19,7 @@ from meshwright.core.torch_private import by_values
 from meshwright.distributed.recompute.kept import attended
 from meshwright.introspection.mixing.reach import KeyRanges
 
-from .kernels import Fused, fused_kernel, wide
+from .fused import Fused, fused_kernel, wide
 from .segments import Segment, attend, gradients, once_for_each_reach, segments
 
 QUERIES, KEYS = 256, 256

@@ -18,7 +18,7 @@ from torch import Tensor
 from meshwright.core.torch_private import by_values
 from meshwright.introspection.mixing.reach import KeyRanges
 
-from .kernels import Fused
+from .fused import Fused
 
 SHORTEST = 32
 """Mean queries of a segment below which the kernel is called too often."""

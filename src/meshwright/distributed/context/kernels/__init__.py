@@ -1,0 +1,1 @@
+"""Compute attention of the keys that a rank has: in blocks, or by fused kernels on runs of queries."""
