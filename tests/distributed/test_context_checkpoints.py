@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from importlib import import_module
+from unittest.mock import patch
+
 import pytest
 import torch
 from support.laid_out import assert_same, held
 
 from meshwright import Layout, parallelize
 from meshwright.checkpoint import load, save
+from meshwright.checkpoint.pieces import in_pieces
+from meshwright.distributed.process.world import get_world_info
 from meshwright.models.decoder_config import DecoderConfig
 
+writing = import_module("meshwright.checkpoint.save")
 DECODER = DecoderConfig(257, 24, 2, n_heads=4, n_kv_heads=2, hidden_dim=20, max_seq_len=32, qk_norm=True)
 EXACT = {"precision": {"master": "float64"}}
 LAYOUTS = {
@@ -34,10 +41,13 @@ def step(model, optimizer) -> None:
     model.optimizer_step(optimizer)
 
 
-def saved(name: str, folder: str):
+def saved(name: str, folder: str, lost: bool = False):
+    """Take a step and save; ``lost``: the second rank of a row writes zeros."""
     model, optimizer = laid_out(LAYOUTS[name], seed=1)
     step(model, optimizer)
-    save(model, folder, optimizer=optimizer)
+    zeros = lost and get_world_info()[0] == 1
+    with patch.object(writing, "in_pieces", lambda tensor: in_pieces(tensor * 0)) if zeros else nullcontext():
+        save(model, folder, optimizer=optimizer)
     return held(model, optimizer)
 
 
@@ -58,3 +68,12 @@ def test_a_checkpoint_goes_to_another_layout_and_back(spmd, tmp_path, one, other
     wanted = spmd(LAYOUTS[one].world, saved, one, here)[0]
     assert_same(spmd(LAYOUTS[other].world, loaded, other, here, there)[0], wanted, other)
     assert_same(spmd(LAYOUTS[one].world, loaded, one, there, back)[0], wanted, f"{other} and back")
+
+
+@pytest.mark.kills("context", "fault")
+@pytest.mark.parametrize("fault", ["a_checkpoint_without_the_second_ranks_weights"])
+def test_a_checkpoint_that_loses_weights_is_seen(spmd, tmp_path, fault):
+    here, there = (str(tmp_path / name) for name in ("here", "there"))
+    wanted = spmd(2, saved, "cp 2", here, True)[0]
+    with pytest.raises(AssertionError):
+        assert_same(spmd(1, loaded, "one", here, there)[0], wanted, "one")

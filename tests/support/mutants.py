@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from meshwright.core.axes import Axis
 from meshwright.distributed import parallelize
 from meshwright.distributed.data import accumulation, fully_sharded, replicated
 from meshwright.distributed.exchange.ranks import ProcessGroupRanks
@@ -302,3 +303,14 @@ def bf16_reduction():
     """Gradients are summed over ranks in bf16."""
     policy = fully_sharded.policy
     return patch.object(fully_sharded, "policy", lambda precision: policy(replace(precision, reduce="bfloat16")))
+
+
+def loss_divided_by_the_ranks_of_a_row():
+    """Tokens are counted as if each rank of the context axis had whole rows."""
+    whole = ParallelModel._open_step
+
+    def opened(self, batch):
+        pieces, tokens, weight, routed = whole(self, batch)
+        return pieces, tokens, weight * self.plan.size(Axis.CP), routed
+
+    return patch.object(ParallelModel, "_open_step", opened)

@@ -269,7 +269,27 @@ def local_positions(patch):
     patch.setattr(runtime.ContextRuntime, "cut", cut)
 
 
+def labels_cut_otherwise_than_tokens(patch):
+    correct = runtime.cut_batch
+
+    def cut(batch, rows):
+        made = correct(batch, rows)
+        if "labels" in batch:
+            start = sum(rows.counts[: rows.rank])
+            made["labels"] = batch["labels"][:, start : start + rows.counts[rows.rank]]
+        return made
+
+    patch.setattr(runtime, "cut_batch", cut)
+
+
+def queries_of_the_first_rank(patch):
+    first = property(lambda context: context.reach.take(context.rows.places_of(0)))
+    patch.setattr(attention.Context, "own_reach", first)
+
+
 FAULTS = (
+    labels_cut_otherwise_than_tokens,
+    queries_of_the_first_rank,
     local_queries,
     window_off_by_one,
     other_ranks_order,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -445,6 +446,22 @@ def logarithms_forgotten(patch):
     patch.setattr(ring, "given_of", lambda scores, gradients, made: blocks.Given(gradients[0], *made))
 
 
+def blocked_queries_divided_by_zero(patch):
+    def finish(self):
+        return torch.cat((self.output / self.total, self.largest + self.total.log()), dim=-1).flatten(1, 2)
+
+    patch.setattr(blocks.Attended, "finish", finish)
+
+
+def sinks_counted_by_each_rank(patch):
+    correct = attention._finished
+
+    def finish(call, arithmetic, output, logarithm, heads):
+        return correct(call, arithmetic, output, logarithm - math.log(4) * bool(arithmetic.sinks), heads)
+
+    patch.setattr(attention, "_finished", finish)
+
+
 def last_segment_lost(patch):
     correct = segments.segments
     patch.setattr(blocks, "segments", lambda reach: (correct(reach) or [])[:-1])
@@ -467,6 +484,8 @@ FAULTS = (
     (logarithms_forgotten, "ring", CASES["sinks"]),
     (last_block_lost, "all_gather", Case()),
     (last_segment_lost, "all_gather", Case()),
+    (blocked_queries_divided_by_zero, "ring", Case("padding before")),
+    (sinks_counted_by_each_rank, "ring", CASES["sinks"]),
 )
 
 
