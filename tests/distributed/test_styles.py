@@ -86,7 +86,7 @@ def test_torchs_own_styles_are_read():
         )
     ]
     assert words == ["colwise", "colwise_gather_output", "rowwise", "rowwise_split_input", "sequence_parallel"]
-    with pytest.raises(UnsupportedError, match="what a Mine does"):
+    with pytest.raises(UnsupportedError, match="the behaviour of a Mine"):
         word_of(mine, "plan")
 
 

@@ -13,7 +13,8 @@ from meshwright import ConfigError, Layout, UnsupportedError, plan
 from meshwright.distributed.context.rehearsal import prove, rehearse, rehearsed
 from meshwright.distributed.context.rows import refuse_other_shapes
 from meshwright.introspection.facts import model_facts
-from meshwright.introspection.mixing.calls import measure_mixing, small_copy
+from meshwright.introspection.mixing.calls import small_copy
+from meshwright.introspection.mixing.measure import measure_mixing
 from meshwright.introspection.premises.playing import FixedDraws, HeldRandomness
 from meshwright.planning.context.methods import Bytes
 from meshwright.planning.context.plan import plan_methods

@@ -186,8 +186,8 @@ def every_key_is_fetched(data: st.DataObject, given_batch: tuple[dict[str, Tenso
         own = mine.own.expand(ROWS, -1)
         needed = seen.gather(1, own[..., None].expand(-1, -1, length)).any(1)
         held = torch.zeros(ROWS, length + 1, dtype=torch.int64).scatter_add(1, found.places, found.places * 0 + 1)
-        wanted = needed.scatter(1, own, True)
-        assert torch.equal(held[:, :length], wanted.long()), "its own tokens, and what its queries reach, once each"
+        wanted = needed.scatter(1, own, False)
+        assert torch.equal(held[:, :length], wanted.long()), "what its queries reach of others' tokens, once each"
         assert bool((found.places.diff(dim=1) >= 0).all())
 
 
@@ -207,7 +207,7 @@ def test_members_know_their_tokens_among_all(given_batch, options, count):
         together = torch.cat([made.places_of(rank) for rank in range(first, first + count)], dim=1)
         assert torch.equal(members.places, together.sort(dim=1).values)
         for rank, numbers in zip(members.ranks, members.numbers, strict=True):
-            assert torch.equal(members.places.gather(1, numbers), made.places_of(rank))
+            assert torch.equal(members.places.gather(1, numbers.index), made.places_of(rank))
         assert members.sizes([7] * count) == [7 * (first <= rank < first + count) for rank in range(ranks)]
 
 

@@ -18,9 +18,10 @@ from meshwright.distributed.context.rehearsal import LARGEST_ERROR, prove, rehea
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.mixing import flex
 from meshwright.introspection.mixing.arithmetic import formula
-from meshwright.introspection.mixing.calls import measure_mixing, small_copy
+from meshwright.introspection.mixing.calls import small_copy
 from meshwright.introspection.mixing.flex import PlaceMask, computing_flex, replaced
 from meshwright.introspection.mixing.interception import AttentionCall
+from meshwright.introspection.mixing.measure import measure_mixing
 from meshwright.introspection.mixing.values import Arithmetic
 from meshwright.planning.context.methods import Bytes
 from meshwright.planning.context.plan import ContextPlan, plan_methods

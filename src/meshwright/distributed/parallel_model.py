@@ -141,11 +141,8 @@ class ParallelModel:
         if parts.PLACES in batch:
             raise UnsupportedError("a trace compares whole rows: bring them without places, and they are cut here")
         if self._context:
-            rank, ranks = tensor_position(self.mesh) if getattr(self.plan.tensor, "sequence_parallel", 0) else (0, 1)
-            context, places = self._context[0], self._context[0].places(batch)
-            share = -(-places.shape[1] // ranks)
-            mine = slice(rank * share, (rank + 1) * share)
-            return TokensOfRank(places[:, mine], share, length, lambda: context.own_places()[:, mine])
+            is_cut = self.plan.tensor is not None and self.plan.tensor.sequence_parallel
+            return self._context[0].tokens_of(batch, *(tensor_position(self.mesh) if is_cut else (0, 1)))
         return TokensOfRank.run(*tensor_position(self.mesh), length)
 
     # --- the step
@@ -247,8 +244,7 @@ class ParallelModel:
         if refusal is None and not same_rows:
             refusal = parts.other_rows(self.plan.size(Axis.CP))
         counts = [tokens, weight, routed, len(pieces), len(pieces) ** 2, refusal is not None]
-        words = torch.tensor([*counts, *([is_part] if self._context else [])], dtype=torch.float64)
-        # counts below 2^53 stay exact
+        words = torch.tensor([*counts, *([is_part] if self._context else [])], dtype=torch.float64)  # exact below 2^53
         tokens, weight, routed, number, squares, refused, *brought = agree.total(words, self._data_groups).tolist()
         tokens, routed = int(tokens), int(routed)
         if refused:

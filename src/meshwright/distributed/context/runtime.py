@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.comparison.observe import TokensOfRank
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean
 from meshwright.core.record import remember, wrap
@@ -108,6 +109,13 @@ class ContextRuntime:
     def places(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the places of this rank's tokens, (rows or 1, tokens) int64, for a batch of whole rows."""
         return self._cut_rows(batch, "cpu").own
+
+    def tokens_of(self, batch: Mapping[str, Tensor], rank: int, ranks: int) -> TokensOfRank:
+        """Return which tokens of a batch's whole rows one of ``ranks`` that cut this rank's tokens further has."""
+        places = self.places(batch)
+        share = -(-places.shape[1] // ranks)
+        mine = slice(rank * share, (rank + 1) * share)
+        return TokensOfRank(places[:, mine], share, batch["tokens"].shape[1], lambda: self.own_places()[:, mine])
 
     def own_places(self) -> Tensor:
         """Return the same for the microbatch that is computed now."""

@@ -20,17 +20,24 @@ def router_collectives(
     precision: PrecisionPlan,
     recomputed: Mapping[str, tuple[str, ...]],
     router_loss: RouterLoss | None,
+    *,
+    begins: bool = True,
 ) -> Iterator[Collective]:
     """List the all-reduces of routers.
 
     Meshwright's routers sum a loss per sequence over the ranks with other parts of the sequence, a loss per microbatch
     over the ranks with other sequences of it, and, once in a step, the load that moves biases. Routers of other models
     sum the load for the loss of all layers, once in a microbatch.
+
+    Args:
+        recomputed, begins: see ``expert_collectives``; behind frozen layers alone nothing is recomputed.
     """
     wide = "float64" if precision.compute == "float64" else "float32"
     ranks = shares.size(Axis.TP)
     for router in facts.routers:
-        calls, what = 1 + _is_recomputed(router.path, recomputed), f"load by {router.path}"
+        again = _recomputed_around(router.path, recomputed)
+        calls = 1 + (again is not None and (not begins or _has_gradient(facts, again)))
+        what = f"load by {router.path}"
         elements = calls * (router.experts + 1)
         if shares.cuts_sequences and router.sums_sequences:
             yield Collective("all_reduce", Axis.TP.value, ranks, what, elements, wide, "microbatch", calls, by_row=True)
@@ -50,9 +57,17 @@ def router_collectives(
             )
 
 
-def _is_recomputed(path: str, recomputed: Mapping[str, tuple[str, ...]]) -> bool:
+def _recomputed_around(path: str, recomputed: Mapping[str, tuple[str, ...]]) -> str | None:
+    """Return the recomputed module that a module is in; None if there is none."""
     inside = [f"{block}.{path}".rstrip(".") for block, paths in recomputed.items() for path in paths]
-    return any(is_within(path, one) for one in inside)
+    return next((one for one in inside if is_within(path, one)), None)
+
+
+def _has_gradient(facts: ModelFacts, path: str) -> bool:
+    """Return whether something is trained in a module or before it."""
+    trained = [number for number, p in enumerate(facts.parameters) if p.trainable]
+    last = max((number for number, p in enumerate(facts.parameters) if is_within(p.name, path)), default=-1)
+    return bool(trained) and trained[0] <= last
 
 
 def expert_collectives(
@@ -78,7 +93,7 @@ def expert_collectives(
         inside = _module_of(stack.path, facts)
         flows = not begins or any(_trained_before(facts, stack.path))
         trains = any(p.trainable and owner(p.name) == stack.path for p in facts.parameters)
-        again = _is_recomputed(stack.path, recomputed) and (
+        again = _recomputed_around(stack.path, recomputed) is not None and (
             flows or any(p.trainable and is_within(p.name, inside) for p in facts.parameters)
         )
         counts, tokens = f"tokens per expert of {stack.path}", f"tokens of {stack.path}"
