@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.laid_out import assert_estimated, counted, estimated
-from support.mixing import WIDTH, Model, far_window, windowed
+from support.mixing import WIDTH, Model, causal, far_window, windowed
 
 from meshwright import ConfigError, Layout, UnsupportedError, parallelize, verify
 from meshwright.distributed.process.wire import WireCounter
@@ -123,6 +123,22 @@ def test_a_window_moves_what_the_plan_says_and_no_more(spmd):
     )
     assert max(sent for _, sent, _ in found) == pytest.approx(planned, rel=1e-12)
     assert all(calls == 4 for *_, calls in found)
+
+
+def causal_halo_on_the_wire() -> tuple[float, float]:
+    """Bytes by the plan, and those of this rank: fetched keys and values, and gradients that go back."""
+    torch.manual_seed(0)
+    model = parallelize(Model(causal), Layout(dp_shard=1, cp=4), techniques=by("halo"))
+    tokens = torch.randint(0, 61, (2, 30), generator=torch.Generator().manual_seed(0))
+    with WireCounter() as wire:
+        model.forward_backward({"tokens": tokens, "labels": tokens})
+    (planned,) = [t.bytes for t in step_traffic(model.plan, Batch(2, 30)) if t.op == "all_to_all"]
+    return planned, sum(sent.bytes for sent in wire.sent if sent.op == "all_to_all")
+
+
+def test_a_halo_of_whole_rows_moves_what_the_plan_says(spmd):
+    found = spmd(4, causal_halo_on_the_wire)
+    assert max(sent for _, sent in found) == pytest.approx(found[0][0], rel=1e-12)
 
 
 def test_what_travels_beside_the_tensor_axis_is_what_the_plan_says(spmd):

@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from meshwright.core.axes import Axis
-from meshwright.introspection.mixing.values import MaskRule
 
-from .context.cut import cut_row, sent_tokens
+from .context.cut import cut_row, fetched_tokens
 from .rules import check_batch
-from .values import Batch
+from .values import Batch, Collective
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -60,10 +59,12 @@ def _own_tokens(plan: Plan, batch: Batch) -> int:
     return max(sum(stop - start for start, stop in mine) for mine in runs)
 
 
-def _sent_tokens(plan: Plan, batch: Batch, rule: MaskRule) -> int:
-    """Count the tokens of a row that the busiest rank sends, if queries fetch only tokens that a mask rule shows."""
-    assert plan.context is not None
-    return sent_tokens(plan.context.cut, batch.seq_len, plan.context.ranks, rule.first)
+def _fetched_bytes(plan: Plan, batch: Batch, c: Collective) -> list[int]:
+    """Count the bytes that each rank sends where queries fetch what they see by a rule, or gradients go back."""
+    assert plan.context is not None and c.sees is not None
+    sent = fetched_tokens(plan.context.cut, batch.seq_len, plan.context.ranks, c.sees)
+    tokens = [sum(received) for received in zip(*sent, strict=True)] if c.returns else [sum(row) for row in sent]
+    return [c.elements * _rows(plan, batch) * count * c.element_bytes for count in tokens]
 
 
 def wire_bytes(op: str, tensor_bytes: float, ranks: int) -> float:
@@ -83,15 +84,18 @@ def step_traffic(plan: Plan, batch: Batch) -> tuple[Traffic, ...]:
     batch = resolved(plan, batch)
     repeats = batch.microbatches(plan.data_ranks)
     rows: dict[tuple, Traffic] = {}
+    fetched: dict[tuple, list[float]] = {}
     for c in plan.collectives:
         times = repeats if c.per == "microbatch" else 1
         whole = plan.size(Axis.CP) if c.axis == Axis.CP else 1
         tokens = whole * _tokens(plan, batch, c.filled) if c.by_token else _rows(plan, batch) if c.by_row else 1
         calls = 1 if c.by_token or c.by_row else c.calls or 1
         moved = times * calls * wire_bytes(c.op, c.elements * tokens // c.among * c.element_bytes, c.ranks)
-        if c.sees is not None:
-            moved = times * c.elements * _rows(plan, batch) * _sent_tokens(plan, batch, c.sees) * c.element_bytes
         key = (c.op, c.axis, c.ranks)
+        if c.sees is not None:  # the rank counts that sends most in all of them together
+            known = fetched.get(key, [0.0] * c.ranks)
+            fetched[key] = [had + times * more for had, more in zip(known, _fetched_bytes(plan, batch, c), strict=True)]
+            moved = max(fetched[key]) - max(known)
         before = rows.get(key, Traffic(*key, 0, 0.0))
         calls = None if c.calls is None or before.calls is None else before.calls + times * c.calls
         rows[key] = replace(before, calls=calls, bytes=before.bytes + moved)

@@ -160,6 +160,7 @@ class Collective:
         filled: whether a cut sequence is padded to a multiple of the axis.
         among: number of ranks that each send a part of the elements.
         sees: a mask's rule, if only the tokens are sent that another rank's queries see.
+        returns: gradients of those tokens go back to the ranks that sent them.
     """
 
     op: Literal["all_gather", "reduce_scatter", "all_reduce", "send", "all_to_all"]
@@ -175,6 +176,7 @@ class Collective:
     filled: bool = False
     among: int = 1
     sees: MaskRule | None = None
+    returns: bool = False
 
     @property
     def element_bytes(self) -> int:

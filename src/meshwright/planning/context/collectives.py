@@ -152,7 +152,7 @@ def _traded_and_passed(to: _To, method: Method) -> Messages:
 def _fetched(to: _To, method: Method) -> Messages:
     options: dict[str, Any] = {"sees": to.caller.rule or MaskRule()}
     yield to.make("all_to_all", BOTH, keys_and_values(to.sizes), 1, **options)
-    yield to.make("all_to_all", BOTH, keys_and_values(to.sizes), -1, summed=True, **options)
+    yield to.make("all_to_all", BOTH, keys_and_values(to.sizes), -1, summed=True, returns=True, **options)
 
 
 def _of_mixer(to: _Place, planned: MixerPlan) -> Messages:

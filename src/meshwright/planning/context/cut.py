@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import Literal
 
 from meshwright.core.errors import ConfigError
+from meshwright.introspection.mixing.values import MaskRule
 
 Runs = tuple[tuple[int, int], ...]
 """Runs of tokens [start, stop) of a row, in order."""
@@ -35,20 +35,20 @@ def contiguous(length: int, ranks: int) -> tuple[Runs, ...]:
     return tuple((run,) for run in pairwise(ends))
 
 
-def sent_tokens(cut: Cut, length: int, ranks: int, reaches: Callable[[int], int]) -> int:
-    """Count the tokens of a row that the rank sends that sends most, where each rank fetches what its queries reach.
+def fetched_tokens(cut: Cut, length: int, ranks: int, rule: MaskRule) -> list[list[int]]:
+    """Count the tokens of a row that each rank sends to each other, which fetches those that its queries see.
 
-    Args:
-        reaches: a query's place -> that of the first key that it reaches.
+    Returns:
+        By sender and receiver.
     """
     runs = cut_row(cut, length, ranks)
-    sent = [0] * ranks
+    sent = [[0] * ranks for _ in range(ranks)]
     for rank, mine in enumerate(runs):
         for owner in (other for other in range(ranks) if other != rank):
             for first, end in runs[owner]:
-                lowest = min((reaches(start) for start, _ in mine if start >= end), default=end)
-                sent[owner] += max(0, end - max(first, lowest))
-    return max(sent)
+                lowest = min((rule.first(start) for start, _ in mine if start >= end or not rule.causal), default=end)
+                sent[owner][rank] += max(0, end - max(first, lowest))
+    return sent
 
 
 def head_tail(length: int, ranks: int) -> tuple[Runs, ...]:
