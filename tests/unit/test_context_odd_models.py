@@ -68,7 +68,10 @@ BY_MODE = {
     ),
     "recomputed": (lambda: OwnForward(Recomputes, reentrant=False), "the forward or backward fails: CheckpointError"),
     "recomputed, reentrant": (lambda: OwnForward(Recomputes, reentrant=True), r"the gradient of attentions.*is wrong"),
-    "by hand in training": (lambda: OwnForward(ByHandInTraining), r"attentions.0 \(ByHandInTraining\) mixes tokens"),
+    "by hand in training": (
+        lambda: OwnForward(ByHandInTraining),
+        r"attentions.0 \(ByHandInTraining\) mixes or counts tokens",
+    ),
 }
 
 
@@ -239,5 +242,8 @@ def test_tensors_that_cannot_be_cut_are_refused():
     batch = {"tokens": torch.zeros(3, 23, dtype=torch.int64), "kinds": torch.zeros(3, 23), "scale": torch.zeros(3)}
     refuse_other_shapes(batch)
     for shape in ((3, 1, 23, 23), (3, 23, 23), (3, 4, 23)):
-        with pytest.raises(ConfigError, match=r"batch\['mask'\] has shape .* with 23 tokens in another place than"):
+        with pytest.raises(
+            ConfigError,
+            match=r"has shape .*the 23 tokens of a row lie elsewhere than|has shape .*, but tokens have",
+        ):
             refuse_other_shapes(batch | {"mask": torch.zeros(shape)})

@@ -259,8 +259,8 @@ def members_by_rank() -> AbstractContextManager[Any]:
     def of(group: Any, made: CutRows, first: int, count: int) -> Members:
         theirs = [made.places_of(rank) for rank in range(first, first + count)]
         starts = [sum(part.shape[1] for part in theirs[:number]) for number in range(count)]
-        numbers = tuple(start + torch.arange(p.shape[1]).expand_as(p) for start, p in zip(starts, theirs, strict=True))
-        return Members(group, first, count, made, numbers, torch.cat(theirs, dim=1))
+        wrong = (start + torch.arange(p.shape[1]).expand_as(p) for start, p in zip(starts, theirs, strict=True))
+        return Members(group, first, count, made, tuple(map(rows.Numbers.of, wrong)), torch.cat(theirs, dim=1))
 
     return patch.object(heads.Members, "of", of)
 
