@@ -190,6 +190,7 @@ def own_tokens_alone(monkeypatch):
 
 FAULTS = [
     (tokens_in_the_order_of_ranks, "lfm2"),
+    (heads_of_the_next_rank, "mamba2"),
     (numbers_of_the_whole, "mamba2"),
     (own_tokens_alone, "jamba"),
 ]

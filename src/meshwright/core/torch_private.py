@@ -338,14 +338,14 @@ def flex_operator() -> Any:
 
 
 def flex_score_is_plain(score_mod: Any) -> bool:
-    """Tell whether ``flex_attention`` was given no function of scores. Until its operator takes None."""
+    """Return whether ``flex_attention`` was given no function of scores. Until its operator takes None."""
     from torch.nn.attention import flex_attention
 
     return score_mod is None or score_mod is flex_attention._identity
 
 
 def is_asked_by_flex(frame: FrameType) -> bool:
-    """Tell whether a frame is that in which ``flex_attention`` refuses a backward on a CPU. Until it has one."""
+    """Return whether a frame is that in which ``flex_attention`` refuses a backward on a CPU. Until it has one."""
     from torch.nn.attention import flex_attention
 
     return frame.f_code is flex_attention._validate_device.__code__

@@ -92,7 +92,7 @@ def _halo(call: AttentionCall, context: Context) -> Halo:
 
 
 def _is_less_by_halo(call: AttentionCall, context: Context, method: Method) -> bool:
-    """Tell whether rows of several documents move fewer bytes by a halo, on the rank that sends most."""
+    """Return whether rows of several documents move fewer bytes by a halo, on the rank that sends most."""
     rows = context.rows
     if method.asked or method.kind == "halo" or not rows.has_documents:
         return False

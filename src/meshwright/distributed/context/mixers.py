@@ -19,7 +19,7 @@ from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import owner
 from meshwright.core.parts import FusedPart, ranges, take
 from meshwright.core.record import wrap
-from meshwright.core.torch_private import FakeTensor, tree_flatten_with_path, tree_unflatten
+from meshwright.core.torch_private import FakeTensor, tree_flatten_with_path, tree_unflatten, uncompiled
 from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.introspection.mixing.values import Mixer
 from meshwright.introspection.structure.local_form import counting_locally, share_of
@@ -31,14 +31,18 @@ from .rows import CutRows, place, select
 
 
 class RowsInUse(Protocol):
-    """What mixers read of the state that a model's intercepted modules share."""
+    """Gives mixers the ranks, and the rows of the microbatch that is computed now."""
 
     group: RankGroup
     rows: CutRows | None
 
 
 def wrap_mixer(model: nn.Module, planned: MixerPlan, runtime: RowsInUse) -> None:
-    """Let one module of a model compute whole rows."""
+    """Let one module of a model compute whole rows.
+
+    Raises (in its forward):
+        UnsupportedError: it is given other tensors of this rank's tokens than those that were measured.
+    """
     module = model.get_submodule(planned.mixer.path)
     if planned.trade is None:
         _wrap_whole(module, planned, runtime)
@@ -51,7 +55,7 @@ def wrap_mixer(model: nn.Module, planned: MixerPlan, runtime: RowsInUse) -> None
 
 def _wrap_whole(module: nn.Module, planned: MixerPlan, runtime: RowsInUse) -> None:
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        @_outside_of_graphs
+        @uncompiled  # rows change with each microbatch
         def whole_rows_forward(*args: Any, **kwargs: Any) -> Any:
             rows = runtime.rows
             if rows is None:
@@ -61,11 +65,6 @@ def _wrap_whole(module: nn.Module, planned: MixerPlan, runtime: RowsInUse) -> No
         return whole_rows_forward
 
     wrap(module, make, f"whole rows of cp {runtime.group.size}")
-
-
-def _outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep a function out of compiled graphs: rows change with each microbatch."""
-    return torch.compiler.disable(function)  # type: ignore[no-any-return]
 
 
 def _whole(
@@ -108,14 +107,23 @@ def _whole_padding(leaf: Tensor, key: str, mixer: Mixer, rows: CutRows) -> Tenso
 
 
 def _gathered(leaf: Tensor, key: str, mixer: Mixer, rows: CutRows, group: RankGroup) -> Tensor | None:
-    """Return one argument for whole rows."""
+    """Return one argument for whole rows: gathered, or without values where only its shape is read.
+
+    Raises:
+        UnsupportedError: it has other tokens than this rank's, or was not there when the module was measured.
+    """
     own, known = rows.counts[rows.rank], {each.key: each for each in mixer.inputs}
     if key not in known:
         has_tokens = leaf.dim() > 1 and own in leaf.shape[1:] and rows.length not in leaf.shape[1:]
         return _whole_padding(leaf, key, mixer, rows) if has_tokens else leaf
     dim = known[key].dim
-    if leaf.shape[dim] != own:
-        return leaf  # of whole rows already, such as a padding mask
+    if leaf.shape[dim] == rows.length:
+        return leaf
+    if known[key].is_read and leaf.shape[dim] != own:
+        raise UnsupportedError(
+            f"{mixer.path} needs whole rows, and is given {tuple(leaf.shape)} as {key}, where dim {dim} should have"
+            f" this rank's {own} tokens of a row of {rows.length}"
+        )
     if not known[key].is_read:
         return without_values(leaf, (*leaf.shape[:dim], rows.length, *leaf.shape[dim + 1 :]))
     if len(leaf) < len(rows.places[0]):
@@ -163,7 +171,7 @@ class _Traded:
                 yield holding(module, {name: take(_tensor(module, name), cut.dim, cut.parts, group.rank, group.size)})
 
         def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-            @_outside_of_graphs
+            @uncompiled
             def heads_forward(*args: Any, **kwargs: Any) -> Any:
                 rows = self.runtime.rows
                 if rows is None:
@@ -184,7 +192,7 @@ class _Traded:
         return make
 
     def _is_as_measured(self, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Tell whether there are no other tensors than those that were there when heads were measured."""
+        """Return whether there are no other tensors than those that were there when heads were measured."""
         known = {each.key for each in self.planned.mixer.inputs}
         found, _ = tree_flatten_with_path((args, kwargs))
         given = [("".join(map(str, path)), leaf) for path, leaf in found if isinstance(leaf, Tensor)]

@@ -137,7 +137,7 @@ def _checked(batch: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Te
 
 
 def _agree(runtime: ContextRuntime, word: int, refusal: Exception | None) -> bool:
-    """Tell whether all ranks bring their own tokens alone.
+    """Return whether all ranks bring their own tokens alone.
 
     Args:
         word: a number of the rows, or -1 where they are a part of each.

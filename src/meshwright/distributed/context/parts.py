@@ -36,21 +36,21 @@ def other_rows(ranks: int) -> ConfigError:
 
 
 def are_parts(pieces: Sequence[Batch], *, cuts_rows: bool) -> bool:
-    """Tell whether a rank's microbatches hold its own tokens alone.
+    """Return whether a rank's microbatches hold its own tokens alone.
 
     Raises:
         ConfigError: only some of them say so, rows are not cut, or places are of another shape or not ascending.
     """
-    said = [PLACES in piece for piece in pieces]
-    if not any(said):
+    bring = [PLACES in piece for piece in pieces]
+    if not any(bring):
         return False
     if not cuts_rows:
         raise ConfigError(
             f"batch['{PLACES}'] says that a rank has a part of each row, and layout.cp = 1: give whole rows without it"
         )
-    if not all(said):
+    if not all(bring):
         raise ConfigError(
-            f"{sum(said)} of {len(said)} microbatches bring '{PLACES}': give it with all of them, or whole rows alone"
+            f"{sum(bring)} of {len(bring)} microbatches bring '{PLACES}': give it with all of them, or whole rows alone"
         )
     for piece in pieces:
         _check(piece[PLACES], piece.get("tokens"))
@@ -71,6 +71,7 @@ def _check(places: object, tokens: Tensor | None) -> None:
 
 
 def without_places(piece: Batch) -> Batch:
+    """Return a microbatch with its other keys alone."""
     return {key: value for key, value in piece.items() if key != PLACES}
 
 
@@ -145,12 +146,12 @@ def _exchange(piece: Batch, group: RankGroup, device: torch.device) -> tuple[tup
     if any(other[1:] != heads[0][1:] for other in heads):
         words = "; ".join(
             f"rank {rank}: {other[1]} rows of {other[0]} tokens with"
-            f" {', '.join([PLACES, *(key for key, said in zip(ROWS_OF, other[2:], strict=True) if said)])}"
+            f" {', '.join([PLACES, *(key for key, is_there in zip(ROWS_OF, other[2:], strict=True) if is_there)])}"
             for rank, other in enumerate(heads)
         )
         raise ConfigError(f"the ranks of the cp axis bring parts of other rows, or other keys ({words})")
     counts = tuple(other[0] for other in heads)
-    keys = [PLACES, *(key for key, said in zip(ROWS_OF, here, strict=True) if said)]
+    keys = [PLACES, *(key for key, is_there in zip(ROWS_OF, here, strict=True) if is_there)]
     filled = torch.full((len(keys), rows, max(counts)), FILLER, dtype=torch.int64, device=device)
     for number, key in enumerate(keys):
         filled[number, :, :own] = piece[key].to(device)
@@ -168,13 +169,13 @@ def _refuse_gaps(places: Tensor, length: int) -> None:
         return
     row = int((counts[:, :length] != 1).any(1).nonzero()[0])
     twice, gap = ((counts[row, :length] > 1).nonzero(), (counts[row, :length] == 0).nonzero())
-    said = f"row {row} has {length} tokens on all ranks of the cp axis together"
+    sizes = f"row {row} has {length} tokens on all ranks of the cp axis together"
     if len(twice):
         one = int(twice[0])
         on = [rank for rank in range(ranks) if bool((places[rank, row] == one).any())]
-        raise ConfigError(f"batch['{PLACES}'] overlaps: {said}, and place {one} is on the ranks {on}")
+        raise ConfigError(f"batch['{PLACES}'] overlaps: {sizes}, and place {one} is on the ranks {on}")
     raise ConfigError(
-        f"batch['{PLACES}'] leaves a gap: {said}, and none has place {int(gap[0])}, while places go up to"
+        f"batch['{PLACES}'] leaves a gap: {sizes}, and none has place {int(gap[0])}, while places go up to"
         f" {int(flat[row].max())}"
     )
 

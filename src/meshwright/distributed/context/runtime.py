@@ -40,7 +40,7 @@ from .rows import MASK, Apart, CutBatch, CutRows, cut_batch, cut_rows, refuse_ot
 
 @dataclass(frozen=True)
 class Checks:
-    """What is looked at when a batch first needs it; each raises UnsupportedError.
+    """Checks that are made when a batch first needs them; each raises UnsupportedError.
 
     Attributes:
         padding: the model can be given a padding mask in parts.

@@ -149,7 +149,7 @@ class _RealCall:
 
 @dataclass
 class _Real:
-    """What a forward of the model itself shows, on meta, without experts.
+    """The record of a forward of the model itself, on meta, without experts.
 
     Attributes:
         calls: of attention, by module.

@@ -312,7 +312,7 @@ def _mixer(model: nn.Module, watch: _Watch, path: str, why: str) -> Mixer | None
 
 
 def _is_unread(module: nn.Module, call: _Call, key: str) -> bool:
-    """Tell whether only the shape of a tensor among the arguments is read, or of numbers that are no floats nothing."""
+    """Return whether the values of a tensor among the arguments do not count; its shape may."""
     keys = iter(call.given)
 
     def other(leaf: Any) -> Any:

@@ -14,7 +14,7 @@ from meshwright.introspection.mixing.values import Arithmetic, Caller, Sizes
 
 @dataclass(frozen=True)
 class Need:
-    """What one attention asks of a kernel.
+    """The demands of one attention on a kernel.
 
     Attributes:
         device: "cpu", "cuda" …

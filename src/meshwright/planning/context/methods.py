@@ -142,7 +142,7 @@ def traded_elements(sizes: Sizes, neighbours: int) -> int:
 
 
 def is_divisible(heads: int, key_heads: int, ranks: int) -> bool:
-    """Tell whether heads can be shared out with whole groups of heads for each key head."""
+    """Return whether heads can be shared out with whole groups of heads for each key head."""
     return heads % ranks == 0 and heads % key_heads == 0 and (key_heads % ranks == 0 or ranks % key_heads == 0)
 
 

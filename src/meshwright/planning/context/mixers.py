@@ -110,28 +110,10 @@ def key_in_arguments(key: int | str) -> str:
     return f"[0][{key}]" if isinstance(key, int) else f"[1]['{key}']"
 
 
-def plan_mixers(
-    facts: ModelFacts, mixers: tuple[Mixer, ...], ranks: int, tensor_ranks: int, *, sequence_is_cut: bool
-) -> tuple[MixerPlan, ...]:
-    """Share out the heads of each mixer, where these were measured apart; compute the others whole.
-
-    Raises:
-        UnsupportedError: tensor-parallel ranks have parts of a rank's tokens; a mixer's sizes are unknown.
-    """
+def plan_mixers(facts: ModelFacts, mixers: tuple[Mixer, ...], ranks: int, tensor_ranks: int) -> tuple[MixerPlan, ...]:
+    """Share out the heads of each mixer, where these were measured apart; compute the others whole."""
     if not mixers:
         return ()
-    cut = next((m for m in mixers if any(each.is_read and not each.is_integer for each in m.inputs)), None)
-    if cut is not None and tensor_ranks > 1 and sequence_is_cut:
-        raise UnsupportedError(
-            f"layout.cp = {ranks} with layout.tp = {tensor_ranks}: {cut.path} needs whole rows"
-            f" ({cut.why}), and tensor-parallel ranks have parts of them. Set techniques.sequence_parallel ="
-            f" false, or layout.tp = 1."
-        )
-    if unknown := next((m for m in mixers if any(each.is_read and not each.features for each in m.inputs)), None):
-        raise UnsupportedError(
-            f"layout.cp = {ranks}: the sizes of what {unknown.path} is given are unknown: a forward without values"
-            f" does not reach it. Set layout.cp = 1."
-        )
     facts.measurements.sample(ranks)  # for rehearsals: a model that is laid out cannot be copied
     try:
         measured = facts.measurements.structure(ranks)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from meshwright.core.dtypes import dtype_bytes
-from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.mixing.values import Mixing
@@ -87,16 +86,12 @@ def context_plan(
     """Measure a model's attentions, and plan them; None where rows are not cut.
 
     Raises:
-        UnsupportedError: see ``measure_mixing``, ``methods.given`` and ``plan_mixers``.
+        UnsupportedError: see ``measure_mixing`` and ``methods.given``.
     """
     if layout.cp == 1:
         return None
     size = Bytes(dtype_bytes(precision.compute), dtype_bytes(summed_dtype(precision.compute)))
-    try:
-        mixing = facts.measurements.mixing()
-    except UnsupportedError as error:
-        raise UnsupportedError(f"{error}. Set layout.cp = 1.") from error
-    cuts_sequences = requested.sequence_parallel is not False
-    mixers = plan_mixers(facts, mixing.mixers, layout.cp, layout.tp, sequence_is_cut=cuts_sequences)
+    mixing = facts.measurements.mixing()
+    mixers = plan_mixers(facts, mixing.mixers, layout.cp, layout.tp)
     made = plan_methods(mixing, layout.cp, layout.tp, requested.context_parallel_method, size)
     return replace(made, mixers=mixers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.introspection.mixing.values import Mixing
 from meshwright.introspection.wrapped import core_of
 from meshwright.models.moe import Router
 from meshwright.planning.case import Case, Found
@@ -12,9 +13,8 @@ def context_companions(case: Case) -> Found:
     """Refuse techniques and kinds of experts that do not go with rows cut over ranks."""
     kind = case.techniques.context_parallel_method
     if case.layout.cp > 1:
-        yield from _encoders(case)
-        yield from _compiled_flex(case)
-        yield from _routers(case)
+        refused = [*_encoders(case), *_routers(case)]
+        yield from refused or _measured(case)
     elif kind != "auto":
         yield ConfigError(
             f"techniques.context_parallel_method = {kind} is about rows that are cut over ranks, and layout.cp = 1."
@@ -31,14 +31,43 @@ def _encoders(case: Case) -> Found:
         )
 
 
-def _compiled_flex(case: Case) -> Found:
-    if case.techniques.compile and case.facts.module is not None:
-        flex = [caller.path for caller in case.facts.measurements.mixing().callers if caller.flex]
-        if flex:
-            yield ConfigError(
-                f"layout.cp = {case.layout.cp} takes the calls of flex_attention in {flex[0]} out of its forward, which"
-                f" a compiled block does not allow. Set techniques.compile = false."
-            )
+def _measured(case: Case) -> Found:
+    """Refuse what a small copy shows: by which ways tokens see each other."""
+    if case.facts.module is None:
+        return
+    try:
+        mixing = case.facts.measurements.mixing()
+    except UnsupportedError as error:
+        yield UnsupportedError(f"{error}. Set layout.cp = 1.")
+        return
+    yield from _compiled_flex(case, mixing)
+    yield from _mixers(case, mixing)
+
+
+def _compiled_flex(case: Case, mixing: Mixing) -> Found:
+    flex = [caller.path for caller in mixing.callers if caller.flex]
+    if case.techniques.compile and flex:
+        yield ConfigError(
+            f"layout.cp = {case.layout.cp} takes the calls of flex_attention in {flex[0]} out of its forward, which"
+            f" a compiled block does not allow. Set techniques.compile = false."
+        )
+
+
+def _mixers(case: Case, mixing: Mixing) -> Found:
+    """Refuse modules that need whole rows of which tensor-parallel ranks have parts, or whose sizes are unknown."""
+    ranks, tensor_ranks = case.layout.cp, case.layout.tp
+    needy = next((m for m in mixing.mixers if any(each.is_read and not each.is_integer for each in m.inputs)), None)
+    if needy is not None and tensor_ranks > 1 and case.techniques.sequence_parallel:
+        yield UnsupportedError(
+            f"layout.cp = {ranks} with layout.tp = {tensor_ranks}: {needy.path} needs whole rows ({needy.why}), and"
+            f" tensor-parallel ranks have parts of them. Set techniques.sequence_parallel = false, or layout.tp = 1."
+        )
+    unknown = (m for m in mixing.mixers if any(each.is_read and not each.features for each in m.inputs))
+    if (mixer := next(unknown, None)) is not None:
+        yield UnsupportedError(
+            f"layout.cp = {ranks}: the sizes of the tensors that {mixer.path} is given are unknown: a forward without"
+            f" values does not reach it. Set layout.cp = 1."
+        )
 
 
 def _routers(case: Case) -> Found:

@@ -113,12 +113,12 @@ def _outputs(models: Sequence[nn.Module], blocks: Sequence[str]) -> Iterator[dic
             hook.remove()
 
 
-def put_together(said: Sequence[tuple[tuple[int, int], TokensOfRank, Sight]]) -> Sight:
+def put_together(of_ranks: Sequence[tuple[tuple[int, int], TokensOfRank, Sight]]) -> Sight:
     """Join the sights of ranks: for each, its place among ranks with other rows, its tokens of them, and its sight."""
     whole: Sight = {}
-    for name in said[0][2]:
+    for name in of_ranks[0][2]:
         rows: dict[int, Tensor] = {}
-        for (rank, _), tokens, sight in said:
+        for (rank, _), tokens, sight in of_ranks:
             part = sight[name]
             if part.shape[1] == part.shape[2]:
                 rows[rank] = part
@@ -138,8 +138,8 @@ def words(found: Sight, expected: Sight, batch: Mapping[str, Tensor]) -> str:
             continue
         row = int((one != other).flatten(1).any(1).nonzero()[0])
         more, less = (other & ~one)[row], (one & ~other)[row]
-        said = [*_across(more, batch.get("document_ids"), row), *_runs(more, "see"), *_runs(less, "do not see")]
-        return f"in {name}, row {row}: {'; '.join(said[:2])}"
+        sentences = [*_across(more, batch.get("document_ids"), row), *_runs(more, "see"), *_runs(less, "do not see")]
+        return f"in {name}, row {row}: {'; '.join(sentences[:2])}"
     return ""
 
 

@@ -161,7 +161,7 @@ class Attended:
 
 
 def _is_all(parts: list[Segment], query: Tensor) -> bool:
-    """Tell whether one segment has all queries."""
+    """Return whether one segment has all queries."""
     return len(parts) == 1 and parts[0].rows == slice(None) and parts[0].queries == slice(0, query.shape[3])
 
 
