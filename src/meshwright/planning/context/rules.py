@@ -8,6 +8,8 @@ from meshwright.introspection.wrapped import core_of
 from meshwright.models.moe import Router
 from meshwright.planning.case import Case, Found
 
+from .plan import ContextPlan
+
 
 def context_companions(case: Case) -> Found:
     """Refuse techniques and kinds of experts that do not go with rows cut over ranks."""
@@ -32,8 +34,8 @@ def _encoders(case: Case) -> Found:
 
 
 def _measured(case: Case) -> Found:
-    """Refuse what a small copy shows: by which ways tokens see each other."""
-    if case.facts.module is None:
+    """Refuse ways by which tokens see each other, as a small copy shows them before rows are cut."""
+    if case.facts.module is None or case.facts.applied_plan(ContextPlan) is not None:
         return
     try:
         mixing = case.facts.measurements.mixing()
