@@ -59,6 +59,24 @@ def spmd(pool):
 
 
 @pytest.fixture(scope="session")
+def device_pool():
+    with Workers(LARGEST_WORLD, threads=1) as workers:
+        workers.run(os.getpid, world=LARGEST_WORLD)
+        yield workers
+
+
+@pytest.fixture
+def on_device(device_pool):
+    """``on_device(world, job, *args)``: as ``spmd``, on ranks that have the pretend device."""
+    from support.pretend import with_device
+
+    def run(world, job, *args, timeout=120.0):
+        return device_pool.run(with_device, job, *args, world=world, timeout=timeout)
+
+    return run
+
+
+@pytest.fixture(scope="session")
 def reference(pool):
     """``reference(problem)``: what the oracle makes of it in one process, computed once per session (``job``: another
     question).

@@ -1,0 +1,75 @@
+"""Watch host memory that copies to and from the device use: is it pinned, and when may the host touch it?"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+from torch import Tensor
+
+from meshwright.core.torch_private import TorchDispatchMode
+
+from .findings import HOST, HostRead
+from .kinds import is_pinned, kind_of, tensors_in
+from .memory import is_pretend
+from .timeline import DeviceWatch, access_of, clock_of, join, launch, line_of
+
+_numbers = count(1)
+
+
+def note_copy(watch: DeviceWatch, stream: int, target: Tensor, source: Tensor, *, non_blocking: bool) -> None:
+    """Note a copy between host and device."""
+    with watch.lock:
+        watch.seen.copies += 1
+        host, to_device = (source, True) if is_pretend(target) else (target, False)
+        launch("copy_", stream, [] if to_device else [source], [target] if to_device else [])
+        if non_blocking and host.numel():
+            if not is_pinned(host):
+                watch.seen.pageable.append(line_of("copy_"))
+            else:
+                _access(watch, host, stream, writes=not to_device)
+        elif host.numel():
+            why = "a blocking copy to the device" if to_device else "a copy to the host"
+            watch.seen.host_reads.append(HostRead(why, line_of("copy_")))
+            join(watch.clocks[HOST], clock_of(stream))
+
+
+def _access(watch: DeviceWatch, tensor: Tensor, stream: int, *, writes: bool) -> None:
+    storage = tensor.untyped_storage()
+    number = storage.__dict__.setdefault("travels", -next(_numbers))
+    time = watch.clocks[stream].get(stream, 0)
+    access = access_of(tensor, storage.data_ptr(), stream, time, line_of("copy_"))
+    watch.access(number, access, writes=writes, what="host memory")
+
+
+class HostAccesses(TorchDispatchMode):
+    """Sees the operators on the host, and notes those on memory that asynchronous copies use."""
+
+    def __init__(self, watch: DeviceWatch):
+        super().__init__()
+        self._watch = watch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [t for t in (*tensors_in(args), *tensors_in(list(kwargs.values()))) if t.device.type == "cpu"]
+        travels = [t for t in given if t.numel() and "travels" in t.untyped_storage().__dict__]
+        if travels and not func.is_view and not self._is_copy_between(args):
+            written = {id(t) for position, _ in kind_of(func).writes for t in tensors_in(args[position : position + 1])}
+            with self._watch.lock:
+                time = self._watch.issue(HOST)
+                for tensor in travels:
+                    storage = tensor.untyped_storage()
+                    access = access_of(tensor, storage.data_ptr(), HOST, time, line_of(kind_of(func).name))
+                    number = storage.__dict__["travels"]
+                    self._watch.access(number, access, writes=id(tensor) in written, what="host memory")
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def _is_copy_between(args: Any) -> bool:
+        return any(is_pretend(t) for t in tensors_in(args))
+
+
+def pinned(tensor: Tensor) -> Tensor:
+    """Mark host memory as page-locked, and return the tensor."""
+    tensor.untyped_storage().__dict__["is_pinned"] = True
+    return tensor
