@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 
 from meshwright.core.axes import Axis
+from meshwright.core.devices import CPU, current_device, is_accelerator
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError
 from meshwright.core.names import clean, is_within
@@ -61,7 +62,7 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
             # gloo has no pre-multiplied sum, and torch wants both settings on every module, not on the root alone
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
-    if plan.device == "cuda":
+    if is_accelerator(plan.device):
         _prefetch(model)
     return model
 
@@ -302,6 +303,4 @@ def gathering_orders(units: list[str]) -> tuple[list[str], list[str]]:
 
 def device_of(plan: Plan) -> torch.device:
     """Return the device on which parameters rest under this plan."""
-    if plan.data.cpu_offload or plan.device == "cpu":
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    return current_device(CPU if plan.data.cpu_offload else plan.device)
