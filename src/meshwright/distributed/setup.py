@@ -145,7 +145,7 @@ def choose_backend(request: str) -> tuple[str, str]:
     missing = {device: name for device, name in pairs.items() if not _is_available(name, here)}
     if missing and request != DEFAULT_BACKEND:
         device, name = next(iter(missing.items()))
-        known = {"mpi", *dist.Backend.default_device_backend_map.values()}
+        known = {"mpi", *(dist.Backend.default_device_backend_map.get(device, "gloo") for device in (CPU, here))}
         have = ", ".join(sorted(name for name in known if _is_available(name, here)))
         raise ConfigError(
             f"backend '{request}': '{name}' for {device} is not available in this torch on this machine. Available:"
