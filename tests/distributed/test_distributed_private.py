@@ -17,9 +17,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.core import torch_frames
 from meshwright.distributed import DistributedConfig, init_distributed
 from meshwright.distributed import torch_private as private
+from meshwright.training.health import torch_frames
 
 
 def tensors_and_groups() -> None:

@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 from support import families
 from support.heard import heard
 from support.laid_out import Figures, Held, assert_estimated, assert_same, counted, estimated, held, own_rows
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright import ConfigError
 from meshwright.checkpoint import load, save
 from meshwright.comparison.equality import relative_errors
 from meshwright.distributed import apply_expert_parallel, apply_fsdp2, apply_tensor_parallel, init_distributed
+from meshwright.distributed.data import fully_sharded
 from meshwright.distributed.experts import expert_parallel, routing
 from meshwright.distributed.mesh import data_position, get_ep_mesh
 from meshwright.distributed.parallel_model import ParallelModel
@@ -437,6 +438,48 @@ def test_what_travels_is_what_the_plan_said(spmd, name):
     counts = layout.world * layers * (1 + again) * 8 * model.moe.n_experts * (layout.ep - 1) / layout.ep
     rows = sum(away for *_, away in said) // (1 + again)  # of two forwards
     assert exchanged - counts == rows * (4 + 2 * again) * model.dim * 4
+
+
+class Squashed(nn.Module):
+    """A layer's experts and a function that keeps their output: its backward recomputes before it comes to them."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x))
+
+
+def squashed() -> Decoder:
+    model = Decoder(SOFTMAX)
+    for layer in model.layers.values():
+        layer.feed_forward = Squashed(layer.feed_forward)
+    return model
+
+
+def gathered_ahead(techniques: dict[str, Any]) -> tuple[Figures, Figures, bool]:
+    """What the plan foresees and what was sent with the prefetches of an accelerator, which change no number."""
+    steps = []
+    for prefetches in (False, True):
+        with patch.object(fully_sharded, "is_accelerator", lambda device, prefetches=prefetches: prefetches):
+            laid = parallelize(squashed, HALVES, techniques=techniques, seed=3)
+        with WireCounter() as wire:
+            loss = laid.forward_backward(own_rows(laid, batch_of(8, 9, 0)))
+        steps.append((float(loss), [parameter.grad.to_local() for parameter in laid.parameters()]))
+    (loss, plain), (other, ahead) = steps
+    same = loss == other and all(torch.equal(one, two) for one, two in zip(plain, ahead, strict=True))
+    return estimated(laid.plan, Batch(8, 9)), counted(wire), same
+
+
+@pytest.mark.parametrize("recomputed", ["none", "full"])
+def test_what_an_accelerator_gathers_ahead_is_needed(spmd, recomputed):
+    """A recomputed forward calls the hooks of the stacks inside a block, and must gather no block that is done."""
+    for planned, sent, same in spmd(4, gathered_ahead, {"activation_checkpointing": recomputed}):
+        assert same
+        for key in sent:
+            if key[0] == "all_gather":
+                assert sent[key] == pytest.approx(planned[key], rel=1e-12), key
 
 
 FROZEN = {

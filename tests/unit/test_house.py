@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -191,6 +192,76 @@ def test_every_way_to_import_is_seen(code, name):
 def test_imports_for_annotations_are_not_seen():
     code = "if TYPE_CHECKING:\n    from torch.distributed import DeviceMesh\nelse:\n    import json"
     assert set(reached(ast.parse(code))) == {"json"}
+
+
+DEVICES = "core/devices.py"
+"""The one file that knows CUDA by its name; all others ask for it, or for any accelerator."""
+
+
+def words_of_cuda(code: str) -> Iterator[str]:
+    """Where code says the lower-case word: names, attributes, keywords, strings (docstrings excepted)."""
+    tree = ast.parse(code)
+    loose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        said = {
+            ast.Name: "id",
+            ast.Attribute: "attr",
+            ast.keyword: "arg",
+            ast.arg: "arg",
+            ast.alias: "name",
+            ast.Constant: "value",
+        }.get(type(node))
+        word = getattr(node, said) if said and id(node) not in loose else None
+        if isinstance(word, str) and re.search(r"\bcuda\b", word):
+            yield ast.unparse(node)
+
+
+def asks_a_tensor_for_cuda(code: str) -> Iterator[str]:
+    """Uses of tensors' and modules' own ways to CUDA, which no other accelerator has."""
+    nodes = list(ast.walk(ast.parse(code)))
+    calls = [node.func for node in nodes if isinstance(node, ast.Call)]
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and (node.attr == "is_cuda" or (node.attr == "cuda" and node in calls)):
+            yield ast.unparse(node)
+
+
+def test_cuda_is_named_in_one_file():
+    found = {place: list(words_of_cuda(path.read_text(encoding="utf-8"))) for place, path in FILES.items()}
+    assert found.pop(DEVICES), "the file that knows it says it no more"
+    assert {place: words for place, words in found.items() if words} == {}, "is any accelerator meant, or CUDA?"
+
+
+def test_no_tensor_is_asked_whether_it_is_on_cuda():
+    found = {place: list(asks_a_tensor_for_cuda(path.read_text(encoding="utf-8"))) for place, path in FILES.items()}
+    assert {place: uses for place, uses in found.items() if uses} == {}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "torch.cuda.synchronize()",
+        "import torch.cuda",
+        "from torch import cuda",
+        "device == 'cuda'",
+        "f'{name}.cuda.rank{rank}'",
+        "def f(stream: torch.cuda.Stream): ...",
+        "call(cuda=True)",
+    ],
+)
+def test_the_word_is_seen(code):
+    assert list(words_of_cuda(code))
+
+
+@pytest.mark.parametrize(
+    "code", ['"""On cuda."""', "class A:\n    x = 1\n    'module load cuda'", "CUDA", "cuda_flash()", "x = 1  # cuda"]
+)
+def test_other_words_are_left_alone(code):
+    assert not list(words_of_cuda(code))
+
+
+@pytest.mark.parametrize("code", ["tensor.cuda()", "model.part.cuda(0)", "if x.is_cuda: ..."])
+def test_a_tensors_way_to_cuda_is_seen(code):
+    assert list(asks_a_tensor_for_cuda(code))
 
 
 PRIVATE_FILES = (

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from support import families
 
 from meshwright import ConfigError, Layout, Plan, UnsupportedError, plan
-from meshwright.distributed.data.fully_sharded import gathering_orders
+from meshwright.distributed.data.fully_sharded import prefetched
 from meshwright.distributed.experts.load import ExpertLoad, LayerLoad
 from meshwright.distributed.optimizer.parameter_groups import make_parameter_groups
 from meshwright.distributed.weights.weights import materialise
@@ -120,11 +121,21 @@ def test_what_torch_groups_not_is_known():
 
 
 def test_units_are_gathered_in_the_order_in_which_they_are_needed():
-    """A backward comes to a block before it comes to what is inside."""
-    units = ["layers.0", "layers.1", "layers.1.experts", "layers.10", "layers.10.experts", "head"]
-    forward, backward = gathering_orders(units)
-    assert forward == units
-    assert backward == ["head", "layers.10", "layers.10.experts", "layers.1", "layers.1.experts", "layers.0"]
+    """A backward comes to a block before it comes to what is inside, and a recomputed forward needs no other block."""
+    units = ["layers.0", "layers.1", "layers.1.a", "layers.1.b", "layers.10", "layers.10.a", "head"]
+    forward, backward = prefetched(units)
+    assert forward == {
+        "layers.0": ["layers.1"],
+        "layers.1": ["layers.1.a", "layers.10"],
+        "layers.1.a": ["layers.1.b"],
+        "layers.1.b": [],
+        "layers.10": ["layers.10.a", "head"],
+        "layers.10.a": [],
+        "head": [],
+    }
+    order = ["head", "layers.10", "layers.10.a", "layers.1", "layers.1.a", "layers.1.b", "layers.0"]
+    assert backward == {this: [following] for this, following in pairwise(order)} | {"layers.0": []}
+    assert prefetched([]) == ({}, {})
 
 
 # --- routers

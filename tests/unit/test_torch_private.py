@@ -14,9 +14,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.core import torch_frames
 from meshwright.core import torch_private as private
 from meshwright.introspection import transformers_private
+from meshwright.training.health import torch_frames
 
 
 class Squares(private.TorchDispatchMode):

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
+from meshwright.core.devices import CPU, local_device
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.core.names import clean
 from meshwright.distributed.optimizer.torchao_adamw import TorchaoAdamW
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process import agree
+from meshwright.distributed.recompute.random_streams import restore_streams
 from meshwright.distributed.weights.shards import pieces
 
 from .manifest import Manifest, damage, strangers
@@ -79,7 +81,7 @@ def load(
     if parallel_model.loss_scale is not None:
         parallel_model.loss_scale.restore(manifest.loss_scale)
     parallel_model.copy_shared()
-    _put_random_state(random_state)
+    restore_streams({key.split(".")[1]: state for key, state in random_state.items()})
     return manifest.extra
 
 
@@ -184,17 +186,8 @@ def _own_random_state(manifest: Manifest) -> dict[str, Tensor]:
     writers = {int(key.rpartition("rank")[2]) for key in manifest.tensors if key.startswith("random.cpu.")}
     if writers != set(range(world)):
         return {}
-    cuda = torch.cuda.is_available()
-    keys = [f"random.cpu.rank{rank}", *([f"random.cuda.rank{rank}"] if cuda else [])]
-    return {key: torch.zeros(manifest.tensors[key].shape, dtype=torch.uint8) for key in keys if key in manifest.tensors}
-
-
-def _put_random_state(state: dict[str, Tensor]) -> None:
-    for key, value in state.items():
-        if key.startswith("random.cpu."):
-            torch.set_rng_state(value)
-        else:
-            torch.cuda.set_rng_state(value)
+    keys = {f"random.{device}.rank{rank}" for device in (CPU, local_device())}
+    return {key: torch.zeros(entry.shape, dtype=torch.uint8) for key, entry in manifest.tensors.items() if key in keys}
 
 
 def to_be_loaded(model: nn.Module) -> set[str]:

@@ -20,6 +20,7 @@ from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError
 from meshwright.core.files import sync_folder
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process import agree
+from meshwright.distributed.recompute.random_streams import streams
 
 from .manifest import NAME, FileEntry, Manifest, TensorEntry, describe_file
 from .pieces import Writer, in_pieces
@@ -72,10 +73,7 @@ def save(
 def _random_state() -> dict[str, Tensor]:
     """Return this rank's random streams."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    found = {f"random.cpu.rank{rank}": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found[f"random.cuda.rank{rank}"] = torch.cuda.get_rng_state()
-    return found
+    return {f"random.{device}.rank{rank}": state for device, state in streams().items()}
 
 
 def _entries(tensors: dict[str, Tensor], *, differ: bool) -> dict[str, TensorEntry]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshwright.core.devices import check_device_type, local_device
 from meshwright.core.errors import ConfigError
 
 from .arguments import read_config, take_option
@@ -20,7 +21,7 @@ def run(argv: list[str]) -> int:
     _check(world, per_node, device)
     config = read_config(argv, prog="meshwright plan", description=f"{__doc__}\n\n{run.__doc__}")
     from meshwright.distributed.memory.dry_run import estimate_memory
-    from meshwright.introspection.cluster import Cluster, local_device
+    from meshwright.introspection.cluster import Cluster
     from meshwright.planning.explain import table
     from meshwright.training.build import batch_of, facts_of, plan_run
     from meshwright.training.launch import process_count
@@ -49,5 +50,5 @@ def _check(world: int | None, per_node: int | None, device: str | None) -> None:
     for name, value in (("--world", world), ("--per-node", per_node)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} = {value}: there is at least 1")
-    if device not in (None, "cpu", "cuda"):
-        raise ConfigError(f"--device = {device!r} is none of cpu, cuda")
+    if device is not None:
+        check_device_type(device, "--device")

@@ -29,6 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
+from .devices import CUDA
+
 __all__ = [
     "BatchNorm",
     "Dropout",
@@ -233,15 +235,16 @@ def graph_break_counts() -> dict[str, int]:
 
 def record_memory_history(max_entries: int | None) -> None:
     """Start recording the CUDA allocator's allocations, or stop with None; torch documents the private name."""
+    memory = torch.get_device_module(CUDA).memory
     if max_entries is None:
-        torch.cuda.memory._record_memory_history(enabled=None)
+        memory._record_memory_history(enabled=None)
     else:
-        torch.cuda.memory._record_memory_history(max_entries=max_entries)
+        memory._record_memory_history(max_entries=max_entries)
 
 
 def dump_memory_history(path: str) -> None:
     """Write the recording for https://pytorch.org/memory_viz; torch documents the private name."""
-    torch.cuda.memory._dump_snapshot(path)
+    torch.get_device_module(CUDA).memory._dump_snapshot(path)
 
 
 # --- kernels of attention that return logarithms

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.comparison.observe import TokensOfRank
 from meshwright.core.axes import Axis
+from meshwright.core.devices import current_device
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean
 from meshwright.introspection.facts import ModelFacts
@@ -98,7 +99,7 @@ class ParallelModel:
     @property
     def device(self) -> torch.device:
         """The device of the computation."""
-        return torch.device("cuda", torch.cuda.current_device()) if self.plan.device == "cuda" else torch.device("cpu")
+        return current_device(self.plan.device)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield (global name, parameter) of this rank, tied ones once; sharded parameters are DTensors.

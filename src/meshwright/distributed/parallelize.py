@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.core.axes import WORLD_AXES, Axis
+from meshwright.core.devices import check_device_type, current_device, is_accelerator
 from meshwright.core.errors import ConfigError
 from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import ModelFacts, model_facts
@@ -70,8 +71,8 @@ def parallelize(
             ``torch.manual_seed(seed)``. Beyond 2^30 elements they follow the same distributions, equal on every
             layout.
         microbatch_rows: rows per forward; a step's batch is cut into as many microbatches as that takes. 0: one.
-        draw_on: "cpu" or "cuda": where the initial weights of our own decoder, and of a model beyond 2^30 elements,
-            are drawn; by default where they will be. One seed gives other weights on a CPU than on a GPU.
+        draw_on: "cpu" or the type of an accelerator: where the initial weights of our own decoder, and of a model
+            beyond 2^30 elements, are drawn; by default where they will be. One seed gives other weights on each.
         weights: where the weights of a model on meta come from instead, such as ``pretrained(folder)``.
         hints: facts about a model that measurement cannot read (``meshwright.Hints``).
         audit: check the laid-out model against the plan, and replicas against each other; one pass over the parameters.
@@ -82,6 +83,8 @@ def parallelize(
     """
     if plan is not None and techniques is not None:
         raise ConfigError("parallelize takes a plan or techniques, not both: the plan says already what to apply")
+    if draw_on is not None:
+        check_device_type(draw_on, "draw_on")
     module = as_module(model, seed, hints)
     facts = model_facts(module)
     if weights is not None and not facts.on_meta:
@@ -157,7 +160,7 @@ def _bring_up(plan: Plan, config: DistributedConfig, seed: int) -> DeviceMesh | 
 def single_process_mesh(device_type: str, backend: str = DEFAULT_BACKEND) -> DeviceMesh:
     """Make a mesh of one rank, for techniques that act over a mesh of size 1 (mixed precision, offload)."""
     if not dist.is_initialized():
-        device_id = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else None
+        device_id = current_device(device_type) if is_accelerator(device_type) else None
         dist.init_process_group(
             choose_backend(backend)[0], store=dist.HashStore(), rank=0, world_size=1, device_id=device_id
         )

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.core.devices import CPU, DEFAULT_BACKEND, is_accelerator, local_device
 from meshwright.core.errors import ConfigError
 from meshwright.distributed.torch_private import forget_meshes
 from meshwright.planning.layout import Layout
@@ -26,8 +27,6 @@ from .process.world import STORE, get_world_info, ranks_per_node
 from .process.world import is_rank_zero as is_rank_zero
 
 log = logging.getLogger("meshwright")
-
-DEFAULT_BACKEND = "cpu:gloo,cuda:nccl"
 
 
 @dataclass(frozen=True)
@@ -70,9 +69,10 @@ def init_distributed(
         seed_streams(seed, None)
         return None
     device_id = None
-    if device_type == "cuda":
-        device_id = torch.device("cuda", local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device_id)
+    if is_accelerator(device_type):
+        module = torch.get_device_module(device_type)
+        device_id = torch.device(device_type, local_rank % module.device_count())
+        module.set_device(device_id)
     if not dist.is_initialized():
         _record_flight()
         dist.init_process_group(
@@ -132,23 +132,21 @@ def seed_streams(seed: int, device_mesh: DeviceMesh | None) -> None:
 def choose_backend(request: str) -> tuple[str, str]:
     """Choose this process's (backend string, device type).
 
-    Backends of the default list that this build or machine lacks are dropped and logged; named ones must exist.
+    The default list has the backend that torch knows for this machine's accelerator. Those that this build or machine
+    lacks are dropped and logged; named ones must exist.
 
     Raises:
         ConfigError: a named backend that this torch lacks on this machine, or a malformed list.
     """
+    here = local_device()
     pairs = dict(_device_and_name(part.strip()) for part in request.split(","))
-    available = {
-        "gloo": dist.is_gloo_available(),
-        "nccl": dist.is_nccl_available() and torch.cuda.is_available(),
-        "mpi": dist.is_mpi_available(),
-    }
-    missing = {
-        device: name for device, name in pairs.items() if not available.get(name, dist.is_backend_available(name))
-    }
+    if request == DEFAULT_BACKEND and here not in pairs:
+        pairs = {CPU: pairs[CPU], here: _default_backend(here)}
+    missing = {device: name for device, name in pairs.items() if not _is_available(name, here)}
     if missing and request != DEFAULT_BACKEND:
         device, name = next(iter(missing.items()))
-        have = ", ".join(sorted(name for name, there in available.items() if there))
+        known = {"mpi", *(dist.Backend.default_device_backend_map.get(device, "gloo") for device in (CPU, here))}
+        have = ", ".join(sorted(name for name in known if _is_available(name, here)))
         raise ConfigError(
             f"backend '{request}': '{name}' for {device} is not available in this torch on this machine. Available:"
             f" {have}."
@@ -158,7 +156,7 @@ def choose_backend(request: str) -> tuple[str, str]:
         log.info(
             "back ends that this machine lacks were dropped: %s", ", ".join(f"{d}:{n}" for d, n in missing.items())
         )
-    device_type = "cuda" if "cuda" in kept and torch.cuda.is_available() else "cpu"
+    device_type = here if here in kept else CPU
     if len(kept) == 1:  # torch warns about back ends "of type 0" when a list of one is given
         return next(iter(kept.values())), device_type
     return ",".join(f"{device}:{name}" for device, name in kept.items()), device_type
@@ -166,7 +164,30 @@ def choose_backend(request: str) -> tuple[str, str]:
 
 def _device_and_name(part: str) -> tuple[str, str]:
     device, colon, name = part.partition(":")
-    return (device, name) if colon else ("cuda" if part == "nccl" else "cpu", part)
+    if colon:
+        return device, name
+    devices = _devices_of(part)
+    return (CPU if CPU in devices else devices[0]), part
+
+
+def _default_backend(device_type: str) -> str:
+    try:
+        return dist.get_default_backend_for_device(device_type)
+    except ValueError as error:
+        raise ConfigError(
+            f"torch knows no backend for {device_type}, the accelerator of this machine. Import the package that"
+            f" registers one, name it (process.backend = 'cpu:gloo,{device_type}:…'), or compute on the CPU with"
+            f" process.backend = 'gloo'."
+        ) from error
+
+
+def _is_available(name: str, here: str) -> bool:
+    """Return whether this torch has a backend, and this machine a device for it."""
+    return dist.is_backend_available(name) and not {CPU, here}.isdisjoint(_devices_of(name))
+
+
+def _devices_of(name: str) -> list[str]:
+    return dist.Backend.backend_capability.get(name, [CPU])
 
 
 def _rendezvous(rank: int, world: int, timeout_sec: float) -> dist.Store:

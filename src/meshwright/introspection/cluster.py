@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshwright.core.devices import CPU
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -12,16 +14,9 @@ class Cluster:
     Attributes:
         world: number of ranks.
         ranks_per_node: ranks that share a host (0: unknown, all on one).
-        device: "cuda" or "cpu".
+        device: type of the devices that compute.
     """
 
     world: int = 1
     ranks_per_node: int = 0
-    device: str = "cpu"
-
-
-def local_device() -> str:
-    """Return "cuda" where torch sees a GPU, else "cpu"."""
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    device: str = CPU

@@ -7,9 +7,10 @@ from typing import Any
 
 from meshwright.core.axes import WORLD_AXES, Axis
 from meshwright.core.config import from_dict
+from meshwright.core.devices import is_accelerator, local_device
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import matching, pattern
-from meshwright.introspection.cluster import Cluster, local_device
+from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import (
     ModelFacts,
     ParameterFact,
@@ -248,7 +249,7 @@ def _data_plan(
         reduction,  # type: ignore[arg-type]
         requested.sync_grad_accum,  # type: ignore[arg-type]  ("auto" is resolved)
         requested.cpu_offload is True,
-        pin_memory=device == "cuda",
+        pin_memory=is_accelerator(device),
         gathers_per_step=technique == "fully_shard" and gathers_per_step(requested, layout),
         idle=_idle(facts) if shares_of(layout).batch_ranks > 1 and layout.pp == 1 else (),
         replicates_tokens=technique == "fully_shard" and layout.cp > 1 and requested.zero_stage == 0,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, get_args, get_type_hints
 
 from meshwright.core.axes import Axis
+from meshwright.core.devices import is_accelerator
 from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError, nearest
 from meshwright.core.names import matching
@@ -261,7 +262,7 @@ def resolve_precision(techniques: Techniques, model_dtype: str, device: str) -> 
     compute = (
         canonical_dtype(request.compute, where="techniques.precision.compute")
         if request.compute != "auto"
-        else ("bfloat16" if device == "cuda" and master == "float32" else master)
+        else ("bfloat16" if is_accelerator(device) and master == "float32" else master)
     )
     reduce = (
         canonical_dtype(request.reduce, where="techniques.precision.reduce")

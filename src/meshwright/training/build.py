@@ -12,6 +12,7 @@ from torch import nn
 
 from meshwright.checkpoint.huggingface import Pretrained
 from meshwright.comparison.trace import TraceFile
+from meshwright.core.devices import CPU, is_accelerator
 from meshwright.core.errors import UnsupportedError
 from meshwright.data import Tokenizer
 from meshwright.distributed.float8.float8 import refuse_absent
@@ -229,4 +230,5 @@ def _distributed_config(config: Config) -> DistributedConfig:
 
 
 def device_name(model: ParallelModel) -> str:
-    return torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "cpu"
+    device = model.device
+    return torch.get_device_module(device).get_device_name(device) if is_accelerator(device) else CPU

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.core.config import from_dict, load_toml
+from meshwright.core.devices import DEFAULT_BACKEND
 from meshwright.data.options import CurriculumStage, MixturePart, SourceOptions
 from meshwright.models.decoder_config import MoEConfig, RopeScaling
 from meshwright.planning.layout import Layout
@@ -183,7 +184,7 @@ class ProcessConfig:
 
     count: int = 0
     """Processes to start here; 0: one per GPU, or 4 on a host without."""
-    backend: str = "cpu:gloo,cuda:nccl"
+    backend: str = DEFAULT_BACKEND
     """Back ends of torch.distributed per device type; one that this build of torch lacks is dropped and said."""
     startup_timeout_sec: int = 300
     """Seconds for all processes to meet."""

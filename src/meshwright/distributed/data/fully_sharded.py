@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 
 from meshwright.core.axes import Axis
+from meshwright.core.devices import CPU, current_device, is_accelerator
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError
 from meshwright.core.names import clean, is_within
@@ -61,7 +63,7 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
             # gloo has no pre-multiplied sum, and torch wants both settings on every module, not on the root alone
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
-    if plan.device == "cuda":
+    if is_accelerator(plan.device):
         _prefetch(model)
     return model
 
@@ -280,28 +282,38 @@ def _offload(plan: Plan) -> OffloadPolicy:
 
 
 def _prefetch(model: nn.Module) -> None:
-    """Gather the next unit while this one computes, in forward and backward order."""
+    """Gather the next units while one computes, in forward and in backward."""
     units = {name: module for name, module in model.named_modules() if name and isinstance(module, FSDPModule)}
-    forward, backward = gathering_orders(list(units))
-    for this, following in zip(forward, forward[1:], strict=False):
-        units[this].set_modules_to_forward_prefetch([units[following]])
-    for this, following in zip(backward, backward[1:], strict=False):
-        units[this].set_modules_to_backward_prefetch([units[following]])
+    forward, backward = prefetched(list(units))
+    for name, module in units.items():
+        module.set_modules_to_forward_prefetch([units[other] for other in forward[name]])
+        module.set_modules_to_backward_prefetch([units[other] for other in backward[name]])
 
 
-def gathering_orders(units: list[str]) -> tuple[list[str], list[str]]:
-    """Order units for forward and backward, both from module order; a unit inside another always comes after it."""
+def prefetched(units: list[str]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Return the units to gather while each one computes in forward and in backward, from all in module order.
+
+    A unit inside another always comes after it. In forward the outermost one gathers the next block, not the last one
+    inside: the forward of that runs again where activations are recomputed, when the next block has had its backward.
+    """
     together: list[list[str]] = []
     for name in units:
         if together and is_within(name, together[-1][0]):
             together[-1].append(name)
         else:
             together.append([name])
-    return units, [name for names in reversed(together) for name in names]
+    forward: dict[str, list[str]] = {name: [] for name in units}
+    backward: dict[str, list[str]] = {name: [] for name in units}
+    for names in together:
+        for this, following in pairwise(names):
+            forward[this].append(following)
+    for this, following in pairwise(together):
+        forward[this[0]].append(following[0])
+    for this, following in pairwise(name for names in reversed(together) for name in names):
+        backward[this].append(following)
+    return forward, backward
 
 
 def device_of(plan: Plan) -> torch.device:
     """Return the device on which parameters rest under this plan."""
-    if plan.data.cpu_offload or plan.device == "cpu":
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    return current_device(CPU if plan.data.cpu_offload else plan.device)

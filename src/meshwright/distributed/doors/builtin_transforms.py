@@ -211,7 +211,7 @@ class FullyShardTransform(PlannedTransform):
         own = callable(getattr(facts.module, "fully_shard", None))
         if own:
             log.info("fully_shard: %s has a fully_shard of its own, which says what is sharded together", facts.kind)
-        return replace(plan, data=replace(plan.data, pin_memory=pinned and plan.device == "cuda", own_units=own))
+        return replace(plan, data=replace(plan.data, pin_memory=pinned and plan.data.pin_memory, own_units=own))
 
     def device_mesh(self) -> DeviceMesh | None:
         given = super().device_mesh()

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from meshwright.core.axes import Axis
+from meshwright.core.devices import local_device
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.distributed import order
 from meshwright.distributed.mesh import (
@@ -28,7 +29,6 @@ from meshwright.distributed.parallelize import single_process_mesh
 from meshwright.distributed.process import agree
 from meshwright.distributed.recompute.modes import ActivationCheckpointing, checkpointing_mode
 from meshwright.distributed.tensor.rehearsal import prove
-from meshwright.introspection.cluster import local_device
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.source import as_module
 from meshwright.models.moe import Router

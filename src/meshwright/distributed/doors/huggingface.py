@@ -139,12 +139,10 @@ def to_cpu(v: Any) -> Any:
     """Copy a tensor to the CPU, a DTensor whole (all ranks of its mesh call this); return other values as they are.
 
     Raises:
-        ConfigError (a ValueError): a DTensor that is neither on the CPU nor on CUDA.
+        ConfigError (a ValueError): a DTensor on meta, which has no values.
     """
     if isinstance(v, DTensor):
-        if v.device.type not in ("cpu", "cuda"):
-            raise ConfigError(
-                f"to_cpu: the DTensor is on {v.device.type}; legal are cpu and cuda. Materialise it first"
-            )
+        if v.is_meta:
+            raise ConfigError("to_cpu: the DTensor is on meta, where it has no values. Materialise it first")
         return whole_everywhere(v).cpu()
     return v.cpu() if isinstance(v, Tensor) else v

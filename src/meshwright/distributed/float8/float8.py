@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.core.devices import CUDA
 from meshwright.core.errors import ConfigError, MissingExtraError, UnsupportedError
 from meshwright.core.record import remember
 from meshwright.planning.float8.plan import Float8Plan
@@ -51,11 +52,12 @@ def refuse_absent(plan: Plan) -> None:
     if plan.float8 is None:
         return
     _torchao(plan.float8)
-    if plan.device == "cuda" and (found := torch.cuda.get_device_capability()) < CAPABILITY:
+    module = torch.get_device_module(CUDA)
+    if plan.device == CUDA and (found := module.get_device_capability()) < CAPABILITY:
         raise UnsupportedError(
             f"techniques.float8 = {plan.float8.recipe} needs a GPU of compute capability"
             f" {'.'.join(map(str, CAPABILITY))} or newer, and"
-            f" {torch.cuda.get_device_name()} has {'.'.join(map(str, found))}. Set techniques.float8 = none."
+            f" {module.get_device_name()} has {'.'.join(map(str, found))}. Set techniques.float8 = none."
         )
 
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright.core.axes import Axis
+from meshwright.core.devices import current_device, local_device
 from meshwright.core.errors import ConfigError
 from meshwright.core.torch_private import foreach_multiply_, foreach_norm
 from meshwright.distributed.doors.stage_module import PipelineStageModule
@@ -110,9 +111,9 @@ def _norm_of_stage(parts: list[GradientPart]) -> Tensor:
 
 
 def _summed(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-reduce a scalar, on the GPU if the group has no CPU backend (offloaded gradients live on the CPU)."""
+    """All-reduce a scalar, on the accelerator if the group has no CPU backend (offloaded gradients live on the CPU)."""
     if value.device.type == "cpu" and not knows_cpu(group):
-        moved = value.cuda()
+        moved = value.to(current_device(local_device()))
         dist.all_reduce(moved, group=group)
         return moved.cpu()
     dist.all_reduce(value, group=group)

@@ -1,7 +1,7 @@
 """Store optimizer state in host memory (ZeRO-Offload, arXiv 2101.06840), but compute the step on the device.
 
-The state comes to the device by portions, so the arithmetic is the same as for state that stays there. On CUDA, host
-memory is pinned, and copies run on the computing stream. On the CPU the same is done by plain copies.
+The state comes to the device by portions, so the arithmetic is the same as for state that stays there. On an
+accelerator, host memory is pinned, and copies run on the computing stream. On the CPU the same is done by plain copies.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.core.devices import finish_stream, is_accelerator
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.torch_private import optimizer_has_step_hooks
 from meshwright.distributed.weights.shards import in_memory, memory_of
@@ -43,8 +44,7 @@ def step(optimizer: torch.optim.Optimizer, device: torch.device, room: int = ROO
             _step_group(optimizer, group, device, room)
     finally:
         optimizer.param_groups = groups
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()  # from now on host memory may be read
+    finish_stream(device)  # from now on host memory may be read
 
 
 def _check(optimizer: torch.optim.Optimizer) -> None:
@@ -125,8 +125,8 @@ def _copied(plain: Tensor, device: torch.device) -> Tensor:
 
 
 def at_rest(state: Tensor, device: torch.device) -> Tensor:
-    """Copy state to host memory, pinned where it will travel to a GPU."""
-    return in_memory(state, [_to_host(plain, pinned=device.type == "cuda") for plain in memory_of(state)])
+    """Copy state to host memory, pinned where it will travel to an accelerator."""
+    return in_memory(state, [_to_host(plain, pinned=is_accelerator(device)) for plain in memory_of(state)])
 
 
 def _to_host(plain: Tensor, *, pinned: bool) -> Tensor:

@@ -109,7 +109,7 @@ def _tag(message: Message) -> int:
 def broadcast_object(tensor: Tensor | None, source: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
     """Broadcast a tensor of the rank ``source`` to all ranks of a group."""
     box = [None if tensor is None else (tuple(tensor.shape), tensor.dtype)]
-    dist.broadcast_object_list(box, group_src=source, group=group, device=device if device.type == "cuda" else None)
+    dist.broadcast_object_list(box, group_src=source, group=group, device=device)
     assert box[0] is not None
     shape, dtype = box[0]
     tensor = torch.empty(shape, dtype=dtype, device=device) if tensor is None else tensor.detach().contiguous()

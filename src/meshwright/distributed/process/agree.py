@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from meshwright.core.devices import current_device, local_device
 from meshwright.core.errors import MeshwrightError
 from meshwright.distributed.torch_private import set_group_timeout
 
@@ -17,10 +18,10 @@ Result = TypeVar("Result")
 
 
 def word_device() -> torch.device:
-    """Return the device of small agreed values: the CPU where it has a backend (no device sync), else the GPU."""
+    """Return the device of small agreed values: the CPU where it has a backend (no sync), else the accelerator."""
     if "cpu" in str(dist.get_backend_config()) or dist.get_backend() == "gloo":
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    return current_device(local_device())
 
 
 def alone() -> bool:

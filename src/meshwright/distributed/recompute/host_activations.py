@@ -1,7 +1,8 @@
 """Store activations in host memory (as in arXiv 2104.07857), and fetch them one block ahead of their use.
 
-On CUDA the copies run on a stream of their own, from and to pinned memory: a block's activations leave while the next
-block computes, and the previous block's are fetched while this block's backward runs. On the CPU they are plain copies.
+On an accelerator the copies run on a stream of their own, from and to pinned memory: a block's activations leave while
+the next block computes, and the previous block's are fetched while this block's backward runs. On the CPU they are
+plain copies.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from meshwright.core.devices import is_accelerator
 from meshwright.core.record import wrap
 from meshwright.core.torch_private import FakeTensor, address_of, version_of
 from meshwright.distributed.memory.live import addresses, storage_of, tensors_in
@@ -33,14 +35,14 @@ Key = tuple[Any, ...]
 
 
 class Copies:
-    """Copies tensors to host memory and back: on CUDA concurrently with the computation, else at once."""
+    """Copies tensors to host memory and back: on an accelerator concurrently with the computation, else at once."""
 
     def __init__(self) -> None:
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: torch.Stream | None = None
 
     def leave(self, tensor: Tensor) -> Tensor:
         """Return a copy in host memory, complete after ``mark``'s event."""
-        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        host = torch.empty_like(tensor, device="cpu", pin_memory=is_accelerator(tensor.device))
         with self._beside(tensor):
             host.copy_(tensor, non_blocking=True)
         return host
@@ -54,27 +56,22 @@ class Copies:
             back.record_stream(self._stream)  # the tensor may be dropped before the copy ends
         return back
 
-    def mark(self) -> torch.cuda.Event | None:
+    def mark(self) -> torch.Event | None:
         """Record an event after all copies begun so far."""
-        if self._stream is None:
-            return None
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        return event
+        return None if self._stream is None else self._stream.record_event()
 
-    @staticmethod
-    def wait(event: torch.cuda.Event | None) -> None:
+    def wait(self, event: torch.Event | None) -> None:
         """Make later computation wait for ``event``: it may then read the copies, and overwrite their sources."""
-        if event is not None:
-            torch.cuda.current_stream().wait_event(event)
+        if self._stream is not None and event is not None:
+            torch.get_device_module(self._stream.device).current_stream().wait_event(event)
 
     def _beside(self, tensor: Tensor) -> AbstractContextManager[Any]:
-        if not tensor.is_cuda:
+        if not is_accelerator(tensor.device):
             return nullcontext()
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(tensor.device)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self._stream)
+        module = torch.get_device_module(tensor.device)
+        stream = self._stream = self._stream or module.Stream(tensor.device)
+        stream.wait_stream(module.current_stream())
+        return module.stream(stream)
 
 
 @dataclass
@@ -101,8 +98,8 @@ class BlockForward:
     before: BlockForward | None
     copies: Copies
     slots: dict[Key, Slot] = field(default_factory=dict)
-    left: torch.cuda.Event | None = None
-    came: torch.cuda.Event | None = None
+    left: torch.Event | None = None
+    came: torch.Event | None = None
     is_here: bool = True
 
     def keep(self, tensor: Tensor) -> Key:
@@ -122,7 +119,7 @@ class BlockForward:
 
     def release(self) -> None:
         """Drop the tensors on the device, after the copies ended: the next block's forward has ended too."""
-        Copies.wait(self.left)
+        self.copies.wait(self.left)
         for slot in self.slots.values():
             slot.here = None
         self.is_here = False
@@ -142,7 +139,7 @@ class BlockForward:
     def take(self, key: Key) -> Tensor:
         """Return a tensor for the block's backward, and begin to fetch those of the previous block."""
         self.fetch()
-        Copies.wait(self.came)
+        self.copies.wait(self.came)
         if self.before is not None:
             self.before.fetch()
             self.before = None
@@ -150,7 +147,7 @@ class BlockForward:
         assert slot.here is not None
         if version_of(slot.here) != slot.version:  # code has written into the tensor since
             self._bring(slot)
-            Copies.wait(self.copies.mark())
+            self.copies.wait(self.copies.mark())
         return slot.here
 
 

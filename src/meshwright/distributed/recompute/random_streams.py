@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import torch
 
+from meshwright.core.devices import CPU, device_in_use, is_accelerator
+
 
 def streams() -> dict[str, torch.Tensor]:
-    """Return the states of the CPU's stream and, once CUDA is initialized, of this GPU's."""
-    found = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found["cuda"] = torch.cuda.get_rng_state()
+    """Return the states of the CPU's stream and, once this process has used its accelerator, of that one's."""
+    found = {CPU: torch.get_rng_state()}
+    if is_accelerator(device := device_in_use()):
+        found[device] = torch.get_device_module(device).get_rng_state()
     return found
 
 
 def restore_streams(states: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(states["cpu"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])
+    for device, state in states.items():
+        (torch.get_device_module(device) if is_accelerator(device) else torch).set_rng_state(state)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.core.devices import CUDA, local_device
 from meshwright.core.errors import UnsupportedError
 from meshwright.distributed.torch_private import map_memory
 
@@ -41,7 +42,7 @@ def symmetric_memory(group: dist.ProcessGroup) -> Operators:
         UnsupportedError: the ranks cannot map each other's memory.
     """
     way = "Set techniques.async_tensor_parallel = false: the numbers are the same."
-    if not torch.cuda.is_available():
+    if local_device() != CUDA:
         raise UnsupportedError(f"techniques.async_tensor_parallel needs CUDA, which is not available. {way}")
     try:
         map_memory(group)

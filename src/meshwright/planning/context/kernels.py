@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from meshwright.core.devices import CPU, CUDA
 from meshwright.introspection.mixing.values import Arithmetic, Caller, Sizes
 
 
@@ -17,7 +18,7 @@ class Need:
     """The demands of one attention on a kernel.
 
     Attributes:
-        device: "cpu", "cuda" …
+        device: its type.
         dtype: of queries, keys and values, by torch's name ("bfloat16").
         key_features, value_features: of one head.
         has_cap: scores have a soft cap.
@@ -82,11 +83,11 @@ class Kernel:
 
 
 BLOCKS = Kernel("blocks", plain_scores=False)
-CPU_FLASH = Kernel("cpu flash", "cpu", same_features=True)
+CPU_FLASH = Kernel(f"{CPU} flash", CPU, same_features=True)
 CUDA_FLASH = Kernel(
-    "cuda flash", "cuda", ("bfloat16", "float16"), widens=False, multiple=8, largest=256, same_features=True
+    f"{CUDA} flash", CUDA, ("bfloat16", "float16"), widens=False, multiple=8, largest=256, same_features=True
 )
-CUDA_EFFICIENT = Kernel("cuda efficient", "cuda", ("bfloat16", "float16", "float32"), widens=False, multiple=8)
+CUDA_EFFICIENT = Kernel(f"{CUDA} efficient", CUDA, ("bfloat16", "float16", "float32"), widens=False, multiple=8)
 KERNELS = (CPU_FLASH, CUDA_FLASH, CUDA_EFFICIENT, BLOCKS)
 """In order of preference; the last one takes every attention."""
 

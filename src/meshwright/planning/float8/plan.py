@@ -9,6 +9,7 @@ from typing import Literal
 
 from torch import nn
 
+from meshwright.core.devices import CUDA
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean, is_within, matching, owner, pattern
 from meshwright.introspection.facts import ModelFacts
@@ -96,7 +97,7 @@ def make_float8_plan(
     stacks = dict.fromkeys(pattern(path) for path in find_stacks(facts.module))
     experts = (f"the experts of {path} stay in high precision: they are no linear layers" for path in stacks)
     notes = (*_left_out(reasons), *experts, "the head, embeddings and norms stay in high precision")
-    return Float8Plan(requested.float8, chosen, device != "cuda", requested.float8_all_gather), tuple(
+    return Float8Plan(requested.float8, chosen, device != CUDA, requested.float8_all_gather), tuple(
         f"float8: {text}" for text in notes
     )
 

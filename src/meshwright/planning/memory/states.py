@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
+from meshwright.core.devices import is_accelerator
 from meshwright.core.dtypes import dtype_bytes
 from meshwright.core.errors import ConfigError
 from meshwright.core.names import is_within
@@ -234,8 +235,8 @@ def _side_by_side(plan: Plan, room: _Room, last: int) -> Iterator[int]:
         if this.frees:
             at_end = following is room.blocks[-1]
             beside = last if at_end else following.gathered if following.frees else 0
-            # torch prefetches in backward; in forward this library does, on CUDA
-            together = this.gathers_in_backward or plan.device == "cuda"
+            # torch prefetches in backward; in forward this library does, on accelerators
+            together = this.gathers_in_backward or is_accelerator(plan.device)
             yield this.gathered + beside if together else max(this.gathered, beside)
 
 

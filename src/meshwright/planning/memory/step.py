@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from meshwright.core.devices import is_accelerator
 from meshwright.planning.pipeline.schedules.action import Action, PipelineSchedule, Work
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def not_estimated(plan: Plan) -> str:
         return "products that overlap with messages (techniques.async_tensor_parallel) are computed in pieces"
     if plan.pipeline is not None and plan.pipeline.splits_backward:
         return f"the schedule {plan.pipeline.schedule} defers the gradients of weights"
-    if plan.activation_checkpointing == "offload" and plan.device == "cuda":
+    if plan.activation_checkpointing == "offload" and is_accelerator(plan.device):
         return "activations wait in host memory (techniques.activation_checkpointing = offload)"
     return ""
 

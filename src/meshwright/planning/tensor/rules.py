@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshwright.core.devices import CUDA
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import pattern
 from meshwright.introspection.facts import ModelFacts
@@ -90,7 +91,7 @@ def async_tensor_fits(case: Case) -> Found:
         yield ConfigError(
             f"{request} needs cut sequences. Set techniques.sequence_parallel = true, or async_tensor_parallel = false."
         )
-    if case.device != "cuda":
+    if case.device != CUDA:
         yield UnsupportedError(
             f"{request} needs CUDA with symmetric memory (GPUs joined by NVLink), and this plan is for {case.device}."
             f" Set techniques.async_tensor_parallel = false: the numbers are the same."

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from meshwright.core.torch_frames import CALLING, FSDP_FILE, MODULE_NAME
+from .torch_frames import CALLING, FSDP_FILE, MODULE_NAME
 
 FOLDER = "heartbeats"
 INTERVAL_SEC = 1.0

@@ -10,6 +10,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from meshwright.core.devices import device_in_use, is_accelerator
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.files import replace_text
 from meshwright.distributed.process.workers import is_broken_collective, meeting_place
@@ -63,8 +64,8 @@ class Peers:
             return
         self._seen = here
         self.stall = self._diagnosis()
-        if self.stall and "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
-            # NCCL's watchdog may end the process without an exception
+        if self.stall and is_accelerator(device_in_use()):
+            # a watchdog like NCCL's may end the process without an exception
             print(f"meshwright: {self.stall}", file=sys.stderr, flush=True)
 
     def _diagnosis(self) -> str:

@@ -70,7 +70,7 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     None if no figure is known, as for every CPU and every MIG slice.
 
     Args:
-        device_name: as ``torch.cuda.get_device_name()`` gives it, such as ``"NVIDIA H100 80GB HBM3"``.
+        device_name: as torch gives it, such as ``"NVIDIA H100 80GB HBM3"``.
         dtype: dtype of the matrix products: ``"bfloat16"`` or ``"float16"``. Others have no figure here: float32
             depends on whether TF32 is on, and float8 runs are reported against the bfloat16 peak.
     """

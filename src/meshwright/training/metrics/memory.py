@@ -1,4 +1,4 @@
-"""Read this process's memory: the allocator's on a GPU, resident memory on a CPU."""
+"""Read this process's memory: the allocator's on an accelerator, resident memory on a CPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from meshwright.core.devices import is_accelerator
 
 if TYPE_CHECKING:
     import psutil
@@ -20,7 +22,7 @@ class MemoryReading:
     current: int
     """Bytes held now."""
     peak: int
-    """Bytes at the highest point: on a GPU since the last reset, on a CPU since the process began."""
+    """Bytes at the highest point: on an accelerator since the last reset, on a CPU since the process began."""
     label: str
     """Name of the quantity in ``peak``, short enough for a progress line."""
 
@@ -28,14 +30,16 @@ class MemoryReading:
 def read_memory(device: torch.device) -> MemoryReading:
     """Read the memory that this process holds for ``device``.
 
-    On CUDA (and ROCm): bytes that torch's allocator gave to tensors, without its cache, the context and NCCL's buffers.
+    On an accelerator: bytes that torch's allocator gave to tensors, without its cache, the driver's context, and the
+    buffers of messages.
     Elsewhere: the resident set of the whole process, which is weights, but also the interpreter and its libraries,
     shared ones included. If the system records no peak (Linux does), the label says that the current value is shown.
     """
-    if device.type == "cuda":
+    if is_accelerator(device):
         import torch
 
-        return MemoryReading(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device), "GPU peak")
+        module = torch.get_device_module(device)
+        return MemoryReading(module.memory_allocated(device), module.max_memory_allocated(device), "device peak")
     current = _process().memory_info().rss
     peak = _resident_peak()
     if peak is None:
@@ -44,14 +48,14 @@ def read_memory(device: torch.device) -> MemoryReading:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Start a new peak on a GPU, so that it covers the steps and not the start.
+    """Start a new peak on an accelerator, so that it covers the steps and not the start.
 
     A process's resident peak cannot be reset.
     """
-    if device.type == "cuda":
+    if is_accelerator(device):
         import torch
 
-        torch.cuda.reset_peak_memory_stats(device)
+        torch.get_device_module(device).reset_peak_memory_stats(device)
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from meshwright.core.devices import is_accelerator
 from meshwright.core.units import bytes_text
 from meshwright.planning.memory.states import plan_memory
 from meshwright.planning.memory.step import MemoryUse
@@ -119,7 +120,7 @@ def _savings(held: Mapping[MemoryUse, int], plan: Plan, shares: MemoryShares) ->
         whole = held[MemoryUse.GRADIENTS]
         switch = "techniques.zero_stage = 2" if data.gathers_per_step else "techniques.sync_grad_accum = true"
         yield whole - whole // plan.size("dp_shard"), switch
-    if plan.device == "cuda" and not data.cpu_offload:
+    if is_accelerator(plan.device) and not data.cpu_offload:
         m = plan_memory(plan, microbatches=shares.microbatches)
         if not plan.optimizer.in_host_memory:
             yield m.parameters + m.optimizer + m.gradients, "techniques.cpu_offload = true"

@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
+from meshwright.core.devices import is_accelerator
 from meshwright.core.names import clean
 from meshwright.core.torch_private import compiled_call
 from meshwright.distributed.process.flight import issued
@@ -39,10 +40,9 @@ class Profile:
         self._since = 0
 
     def start(self) -> None:
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if self._device.type == "cuda":
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        else:
+        activities = torch.profiler.supported_activities()
+        if not is_accelerator(self._device):
+            activities = [torch.profiler.ProfilerActivity.CPU]
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise it logs start and end to stderr
         self._since = time.time_ns()
         for part in self._parts:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from meshwright.core.devices import CUDA
 from meshwright.core.errors import UnsupportedError
 
 from .windows import read_window
@@ -104,7 +105,7 @@ def check_recordings(logging: Any, device: str) -> None:
     Raises:
         UnsupportedError: a memory snapshot on a CPU.
     """
-    if logging.memory_snapshot and device != "cuda":
+    if logging.memory_snapshot and device != CUDA:
         raise UnsupportedError(
             f"logging.memory_snapshot = {logging.memory_snapshot!r}: torch keeps a history of CUDA memory only, and"
             f" this run is on {device}. Leave it empty; memory_bytes in the metrics is the memory of each step."

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import meshwright.checkpoint as checkpoint
+from meshwright.core.devices import local_device
 from meshwright.distributed.parallelize import parallelize
-from meshwright.introspection.cluster import Cluster, local_device
+from meshwright.introspection.cluster import Cluster
 from meshwright.planning.build import plan as make_plan
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import Precision, Techniques

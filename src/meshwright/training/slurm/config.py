@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, fields
 
+from meshwright.core.devices import CPU, CUDA
 from meshwright.core.errors import ConfigError
 from meshwright.training.config import Config
 from meshwright.training.ranges import Range, check_ranges
@@ -68,7 +69,7 @@ class SlurmConfig:
     @property
     def device(self) -> str:
         asks = ("gpus", "gres=gpu")
-        return "cuda" if self.gpus_per_node or any(flag.startswith(asks) for flag in self.extra) else "cpu"
+        return CUDA if self.gpus_per_node or any(flag.startswith(asks) for flag in self.extra) else CPU
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.core.axes import Axis
+from meshwright.core.devices import CUDA, local_device
 from meshwright.core.errors import UnsupportedError
 from meshwright.distributed.mesh import axis_sizes
 from meshwright.distributed.torch_private import flattened
 
 from .options import ZeroOptions
 
-HAVE_NVFSDP = importlib.util.find_spec("megatron_fsdp") is not None and torch.cuda.is_available()
+HAVE_NVFSDP = importlib.util.find_spec("megatron_fsdp") is not None and local_device() == CUDA
 """Whether megatron-fsdp (once nvFSDP) can be used: it is installed, and there is a CUDA device."""
 
 SPELLINGS = {

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from meshwright.core.axes import Axis
+from meshwright.core.devices import CUDA, finish_stream, is_accelerator
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean
 from meshwright.distributed.data.fully_sharded import sharded_modules
@@ -115,7 +116,7 @@ def nvfsdp_strategy_parallelize(
     _check_meta(facts, options)
     requested = Techniques(tensor_plan=requested_of(tp_shard_plan, model))
     swap = OptimizerSwap(model, optimizer) if optimizer is not None else None
-    if megatron.HAVE_NVFSDP and device_mesh.device_type == "cuda":
+    if megatron.HAVE_NVFSDP and device_mesh.device_type == CUDA:
         if (ranks := context_ranks(device_mesh)) > 1:
             raise UnsupportedError(
                 f"the mesh has cp = {ranks}, and megatron-fsdp shards over one axis, dp_shard, alone. Use"
@@ -232,7 +233,7 @@ def _check(plan: Plan, options: ZeroOptions) -> None:
             f"calculate_per_token_loss = True does not go with experts that are shared out (ep = {plan.experts.ranks}):"
             f" their gradients are averaged where tokens come back. Use parallelize(), which sums."
         )
-    if not options.overlap_grad_reduce and plan.device == "cuda" and plan.size(Axis.DP_REPLICATE) > 1:
+    if not options.overlap_grad_reduce and is_accelerator(plan.device) and plan.size(Axis.DP_REPLICATE) > 1:
         raise UnsupportedError(
             "overlap_grad_reduce = False waits for reductions over dp_shard, and torch offers no way to wait for those"
             f" over dp_replicate = {plan.size(Axis.DP_REPLICATE)}. Set it to True, or dp_replicate = 1."
@@ -266,5 +267,4 @@ class _Waiting:
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         dist.reduce_scatter_tensor(output_tensor, input_tensor, group=group, op=op)
-        if output_tensor.is_cuda:
-            torch.cuda.current_stream().synchronize()
+        finish_stream(output_tensor.device)

@@ -1,0 +1,69 @@
+"""Name the types of devices, and find the accelerator that this process can compute on; torch is imported on use.
+
+A type is a word of torch's: "cpu", "cuda" (also for ROCm), "xpu", or the name of a backend that plugs into torch. What
+any accelerator can do is asked of ``torch.get_device_module(device)``; this file alone calls one of them by its name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+CPU, CUDA = "cpu", "cuda"
+DEFAULT_BACKEND = f"{CPU}:gloo,{CUDA}:nccl"
+"""torch's list of device:backend where the user names none; on another accelerator, its own stands for NCCL."""
+WITHOUT_MESSAGES = ("mps",)
+"""Accelerators between which torch sends no messages; their machines compute on the CPU."""
+
+
+def local_device() -> str:
+    """Return the type of the accelerator that torch can use here, "cpu" where there is none."""
+    import torch
+
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return CPU if found is None or found.type in WITHOUT_MESSAGES else found.type
+
+
+def device_in_use() -> str:
+    """Return the type of the accelerator once this process has used it, else "cpu"."""
+    import torch
+
+    here = local_device()
+    return here if is_accelerator(here) and torch.get_device_module(here).is_initialized() else CPU
+
+
+def is_accelerator(device: str | torch.device) -> bool:
+    """Return whether a device computes beside the host, with memory and streams of its own."""
+    return str(device).partition(":")[0] not in (CPU, "meta")
+
+
+def current_device(device_type: str) -> torch.device:
+    """Return the device of a type that this process computes on."""
+    import torch
+
+    if not is_accelerator(device_type):
+        return torch.device(device_type)
+    return torch.device(device_type, torch.get_device_module(device_type).current_device())
+
+
+def finish_stream(device: torch.device) -> None:
+    """Wait until an accelerator has done the work of its current stream; the CPU has done it at once."""
+    import torch
+
+    if is_accelerator(device):
+        torch.get_device_module(device).current_stream(device).synchronize()
+
+
+def check_device_type(device_type: str, where: str) -> None:
+    """Refuse a type for which nobody can plan here.
+
+    Raises:
+        ConfigError: it is neither the CPU, nor CUDA, nor this machine's accelerator.
+    """
+    known = dict.fromkeys((CPU, CUDA, local_device()))
+    if device_type not in known:
+        raise ConfigError(f"{where} = {device_type!r} is none of {', '.join(known)}")
