@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.core.axes import WORLD_AXES, Axis
-from meshwright.core.devices import check_device_type, current_device, is_accelerator
+from meshwright.core.devices import DEFAULT_BACKEND, check_device_type
 from meshwright.core.errors import ConfigError
 from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import ModelFacts, model_facts
@@ -34,7 +34,7 @@ from .parallel_model import LossFunction, ParallelModel
 from .pipeline.rehearsal import prove as prove_stages
 from .process import agree
 from .process.world import get_world_info, ranks_per_node
-from .setup import DEFAULT_BACKEND, DistributedConfig, choose_backend, init_distributed
+from .setup import DistributedConfig, bound_device, choose_backend, init_distributed
 from .step import own_loss
 from .tensor.rehearsal import prove
 from .weights.weights import Weights
@@ -160,10 +160,9 @@ def _bring_up(plan: Plan, config: DistributedConfig, seed: int) -> DeviceMesh | 
 def single_process_mesh(device_type: str, backend: str = DEFAULT_BACKEND) -> DeviceMesh:
     """Make a mesh of one rank, for techniques that act over a mesh of size 1 (mixed precision, offload)."""
     if not dist.is_initialized():
-        device_id = current_device(device_type) if is_accelerator(device_type) else None
-        dist.init_process_group(
-            choose_backend(backend)[0], store=dist.HashStore(), rank=0, world_size=1, device_id=device_id
-        )
+        chosen, _ = choose_backend(backend)
+        device_id = bound_device(chosen, device_type)
+        dist.init_process_group(chosen, store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)
     return build_mesh(Layout(dp_shard=1), device_type)
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.core.devices import CPU, DEFAULT_BACKEND, is_accelerator, local_device
+from meshwright.core.devices import CPU, DEFAULT_BACKEND, current_device, is_accelerator, local_device
 from meshwright.core.errors import ConfigError
 from meshwright.distributed.torch_private import forget_meshes
 from meshwright.planning.layout import Layout
@@ -27,6 +27,9 @@ from .process.world import STORE, get_world_info, ranks_per_node
 from .process.world import is_rank_zero as is_rank_zero
 
 log = logging.getLogger("meshwright")
+
+SPLITTING = ("nccl", "xccl")
+"""Backends of torch that split a communicator."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +71,9 @@ def init_distributed(
     if world == 1:
         seed_streams(seed, None)
         return None
-    device_id = None
     if is_accelerator(device_type):
         module = torch.get_device_module(device_type)
-        device_id = torch.device(device_type, local_rank % module.device_count())
-        module.set_device(device_id)
+        module.set_device(torch.device(device_type, local_rank % module.device_count()))
     if not dist.is_initialized():
         _record_flight()
         dist.init_process_group(
@@ -81,7 +82,7 @@ def init_distributed(
             rank=rank,
             world_size=world,
             timeout=timedelta(seconds=config.startup_timeout_sec),
-            device_id=device_id,
+            device_id=bound_device(backend, device_type),
         )
     device_mesh = build_mesh(layout, device_type)
     agree.any_rank(False)  # all are connected: whoever ends at once would break the connecting of others
@@ -160,6 +161,15 @@ def choose_backend(request: str) -> tuple[str, str]:
     if len(kept) == 1:  # torch warns about back ends "of type 0" when a list of one is given
         return next(iter(kept.values())), device_type
     return ",".join(f"{device}:{name}" for device, name in kept.items()), device_type
+
+
+def bound_device(backend: str, device_type: str) -> torch.device | None:
+    """Return the device to bind a process group to, from whose communicator torch then splits those of a mesh.
+
+    Other backends than those of ``SPLITTING`` cannot split, and torch refuses a mesh over a group that is bound.
+    """
+    names = dict(_device_and_name(part) for part in backend.split(","))
+    return current_device(device_type) if names.get(device_type) in SPLITTING else None
 
 
 def _device_and_name(part: str) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from torch.library import Library, fallthrough_kernel
 from meshwright.core.torch_private import tree_map
 
 from . import timeline
-from .host import note_copy
+from .host import note_copy, pinned
 from .kinds import Kind, kind_of, tensors_in
 from .memory import Allocation, allocation_of, is_pretend, on_device, on_host, poison
 from .names import DEVICE_TYPE
@@ -209,6 +209,15 @@ def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Te
     return _copy(target, source, non_blocking)
 
 
+def _to_copy(tensor: Tensor, *, device: Any = None, dtype: Any = None, **options: Any) -> Tensor:
+    """Copy to another device or dtype; as on CUDA, host memory that is filled without waiting is pinned."""
+    memory_format = options.get("memory_format") or torch.preserve_format
+    made = torch.empty_like(tensor, dtype=dtype, device=device, memory_format=memory_format)
+    if (non_blocking := options.get("non_blocking", False)) and not is_pretend(made):
+        pinned(made)
+    return made.copy_(tensor, non_blocking=non_blocking)
+
+
 def _record_stream(tensor: Tensor, stream: torch.Stream) -> None:
     allocation_of(tensor).others.add(stream.stream_id)
 
@@ -246,6 +255,7 @@ def install() -> list[Library]:
     own.impl("resize_", _resize, KEY)
     own.impl("copy_", _copy, KEY)
     own.impl("_copy_from", _copy_from, KEY)
+    own.impl("_to_copy", _to_copy, KEY)
     own.impl("record_stream", _record_stream, KEY)
     for name in AUTOCAST:
         own.impl(name, _autocast(getattr(aten, name).default), "AutocastPrivateUse1")

@@ -13,8 +13,11 @@ from . import memory
 from .host import pinned
 from .kinds import is_pinned
 from .names import DEVICE_TYPE
+from .torch_private import know_factories
 
 FACTORIES = ("empty", "empty_like", "zeros", "zeros_like", "empty_strided", "full", "ones", "tensor", "rand", "randn")
+
+_DATA = torch.Tensor.data
 
 
 def _factory(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -41,6 +44,15 @@ def _storage(method: str) -> Callable[..., Any]:
     return size
 
 
+def _set_data(tensor: Tensor, value: Tensor) -> None:
+    """Set a tensor's data; C++ allows that between the CPU and CUDA, and refuses an extension device."""
+    if tensor.device.type == value.device.type:
+        _DATA.__set__(tensor, value)
+        return
+    made: Tensor = value.detach().requires_grad_(tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, torch.nn.Parameter(made) if isinstance(tensor, torch.nn.Parameter) else made)
+
+
 class PretendGenerator(torch.Generator):
     """A generator for the device is one of the host: the host's kernels draw the numbers."""
 
@@ -54,10 +66,12 @@ class PretendGenerator(torch.Generator):
 
 def install() -> None:
     """Patch torch, for the rest of this process."""
+    know_factories()
     for name in FACTORIES:
         setattr(torch, name, _factory(getattr(torch, name)))
     torch.Tensor.pin_memory = _to_pinned
     torch.Tensor.is_pinned = lambda self, device=None: is_pinned(self)
+    torch.Tensor.data = property(lambda self: _DATA.__get__(self), _set_data)  # pyright: ignore[reportAttributeAccessIssue]
     resize = torch.UntypedStorage.resize_
 
     def resize_(self: torch.UntypedStorage, size: int) -> Any:

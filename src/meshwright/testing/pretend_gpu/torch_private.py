@@ -30,6 +30,13 @@ def register(name: str, module: Any) -> None:
     _setup_privateuseone_for_python_backend(name, backend_module=module)
 
 
+def know_factories() -> None:
+    """Let ``torch.device`` as a context know torch's own factories, before others stand in their place."""
+    from torch.utils._device import _device_constructors
+
+    _device_constructors()
+
+
 def silent_group(rank: int, size: int) -> Any:
     """Return a backend that sends nothing; the device's messages never reach their own backend."""
     return FakeProcessGroup._create_internal(rank, size)
