@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
@@ -302,6 +302,8 @@ class Record:
         went_on: names of what is not the same, bit by bit, when the last step is taken from a checkpoint by a model
             laid out anew.
         elsewhere: names of parameters that torch's own state dict gives otherwise.
+        device: where it was computed.
+        seen: what was seen in the last step, where that was watched.
     """
 
     outcome: Outcome
@@ -310,20 +312,23 @@ class Record:
     held: dict[str, tuple[int, int]]
     went_on: list[str] = field(default_factory=list)
     elsewhere: list[str] = field(default_factory=list)
+    device: str = "cpu"
+    seen: Any = None
 
 
-def record(way: Way, folder: str, mutant: str = "") -> Record:
+def record(way: Way, folder: str, mutant: str = "", watching: Callable[[], Any] = nullcontext) -> Record:
     """Train a few steps; the checkpoint before the last is loaded into a second model, which takes that step again.
 
     Args:
         folder: of this way alone; every rank's is the same.
         mutant: a name in support.mutants; empty: none.
+        watching: a context for the last step, whose value is the record's ``seen``.
     """
     with mutated(mutant):
-        return _record(way, folder)
+        return _record(way, folder, watching)
 
 
-def _record(way: Way, folder: str) -> Record:
+def _record(way: Way, folder: str, watching: Callable[[], Any]) -> Record:
     problem = way.problem
     torch._dynamo.reset()  # earlier jobs of this worker count towards the limit of recompilations
     model, optimizer = _lay_out(way)
@@ -332,18 +337,21 @@ def _record(way: Way, folder: str) -> Record:
     for step in range(way.steps):
         if step == way.steps - 1:
             save(model, folder, optimizer=optimizer)
-        with WireCounter() if step == way.steps - 1 else nullcontext() as wire:
-            outcome.losses.append(float(model.forward_backward(own_rows(model, problem.data.step(step)))))
+        is_last, rows = step == way.steps - 1, own_rows(model, problem.data.step(step))
+        with WireCounter() if is_last else nullcontext() as wire, watching() if is_last else nullcontext() as seen:
+            loss = model.forward_backward(rows)
             if step == 0:
                 found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
                 outcome.gradients = _copies(whole_on_first(found, differ=differ))
             outcome.norms.append(model.optimizer_step(optimizer, problem.max_norm).grad_norm)
+        outcome.losses.append(float(loss))
     outcome.parameters = whole_on_first(dict(model.named_parameters()), differ=differ)
     model.audit(optimizer)
     assert wire is not None
     sent = counted(wire)
     held, elsewhere = _held(way, model, optimizer), _elsewhere(way, model, outcome.parameters)
-    return Record(outcome, _planned(way, model), sent, held, _went_on(way, folder, model), elsewhere)
+    went_on = _went_on(way, folder, model)
+    return Record(outcome, _planned(way, model), sent, held, went_on, elsewhere, model.device.type, seen)
 
 
 def _lay_out(way: Way) -> tuple[ParallelModel, torch.optim.Optimizer]:

@@ -114,8 +114,6 @@ def test_autocast_computes_products_in_its_dtype(on_device):
 
 # --- what is found
 
-SIDE = "torch.pretend.Stream()"
-
 
 def no_wait():
     x = torch.randn(1000, device=DEVICE)
@@ -157,6 +155,7 @@ def no_record():
     with device.stream(side):
         y = x * 2  # FOUND
     del x
+    torch.zeros(2000, device=DEVICE)
     side.synchronize()
     return y
 
@@ -208,6 +207,7 @@ def sound():
     device.current_stream().synchronize()
     y.record_stream(device.current_stream())
     del x
+    torch.zeros(2000, device=DEVICE)
     return host.sum() + halves.sum().cpu()
 
 

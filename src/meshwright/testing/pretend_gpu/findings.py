@@ -86,15 +86,16 @@ class Race:
 
 @dataclass(frozen=True)
 class EarlyFree:
-    """Memory that went back to its stream while another stream may still use it."""
+    """Memory that went back to its stream, and was used there, while another stream may still have been at it."""
 
     access: Access
-    home: int
+    reuse: Access
 
     def __str__(self) -> str:
         return (
-            f"memory of stream {self.home} was freed while stream {self.access.stream} may still be at"
-            f" {self.access.line}: call record_stream, or wait for that stream before the last reference goes"
+            f"memory was freed and used again ({self.reuse.line}, stream {self.reuse.stream}) while stream"
+            f" {self.access.stream} may still be at {self.access.line}: call record_stream, or wait for that stream"
+            f" before the last reference goes"
         )
 
 

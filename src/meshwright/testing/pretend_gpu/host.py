@@ -14,6 +14,8 @@ from .kinds import is_pinned, kind_of, tensors_in
 from .memory import is_pretend
 from .timeline import DeviceWatch, access_of, clock_of, join, launch, line_of
 
+SHAPES = ("empty_like", "new_empty", "new_empty_strided", "zeros_like", "ones_like", "full_like", "rand_like")
+"""Operators that read the shape of a tensor and not its memory."""
 _numbers = count(1)
 
 
@@ -53,7 +55,7 @@ class HostAccesses(TorchDispatchMode):
         kwargs = kwargs or {}
         given = [t for t in (*tensors_in(args), *tensors_in(list(kwargs.values()))) if t.device.type == "cpu"]
         travels = [t for t in given if t.numel() and "travels" in t.untyped_storage().__dict__]
-        if travels and not func.is_view and not self._is_copy_between(args):
+        if travels and not func.is_view and not self._is_copy_between(args) and kind_of(func).name not in SHAPES:
             written = {id(t) for position, _ in kind_of(func).writes for t in tensors_in(args[position : position + 1])}
             with self._watch.lock:
                 time = self._watch.issue(HOST)

@@ -90,12 +90,13 @@ class Usage:
 
     Attributes:
         current_stream: returns the number of the stream that an allocation belongs to.
-        freed: called with memory that the device gets back.
+        allocated, freed: called with memory that the device gives, and gets back.
     """
 
     now: int = 0
     peak: int = 0
     current_stream: Callable[[], int] = _default_stream
+    allocated: Callable[[Allocation], None] = _nothing
     freed: Callable[[Allocation], None] = _nothing
 
     def take(self, nbytes: int) -> None:
@@ -115,6 +116,7 @@ def on_device(tensor: Tensor) -> Tensor:
     allocation = Allocation(next(_numbers), nbytes, tensor.untyped_storage().data_ptr(), USAGE.current_stream())
     storage.__dict__["allocation"] = allocation
     USAGE.take(nbytes)
+    USAGE.allocated(allocation)
     weakref.finalize(storage, _gone, allocation).atexit = False
     return made
 
@@ -163,5 +165,6 @@ def resized(storage: torch.UntypedStorage, nbytes: int) -> bool:
     else:
         allocation.home = USAGE.current_stream()
         USAGE.take(allocation.nbytes)
+        USAGE.allocated(allocation)
     ctypes.memset(allocation.address, POISON, allocation.nbytes)
     return True

@@ -33,12 +33,18 @@ HERE = str(Path(__file__).parent)
 
 
 class DeviceWatch:
-    """Vector clocks, and the accesses that a later one may still meet. Used through ``watching``."""
+    """Vector clocks, and the accesses that a later one may still meet. Used through ``watching``.
+
+    Memory that is freed belongs to its stream at once, as with CUDA's caching allocator: whatever other streams still
+    do there must be over before the first access of the next allocation on that stream.
+    """
 
     def __init__(self) -> None:
         self.seen = DeviceTrace()
         self.clocks: dict[int, Clock] = defaultdict(dict)
         self._accesses: dict[int, dict[tuple[Any, ...], tuple[Access, bool]]] = defaultdict(dict)
+        self._unfinished: dict[int, list[Access]] = defaultdict(list)
+        self._left_behind: dict[int, list[Access]] = {}
         self.lock = threading.RLock()
 
     def issue(self, stream: int) -> int:
@@ -56,16 +62,26 @@ class DeviceWatch:
                 continue
             if clock.get(other.stream, 0) < other.time and access.meets(other):
                 self.seen.races.append(Race(other, access, what))
+        for earlier in self._left_behind.pop(key, ()):
+            if access.stream != earlier.stream and clock.get(earlier.stream, 0) < earlier.time:
+                self.seen.early_frees.append(EarlyFree(earlier, access))
         seen[access.stream, access.begin, access.end, access.shape, writes] = (access, writes)
 
     def free(self, block: Allocation) -> None:
-        """Give memory back to its stream, whose next kernel may write there."""
+        """Give memory back to its stream, which the next allocation there may get."""
+        for access, _ in self._accesses.pop(block.number, {}).values():
+            if access.stream not in (block.home, HOST) and access.stream not in block.others:
+                self._unfinished[block.home].append(access)
+        self._left_behind.pop(block.number, None)
+
+    def allocate(self, block: Allocation) -> None:
+        """Let an allocation get memory that was freed on its stream, with what other streams still do there."""
         clock = dict(self.clocks[block.home])
         join(clock, self.clocks[HOST])
-        for access, _ in self._accesses.pop(block.number, {}).values():
-            is_behind = clock.get(access.stream, 0) >= access.time
-            if access.stream not in (block.home, HOST) and access.stream not in block.others and not is_behind:
-                self.seen.early_frees.append(EarlyFree(access, block.home))
+        still = [access for access in self._unfinished[block.home] if clock.get(access.stream, 0) < access.time]
+        self._unfinished[block.home] = still
+        if still:
+            self._left_behind[block.number] = list(still)
 
 
 def join(clock: Clock, other: Clock) -> None:
@@ -126,7 +142,8 @@ def line_of(doing: str) -> Line:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((TORCH, HERE, "<")) and "contextlib" not in name:
+        passes_on = frame.f_code.co_name in ("__torch_dispatch__", "__torch_function__")
+        if not (passes_on or name.startswith((TORCH, HERE, "<")) or "contextlib" in name):
             return Line(name, frame.f_lineno, doing, autograd_node())
         frame = frame.f_back
     return Line("", 0, doing, autograd_node())
@@ -156,10 +173,16 @@ def launch(doing: str, stream: int, reads: Iterable[Tensor], writes: Iterable[Te
                     _watch.access(block.number, access, writes=is_write, what="device memory")
 
 
+def _allocated(block: Allocation) -> None:
+    if _watch is not None:
+        with _watch.lock:
+            _watch.allocate(block)
+
+
 def _freed(block: Allocation) -> None:
     if _watch is not None:
         with _watch.lock:
             _watch.free(block)
 
 
-memory.USAGE.freed = _freed
+memory.USAGE.allocated, memory.USAGE.freed = _allocated, _freed
