@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,14 +45,24 @@ class Answers:
         )
 
 
-def answers(way: Way, pool: WorkerPool, reference: Outcome, folder: Path, mutant: str = "") -> Answers:
+def answers(
+    way: Way,
+    pool: WorkerPool,
+    reference: Outcome,
+    folder: Path,
+    mutant: str = "",
+    job: Callable[..., Record] = record,
+    more: Callable[[Way, list[Record]], dict[str, list[str]]] | None = None,
+) -> Answers:
     """Lay a way out once, and ask everything.
 
     Args:
         reference: one process's outcome of the way's problem.
         mutant: a name in support.mutants, for the whole of the job.
+        job: what each rank runs.
+        more: further questions: the ranks' records -> faults by question.
     """
-    ranks = pool.run(record, way, str(folder / "checkpoint"), mutant, world=way.layout.world, timeout=LIMIT_SEC)
+    ranks = pool.run(job, way, str(folder / "checkpoint"), mutant, world=way.layout.world, timeout=LIMIT_SEC)
     shutil.rmtree(folder / "checkpoint", ignore_errors=True)
     outcomes = [rank.outcome for rank in ranks]
     found = {
@@ -62,6 +73,7 @@ def answers(way: Way, pool: WorkerPool, reference: Outcome, folder: Path, mutant
             f"rank {n}: {name} is another after a resumed step" for n, rank in enumerate(ranks) for name in rank.went_on
         ],
         "doors": [f"{name} is another in torch's state dict" for name in ranks[0].elsewhere],
+        **(more(way, ranks) if more is not None else {}),
     }
     return Answers(
         way, {question: lines for question, lines in found.items() if lines}, worst(differences(outcomes[0], reference))

@@ -23,6 +23,14 @@ def with_device(job: Any, *args: Any) -> Any:
     return job(*args)
 
 
+def watched_record(way: Any, folder: str, mutant: str = "") -> Any:
+    """Return ``ways.record`` of a way that is laid out on the device, its last step watched."""
+    from .ways import record
+
+    pretend_gpu.install()
+    return record(way, folder, mutant, pretend_gpu.watching)
+
+
 @contextmanager
 def a_group() -> Iterator[int]:
     """Give a process group whose device messages are watched, and this rank's number."""

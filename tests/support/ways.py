@@ -33,6 +33,9 @@ from meshwright.planning.layout import Layout
 from meshwright.planning.memory.states import plan_memory
 from meshwright.planning.pipeline.schedules.orders import KINDS
 from meshwright.planning.pipeline.stages import pipeline_collectives
+from meshwright.planning.plan import Plan
+from meshwright.planning.step.host_waits import host_waits
+from meshwright.planning.traffic import resolved
 from meshwright.planning.values import Batch
 
 from . import families
@@ -303,6 +306,8 @@ class Record:
             laid out anew.
         elsewhere: names of parameters that torch's own state dict gives otherwise.
         device: where it was computed.
+        waits: how often the plan says that the last step waits for the device.
+        strangers: parameters, buffers and optimizer state that lie elsewhere than the plan says.
         seen: what was seen in the last step, where that was watched.
     """
 
@@ -313,6 +318,8 @@ class Record:
     went_on: list[str] = field(default_factory=list)
     elsewhere: list[str] = field(default_factory=list)
     device: str = "cpu"
+    waits: int = 0
+    strangers: list[str] = field(default_factory=list)
     seen: Any = None
 
 
@@ -351,13 +358,44 @@ def _record(way: Way, folder: str, watching: Callable[[], Any]) -> Record:
     sent = counted(wire)
     held, elsewhere = _held(way, model, optimizer), _elsewhere(way, model, outcome.parameters)
     went_on = _went_on(way, folder, model)
-    return Record(outcome, _planned(way, model), sent, held, went_on, elsewhere, model.device.type, seen)
+    planned = _planned(way, model)
+    waits = sum(wait.calls for wait in host_waits(_own_plan(model), _microbatches(way, model)))
+    where = (model.device.type, waits, _strangers(model, optimizer))
+    return Record(outcome, planned, sent, held, went_on, elsewhere, *where, seen)
 
 
 def _lay_out(way: Way) -> tuple[ParallelModel, torch.optim.Optimizer]:
     problem = way.problem
     model = parallelize(problem.model, way.layout, techniques=way.techniques, seed=SEED, microbatch_rows=way.rows)
     return model, make_optimizer(problem.optimizer, model.parameters())
+
+
+def _own_plan(model: ParallelModel) -> Plan:
+    """Return the plan with the experts and the number of trained parameters that this rank's stages have."""
+    if model.plan.pipeline is None:
+        return model.plan
+    own = [part.plan for part in model._parts]
+    stacks = tuple(stack for plan in own if plan.experts is not None for stack in plan.experts.stacks)
+    experts = replace(model.plan.experts, stacks=stacks) if model.plan.experts is not None and stacks else None
+    trained = sum(p.requires_grad for part in model.parts for p in part.parameters())
+    one = next(p for p in model.plan.parameters if p.trainable)
+    return replace(model.plan, experts=experts, parameters=(replace(one, count=trained),))
+
+
+def _microbatches(way: Way, model: ParallelModel) -> int:
+    batch = Batch(way.problem.data.rows, way.problem.data.seq, way.rows)
+    return resolved(model.plan, batch).microbatches(model.plan.data_ranks)
+
+
+def _strangers(model: ParallelModel, optimizer: torch.optim.Optimizer) -> list[str]:
+    offloads, here = model.plan.data.cpu_offload, model.device.type
+    found = {name: (p, "cpu" if offloads else here) for name, p in model.named_parameters()}
+    found |= {name: (buffer, here) for part in model.parts for name, buffer in part.named_buffers()}
+    rests = "cpu" if offloads or model.plan.optimizer.in_host_memory else here
+    for name, p in model.named_parameters():
+        moments = {key: value for key, value in optimizer.state[p].items() if isinstance(value, Tensor) and value.dim()}
+        found |= {f"{name} {key}": (value, rests) for key, value in moments.items()}
+    return [f"{name} on {t.device.type}" for name, (t, wanted) in found.items() if t.device.type != wanted]
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from meshwright.core.axes import WORLD_AXES
+from meshwright.core.devices import is_accelerator
 from meshwright.core.dtypes import dtype_bytes
 from meshwright.core.names import pattern
 from meshwright.core.units import bytes_text, count_text
@@ -15,6 +16,7 @@ from .context.kernels import kernel_of
 from .data.zero import stage_of
 from .memory.states import plan_memory
 from .memory.step import MemoryEstimate, MemoryUse
+from .step.host_waits import described
 from .traffic import resolved, step_traffic
 from .values import Batch
 
@@ -30,7 +32,10 @@ def table(plan: Plan, batch: Batch | None = None, estimate: MemoryEstimate | Non
     parts = [_header(plan), _parameters(plan), _collectives(plan)]
     if batch is not None:
         parts.append(_traffic(plan, batch))
-    parts.append(_memory(plan, 1 if batch is None else resolved(plan, batch).microbatches(plan.data_ranks), estimate))
+    microbatches = 1 if batch is None else resolved(plan, batch).microbatches(plan.data_ranks)
+    parts.append(_memory(plan, microbatches, estimate))
+    if is_accelerator(plan.device):
+        parts.append(f"the host waits for the device in a step\n  {described(plan, microbatches)}")
     unknown = (
         (f"activations and logits are not estimated: {estimate.why_not}",)
         if estimate is not None and estimate.why_not

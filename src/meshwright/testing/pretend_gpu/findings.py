@@ -112,18 +112,20 @@ class HostRead:
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """A collective: its operator, the ranks of its group, bytes, and the stream it was issued from."""
+    """A message: its operator, the ranks of its group, bytes, and the stream it was issued from.
+
+    Attributes:
+        peer: the other rank of a send or a receive.
+        batch: number of the ``batch_isend_irecv`` that issued it; 0: none did.
+    """
 
     operator: str
     ranks: tuple[int, ...]
     nbytes: int
     stream: int
     line: Line
-
-    @property
-    def kind(self) -> tuple[str, tuple[int, ...], int]:
-        """What all ranks of the group must agree on, in order."""
-        return self.operator, self.ranks, self.nbytes
+    peer: int | None = None
+    batch: int = 0
 
 
 @dataclass

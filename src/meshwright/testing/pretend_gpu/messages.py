@@ -102,6 +102,7 @@ def _kernel(name: str, written: tuple[int, ...]) -> Any:
     operator = getattr(torch.ops.c10d, name).default
     arguments = [argument.name for argument in schema_of(operator).arguments]
     place = arguments.index("process_group")
+    to = next((arguments.index(side) for side in ("dst", "src") if side in arguments), None)
     asynchronous = arguments.index("async_op") if "async_op" in arguments else None
 
     def kernel(*args: Any) -> Any:
@@ -130,7 +131,9 @@ def _kernel(name: str, written: tuple[int, ...]) -> Any:
             timeline.launch(name, stream, [*reads, *in_place], outputs)
             nbytes = sum(t.numel() * t.element_size() for t in (reads or outputs))
             ranks = tuple(dist.get_process_group_ranks(group))
-            watch.seen.messages.append(CollectiveCall(name, ranks, nbytes, caller, timeline.line_of(name)))
+            peer = ranks[args[to]] if to is not None else None
+            line, batch = timeline.line_of(name), timeline.inside("batch_isend_irecv")
+            watch.seen.messages.append(CollectiveCall(name, ranks, nbytes, caller, line, peer, batch))
         result = operator(*tree_map(to_host, args))
         found = result if isinstance(result, tuple) else (result,)
         work = boxed(DeviceWork(unboxed(found[-1]), stream, outputs, hosts))

@@ -17,7 +17,7 @@ from .torch_private import know_factories
 
 FACTORIES = ("empty", "empty_like", "zeros", "zeros_like", "empty_strided", "full", "ones", "tensor", "rand", "randn")
 
-_DATA = torch.Tensor.data
+_DATA: Any = torch.Tensor.data
 
 
 def _factory(make: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -1,0 +1,1 @@
+"""What a step asks of the host."""
