@@ -50,6 +50,13 @@ def current_device(device_type: str) -> torch.device:
     return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor to a device without waiting; memory of the host is pinned first, which such copies need."""
+    if is_accelerator(device) and tensor.device.type == CPU and not tensor.is_pinned():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def finish_stream(device: torch.device) -> None:
     """Wait until an accelerator has done the work of its current stream; the CPU has done it at once."""
     import torch
