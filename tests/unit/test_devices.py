@@ -14,11 +14,14 @@ import torch.distributed as dist
 from meshwright import Precision, Techniques
 from meshwright.core import devices
 from meshwright.core.errors import ConfigError
+from meshwright.core.torch_private import FakeTensorMode
+from meshwright.distributed import order
 from meshwright.distributed.optimizer.state_offload import at_rest
 from meshwright.distributed.process import agree
 from meshwright.distributed.recompute.host_activations import Copies
 from meshwright.distributed.recompute.random_streams import restore_streams, streams
 from meshwright.distributed.setup import DEFAULT_BACKEND, choose_backend
+from meshwright.distributed.weights import audit, shards
 from meshwright.planning import rules
 from meshwright.training.metrics.memory import read_memory, reset_peak
 
@@ -237,6 +240,43 @@ def test_copies_of_activations_run_on_a_stream_of_the_tensors_device(monkeypatch
     copies.wait(copies.mark())
     entered = [("wait_stream", current), ("beside", Stream)]
     assert told == [("stream", XPU), *entered, *entered, ("wait_event", "event")]
+
+
+def test_buffers_lie_where_a_model_computes_and_offloaded_parameters_in_host_memory():
+    """FSDP2 gathers parameters on the device, and leaves buffers where they are."""
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.BatchNorm1d(4))
+    model[1].running_mean = model[0].running_mean
+    site = SimpleNamespace(facts=SimpleNamespace(on_meta=True, parameters=()), seed=0, draw_on=None, weights=None)
+    for elsewhere in ("cpu", "meta"):  # meta stands for a device that this machine lacks
+        plan = SimpleNamespace(device=elsewhere, data=SimpleNamespace(cpu_offload=True, technique="fully_shard"))
+        order._weights(model, plan, site)
+        assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+        assert {buffer.device.type for buffer in model.buffers()} == {elsewhere}
+
+
+def test_buffers_that_modules_share_stay_shared():
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.BatchNorm1d(4))
+    model[1].running_mean = model[0].running_mean
+    shards.move_buffers(model, torch.device("meta"))
+    assert model[1].running_mean is model[0].running_mean and model[0].running_mean is not model[0].running_var
+
+
+def test_replicas_on_several_devices_are_compared_device_by_device(monkeypatch):
+    seen = []
+
+    def equal_over(words, groups):
+        seen.append((words.device.type, len(words)))
+        return SimpleNamespace(tolist=lambda: [number > 0 for number in range(len(words))])
+
+    monkeypatch.setattr(agree, "equal_over", equal_over)
+    monkeypatch.setattr(audit, "fingerprint", lambda tensor: torch.empty((), device=tensor.device))
+    with FakeTensorMode():
+        model = torch.nn.Linear(4, 4)
+        model.register_buffer("mean", torch.empty(4, device="cuda"))
+        problems = list(audit._replicas(model, [object()]))
+    assert seen == [("cpu", 2), ("cuda", 1)]
+    assert [problem.split()[0] for problem in problems] == ["weight", "mean"]
 
 
 def test_devices_are_named_without_torch():

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.core.axes import WORLD_AXES, Axis
+from meshwright.core.devices import current_device
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError
 from meshwright.core.record import recall, remember
@@ -31,7 +32,7 @@ from .tensor import parallel as tensor_parallel
 from .weights import freezing
 from .weights.audit import refuse_unequal
 from .weights.parts_tensor import keep_parts
-from .weights.shards import apply_to_tensors
+from .weights.shards import apply_to_tensors, move_buffers
 from .weights.weights import Weights, materialise
 
 
@@ -78,6 +79,7 @@ def _weights(model: nn.Module, plan: Plan, site: Site) -> nn.Module:
     if site.facts.on_meta:
         ties = {alias: p.name for p in site.facts.parameters for alias in p.aliases}
         materialise(model, device, site.seed, ties, site.draw_on, site.weights)
+        move_buffers(model, current_device(plan.device))  # FSDP2 brings only parameters from host memory
         return model
     if plan.data.technique != "fully_shard":
         apply_to_tensors(model, lambda tensor: tensor.to(device))

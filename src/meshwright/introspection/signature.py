@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.core.devices import to_device
+
 from .wrapped import layers_of_wrapping
 
 SPELLINGS = {
@@ -52,7 +54,7 @@ class Signature:
                 continue
             name = self.takes.get(key, key)
             if name is not None:
-                found[name] = value.to(device, non_blocking=True)
+                found[name] = to_device(value, device)
         return found
 
 

@@ -125,8 +125,11 @@ class BlockForward:
         self.is_here = False
 
     def fetch(self) -> None:
-        """Begin to copy the tensors back to the device."""
-        if not self.is_here:
+        """Begin to copy the tensors back to the device; those still there may be freed once their copies ended."""
+        if self.is_here:
+            self.copies.wait(self.left)
+            self.left = None
+        else:
             self.is_here = True
             for slot in self.slots.values():
                 self._bring(slot)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.core.devices import to_device
 from meshwright.core.errors import ConfigError
 from meshwright.core.losses import IGNORED
 from meshwright.introspection.signature import SPELLINGS, Signature
@@ -33,9 +34,7 @@ def weights_of(batch: Batch) -> Tensor | None:
 def targets_of(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor | None]:
     """Return labels and weights on the device of the computation."""
     weights = weights_of(batch)
-    return labels_of(batch).to(device, non_blocking=True), None if weights is None else weights.to(
-        device, non_blocking=True
-    )
+    return to_device(labels_of(batch), device), None if weights is None else to_device(weights, device)
 
 
 def check(

@@ -153,7 +153,7 @@ def _replicas(
             shard them next.
         leaving: experts that are not compared.
     """
-    by_groups: dict[tuple[dist.ProcessGroup, ...], list[tuple[str, Tensor]]] = {}
+    alike: dict[tuple[tuple[dist.ProcessGroup, ...], str], list[tuple[str, Tensor]]] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if leaving is not None and leaving.has(clean(name)):
             continue
@@ -165,10 +165,12 @@ def _replicas(
                 if place.is_replicate() and axis.size() > 1
             ]
             others = [group for group in groups if brought and group not in axes]
-            by_groups.setdefault((*copied, *others), []).append((clean(name), tensor.to_local()))
+            same, tensor = (*copied, *others), tensor.to_local()
         else:
-            by_groups.setdefault(tuple(groups), []).append((clean(name), tensor))
-    for same, tensors in by_groups.items():
+            same = tuple(groups)
+        # offloaded parameters and their buffers lie on different devices
+        alike.setdefault((same, tensor.device.type), []).append((clean(name), tensor))
+    for (same, _), tensors in alike.items():
         tensors = [(name, tensor) for name, tensor in tensors if not tensor.is_meta]
         if not same or not tensors:
             continue

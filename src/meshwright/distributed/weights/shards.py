@@ -93,6 +93,17 @@ def apply_to_tensors(model: nn.Module, change: Callable[[Tensor], Tensor]) -> No
             forget_accumulation_hooks(parameter)
 
 
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move the buffers of a model to a device; those that modules share stay shared."""
+    moved: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer not in moved:
+                local = local_part(buffer).to(device)
+                moved[buffer] = with_local(buffer, local) if isinstance(buffer, DTensor) else local
+            module._buffers[name] = moved[buffer]
+
+
 def with_local(like: DTensor, local: Tensor) -> DTensor:
     """Return a DTensor with the class and placements of ``like`` and the local tensor ``local``, on any device.
 

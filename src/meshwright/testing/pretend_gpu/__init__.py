@@ -14,6 +14,8 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from . import host, messages, operators, patches, timeline
 from .device import PretendModule
 from .findings import CollectiveCall, DeviceTrace, EarlyFree, HostRead, Line, Race
@@ -49,6 +51,8 @@ def install() -> PretendModule:
             register(DEVICE_TYPE, _module)
             _libraries.extend([*operators.install(), messages.install()])
         patches.install()
+        # Python's exceptions end the process in a thread of autograd's that runs an operator written in C++
+        torch.autograd.set_multithreading_enabled(False)
     return _module
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import count
 from typing import Any
 
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from meshwright.core.torch_private import TorchDispatchMode
 
@@ -44,8 +46,30 @@ def _access(watch: DeviceWatch, tensor: Tensor, stream: int, *, writes: bool) ->
     watch.access(number, access, writes=writes, what="host memory")
 
 
-class HostAccesses(TorchDispatchMode):
-    """Sees the operators on the host, and notes those on memory that asynchronous copies use."""
+def _travels(value: Tensor) -> bool:
+    return value.device.type == "cpu" and bool(value.numel()) and "travels" in value.untyped_storage().__dict__
+
+
+class HostAccesses(TorchFunctionMode):
+    """Watches calls that are given host memory which asynchronous copies use.
+
+    Operators are watched inside of such calls alone: in a backward of C++, torch does not survive an exception of
+    Python's that goes through a dispatch mode and then through a device's guard that is written in Python.
+    """
+
+    def __init__(self, watch: DeviceWatch):
+        super().__init__()
+        self._operators = _HostOperators(watch)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = (*tensors_in(args), *tensors_in(list(kwargs.values())))
+        with self._operators if any(type(t) is Tensor and _travels(t) for t in given) else nullcontext():
+            return func(*args, **kwargs)
+
+
+class _HostOperators(TorchDispatchMode):
+    """Notes the operators on such memory."""
 
     def __init__(self, watch: DeviceWatch):
         super().__init__()
@@ -53,22 +77,19 @@ class HostAccesses(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [t for t in (*tensors_in(args), *tensors_in(list(kwargs.values()))) if t.device.type == "cpu"]
-        travels = [t for t in given if t.numel() and "travels" in t.untyped_storage().__dict__]
-        if travels and not func.is_view and not self._is_copy_between(args) and kind_of(func).name not in SHAPES:
-            written = {id(t) for position, _ in kind_of(func).writes for t in tensors_in(args[position : position + 1])}
+        given = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
+        travels = [t for t in given if _travels(t)]
+        kind = kind_of(func)
+        if travels and not func.is_view and kind.name not in SHAPES and not any(map(is_pretend, given)):
+            written = {id(t) for position, _ in kind.writes for t in tensors_in(args[position : position + 1])}
             with self._watch.lock:
                 time = self._watch.issue(HOST)
                 for tensor in travels:
                     storage = tensor.untyped_storage()
-                    access = access_of(tensor, storage.data_ptr(), HOST, time, line_of(kind_of(func).name))
+                    access = access_of(tensor, storage.data_ptr(), HOST, time, line_of(kind.name))
                     number = storage.__dict__["travels"]
                     self._watch.access(number, access, writes=id(tensor) in written, what="host memory")
         return func(*args, **kwargs)
-
-    @staticmethod
-    def _is_copy_between(args: Any) -> bool:
-        return any(is_pretend(t) for t in tensors_in(args))
 
 
 def pinned(tensor: Tensor) -> Tensor:

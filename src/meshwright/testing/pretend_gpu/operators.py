@@ -72,7 +72,9 @@ def fallback(operator: Any, *args: Any, **kwargs: Any) -> Any:
 
     def to_host(value: Any) -> Any:
         if is_pretend(value):  # the kernel gives an empty ``out`` its size
-            hosts.append((value, torch.empty(0, dtype=value.dtype) if id(value) in to_fill else on_host(value)))
+            hosts.append(
+                (value, torch.empty(value.shape, dtype=value.dtype) if id(value) in to_fill else on_host(value))
+            )
             return hosts[-1][1]
         return torch.device("cpu") if isinstance(value, torch.device) and value.type == DEVICE_TYPE else value
 
@@ -84,7 +86,7 @@ def fallback(operator: Any, *args: Any, **kwargs: Any) -> Any:
         writes = {id(tensor) for tensor in written}
         reads = [t for t in given if is_pretend(t) and (id(t) not in writes or _reads_what_it_writes(kind))]
         timeline.launch(kind.name, current_stream().stream_id, reads, [t for t in (*written, *made) if is_pretend(t)])
-        if why := _host_waits(kind, args):
+        if why := _host_waits(kind, args, kwargs):
             timeline.host_waits(timeline.clock_of(current_stream().stream_id), why)
     return output
 
@@ -105,14 +107,14 @@ def _reads_what_it_writes(kind: Kind) -> bool:
     return kind.name not in ("fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "_foreach_zero_")
 
 
-def _host_waits(kind: Kind, args: Sequence[Any]) -> str | None:
+def _host_waits(kind: Kind, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
     if kind.name in INDEXES and len(args) > 1:
         indexes = list(tensors_in([index for index in args[1] if index is not None]))
         if any(is_pretend(i) and i.dtype in (torch.bool, torch.uint8) for i in indexes):
             return "a shape that depends on data"
         if any(not is_pretend(i) and i.dim() for i in indexes):
             return "indexes are copied from the host"
-    if kind.name == "repeat_interleave" and len(args) == 1:
+    if kind.name == "repeat_interleave" and kwargs.get("output_size") is None:
         return "a shape that depends on data"
     return READS_OF_HOST.get(kind.name)
 

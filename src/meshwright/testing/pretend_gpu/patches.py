@@ -49,8 +49,10 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
     if tensor.device.type == value.device.type:
         _DATA.__set__(tensor, value)
         return
-    made: Tensor = value.detach().requires_grad_(tensor.requires_grad)
-    torch.utils.swap_tensors(tensor, torch.nn.Parameter(made) if isinstance(tensor, torch.nn.Parameter) else made)
+    made = value.detach().requires_grad_(tensor.requires_grad)
+    if isinstance(tensor, torch.nn.Parameter):
+        made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, made)
 
 
 class PretendGenerator(torch.Generator):
