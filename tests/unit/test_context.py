@@ -91,7 +91,7 @@ def test_a_batch_is_cut_and_can_be_put_together_again(ranks, more):
         "attention_mask": torch.ones(3, length),
         "labels": torch.rand(3, length),
     }
-    cut = [cut_rows(whole, ranks, rank, CPU) for rank in range(ranks)]
+    cut = [cut_rows(whole, ranks, rank) for rank in range(ranks)]
     parts = [cut_batch(whole, rows) for rows in cut]
     assert all(part["attention_mask"].shape == (3, length) for part in parts), "a padding mask stays whole"
     for key in ("tokens", "labels"):
@@ -261,8 +261,8 @@ def keys_in_another_order(patch):
 def local_positions(patch):
     correct = runtime.ContextRuntime.cut
 
-    def cut(self, batch, signature, device):
-        made = correct(self, batch, signature, device)
+    def cut(self, batch, signature):
+        made = correct(self, batch, signature)
         made["positions"] = torch.arange(made["tokens"].shape[1]).expand(made["tokens"].shape)
         return made
 

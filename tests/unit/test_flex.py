@@ -245,8 +245,8 @@ def test_tensors_in_nested_masks_are_replaced():
 def local_places(patch):
     correct = reaches.of_whole_rows
 
-    def local(function, rows):
-        made = correct(function, rows)
+    def local(function, rows, expect):
+        made = correct(function, rows, expect)
         numbers = torch.full((rows.length,), 0).index_copy(0, rows.own[0], torch.arange(rows.counts[rows.rank]))
         return replace(made, function=lambda b, h, q, kv: function(b, h, numbers[q], numbers[kv]))
 
@@ -254,7 +254,7 @@ def local_places(patch):
 
 
 def documents_of_a_part(patch):
-    patch.setattr(reaches, "_whole", lambda held, rows: held)
+    patch.setattr(reaches, "_whole", lambda held, rows, expect: held)
 
 
 FAULTS = ((local_places, "window"), (documents_of_a_part, "documents"))

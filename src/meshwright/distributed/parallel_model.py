@@ -200,6 +200,8 @@ class ParallelModel:
         """
         parts = local_gradients(self._counted_once())
         norm = agree.largest_of_copies(float(total_norm(parts, self._pipeline_groups)), self._copy_groups)
+        for context in self._context:
+            context.verdicts.raise_known()
         skipped = (
             not math.isfinite(norm)
             or not (parts or self._pipeline_groups)
@@ -236,7 +238,7 @@ class ParallelModel:
                 step_batch.check(parts.without_places(piece), *known, own_loss=self._own_loss)
             rows_word = None if is_part else step_batch.fingerprint(pieces)
             for context in () if is_part else self._context[:1]:  # a rank's stages have the same tokens
-                pieces = [context.cut(piece, self._signature, self.device) for piece in pieces]
+                pieces = [context.cut(piece, self._signature) for piece in pieces]
             tokens, weight = step_batch.count(pieces), step_batch.weight(pieces)
             routed = routing.count_routed(pieces) if self._routers or self._router_loss else 0
         except Exception as error:  # noqa: BLE001  (raised below, once the other ranks know)
@@ -258,7 +260,7 @@ class ParallelModel:
                 f" {len(pieces)}): give as many"
             )
         if is_part:
-            options = (self._signature, self.device, self.facts.max_seq_len)
+            options = (self._signature, self.facts.max_seq_len)
             pieces = parts.join_all(pieces, self._data_groups, self._context[0], *options)
         return pieces, tokens, weight, routed
 

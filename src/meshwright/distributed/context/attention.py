@@ -22,8 +22,9 @@ from .halo import Halo
 from .heads import Members, shares_of_heads, to_heads, to_tokens
 from .kernels.blocks import Scores, block_attention
 from .kernels.fused import wide
+from .reaches import on_device
 from .ring import Ring, ring_attention
-from .rows import FILLER, CutRows, select
+from .rows import CutRows, kept_on, select
 
 Made = TypeVar("Made")
 
@@ -76,7 +77,9 @@ def attend(call: AttentionCall, context: Context, arithmetic: Arithmetic, method
 def attend_to_whole_rows(call: AttentionCall, mask: RowMask, rows: CutRows, group: RankGroup) -> Tensor:
     """Compute a call as the model does, with keys and values of whole rows, and a mask of all queries and keys."""
     key, value = gather_keys(call.key, call.value, rows, group)
-    return call.compute(call.query, key, value, mask.dense(rows.own, rows.length, len(call.query)), False)
+    device = call.query.device
+    dense = on_device(mask, rows, device).dense(kept_on(rows.own, device), rows.length, len(call.query))
+    return call.compute(call.query, key, value, dense, False)
 
 
 def _finished(call: AttentionCall, arithmetic: Arithmetic, output: Tensor, logarithm: Tensor, heads: range) -> Tensor:
@@ -109,8 +112,7 @@ def _arriving(call: AttentionCall, context: Context, exchange: Exchange, scores:
 
 def _passed(call: AttentionCall, context: Context, scores: Scores) -> tuple[Tensor, Tensor]:
     rows = context.rows
-    places = tuple(rows.places_of(rank) for rank in range(context.group.size))
-    ring = context.once("ring", lambda: Ring(context.group, rows.rank, places))
+    ring = context.once("ring", lambda: Ring(context.group, rows.rank, rows.of_ranks))
     reaches = context.once(ring, lambda: ring.reaches(context.own_reach))
     return ring_attention(call.query, call.key, call.value, ring, reaches, scores)
 
@@ -161,10 +163,10 @@ class _GatheredTokens(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         rows, (gradient,) = ctx.rows, gradients
         wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-        parts = [select(wide, places.clamp(min=0), 2).transpose(1, 2) for places in rows.places]
-        for part, places in zip(parts, rows.places, strict=True):
-            part.masked_fill_((places == FILLER)[:, :, None, None], 0)
-        mine = ctx.group.scatter(torch.cat(parts, dim=1).contiguous())  # (rows, most, heads, features)
+        parts = wide.new_zeros((len(wide), ctx.group.size, rows.most, wide.shape[1], wide.shape[3]))
+        for rank, count in enumerate(rows.counts):
+            parts[:, rank, :count] = select(wide, rows.places_of(rank), 2).transpose(1, 2)
+        mine = ctx.group.scatter(parts.flatten(1, 2))  # (rows, most, heads, features)
         own = mine[:, : rows.counts[rows.rank]].transpose(1, 2)
         return own.to(gradient.dtype), None, None
 

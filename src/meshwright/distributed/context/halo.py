@@ -16,7 +16,7 @@ from meshwright.introspection.mixing.reach import KeyRanges
 
 from .arriving import Arrival
 from .kernels.fused import wide
-from .rows import CutRows
+from .rows import CutRows, kept_on
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,10 +29,10 @@ class Halo:
         sends, receives: tokens for and from each rank.
         most: tokens that the rank sends that sends most.
         own: a row's tokens of this rank.
-        held: (rows, held) int64: number, among those received, of each token that a row's queries may reach, by place;
-            0 behind the last.
+        held: (rows · held,) int64: number, among those received, of each token that a row's queries may reach, by
+            place; 0 behind the last.
         places: (rows, held) int64, ascending; behind the last, the rows' length.
-        tokens: (n,) int64: the numbers of ``held``, taken as one list, behind which there is a token.
+        tokens: (n,) int64: the numbers of ``held`` behind which there is a token.
     """
 
     group: RankGroup
@@ -64,25 +64,26 @@ class Halo:
         sent = torch.cat([flag.flatten().nonzero()[:, 0] for flag in flags[me]])
         receives = [of_giver[me] for of_giver in tokens]
         most = max(map(sum, tokens))
-        return cls(group, sent, tokens[me], receives, most, places[me].shape[1], held, place, is_token)
+        return cls(group, sent, tokens[me], receives, most, places[me].shape[1], held.flatten(), place, is_token)
 
     def begin_fetch(self, x: Tensor) -> Arrival:
         heads, features = x.shape[1], x.shape[3]
         size = heads * features
         tokens = x.transpose(1, 2).flatten(2, 3).flatten(0, 1)
-        wait = self._begin_trade(tokens[self.sent].flatten(), self.sends, self.receives, size)
+        wait = self._begin_trade(tokens[kept_on(self.sent, x.device)].flatten(), self.sends, self.receives, size)
         shape = (*self.places.shape, heads, features)
-        return lambda: wait()[self.held.flatten()].view(shape).transpose(1, 2)
+        return lambda: wait()[kept_on(self.held, x.device)].view(shape).transpose(1, 2)
 
     def begin_return(self, gradients: Tensor) -> Arrival:
         rows, heads, _, features = gradients.shape
         size = heads * features
-        flat = wide(gradients).transpose(1, 2).reshape(-1, size)[self.tokens]
-        others = flat.new_empty((sum(self.receives), size)).index_copy_(0, self.held.flatten()[self.tokens], flat)
+        held, tokens, sent = (kept_on(x, gradients.device) for x in (self.held, self.tokens, self.sent))
+        flat = wide(gradients).transpose(1, 2).reshape(-1, size)[tokens]
+        others = flat.new_empty((sum(self.receives), size)).index_copy_(0, held[tokens], flat)
         wait = self._begin_trade(others.flatten(), self.receives, self.sends, size)
 
         def finish() -> Tensor:
-            mine = flat.new_zeros((rows * self.own, size)).index_add_(0, self.sent, wait())
+            mine = flat.new_zeros((rows * self.own, size)).index_add_(0, sent, wait())
             return mine.view(rows, self.own, heads, features).transpose(1, 2)
 
         return finish

@@ -6,6 +6,7 @@ first layers give of a rank's own tokens is traded for whole rows of that share,
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -15,11 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.calls import argument, holding, with_arguments, without_values
+from meshwright.core.devices import to_device
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import owner
 from meshwright.core.parts import FusedPart, ranges, take
 from meshwright.core.record import wrap
-from meshwright.core.torch_private import FakeTensor, tree_flatten_with_path, tree_unflatten, uncompiled
+from meshwright.core.torch_private import (
+    FakeTensor,
+    tree_flatten_with_path,
+    tree_unflatten,
+    uncompiled,
+    version_of,
+)
 from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.introspection.mixing.values import Mixer
 from meshwright.introspection.structure.local_form import counting_locally, share_of
@@ -75,7 +83,7 @@ def _whole(
 
     def own(key: str, leaf: Tensor) -> Tensor:
         if key in dims and leaf.shape[dims[key]] == rows.length:
-            return select(leaf, rows.own.to(leaf.device), dims[key])
+            return select(leaf, rows.own, dims[key])
         return leaf
 
     return _with_leaves(forward(*args, **kwargs), own)
@@ -96,14 +104,17 @@ def _whole_padding(leaf: Tensor, key: str, mixer: Mixer, rows: CutRows) -> Tenso
     """
     if isinstance(leaf, FakeTensor) and leaf.dim() == 2:
         return None  # models leave out a mask that is all ones where they see its values
-    padding = torch.ones((len(leaf), rows.length), device=leaf.device) if rows.padding is None else rows.padding
-    end = padding[:, rows.length - leaf.shape[1] :].to(leaf)
-    if leaf.dim() != 2 or not torch.equal(leaf, end):
-        raise UnsupportedError(
-            f"{mixer.path} needs whole rows, and is given {tuple(leaf.shape)} as {key}, which it was not given when it"
-            f" was measured"
-        )
-    return padding.to(leaf)
+    whole, of, version = rows.memo.get("whole padding", (None, lambda: None, 0))
+    if of() is not leaf or version != version_of(leaf):  # layers are given one tensor, which is read once
+        padding = torch.ones((len(leaf), rows.length)) if rows.padding is None else rows.padding
+        whole = to_device(padding, leaf.device).to(leaf.dtype)
+        if leaf.dim() != 2 or not torch.equal(leaf, whole[:, rows.length - leaf.shape[1] :]):
+            raise UnsupportedError(
+                f"{mixer.path} needs whole rows, and is given {tuple(leaf.shape)} as {key}, which it was not given when"
+                f" it was measured"
+            )
+        rows.memo["whole padding"] = whole, weakref.ref(leaf), version_of(leaf)
+    return whole
 
 
 def _gathered(leaf: Tensor, key: str, mixer: Mixer, rows: CutRows, group: RankGroup) -> Tensor | None:
@@ -293,7 +304,7 @@ def _share(x: Tensor, parts: Sequence[FusedPart], rows: CutRows, group: RankGrou
     received = group.trade(torch.cat([share.flatten() for share in shares]), [s.numel() for s in shares], receives)
     made = x.new_empty((count, rows.length, mine))
     for rank, part in enumerate(received.split(receives)):
-        place(made, rows.places_of(rank).to(x.device), 1, part.view(count, -1, mine))
+        place(made, rows.places_of(rank), 1, part.view(count, -1, mine))
     return made
 
 
@@ -301,7 +312,7 @@ def _joined(x: Tensor, parts: Sequence[FusedPart], rows: CutRows, group: RankGro
     """Send each rank its tokens of this rank's share of the features, and sum up the shares of own tokens."""
     count = len(x)
     own = rows.counts[rows.rank]
-    sent = [select(x, rows.places_of(rank).to(x.device), 1) for rank in range(group.size)]
+    sent = [select(x, rows.places_of(rank), 1) for rank in range(group.size)]
     held = [ranges(parts, rank, group.size) for rank in range(group.size)]
     widths = [sum(high - low for low, high in found) for found in held]
     receives = [count * own * width for width in widths]

@@ -20,7 +20,7 @@ from meshwright.introspection.wrapped import layers_of_wrapping
 
 from . import parts
 from .context_parallel import runtime_of
-from .rows import CutBatch, CutRows
+from .rows import PLACES, CutBatch, CutRows, on_host
 from .runtime import ContextRuntime
 
 log = logging.getLogger("meshwright")
@@ -104,14 +104,15 @@ def _cut(model: nn.Module, runtime: ContextRuntime, batch: Mapping[str, Any]) ->
     given: dict[str, Tensor] = {}
     try:
         given = _checked(batch, names)
-        is_part = parts.are_parts([given], cuts_rows=True)
-        word = -1 if is_part else fingerprint([given])
-        made = made if is_part else runtime.cut(given, signature, given["tokens"].device)
+        values = on_host(given)
+        is_part = parts.are_parts([values], cuts_rows=True)
+        word = -1 if is_part else fingerprint([values])
+        made = made if is_part else runtime.cut(given, signature, values)
     except Exception as error:  # noqa: BLE001  (raised below, once the other ranks know)
         refusal = error
     if _agree(runtime, word, refusal):
-        made = parts.join(given, runtime, signature, given["tokens"].device)
-    own: dict[str, Any] = {key: value for key, value in batch.items() if key not in (*names.values(), parts.PLACES)}
+        made = parts.join(given, runtime, signature)
+    own: dict[str, Any] = {key: value for key, value in batch.items() if key not in (*names.values(), PLACES)}
     for key, value in made.items():
         own[names.get(key) or signature.takes.get(key) or key] = value
     return made, own

@@ -9,17 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.core.devices import to_device
 from meshwright.core.errors import ConfigError
 from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.distributed.process import agree
 from meshwright.introspection.mixing.masks import segments_of
 from meshwright.introspection.signature import Signature
 
-from .rows import FILLER, MASK, CutBatch, CutRows, place
+from .rows import FILLER, MASK, PLACES, CutBatch, CutRows, on_host, place
 from .runtime import ContextRuntime
 
-PLACES = "places"
-"""Key of a batch: (rows, own tokens) int64, the place of each token in its whole row, ascending."""
 ROWS_OF = ("positions", "document_ids", MASK)
 """Keys whose whole rows every rank needs, for masks."""
 
@@ -84,9 +83,7 @@ def refuse_some(parts: int, ranks: int) -> None:
         )
 
 
-def join(
-    piece: Batch, runtime: ContextRuntime, signature: Signature, device: torch.device, longest: int | None = None
-) -> CutBatch:
+def join(piece: Batch, runtime: ContextRuntime, signature: Signature, longest: int | None = None) -> CutBatch:
     """Find where the other ranks' tokens lie, and return the microbatch as if its rows had been cut here.
 
     Collective over the context axis: two messages.
@@ -98,7 +95,7 @@ def join(
         ConfigError: on all ranks of the axis: they have other rows or keys, or places overlap or leave gaps.
         UnsupportedError: see ``ContextRuntime.cut``.
     """
-    counts, gathered = _exchange(piece, runtime.group, device)
+    counts, gathered = _exchange(on_host(piece), runtime.group)
     places, length = gathered.pop(PLACES), sum(counts)
     _refuse_gaps(places, length)
     if longest and length > longest:
@@ -118,7 +115,7 @@ def join(
     if signature.takes["positions"] is not None and "positions" not in made:
         made["positions"] = piece[PLACES]
     if MASK in piece:
-        made[MASK] = whole[MASK].to(piece[MASK].dtype)
+        made[MASK] = to_device(whole[MASK].to(piece[MASK].dtype), piece[MASK].device)
     elif runtime.mixing.implementation and MASK in signature.arguments:
         made[MASK] = torch.ones((len(piece["tokens"]), length), dtype=torch.int64, device=piece["tokens"].device)
     return made
@@ -137,8 +134,12 @@ def join_all(pieces: Sequence[Batch], groups: list[dist.ProcessGroup], *options:
     return joined
 
 
-def _exchange(piece: Batch, group: RankGroup, device: torch.device) -> tuple[tuple[int, ...], dict[str, Tensor]]:
-    """Return tokens of a row on each rank, and (ranks, rows, most) of places and what else masks need, filled up."""
+def _exchange(piece: Batch, group: RankGroup) -> tuple[tuple[int, ...], dict[str, Tensor]]:
+    """Return tokens of a row on each rank, and (ranks, rows, most) of places and what else masks need, filled up.
+
+    Both messages, and what they bring, stay on the host where it has a backend.
+    """
+    device = agree.word_device()
     rows, own = piece["tokens"].shape
     here = [key in piece for key in ROWS_OF]
     head = torch.tensor([own, rows, *here], dtype=torch.int64, device=device)
@@ -152,10 +153,10 @@ def _exchange(piece: Batch, group: RankGroup, device: torch.device) -> tuple[tup
         raise ConfigError(f"the ranks of the cp axis bring parts of other rows, or other keys ({words})")
     counts = tuple(other[0] for other in heads)
     keys = [PLACES, *(key for key, is_there in zip(ROWS_OF, here, strict=True) if is_there)]
-    filled = torch.full((len(keys), rows, max(counts)), FILLER, dtype=torch.int64, device=device)
+    filled = torch.full((len(keys), rows, max(counts)), FILLER, dtype=torch.int64)
     for number, key in enumerate(keys):
-        filled[number, :, :own] = piece[key].to(device)
-    parts = group.gather_features(filled)
+        filled[number, :, :own] = piece[key]
+    parts = group.gather_features(filled.to(device)).cpu()
     return counts, {key: parts[:, number] for number, key in enumerate(keys)}
 
 

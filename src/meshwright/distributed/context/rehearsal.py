@@ -165,7 +165,7 @@ def _on_rank(
 ) -> tuple[float, dict[str, Tensor]]:
     signature = Signature.of(model)
     runtime = wrap_modules(model, plan, group)
-    own = runtime.cut(batch, signature, torch.device("cpu"))
+    own = runtime.cut(batch, signature)
     runtime.enter(own)
     with FixedDraws() if draws else nullcontext():
         logits = logits_of(model(**signature.inputs(own, torch.device("cpu"))))
@@ -186,7 +186,7 @@ def first_apart(model: nn.Module, plan: ContextPlan, batch: dict[str, Tensor]) -
     def on_rank(group: RankGroup) -> tuple[dict[str, Seen], CutRows]:
         made = copy_of(model)
         runtime = wrap_modules(made, plan, group)
-        own = runtime.cut(batch, signature, torch.device("cpu"))
+        own = runtime.cut(batch, signature)
         runtime.enter(own)
         return _seen(made, lambda made: made(**signature.inputs(own, torch.device("cpu")))), own.rows
 

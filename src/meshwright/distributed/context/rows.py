@@ -1,15 +1,21 @@
-"""Cut a microbatch's rows over the ranks of the context axis, and know where every token lies."""
+"""Cut a microbatch's rows over the ranks of the context axis, and know where every token lies.
+
+Where tokens lie, and what follows from it, is decided and kept on the host, so that no decision waits for the device.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from meshwright.core.devices import is_accelerator, to_device
 from meshwright.core.errors import ConfigError
 from meshwright.core.torch_private import by_values
 from meshwright.introspection.mixing.masks import segments_of
@@ -19,15 +25,49 @@ from meshwright.planning.context.documents import cut_documents
 
 FILLER = -1
 Apart = Literal["", "positions", "ids"]
+PLACES = "places"
+"""Key of a batch: (rows, own tokens) int64, the place of each token in its whole row, ascending."""
 MASK = "attention_mask"
 """Key of a batch: (rows, length), 0 for padding, as models of transformers take it."""
 LIKE_TOKENS = ("labels", "loss_mask", MASK, *(key for key in SPELLINGS if key != "tokens"))
 """Keys whose tensors have a value for each token."""
+DECIDING = ("tokens", "positions", "document_ids", MASK, PLACES)
+"""Keys by whose values is decided where tokens lie, and which attend to which."""
+
+_copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def kept_on(values: Tensor, device: torch.device) -> Tensor:
+    """Return values of the host on a device: copied once, without waiting, and kept as long as the host's tensor."""
+    if not is_accelerator(device) or values.device == device:
+        return values
+    found = _copies.get(values)
+    if found is None or found.device != device:
+        _copies[values] = found = _copied(values, device)
+    return found
+
+
+_copied = by_values(to_device)
+
+
+@by_values
+def on_host(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a batch that decide where tokens lie; those on a device are read at once, in one copy."""
+    found = {key: batch[key] for key in DECIDING if key in batch}
+    away = {key: value for key, value in found.items() if is_accelerator(value.device)}
+    if away:
+        flat = [value.contiguous().flatten().view(torch.uint8) for value in away.values()]
+        read = torch.cat(flat).cpu().split([len(part) for part in flat])
+        found |= {
+            key: part.clone().view(value.dtype).view(value.shape)
+            for part, (key, value) in zip(read, away.items(), strict=True)
+        }
+    return found
 
 
 @dataclass(frozen=True, eq=False)
 class CutRows:
-    """Where the tokens of a microbatch's rows lie.
+    """Where the tokens of a microbatch's rows lie; all tensors are on the host.
 
     Attributes:
         rank: this process's rank on the context axis.
@@ -69,12 +109,17 @@ class CutRows:
         """(rows or 1, own tokens) int64: the places of this rank's tokens, ascending."""
         return self.places_of(self.rank)
 
-    @by_values
     def places_of(self, rank: int) -> Tensor:
         """(rows or 1, tokens) int64: the places of one rank's tokens, ascending."""
-        return self.places[rank, :, : self.counts[rank]]
+        return self.of_ranks[rank]
 
-    @property
+    @cached_property
+    @by_values
+    def of_ranks(self) -> tuple[Tensor, ...]:
+        """The places of each rank's tokens."""
+        return tuple(self.places[rank, :, :count] for rank, count in enumerate(self.counts))
+
+    @cached_property
     @by_values
     def slots(self) -> Tensor:
         """(rows or 1, length) int64: rank · most + number on that rank, for each token of a whole row."""
@@ -90,6 +135,7 @@ class CutRows:
 
 def select(x: Tensor, index: Tensor, dim: int) -> Tensor:
     """Return the elements of ``x`` along ``dim`` at an index per row, (rows or 1, n); dim 0 of ``x`` is rows."""
+    index = kept_on(index, x.device)
     if index.shape[0] == 1:
         return torch.index_select(x, dim, index[0])
     return torch.gather(x, dim, _for_rows(index, x, dim))
@@ -97,6 +143,7 @@ def select(x: Tensor, index: Tensor, dim: int) -> Tensor:
 
 def place(x: Tensor, index: Tensor, dim: int, part: Tensor) -> None:
     """Write elements along ``dim`` of ``x`` at an index per row: ``select`` the other way round."""
+    index = kept_on(index, x.device)
     if index.shape[0] == 1:
         x.index_copy_(dim, index[0], part)
     else:
@@ -112,7 +159,7 @@ class Numbers:
     """Which of the tokens of (rows, heads, tokens, features) some are.
 
     Attributes:
-        index: (rows or 1, n) int64.
+        index: (rows or 1, n) int64, on the host.
         runs: the same as runs of consecutive numbers, where all rows are alike and runs are few.
     """
 
@@ -165,7 +212,6 @@ def cut_rows(
     batch: Mapping[str, Tensor],
     ranks: int,
     rank: int,
-    device: torch.device | str = "cpu",
     *,
     cut: Cut = "head_tail",
     by_positions: bool = False,
@@ -184,9 +230,8 @@ def cut_rows(
         ConfigError: rows have fewer tokens than there are ranks.
     """
     length = batch["tokens"].shape[1]
-    positions, documents = (
-        None if key not in batch else batch[key].to(device) for key in ("positions", "document_ids")
-    )
+    batch = on_host(batch)
+    positions, documents = batch.get("positions"), batch.get("document_ids")
     segments = segments_of(positions) if by_positions and positions is not None else None
     parted = {"": None, "positions": segments, "ids": documents}[apart]
     cuts = [cut_row(cut, length, ranks)] if parted is None else [_by_documents(row, ranks, cut) for row in parted]
@@ -196,9 +241,7 @@ def cut_rows(
         for number, runs in enumerate(runs_of_ranks):
             places[number, row, : counts[number]] = torch.cat([torch.arange(*run) for run in runs])
     has_documents = parted is not None
-    where = (rank, length, places.to(device), counts, positions, segments, documents)
-    padding = batch[MASK].to(device) if MASK in batch else None
-    return CutRows(*where, padding, has_documents)
+    return CutRows(rank, length, places, counts, positions, segments, documents, batch.get(MASK), has_documents)
 
 
 def _by_documents(row: Tensor, ranks: int, cut: Cut) -> tuple[Runs, ...]:
@@ -216,10 +259,9 @@ class CutBatch(dict[str, Tensor]):
 def cut_batch(batch: Mapping[str, Tensor], rows: CutRows) -> CutBatch:
     """Return a microbatch with this rank's tokens alone; a padding mask stays whole."""
     size = batch["tokens"].shape
-    places = rows.own.to(batch["tokens"].device)
     made = CutBatch()
     for key, value in batch.items():
-        made[key] = select(value, places, 1) if value.shape[:2] == size and key != MASK else value
+        made[key] = select(value, rows.own, 1) if value.shape[:2] == size and key != MASK else value
     made.rows = rows
     return made
 

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.comparison.observe import TokensOfRank
+from meshwright.core.devices import is_accelerator, to_device
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean
 from meshwright.core.record import remember, wrap
 from meshwright.core.torch_private import FakeTensor, by_values, version_of
 from meshwright.distributed.exchange.ranks import RankGroup
+from meshwright.distributed.process.verdicts import Verdicts
 from meshwright.introspection.mixing.arithmetic import allowed_of
 from meshwright.introspection.mixing.flex import PlaceMask, intercept_flex
 from meshwright.introspection.mixing.interception import (
@@ -35,7 +37,7 @@ from meshwright.planning.context.plan import ContextPlan
 from .attention import Context, attend, attend_to_whole_rows
 from .mixers import wrap_mixer
 from .reaches import Reaches, of_whole_rows
-from .rows import MASK, Apart, CutBatch, CutRows, cut_batch, cut_rows, refuse_other_shapes
+from .rows import MASK, Apart, CutBatch, CutRows, cut_batch, cut_rows, kept_on, refuse_other_shapes
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class ContextRuntime:
         group: the ranks of the context axis.
         rows: where the tokens of the microbatch lie that is computed now; None: every rank has whole rows.
         in_backward: the same, where a backward behind the block of a user's own loop set it.
+        verdicts: whether masks are what they were taken for; an accelerator says so later.
     """
 
     def __init__(self, group: RankGroup, plan: ContextPlan, checks: Checks):
@@ -70,19 +73,26 @@ class ContextRuntime:
         # rows change with each microbatch, and a graph would hold on to those of the first
         outside_of_graphs: Any = torch.compiler.disable
         self.attend: Callable[[AttentionCall, Caller | None], Tensor] = outside_of_graphs(self._attend)
+        self.verdicts = Verdicts()
         self._masks_made = 0
         self._compared: dict[Any, bool] = {}
 
     def enter(self, batch: Mapping[str, Tensor]) -> None:
         """Compute the tokens of this batch from now on: those that ``cut`` chose, or whole rows of any other batch."""
+        self.verdicts.raise_known()
         self.rows = batch.rows if isinstance(batch, CutBatch) else None
 
     def begin_forward(self) -> None:
         """Count masks anew: which of them keep documents apart is known by their order."""
         self._masks_made = 0
 
-    def cut(self, batch: Mapping[str, Tensor], signature: Signature, device: torch.device) -> CutBatch:
+    def cut(
+        self, batch: Mapping[str, Tensor], signature: Signature, values: Mapping[str, Tensor] | None = None
+    ) -> CutBatch:
         """Return this rank's tokens of a microbatch of whole rows.
+
+        Args:
+            values: its tensors that ``on_host`` read, where it was asked before.
 
         Raises:
             ConfigError: rows have fewer tokens than there are ranks, or a tensor cannot be cut as they are.
@@ -90,7 +100,7 @@ class ContextRuntime:
                 measured one, in rows of this length.
         """
         self.check(batch, signature, batch["tokens"].shape[1])
-        rows = self._cut_rows(batch, device)
+        rows = self._cut_rows(batch if values is None else values)
         return cut_batch(_completed(batch, self.plan, signature), rows)
 
     def check(self, batch: Mapping[str, Tensor], signature: Signature, length: int) -> None:
@@ -108,7 +118,7 @@ class ContextRuntime:
 
     def places(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the places of this rank's tokens, (rows or 1, tokens) int64, for a batch of whole rows."""
-        return self._cut_rows(batch, "cpu").own
+        return self._cut_rows(batch).own
 
     def tokens_of(self, batch: Mapping[str, Tensor], rank: int, ranks: int) -> TokensOfRank:
         """Return which tokens of a batch's whole rows one of ``ranks`` that cut this rank's tokens further has."""
@@ -120,25 +130,42 @@ class ContextRuntime:
     def own_places(self) -> Tensor:
         """Return the same for the microbatch that is computed now."""
         assert self.rows is not None
-        return self.rows.own.cpu()
+        return self.rows.own
 
-    def _cut_rows(self, batch: Mapping[str, Tensor], device: torch.device | str) -> CutRows:
+    def _cut_rows(self, batch: Mapping[str, Tensor]) -> CutRows:
         apart: Apart = "" if not self.plan.cuts_documents else "positions" if self.mixing.implementation else "ids"
         by_positions = bool(self.mixing.implementation)
         options: dict[str, Any] = {"cut": self.plan.cut, "by_positions": by_positions, "apart": apart}
-        return cut_rows(batch, self.group.size, self.group.rank, device, **options)
+        return cut_rows(batch, self.group.size, self.group.rank, **options)
 
     def mask(self, function: MaskFunction, padding: Tensor | None, plain: Callable[[], Any]) -> Any:
         rows = self.rows
         if rows is None:
             return plain()
         number, self._masks_made = self._masks_made, self._masks_made + 1
-        mask = RowMask(function, padding=padding)
+        mask = RowMask(function, padding=self._padding(padding, rows))
         if not rows.has_mask:  # transformers looks for documents in a row only where no mask is given
             mask = RowMask(function)
             if rows.segments is not None and rows.positions is not None and self.mixing.packed[number]:
                 mask = RowMask(function, rows.positions, rows.segments)
         return TokenMask(function, mask, lambda **given: self.attend(sdpa_call(given), None))
+
+    def _padding(self, given: Tensor | None, rows: CutRows) -> Tensor | None:
+        """Return the padding that a model hands on with a mask, (rows, length) bool, on the host.
+
+        On an accelerator it is taken to be the batch's, which the host has, and compared there.
+        """
+        if given is None or not rows.has_mask or not is_accelerator(given.device):
+            return given
+        assert rows.padding is not None
+        if "padding" not in rows.memo:
+            rows.memo["padding"] = rows.padding.bool()
+        whole: Tensor = rows.memo["padding"]
+        words = f"the model hands a padding mask of {list(given.shape)} to attention that is not the batch's '{MASK}'"
+        if whole.shape != given.shape:
+            raise UnsupportedError(words)
+        self.verdicts.expect((given == kept_on(whole, given.device)).all(), UnsupportedError(words))
+        return whole
 
     def _attend(self, call: AttentionCall, caller: Caller | None) -> Tensor:
         rows = self.rows
@@ -153,7 +180,7 @@ class ContextRuntime:
             )
         mask = self._mask(call, caller, rows)
         arithmetic = None if caller is None or call.dropout else caller.arithmetic
-        reach = None if arithmetic is None else self._reaches.of(mask, rows, len(call.query))
+        reach = None if arithmetic is None else self._reaches.of(mask, rows, len(call.query), call.query.device)
         if caller is None or arithmetic is None or reach is None:
             self._refuse_other_method(caller)
             return attend_to_whole_rows(call, mask, rows, self.group)
@@ -174,7 +201,7 @@ class ContextRuntime:
         if isinstance(call.mask, TokenMask):
             return call.mask.rows
         if isinstance(call.mask, PlaceMask):
-            return of_whole_rows(call.mask.function, rows)
+            return of_whole_rows(call.mask.function, rows, self.verdicts.expect)
         if call.interface or caller is None or caller.rule is None:
             return self._by_rule(MaskRule(causal=call.is_causal), rows)
         self._refuse_other_mask(call, caller, caller.rule, rows)
@@ -192,12 +219,12 @@ class ContextRuntime:
         own = call.query.shape[2]
         if isinstance(call.mask, FakeTensor) or self._is_compared(call, rule, rows):
             return
-        documents = None if rows.documents is None else rows.take(rows.documents)
-        places = torch.arange(own, device=call.query.device)[None]
-        if not bool((allowed_of(call) == dense(rule.function(documents), places, own, len(call.query))).all()):
-            raise UnsupportedError(
-                f"{caller.path} masks {own} tokens by another rule than the one that was measured ({rule})"
-            )
+        device = call.mask.device if isinstance(call.mask, Tensor) else torch.device("cpu")
+        documents = None if rows.documents is None else to_device(rows.take(rows.documents), device)
+        expected = dense(rule.function(documents), torch.arange(own, device=device)[None], own, len(call.query))
+        words = f"{caller.path} masks {own} tokens by another rule than the one that was measured ({rule})"
+        allowed = allowed_of(call, device, self.verdicts.expect)
+        self.verdicts.expect((allowed == expected).all(), UnsupportedError(words))
 
     def _is_compared(self, call: AttentionCall, rule: MaskRule, rows: CutRows) -> bool:
         """Return whether a call's mask was compared before, and note that it is now.

@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 def word_device() -> torch.device:
     """Return the device of small agreed values: the CPU where it has a backend (no sync), else the accelerator."""
-    if "cpu" in str(dist.get_backend_config()) or dist.get_backend() == "gloo":
+    if not dist.is_initialized() or "cpu" in str(dist.get_backend_config()) or dist.get_backend() == "gloo":
         return torch.device("cpu")
     return current_device(local_device())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -66,8 +66,22 @@ def scale_of(call: AttentionCall) -> float:
     return call.query.shape[-1] ** -0.5 if call.scale is None else call.scale
 
 
-def allowed_of(call: AttentionCall) -> Tensor:
+def raise_unless(holds: Tensor, error: Exception) -> None:
+    """Raise an error unless a bool of no dims is true."""
+    if not bool(holds):
+        raise error
+
+
+def allowed_of(
+    call: AttentionCall,
+    device: torch.device | None = None,
+    expect: Callable[[Tensor, Exception], None] = raise_unless,
+) -> Tensor:
     """Return which keys a call's queries attend to: (rows or 1, heads or 1, queries, keys) bool.
+
+    Args:
+        device: of what is made where the call has no tensor for a mask; None: its queries'.
+        expect: raises an error, at once or later, unless what the mask holds is right.
 
     Raises:
         UnsupportedError: the mask adds other numbers to scores than 0 and those that block a key.
@@ -77,10 +91,10 @@ def allowed_of(call: AttentionCall) -> Tensor:
         return call.mask.dense(len(call.query), call.query.shape[1], queries, keys, call.query.device)
     if not isinstance(call.mask, Tensor):
         rule = causal if call.is_causal else everything
-        return dense(rule, torch.arange(queries, device=call.query.device)[None], keys, 1)
+        return dense(rule, torch.arange(queries, device=device or call.query.device)[None], keys, 1)
     mask = call.mask.reshape((1,) * (4 - call.mask.dim()) + call.mask.shape)
     if mask.dtype is torch.bool:
         return mask
-    if bool(((mask != 0) & (mask > BLOCKED)).any()):
-        raise UnsupportedError("a mask adds numbers to the scores of attention, by the distance of tokens or otherwise")
+    words = "a mask adds numbers to the scores of attention, by the distance of tokens or otherwise"
+    expect(~((mask != 0) & (mask > BLOCKED)).any(), UnsupportedError(words))
     return mask == 0

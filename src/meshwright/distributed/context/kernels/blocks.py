@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from meshwright.core.torch_private import by_values
+from meshwright.distributed.context.rows import kept_on
 from meshwright.distributed.recompute.kept import attended
 from meshwright.introspection.mixing.reach import KeyRanges
 
@@ -288,7 +289,7 @@ def _scores(query: Tensor, key: Tensor, block: Tile, reach: KeyRanges, scores: S
     if block.is_whole:
         return made
     keys = torch.arange(block.keys.start, block.keys.stop, device=key.device)
-    lower, upper = (bound[block.rows, block.queries, None] for bound in (reach.lower, reach.upper))
+    lower, upper = (kept_on(bound, key.device)[block.rows, block.queries, None] for bound in (reach.lower, reach.upper))
     blocked = (keys < lower) | (keys >= upper)
     return made.masked_fill_(blocked[:, None, None], float("-inf"))
 
