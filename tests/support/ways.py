@@ -374,9 +374,10 @@ def _own_plan(model: ParallelModel) -> Plan:
     """Return the plan with the experts and the number of trained parameters that this rank's stages have."""
     if model.plan.pipeline is None:
         return model.plan
-    own = [part.plan for part in model._parts]
-    stacks = tuple(stack for plan in own if plan.experts is not None for stack in plan.experts.stacks)
-    experts = replace(model.plan.experts, stacks=stacks) if model.plan.experts is not None and stacks else None
+    experts = model.plan.experts
+    if experts is not None:
+        here = {clean(name) for part in model.parts for name, _ in part.named_modules()}
+        experts = replace(experts, stacks=tuple(stack for stack in experts.stacks if stack.path in here))
     trained = sum(p.requires_grad for part in model.parts for p in part.parameters())
     one = next(p for p in model.plan.parameters if p.trainable)
     return replace(model.plan, experts=experts, parameters=(replace(one, count=trained),))

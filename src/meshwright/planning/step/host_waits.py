@@ -1,7 +1,8 @@
 """List where the host waits for an accelerator in a step: its queue of kernels runs dry there.
 
 The list is complete for meshwright's own code and for torch's under it; what a model's own code reads, such as a loop
-over experts, is not in it. On a CPU nothing is waited for.
+over experts, is not in it. A recomputed layer of experts counts twice, also where no gradient reaches it. On a CPU
+nothing is waited for.
 """
 
 from __future__ import annotations

@@ -54,6 +54,25 @@ _alive: deque[dist.Work] = deque(maxlen=10_000)
 """The last messages: torch's C++ holds their C++ half alone, and without the other one ``wait`` never returns."""
 
 
+class _Batches:
+    """Numbers the calls of ``batch_isend_irecv``, each by its number of messages."""
+
+    def __init__(self) -> None:
+        self._number, self._left = 0, 0
+
+    def of_this_message(self) -> int:
+        messages = timeline.argument_of_call("batch_isend_irecv", "p2p_op_list")
+        if messages is None:
+            return 0
+        if self._left == 0:
+            self._number, self._left = self._number + 1, len(messages)
+        self._left -= 1
+        return self._number
+
+
+_batches = _Batches()
+
+
 def stream_of(group: dist.ProcessGroup) -> DeviceStream:
     """Return the stream of a group's asynchronous messages."""
     return _streams.setdefault(group.group_name, DeviceStream())
@@ -132,7 +151,7 @@ def _kernel(name: str, written: tuple[int, ...]) -> Any:
             nbytes = sum(t.numel() * t.element_size() for t in (reads or outputs))
             ranks = tuple(dist.get_process_group_ranks(group))
             peer = ranks[args[to]] if to is not None else None
-            line, batch = timeline.line_of(name), timeline.inside("batch_isend_irecv")
+            line, batch = timeline.line_of(name), _batches.of_this_message()
             watch.seen.messages.append(CollectiveCall(name, ranks, nbytes, caller, line, peer, batch))
         result = operator(*tree_map(to_host, args))
         found = result if isinstance(result, tuple) else (result,)

@@ -1,0 +1,123 @@
+"""Code that asks whether there is an accelerator: each place is taken here, or docs/gpu.md says why none can."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+from support.branches import branches, spying
+from support.pretend import DEVICE, a_group, watched_record
+from support.ways import Way
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
+LAID_OUT = (
+    "dp=fsdp recompute=offload",
+    "dp=fsdp memory=optimizer",
+    "dp=fsdp ep=2 model=softmax memory=offload",
+    "cp=2 method=all_gather",
+    "tp=2 sequence=cut",
+    "cp=2 method=halo model=gpt_neox",
+)
+SETTINGS = {
+    "steps": 4,
+    "model": {"size": "debug"},
+    "batch": {"global_batch": 8},
+    "validation": {"every": 2},
+    "checkpoint": {"every": 2},
+    "logging": {"profile": "2:3"},
+    "sample": {"tokens": 4},
+}
+
+
+def job_way(way, folder):
+    with spying() as taken:
+        record = watched_record(way, folder)
+    return taken, record.seen.faults()
+
+
+def job_run(folder):
+    """Train, save, and go on in the same folder; with a profile, a memory table and a sample."""
+    from meshwright.training.config import Config
+    from meshwright.training.trainer import Trainer
+
+    text = Path(folder) / "text.txt"
+    text.write_text("".join(f"line {i} of a text that nobody reads, {i * i}\n" for i in range(2000)))
+    data = {"source": [str(text)], "seq_len": 32, "cache": str(Path(folder) / "cache")}
+    settings = SETTINGS | {"run": str(Path(folder) / "run"), "data": data}
+    with spying() as taken:
+        status = [Trainer(Config.from_dict(settings)).run(), Trainer(Config.from_dict(settings | {"steps": 6})).run()]
+    metrics = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
+    return taken, status, metrics
+
+
+def job_door(overlaps):
+    """Take a step through the door that reduces gradients without overlap."""
+    from meshwright.distributed.parallelizer import nvfsdp_strategy_parallelize
+
+    with spying() as taken, a_group():
+        mesh = init_device_mesh(DEVICE, (2,), mesh_dim_names=("dp_shard",))
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        model = nvfsdp_strategy_parallelize(model, mesh, overlap_grad_reduce=overlaps, nvfsdp_unit_modules=[nn.Linear])
+        model(torch.ones(2, 8, device=DEVICE)).sum().backward()
+    return taken
+
+
+def job_plans():
+    """Plan what cannot be estimated on an accelerator, and print it."""
+    from meshwright import Layout, plan
+    from meshwright.introspection.cluster import Cluster
+    from meshwright.models.decoder_config import SIZES
+    from meshwright.planning.values import Batch
+
+    with spying() as taken:
+        techniques = {"activation_checkpointing": "offload"}
+        made = plan(
+            SIZES["debug"], Layout(), batch=Batch(4, 16), cluster=Cluster(2, device=DEVICE), techniques=techniques
+        )
+        text = str(made)
+    return taken, text
+
+
+def job_stall(folder):
+    """Diagnose a stall where a process uses an accelerator."""
+    from meshwright.training.health.peers import Peers
+
+    with spying() as taken, patch.object(Peers, "_diagnosis", lambda self: "rank 1 waits"):
+        peers = object.__new__(Peers)
+        heartbeat = SimpleNamespace(collective={"group": "g", "number": 1, "since": 0.0}, folder=Path(folder), rank=0)
+        vars(peers).update(heartbeat=heartbeat, limit_sec=1.0, stall="", _seen=None)
+        peers._watch()
+    return taken
+
+
+def test_a_run_trains_saves_and_resumes_on_a_device(on_device, tmp_path):
+    _, status, metrics = on_device(1, job_run, str(tmp_path))[0]
+    assert status == [0, 0]
+    losses = [line["loss"] for line in metrics if "loss" in line]
+    assert len(losses) == 6 and losses[-1] < losses[0]
+
+
+def test_a_plan_for_a_device_says_where_the_host_waits(on_device):
+    _, text = on_device(1, job_plans)[0]
+    assert "the host waits for the device in a step\n  loss, gradient norm" in text
+
+
+def test_each_branch_is_taken_or_listed(device_pool, on_device, tmp_path):
+    taken: set[str] = set()
+    for number, text in enumerate(LAID_OUT):
+        way = Way.of(text)
+        jobs = on_device(way.layout.world, job_way, way, str(tmp_path / str(number)))
+        taken |= set().union(*(places for places, _ in jobs))
+        assert not any(faults for _, faults in jobs), jobs
+    taken |= on_device(1, job_run, str(tmp_path))[0][0] | on_device(2, job_door, False)[0]
+    taken |= on_device(1, job_plans)[0][0] | on_device(1, job_stall, str(tmp_path))[0]
+    listed = set(re.findall(r"^\| `([\w/]+\.py:[\w<>]+)`", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
+    assert sorted(branches() - taken - listed) == []
+    assert sorted(listed - branches()) == [], "no such branch any more"
