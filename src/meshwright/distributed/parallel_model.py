@@ -227,13 +227,13 @@ class ParallelModel:
         pieces: list[step_batch.Batch] = []
         refusal: Exception | None = None
         tokens, weight, routed, rows_word, is_part = 0, 0.0, 0, None, False
+        known = (self._signature, self.facts.max_seq_len, self.facts.vocab_size)
         try:
             if isinstance(batch, Exception):
                 raise batch
             replicated.refuse_other_trained(self.module)
             pieces = step_batch.microbatches(batch, self.microbatch_rows or self._suggested_rows(batch))
             is_part = parts.are_parts(pieces, cuts_rows=bool(self._context))
-            known = (self._signature, self.facts.max_seq_len, self.facts.vocab_size)
             for piece in pieces:
                 step_batch.check(parts.without_places(piece), *known, own_loss=self._own_loss)
             rows_word = None if is_part else step_batch.fingerprint(pieces)
@@ -260,8 +260,7 @@ class ParallelModel:
                 f" {len(pieces)}): give as many"
             )
         if is_part:
-            options = (self._signature, self.facts.max_seq_len)
-            pieces = parts.join_all(pieces, self._data_groups, self._context[0], *options)
+            pieces = parts.join_all(pieces, self._data_groups, self._context[0], *known[:2])
         return pieces, tokens, weight, routed
 
     def _inputs(self, batch: step_batch.Batch) -> dict[str, Any]:
