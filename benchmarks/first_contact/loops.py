@@ -151,7 +151,7 @@ def profiled(step: Step) -> dict[str, Any]:
     spans = sorted(
         (event.time_range.start, event.time_range.end)
         for event in profile.events() or ()
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
     )
     return {"launches": len(spans), **covered(spans)}
 

@@ -81,6 +81,8 @@ def machine() -> Machine:
         return Machine(PRETEND, True)
     if not torch.cuda.is_available():
         raise SkippedError("torch finds no NVIDIA GPU here; --dry runs all steps on the pretend device")
+    local = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
+    torch.cuda.set_device(local % torch.cuda.device_count())
     torch.empty(1, device="cuda")  # now, so that torch.cuda counts as initialised wherever somebody asks
     return Machine("cuda", False)
 

@@ -194,12 +194,17 @@ def low_bit(state: str) -> Said:
 
 
 def checkpoint() -> Said:
-    """A checkpoint comes back bit by bit: the next step, generation and evaluation are the same."""
+    """A checkpoint comes back bit by bit: the next step, generation and evaluation are the same.
+
+    Attention is computed by plain products, since CUDA's fused backwards add up in no fixed order.
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
     from meshwright import Layout, load, parallelize, save
 
     need("safetensors", "a checkpoint")
     problem, results = Problem(dtype="bfloat16"), []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, sdpa_kernel(SDPBackend.MATH):
         for seed in (SEED, SEED + 4):
             model = parallelize(problem.config, Layout(), techniques=problem.requested, seed=seed)
             optimizer = torch.optim.AdamW(model.make_parameter_groups(), lr=LR, fused=not machine().is_dry)

@@ -4,9 +4,12 @@ import json
 import sys
 
 import pytest
+import torch
 
 from benchmarks.first_contact import child, machine, page, runner
 from benchmarks.first_contact.loops import covered
+from benchmarks.first_contact.parity import judge
+from benchmarks.first_contact.problem import EXACT, Outcome, errors_of
 from benchmarks.first_contact.results import FAILED, NOT_HERE, PASSED, SKIPPED, Result, Results, sources_key
 from benchmarks.first_contact.runner import OutOfTime, Step, run_steps
 
@@ -154,6 +157,20 @@ def test_hidden_packages_are_absent(monkeypatch):
     assert not machine.has("colorsys") and machine.has("json")
     with pytest.raises(machine.SkippedError, match="a palette needs colorsys, which is not installed"):
         machine.need("colorsys", "a palette")
+
+
+def test_a_figure_beyond_its_bound_fails_and_is_named():
+    one = Outcome([2.0, 1.0], [3.0], {"w": torch.ones(4)}, {"w": torch.ones(4)})
+    bounds = dict.fromkeys(errors_of(one, one), EXACT)
+    figures, _ = judge(one, one, bounds)
+    assert figures["error"] == 0.0 and len(bounds) == 5
+    for other, words in (
+        (Outcome([2.0, 1.0 + 1e-8], [3.0], one.gradients, one.parameters), "losses of step 1: 1.00e-08 > 1.0e-10"),
+        (Outcome([2.0, 1.0], [3.0], {"w": torch.tensor([1, 1, 1, 1.001])}, one.parameters), "gradients of w: 5"),
+        (Outcome([2.0, 1.0], [3.0], one.gradients, {"w": torch.full((4,), torch.nan)}), "parameters of w: inf"),
+    ):
+        with pytest.raises(AssertionError, match=words):
+            judge(other, one, bounds)
 
 
 def test_kernels_that_overlap_count_once():
