@@ -2,7 +2,8 @@
 #
 #   PYTHON=python3.12     the interpreter of a new environment (default: the first that will do)
 #   TORCH_INDEX_URL=...   one more package index to take torch from (see CONTRIBUTING.md)
-#   ARGS="..."            for `make demo`: what follows `meshwright train`; for `make matrix`: --cold, --only TEXT; for the tests: pytest's
+#   ARGS="..."            for `make demo`: what follows `meshwright train`; for `make matrix`: --cold, --only TEXT; for `make gpu`:
+#                         --dry, --only, --again, --minutes; for the tests: pytest's
 #   PIECE=2/3             for `make test-all`: one piece of it
 
 VENV ?= .venv
@@ -12,13 +13,15 @@ PIECE ?=
 BIN = $(VENV)/bin
 SETUP = sh scripts/setup.sh "$(VENV)"
 
-.PHONY: help demo test test-all test-slurm docs matrix composition setup clean
+.PHONY: help demo test test-all test-slurm gpu gpu-cluster docs matrix composition setup clean
 
 help:
 	@echo "make demo    set up the core and train a small model over four processes"
 	@echo "make test    set up for development, then tests, with lint, import contract, types and wheel beside them"
 	@echo "make test-all    every case of every test, in pieces (tests/README.md)"
 	@echo "make test-slurm  the same for runs under a real Slurm, on this machine (Linux, root)"
+	@echo "make gpu     first contact with an NVIDIA GPU: parity, kernels, speed, memory (docs/gpu.md); a second call resumes"
+	@echo "make gpu-cluster   every axis over the GPUs of this machine"
 	@echo "make docs    build the documents into build/site; a broken link is an error"
 	@echo "make matrix  judge every layout against one process and write docs/matrix.md"
 	@echo "make composition   compute what goes with what and write docs/composition.md"
@@ -43,6 +46,16 @@ test-slurm:
 	@$(SETUP) dev,float8,hf,slurm,track
 	@"$(BIN)/python" scripts/slurm_cluster.py check
 	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest tests/slurm $(ARGS)
+
+# No environment is made and no network asked: the Python that has torch runs the sources. PYTHON names another one.
+GPU_PYTHON = $(if $(PYTHON),$(PYTHON),$(if $(wildcard $(BIN)/python),$(BIN)/python,python3))
+
+gpu:
+	@PYTHONPATH=src "$(GPU_PYTHON)" -m benchmarks.first_contact $(ARGS)
+
+# Over several nodes: srun python -m benchmarks.first_contact.cluster, or torchrun (docs/gpu.md).
+gpu-cluster:
+	@PYTHONPATH=src "$(GPU_PYTHON)" -m benchmarks.first_contact.cluster $(ARGS)
 
 docs:
 	@$(SETUP) docs
