@@ -39,13 +39,15 @@ def host_waits(plan: Plan, microbatches: int = 1) -> tuple[HostWait, ...]:
     found = [HostWait("loss", 1)]
     if plan.data.cpu_offload:
         trained = sum(p.count for p in plan.parameters if p.trainable)
-        found.append(HostWait("gradient in host memory", trained))  # fully_shard waits for each of them
+        reductions = microbatches if plan.data.sync_grad_accum is True else 1
+        found.append(HostWait("gradient in host memory", trained * reductions))  # fully_shard waits for each of them
     else:
         found.append(HostWait("gradient norm", 1))
     if plan.optimizer.in_host_memory:
         found.append(HostWait("optimizer state in host memory", 1))
     if plan.experts is not None:
-        again = sum(any(is_within(stack.path, module) for module in plan.checkpointed) for stack in plan.experts.stacks)
+        recomputed = () if plan.activation_checkpointing == "offload" else plan.checkpointed
+        again = sum(any(is_within(stack.path, module) for module in recomputed) for stack in plan.experts.stacks)
         layers = len(plan.experts.stacks) + again
         found.append(HostWait("number of tokens for each expert", layers * microbatches))
     return tuple(found)
