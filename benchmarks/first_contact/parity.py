@@ -10,7 +10,19 @@ import torch
 
 from .child import Outcome as Said
 from .machine import machine, need
-from .problem import LR, SEED, Outcome, Problem, errors_of, laid_out, limits, loss_sum, plain_model, tensor_errors
+from .problem import (
+    DRAW_ON,
+    LR,
+    SEED,
+    Outcome,
+    Problem,
+    errors_of,
+    laid_out,
+    limits,
+    loss_sum,
+    plain_model,
+    tensor_errors,
+)
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -170,7 +182,7 @@ def low_bit(state: str) -> Said:
     import torchao.optim
 
     problem = Problem(dtype="float32", techniques={"optimizer_state": state})
-    model = parallelize(problem.config, Layout(), techniques=problem.requested, seed=SEED)
+    model = parallelize(problem.config, Layout(), techniques=problem.requested, seed=SEED, draw_on=DRAW_ON)
     groups = [{"params": list(model.parameters())}]
     named = list(model.named_parameters())
     ours = make_optimizer(groups, lr=LR, plan=model.plan.optimizer, named_parameters=named, weight_decay=0.01).optimizer
@@ -226,7 +238,7 @@ def generation() -> Said:
     from meshwright import Layout, parallelize
 
     problem = Problem()
-    model = parallelize(problem.config, Layout(), techniques=problem.requested, seed=SEED)
+    model = parallelize(problem.config, Layout(), techniques=problem.requested, seed=SEED, draw_on=DRAW_ON)
     one, device = plain_model(problem).eval(), machine().device
     said = [1, 2, 3]
     with torch.no_grad():

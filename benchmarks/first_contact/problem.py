@@ -20,6 +20,7 @@ from .machine import machine
 
 Named = dict[str, Tensor]
 SEED, MAX_NORM, LR = 3, 1.0, 1e-3
+DRAW_ON = "cpu"  # one seed gives other weights on each device, and some techniques keep weights in host memory
 EXACT, SINGLE, FLOOR, NARROW = 1e-10, 1e-6, 4.0, 2.0
 """CONTRIBUTING.md, "How parity is measured": the bound in fp64; that in fp32, and the factor on what reordering sums
 does; the factor on what a narrow dtype does."""
@@ -100,7 +101,7 @@ def plain_model(problem: Problem) -> nn.Module:
     with torch.device("meta"):
         model: nn.Module = Decoder(problem.config)
     model = model.to(getattr(torch, problem.master))
-    materialise(model, torch.device(machine().device), SEED, {})
+    materialise(model, torch.device(machine().device), SEED, {}, draw_on=DRAW_ON)
     return model
 
 
@@ -168,6 +169,7 @@ def laid_out(problem: Problem, layout: Any) -> Outcome:
         techniques=problem.requested,
         seed=SEED,
         microbatch_rows=problem.microbatch_rows,
+        draw_on=DRAW_ON,
     )
     assert model.device.type == machine().device, f"computed on {model.device.type}, not on {machine().device}"
     outcome, optimizer = Outcome(), problem.optimizer(list(model.parameters()))

@@ -19,7 +19,7 @@ def job_steps(techniques, steps=3):
     from meshwright import Layout, parallelize
     from meshwright.models.decoder_config import SIZES
 
-    model = parallelize(SIZES["debug"], Layout(), techniques=techniques)
+    model = parallelize(SIZES["debug"], Layout(), techniques=techniques, draw_on="cuda")  # as the oracle's are
     assert model.device.type == "cuda"
     optimizer = torch.optim.AdamW(model.make_parameter_groups(), lr=1e-3, fused=True)
     out = []

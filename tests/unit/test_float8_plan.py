@@ -13,10 +13,14 @@ from meshwright import ConfigError, Layout, Plan, UnsupportedError, parallelize,
 from meshwright.cli.verify import _dtypes
 from meshwright.core.errors import MissingExtraError
 from meshwright.distributed.float8.float8 import refuse_absent
+from meshwright.distributed.memory.dry_run import estimate_memory
 from meshwright.introspection.cluster import Cluster
+from meshwright.introspection.facts import model_facts
+from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.planning.memory.states import plan_memory
 from meshwright.planning.plan import Plan as MadePlan
+from meshwright.planning.values import Batch
 from meshwright.training.build import open_trace
 from meshwright.training.config import Config
 from meshwright.verification.aspects.float8 import refuse_unseen
@@ -184,6 +188,7 @@ def test_without_torchao_its_extra_is_named(monkeypatch):
 
 def test_an_old_gpu_is_refused_by_name(monkeypatch):
     pytest.importorskip("torchao", reason="float8 is torchao's: pip install 'meshwright[float8]'")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "an old one")
     with pytest.raises(
@@ -221,3 +226,10 @@ def test_verify_refuses_what_it_cannot_see():
         refuse_unseen(hidden)
     for seen in (replace(hidden, model=DENSE), replace(hidden, techniques={"float8": "tensorwise"})):
         refuse_unseen(seen)
+
+
+def test_activations_of_a_plan_for_gpus_are_estimated_where_there_are_none():
+    pytest.importorskip("torchao", reason="float8 is torchao's: pip install 'meshwright[float8]'")
+    made = planned(DENSE, "cuda", float8="tensorwise")
+    estimate = estimate_memory(model_facts(as_module(DENSE)), made, Batch(2, 16))
+    assert not made.float8.emulated and estimate.why_not == "" and sum(estimate.of().values()) > 0

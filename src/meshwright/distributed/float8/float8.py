@@ -53,7 +53,9 @@ def refuse_absent(plan: Plan) -> None:
         return
     _torchao(plan.float8)
     module = torch.get_device_module(CUDA)
-    if plan.device == CUDA and (found := module.get_device_capability()) < CAPABILITY:
+    if plan.device != CUDA or not module.is_available():  # a dry run for CUDA, on a machine without it
+        return
+    if (found := module.get_device_capability()) < CAPABILITY:
         raise UnsupportedError(
             f"techniques.float8 = {plan.float8.recipe} needs a GPU of compute capability"
             f" {'.'.join(map(str, CAPABILITY))} or newer, and"
