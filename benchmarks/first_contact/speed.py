@@ -73,7 +73,7 @@ SETTINGS: dict[str, Setting] = {
     "1B float8 compiled": Setting(
         SIZES["1B"], {"precision": MIXED, "compile": True, "loss_chunks": 8, "float8": "tensorwise"}, microbatch=2
     ),
-    "mixture 1.4B": Setting(MIXTURE, {"precision": MIXED, **FULL, "loss_chunks": 4}, microbatch=2),
+    "mixture 1.2B": Setting(MIXTURE, {"precision": MIXED, **FULL, "loss_chunks": 4}, microbatch=2),
 }
 """In the order of what is most wanted."""
 

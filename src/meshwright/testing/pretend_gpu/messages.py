@@ -79,16 +79,22 @@ def stream_of(group: dist.ProcessGroup) -> DeviceStream:
 
 
 class DeviceWork(dist.Work):
-    """A message on its way: waiting for it lets the current stream wait, and really ends it."""
+    """A message on its way: waiting for it lets the current stream wait, and really ends it.
+
+    What has been waited for holds nothing: gloo's threads run as long as anything of their group is alive.
+    """
 
     def __init__(self, work: dist.Work, stream: int, outputs: list[Tensor], hosts: list[Tensor]):
         super().__init__()
-        self._work, self._stream, self._outputs, self._hosts = work, stream, outputs, hosts
+        self._work: dist.Work | None = work
+        self._stream, self._outputs, self._hosts = stream, outputs, hosts
         self._clock = dict(timeline.clock_of(stream))
         _alive.append(self)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        self._work.wait()
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
         timeline.wait(current_stream().stream_id, self._clock)
         self._hosts.clear()
         self._outputs = []
@@ -101,7 +107,7 @@ class DeviceWork(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        return self._work.is_completed()
+        return self._work is None or self._work.is_completed()
 
     def is_success(self) -> bool:
         return True
