@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import test_context_on_device
 import torch
 from support.branches import branches, spying
 from support.pretend import DEVICE, a_group, watched_record
@@ -69,12 +70,21 @@ def job_door(overlaps):
     return taken
 
 
+def job_spied(job, *args):
+    with spying() as taken:
+        job(*args)
+    return taken
+
+
 def job_plans():
-    """Plan what cannot be estimated on an accelerator, and print it."""
+    """Plan what cannot be estimated on an accelerator, print it, and advise on its memory."""
     from meshwright import Layout, plan
     from meshwright.introspection.cluster import Cluster
     from meshwright.models.decoder_config import SIZES
+    from meshwright.planning.memory.step import MemoryUse, not_estimated
     from meshwright.planning.values import Batch
+    from meshwright.training.metrics.memory import reset_peak
+    from meshwright.training.metrics.memory_table import MemoryShares, _savings
 
     with spying() as taken:
         techniques = {"activation_checkpointing": "offload"}
@@ -82,6 +92,12 @@ def job_plans():
             SIZES["debug"], Layout(), batch=Batch(4, 16), cluster=Cluster(2, device=DEVICE), techniques=techniques
         )
         text = str(made)
+        frozen = {"freeze": ("embedding", r"layers\.0")}
+        str(plan(SIZES["debug"], Layout(), cluster=Cluster(2, device=DEVICE), techniques=frozen))
+        assert not_estimated(made)
+        reset_peak(torch.device(DEVICE))
+        held = dict.fromkeys(MemoryUse, 1 << 30)
+        assert any("cpu_offload" in switch for _, switch in _savings(held, made, MemoryShares(1, 1)))
     return taken, text
 
 
@@ -118,6 +134,12 @@ def test_each_branch_is_taken_or_listed(device_pool, on_device, tmp_path):
         assert not any(faults for _, faults in jobs), jobs
     taken |= on_device(1, job_run, str(tmp_path))[0][0] | on_device(2, job_door, False)[0]
     taken |= on_device(1, job_plans)[0][0] | on_device(1, job_stall, str(tmp_path))[0]
+    for name in ("windows", "mixer", "all_gather"):
+        case = test_context_on_device.CASES[name]
+        taken |= on_device(case.ranks, job_spied, test_context_on_device.trained, case)[0]
+    taken |= on_device(1, job_spied, test_context_on_device.documents_held)[0]
+    taken |= on_device(1, job_spied, test_context_on_device.read_of, DEVICE)[0]
     listed = set(re.findall(r"^\| `([\w/]+\.py:[\w<>]+)`", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
-    assert sorted(branches() - taken - listed) == []
+    missing = sorted(branches() - taken - listed)
+    assert not missing, "\n".join(missing)
     assert sorted(listed - branches()) == [], "no such branch any more"

@@ -169,6 +169,7 @@ def test_backends_that_are_missing_beside_an_accelerator_are_named(monkeypatch, 
 
 def test_small_agreed_values_travel_on_the_accelerator_where_the_cpu_has_no_backend(monkeypatch):
     found_here(monkeypatch, "xpu")
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda: "xccl")
     monkeypatch.setattr(dist, "get_backend_config", lambda: "xpu:xccl")
     assert agree.word_device() == XPU
