@@ -13,8 +13,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -79,6 +79,17 @@ def read_records(folder: Path) -> dict[int, Record]:
     return {record.rank: record for record in found if record is not None}
 
 
+@contextmanager
+def _standing_still() -> Iterator[None]:
+    """Let no other thread take the interpreter: one whose frames are read could leave them in the meantime."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1.0)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
+
+
 class Heartbeat:
     """This rank's record, a context around all of the rank's work; a clean end removes the file.
 
@@ -139,13 +150,14 @@ class Heartbeat:
 
     def look(self) -> None:
         """Record the stack, module and collective of the training thread."""
-        frame = sys._current_frames().get(self._watched)
         stack = []
         self.module = ""
-        while frame is not None:
-            stack.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-            self.module = self.module or self._module_of(frame)
-            frame = frame.f_back
+        with _standing_still():
+            frame = sys._current_frames().get(self._watched)
+            while frame is not None:
+                stack.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+                self.module = self.module or self._module_of(frame)
+                frame = frame.f_back
         record: dict[str, Any] = {
             "time": time.time(),
             "part": self.part,
