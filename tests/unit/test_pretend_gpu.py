@@ -1,5 +1,8 @@
 """The pretend device computes what the CPU computes, and finds what a GPU would not forgive."""
 
+import random
+from itertools import combinations
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -300,3 +303,95 @@ def job_mixtures():
 
 def test_tensors_of_two_devices_are_refused(on_device):
     assert all(on_device(1, job_mixtures)[0])
+
+
+# --- vector clocks against the graph that they stand for
+
+
+def a_program(seed):
+    """Draw instructions of three streams, two events and two buffers."""
+    draw = random.Random(seed)
+    made = []
+    for _ in range(draw.randint(4, 14)):
+        stream, other = draw.sample(range(3), 2)
+        kinds = ["access"] * 4 + ["record", "await event", "await stream", "synchronize"]
+        made.append((draw.choice(kinds), stream, other, draw.randrange(2), draw.random() < 0.5))
+    return made
+
+
+def has_races(program):
+    """Ask for two accesses of a buffer on two streams, one a write, of which neither leads to the other."""
+    edges: dict[object, set[object]] = {}
+    last: dict[object, object] = {}  # the last node of each stream, and of the host
+    events: dict[int, object] = {}
+    accesses = []
+
+    def follow(who, node, *before):
+        edges[node] = {found for found in (last.get(who), *before) if found is not None}
+        last[who] = node
+
+    for number, (kind, stream, other, which, writes) in enumerate(program):
+        if kind == "access":
+            follow(stream, number, last.get("host"))
+            accesses.append((number, stream, which, writes))
+        elif kind == "record":
+            events[which] = last.get(stream)
+        elif kind == "await event":
+            follow(stream, number, events.get(which))
+        elif kind == "await stream":
+            follow(stream, number, last.get(other))
+        else:
+            follow("host", number, last.get(stream))
+
+    def leads(first, second):
+        waiting, seen = [second], set()
+        while waiting:
+            node = waiting.pop()
+            if node == first:
+                return True
+            fresh = edges.get(node, set()) - seen
+            seen |= fresh
+            waiting += fresh
+        return False
+
+    return any(
+        a[1] != b[1] and a[2] == b[2] and (a[3] or b[3]) and not leads(a[0], b[0]) for a, b in combinations(accesses, 2)
+    )
+
+
+def is_racing(program):
+    """Run a program, and ask the watch."""
+    device = torch.get_device_module(DEVICE)
+    buffers = [torch.zeros(8, device=DEVICE) for _ in range(2)]
+    streams, events = [device.Stream() for _ in range(3)], [device.Event() for _ in range(2)]
+    with pretend_gpu.watching() as seen:
+        for kind, stream, other, which, writes in program:
+            if kind == "access":
+                with device.stream(streams[stream]):
+                    buffers[which].add_(1) if writes else buffers[which].sum()
+            elif kind == "record":
+                events[which].record(streams[stream])
+            elif kind == "await event":
+                streams[stream].wait_event(events[which])
+            elif kind == "await stream":
+                streams[stream].wait_stream(streams[other])
+            else:
+                streams[stream].synchronize()
+    return bool(seen.races)
+
+
+def job_programs(seeds):
+    """Count sound and racing programs, and list those on which graph and watch differ."""
+    counts, differ = [0, 0], []
+    for seed in seeds:
+        program = a_program(seed)
+        expected, found = has_races(program), is_racing(program)
+        counts[expected] += 1
+        if expected != found:
+            differ.append((seed, program))
+    return counts, differ
+
+
+def test_the_watch_finds_races_where_the_graph_has_them_and_nowhere_else(on_device):
+    (sound, racing), differ = on_device(1, job_programs, range(400))[0]
+    assert differ == [] and sound > 40 and racing > 40
