@@ -13,9 +13,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import accumulate, repeat, takewhile, tee
+from operator import attrgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -79,15 +81,8 @@ def read_records(folder: Path) -> dict[int, Record]:
     return {record.rank: record for record in found if record is not None}
 
 
-@contextmanager
-def _standing_still() -> Iterator[None]:
-    """Let no other thread take the interpreter: one whose frames are read could leave them in the meantime."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1.0)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(interval)
+PLACE = attrgetter("f_code.co_filename", "f_lineno", "f_code.co_name")
+"""A frame's file, line and function."""
 
 
 class Heartbeat:
@@ -150,14 +145,11 @@ class Heartbeat:
 
     def look(self) -> None:
         """Record the stack, module and collective of the training thread."""
-        stack = []
-        self.module = ""
-        with _standing_still():
-            frame = sys._current_frames().get(self._watched)
-            while frame is not None:
-                stack.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-                self.module = self.module or self._module_of(frame)
-                frame = frame.f_back
+        top = sys._current_frames().get(self._watched)
+        # in one call of C, since the thread may not go on in between: Python 3.11 crashes over frames that are left
+        outwards, again = tee(takewhile(bool, accumulate(repeat("f_back"), getattr, initial=top)))
+        stack = list(map(PLACE, outwards))
+        self.module = next(filter(None, map(self._module_of, again)), "")
         record: dict[str, Any] = {
             "time": time.time(),
             "part": self.part,
