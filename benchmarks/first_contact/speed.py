@@ -20,7 +20,7 @@ ROOM = 0.96
 BF16 = {"master": "bfloat16", "compute": "bfloat16", "reduce": "bfloat16"}
 MIXED = {"master": "float32", "compute": "bfloat16"}
 MIXTURE = DecoderConfig(32_000, 1024, 16, 16, 4, 2816, 4096, moe=MoEConfig(n_experts=16, top_k=2, hidden_dim=1408))
-"""1.4 B parameters, a quarter of which a token uses."""
+"""1.2 B parameters, a quarter of which a token uses."""
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""What a step asks of the host."""
+"""Lists what a step asks of the host."""
