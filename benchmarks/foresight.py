@@ -1,0 +1,230 @@
+"""How far are forecasts from measurements that other people published?
+
+    python benchmarks/foresight.py [FILE] [--json OUT] [--rows] [--fit]
+
+FILE has the columns of ``benchmarks/published/published.csv``, which is the default. Each row becomes a job of
+``meshwright.simulation``, or is excluded by a rule that does not look at its forecast (``published/rows.py``). The
+median and 90th percentile of the absolute error are printed by source and by class, with Kendall's tau within a source,
+model and number of GPUs, and the errors of memory. ``--rows`` lists every row; ``--json`` writes what is foreseen of
+each; ``--fit`` prints for each card and dtype the efficiency of products that would make the median error zero.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+
+from published.rows import HERE, Excluded, Row, job_of, number, read_rows
+
+from meshwright.simulation.hardware.cards import with_efficiency
+from meshwright.simulation.workload.execution import Job
+from meshwright.simulation.workload.step_memory import step_memory
+from meshwright.simulation.workload.step_time import StepTime, step_time
+
+GB, GIB = 1e9, 2**30
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """A row with its forecast.
+
+    Attributes:
+        measured_s: seconds of a step by the row; 0 if it prints none.
+    """
+
+    row: Row
+    job: Job
+    time: StepTime
+    mem_bytes: float
+    measured_s: float
+
+    @property
+    def error(self) -> float:
+        return self.time.seconds / self.measured_s - 1
+
+    @property
+    def memory_error(self) -> float:
+        unit = GIB if "smi" in self.row["mem_unit"] else GB
+        return self.mem_bytes / (number(self.row["mem_per_gpu"]) * unit) - 1
+
+    @property
+    def fits(self) -> bool:
+        return self.mem_bytes <= self.job.machines.device.memory_bytes
+
+    @property
+    def kind(self) -> str:
+        if any(block.experts for block in self.job.architecture.blocks):
+            return "mixture"
+        gpus = self.job.layout.world
+        return "dense, one GPU" if gpus == 1 else "dense, one node" if gpus <= 8 else "dense, many nodes"
+
+    def to_json(self) -> dict:
+        tokens = self.job.rows * self.job.seq_len / self.job.layout.world
+        return {
+            "id": self.row["id"],
+            "step_s": self.time.seconds,
+            "tok_s_gpu": tokens / self.time.seconds,
+            "tflops_gpu": _flops_per_token(self) * tokens / self.time.seconds / 1e12,
+            "mem_gb": self.mem_bytes / GB,
+            "fits": self.fits,
+        }
+
+
+def foresee(row: Row) -> Foreseen | Excluded:
+    """Forecast a row."""
+    job = job_of(row)
+    if isinstance(job, Excluded):
+        return job
+    measured = number(row["step_s"])
+    if not measured and number(row["tok_s_gpu"]):
+        measured = job.rows * job.seq_len / job.layout.world / number(row["tok_s_gpu"])
+    found = Foreseen(row, job, step_time(job), step_memory(job).total, measured)
+    if not measured and number(row["tflops_gpu"]) and row["fits"] == "yes":
+        tokens = job.rows * job.seq_len / job.layout.world
+        found = replace(found, measured_s=_flops_per_token(found) * tokens / number(row["tflops_gpu"]) / 1e12)
+    return found
+
+
+def _flops_per_token(found: Foreseen) -> float:
+    """Return the FLOPs of a token by the row's own formula."""
+    model, kind, length = found.job.architecture, found.row["tflops_kind"], found.job.seq_len
+    if "vendor" in kind:  # causal attention counts half
+        attended = model.model_flops_per_token(length) - model.model_flops_per_token(0)
+        return model.model_flops_per_token(length) - attended / 2
+    if "recomputation" in kind or "hardware" in kind:
+        return model.model_flops_per_token(length) * 4 / 3
+    attended = model.model_flops_per_token(length) - model.model_flops_per_token(0)
+    return 6 * (number(found.row["params"]) or model.elements) + attended
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", nargs="?", type=Path, default=HERE / "published.csv")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rows", action="store_true")
+    parser.add_argument("--fit", action="store_true")
+    asked = parser.parse_args()
+    rows = read_rows(asked.file)
+    found = [foresee(row) for row in rows]
+    if asked.json:
+        asked.json.write_text(json.dumps([_as_json(row, one) for row, one in zip(rows, found, strict=True)], indent=1))
+    whole = [one for one in found if isinstance(one, Foreseen)]
+    _print_excluded(rows, found)
+    timed = [one for one in whole if one.measured_s]
+    _print_errors("source", timed, lambda one: f"{one.row['source']}, {one.kind}")
+    _print_errors("class", timed, lambda one: one.kind)
+    _print_ranking(timed)
+    _print_memory(whole)
+    if asked.rows:
+        for one in timed:
+            bound = ", ".join(f"{cost} {share:.0%}" for cost, share in one.time.bound_by()[:4])
+            print(
+                f"{one.row['id']} {one.row['model']:<24} {one.measured_s:9.3f} s {one.time.seconds:9.3f} s"
+                f" {one.error:+6.1%}  {one.job.layout}; {bound}"
+            )
+    if asked.fit:
+        _print_fit(timed)
+    return 0
+
+
+def _as_json(row: Row, one: Foreseen | Excluded) -> dict:
+    return {"id": row["id"], "excluded": one.reason} if isinstance(one, Excluded) else one.to_json()
+
+
+def _print_excluded(rows: Sequence[Row], found: Sequence[Foreseen | Excluded]) -> None:
+    reasons = Counter(one.reason for one in found if isinstance(one, Excluded))
+    print(f"{len(rows)} rows, {sum(reasons.values())} excluded:")
+    for reason, count in reasons.most_common():
+        print(f"  {count:4}  {reason}")
+
+
+def _print_errors(by: str, timed: Iterable[Foreseen], key) -> None:
+    groups: dict[str, list[float]] = defaultdict(list)
+    for one in timed:
+        groups[key(one)].append(one.error)
+    print(f"\nerrors of step time by {by}\n{'':64} rows  median  signed     90%")
+    for name, errors in sorted(groups.items()):
+        sizes = sorted(map(abs, errors))
+        tail = sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))]
+        print(
+            f"{name:64} {len(errors):4} {statistics.median(sizes):7.1%} {statistics.median(errors):+7.1%} {tail:7.1%}"
+        )
+
+
+def kendall(pairs: Sequence[tuple[float, float]]) -> float:
+    """Return Kendall's tau of (measured, foreseen) pairs; pairs measured within 2 % of each other do not count."""
+    score = count = 0
+    for (a, x), (b, y) in combinations(pairs, 2):
+        if abs(a / b - 1) > 0.02:
+            count += 1
+            score += 1 if (a - b) * (x - y) > 0 else -1
+    return score / count if count else 1.0
+
+
+def _print_ranking(timed: Iterable[Foreseen]) -> None:
+    groups: dict[tuple, list[Foreseen]] = defaultdict(list)
+    for one in timed:
+        row = one.row
+        groups[row["source"], row["model"], row["system"], row["gpus"], row["seq"], row["gbs_seqs"]].append(one)
+    taus, losses = [], []
+    for members in groups.values():
+        layouts = {(str(one.job.layout), one.job.microbatch) for one in members}
+        if len(layouts) < 4:
+            continue
+        taus.append(kendall([(one.measured_s, one.time.seconds) for one in members]))
+        chosen = min(members, key=lambda one: one.time.seconds)
+        losses.append(chosen.measured_s / min(one.measured_s for one in members) - 1)
+    if taus:
+        print(
+            f"\nranking: {len(taus)} groups (source, model, GPUs and batch) of four layouts or more: Kendall's tau"
+            f" {statistics.median(taus):.2f} (median), {min(taus):.2f} (least); the layout foreseen as best is"
+            f" {statistics.median(losses):.1%} (median), {max(losses):.1%} (most) behind the best measured"
+        )
+
+
+def _print_memory(whole: Iterable[Foreseen]) -> None:
+    measured = [one for one in whole if number(one.row["mem_per_gpu"])]
+    errors = [one.memory_error for one in measured]
+    if errors:
+        sizes = sorted(map(abs, errors))
+        print(
+            f"\nmemory: {len(errors)} rows, median {statistics.median(sizes):.1%} (signed"
+            f" {statistics.median(errors):+.1%}), most {sizes[-1]:.1%}"
+        )
+    oom = [one for one in whole if one.row["fits"] != "yes"]
+    ran = [one for one in whole if one.row["fits"] == "yes"]
+    print(
+        f"{sum(one.fits for one in oom)} of {len(oom)} that ran out of memory are called fitting;"
+        f" {sum(not one.fits for one in ran)} of {len(ran)} that ran are not"
+    )
+
+
+def _print_fit(timed: Iterable[Foreseen]) -> None:
+    groups: dict[tuple[str, str], list[Foreseen]] = defaultdict(list)
+    for one in timed:
+        groups[one.job.machines.device.name, one.job.execution.products].append(one)
+    print("\nefficiency of products that makes the median signed error zero")
+    for (card, dtype), members in sorted(groups.items()):
+        low, high = 0.2, 1.0
+        for _ in range(20):
+            middle = (low + high) / 2
+            errors = [_with(one, dtype, middle) for one in members]
+            low, high = (middle, high) if statistics.median(errors) > 0 else (low, middle)
+        now = members[0].job.machines.device.efficiency.get(dtype)
+        print(f"  {card:10} {dtype:9} {low:.3f}  (now {now}, {len(members)} rows)")
+
+
+def _with(one: Foreseen, dtype: str, efficiency: float) -> float:
+    machines = one.job.machines
+    job = replace(one.job, machines=replace(machines, device=with_efficiency(machines.device, dtype, efficiency)))
+    return step_time(job).seconds / one.measured_s - 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

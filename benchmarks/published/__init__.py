@@ -1,0 +1,1 @@
+"""Read published measurements, and describe their models, clusters and software to the forecast."""

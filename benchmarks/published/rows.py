@@ -1,0 +1,291 @@
+"""Turn a published row into a job of the forecast, or say by which rule it is left out."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from meshwright.planning.layout import Layout
+from meshwright.simulation.hardware.cards import device, link, sheets
+from meshwright.simulation.hardware.links import Machines
+from meshwright.simulation.workload.architecture import Architecture, decoder_block
+from meshwright.simulation.workload.execution import Execution, Job
+from meshwright.simulation.workload.step_memory import step_memory
+
+from .shapes import public_shape
+
+HERE = Path(__file__).parent
+Row = Mapping[str, str]
+CARDS = ("GB300", "GB200", "B300", "B200", "H200", "H100", "H800", "A100", "A800", "V100", "L40S", "4090")
+
+
+@dataclass(frozen=True)
+class Excluded:
+    """A row that is not forecast, by a rule that looks at no measured figure."""
+
+    reason: str
+
+
+def read_rows(path: Path = HERE / "published.csv") -> list[dict[str, str]]:
+    """Read a file of published measurements."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def number(text: str, default: float = 0.0) -> float:
+    """Read a number as printed: 7B, 1,024, 3.5; the default where there is none."""
+    found = re.search(r"(\d[\d,]*\.?\d*)\s*([KMBT]?)", text or "")
+    if not found:
+        return default
+    return float(found[1].replace(",", "")) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[found[2]]
+
+
+def job_of(row: Row) -> Job | Excluded:
+    """Describe a row to the forecast."""
+    if why := _left_out(row):
+        return Excluded(why)
+    architecture = _architecture(row)
+    if architecture is None:
+        return Excluded("the shape of the model is not stated, and its name is no public model's")
+    machines = _machines(row)
+    if machines is None:
+        return Excluded("the kind of GPU is not among the cards")
+    layout = _layout(row)
+    if layout is None:
+        return Excluded("the layout does not multiply to the number of GPUs")
+    data = layout.dp_replicate * layout.dp_shard
+    microbatch = number(row["mbs"])
+    rows = number(row["gbs_seqs"]) or microbatch * number(row["grad_accum"], 1) * data
+    length = number(row["seq"])
+    if not (microbatch and rows and length):
+        return Excluded("the batch is not stated")
+    run = _execution(row, layout)
+    try:
+        machines.device.speed(run.products)
+    except ValueError:
+        return Excluded(f"the card has no products in {run.products}")
+    job = Job(architecture, layout, int(length), int(rows), microbatch, run, machines)
+    return job if row["ac"] else with_least_recomputation(job)
+
+
+def with_least_recomputation(job: Job) -> Job:
+    """Return the job with the least recomputation that fits, for a row that does not state any."""
+    for mode in ("none", "modules", "full"):
+        found = job.with_execution(recompute=mode)
+        if step_memory(found).total <= job.machines.device.memory_bytes:
+            return found
+    return job
+
+
+def _left_out(row: Row) -> str:
+    text = " ".join((row["model"], row["other"], row["note"], row["task"])).lower()
+    if re.search(r"nemotron.?(3|h)|mamba|jamba|hybrid", row["model"].lower()):
+        return "blocks of state-space layers, which the forecast does not know"
+    if "quantization bnb" in text:
+        return "frozen weights in a quantised storage that the library does not have"
+    if "unpadded" in text:
+        return "the lengths of the sequences are not stated (unpadded)"
+    if _contradicts_itself(row):
+        return "its step time and its TFLOP/s differ by more than 1.5 times, by its own formula"
+    if not number(row["seq"]):
+        return "the length of the sequences is not stated"
+    if re.search(r"o(pt|ptimizer) offl y|par offl y|offload true", text):
+        return "state or parameters in host memory, over a link that the source does not state"
+    return ""
+
+
+def _contradicts_itself(row: Row) -> bool:
+    """Whether a row's step time and TFLOP/s (with recomputation: 8 FLOPs per parameter and token) cannot both be."""
+    seconds, params, flops = number(row["step_s"]), number(row["params"]), number(row["tflops_gpu"])
+    if not (seconds and params and flops and "recomputation" in row["tflops_kind"]):
+        return False
+    tokens = number(row["gbs_seqs"]) * number(row["seq"])
+    return not 1 / 1.5 < flops * 1e12 * seconds * number(row["gpus"]) / (8 * params * tokens) < 1.5
+
+
+def _architecture(row: Row) -> Architecture | None:
+    layers, hidden = int(number(row["layers"])), int(number(row["hidden"]))
+    params, known = number(row["params"]), public_shape(row["model"])
+    if not hidden and (found := re.search(r"hidden (\d+)", row["note"])):
+        hidden = int(found[1])
+    if not layers and hidden and params and known is None:
+        layers = round((params - 51200 * hidden) / (12 * hidden**2))
+    if not (layers and hidden):
+        return known
+    if known is not None and any(block.experts for block in known.blocks):
+        return known
+    heads = int(number(row["heads"])) or _heads(hidden)
+    kv_heads = int(number(row["kv_heads"])) or heads
+    ffn = round(8 / 3 * hidden / 256 + 0.499) * 256 if "8/3" in row["ffn"] else int(number(row["ffn"]))
+    ffn = ffn or 4 * hidden
+    vocab = (
+        int(number(row["vocab"]))
+        or (known.vocab if known else 0)
+        or (250880 if "balanced with emb" in row["precision"] else 51200)
+    )
+    old = _is_old_gpt(row)
+    found = []
+    for gated in (False, True):
+        block = decoder_block(hidden, heads, kv_heads, ffn, gated=gated, dropout=old)
+        tied = not gated
+        found.append(Architecture(row["model"], (block,) * layers, vocab, tied, 2048 if not gated else 0))
+    if params and ffn != 4 * hidden:
+        return min(found, key=lambda model: abs(model.elements - params))
+    return found[0] if ffn >= 4 * hidden else found[1]
+
+
+def _heads(hidden: int) -> int:
+    """Return the number of heads whose width is a whole number nearest to 128."""
+    return min((n for n in range(1, hidden) if hidden % n == 0), key=lambda n: abs(hidden / n - 128))
+
+
+def _is_old_gpt(row: Row) -> bool:
+    """Whether the software is Megatron-LM's of 2021, with dropout and attention as separate kernels."""
+    return "deepspeed" in f"{row['other']} {row['source']}".lower() or row["source"].startswith(
+        ("BigScience", "vTrain")
+    )
+
+
+def _card(row: Row) -> str | None:
+    text = row["system"].upper()
+    for card in CARDS:
+        if card in text:
+            return "A100-40GB" if card == "A100" and ("40GB" in text or number(row["gpu_mem_gb"]) == 40) else card
+    return "H100" if "HOPPER" in text else "A100" if "AMPERE" in text else None
+
+
+def _machines(row: Row) -> Machines | None:
+    card, text = _card(row), f"{row['system']} {row['where']} {row['other']}"
+    if card is None:
+        return None
+    of = device(card)
+    sheet = sheets()[of.name]
+    per_node = int(number(found[1])) if (found := re.search(r"(\d+) per node", text)) else sheet["domain"]
+    kind, bandwidth = "infiniband", sheet["network"]
+    if "omni-path" in text.lower():
+        kind, bandwidth = "omnipath", 4 * 12.5e9 / per_node
+    elif found := re.search(r"(\d+) x (\d+) Gb/s", text):
+        kind, bandwidth = "infiniband", int(found[1]) * int(found[2]) / 8 * 1e9 / per_node
+    elif (found := re.search(r"(\d+) Gb/s per node", text)) or (found := re.search(r"(\d+) ?Gbps", text)):
+        bandwidth = int(found[1]) / 8 * 1e9 / per_node
+    if "roce" in text.lower():
+        kind = "roce"
+    inside = link("nvlink" if sheet["nvlink"] >= 100e9 else "pcie", sheet["nvlink"])
+    gpus = int(number(row["gpus"], 1))
+    return Machines(of, gpus, min(per_node, gpus), inside, link(kind, bandwidth))
+
+
+def _layout(row: Row) -> Layout | None:
+    gpus, tp, pp, cp = (int(number(row[key], 1)) for key in ("gpus", "tp", "pp", "cp"))
+    if gpus % (tp * pp * cp):
+        return None
+    data = gpus // (tp * pp * cp)
+    shard = min(data, int(number(row["shard"], data)) or data)
+    shard = shard if data % shard == 0 else data
+    ep = int(number(row["ep"], 1)) or 1
+    return Layout(pp, data // shard, shard, cp, tp, ep)
+
+
+DTYPES = (
+    (r"nvfp4", "nvfp4"),
+    (r"mxfp8|fp8-mx|mx\)", "mxfp8"),
+    (r"fp8|float8", "float8"),
+    (r"fp16|float16", "float16"),
+    (r"fp32|float32|tf32", "bfloat16"),
+)
+
+
+def _products(row: Row) -> str:
+    text = row["precision"].lower()
+    if "not in the table" in text:
+        return "mxfp8" if "parenthes" in row["other"] else "float8"
+    for pattern, dtype in DTYPES:
+        if re.search(pattern, text) and not (dtype == "bfloat16" and "bf16" in text):
+            return dtype
+    return "bfloat16"
+
+
+def _execution(row: Row, layout: Layout) -> Execution:
+    source, other = row["source"].lower(), row["other"].lower()
+    run = Execution(products=_products(row), recompute=_recompute(row), fused=bool(row["compile"]))
+    zero = int(number(row["zero"])) if row["zero"] else 3 if "fsdp" in other else 1
+    run = replace(run, zero=zero)
+    if "fsdp" in other or "foundry" in source or "titan" in source or "torchtune" in source:
+        pure = "pure" in row["precision"].lower()
+        reduced = 2.0 if pure else 4.0
+        flash = "flash1" if "foundry" in source else "flash2"  # Triton's kernel of FlashAttention (attn_impl: triton)
+        return replace(run, reduce_bytes=reduced, gradient_bytes=4.0, attention=flash, reduces_each=True)
+    if _is_old_gpt(row):
+        return _megatron_2021(row, run)
+    if "megatron" in source or "nemo" in source:
+        return replace(
+            run,
+            fused=True,
+            zero=3 if zero == 3 else 1,
+            copy_bytes=2.0,
+            hides_tensor=0.7,
+            hides_experts=0.0,
+            stages_per_rank=_stages_per_rank(row, layout),
+            reduce_bytes=4.0 if run.products == "bfloat16" else 2.0,
+            reduces_each=zero == 3,
+            trained=0.003 if "lora" in row["task"].lower() else 1.0,
+        )
+    if "internevo" in source:
+        owners = int(number(found[1])) if (found := re.search(r"over (\d+) ranks", row["zero"])) else 0
+        return replace(
+            run,
+            attention="flash2",
+            copy_bytes=2.0,
+            reduce_bytes=2.0,
+            gradient_bytes=2.0,
+            shards=owners,
+            hides_gathers=False,
+        )
+    return replace(
+        run,
+        attention="flash2" if "H100" in row["system"] or "A100" in row["system"] else "fused",
+        copy_bytes=2.0 if zero < 3 else 0.0,
+        stages_per_rank=_stages_per_rank(row, layout),
+        sequence_parallel=row["sp"].lower() not in ("0", "no", "false", "off"),
+        fused=True,
+    )
+
+
+def _megatron_2021(row: Row, run: Execution) -> Execution:
+    """Return Megatron-DeepSpeed of 2021: no overlap, no sequence parallelism, attention in separate kernels."""
+    in_bf16 = "bf16 optimizer" in row["precision"]
+    return replace(
+        run,
+        products="float16" if not in_bf16 else "bfloat16",
+        attention="unfused",
+        fused=True,
+        recompute="full",
+        copy_bytes=2.0,
+        optimizer_bytes=12.0,  # moments, and the owner's gradients in fp32
+        keeps_outputs=True,
+        buffers_bytes=8e9,  # buckets of 5e8 elements to reduce and to gather, and the messages' libraries
+        reserved=0.05,
+        gradient_bytes=4.0 if in_bf16 else 2.0,
+        reduce_bytes=4.0 if in_bf16 else 2.0,
+        hides_gradients=False,
+        hides_gathers=False,
+        hides_sends=False,
+        sequence_parallel=False,
+        scatters_sends=False,
+        stages_per_rank=max(1, int(number(row["vpp"], 1))),
+    )
+
+
+def _stages_per_rank(row: Row, layout: Layout) -> int:
+    given = int(number(row["vpp"], 1)) or 1
+    return given if layout.pp > 1 else 1
+
+
+def _recompute(row: Row):
+    text = row["ac"].lower()
+    if "full" in text or text in ("1", "yes", "true"):
+        return "full"
+    return "selective" if "selective" in text else "none"

@@ -1,0 +1,1 @@
+"""Search layouts and switches for the best plans."""

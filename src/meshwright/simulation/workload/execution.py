@@ -1,0 +1,162 @@
+"""Describe how a system runs a layout: precision, recomputation, sharding, and which messages its work hides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from meshwright.planning.layout import Layout
+from meshwright.simulation.hardware.links import Group, Machines
+
+from .architecture import Architecture
+
+
+@dataclass(frozen=True)
+class Execution:
+    """Facts about a training system that decide a step's time and memory; the defaults are this library's.
+
+    Attributes:
+        products: dtype of the linear layers' products.
+        compute_bytes: bytes of a gathered parameter and of an activation.
+        master_bytes: bytes of a parameter at rest, in its owner's shard.
+        copy_bytes: bytes of a further copy in the compute dtype that every rank keeps at rest (Megatron, DeepSpeed).
+        gradient_bytes: bytes of an accumulated gradient.
+        reduce_bytes: bytes of a gradient in messages.
+        optimizer_bytes: bytes of optimizer state per element of its owner's shard, master copy left out.
+        zero: what is sharded over the data ranks (arXiv 1910.02054), 0 to 3.
+        shards: ranks over which it is; 0: all of dp_shard and cp (ZeRO 1 and 2 of others: all data ranks).
+        attention: kernel of attention: "unfused", "flash1", "flash2", "fused" (the newest that the device has).
+        fused: whether chains of elementwise operators run as one kernel.
+        recompute: what is computed again in backward: norms and activation functions (modules), attention
+            (selective), whole blocks (full).
+        hides_gradients: whether gradients are reduced behind the last microbatch's backward.
+        hides_gathers: whether parameters are gathered behind the block before.
+        hides_tensor: fraction of the tensor axis' messages that runs behind products.
+        hides_experts: fraction of the experts' messages that runs behind other work.
+        hides_sends: whether a pipeline's sends run behind other microbatches.
+        sequence_parallel: whether activations between blocks are cut over the tensor axis.
+        stages_per_rank: stages of each pipeline rank.
+        split_backward: whether weight gradients fill bubbles (zero bubble).
+        scatters_sends: whether ranks of the tensor axis each send a part, gathered behind.
+        reduces_each: whether gradients are reduced with every microbatch.
+        gathers_each: whether parameters are gathered for every microbatch (ZeRO 3).
+        graphs: whether kernels are launched from recorded graphs.
+        imbalance: tokens of the fullest expert rank over the mean.
+        straggler: time of the slowest rank over the mean.
+        keeps_outputs: whether a pipeline keeps what a stage sent until its backward.
+        buffers_bytes: buffers of messages that the system allocates once.
+        reserved: fraction by which the allocator's reserve exceeds what is allocated.
+        trained: fraction of the elements that are trained (adapters).
+        weight_bytes: bytes of a frozen weight, 0 as ``compute_bytes``.
+    """
+
+    products: str = "bfloat16"
+    compute_bytes: float = 2.0
+    master_bytes: float = 4.0
+    copy_bytes: float = 0.0
+    gradient_bytes: float = 4.0
+    reduce_bytes: float = 4.0
+    optimizer_bytes: float = 8.0
+    zero: int = 3
+    shards: int = 0
+    attention: str = "fused"
+    fused: bool = False
+    recompute: Literal["none", "modules", "selective", "full"] = "none"
+    hides_gradients: bool = True
+    hides_gathers: bool = True
+    hides_tensor: float = 0.0
+    hides_experts: float = 0.0
+    hides_sends: bool = True
+    sequence_parallel: bool = True
+    stages_per_rank: int = 1
+    split_backward: bool = False
+    scatters_sends: bool = False
+    reduces_each: bool = False
+    gathers_each: bool = True
+    graphs: bool = False
+    imbalance: float = 1.0
+    straggler: float = 1.0
+    keeps_outputs: bool = False
+    buffers_bytes: float = 0.0
+    reserved: float = 0.03
+    trained: float = 1.0
+    weight_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is forecast: a model, its layout and batch, how a system runs them, and where.
+
+    Attributes:
+        layout: sizes of all axes, none open.
+        rows: sequences of an optimizer step over all ranks.
+        microbatch: sequences of a forward.
+    """
+
+    architecture: Architecture
+    layout: Layout
+    seq_len: int
+    rows: int
+    microbatch: float
+    execution: Execution
+    machines: Machines
+
+    @property
+    def data_ranks(self) -> int:
+        return self.layout.dp_replicate * self.layout.dp_shard
+
+    @property
+    def microbatches(self) -> int:
+        return max(1, round(self.rows / self.data_ranks / self.microbatch))
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a microbatch on one rank of the context axis."""
+        return self.microbatch * self.seq_len / self.layout.cp
+
+    @property
+    def tensor_group(self) -> Group:
+        return Group(self.layout.tp, 1)
+
+    @property
+    def context_group(self) -> Group:
+        return Group(self.layout.cp, self.layout.tp)
+
+    @property
+    def expert_group(self) -> Group:
+        return Group(self.layout.ep, 1)
+
+    @property
+    def stage_stride(self) -> int:
+        return self.layout.tp * self.layout.cp * self.data_ranks
+
+    @property
+    def owners(self) -> int:
+        """Ranks that share a dense parameter's optimizer state."""
+        if self.execution.zero == 0:
+            return 1
+        return self.execution.shards or self.layout.dp_shard * self.layout.cp
+
+    @property
+    def expert_owners(self) -> int:
+        """Ranks that share an expert's optimizer state, among those with the same experts."""
+        return max(1, self.owners * self.layout.tp // self.layout.ep) if self.execution.zero else 1
+
+    @property
+    def owner_group(self) -> Group:
+        return Group(self.owners, self.layout.tp)
+
+    @property
+    def replica_group(self) -> Group:
+        """Ranks that hold the same shards."""
+        ranks = self.data_ranks * self.layout.cp
+        return Group(max(1, ranks // self.owners), self.layout.tp * self.owners)
+
+    @property
+    def expert_replicas(self) -> Group:
+        """Ranks that hold the same experts."""
+        ranks = self.data_ranks * self.layout.cp * self.layout.tp
+        return Group(max(1, ranks // self.layout.ep), self.layout.ep)
+
+    def with_execution(self, **changes: object) -> Job:
+        return replace(self, execution=replace(self.execution, **changes))  # type: ignore[arg-type]
