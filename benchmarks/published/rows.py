@@ -210,7 +210,7 @@ def _products(row: Row) -> str:
 
 def _execution(row: Row, layout: Layout) -> Execution:
     source, other = row["source"].lower(), row["other"].lower()
-    run = Execution(products=_products(row), recompute=_recompute(row), fused=bool(row["compile"]))
+    run = Execution(products=_products(row), recompute=_recompute(row), fused=bool(row["compile"]), balances_ends=False)
     zero = int(number(row["zero"])) if row["zero"] else 3 if "fsdp" in other else 1
     run = replace(run, zero=zero)
     if "fsdp" in other or "foundry" in source or "titan" in source or "torchtune" in source:

@@ -6,20 +6,33 @@ from meshwright.core.devices import check_device_type, local_device
 from meshwright.core.errors import ConfigError
 
 from .arguments import read_config, take_option
+from .foresee import Rented, foresee
 
 
 def run(argv: list[str]) -> int:
     """Print the plan, the bytes that a step sends, and its memory estimate.
 
-    ``--world N`` ranks, ``--per-node N`` of them on a host, ``--device``, ``--json``; ``--trust`` runs code that the
-    config names.
+    With ``--gpus N --gpu CARD`` the answer is about GPUs that need not be here: the memory and time of the config's
+    layout, or, where the config leaves its layout open, the best of all layouts and the TOML to train with.
+    ``--per-node N`` of them on a host, ``--link ib400`` between hosts (Gb/s for each GPU), ``--pin tp<=8`` (again for
+    more) to keep parts of a layout, ``--json`` for programs. Forecasts: docs/foresight.md.
+
+    Without them: ``--world N`` ranks, ``--per-node N`` of them on a host, ``--device``, ``--json``; ``--trust`` runs
+    code that the config names.
     """
     world, argv = take_option(argv, "--world", int)
     per_node, argv = take_option(argv, "--per-node", int)
     device, argv = take_option(argv, "--device", str)
+    gpus, argv = take_option(argv, "--gpus", int)
+    gpu, argv = take_option(argv, "--gpu", str)
+    link, argv = take_option(argv, "--link", str)
+    pins, argv = _take_pins(argv)
     as_json, argv = "--json" in argv, [word for word in argv if word != "--json"]
     _check(world, per_node, device)
+    _check_rented(gpus, gpu, link, pins, world, device)
     config = read_config(argv, prog="meshwright plan", description=f"{__doc__}\n\n{run.__doc__}")
+    if gpus is not None and gpu is not None:
+        return foresee(config, Rented(gpu, gpus, per_node or 0, link or "", tuple(pins)), as_json=as_json)
     from meshwright.distributed.memory.dry_run import estimate_memory
     from meshwright.introspection.cluster import Cluster
     from meshwright.planning.explain import table
@@ -52,3 +65,28 @@ def _check(world: int | None, per_node: int | None, device: str | None) -> None:
             raise ConfigError(f"{name} = {value}: there is at least 1")
     if device is not None:
         check_device_type(device, "--device")
+
+
+def _check_rented(
+    gpus: int | None, gpu: str | None, link: str | None, pins: list[str], world: int | None, device: str | None
+) -> None:
+    """Raise ConfigError where the flags about GPUs are incomplete, or mixed with those about this machine's ranks."""
+    if (gpus is None) != (gpu is None):
+        raise ConfigError("--gpus N and --gpu CARD go together: how many, and which, such as --gpus 64 --gpu h100")
+    if gpus is None and (link or pins):
+        raise ConfigError("--link and --pin are about GPUs: give --gpus N and --gpu CARD too")
+    if gpus is not None and (world is not None or device is not None):
+        raise ConfigError("--gpus and --gpu stand for --world and --device: leave these out")
+
+
+def _take_pins(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Split off every ``--pin CONDITION``; return the conditions, and the other words."""
+    pins, rest, words = [], [], iter(argv)
+    for word in words:
+        if word == "--pin":
+            pins.append(next(words, ""))
+        elif word.startswith("--pin="):
+            pins.append(word.removeprefix("--pin="))
+        else:
+            rest.append(word)
+    return pins, rest

@@ -1,1 +1,1 @@
-"""Describe devices, links and clusters: data sheets of public cards, and profiles measured on the spot."""
+"""Describe devices, links and clusters by the data sheets of public cards."""

@@ -38,7 +38,7 @@ def _sheet(name: str) -> tuple[str, Mapping[str, Any]]:
             return card, sheets()[card]
     raise ConfigError(
         f"--gpu {name}: no card of that name is known.{nearest(name, card_names())} Known are"
-        f" {', '.join(card_names())}; `meshwright measure` writes a profile of any other, for --profile."
+        f" {', '.join(card_names())}."
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class ExpertsShape:
     products: tuple[Product, ...]
     shared: tuple[Product, ...] = ()
 
-    @property
+    @cached_property
     def elements(self) -> int:
         return self.number * sum(product.elements for product in self.products)
 
@@ -87,18 +88,18 @@ class BlockShape:
     other: int = 0
     dropout: bool = False
 
-    @property
+    @cached_property
     def elements(self) -> int:
         return self.dense_elements + (self.experts.elements if self.experts else 0)
 
-    @property
+    @cached_property
     def dense_elements(self) -> int:
         """Elements outside the routed experts."""
         shared = sum(product.elements for product in self.experts.shared) if self.experts else 0
         router = self.hidden * self.experts.number if self.experts else 0
         return sum(product.elements for product in self.products) + shared + router + self.other
 
-    @property
+    @cached_property
     def active_elements(self) -> int:
         """Elements of the products that one token passes."""
         routed = self.experts.top_k * sum(p.elements for p in self.experts.products) if self.experts else 0
@@ -135,7 +136,16 @@ class Architecture:
     def head_elements(self) -> int:
         return self.vocab * self.hidden
 
-    @property
+    @cached_property
+    def dense_elements(self) -> int:
+        """Elements of all blocks outside the routed experts."""
+        return sum(block.dense_elements for block in self.blocks)
+
+    @cached_property
+    def expert_elements(self) -> int:
+        return sum(block.experts.elements for block in self.blocks if block.experts)
+
+    @cached_property
     def elements(self) -> int:
         outside = self.embedding_elements + (0 if self.tied else self.head_elements) + self.hidden
         return sum(block.elements for block in self.blocks) + outside

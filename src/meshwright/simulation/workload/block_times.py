@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -91,7 +91,7 @@ def block_times(block: BlockShape, job: Job) -> BlockTimes:
     ahead.add_all(messages)
     back.add_all(messages)
     if run.recompute == "full":
-        back.add_all(ahead)
+        back.add_all(ahead, run.recomputed)
         if layout.tp > 1:  # the last message of the recomputed forward has no reader
             back.add(Cost.TENSOR, -messages.get(Cost.TENSOR, 0.0) / 4)
     elif run.recompute == "modules":
@@ -273,11 +273,3 @@ def _dispatch_s(block: BlockShape, job: Job) -> float:
 def _reached(places: int, copies: int) -> float:
     """Return how many of ``places`` some of a token's ``copies`` go to, if routers choose evenly."""
     return places * (1 - (1 - 1 / places) ** copies)
-
-
-def total(parts: Iterable[Costs]) -> Costs:
-    """Add up seconds by what they are spent on."""
-    found = Costs()
-    for part in parts:
-        found.add_all(part)
-    return found

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
 from typing import Literal
 
 from meshwright.planning.layout import Layout
 from meshwright.simulation.hardware.links import Group, Machines
 
-from .architecture import Architecture
+from .architecture import Architecture, BlockShape
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,9 @@ class Execution:
         fused: whether chains of elementwise operators run as one kernel.
         recompute: what is computed again in backward: norms and activation functions (modules), attention
             (selective), whole blocks (full).
+        recomputed: fraction of the blocks that ``recompute`` is about.
+        balances_ends: whether stages with embedding or head get fewer blocks.
+        loss_chunks: chunks of tokens in which head and loss are computed.
         hides_gradients: whether gradients are reduced behind the last microbatch's backward.
         hides_gathers: whether parameters are gathered behind the block before.
         hides_tensor: fraction of the tensor axis' messages that runs behind products.
@@ -62,6 +67,9 @@ class Execution:
     attention: str = "fused"
     fused: bool = False
     recompute: Literal["none", "modules", "selective", "full"] = "none"
+    recomputed: float = 1.0
+    balances_ends: bool = True
+    loss_chunks: int = 1
     hides_gradients: bool = True
     hides_gathers: bool = True
     hides_tensor: float = 0.0
@@ -83,6 +91,16 @@ class Execution:
     weight_bytes: float = 0.0
 
 
+@lru_cache(maxsize=10_000)
+def stage_bounds(blocks: int, stages: int, head: float) -> tuple[tuple[int, int], ...]:
+    """Cut blocks into stages, as even as possible; the last stage has the work of ``head`` further blocks."""
+    share = (blocks + head) / stages
+    if stages > blocks:  # some stages hold embedding or loss alone
+        return tuple(pairwise((0, *(round(blocks * (stage + 1) / stages) for stage in range(stages)))))
+    ends = [min(blocks - (stages - 1 - stage), max(stage + 1, round(share * (stage + 1)))) for stage in range(stages)]
+    return tuple(pairwise((0, *ends[:-1], blocks)))
+
+
 @dataclass(frozen=True)
 class Job:
     """What is forecast: a model, its layout and batch, how a system runs them, and where.
@@ -100,6 +118,17 @@ class Job:
     microbatch: float
     execution: Execution
     machines: Machines
+
+    @property
+    def stage_bounds(self) -> tuple[tuple[int, int], ...]:
+        """The first block of each pipeline stage, and the one behind its last."""
+        blocks, run = self.architecture.blocks, self.execution
+        head = self.architecture.head_elements / max(1, blocks[-1].active_elements) if run.balances_ends else 0.0
+        return stage_bounds(len(blocks), self.layout.pp * run.stages_per_rank, head)
+
+    def blocks_of(self, rank: int) -> list[BlockShape]:
+        """Return the blocks of a pipeline rank; an interleaved one has the stages rank, rank + pp, ..."""
+        return [block for a, b in self.stage_bounds[rank :: self.layout.pp] for block in self.architecture.blocks[a:b]]
 
     @property
     def data_ranks(self) -> int:

@@ -59,16 +59,18 @@ def step_memory(job: Job) -> StepMemory:
     return max((_rank_memory(job, rank) for rank in sorted(ranks)), key=lambda memory: memory.total)
 
 
-def _blocks_of(job: Job, rank: int) -> list[BlockShape]:
-    blocks, per_rank = job.architecture.blocks, job.execution.stages_per_rank
-    stages = job.layout.pp * per_rank
-    bounds = [round(i * len(blocks) / stages) for i in range(stages + 1)]
-    return [b for s in range(rank, stages, job.layout.pp) for b in blocks[bounds[s] : bounds[s + 1]]]
+def least_memory(job: Job) -> float:
+    """Return a lower bound of a rank's bytes: master weights, one gradient and the optimizer's state, all sharded."""
+    run, layout, model = job.execution, job.layout, job.architecture
+    dense = model.dense_elements / layout.tp / job.owners
+    experts = model.expert_elements / layout.ep / job.expert_owners
+    each = run.master_bytes + (run.gradient_bytes + run.optimizer_bytes) * run.trained
+    return (dense + experts) / layout.pp * each + job.machines.device.context_bytes
 
 
 def _rank_memory(job: Job, rank: int) -> StepMemory:
     run, layout = job.execution, job.layout
-    blocks = _blocks_of(job, rank)
+    blocks = job.blocks_of(rank)
     dense = sum(block.dense_elements for block in blocks) / layout.tp + _ends(job, rank) / layout.tp
     experts = sum(block.experts.elements for block in blocks if block.experts) / layout.ep
     elements = dense + experts
@@ -114,6 +116,10 @@ def _gathered(job: Job, blocks: Sequence[BlockShape]) -> float:
     run = job.execution
     if run.zero < 3:
         return 0.0
+    if not run.gathers_each:  # everything stays gathered from its first forward on
+        whole = sum(block.dense_elements for block in blocks) / job.layout.tp
+        whole += sum(block.experts.elements for block in blocks if block.experts) / job.layout.ep
+        return (whole + job.architecture.head_elements / job.layout.tp) * run.compute_bytes
     largest = max(block.dense_elements for block in blocks) / job.layout.tp
     largest += max((block.experts.elements for block in blocks if block.experts), default=0) / job.layout.ep
     ends = job.architecture.head_elements / job.layout.tp
@@ -143,7 +149,8 @@ def _activations(job: Job, blocks: Sequence[BlockShape], rank: int) -> float:
         saved += run.stages_per_rank * 2 * wide
     if run.recompute == "full":
         whole = max(block_activations(block, job) for block in blocks)
-        return inputs * flight + whole + 2 * wide
+        kept = run.recomputed * inputs + (1 - run.recomputed) * saved
+        return kept * flight + whole + 2 * wide
     return saved * flight + 2 * wide
 
 
@@ -176,4 +183,4 @@ def block_activations(block: BlockShape, job: Job) -> float:
 
 def _logits(job: Job) -> float:
     """Return the bytes of log-probabilities and of their gradient, both in fp32."""
-    return job.tokens * job.architecture.vocab / job.layout.tp * (4 + 4)
+    return job.tokens / job.execution.loss_chunks * job.architecture.vocab / job.layout.tp * (4 + 4)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from meshwright.simulation.hardware.links import Group, gather_s, reduce_s, send_s
 
 from .architecture import BlockShape
-from .block_times import BlockTimes, Cost, Costs, block_times, total
+from .block_times import BlockTimes, Cost, Costs, block_times
 from .execution import Job
 
 STOLEN = 0.12
@@ -42,56 +44,102 @@ class StepTime:
         return sorted(((cost, s / whole) for cost, s in self.costs.items() if s > 0), key=lambda pair: -pair[1])
 
 
-def step_time(job: Job) -> StepTime:
-    """Forecast the seconds of one optimizer step."""
-    kinds: dict[BlockShape, BlockTimes] = {}
-    for block in job.architecture.blocks:
-        if block not in kinds:
-            kinds[block] = block_times(block, job)
-    stages = _stages(job)
-    times = [_stage(job, kinds, number, blocks, len(stages)) for number, blocks in enumerate(stages)]
-    ranks, per_rank = job.layout.pp, job.execution.stages_per_rank
-    # a rank of an interleaved pipeline has the stages r, r + ranks, ...
-    forward = [total(times[s][0] for s in range(r, ranks * per_rank, ranks)) for r in range(ranks)]
-    backward = [total(times[s][1] for s in range(r, ranks * per_rank, ranks)) for r in range(ranks)]
-    costs = _pipelined(job, forward, backward, kinds)
-    fullest = max(range(ranks), key=lambda r: forward[r].seconds + backward[r].seconds)
-    _add_data(
-        job, costs, kinds, [b for s in range(fullest, ranks * per_rank, ranks) for b in stages[s]], backward[fullest]
-    )
+def step_time(job: Job, kinds: Kinds | None = None) -> StepTime:
+    """Forecast the seconds of one optimizer step.
+
+    Args:
+        kinds: times of the job's blocks, where they are known from a job that differs in data ranks or stages alone.
+    """
+    kinds = kinds or Kinds(job)
+    ahead, back = _by_rank(job, kinds)
+    fullest = max(range(job.layout.pp), key=lambda rank: ahead[rank] + back[rank])
+    blocks = job.blocks_of(fullest)
+    forward, backward = _rank_costs(job, kinds, fullest, blocks)
+    costs = Costs()
+    costs.add_all(forward, job.microbatches)
+    costs.add_all(backward, job.microbatches)
+    if job.layout.pp > 1:
+        _add_bubble(job, costs, kinds, sum(ahead) + sum(back) - ahead[fullest] - back[fullest])
+    _add_data(job, costs, kinds, Counter(map(id, blocks)), backward)
     costs.add(Cost.OPTIMIZER, _optimizer(job))
     if job.execution.straggler != 1.0:
         costs = Costs({cost: seconds * job.execution.straggler for cost, seconds in costs.items()})
-    return StepTime(costs, tuple(f.seconds for f in forward), tuple(b.seconds for b in backward))
+    return StepTime(costs, tuple(ahead), tuple(back))
 
 
-def _stages(job: Job) -> list[list[BlockShape]]:
-    """Cut the blocks into stages, as even as possible."""
-    blocks, stages = job.architecture.blocks, job.layout.pp * job.execution.stages_per_rank
-    bounds = [round(i * len(blocks) / stages) for i in range(stages + 1)]
-    return [list(blocks[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+class Kinds:
+    """The distinct blocks of a job by their identity, each priced once.
+
+    Args:
+        priced: times of blocks that are known already, by (identity, what decides them); new ones are added.
+    """
+
+    def __init__(self, job: Job, priced: dict[tuple, BlockTimes] | None = None):
+        priced = {} if priced is None else priced
+        layout = job.layout
+        key = (layout.tp, layout.cp, layout.ep, job.microbatch, job.execution.recompute)
+        self.shapes = {id(block): block for block in job.architecture.blocks}
+        self.times: dict[int, BlockTimes] = {}
+        for kind, block in self.shapes.items():
+            if (kind, *key) not in priced:
+                priced[kind, *key] = block_times(block, job)
+            self.times[kind] = priced[kind, *key]
+        order = [self.times[id(block)] for block in job.architecture.blocks]
+        self.forward_before = [0.0, *accumulate(times.forward_s for times in order)]
+        self.backward_before = [0.0, *accumulate(times.backward_s for times in order)]
+
+    def of(self, blocks: Iterable[BlockShape]) -> Iterable[tuple[BlockTimes, int]]:
+        """Return the times of each kind among ``blocks``, and how many there are."""
+        return [(self.times[key], count) for key, count in Counter(map(id, blocks)).items()]
 
 
-def _stage(
-    job: Job, kinds: dict[BlockShape, BlockTimes], number: int, blocks: Sequence[BlockShape], stages: int
-) -> tuple[Costs, Costs]:
-    forward = total(kinds[block].forward for block in blocks)
-    backward = total(kinds[block].backward for block in blocks)
-    if number == stages - 1:
-        ahead, back = _head(job)
-        forward.add_all(ahead)
-        backward.add_all(back)
-    if number == 0:
-        moved = job.tokens * job.architecture.hidden * job.execution.compute_bytes
-        forward.add(Cost.TRAFFIC, job.machines.device.traffic_s(2 * moved))
-        backward.add(Cost.TRAFFIC, job.machines.device.traffic_s(3 * moved))
-    if job.layout.pp > 1:
-        seconds = _send(job)
-        # a rank sends ahead while it receives back: one message's time for two; behind other microbatches a quarter
-        seconds *= 0.25 if job.execution.hides_sends else 0.5
-        forward.add(Cost.PIPELINE, seconds)
-        backward.add(Cost.PIPELINE, seconds)
+def least_time(job: Job, kinds: Kinds) -> float:
+    """Return a lower bound of a step's seconds for all jobs with these blocks: their work, perfectly spread."""
+    ends = _ends_costs(job)
+    work = kinds.forward_before[-1] + kinds.backward_before[-1] + sum(costs.seconds for costs in ends)
+    return job.microbatches * work / job.layout.pp
+
+
+def _by_rank(job: Job, kinds: Kinds) -> tuple[list[float], list[float]]:
+    """Return for each pipeline rank the seconds of one microbatch's forward, and of its backward."""
+    ranks, before, behind = job.layout.pp, kinds.forward_before, kinds.backward_before
+    forward, backward = [0.0] * ranks, [0.0] * ranks
+    for stage, (a, b) in enumerate(job.stage_bounds):
+        forward[stage % ranks] += before[b] - before[a]
+        backward[stage % ranks] += behind[b] - behind[a]
+    first, first_back, last, last_back = (costs.seconds for costs in _ends_costs(job))
+    sent = _sent(job) * job.execution.stages_per_rank
+    forward, backward = [s + sent for s in forward], [s + sent for s in backward]
+    forward[0], backward[0] = forward[0] + first, backward[0] + first_back
+    forward[-1], backward[-1] = forward[-1] + last, backward[-1] + last_back
     return forward, backward
+
+
+def _rank_costs(job: Job, kinds: Kinds, rank: int, blocks: Sequence[BlockShape]) -> tuple[Costs, Costs]:
+    """Return what one pipeline rank spends its time on for one microbatch, forward and backward."""
+    forward, backward = Costs(), Costs()
+    for times, count in kinds.of(blocks):
+        forward.add_all(times.forward, count)
+        backward.add_all(times.backward, count)
+    first, first_back, last, last_back = _ends_costs(job)
+    if rank == 0:
+        forward.add_all(first)
+        backward.add_all(first_back)
+    if rank == job.layout.pp - 1:
+        forward.add_all(last)
+        backward.add_all(last_back)
+    sent = _sent(job) * job.execution.stages_per_rank
+    for costs in (forward, backward):
+        costs.add(Cost.PIPELINE, sent)
+    return forward, backward
+
+
+def _sent(job: Job) -> float:
+    """Return the seconds by which a stage's messages lengthen each microbatch, forward or backward.
+
+    A rank sends ahead while it receives back: one message's time for two; behind other microbatches a quarter.
+    """
+    return 0.0 if job.layout.pp == 1 else _send(job) * (0.25 if job.execution.hides_sends else 0.5)
 
 
 def _send(job: Job) -> float:
@@ -102,55 +150,47 @@ def _send(job: Job) -> float:
     return send_s(moved / parts, job.stage_stride, job.machines)
 
 
-def _head(job: Job) -> tuple[Costs, Costs]:
-    """Return the seconds of head and loss, forward and backward."""
+def _ends_costs(job: Job) -> tuple[Costs, Costs, Costs, Costs]:
+    """Return the seconds of the embedding, forward and backward, and of head and loss, forward and backward."""
     model, device, tp = job.architecture, job.machines.device, job.layout.tp
-    columns = model.vocab / tp
-    heads = 1 + model.extra_heads
+    moved = job.tokens * model.hidden * job.execution.compute_bytes
+    columns, heads = model.vocab / tp, 1 + model.extra_heads
     one = device.product_s(job.tokens, columns, model.hidden, device.half)
-    logits = job.tokens * columns
     # cast to fp32, maximum, exponentials and their sum; in backward the softmax, its difference, its cast
-    traffic = heads * device.traffic_s(logits * 14)
+    traffic = heads * device.traffic_s(job.tokens * columns * 14)
     return (
+        Costs({Cost.TRAFFIC: device.traffic_s(2 * moved)}),
+        Costs({Cost.TRAFFIC: device.traffic_s(3 * moved)}),
         Costs({Cost.PRODUCTS: heads * one, Cost.TRAFFIC: traffic}),
         Costs({Cost.PRODUCTS: heads * 2 * one, Cost.TRAFFIC: traffic}),
     )
 
 
-def _pipelined(
-    job: Job, forward: Sequence[Costs], backward: Sequence[Costs], kinds: dict[BlockShape, BlockTimes]
-) -> Costs:
-    """Return the seconds of all microbatches, bubbles included."""
-    microbatches, ranks = job.microbatches, job.layout.pp
-    each = [f.seconds + b.seconds for f, b in zip(forward, backward, strict=True)]
-    fullest = max(range(ranks), key=lambda rank: each[rank])
-    costs = Costs()
-    costs.add_all(forward[fullest], microbatches)
-    costs.add_all(backward[fullest], microbatches)
-    if ranks > 1:
-        bubble = (sum(each) - each[fullest]) / job.execution.stages_per_rank
-        if job.execution.split_backward:
-            deferred = sum(kinds[block].deferred for block in job.architecture.blocks) / ranks
-            bubble = max(0.0, bubble - (ranks - 1) * deferred)
-        costs.add(Cost.BUBBLE, bubble)
-        costs.add(Cost.PIPELINE, 2 * (ranks - 1) * _send(job))
-    return costs
+def _add_bubble(job: Job, costs: Costs, kinds: Kinds, others: float) -> None:
+    """Add the wait of the fullest rank: one microbatch of all ``others``, divided among its stages."""
+    ranks = job.layout.pp
+    bubble = others / job.execution.stages_per_rank
+    if job.execution.split_backward:
+        deferred = sum(times.deferred * count for times, count in kinds.of(job.architecture.blocks)) / ranks
+        bubble = max(0.0, bubble - (ranks - 1) * deferred)
+    costs.add(Cost.BUBBLE, bubble)
+    costs.add(Cost.PIPELINE, 2 * (ranks - 1) * _send(job))
 
 
 def _add_data(
     job: Job,
     costs: Costs,
-    kinds: dict[BlockShape, BlockTimes],
-    blocks: Sequence[BlockShape],
+    kinds: Kinds,
+    blocks: Counter[int],
     backward: Costs,
 ) -> None:
     """Add what gathers and reductions over data ranks lengthen the step by."""
     if job.data_ranks * job.layout.cp == 1:
         return
     if job.execution.zero == 3:
-        found = [_sharded_block(block, kinds[block], job) for block in blocks]
-        exposed = sum(seconds for seconds, _ in found) + _outside_messages(job)
-        hidden = sum(seconds for _, seconds in found)
+        found = [(_sharded_block(kinds.shapes[key], kinds.times[key], job), count) for key, count in blocks.items()]
+        exposed = sum(count * seconds for (seconds, _), count in found) + _outside_messages(job)
+        hidden = sum(count * seconds for (_, seconds), count in found)
     else:
         exposed, hidden = _whole_parameters(job, kinds, blocks, backward)
     costs.add(Cost.DATA, exposed + STOLEN * hidden)
@@ -172,17 +212,15 @@ def _sharded_block(block: BlockShape, times: BlockTimes, job: Job) -> tuple[floa
     return exposed, sum(count * min(seconds, room) for count, seconds, room in phases if count > 0)
 
 
-def _whole_parameters(
-    job: Job, kinds: dict[BlockShape, BlockTimes], blocks: Sequence[BlockShape], backward: Costs
-) -> tuple[float, float]:
+def _whole_parameters(job: Job, kinds: Kinds, blocks: Counter[int], backward: Costs) -> tuple[float, float]:
     """Return the seconds of messages about parameters that stay whole in a step: exposed, and hidden."""
     run = job.execution
-    gathers, reduces = _whole_messages(job, blocks)
+    gathers, reduces = _whole_messages(job, [(kinds.shapes[key], count) for key, count in blocks.items()])
     times_reduced = job.microbatches if run.reduces_each else 1
     room = backward.seconds * (1 - 1 / BUCKETS) if run.hides_gradients else 0.0
     exposed = times_reduced * max(reduces / BUCKETS, reduces - room)
     hidden = times_reduced * min(reduces, room)
-    room = sum(kinds[block].forward_s for block in blocks) if run.hides_gathers else 0.0
+    room = sum(kinds.times[key].forward_s * count for key, count in blocks.items()) if run.hides_gathers else 0.0
     return exposed + max(gathers / BUCKETS, gathers - room), hidden + min(gathers, room)
 
 
@@ -212,15 +250,15 @@ def _outside_messages(job: Job) -> float:
     )
 
 
-def _whole_messages(job: Job, blocks: Sequence[BlockShape]) -> tuple[float, float]:
+def _whole_messages(job: Job, blocks: Sequence[tuple[BlockShape, int]]) -> tuple[float, float]:
     """Return the seconds in which a rank's parameters are gathered once, and its gradients reduced once."""
     run, layout, machines = job.execution, job.layout, job.machines
     model = job.architecture
     outside = (
         model.head_elements if layout.pp > 1 else model.embedding_elements + model.head_elements * (not model.tied)
     )
-    dense = (sum(block.dense_elements for block in blocks) + outside) / layout.tp * run.trained
-    experts = sum(block.experts.elements for block in blocks if block.experts) / layout.ep
+    dense = (sum(block.dense_elements * count for block, count in blocks) + outside) / layout.tp * run.trained
+    experts = sum(block.experts.elements * count for block, count in blocks if block.experts) / layout.ep
     everyone = Group(job.data_ranks * layout.cp, layout.tp)
     if run.zero == 0:
         reduces = reduce_s(dense * run.reduce_bytes, everyone, machines)
@@ -241,8 +279,8 @@ def _whole_messages(job: Job, blocks: Sequence[BlockShape]) -> tuple[float, floa
 def _optimizer(job: Job) -> float:
     """Return the seconds of AdamW on a rank's share: gradient, master, moments read; moments, master, copy written."""
     run, layout, model = job.execution, job.layout, job.architecture
-    dense = sum(block.dense_elements for block in model.blocks) + model.embedding_elements + model.head_elements
-    experts = sum(block.experts.elements for block in model.blocks if block.experts)
+    dense = model.dense_elements + model.embedding_elements + model.head_elements
+    experts = model.expert_elements
     own = dense / layout.tp / layout.pp / job.owners
     own += experts / layout.pp / layout.ep / job.expert_owners
     moved = run.gradient_bytes * 2 + 2 * (run.master_bytes + run.optimizer_bytes) + run.copy_bytes

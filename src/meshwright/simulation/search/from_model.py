@@ -1,0 +1,183 @@
+"""Read a model's architecture off its facts, and the way this library runs it off its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from meshwright.core.dtypes import dtype_bytes
+from meshwright.core.names import is_within
+from meshwright.introspection.facts import ModelFacts, ParameterFact
+from meshwright.introspection.measurements import stated
+from meshwright.introspection.structure.experts import find_stacks
+from meshwright.planning.layout import Layout
+from meshwright.planning.plan import Plan
+from meshwright.planning.values import Batch
+from meshwright.simulation.hardware.links import Machines
+from meshwright.simulation.workload.architecture import (
+    Architecture,
+    AttentionShape,
+    BlockShape,
+    ExpertsShape,
+    Product,
+)
+from meshwright.simulation.workload.execution import Execution, Job
+
+TOP_K = ("num_experts_per_tok", "moe_top_k", "num_selected_experts", "top_k")
+WHOLE = ("full", "every_n", "selective_op", "memory_budget", "modules")
+
+
+def architecture_of(facts: ModelFacts) -> Architecture:
+    """Describe a model by the dims of its parameters and the numbers that its config states."""
+    hidden = _hidden(facts)
+    core = _attention(facts, hidden)
+    stacks = {} if facts.module is None else {path: stack.experts for path, stack in find_stacks(facts.module).items()}
+    kinds: dict[tuple, BlockShape] = {}
+    blocks = []
+    for path in facts.blocks:
+        parameters = facts.of_unit(path)
+        key = tuple((p.name.removeprefix(path), p.shape) for p in parameters)
+        if key not in kinds:
+            kinds[key] = _block(facts, path, parameters, hidden, core, stacks)
+        blocks.append(kinds[key])
+    outside = facts.of_unit("") if facts.blocks else facts.parameters
+    tables = [p for p in outside if len(p.shape) == 2]
+    vocab = facts.vocab_size or max((p.shape[0] for p in tables), default=0)
+    heads = [p for p in tables if p.shape[0] == vocab]
+    if not blocks:  # nothing repeats: all products are one block
+        blocks = [_block(facts, "", facts.parameters, hidden, None, stacks)]
+    return Architecture(facts.kind, tuple(blocks), vocab, tied=len(heads) < 2)
+
+
+def _hidden(facts: ModelFacts) -> int:
+    """Return the width of the residual stream: as stated, else the commonest dim of the blocks' weights."""
+    named = _stated(facts, "hidden_size", "dim", "n_embd", "d_model")
+    if named:
+        return named
+    dims = [dim for p in facts.parameters if len(p.shape) == 2 for dim in p.shape]
+    return max(set(dims), key=dims.count) if dims else 1
+
+
+def _stated(facts: ModelFacts, *keys: str) -> int | None:
+    return None if facts.module is None else stated(facts.module, *keys)
+
+
+def _attention(facts: ModelFacts, hidden: int) -> AttentionShape | None:
+    heads = _stated(facts, "num_attention_heads", "n_heads", "n_head")
+    if not heads or not facts.attentions:
+        return None
+    kv_heads = _stated(facts, "num_key_value_heads", "n_kv_heads", "num_kv_heads") or heads
+    size = _stated(facts, "qk_head_dim", "head_dim") or hidden // heads
+    return AttentionShape(
+        heads, kv_heads, size, _stated(facts, "v_head_dim") or size, _stated(facts, "sliding_window") or 0
+    )
+
+
+def _block(
+    facts: ModelFacts,
+    path: str,
+    parameters: Iterable[ParameterFact],
+    hidden: int,
+    core: AttentionShape | None,
+    stacks: dict[str, int],
+) -> BlockShape:
+    products, stacked, experts, other = [], [], 0, 0
+    attends = [a for a in facts.attentions if is_within(a, path)]
+    width, entering = 0, 0
+    for p in parameters:
+        stack = next((s for s in stacks if is_within(p.name, s)), None)
+        if stack is not None and len(p.shape) == 3:
+            experts = stacks[stack]
+            stacked.append(Product(p.shape[2], p.shape[1], "column"))
+        elif len(p.shape) == 2 and min(p.shape) > 1:
+            columns, depth = p.shape
+            if columns in stacks.values() and depth == hidden:
+                continue  # the router, which counts with its experts
+            products.append(Product(depth, columns, "row" if columns == hidden and depth != hidden else "column"))
+            if not any(is_within(p.name, a) for a in attends):
+                width = max(width, depth if columns == hidden else 0)
+                entering += columns if depth == hidden else 0
+        else:
+            other += p.numel
+    mixture = None
+    if stacked:
+        inner = next((p.columns for p in stacked if hidden in (p.depth, p.columns) and p.columns != hidden), hidden)
+        inner = min(inner, *(min(p.depth, p.columns) for p in stacked if p.elements)) if inner == hidden else inner
+        mixture = ExpertsShape(experts, min(experts, _top_k(facts)), min(inner, max(1, inner)), tuple(stacked))
+    shared_width = width if mixture else 0
+    return BlockShape(
+        hidden,
+        tuple(products),
+        core if attends else None,
+        width=max(width, shared_width),
+        gated=entering >= 2 * width > 0,
+        experts=mixture,
+        other=other,
+    )
+
+
+def _top_k(facts: ModelFacts) -> int:
+    """Return the experts that a token goes to, 2 where no config states it."""
+    named = _stated(facts, *TOP_K)
+    if named is None and facts.module is not None:
+        moe = getattr(getattr(facts.module, "config", None), "moe", None)
+        named = getattr(moe, "top_k", None)
+    return named or 2
+
+
+def execution_of(plan: Plan) -> Execution:
+    """Describe how this library runs a plan."""
+    precision, data = plan.precision, plan.data
+    master, compute, reduce = (dtype_bytes(d) for d in (precision.master, precision.compute, precision.reduce))
+    blocks = max(1, len({unit.name for unit in plan.units if unit.name}))
+    kept = [not unit.reshard_after_forward for unit in plan.units if unit.name]
+    keeps_gathered = len(kept) > 1 and all(kept)
+    fully = data.technique == "fully_shard"
+    recompute = plan.activation_checkpointing
+    schedule = plan.pipeline
+    return Execution(
+        products="float8" if plan.float8 is not None and not plan.float8.emulated else precision.compute,
+        compute_bytes=compute,
+        master_bytes=master,
+        gradient_bytes=reduce if fully else master,
+        reduce_bytes=reduce,
+        optimizer_bytes=_optimizer_bytes(plan, master),
+        zero=3 if fully else 0,
+        fused=bool(plan.compiled),
+        recompute="full" if recompute in WHOLE else "selective" if recompute == "selective" else "none",
+        recomputed=min(1.0, len(plan.checkpointed) / blocks) if recompute == "every_n" else 1.0,
+        loss_chunks=1 if plan.loss is None else plan.loss.chunks,
+        hides_tensor=0.7 if plan.tensor is not None and plan.tensor.async_tensor_parallel else 0.0,
+        sequence_parallel=plan.tensor is None or plan.tensor.sequence_parallel,
+        stages_per_rank=1 if schedule is None else len(schedule.stages) // schedule.ranks,
+        split_backward=schedule is not None and schedule.splits_backward,
+        reduces_each=data.sync_grad_accum is True,
+        gathers_each=not (data.gathers_per_step or keeps_gathered),
+        trained=_trained(plan),
+        weight_bytes=master,
+    )
+
+
+def _optimizer_bytes(plan: Plan, master: int) -> float:
+    """Return the bytes of optimizer state for each element on the device."""
+    optimizer = plan.optimizer
+    if optimizer.in_host_memory:
+        return 0.0
+    tensors = len(optimizer.row.state)
+    return tensors * {"full": float(master), "8bit": 1.02, "4bit": 0.53}[optimizer.state]
+
+
+def _trained(plan: Plan) -> float:
+    units = plan.units if plan.pipeline is None else [unit for stage in plan.stage_units for unit in stage]
+    elements = sum(unit.elements for unit in units)
+    return sum(unit.trainable_elements for unit in units) / elements if elements else 1.0
+
+
+def job_of_plan(facts: ModelFacts, plan: Plan, batch: Batch, machines: Machines) -> Job:
+    """Return the job that a plan does with a batch on these machines."""
+    sizes = {key: plan.size(key) for key in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
+    layout = Layout(**sizes, ep=1 if plan.experts is None else plan.experts.ranks)
+    rows = max(1, batch.global_rows // plan.data_ranks)
+    microbatch = min(rows, batch.microbatch_rows or rows)
+    return Job(
+        architecture_of(facts), layout, batch.seq_len, batch.global_rows, microbatch, execution_of(plan), machines
+    )

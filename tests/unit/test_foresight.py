@@ -1,0 +1,199 @@
+"""Forecasts of steps: cards, links, the search against enumeration, and measurements that others published."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import statistics
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli.main import main
+from meshwright.core.errors import ConfigError
+from meshwright.planning.layout import Layout
+from meshwright.simulation.hardware.cards import card_names, device, link_across, machines
+from meshwright.simulation.hardware.links import Group, all_to_all_s, gather_s, reduce_s
+from meshwright.simulation.search.pins import Pin
+from meshwright.simulation.search.search import search
+from meshwright.simulation.search.space import meshes, microbatches, recomputations, stages_per_rank
+from meshwright.simulation.workload.architecture import Architecture, decoder_block
+from meshwright.simulation.workload.execution import Execution, Job, stage_bounds
+from meshwright.simulation.workload.step_memory import step_memory
+from meshwright.simulation.workload.step_time import step_time
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+CONFIG = """
+[model]
+size = "8B"
+[data]
+tokenizer = "ids:128256:128001"
+seq_len = 4096
+[batch]
+global_batch = 64
+"""
+
+
+def job(gpus: int = 8, **layout: int) -> Job:
+    block = decoder_block(2048, 16, 8, 5632)
+    model = Architecture("small", (block,) * 8, 32_000)
+    return Job(model, Layout(**{"dp_shard": gpus, **layout}), 2048, 32, 1, Execution(), machines("h100", gpus))
+
+
+def test_every_card_has_a_source_and_all_figures():
+    for name in card_names():
+        card = device(name)
+        assert card.source and card.memory_bytes > 1e10 and card.bandwidth > 1e11 and card.speed(card.half) > 1e13
+
+
+def test_products_never_beat_the_data_sheet_and_small_ones_are_slower():
+    card = device("h100")
+    large, small = (2.0 * n**3 / card.product_s(n, n, n, "bfloat16") for n in (8192, 512))
+    assert small < large < card.flops["bfloat16"]
+    odd = card.product_s(4096, 4092, 4096, "bfloat16")  # no multiple of 8: slower although it is less work
+    assert odd > card.product_s(4096, 4096, 4096, "bfloat16")
+
+
+def test_collectives_carry_the_bytes_of_their_rings():
+    cluster = machines("h100", 16, across="ib400")
+    inside = gather_s(1e9, Group(8), cluster)
+    assert inside == pytest.approx(1e9 * 7 / 8 / cluster.inside.speed, rel=0.01)
+    across = gather_s(1e9, Group(16), cluster)
+    assert across == pytest.approx(1e9 * 15 / 16 / min(cluster.inside.speed, 8 * cluster.across.speed), rel=0.02)
+    assert gather_s(1e9, Group(2, 8), cluster) > gather_s(1e9, Group(2, 1), cluster)
+    assert reduce_s(1e9, Group(8), cluster) == pytest.approx(2 * inside, rel=0.01)
+    assert (
+        gather_s(1e9, Group(1), cluster) == reduce_s(0, Group(8), cluster) == all_to_all_s(1.0, Group(1), cluster) == 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("ask", "words"),
+    [
+        (lambda: device("H10"), "Did you mean 'H100'"),
+        (lambda: link_across("fast"), "ib400"),
+        (lambda: machines("h100", 12), "8 or 16"),
+        (lambda: machines("h100", 0), "at least 1"),
+        (lambda: Pin.parse("tpp<=8"), "Did you mean 'tp'"),
+        (lambda: Pin.parse("tp~8"), "tp<=8"),
+        (lambda: Pin.parse("recompute=all"), "recompute=full"),
+        (lambda: device("v100").speed("float8"), "Legal are float16"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_can(ask, words):
+    with pytest.raises(ConfigError, match=words):
+        ask()
+
+
+def test_stages_cover_all_blocks_and_the_last_is_lighter_for_its_head():
+    for blocks, stages in ((80, 8), (126, 16), (7, 3), (126, 128)):
+        bounds = stage_bounds(blocks, stages, 2.0)
+        assert bounds[0][0] == 0 and bounds[-1][1] == blocks
+        assert all(a[1] == b[0] for a, b in zip(bounds, bounds[1:], strict=False))
+    sizes = [b - a for a, b in stage_bounds(80, 8, 2.0)]
+    assert sizes[-1] == min(sizes) < max(sizes)
+
+
+def test_costs_move_as_the_field_knows():
+    base, gathers = job(), Execution()
+    longer = step_time(replace(base, execution=replace(gathers, recompute="full"))).seconds
+    assert 1.2 < longer / step_time(base).seconds < 1.4  # a forward more: a third of forward and backward
+    assert (
+        step_memory(replace(base, execution=replace(gathers, recompute="full"))).activations
+        < step_memory(base).activations
+    )
+    assert step_memory(job(8)).parameters == pytest.approx(step_memory(job(4)).parameters / 2)
+    pipeline = replace(job(8, dp_shard=2, pp=4), rows=32)
+    few = step_time(replace(pipeline, rows=8))
+    many = step_time(pipeline)
+    assert few.costs["pipeline bubble"] == pytest.approx(many.costs["pipeline bubble"])
+    assert few.seconds / 8 > many.seconds / 32
+
+
+def every_candidate(base: Job):
+    """Enumerate the space of a search without any bound."""
+    for mesh in meshes(base, ()):
+        for rows in microbatches(base, mesh, ()):
+            for run in recomputations(base, ()):
+                for per_rank in stages_per_rank(base, mesh, rows, ()):
+                    for shard in mesh.shards():
+                        for reshard in (True, False):
+                            for chunks in (1, 8):
+                                layout = mesh.layout(shard)
+                                if shard * layout.cp == 1 and not reshard:
+                                    continue
+                                changed = replace(
+                                    run, stages_per_rank=per_rank, gathers_each=reshard, loss_chunks=chunks
+                                )
+                                yield replace(base, layout=layout, microbatch=rows, execution=changed)
+
+
+@pytest.mark.parametrize("gpu", ["h100", "rtx4090"])
+def test_a_search_finds_what_enumeration_finds(gpu):
+    base = replace(job(8), machines=machines(gpu, 8))
+    limit = base.machines.device.memory_bytes
+    seconds = sorted(step_time(one).seconds for one in every_candidate(base) if step_memory(one).total <= limit)
+    found = search(base, keep=3)
+    assert seconds and [candidate.time.seconds for candidate in found.best] == pytest.approx(seconds[:3])
+    memories = [candidate.memory.total for candidate in found.front]
+    assert memories == sorted(memories, reverse=True)
+
+
+def test_pins_hold_in_everything_that_a_search_returns():
+    found = search(job(8), (Pin.parse("tp=2"), Pin.parse("recompute=full"), Pin.parse("microbatch<=2")))
+    assert found.best
+    for candidate in (*found.best, *found.front):
+        assert candidate.job.layout.tp == 2 and candidate.job.execution.recompute == "full"
+        assert candidate.job.microbatch <= 2
+
+
+@pytest.fixture(scope="module")
+def published():
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        foresight = importlib.import_module("foresight")
+        rows = foresight.read_rows()
+        yield [one for one in map(foresight.foresee, rows) if isinstance(one, foresight.Foreseen)]
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.mark.parametrize(
+    ("kind", "median", "ninetieth"),
+    [("dense, one node", 0.10, 0.25), ("dense, many nodes", 0.12, 0.25), ("mixture", 0.25, 0.50)],
+)
+def test_steps_that_others_measured_are_foreseen(published, kind, median, ninetieth):
+    errors = sorted(abs(one.error) for one in published if one.measured_s and one.kind == kind)
+    assert len(errors) > 50
+    assert statistics.median(errors) <= median
+    assert errors[int(0.9 * len(errors))] <= ninetieth
+
+
+def test_memory_that_others_measured_is_foreseen(published):
+    errors = [abs(one.memory_error) for one in published if one.row["mem_per_gpu"]]
+    assert len(errors) > 50 and statistics.median(errors) <= 0.05
+    ran = [one for one in published if one.row["fits"] == "yes"]
+    assert sum(not one.fits for one in ran) / len(ran) <= 0.03
+
+
+def test_plan_answers_which_layout_with_stable_keys(tmp_path, capsys):
+    (tmp_path / "c.toml").write_text(CONFIG)
+    assert main(["plan", str(tmp_path / "c.toml"), "--gpus", "8", "--gpu", "h100", "--pin", "tp=1", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    chosen = answer["chosen"]
+    assert chosen == answer["candidates"][0] and chosen["fits"] and chosen["layout"]["tp"] == 1
+    assert {"mem_gb", "step_s", "tok_s_gpu", "mfu"} <= chosen.keys() and 0.2 < chosen["mfu"] < 0.7
+    assert sum(chosen["step_parts_s"].values()) == pytest.approx(chosen["step_s"])
+
+
+def test_plan_judges_a_layout_that_is_given_and_refuses_what_fits_nowhere(tmp_path, capsys):
+    (tmp_path / "c.toml").write_text(CONFIG)
+    given = ["plan", str(tmp_path / "c.toml"), "--gpus", "8", "--layout.dp_replicate", "8", "--layout.dp_shard", "1"]
+    assert main([*given, "--gpu", "rtx4090"]) == 0
+    assert "GB too much" in capsys.readouterr().out
+    assert main(["plan", str(tmp_path / "c.toml"), "--gpus", "1", "--gpu", "rtx4090"]) == 2
+    assert "nothing fits on 1 RTX4090" in capsys.readouterr().err
+    assert main(["plan", str(tmp_path / "c.toml"), "--gpus", "8"]) == 2
+    assert "go together" in capsys.readouterr().err
