@@ -59,16 +59,13 @@ def foresee(config: Config, rented: Rented, *, as_json: bool) -> int:
         found = search(job, pins, progress=_progress())
         if not found.best:
             raise ConfigError(_nothing(found, rented))
-        shown, refused = legal_among(
-            found.best,
-            config.techniques,
-            lambda layout, techniques, rows: plan_run(
-                replace(config, layout=layout, techniques=techniques),
-                facts,
-                cluster,
-                replace(batch, microbatch_rows=rows),
-            ),
-        )
+
+        def legal(layout, techniques, rows):
+            chosen = replace(config, layout=layout, techniques=techniques)
+            return plan_run(chosen, facts, cluster, replace(batch, microbatch_rows=rows))
+
+        shown, refused = legal_among(found.best, config.techniques, legal)
+        found.front, _ = legal_among(found.front, config.techniques, legal)
         if not shown:
             raise ConfigError(f"no layout that fits is legal. {refused[0].reason}.")
     if as_json:
