@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Literal
 
 from meshwright.planning.layout import Layout
+from meshwright.planning.shares import shares_of
 from meshwright.simulation.hardware.links import Group, Machines
 
 from .architecture import Architecture, BlockShape
@@ -92,6 +93,11 @@ class Execution:
 
 
 @lru_cache(maxsize=10_000)
+def _data_ranks(layout: Layout) -> int:
+    return shares_of(layout).data_ranks
+
+
+@lru_cache(maxsize=10_000)
 def stage_bounds(blocks: int, stages: int, head: float) -> tuple[tuple[int, int], ...]:
     """Cut blocks into stages, as even as possible; the last stage has the work of ``head`` further blocks."""
     share = (blocks + head) / stages
@@ -132,7 +138,7 @@ class Job:
 
     @property
     def data_ranks(self) -> int:
-        return self.layout.dp_replicate * self.layout.dp_shard
+        return _data_ranks(self.layout)
 
     @property
     def microbatches(self) -> int:
