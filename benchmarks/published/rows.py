@@ -274,7 +274,6 @@ def _megatron_2021(row: Row, run: Execution) -> Execution:
         hides_gathers=False,
         hides_sends=False,
         sequence_parallel=False,
-        scatters_sends=False,
         stages_per_rank=max(1, int(number(row["vpp"], 1))),
     )
 
@@ -288,4 +287,4 @@ def _recompute(row: Row):
     text = row["ac"].lower()
     if "full" in text or text in ("1", "yes", "true"):
         return "full"
-    return "selective" if "selective" in text else "none"
+    return "core" if "selective" in text else "none"

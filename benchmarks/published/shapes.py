@@ -1,6 +1,7 @@
 """Shapes of public models, by the names under which measurements are published.
 
-Sources: the models' own config files on the Hugging Face hub; GPT of Megatron-LM by arXiv 2104.04473 (table 1).
+Written from memory of the models' own config files and of arXiv 2104.04473 (table 1, GPT of Megatron-LM); not checked
+against them again.
 """
 
 from __future__ import annotations

@@ -49,9 +49,19 @@ def foresee(config: Config, rented: Rented, *, as_json: bool) -> int:
     tokenizer = planned_tokenizer(config)
     facts, batch = facts_of(model_source(config, tokenizer)), batch_of(config, tokenizer)
     cluster = Cluster(rented.gpus, cards.per_node, CUDA)
-    is_open = config.layout == Layout() or bool(pins)
-    whole = replace(config, layout=Layout()) if is_open else config
-    job = job_of_plan(facts, plan_run(whole, facts, cluster, None if is_open else batch), batch, cards)
+    is_open = config.layout == Layout()
+    if pins and not is_open:
+        raise ConfigError(
+            f"--pin is for a layout that is searched, and the config states one ({config.layout}). Leave the layout out"
+            f" and pin its sizes, such as --pin tp={config.layout.tp}."
+        )
+    job = job_of_plan(facts, plan_run(config, facts, cluster, None if is_open else batch), batch, cards)
+    if job.execution.products not in cards.device.flops:
+        choices = ", ".join(cards.device.flops)
+        raise ConfigError(
+            f"{cards.device.name} has no products in {job.execution.products}. Set techniques.precision.compute to one"
+            f" that it has ({choices}), and techniques.float8 = none where it lacks float8."
+        )
     if not is_open:
         judged = Candidate(job, step_time(job), step_memory(job))
         shown, refused, found = [judged], [], Found(best=[judged], front=[judged], tried=1)

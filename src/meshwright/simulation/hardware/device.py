@@ -11,14 +11,15 @@ from meshwright.core.errors import ConfigError
 
 TILES = ((256, 128, 1.0), (128, 128, 0.96), (128, 64, 0.86), (64, 64, 0.7))
 """Tiles (rows, columns) of a matrix product's kernels, with their speed relative to the largest: smaller tiles load
-more operands per product (NVIDIA, Matrix Multiplication Background User's Guide)."""
+more operands per product. The effect is described in NVIDIA's Matrix Multiplication Background User's Guide; the
+fractions are assumed."""
 RAMP = 96
-"""Depth k at which a product's prologue and epilogue take as long as its products."""
+"""Depth k at which a product's prologue and epilogue take as long as its products: assumed."""
 
 
 ALIGNED = ((64, 1.0), (32, 0.97), (16, 0.88), (8, 0.72))
 """Speed of products by the power of two that divides their dims: rows of operands that begin within a line of memory
-are loaded in smaller pieces (the same guide, "tensor core requirements")."""
+are loaded in smaller pieces (the same guide; the fractions are assumed)."""
 
 
 def aligned(dim: float) -> float:

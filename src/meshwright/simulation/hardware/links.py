@@ -94,19 +94,6 @@ def reduce_s(moved: float, group: Group, machines: Machines) -> float:
     return 2 * gather_s(moved, group, machines) - (machines.launch_s if group.size > 1 and moved > 0 else 0.0)
 
 
-@lru_cache(maxsize=100_000)
-def all_to_all_s(moved: float, group: Group, machines: Machines) -> float:
-    """Return the seconds of an all-to-all in which each rank sends ``moved`` bytes, its own part included."""
-    ranks = group.size
-    if ranks <= 1 or moved <= 0:
-        return 0.0
-    inside = group.in_node(machines)
-    seconds = moved * (inside - 1) / ranks / machines.inside.speed
-    if ranks > inside:
-        seconds = max(seconds, moved * (ranks - inside) / ranks / machines.across.speed)
-    return seconds + machines.launch_s + (machines.across if ranks > inside else machines.inside).latency_s
-
-
 def send_s(moved: float, stride: int, machines: Machines) -> float:
     """Return the seconds of a message of ``moved`` bytes to the rank ``stride`` further on."""
     link = machines.inside if stride < machines.per_node else machines.across

@@ -92,23 +92,23 @@ def _block(
             columns, depth = p.shape
             if columns in stacks.values() and depth == hidden:
                 continue  # the router, which counts with its experts
-            products.append(Product(depth, columns, "row" if columns == hidden and depth != hidden else "column"))
-            if not any(is_within(p.name, a) for a in attends):
+            inside = any(is_within(p.name, a) for a in attends)
+            cut = "row" if columns == hidden and depth != hidden else "column"
+            products.append(Product(depth, columns, cut, attends=inside))
+            if not inside:
                 width = max(width, depth if columns == hidden else 0)
                 entering += columns if depth == hidden else 0
         else:
             other += p.numel
     mixture = None
     if stacked:
-        inner = next((p.columns for p in stacked if hidden in (p.depth, p.columns) and p.columns != hidden), hidden)
-        inner = min(inner, *(min(p.depth, p.columns) for p in stacked if p.elements)) if inner == hidden else inner
-        mixture = ExpertsShape(experts, min(experts, _top_k(facts)), min(inner, max(1, inner)), tuple(stacked))
-    shared_width = width if mixture else 0
+        inner = min((dim for p in stacked for dim in (p.depth, p.columns) if dim != hidden), default=hidden)
+        mixture = ExpertsShape(experts, min(experts, _top_k(facts)), inner, tuple(stacked))
     return BlockShape(
         hidden,
         tuple(products),
         core if attends else None,
-        width=max(width, shared_width),
+        width=width,
         gated=entering >= 2 * width > 0,
         experts=mixture,
         other=other,

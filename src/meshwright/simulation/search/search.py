@@ -80,7 +80,7 @@ def search(base: Job, pins: tuple[Pin, ...] = (), *, keep: int = 24, progress: P
     groups = _groups(base, pins, found, progress)
     for bound, _, group, least in sorted(groups, key=lambda entry: entry[:2]):
         slower = len(best) >= keep and bound > -best[0][0]
-        if slower and (bound > FRONT * -max(best)[0] or any(c.memory.total <= least for c in shown)):
+        if slower and (bound > FRONT * -max(best)[0] or _beaten(shown, bound, least)):
             found.passed += 1
             continue
         for per_rank, shards in group.variants(base, pins):
@@ -92,7 +92,7 @@ def search(base: Job, pins: tuple[Pin, ...] = (), *, keep: int = 24, progress: P
                     if found.smallest is None or memory.total < found.smallest.memory.total:
                         found.smallest = Candidate(job, step_time(job, group.kinds), memory)
                     break  # fewer shards need more
-                if len(best) >= keep and least_s > -best[0][0] and any(c.memory.total <= memory.total for c in shown):
+                if len(best) >= keep and least_s > -best[0][0] and _beaten(shown, least_s, memory.total):
                     break
                 candidate = Candidate(job, step_time(job, group.kinds), memory)
                 shown.append(candidate)
@@ -127,6 +127,11 @@ def _groups(
                 kinds = Kinds(job, priced)
                 number += 1
                 yield least_time(job, kinds), number, _Group(mesh, job, kinds), least
+
+
+def _beaten(shown: list[Candidate], seconds: float, size: float) -> bool:
+    """Return whether a candidate is as fast as these seconds, and needs no more than these bytes."""
+    return any(c.time.seconds <= seconds and c.memory.total <= size for c in shown)
 
 
 def _front(candidates: list[Candidate]) -> list[Candidate]:

@@ -13,13 +13,14 @@ class Product:
     Attributes:
         depth: input features.
         columns: output features.
-        cut: how the tensor axis cuts the weight: its output features, its input features, or not.
-        counted: whether the layer's parameters are its own (False: a tied weight).
+        cut: how the tensor axis cuts the weight: its output features (column), its input features (row), or not (none).
+        attends: whether it is a part of an attention module.
     """
 
     depth: int
     columns: int
     cut: str = "column"
+    attends: bool = False
 
     @property
     def elements(self) -> int:
@@ -177,8 +178,8 @@ def decoder_block(
     """Return a block of attention and a feed-forward layer, the latter replaced by ``experts`` where given."""
     size = head_dim or hidden // heads
     products = [
-        Product(hidden, (heads + 2 * kv_heads) * size),
-        Product(heads * size, hidden, "row"),
+        Product(hidden, (heads + 2 * kv_heads) * size, attends=True),
+        Product(heads * size, hidden, "row", attends=True),
     ]
     if experts is None:
         products += [Product(hidden, width * (2 if gated else 1)), Product(width, hidden, "row")]
@@ -208,11 +209,11 @@ def latent_block(
 ) -> BlockShape:
     """Return a block whose attention projects through low-rank latents (MLA, arXiv 2405.04434)."""
     products = [
-        Product(hidden, query_rank, "none"),
-        Product(query_rank, heads * (key_dim + rotary)),
-        Product(hidden, key_rank + rotary, "none"),
-        Product(key_rank, heads * (key_dim + value_dim)),
-        Product(heads * value_dim, hidden, "row"),
+        Product(hidden, query_rank, "none", attends=True),
+        Product(query_rank, heads * (key_dim + rotary), attends=True),
+        Product(hidden, key_rank + rotary, "none", attends=True),
+        Product(key_rank, heads * (key_dim + value_dim), attends=True),
+        Product(heads * value_dim, hidden, "row", attends=True),
     ]
     if experts is None:
         products += [Product(hidden, 2 * width), Product(width, hidden, "row")]

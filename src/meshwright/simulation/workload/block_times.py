@@ -13,7 +13,7 @@ from .execution import Job
 
 
 class Cost(StrEnum):
-    """What a step's seconds are spent on."""
+    """A use of a step's seconds."""
 
     PRODUCTS = "products"
     ATTENTION = "attention"
@@ -66,10 +66,10 @@ class BlockTimes:
 
 
 FORWARD_OPERATORS, BACKWARD_OPERATORS = 26, 44
-"""Operators that a block of a decoder dispatches, forward and backward, where chains run as one kernel."""
+"""Operators that a block of a decoder dispatches, forward and backward, where chains run as one kernel: assumed."""
 EXPERT_OPERATORS, PER_EXPERT = 200, 4
 """Further operators of a mixture's forward: routing, permutations, dispatch; and for each of a rank's experts, since a
-grouped product launches a kernel, and in 8 bits casts, for each. A backward has twice as many."""
+grouped product launches a kernel, and in 8 bits casts, for each. The first was chosen on published mixtures."""
 CASTING = 2.0
 """Operators in 8 or 4 bits, over those in half precision: each product's operands are cast and scaled."""
 UNFUSED = 1.6
@@ -96,8 +96,10 @@ def block_times(block: BlockShape, job: Job) -> BlockTimes:
             back.add(Cost.TENSOR, -messages.get(Cost.TENSOR, 0.0) / 4)
     elif run.recompute == "modules":
         back.add(Cost.TRAFFIC, traffic / 2)
-    elif run.recompute == "selective":
+    elif run.recompute in ("core", "selective"):
         back.add(Cost.ATTENTION, core)
+        if run.recompute == "selective":
+            back.add(Cost.PRODUCTS, _attention_products(block, job))
     _add_host(ahead, block, job, backward=False)
     _add_host(back, block, job, backward=True)
     return BlockTimes(ahead, back, weights)
@@ -106,8 +108,6 @@ def block_times(block: BlockShape, job: Job) -> BlockTimes:
 def _add_host(seconds: Costs, block: BlockShape, job: Job, *, backward: bool) -> None:
     """Add what the host takes longer to launch than the device to compute."""
     run, device = job.execution, job.machines.device
-    if run.graphs:
-        return
     forward = _operators(block, job)
     number = forward
     if backward:
@@ -146,7 +146,13 @@ def _products(block: BlockShape, job: Job) -> tuple[float, float, float]:
             f, w, i = _three(job, tokens / experts, product.depth, product.columns)
             scale = experts * (job.execution.imbalance if job.layout.ep > 1 else 1.0)
             forward, weights, inputs = forward + scale * f, weights + scale * w, inputs + scale * i
-    return forward, weights * min(1.0, job.execution.trained * 50), inputs
+    return forward, weights * job.execution.trained, inputs
+
+
+def _attention_products(block: BlockShape, job: Job) -> float:
+    """Return the seconds of the forward products of an attention module's linear layers."""
+    cuts = (_cut(product, job.layout.tp) for product in block.products if product.attends)
+    return sum(_three(job, job.tokens, depth, columns)[0] for depth, columns in cuts)
 
 
 def _expert_tokens(block: BlockShape, job: Job) -> tuple[float, float]:

@@ -30,8 +30,9 @@ class Execution:
         shards: ranks over which it is; 0: all of dp_shard and cp (ZeRO 1 and 2 of others: all data ranks).
         attention: kernel of attention: "unfused", "flash1", "flash2", "fused" (the newest that the device has).
         fused: whether chains of elementwise operators run as one kernel.
-        recompute: what is computed again in backward: norms and activation functions (modules), attention
-            (selective), whole blocks (full).
+        recompute: parts that are computed again in backward: norms and activation functions (modules), attention's
+            products of queries, keys and values (core), attention modules with their linear layers (selective), whole
+            blocks (full).
         recomputed: fraction of the blocks that ``recompute`` is about.
         balances_ends: whether stages with embedding or head get fewer blocks.
         loss_chunks: chunks of tokens in which head and loss are computed.
@@ -43,10 +44,8 @@ class Execution:
         sequence_parallel: whether activations between blocks are cut over the tensor axis.
         stages_per_rank: stages of each pipeline rank.
         split_backward: whether weight gradients fill bubbles (zero bubble).
-        scatters_sends: whether ranks of the tensor axis each send a part, gathered behind.
         reduces_each: whether gradients are reduced with every microbatch.
         gathers_each: whether parameters are gathered for every microbatch (ZeRO 3).
-        graphs: whether kernels are launched from recorded graphs.
         imbalance: tokens of the fullest expert rank over the mean.
         straggler: time of the slowest rank over the mean.
         keeps_outputs: whether a pipeline keeps what a stage sent until its backward.
@@ -67,7 +66,7 @@ class Execution:
     shards: int = 0
     attention: str = "fused"
     fused: bool = False
-    recompute: Literal["none", "modules", "selective", "full"] = "none"
+    recompute: Literal["none", "modules", "core", "selective", "full"] = "none"
     recomputed: float = 1.0
     balances_ends: bool = True
     loss_chunks: int = 1
@@ -79,10 +78,8 @@ class Execution:
     sequence_parallel: bool = True
     stages_per_rank: int = 1
     split_backward: bool = False
-    scatters_sends: bool = False
     reduces_each: bool = False
     gathers_each: bool = True
-    graphs: bool = False
     imbalance: float = 1.0
     straggler: float = 1.0
     keeps_outputs: bool = False
@@ -109,7 +106,7 @@ def stage_bounds(blocks: int, stages: int, head: float) -> tuple[tuple[int, int]
 
 @dataclass(frozen=True)
 class Job:
-    """What is forecast: a model, its layout and batch, how a system runs them, and where.
+    """Describe a step to forecast: a model, its layout and batch, how a system runs them, and where.
 
     Attributes:
         layout: sizes of all axes, none open.

@@ -13,8 +13,7 @@ from .block_times import CAST
 from .execution import Job
 
 WORKSPACE = 0.25e9
-"""Workspaces of the libraries of products and of messages, measured on H100 with PyTorch 2.x: cuBLAS 32 MiB and NCCL's
-buffers of each communicator."""
+"""Workspaces of the libraries of products and of messages: assumed, not measured."""
 
 
 @dataclass(frozen=True)
@@ -166,9 +165,9 @@ def block_activations(block: BlockShape, job: Job) -> float:
     if block.dropout:
         saved += 2 * wide  # masks
     core = block.attention
-    if core is not None:
-        saved += cut * core.heads * core.value_dim * entering
     if core is not None and run.recompute != "selective":
+        saved += cut * core.heads * core.value_dim * entering
+    if core is not None and run.recompute not in ("core", "selective"):
         saved += cut * (core.heads * core.key_dim + core.kv_heads * (core.key_dim + core.value_dim)) * b
         if run.attention == "unfused":
             scores = job.microbatch * core.heads / layout.tp * job.seq_len / layout.cp * job.seq_len

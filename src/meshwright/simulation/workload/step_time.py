@@ -15,8 +15,8 @@ from .block_times import BlockTimes, Cost, Costs, block_times
 from .execution import Job
 
 STOLEN = 0.12
-"""Fraction of a message's time by which it lengthens the products that it runs behind: its kernels occupy
-multiprocessors and memory (Centauri, ASPLOS 2024, reports 5 to 20 %)."""
+"""Fraction of a message's time by which it lengthens the products that it runs behind, since its kernels occupy
+multiprocessors and memory: assumed, not measured."""
 BUCKETS = 8
 """Messages into which gradients are cut where a system reduces them behind a backward."""
 
@@ -145,7 +145,7 @@ def _sent(job: Job) -> float:
 def _send(job: Job) -> float:
     """Return the seconds in which activations reach the next stage."""
     run, layout = job.execution, job.layout
-    parts = layout.tp if run.scatters_sends or run.sequence_parallel else 1
+    parts = layout.tp if run.sequence_parallel else 1
     moved = job.tokens * job.architecture.hidden * run.compute_bytes
     return send_s(moved / parts, job.stage_stride, job.machines)
 
