@@ -7,8 +7,8 @@ Each function names the public way that it waits for, or the release of torch wi
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -71,6 +71,46 @@ def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
 def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Set the time limit of a group's collectives. Waits for: a public form."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+@contextmanager
+def other_groups() -> Iterator[None]:
+    """Set all process groups aside, and restore them on exit; those made inside are forgotten.
+
+    Waits for: worlds that are values, and not the state of a module.
+    """
+    c10d: Any = dist.distributed_c10d
+    world = c10d._world
+    tables = (
+        world.pg_map,
+        world.pg_names,
+        world.pg_group_ranks,
+        world.pg_backend_config,
+        world.tags_to_pg,
+        world.pg_to_tag,
+    )
+    before, count, default = [dict(table) for table in tables], world.group_count, world.default_pg
+    tags = {tag: list(groups) for tag, groups in world.tags_to_pg.items()}
+    world.default_pg = None
+    try:
+        yield
+    finally:
+        for group, name in list(world.pg_names.items()):
+            if group not in before[1]:
+                c10d._unregister_process_group(name)
+        for table, old in zip(tables, before, strict=True):
+            table.clear()
+            table.update(old)
+        world.tags_to_pg.update(tags)
+        world.group_count = count
+        c10d._update_default_pg(default)
+
+
+def silent_store() -> dist.Store:
+    """Return a store for torch's fake backend, and register that backend. Waits for: a public form of both."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
 
 
 def map_memory(group: dist.ProcessGroup) -> None:
