@@ -1,18 +1,14 @@
-"""What a pipeline's ranks keep, put together from their stages; and how a plan shows what was foreseen."""
+"""How a plan shows the memory that a dry run estimated."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
-import pytest
-
 from meshwright import Layout, plan
+from meshwright.distributed.memory.pipeline_ranks import along_pipeline
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.explain import table
-from meshwright.planning.memory import step as estimate
-from meshwright.planning.memory.step import MemoryEstimate, MemoryUse, StageMemory, not_estimated, over_ranks
-from meshwright.planning.pipeline.schedules.orders import schedule_kind
+from meshwright.planning.memory.step import MemoryEstimate, MemoryUse, RankMemory, assumptions
 from meshwright.planning.pipeline.schedules.simulate import peak_live
 from meshwright.planning.values import Batch
 
@@ -20,96 +16,72 @@ MIB = 1 << 20
 MODEL = DecoderConfig(256, 64, 4, 4, 2, 128, 64)
 
 
-def stage(kept: int, forward: int, backward: int) -> StageMemory:
-    return StageMemory(*(Counter({MemoryUse.ACTIVATIONS: size}) for size in (kept, forward, backward)))
+def memory(**sizes: int) -> RankMemory:
+    held = {MemoryUse(kind): size * MIB for kind, size in sizes.items()}
+    return RankMemory(held, held)
 
 
-def whole_schedules():
-    for name in ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs"):
-        for ranks, microbatches in ((2, 4), (4, 8)):
-            yield pytest.param(name, ranks, microbatches, id=f"{name}, {ranks} ranks, {microbatches}")
+MUCH = RankMemory(
+    {MemoryUse.PARAMETERS: 4 * MIB, MemoryUse.ACTIVATIONS: 3 * MIB, MemoryUse.LOGITS: 2 * MIB},
+    {MemoryUse.PARAMETERS: 4 * MIB, MemoryUse.ACTIVATIONS: 1 * MIB, MemoryUse.LOGITS: 2 * MIB},
+)
 
 
-@pytest.mark.parametrize(("name", "ranks", "microbatches"), list(whole_schedules()))
-def test_as_many_microbatches_are_kept_as_the_schedule_has_in_flight(name, ranks, microbatches):
-    kind = schedule_kind(name)
-    schedule = kind.build(ranks, microbatches, 2 if kind.loops else 1)
-    alike = dict.fromkeys(range(schedule.stages), stage(10, 10, 10))
-    assert [held[MemoryUse.ACTIVATIONS] for held in over_ranks(alike, schedule)] == [
-        10 * live for live in peak_live(schedule)
-    ]
-
-
-def test_the_first_rank_of_1f1b_keeps_one_for_each_rank_and_the_last_one():
-    schedule = schedule_kind("1f1b").build(4, 8, 1)
-    stages = {number: stage(10, 12, 17) for number in range(4)}
-    assert [held[MemoryUse.ACTIVATIONS] for held in over_ranks(stages, schedule)] == [47, 37, 27, 17]
-
-
-def test_a_count_of_what_is_in_flight_that_is_off_is_seen(monkeypatch):
-    """Mutant: a forward keeps nothing for its backward."""
-    moments = estimate._moments
-
-    def leaking(stages, actions):
-        return moments({number: replace(s, kept=Counter()) for number, s in stages.items()}, actions)
-
-    monkeypatch.setattr(estimate, "_moments", leaking)
-    with pytest.raises(AssertionError):
-        test_the_first_rank_of_1f1b_keeps_one_for_each_rank_and_the_last_one()
-
-
-def test_kinds_have_their_peaks_apart():
-    both = StageMemory(
-        {MemoryUse.ACTIVATIONS: 3},
-        {MemoryUse.ACTIVATIONS: 5, MemoryUse.LOGITS: 1},
-        {MemoryUse.ACTIVATIONS: 4, MemoryUse.LOGITS: 7},
-    )
-    (held,) = over_ranks({0: both}, schedule_kind("gpipe").build(1, 1, 1))
-    assert held == {MemoryUse.ACTIVATIONS: 5, MemoryUse.LOGITS: 7}
-
-
-SAYS = {MemoryUse.ACTIVATIONS: 3 * MIB, MemoryUse.LOGITS: 2 * MIB}
-
-
-def test_a_plan_shows_what_was_estimated_and_adds_it_up():
+def test_a_plan_shows_what_was_estimated_and_adds_up_what_is_there_at_one_time():
     made, batch = plan(MODEL, Layout(dp_shard=4)), Batch(8, 32)
-    bare, whole = table(made, batch), table(made, batch, MemoryEstimate((SAYS,)))
-    assert (
-        "memory of each rank without activations (1 microbatch)" in bare
-        and "memory of each rank (1 microbatch)" in whole
-    )
-    assert [line.split()[0] for line in whole.splitlines() if line.endswith(" MiB")][-3:-1] == ["activations", "logits"]
-    assert "by rank of the pipeline" not in whole
+    bare, whole = table(made, batch), table(made, batch, MemoryEstimate((MUCH,)))
+    assert "memory of each rank without activations (1 microbatch)" in bare
+    assert "memory of each rank (1 microbatch)" in whole and "by rank of the pipeline" not in whole
+    rows = {line.split()[0]: line.split() for line in whole.splitlines() if line.endswith(" MiB")}
+    assert rows["activations"][-4:] == ["3", "MiB", "1", "MiB"] and rows["logits"][-4:] == ["2", "MiB", "2", "MiB"]
+    assert rows["together"][-2:] == ["7", "MiB"], "not the 9 MiB of all kinds at their own peaks"
 
 
-def test_a_plan_shows_every_rank_of_a_pipeline():
+def test_a_plan_shows_every_rank_of_a_pipeline_and_the_fullest_in_detail():
     made = plan(MODEL, Layout(dp_shard=1, pp=2))
-    said = table(made, Batch(8, 32), MemoryEstimate((SAYS, {MemoryUse.ACTIVATIONS: MIB})))
-    assert "activations and logits by rank of the pipeline  0: 5 MiB, 1: 1 MiB" in said
+    said = table(made, Batch(8, 32), MemoryEstimate((memory(activations=1), memory(activations=5))))
+    assert "at the peak, by rank of the pipeline  0: 1 MiB, 1: 5 MiB" in said
+    assert "memory of rank 1 of the pipeline" in said
+
+
+def test_a_range_is_shown_with_its_reason():
+    made = plan(MODEL, Layout(dp_shard=1), techniques={"compile": True})
+    said = table(made, Batch(8, 32), MemoryEstimate((MUCH,), least=(5 * MIB,), notes=tuple(assumptions(made))))
+    assert "5 MiB to 7 MiB" in said and "memory: the compiler chooses what compiled blocks keep" in said
 
 
 def test_a_plan_says_why_something_is_not_estimated():
-    made = plan(MODEL, Layout(dp_shard=1), techniques={"compile": True})
-    said = table(made, Batch(8, 32), MemoryEstimate((), not_estimated(made)))
-    assert "without activations" in said and said.endswith(
-        "  activations and logits are not estimated: the compiler chooses what compiled blocks save"
-    )
+    made = plan(MODEL, Layout(dp_shard=1))
+    said = table(made, Batch(8, 32), MemoryEstimate((), "its forward looks at values"))
+    assert "without activations" in said
+    assert said.endswith("  activations and logits are not estimated: its forward looks at values")
 
 
-def test_what_is_done_otherwise_on_a_gpu_is_not_estimated():
+def test_assumptions_are_about_what_a_plan_has():
     cut = plan(MODEL, Layout(dp_shard=1, tp=2))
-    assert cut.tensor is not None and not not_estimated(cut)
-    assert "async_tensor_parallel" in not_estimated(
-        replace(cut, tensor=replace(cut.tensor, async_tensor_parallel=True))
-    )
-    waiting = plan(MODEL, Layout(dp_shard=1), techniques={"activation_checkpointing": "offload"})
-    assert not not_estimated(waiting) and "host memory" in not_estimated(replace(waiting, device="cuda"))
+    assert cut.tensor is not None and not list(assumptions(cut))
+    overlapping = replace(cut, tensor=replace(cut.tensor, async_tensor_parallel=True))
+    assert "async_tensor_parallel" in "".join(assumptions(overlapping))
+    assert "fragmentation" in "".join(assumptions(replace(cut, device="cuda")))
 
 
 def test_the_rank_that_holds_most_stands_for_all():
-    little, much = {MemoryUse.ACTIVATIONS: 1}, {MemoryUse.ACTIVATIONS: 2, MemoryUse.LOGITS: 1}
-    assert (
-        MemoryEstimate((little, much)).of() == much
-        and MemoryEstimate((little, much)).of(0) == little
-        and MemoryEstimate(()).of(3) == {}
-    )
+    little, much = memory(activations=1), memory(activations=2, logits=1)
+    assert MemoryEstimate((little, much)).of() is much and MemoryEstimate((little, much)).of(0) is little
+    assert MemoryEstimate(()).of(3).total == 0
+
+
+def test_ranks_that_are_not_run_lie_on_the_line_of_what_they_hold():
+    """With 1F1B the first ranks hold most microbatches; a rank is said to hold 10 MiB for each."""
+    made = plan(replace(MODEL, n_layers=12), Layout(dp_shard=1, pp=6))
+    assert made.pipeline is not None
+    pipeline, runs = made.pipeline, []
+
+    def run(rank: int, microbatches: int) -> RankMemory:
+        runs.append((rank, microbatches))
+        return memory(activations=10 * peak_live(pipeline.order(microbatches))[rank], communication=microbatches)
+
+    found = along_pipeline(pipeline, 40, run)
+    assert [held.peak[MemoryUse.ACTIVATIONS] // MIB for held in found] == [60, 50, 40, 30, 20, 10]
+    assert [held.peak[MemoryUse.COMMUNICATION] // MIB for held in found] == [40] * 6
+    assert {rank for rank, _ in runs} == {0, 1, 4, 5} and max(number for _, number in runs) < 40

@@ -11,10 +11,10 @@ import sys
 import pytest
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.core import torch_private as private
+from meshwright.distributed.memory.storage_private import noting_resizes
 from meshwright.introspection import transformers_private
 from meshwright.training.health import torch_frames
 
@@ -49,12 +49,18 @@ def test_storages_are_told_apart_without_memory():
     assert private.address_of(a.untyped_storage()) != private.address_of(b.untyped_storage())
 
 
-def test_a_storage_is_gone_when_nobody_holds_it():
-    tensor = torch.ones(3)
-    reference = StorageWeakRef(tensor.untyped_storage())
-    assert private.storage_at(reference.cdata).nbytes() == 12
-    del tensor
-    assert private.storage_at(reference.cdata) is None
+def test_storages_that_python_resizes_are_seen():
+    storage, seen = torch.ones(3).untyped_storage(), []
+    with noting_resizes(lambda other: seen.append(other.nbytes())):
+        storage.resize_(0)
+    storage.resize_(8)
+    assert seen == [0] and storage.nbytes() == 8
+
+
+def test_tensors_of_a_dry_run_have_no_values():
+    assert not private.has_no_values(torch.ones(1))
+    with private.FakeTensorMode():
+        assert private.has_no_values(torch.ones(1))
 
 
 def test_writes_are_counted():

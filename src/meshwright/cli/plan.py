@@ -33,10 +33,9 @@ def run(argv: list[str]) -> int:
     config = read_config(argv, prog="meshwright plan", description=f"{__doc__}\n\n{run.__doc__}")
     if gpus is not None and gpu is not None:
         return foresee(config, Rented(gpu, gpus, per_node or 0, link or "", tuple(pins)), as_json=as_json)
-    from meshwright.distributed.memory.dry_run import estimate_memory
     from meshwright.introspection.cluster import Cluster
     from meshwright.planning.explain import table
-    from meshwright.training.build import batch_of, facts_of, plan_run
+    from meshwright.training.build import batch_of, estimated_memory, facts_of, plan_run
     from meshwright.training.launch import process_count
     from meshwright.training.model_source import model_source
     from meshwright.training.tokenizer import planned_tokenizer
@@ -54,7 +53,7 @@ def run(argv: list[str]) -> int:
     except ConfigError:
         print(f"{table(plan)}\n", flush=True)  # the plan holds for any batch; the refusal of this one follows
         raise
-    print(table(plan, batch, estimate_memory(facts, plan, batch)))
+    print(table(plan, batch, estimated_memory(config, facts, plan, batch)))
     return 0
 
 

@@ -82,6 +82,11 @@ def by_values(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+def has_no_values(tensor: Tensor) -> bool:
+    """Return whether a tensor is one of a dry run, until ``FakeTensor`` is public."""
+    return isinstance(tensor, FakeTensor)
+
+
 SAMPLES_NORMAL = "_no_grad_trunc_normal_"
 """Name of torch.nn.init's function that redraws out-of-bounds numbers, until ``trunc_normal_`` is one operator."""
 GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
@@ -94,11 +99,6 @@ GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
 def address_of(storage: torch.UntypedStorage) -> int:
     """Identify a storage, even on meta (where ``data_ptr`` is 0), until ``UntypedStorage`` has a public identity."""
     return storage._cdata
-
-
-def storage_at(weak_reference: int) -> torch.UntypedStorage | None:
-    """Return the storage of a ``StorageWeakRef.cdata`` or None if freed, until ``StorageWeakRef`` is callable."""
-    return torch.UntypedStorage._new_with_weak_ptr(weak_reference)
 
 
 def version_of(tensor: Tensor) -> int:

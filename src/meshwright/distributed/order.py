@@ -189,16 +189,20 @@ def apply_brought(model: nn.Module, plan: Plan, site: Site, only: tuple[str, ...
     return apply(model, plan, site, only)
 
 
-def lay_out(model: nn.Module, plan: Plan, site: Site) -> list[ModelPart]:
-    """Lay out this process's parts; a pipeline is cut first, so that techniques see a stage's part as a model."""
+def lay_out(model: nn.Module, plan: Plan, site: Site, only: tuple[str, ...] = NAMES) -> list[ModelPart]:
+    """Lay out this process's parts; a pipeline is cut first, so that techniques see a stage's part as a model.
+
+    Args:
+        only: the techniques to apply; a dry run needs no weights.
+    """
     if not site.facts.on_meta:
         refuse_unequal(model, groups_of(site.device_mesh, *WORLD_AXES))
     if plan.pipeline is None:
-        return [ModelPart(apply(model, plan, site), plan, site.facts)]
+        return [ModelPart(apply(model, plan, site, only), plan, site.facts)]
     rank = _mesh(site).get_local_rank(Axis.PP.value)
     parts = split(model, plan, site.facts, rank)
     for part in parts:
-        part.module = apply(part.module, part.plan, replace(site, facts=part.facts))
+        part.module = apply(part.module, part.plan, replace(site, facts=part.facts), only)
     return [*parts]
 
 

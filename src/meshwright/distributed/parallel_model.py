@@ -40,7 +40,7 @@ from .step import batch as step_batch
 from .step import documents, generation
 from .step.objective import LossFunction
 from .step.part import ModelPart
-from .step.results import StepLoss, StepResult
+from .step.results import OpenedStep, StepLoss, StepResult
 from .step.runner import runner_of
 from .weights import audit, describe
 
@@ -88,8 +88,6 @@ class ParallelModel:
         self._runner = runner_of(
             self._parts, plan, mesh, loss_fn, self._inputs, self.device, self._router_loss, self._enter
         )
-
-    # --- what it consists of
 
     @property
     def parts(self) -> list[nn.Module]:
@@ -146,8 +144,6 @@ class ParallelModel:
             return self._context[0].tokens_of(batch, *(tensor_position(self.mesh) if is_cut else (0, 1)))
         return TokensOfRank.run(*tensor_position(self.mesh), length)
 
-    # --- the step
-
     def accumulation_context(self, is_last_microbatch: bool) -> AbstractContextManager[None]:
         """Delay gradient communication to the last microbatch, unless ``sync_grad_accum``; restored on exceptions."""
         return accumulation.context(self.module, self.plan, is_last_microbatch)
@@ -167,10 +163,13 @@ class ParallelModel:
         Raises:
             ConfigError: some rank's batch does not fit; raised on every rank before any model code runs.
         """
-        pieces, tokens, weight, routed = self._open_step(batch)
+        return self.run_opened(self._open_step(batch))
+
+    def run_opened(self, step: OpenedStep) -> StepLoss:
+        """Run forward and backward of a step whose counts all ranks know (``forward_backward`` opens it)."""
+        pieces, tokens, weight, routed = step
         for model in self.parts:
-            # what a forward of somebody else's left gathered would change gradients on the tensor axis
-            fully_sharded.reshard(model)
+            fully_sharded.reshard(model)  # gathered by somebody else's forward, it would change gradients under tp
         scale = self.loss_scale.value if self.loss_scale is not None else 1.0
         routing.begin_step(self._routers, routed, self.device, scale)
         routing.begin_step([self._router_loss] if self._router_loss is not None else [], routed, self.device)
@@ -219,7 +218,7 @@ class ParallelModel:
         optimizer.zero_grad(set_to_none=True)
         return StepResult(norm, skipped)
 
-    def _open_step(self, batch: step_batch.Brought) -> tuple[list[step_batch.Batch], int, float, int]:
+    def _open_step(self, batch: step_batch.Brought) -> OpenedStep:
         """Check batches, agree, and count tokens that have a loss, their weight, and tokens that are no padding.
 
         One small all-reduce per data axis gives all ranks the counts of the whole step.
@@ -261,7 +260,7 @@ class ParallelModel:
             )
         if is_part:
             pieces = parts.join_all(pieces, self._data_groups, self._context[0], *known[:2])
-        return pieces, tokens, weight, routed
+        return OpenedStep(pieces, tokens, weight, routed)
 
     def _inputs(self, batch: step_batch.Batch) -> dict[str, Any]:
         """Return the arguments of the model's forward, for whole rows or for this rank's part of them."""

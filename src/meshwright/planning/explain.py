@@ -24,7 +24,12 @@ if TYPE_CHECKING:
     from .context.methods import Method
     from .plan import Plan
 
-KEPT = {MemoryUse.ACTIVATIONS: "activations", MemoryUse.LOGITS: "logits", MemoryUse.COMMUNICATION: "messages"}
+KEPT = {
+    MemoryUse.ACTIVATIONS: "activations",
+    MemoryUse.LOGITS: "logits",
+    MemoryUse.COMMUNICATION: "messages",
+    MemoryUse.BUFFERS: "buffers",
+}
 
 
 def table(plan: Plan, batch: Batch | None = None, estimate: MemoryEstimate | None = None) -> str:
@@ -41,7 +46,8 @@ def table(plan: Plan, batch: Batch | None = None, estimate: MemoryEstimate | Non
         if estimate is not None and estimate.why_not
         else ()
     )
-    if notes := (*plan.notes, *unknown):
+    assumed = () if estimate is None else (f"memory: {note}" for note in estimate.notes)
+    if notes := (*plan.notes, *unknown, *assumed):
         parts.append("notes\n" + "\n".join(f"  {note}" for note in notes))
     return "\n\n".join(parts)
 
@@ -227,9 +233,32 @@ def _bits(plan: Plan) -> str:
 
 
 def _memory(plan: Plan, microbatches: int, estimate: MemoryEstimate | None) -> str:
+    if estimate is None or not estimate.ranks:
+        return _states(plan, microbatches)
+    fullest = estimate.fullest
+    memory = estimate.of(fullest)
+    m = plan_memory(plan, microbatches=microbatches, pipeline_rank=fullest)
+    resting = {
+        MemoryUse.PARAMETERS: ("parameters", m.parameters),
+        MemoryUse.GRADIENTS: ("gradients", m.gradients),
+        MemoryUse.OPTIMIZER: (f"optimizer ({plan.optimizer.row.title}{_bits(plan)})", m.optimizer),
+        **{kind: (name, 0) for kind, name in KEPT.items()},
+        MemoryUse.HOST: ("in host memory", 0),
+    }
+    rows = [
+        (name, bytes_text(size), bytes_text(memory.most.get(kind, 0)), bytes_text(memory.peak.get(kind, 0)))
+        for kind, (name, size) in resting.items()
+        if memory.most.get(kind)
+    ]
+    low = f"{bytes_text(estimate.least[fullest])} to " if estimate.least else ""
+    rows.append(("together", bytes_text(m.at_rest + m.gradients), "", low + bytes_text(memory.total)))
+    heads = ("what", "before the optimizer steps", "most at a time", "at the peak of all")
+    head = f"memory of {_whose(plan, fullest)} ({_step_words(microbatches)})"
+    return "\n".join([head, columns(rows, heads), *_by_rank(estimate)])
+
+
+def _states(plan: Plan, microbatches: int) -> str:
     m = plan_memory(plan, microbatches=microbatches)
-    held = {} if estimate is None else estimate.of(m.pipeline_rank if plan.pipeline is not None else None)
-    keeps = [(KEPT[kind], bytes_text(0), bytes_text(size)) for kind, size in held.items()]
     rows = [
         ("parameters", bytes_text(m.parameters), bytes_text(m.parameters + m.gathered)),
         ("gradients", bytes_text(m.gradients), bytes_text(m.gradients_at_peak + m.reducing)),
@@ -239,24 +268,28 @@ def _memory(plan: Plan, microbatches: int, estimate: MemoryEstimate | None) -> s
             bytes_text(m.optimizer),
         ),
         *([("of it on the device, during the step", "0 B", bytes_text(m.moving))] if m.moving else []),
-        *keeps,
         (
             "together" + ", on the device" * bool(m.moving),
             bytes_text(m.at_rest + m.gradients),
-            bytes_text(m.at_peak + sum(held.values())),
+            bytes_text(m.at_peak),
         ),
     ]
-    where = f"rank {m.pipeline_rank} of the pipeline" if plan.pipeline is not None else "each rank"
     host = ", at rest in host memory" if m.in_host_memory else ""
-    kernels = ", activations as the CPU's operators keep them" if keeps and plan.device != "cpu" else ""
-    without = "" if keeps else " without activations"
-    head = f"memory of {where}{without} ({microbatches} microbatch{'es' * (microbatches > 1)}{host}{kernels})"
-    return "\n".join([head, columns(rows, ("what", "before the optimizer steps", "at peak")), *_by_rank(estimate)])
+    head = f"memory of {_whose(plan, m.pipeline_rank)} without activations ({_step_words(microbatches)}{host})"
+    return "\n".join([head, columns(rows, ("what", "before the optimizer steps", "at peak"))])
 
 
-def _by_rank(estimate: MemoryEstimate | None) -> list[str]:
-    """List activations and logits together for each pipeline rank, where ranks differ in them."""
-    if estimate is None or len(estimate.ranks) < 2:
+def _whose(plan: Plan, rank: int) -> str:
+    return f"rank {rank} of the pipeline" if plan.pipeline is not None else "each rank"
+
+
+def _step_words(microbatches: int) -> str:
+    return f"{microbatches} microbatch{'es' * (microbatches > 1)}"
+
+
+def _by_rank(estimate: MemoryEstimate) -> list[str]:
+    """List the peaks of the ranks of a pipeline."""
+    if len(estimate.ranks) < 2:
         return []
-    sizes = (f"{rank}: {bytes_text(sum(held.values()))}" for rank, held in enumerate(estimate.ranks))
-    return [f"  activations and logits by rank of the pipeline  {', '.join(sizes)}"]
+    sizes = (f"{rank}: {bytes_text(memory.total)}" for rank, memory in enumerate(estimate.ranks))
+    return [f"  at the peak, by rank of the pipeline  {', '.join(sizes)}"]

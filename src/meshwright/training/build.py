@@ -71,7 +71,7 @@ class Run:
     trace: TraceFile | None = None
     """The trace that the first steps are compared with."""
     estimate_memory: Callable[[], MemoryEstimate] = lambda: MemoryEstimate((), "nobody asked")
-    """A function that estimates the memory of activations and logits, in about a second for a large model."""
+    """A function that estimates the memory of a step by a dry run, in seconds."""
 
 
 def build_run(config: Config, timeline: StartupTimeline, progress: Progress, stop: StopRequest) -> Run:
@@ -124,7 +124,7 @@ def build_run(config: Config, timeline: StartupTimeline, progress: Progress, sto
         identity,
         where_weights_come_from(config),
         trace,
-        lambda: estimate_memory(facts_of(source), plan, batch),
+        lambda: estimated_memory(config, facts_of(source), plan, batch),
     )
 
 
@@ -181,6 +181,15 @@ def build_optimizer(
         named, weight_decay=o.weight_decay, overrides=overrides, decayed_dims=plan.row.decayed_dims
     )
     return make_optimizer(groups, lr=o.lr, plan=plan, named_parameters=named, seed=config.seed, **plan.row.takes(o))
+
+
+def estimated_memory(config: Config, facts: ModelFacts, plan: Plan, batch: Batch) -> MemoryEstimate:
+    """Estimate the memory of a run's step by a dry run, with the optimizer that the run builds."""
+
+    def build(model: ParallelModel) -> torch.optim.Optimizer:
+        return build_optimizer(config, model.named_parameters(), plan.optimizer).optimizer
+
+    return estimate_memory(facts, plan, batch, build_optimizer=None if plan.optimizer.needs_torchao else build)
 
 
 def build_schedule(config: Config) -> LearningRateSchedule:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.core.record import recall, remember
 from meshwright.core.torch_private import uncompiled
 from meshwright.distributed.exchange.ranks import ProcessGroupRanks, RankGroup
-from meshwright.distributed.recompute.random_streams import restore_streams, streams
+from meshwright.distributed.recompute.random_streams import drawn_number, restore_streams, streams
 from meshwright.distributed.weights.shards import seed_of
 from meshwright.introspection.facts import ModelFacts
 from meshwright.models.moe import Router
@@ -70,7 +70,7 @@ def separate_streams(model: nn.Module, rank: int) -> None:
 
     def enter(*_: Any) -> None:
         if model.training and not shared:
-            number = int(torch.randint(2**62, (1,)))
+            number = drawn_number()
             shared.append(streams())
             torch.manual_seed(seed_of("context rank", number, rank))
 

@@ -4,6 +4,7 @@
 
 import dataclasses
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -17,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean
 from meshwright.core.record import recall, remember
-from meshwright.core.torch_private import foreach_zero_, tree_leaves
+from meshwright.core.torch_private import address_of, foreach_zero_, tree_leaves
+from meshwright.distributed.memory.live import LiveStorages
 from meshwright.distributed.mesh import replica_axis
 from meshwright.distributed.torch_private import has_recorded_graph
 from meshwright.introspection.outputs import logits_of
@@ -39,6 +41,21 @@ class Unreduced:
     is_so: bool
 
 
+@dataclasses.dataclass(eq=False)
+class GradientBuckets:
+    """The storages in which DDP keeps gradients between steps: those that it makes at first, and those it reduces."""
+
+    group: Any
+    _seen: dict[int, "weakref.ref[torch.UntypedStorage]"] = dataclasses.field(default_factory=dict)
+
+    def note(self, storage: torch.UntypedStorage) -> None:
+        self._seen[address_of(storage)] = weakref.ref(storage)
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        """List those that have not been freed."""
+        return [storage for reference in self._seen.values() if (storage := reference()) is not None]
+
+
 def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> DistributedDataParallel:
     """Wrap a model whose weights exist and are equal on all replicas.
 
@@ -51,7 +68,7 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> DistributedD
     if plan.data.idle:  # torch finds unused parameters from the tensors in the output
         options["find_unused_parameters"] = True
         model.register_forward_hook(_show_tensors if plan.data.reduction == "sum" else _refuse_hidden_tensors)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), LiveStorages() as made:
         # torch 2.13 announces a successor of broadcast_buffers, and recommends to keep using broadcast_buffers if
         # buffers must not be synced
         warnings.simplefilter("ignore", FutureWarning)
@@ -64,7 +81,11 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> DistributedD
         )
     remember(wrapped, Trained(_trained(model)))
     if plan.data.reduction == "sum":
-        wrapped.register_comm_hook(group, _sum)
+        buckets = GradientBuckets(group)
+        for storage in made.storages():
+            buckets.note(storage)
+        remember(model, buckets)
+        wrapped.register_comm_hook(buckets, _sum)
     return wrapped
 
 
@@ -102,11 +123,13 @@ def _trained(model: nn.Module) -> frozenset[str]:
     return frozenset(clean(name) for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
-def _sum(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _sum(buckets: GradientBuckets, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce a bucket as a sum (DDP without a hook divides by the group's size)."""
-    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    summed = bucket.buffer()
+    buckets.note(summed.untyped_storage())
+    work = dist.all_reduce(summed, group=buckets.group, async_op=True)
     assert work is not None  # an asynchronous call on a group that this rank is in
-    return work.get_future().then(lambda future: future.value()[0])
+    return work.get_future().then(lambda _: summed)
 
 
 @contextmanager

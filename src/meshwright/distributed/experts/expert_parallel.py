@@ -22,6 +22,7 @@ from torch.distributed.tensor import Shard
 
 from meshwright.core.axes import Axis
 from meshwright.core.record import remember, wrap
+from meshwright.core.torch_private import has_no_values
 from meshwright.distributed.recompute.kept import exchanged
 from meshwright.distributed.tensor.runtime import LocalView, use_local_parameters
 from meshwright.distributed.weights.placement import distribute
@@ -100,8 +101,7 @@ def _everywhere(
     order = flat.argsort(stable=True)  # by expert, so by rank; no expert: last
     mine = tokens_per_expert(flat, stack.experts)
     theirs = exchanged(lambda: _counts_of_all(mine, group))  # (ranks, experts of this rank)
-    # the only point where the host waits for the device
-    sends, receives = torch.stack([mine.view(ranks, -1).sum(1), theirs.view(ranks, -1).sum(1)]).tolist()
+    sends, receives = _rows_by_rank(mine, theirs, ranks, len(flat))
     order = order[: sum(sends)]
     given = _exchange(rows[order // k], sends, receives, group, meanwhile)
     own = stack.experts // ranks
@@ -110,6 +110,18 @@ def _everywhere(
         given, numbers = given.new_zeros(1, rows.shape[1]) + given.sum(), numbers.new_zeros(1)
     made = _exchange(compute(given, numbers)[: sum(receives)], receives, sends, group)
     return made.new_zeros(n * k, made.shape[1]).index_copy(0, order, made).view(n, k, made.shape[1])
+
+
+def _rows_by_rank(mine: Tensor, theirs: Tensor, ranks: int, rows: int) -> tuple[list[int], list[int]]:
+    """Return the number of rows for each rank, and from each rank. The only point where the host waits for the device.
+
+    A dry run has no values: routers are taken to spread their choices evenly.
+    """
+    if has_no_values(mine):
+        even = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
+        return even, even
+    sends, receives = torch.stack([mine.view(ranks, -1).sum(1), theirs.view(ranks, -1).sum(1)]).tolist()
+    return sends, receives
 
 
 @dataclass

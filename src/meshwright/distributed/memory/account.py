@@ -3,83 +3,114 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.core.torch_private import TorchDispatchMode, name_of_operator, schema_of
+from meshwright.core.record import recall
+from meshwright.core.torch_private import TorchDispatchMode, address_of
 from meshwright.distributed.data.fully_sharded import parameter_groups
+from meshwright.distributed.data.replicated import GradientBuckets
+from meshwright.distributed.memory.storage_private import noting_resizes
 from meshwright.distributed.torch_private import arriving, gathered
 from meshwright.distributed.weights.shards import memory_of
 from meshwright.planning.memory.step import MemoryUse
 
-from .live import Storages, addresses, newly_made, storage_of, stored, tensors_in
+from .live import Storages, addresses, newly_made, storage_of, tensors_in
 
-LOOKS_EVERY = 8
-"""Number of operators between two counts of the live storages. Messages, FSDP2's work around them, and a possible new
-maximum also cause a count."""
 UNSEEN = 0.01
-"""Fraction of the maximum by which a kind of memory may grow without a new count."""
+"""Fraction of its maximum by which a kind of memory may grow before its storages' owners are looked up again."""
 
 
 class MemoryAccount(TorchDispatchMode):
     """``with MemoryAccount(models, vocabulary) as account: forward and backward``, then ``account.most``.
 
+    Every storage is followed from the operator that allocates it until it is freed, so ``peak`` is exact between two
+    operators; temporary buffers inside an operator are not seen. Which storages are gradients or gathered parameters is
+    looked up when a kind may have a new maximum.
+
     Attributes:
-        most: for each kind the largest number of bytes that were live at one time, between two operators. Gathered
-            parameters, and buffers of a running all-gather, count as parameters; gradients of gathered parameters
-            count as gradients; send and receive buffers count as communication.
-        most_together: largest number of bytes of all kinds at one time, without the optimizer state.
+        most: for each kind the largest number of bytes that were live at one time. Gathered parameters, and buffers of
+            a running all-gather, count as parameters; gradients of gathered parameters count as gradients; send and
+            receive buffers count as communication.
+        peak: bytes of each kind at the time at which all kinds together were largest.
 
     Args:
         models: local modules.
         vocabulary: last dims that identify logits. A dim that is also a width of the model is ignored; such logits
             then count as activations.
-        looks_every: operators between two counts; by default ``LOOKS_EVERY``.
+        optimizer: the optimizer, whose state counts from its first step on.
+        in_host: kinds that rest in host memory, of parameters, sharded gradients and optimizer state; they count as
+            ``MemoryUse.HOST`` and not in ``peak``.
     """
 
-    def __init__(self, models: Sequence[nn.Module], vocabulary: Iterable[int], *, looks_every: int = 0):
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        vocabulary: Iterable[int],
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        in_host: Collection[MemoryUse] = (),
+    ):
         super().__init__()
         self.most: Counter[MemoryUse] = Counter()
-        self.most_together = 0
+        self.peak: Counter[MemoryUse] = Counter()
+        self._optimizer, self._in_host = optimizer, in_host
         self._parameters = [p for model in models for p in model.parameters()]
+        self._buffers = [buffer for model in models for buffer in model.buffers()]
         self._groups = [group for model in models for group in parameter_groups(model)]
-        self._shards = addresses(parameter.sharded_param for parameter in self._gathered())
+        self._gradient_buckets = [
+            buckets for model in models if (buckets := recall(model, GradientBuckets)) is not None
+        ]
+        self._shards = addresses(parameter.sharded_param for parameter in self._sharded())
         widths = {p.shape[-1] for p in self._parameters if p.dim()}
         self._vocabulary = set(vocabulary) - widths
         self._storages: Storages[MemoryUse] = Storages()
-        self._seen: Counter[MemoryUse] = Counter()
-        self._since: Counter[MemoryUse] = Counter()
-        self._looks_every = looks_every or LOOKS_EVERY
-        self._operators = 0
+        self._patches = ExitStack()
+        self._resting: set[int] = set()
+        self._gathered: set[int] = set()
+        self._highest = 0
+        self._known: dict[int, tuple[Tensor, torch.UntypedStorage]] = {}
+
+    def __enter__(self) -> Self:
+        self._follow_at_rest()
+        self.look()
+        self._patches.enter_context(noting_resizes(self._storages.keep_size))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patches.close()
+        self._follow_at_rest()
+        self.look()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func.namespace == "prim":  # queries such as prim.device
             return func(*args, **(kwargs or {}))
         given = tensors_in((args, kwargs))
         made = func(*args, **(kwargs or {}))
-        new = newly_made(addresses(given), made)
-        sends = func.namespace == "fsdp" or func.namespace.lstrip("_").startswith("c10d") or self._copies_shards(given)
-        if sends:
+        if func.namespace == "fsdp" or func.namespace.lstrip("_").startswith("c10d") or self._copies_shards(given):
             self.note_messages([*given, *tensors_in(made)])
-        else:
+            self.look()
+        elif new := newly_made(addresses(given), made):
             for tensor in new:
                 self._note(tensor, MemoryUse.LOGITS if self._is_logits(tensor) else MemoryUse.ACTIVATIONS)
-        self._operators += 1
-        if sends or ((_writes(func) or (new and not _allocates(func))) and self._should_look()):
-            self.look()
+            self._compare()
         return made
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self.look()
 
     def note_messages(self, tensors: Iterable[Tensor]) -> None:
         """Count these tensors as send or receive buffers."""
         for tensor in tensors:
-            self._note(tensor, MemoryUse.COMMUNICATION)
+            if address_of(storage_of(tensor)) not in self._resting:
+                self._note(tensor, MemoryUse.COMMUNICATION)
+
+    def note_host(self, tensor: Tensor) -> None:
+        """Count a tensor as one in host memory."""
+        self._note(tensor, MemoryUse.HOST)
 
     def _copies_shards(self, given: Sequence[Tensor]) -> bool:
         """Return whether an operator reads FSDP's shards: it casts or concatenates them for an all-gather."""
@@ -89,84 +120,88 @@ class MemoryAccount(TorchDispatchMode):
         return tensor.dim() > 1 and tensor.shape[-1] in self._vocabulary
 
     def _note(self, tensor: Tensor, held: MemoryUse) -> None:
-        if tensor.device.type == "meta":  # takes no memory
-            return
-        self._storages.follow(tensor, held)
-        self._since[held] += storage_of(tensor).nbytes()
+        if tensor.device.type != "meta":  # takes no memory
+            self._storages.follow(storage_of(tensor), held)
 
-    def _should_look(self) -> bool:
-        """Return whether to count live storages: at regular intervals, and if a kind may exceed its maximum.
+    def _compare(self) -> None:
+        """Take a new maximum of all kinds together; look up owners where one kind may have a new maximum."""
+        held = self._storages.bytes
+        self._take_peak()
+        if any(held[kind] > (1 + UNSEEN) * self.most[kind] for kind in held):
+            self.look()
 
-        Callers do not ask after an operator that only makes views: a tensor may then be between two owners.
-        """
-        may_be_more = (self._seen[held] + more > (1 + UNSEEN) * self.most[held] for held, more in self._since.items())
-        return self._operators % self._looks_every == 0 or any(may_be_more)
+    def _take_peak(self, *, also_equal: bool = False) -> None:
+        held = self._storages.bytes
+        together = held.total() - held[MemoryUse.HOST]
+        if together > self._highest or (also_equal and together == self._highest):
+            self._highest, self.peak = together, +held
+            del self.peak[MemoryUse.HOST]
 
     def look(self) -> None:
-        """Count the live storages."""
-        now: Counter[MemoryUse] = Counter()
-        owned: set[int] = set()
+        """Look up which live storages are gradients and gathered parameters, and compare each kind with its maximum."""
+        gathered = [storage_of(tensor) for tensor in self._of_gathered()]
+        owned = {address_of(storage) for storage in gathered}
+        for address in self._gathered - owned:  # a gathered buffer that has been read, and waits to be freed
+            self._storages.change(address, MemoryUse.PARAMETERS, MemoryUse.COMMUNICATION)
+        self._gathered = owned
+        for storage, held in self._of_gradients():
+            if address_of(storage) not in owned:
+                self._storages.follow(storage, held)
+        for storage in gathered:
+            self._storages.follow(storage, MemoryUse.PARAMETERS)
+        self.most |= self._storages.bytes
+        self._take_peak(also_equal=True)
+
+    def _follow_at_rest(self) -> None:
+        """Follow parameters, buffers and optimizer state, which stay what they are."""
+        state = [] if self._optimizer is None else tensors_in([*self._optimizer.state.values()])
+        plain = [memory for tensor in state for memory in memory_of(tensor)]
         for held, tensors in (
-            (MemoryUse.PARAMETERS, self._of_parameters()),
-            (MemoryUse.GRADIENTS, self._of_gradients()),
+            (MemoryUse.BUFFERS, self._buffers),
+            (MemoryUse.PARAMETERS, self._parameters),
+            (MemoryUse.OPTIMIZER, plain),
         ):
-            for address, size in stored(tensors).items():
-                if address not in owned:
-                    owned.add(address)
-                    now[held] += size
-        for address, size, held in self._storages.there():
-            if address not in owned:
-                now[held] += size
-        self.most |= now
-        self.most_together = max(self.most_together, now.total())
-        self._seen, self._since = now, Counter()
+            for tensor in tensors:
+                self._note(tensor, self._place(held))
+                self._resting.add(address_of(storage_of(tensor)))
+        for buckets in self._gradient_buckets:
+            for storage in buckets.storages():
+                self._storages.follow(storage, MemoryUse.GRADIENTS)
+                self._resting.add(address_of(storage))
 
-    def now(self) -> Counter[MemoryUse]:
-        """Return the live bytes, by kind."""
-        self.look()
-        return self._seen
+    def _of_gathered(self) -> Iterator[Tensor]:
+        for group in self._groups:
+            if not group.is_unsharded and (buffer := arriving(group)) is not None:
+                yield buffer
+            if any(storage_of(output).nbytes() for output in group.fsdp_params[0].all_gather_outputs):
+                for parameter in group.fsdp_params:
+                    yield from parameter.all_gather_outputs
+                    if (whole := gathered(parameter)) is not None:
+                        yield whole
 
-    def take(self) -> Counter[MemoryUse]:
-        """Return the largest number of bytes live at one time since the last call, by kind."""
-        self.look()
-        most, self.most = self.most, Counter()
-        return most
+    def _place(self, held: MemoryUse) -> MemoryUse:
+        return MemoryUse.HOST if held in self._in_host else held
 
-    def _of_parameters(self) -> Iterator[Tensor]:
-        yield from self._parameters
-        yield from (
-            buffer for group in self._groups if not group.is_unsharded and (buffer := arriving(group)) is not None
-        )
-        for parameter in self._gathered():
-            yield from parameter.all_gather_outputs
-            if (whole := gathered(parameter)) is not None:
-                yield whole
-
-    def _of_gradients(self) -> Iterator[Tensor]:
-        yield from (p.grad for p in self._parameters if p.grad is not None)
-        for parameter in self._gathered():
+    def _of_gradients(self) -> Iterator[tuple[torch.UntypedStorage, MemoryUse]]:
+        for number, parameter in enumerate(self._parameters):
+            if (gradient := parameter.grad) is None:
+                self._known.pop(number, None)
+            elif (known := self._known.get(number)) is None or known[0] is not gradient:
+                self._known[number] = gradient, storage_of(gradient)
+                yield self._known[number][1], self._place(MemoryUse.GRADIENTS)
+        for parameter in self._sharded():
             whole = gathered(parameter)
             found = parameter.unsharded_accumulated_grad, None if whole is None else whole.grad
-            yield from (gradient for gradient in found if gradient is not None)
+            yield from ((storage_of(gradient), MemoryUse.GRADIENTS) for gradient in found if gradient is not None)
 
-    def _gathered(self) -> Iterator[Any]:
+    def _sharded(self) -> Iterator[Any]:
         return (parameter for group in self._groups for parameter in group.fsdp_params)
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Count the state of an optimizer that has taken a step."""
-        plain = [memory for tensor in tensors_in([*optimizer.state.values()]) for memory in memory_of(tensor)]
-        self.most[MemoryUse.OPTIMIZER] = sum(stored(plain).values())
-
-
-def _allocates(func: Any) -> bool:
-    """Return whether an operator only allocates: its purpose is known after the first write, so no count before."""
-    return func.namespace == "aten" and "empty" in name_of_operator(func)
-
-
-def _writes(func: Any) -> bool:
-    """Return whether an operator writes into its arguments; True if it has no schema."""
-    schema = schema_of(func)
-    return schema is None or schema.is_mutable
+        self._optimizer = optimizer
+        self._follow_at_rest()
+        self.look()
 
 
 def dims_of_logits(vocabulary: int, ranks: int) -> set[int]:

@@ -1,7 +1,7 @@
-"""Estimate the memory of one rank's step by a dry run on tensors without memory.
+"""Estimate the memory of a rank's step by a dry run on tensors without memory.
 
-The same code applies the plan's techniques as for the real model. Then forward and backward run, and the live memory
-is accounted for as in the first step of a real run.
+The very code of a run lays the model out and runs a step, for one rank of a world in which no other answers
+(``absent_peers``), on fake tensors. The account of a run's first step follows every storage.
 """
 
 from __future__ import annotations
@@ -9,49 +9,59 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from meshwright.core.axes import Axis
-from meshwright.core.dtypes import torch_dtype
-from meshwright.core.names import clean
-from meshwright.core.parts import take
+from meshwright.core.devices import CPU, is_accelerator
 from meshwright.distributed import order
 from meshwright.distributed.context.runtime import first_tokens
-from meshwright.distributed.context.runtime import wrap_modules as wrap_callers
-from meshwright.distributed.exchange.ranks import share_of_sequence
-from meshwright.distributed.experts.router_loss import SharedRouterLoss
+from meshwright.distributed.mesh import build_mesh
+from meshwright.distributed.parallel_model import ParallelModel
+from meshwright.distributed.pipeline import messages
 from meshwright.distributed.pipeline.absent import on_meta
-from meshwright.distributed.pipeline.split import StagePart, split
-from meshwright.distributed.step.objective import Objective
-from meshwright.distributed.step.part import ModelPart
-from meshwright.distributed.tensor.parallel import wrap_modules
-from meshwright.distributed.tensor.runtime import runtime_of
+from meshwright.distributed.process.absent_peers import absent_peers
+from meshwright.distributed.recompute import host_activations
+from meshwright.distributed.step.results import OpenedStep
+from meshwright.distributed.weights.shards import apply_to_tensors
+from meshwright.distributed.weights.weights import tie
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.signature import Signature
-from meshwright.planning.memory.step import MemoryEstimate, StageMemory, not_estimated, over_ranks
+from meshwright.planning.layout import Layout
+from meshwright.planning.memory.states import plan_memory
+from meshwright.planning.memory.step import MemoryEstimate, MemoryUse, RankMemory, assumptions
 from meshwright.planning.plan import Plan
 from meshwright.planning.traffic import resolved
 from meshwright.planning.values import Batch, DataParallel
 
-from .account import MemoryAccount, MemoryUse, dims_of_logits
-from .fake import DryRunError, FakeRanks, casting, imagining, same_random_numbers, untouched, without_memory
-from .repeated_blocks import RepeatedBlocks
+from .account import MemoryAccount, dims_of_logits
+from .buckets import keep_in_buckets
+from .fake import DryRunError, imagining, same_random_numbers, untouched
+from .optimizers import BuildOptimizer, default_optimizer, make_states
+from .pipeline_ranks import along_pipeline
 
-KINDS = (MemoryUse.ACTIVATIONS, MemoryUse.LOGITS)
-"""Kinds of memory that are estimated; communication buffers of parameters and gradients are not."""
 KEYS = ("tokens", "labels", "positions", "document_ids")
 """Keys of the batches that loaders return."""
-BEFORE_THE_CUT, BEHIND_THE_CUT = ("freeze", "float8"), ("fused_loss", "activation_checkpoint")
-"""Techniques applied before and after tensor parallelism: those that change the tensors saved by a forward."""
-SELDOM = 1 << 30
+ON_META = tuple(name for name in order.NAMES if name not in ("compile", "weights", "ddp"))
+"""Techniques that are applied before tensors have memory; what compiled blocks keep is the compiler's choice."""
+ALIKE = 3
+"""Microbatches of a step without a pipeline: a first, a last, and one that stands for all between."""
 
 
-def estimate_memory(facts: ModelFacts, plan: Plan, batch: Batch, *, keys: tuple[str, ...] = KEYS) -> MemoryEstimate:
-    """Estimate the bytes of activations and logits that ranks hold in a step, without a process group.
+def estimate_memory(
+    facts: ModelFacts,
+    plan: Plan,
+    batch: Batch,
+    *,
+    keys: tuple[str, ...] = KEYS,
+    build_optimizer: BuildOptimizer | None = None,
+) -> MemoryEstimate:
+    """Estimate the bytes that each pipeline rank holds in a step, without devices.
 
     The model is not changed. No exception is raised: if the model's code fails on tensors without memory, the result
     has no estimate, and names the reason.
@@ -59,14 +69,20 @@ def estimate_memory(facts: ModelFacts, plan: Plan, batch: Batch, *, keys: tuple[
     Args:
         facts: facts of the model before a plan is applied.
         keys: keys of a step's batch.
+        build_optimizer: makes the optimizer; by default torch's class for the plan's word.
     """
-    if (why := not_estimated(plan)) or facts.module is None:
-        return MemoryEstimate((), why or "the model itself is not at hand")
+    if facts.module is None:
+        return MemoryEstimate((), "the model itself is not at hand")
     try:
-        with same_random_numbers(), untouched(facts.module):
-            player = _Player(facts, plan, resolved(plan, batch), keys)
-            with imagining(experts=facts.has_experts), _quiet():
-                return player.estimate()
+        with same_random_numbers(), untouched(facts.module), _quiet():
+            build = build_optimizer or default_optimizer
+            batch = resolved(plan, batch)
+            ranks = _DryRun(facts, plan, batch, keys, build).ranks()
+            least: tuple[int, ...] = ()
+            if plan.compiled:
+                recomputed = replace(plan, activation_checkpointing="full", checkpointed=plan.compiled)
+                least = tuple(rank.total for rank in _DryRun(facts, recomputed, batch, keys, build).ranks())
+            return MemoryEstimate(ranks, least=least, notes=tuple(assumptions(plan)))
     except DryRunError as error:
         return MemoryEstimate((), f"{facts.kind}: {error}")
     except Exception as error:  # noqa: BLE001  (whatever a model's code raises when its tensors have no values)
@@ -87,145 +103,134 @@ def _quiet() -> Iterator[None]:
         logger.disabled = before
 
 
-@dataclass
-class _Playing:
-    """One rank's part of the model, ready for the dry run.
+class _DryRun:
+    def __init__(
+        self, facts: ModelFacts, plan: Plan, batch: Batch, keys: tuple[str, ...], build_optimizer: BuildOptimizer
+    ):
+        self.facts, self.keys, self.batch, self._build_optimizer = facts, keys, batch, build_optimizer
+        self.asked, self.copies_gradients = plan, plan.data.technique == "ddp"
+        self.plan = _on_cpu(plan)
+        own = max(1, batch.global_rows // plan.data_ranks)
+        suggested = own if plan.pipeline is None else plan.pipeline.rows_per_microbatch(own)
+        self.rows = min(own, batch.microbatch_rows or suggested)
+        self.microbatches = -(-own // self.rows)
 
-    Attributes:
-        repeated: the repeated blocks, some of which are skipped.
-        objective: loss of a microbatch; used on the last stage.
-        router_loss: the model's own router loss, added to the objective.
-    """
+    def ranks(self) -> tuple[RankMemory, ...]:
+        """Run a step of each pipeline rank (without a pipeline, of the first rank, which holds most)."""
+        if self.plan.pipeline is None:
+            return (self.run(0, min(self.microbatches, ALIKE)),)
+        return along_pipeline(self.plan.pipeline, self.plan.pipeline.legal(self.microbatches), self.run)
 
-    part: ModelPart
-    account: MemoryAccount
-    repeated: RepeatedBlocks
-    objective: Objective
-    router_loss: SharedRouterLoss | None
+    def run(self, pipeline_rank: int, microbatches: int) -> RankMemory:
+        """Run a step of a pipeline rank's first rank, and return its bytes."""
+        rank = pipeline_rank * (self.plan.world // self.plan.size(Axis.PP))
+        with absent_peers(rank, self.plan.world):
+            mesh, module = self._mesh(), on_meta(cast("nn.Module", self.facts.module))
+            facts = model_facts(module)
+            parts = order.lay_out(module, self.plan, order.Site(mesh, facts), ON_META)
+            with imagining(experts=self.facts.has_experts):
+                for part in parts:
+                    allocate(part.module)
+                return self._account(ParallelModel(parts, self.plan, facts, mesh), microbatches)
 
+    def _account(self, model: ParallelModel, microbatches: int) -> RankMemory:
+        optimizer = self._build_optimizer(model)
+        make_states(optimizer)
+        vocabulary = dims_of_logits(self.facts.vocab_size or 0, self.plan.size(Axis.TP))
+        step = self._step(model, microbatches)
+        if self.copies_gradients:
+            keep_in_buckets(model.parts[0], microbatches, syncs=bool(self.plan.data.sync_grad_accum))
+        account = MemoryAccount(model.parts, vocabulary, optimizer=optimizer, in_host=_in_host(self.asked))
+        with _as_on(self.asked.device, account), account:
+            model.run_opened(step)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return _with_moving_state(RankMemory(dict(account.most), dict(account.peak)), self.asked)
 
-class _Player:
-    def __init__(self, facts: ModelFacts, plan: Plan, batch: Batch, keys: tuple[str, ...]):
-        assert facts.module is not None
-        self.plan, self.batch = plan, batch
-        self.sharded = plan.data.technique == "fully_shard"
-        self.dtype = torch_dtype(plan.precision.compute if self.sharded else plan.precision.master)
-        module = on_meta(facts.module)
-        self.facts, self.signature, self.keys = model_facts(module), Signature.of(module), keys
-        self.parts = [ModelPart(module, plan, self.facts)]
-        if plan.pipeline is not None:
-            self.parts = [part for rank in range(plan.pipeline.ranks) for part in split(module, plan, self.facts, rank)]
+    def _mesh(self) -> DeviceMesh | None:
+        plan = self.plan
+        if plan.world == 1 and plan.data.technique != "fully_shard":
+            return None
+        return build_mesh(Layout(**dict(plan.mesh), ep=1 if plan.experts is None else plan.experts.ranks), CPU)
 
-    def estimate(self) -> MemoryEstimate:
-        """Return the estimate; call this inside ``imagining``."""
-        batch, pipeline = self.batch, self.plan.pipeline
-        own = max(1, batch.global_rows // self.plan.data_ranks)
-        rows = min(own, batch.microbatch_rows or own)
-        self.piece = self._piece(rows, batch.seq_len)
-        self.inputs = self.signature.inputs(self.piece, torch.device("cpu"))
-        microbatches = batch.microbatches(self.plan.data_ranks)
-        if pipeline is None:
-            return MemoryEstimate((_known(self._whole(microbatches)),))
-        stages = {part.stage: self._stage(cast("StagePart", part)) for part in self.parts}
-        return MemoryEstimate(tuple(map(_known, over_ranks(stages, pipeline.order(pipeline.legal(microbatches))))))
+    def _step(self, model: ParallelModel, microbatches: int) -> OpenedStep:
+        piece = self._piece(self.rows, self.batch.seq_len, Signature.of(model.parts[0]))
+        tokens = piece["tokens"].numel() * microbatches * self.plan.data_ranks
+        return OpenedStep([piece] * microbatches, tokens, float(tokens), tokens)
 
-    def _piece(self, rows: int, length: int) -> Mapping[str, Tensor]:
+    def _piece(self, rows: int, length: int, signature: Signature) -> Mapping[str, Tensor]:
         """Return a microbatch of whole rows of one document, or the first rank's tokens of it."""
         whole = {key: torch.zeros((rows, length), dtype=torch.int64) for key in self.keys}
-        if self.plan.context is None:
-            return whole
-        return first_tokens(whole, self.plan.context, self.signature)
-
-    def _whole(self, microbatches: int) -> Mapping[MemoryUse, int]:
-        """Run a whole model: two microbatches if the second adds to the first one's unreduced gradients, else one."""
-        playing = self._playing(self.parts[0])
-        leaves_reduced = self.sharded and self.plan.data.sync_grad_accum
-        with playing.account:
-            for _ in range(1 if leaves_reduced else min(microbatches, 2)):
-                self._loss(playing).backward()
-        return playing.account.most + playing.repeated.kept()
-
-    def _loss(self, playing: _Playing) -> Tensor:
-        labels, routers = self.piece["labels"], playing.router_loss
-        if routers is not None:
-            routers.loss_share = torch.ones((), dtype=torch.float64)
-            routers.begin()
-        loss = playing.objective(lambda: playing.part.module(**self.inputs), labels) / labels.numel()
-        return loss if routers is None else loss + routers(self.piece)
-
-    def _stage(self, part: StagePart) -> StageMemory:
-        playing, pipeline = self._playing(part), self.plan.pipeline
-        assert pipeline is not None
-        is_last = part.stage == len(pipeline.stages) - 1
-        account, passage = playing.account, part.passage
-        with account:
-            entering = self._boundary(account).requires_grad_() if part.stage else None
-            passage.shape, passage.entering = tuple(self.piece["tokens"].shape), entering
-            if (runtime := runtime_of(part.module)) is not None and part.stage:
-                runtime.sequence.begin(*passage.shape)
-            left: Tensor | None
-            if is_last:
-                left = self._loss(playing)
-            else:
-                part.module(**self.inputs)
-                left = passage.leaving
-            assert left is not None
-            passage.entering = passage.leaving = None
-            if not is_last:
-                account.note_messages([left])
-            forward, kept = account.take(), account.now()
-            gradient = None if is_last else self._boundary(account)
-            if left.requires_grad:
-                torch.autograd.backward(left, gradient)
-            backward, more = account.take(), playing.repeated.kept()
-        return StageMemory(kept + more, forward + more, backward + more)
-
-    def _boundary(self, account: MemoryAccount) -> Tensor:
-        """Return a receive buffer for the boundary tensor of another stage."""
-        pipeline, tensor = self.plan.pipeline, self.plan.tensor
-        assert pipeline is not None
-        rows, length = self.piece["tokens"].shape
-        if tensor is not None and tensor.sequence_parallel:
-            length = share_of_sequence(length, tensor.ranks)
-        room = torch.empty((rows, length, pipeline.width), dtype=torch_dtype(pipeline.dtype))
-        account.note_messages([room])
-        return room
-
-    def _playing(self, part: ModelPart) -> _Playing:
-        """Apply the plan's techniques in their order, without FSDP: a block's weights are whole while it computes."""
-        plan, site = replace(part.plan, data=DataParallel("none")), order.Site(None, part.facts)
-        without_memory(part.module, self.dtype)
-        module = order.apply(part.module, plan, site, only=BEFORE_THE_CUT)
-        vocabulary = dims_of_logits(self.facts.vocab_size or 0, self.plan.size(Axis.TP))
-        account = MemoryAccount([module], vocabulary, looks_every=SELDOM)
-        if plan.tensor is not None:
-            ranks = FakeRanks(plan.tensor.ranks, account.note_messages)
-            wrap_modules(module, plan.tensor, ranks, sums_at_once=plan.data.reduction == "mean")
-        if plan.context is not None:
-            peers = FakeRanks(plan.context.ranks, account.note_messages)
-            wrap_callers(module, plan.context, peers).enter(self.piece)
-        order.apply(module, plan, site, only=BEHIND_THE_CUT)
-        objective = Objective(module, plan, None, lambda loss: None)
-        self._cut(module, plan)
-        self._cast(module, part.plan)
-        part.module = module
-        routers = None if plan.router_loss is None else SharedRouterLoss(plan.router_loss, module, ())
-        repeated = RepeatedBlocks(module, part.plan, part.facts.blocks, account)
-        return _Playing(part, account, repeated, objective, routers)
-
-    def _cut(self, module: nn.Module, plan: Plan) -> None:
-        if (tensor := plan.tensor) is not None:
-            for name, parameter in module.named_parameters():
-                if (cut := tensor.cut_of(clean(name), parameter.shape)) is not None:
-                    parameter.data = take(parameter.data, *cut, 0, tensor.ranks).clone()
-
-    def _cast(self, module: nn.Module, plan: Plan) -> None:
-        precision = plan.precision
-        if self.sharded and precision.is_mixed and precision.cast_forward_inputs:
-            for unit in plan.units:
-                if not unit.experts:
-                    casting(module.get_submodule(unit.name), torch_dtype(precision.compute))
+        return whole if self.plan.context is None else first_tokens(whole, self.plan.context, signature)
 
 
-def _known(held: Mapping[MemoryUse, int]) -> dict[MemoryUse, int]:
-    return {kind: held.get(kind, 0) for kind in KINDS}
+def _on_cpu(plan: Plan) -> Plan:
+    """Return the plan as the dry run applies it: on the CPU, without what needs an accelerator or has no address."""
+    data = replace(plan.data, pin_memory=False)
+    if data.technique == "ddp":
+        data = DataParallel("none", sync_grad_accum=data.sync_grad_accum)
+    tensor = plan.tensor if plan.tensor is None else replace(plan.tensor, async_tensor_parallel=False)
+    return replace(plan, device=CPU, data=data, tensor=tensor)
+
+
+def _in_host(plan: Plan) -> tuple[MemoryUse, ...]:
+    """List the kinds that a plan keeps in host memory beside an accelerator's."""
+    if not is_accelerator(plan.device):
+        return ()
+    if plan.data.cpu_offload:
+        return MemoryUse.PARAMETERS, MemoryUse.GRADIENTS, MemoryUse.OPTIMIZER
+    return (MemoryUse.OPTIMIZER,) if plan.optimizer.in_host_memory else ()
+
+
+@contextmanager
+def _as_on(device: str, account: MemoryAccount) -> Iterator[None]:
+    """On an accelerator, offloaded activations are in another memory, and messages say when they have been sent."""
+    is_apart = is_accelerator(device)
+    notice = host_activations.notice.set(account.note_host if is_apart else None)
+    sent = messages.sends_complete.set(is_apart)
+    try:
+        yield
+    finally:
+        host_activations.notice.reset(notice)
+        messages.sends_complete.reset(sent)
+
+
+def _with_moving_state(memory: RankMemory, plan: Plan) -> RankMemory:
+    """Add the optimizer state that comes from host memory for the step, if the peak is then."""
+    moving = plan_memory(plan).moving
+    kinds = MemoryUse.PARAMETERS, MemoryUse.GRADIENTS, MemoryUse.BUFFERS
+    stepping = {kind: memory.most[kind] for kind in kinds if kind in memory.most} | {MemoryUse.OPTIMIZER: moving}
+    return replace(memory, peak=stepping) if moving and sum(stepping.values()) > memory.total else memory
+
+
+def allocate(model: nn.Module) -> None:
+    """Give a model on meta fake memory on the CPU; tied parameters stay tied."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+    for module in model.modules():
+        places: tuple[Any, ...] = module._parameters, module._buffers
+        for held in places:
+            for name, tensor in held.items():
+                if tensor is not None and not isinstance(tensor, DTensor):
+                    if id(tensor) not in made:
+                        made[id(tensor)] = tensor, _allocated(tensor)  # held: else its id could be reused
+                    held[name] = made[id(tensor)][1]
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        names = dict(model.named_parameters(remove_duplicate=False))
+        first: dict[int, str] = {}
+        ties = {name: other for name, p in names.items() if (other := first.setdefault(id(p), name)) != name}
+        apply_to_tensors(model, lambda tensor: _bare(tensor) if tensor.is_meta else tensor)
+        tie(model, ties)
+
+
+def _allocated(tensor: Tensor) -> Tensor:
+    bare = _bare(tensor)
+    if not isinstance(tensor, nn.Parameter):
+        return bare
+    made = nn.Parameter(bare, tensor.requires_grad)
+    for name, value in vars(tensor).items():
+        setattr(made, name, value)
+    return made
+
+
+def _bare(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CPU)

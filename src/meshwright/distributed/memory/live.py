@@ -2,38 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import weakref
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from meshwright.core.torch_private import TorchDispatchMode, address_of, storage_at, tree_leaves
+from meshwright.core.torch_private import TorchDispatchMode, address_of
 from meshwright.distributed.torch_private import local_part
 
-What = TypeVar("What")
+Purpose = TypeVar("Purpose")
 
 
-class Storages(Generic[What]):
-    """Tracked storages, each with its purpose."""
+class Storages(Generic[Purpose]):
+    """Tracked storages, each with its purpose; a freed one leaves at once.
+
+    Attributes:
+        bytes: bytes of the live storages, by purpose.
+    """
 
     def __init__(self) -> None:
-        self._followed: dict[int, tuple[StorageWeakRef, What]] = {}
+        self.bytes: Counter[Purpose] = Counter()
+        self._followed: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, Purpose]] = {}
 
-    def follow(self, tensor: Tensor, what: What) -> None:
-        """Track the tensor's storage with the purpose ``what``, which replaces an earlier one."""
-        storage = storage_of(tensor)
-        self._followed[address_of(storage)] = StorageWeakRef(storage), what
+    def follow(self, storage: torch.UntypedStorage, purpose: Purpose) -> None:
+        """Track a storage; ``purpose`` replaces an earlier one."""
+        address = address_of(storage)
+        if (known := self._followed.get(address)) is None:
+            reference, size = weakref.ref(storage, lambda _: self._forget(address)), storage.nbytes()
+        elif known[2] == purpose:
+            return
+        else:
+            reference, size, before = known
+            self.bytes[before] -= size
+        self.bytes[purpose] += size
+        self._followed[address] = reference, size, purpose
 
-    def there(self) -> Iterator[tuple[int, int, What]]:
-        """Yield (address, bytes, purpose) of each live storage, and stop tracking the freed ones."""
-        for address, (reference, what) in list(self._followed.items()):
-            storage = storage_at(reference.cdata)
-            if storage is None:
-                del self._followed[address]
-            else:
-                yield address, storage.nbytes(), what
+    def change(self, address: int, before: Purpose, purpose: Purpose) -> None:
+        """Change the purpose of the storage at an address, if it is tracked with the purpose ``before``."""
+        known = self._followed.get(address)
+        if known is not None and known[2] == before:
+            reference, size, _ = known
+            self.bytes[before] -= size
+            self.bytes[purpose] += size
+            self._followed[address] = reference, size, purpose
+
+    def live(self) -> list[torch.UntypedStorage]:
+        """List the tracked storages."""
+        return [storage for reference, _, _ in self._followed.values() if (storage := reference()) is not None]
+
+    def keep_size(self, storage: torch.UntypedStorage) -> None:
+        """Note the size of a storage that was resized, if it is tracked."""
+        if (known := self._followed.get(address_of(storage))) is not None:
+            reference, before, purpose = known
+            self.bytes[purpose] += storage.nbytes() - before
+            self._followed[address_of(storage)] = reference, storage.nbytes(), purpose
+
+    def _forget(self, address: int) -> None:
+        _, size, purpose = self._followed.pop(address)
+        self.bytes[purpose] -= size
 
 
 class LiveStorages(TorchDispatchMode):
@@ -47,15 +76,26 @@ class LiveStorages(TorchDispatchMode):
         given = addresses(tensors_in((args, kwargs)))
         made = func(*args, **(kwargs or {}))
         for tensor in newly_made(given, made):
-            self._storages.follow(tensor, None)
+            self._storages.follow(storage_of(tensor), None)
         return made
 
+    def storages(self) -> list[torch.UntypedStorage]:
+        """List the storages made inside that still live."""
+        return self._storages.live()
+
     def bytes(self) -> int:
-        return sum(size for _, size, _ in self._storages.there())
+        return self._storages.bytes.total()
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    """List the tensors in nested lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    return [tensor for item in value for tensor in tensors_in(item)]
 
 
 def newly_made(given: set[int], made: Any) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 
 import torch
@@ -13,6 +14,9 @@ from torch import Tensor
 from meshwright.core.errors import MeshwrightError
 from meshwright.planning.pipeline.plan import PipelinePlan
 from meshwright.planning.pipeline.schedules.program import Content, Message
+
+sends_complete: ContextVar[bool] = ContextVar("sends_complete", default=False)
+"""Whether messages count as sent at once. Where peers are absent their works never say so: as gloo's, unlike NCCL's."""
 
 
 class StageLost(MeshwrightError):
@@ -37,6 +41,8 @@ class Mail:
     def send(self, message: Message, peer: int, tensor: Tensor) -> None:
         """Begin to send a tensor. Raises StageLost: the receiving rank is gone."""
         tensor = tensor.detach().contiguous()
+        if sends_complete.get():
+            self._sent.clear()
         self._sent = [(other, kept, to) for other, kept, to in self._sent if not other.is_completed()]
         with self._losses(lambda: self._untaken(peer)):
             work = dist.isend(tensor, group=self.group, group_dst=peer, tag=_tag(message))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -31,6 +32,9 @@ LEAST_BYTES = 1024
 PLAIN = (Tensor, FakeTensor)
 """Types of tensors that can be offloaded; fake tensors occur in a dry run."""
 
+notice: ContextVar[Callable[[Tensor], None] | None] = ContextVar("notice", default=None)
+"""Called with each copy in host memory: a dry run has one memory for both."""
+
 Key = tuple[Any, ...]
 
 
@@ -43,6 +47,8 @@ class Copies:
     def leave(self, tensor: Tensor) -> Tensor:
         """Return a copy in host memory, complete after ``mark``'s event."""
         host = torch.empty_like(tensor, device="cpu", pin_memory=is_accelerator(tensor.device))
+        if (call := notice.get()) is not None:
+            call(host)
         with self._beside(tensor):
             host.copy_(tensor, non_blocking=True)
         return host

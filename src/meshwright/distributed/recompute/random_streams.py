@@ -5,8 +5,16 @@ from __future__ import annotations
 import torch
 
 from meshwright.core.devices import CPU, device_in_use, is_accelerator
+from meshwright.core.torch_private import by_values
 
 
+@by_values
+def drawn_number() -> int:
+    """Draw a number below 2^62 from the CPU's stream."""
+    return int(torch.randint(2**62, (1,)))
+
+
+@by_values
 def streams() -> dict[str, torch.Tensor]:
     """Return the states of the CPU's stream and, once this process has used its accelerator, of that one's."""
     found = {CPU: torch.get_rng_state()}
@@ -15,6 +23,7 @@ def streams() -> dict[str, torch.Tensor]:
     return found
 
 
+@by_values
 def restore_streams(states: dict[str, torch.Tensor]) -> None:
     for device, state in states.items():
         (torch.get_device_module(device) if is_accelerator(device) else torch).set_rng_state(state)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
+
+from .part import Batch
 
 
 @dataclass(frozen=True)
@@ -24,3 +27,18 @@ class StepResult:
 
     grad_norm: float
     skipped: bool
+
+
+class OpenedStep(NamedTuple):
+    """This rank's microbatches of a step, and counts over all ranks.
+
+    Attributes:
+        tokens: tokens that have a loss.
+        weight: sum of the weights of these tokens' losses.
+        routed: tokens that are no padding.
+    """
+
+    pieces: list[Batch]
+    tokens: int
+    weight: float
+    routed: int

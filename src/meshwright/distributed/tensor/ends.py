@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from meshwright.core.calls import argument, with_arguments, without_values
 from meshwright.core.record import note, wrap
 from meshwright.distributed.float8.products import PLAIN
-from meshwright.distributed.recompute.random_streams import restore_streams, streams
+from meshwright.distributed.recompute.random_streams import drawn_number, restore_streams, streams
 from meshwright.distributed.weights.shards import seed_of
 
 from . import functions
@@ -159,7 +159,7 @@ def separate_streams(model: nn.Module, first_block: nn.Module, runtime: Runtime)
 
     def enter(_: nn.Module, args: tuple) -> None:
         if model.training and runtime.sequence.cut and not shared:
-            number = int(torch.randint(2**62, (1,)))
+            number = drawn_number()
             shared.append(streams())
             torch.manual_seed(seed_of("tensor rank", number, runtime.group.rank))
 

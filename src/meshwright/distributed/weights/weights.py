@@ -49,7 +49,7 @@ def materialise(
         ConfigError: a ``weight_law`` returns neither "normal" nor "constant", or ``weights`` leaves out a parameter.
     """
     apply_to_tensors(model, lambda tensor: torch.empty_like(tensor, device=device))
-    _tie(model, ties)
+    tie(model, ties)
     with torch.no_grad():
         if weights is not None:
             written = _initialised(model, seed, buffers_only=True) | weights(model)
@@ -63,7 +63,7 @@ def materialise(
         )
 
 
-def _tie(model: nn.Module, ties: dict[str, str]) -> None:
+def tie(model: nn.Module, ties: dict[str, str]) -> None:
     """Tie parameters again: the allocation gave every name its own tensor."""
     for alias, first in ties.items():
         path, _, name = alias.rpartition(".")

@@ -69,12 +69,19 @@ class Memory:
         return self.parameters + max(computing, self.gradients + self.moving)
 
 
-def plan_memory(plan: Plan, *, microbatches: int = 1, state_tensors_per_parameter: int | None = None) -> Memory:
-    """Estimate bytes per rank under a plan, for the rank of a pipeline that holds most at its peak.
+def plan_memory(
+    plan: Plan,
+    *,
+    microbatches: int = 1,
+    state_tensors_per_parameter: int | None = None,
+    pipeline_rank: int | None = None,
+) -> Memory:
+    """Estimate bytes per rank under a plan.
 
     Args:
         microbatches: forwards and backwards of a step; gradients of several accumulate, whole unless the plan shards
             them.
+        pipeline_rank: rank of the pipeline; by default the one that holds most at its peak.
         state_tensors_per_parameter: number of tensors like the parameter, in its dtype, that a user's optimizer keeps;
             None: the plan's optimizer, whose state may be low-bit.
 
@@ -90,7 +97,7 @@ def plan_memory(plan: Plan, *, microbatches: int = 1, state_tensors_per_paramete
         _memory(plan, [plan.stage_units[s] for s in plan.pipeline.stages_on(rank)], microbatches, states, rank)
         for rank in range(plan.pipeline.ranks)
     ]
-    return max(ranks, key=lambda memory: memory.at_peak)
+    return max(ranks, key=lambda memory: memory.at_peak) if pipeline_rank is None else ranks[pipeline_rank]
 
 
 def _memory(plan: Plan, stages: Sequence[tuple[Unit, ...]], microbatches: int, states: int | None, rank: int) -> Memory:

@@ -1,22 +1,20 @@
-"""Estimate the bytes of a step besides model states: activations, logits and messages.
+"""Describe the memory of a step: by purpose, at its peak, for each rank of a pipeline.
 
-The estimate stands for a number measured in a run's first step: the most bytes, between two operators, of the storages
-that operators allocate, other than parameters, gradients and optimizer state. So tensors saved for backward,
-intermediate results, and gradients of activations count; temporary buffers of an operator do not.
+Numbers stand for those measured in a run: the bytes, between two operators, of all storages that are live. Temporary
+buffers of an operator do not count.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from meshwright.core.devices import is_accelerator
-from meshwright.planning.pipeline.schedules.action import Action, PipelineSchedule, Work
 
 if TYPE_CHECKING:
+    from meshwright.planning.pipeline.plan import PipelinePlan
     from meshwright.planning.plan import Plan
 
 
@@ -29,81 +27,96 @@ class MemoryUse(StrEnum):
     ACTIVATIONS = "activations"
     LOGITS = "logits"
     COMMUNICATION = "communication"
+    BUFFERS = "buffers"
+    HOST = "host memory"
+    """What a plan for an accelerator keeps in host memory; no part of a peak on the device."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The bytes that a rank holds in a step, by kind.
+
+    Attributes:
+        most: for each kind the most at a time.
+        peak: at the time at which all kinds together are most.
+    """
+
+    most: Mapping[MemoryUse, int]
+    peak: Mapping[MemoryUse, int]
+
+    @property
+    def total(self) -> int:
+        """The most of all kinds together."""
+        return sum(self.peak.values())
+
+    def towards(self, other: RankMemory, share: float) -> RankMemory:
+        """Return a rank's bytes on the line through two: 0 gives this one's, 1 the other's."""
+
+        def between(here: Mapping[MemoryUse, int], there: Mapping[MemoryUse, int]) -> dict[MemoryUse, int]:
+            return {
+                kind: round(here.get(kind, 0) + share * (there.get(kind, 0) - here.get(kind, 0)))
+                for kind in {**here, **there}
+            }
+
+        return RankMemory(between(self.most, other.most), between(self.peak, other.peak))
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """An estimate of the bytes of a step besides model states.
+    """An estimate of the memory of a step.
 
     Attributes:
-        ranks: for each rank of a pipeline (else for one that represents all), the most bytes at a time of each kind;
-            unknown kinds are left out, and the tuple is empty if nothing is known.
-        why_not: the reason why some bytes are unknown.
+        ranks: one for each rank of a pipeline (else one that represents all); empty if nothing is known.
+        least: where the bytes are only known to lie in a range, the lower end of each rank's total; ``ranks`` have the
+            upper one. Empty otherwise.
+        notes: what was assumed, and the reason for a range.
+        why_not: the reason why nothing is known.
     """
 
-    ranks: tuple[Mapping[MemoryUse, int], ...]
+    ranks: tuple[RankMemory, ...]
     why_not: str = ""
+    least: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
 
-    def of(self, rank: int | None = None) -> Mapping[MemoryUse, int]:
-        """Return the bytes of a rank of the pipeline, by kind; by default of the rank with most."""
+    def of(self, rank: int | None = None) -> RankMemory:
+        """Return the bytes of a rank of the pipeline; by default of the rank with most."""
         if not self.ranks:
-            return {}
-        return max(self.ranks, key=lambda held: sum(held.values())) if rank is None else self.ranks[rank]
+            return RankMemory({}, {})
+        return self.ranks[self.fullest if rank is None else rank]
+
+    @property
+    def fullest(self) -> int:
+        """The rank of the pipeline with most bytes."""
+        return max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].total)
 
 
-def not_estimated(plan: Plan) -> str:
-    """Return the reason why a plan's activations cannot be measured on fake tensors; "" if they can."""
+def assumptions(plan: Plan) -> Iterator[str]:
+    """Yield what an estimate of a plan's memory takes for granted."""
     if plan.compiled:
-        return "the compiler chooses what compiled blocks save"
-    if plan.experts is not None:
-        return (
-            f"the number of tokens for a rank's experts (layout.ep = {plan.experts.ranks}) depends on what routers"
-            f" choose"
+        yield (
+            "the compiler chooses what compiled blocks keep for their backward: at least their inputs, at most what"
+            " they keep uncompiled"
         )
+    if plan.experts is not None:
+        yield "routers are taken to give all experts as many tokens; uneven ones need more on some ranks"
     if plan.tensor is not None and plan.tensor.async_tensor_parallel:
-        return "products that overlap with messages (techniques.async_tensor_parallel) are computed in pieces"
-    if plan.pipeline is not None and plan.pipeline.splits_backward:
-        return f"the schedule {plan.pipeline.schedule} defers the gradients of weights"
-    if plan.activation_checkpointing == "offload" and is_accelerator(plan.device):
-        return "activations wait in host memory (techniques.activation_checkpointing = offload)"
-    return ""
+        yield "products that overlap with messages (techniques.async_tensor_parallel) count as those that do not"
+    if is_accelerator(plan.device):
+        yield (
+            "activations are those that the CPU's operators keep; the device's context, its libraries' workspaces and"
+            " fragmentation come on top"
+        )
 
 
-@dataclass(frozen=True)
-class StageMemory:
-    """The bytes, by kind, that one stage holds of a microbatch.
-
-    Attributes:
-        kept: bytes between its forward and its backward.
-        forward: the most at a time in its forward.
-        backward: the most at a time in its backward, ``kept`` included.
-    """
-
-    kept: Mapping[MemoryUse, int]
-    forward: Mapping[MemoryUse, int]
-    backward: Mapping[MemoryUse, int]
-
-
-def over_schedule(stages: Mapping[int, StageMemory], actions: Sequence[Action]) -> Counter[MemoryUse]:
-    """Return the most bytes of each kind at a time on a rank of a schedule whose backwards are whole."""
-    most: Counter[MemoryUse] = Counter()
-    for held in _moments(stages, actions):
-        most |= held
-    return most
-
-
-def _moments(stages: Mapping[int, StageMemory], actions: Sequence[Action]) -> Iterator[Counter[MemoryUse]]:
-    kept: Counter[MemoryUse] = Counter()
-    for action in actions:
-        stage = stages[action.stage]
-        if action.work is Work.FORWARD:
-            yield kept + Counter(stage.forward)
-            kept = kept + Counter(stage.kept)
-        else:
-            kept = kept - Counter(stage.kept)
-            yield kept + Counter(stage.backward)
-
-
-def over_ranks(stages: Mapping[int, StageMemory], schedule: PipelineSchedule) -> list[Counter[MemoryUse]]:
-    """Return the most bytes of each kind at a time, for each rank of a pipeline."""
-    return [over_schedule(stages, actions) for actions in schedule.ranks]
+def composition(pipeline: PipelinePlan, rank: int) -> tuple[object, ...]:
+    """Return a key that is equal for ranks whose stages hold and send equally much of a microbatch."""
+    kinds = {block: number for number, kind in enumerate(pipeline.kinds) for block in kind.blocks}
+    here = pipeline.stages_on(rank)
+    ends = -1, len(pipeline.stages)
+    return tuple(
+        (
+            tuple(kinds[block] for block in pipeline.stages[number].blocks),
+            *("end" if beside in ends else beside in here for beside in (number - 1, number + 1)),
+        )
+        for number in here
+    )

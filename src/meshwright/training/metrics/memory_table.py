@@ -19,6 +19,7 @@ KINDS = {
     MemoryUse.ACTIVATIONS: "activations",
     MemoryUse.LOGITS: "logits",
     MemoryUse.COMMUNICATION: "messages",
+    MemoryUse.BUFFERS: "buffers",
 }
 SUGGESTED = 2
 NOTHING: Mapping[MemoryUse, int] = {}
@@ -41,7 +42,7 @@ def estimated(plan: Plan, shares: MemoryShares, kept: Mapping[MemoryUse, int] = 
     """Return bytes at peak by kind, for the kinds that a plan estimates.
 
     Args:
-        kept: estimated bytes of a step besides model states (``planning.memory.step``).
+        kept: the most bytes of each kind by a dry run (``RankMemory.most``); without them the model states alone.
     """
     m = plan_memory(plan, microbatches=shares.microbatches)
     return {

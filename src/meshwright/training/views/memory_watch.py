@@ -70,13 +70,14 @@ class MemoryWatch:
         estimate = self.r.estimate_memory() if is_rank_zero() else MemoryEstimate((), "the first rank says it")
         table = memory_table(self.found, self.r.plan, memory_shares(self.r), self._of_this_rank(estimate))
         unknown = f"\n  activations and logits were not estimated: {estimate.why_not}" if estimate.why_not else ""
+        unknown += "".join(f"\n  plan: {note}" for note in estimate.notes)
         return (
             f"memory of the first step on this rank{seen}; {reading.label} {bytes_text(reading.peak)}\n{table}{unknown}"
         )
 
     def _of_this_rank(self, estimate: MemoryEstimate) -> Mapping[MemoryUse, int]:
         pipeline, mesh = self.r.plan.pipeline, self.r.model.mesh
-        return estimate.of(None if pipeline is None or mesh is None else get_pp_rank(mesh))
+        return estimate.of(None if pipeline is None or mesh is None else get_pp_rank(mesh)).most
 
     def _explain(self, error: Exception) -> None:
         if is_out_of_memory(error):
