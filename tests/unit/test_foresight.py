@@ -18,9 +18,9 @@ from meshwright.simulation.hardware.cards import card_names, device, link_across
 from meshwright.simulation.hardware.links import Group, gather_s, reduce_s
 from meshwright.simulation.search.pins import Pin
 from meshwright.simulation.search.search import FRONT, search
-from meshwright.simulation.search.space import meshes, microbatches, recomputations, stages_per_rank
+from meshwright.simulation.search.space import meshes, microbatches, recomputations, schedules
 from meshwright.simulation.workload.architecture import Architecture, decoder_block
-from meshwright.simulation.workload.execution import Execution, Job, stage_bounds
+from meshwright.simulation.workload.execution import Execution, Job, even_cuts
 from meshwright.simulation.workload.step_memory import step_memory
 from meshwright.simulation.workload.step_time import step_time
 from meshwright.training.metrics.flops import peak_flops
@@ -101,11 +101,13 @@ def test_what_cannot_be_is_refused_with_what_can(ask, words):
 
 def test_stages_cover_all_blocks_and_the_last_is_lighter_for_its_head():
     for blocks, stages in ((80, 8), (126, 16), (7, 3), (126, 128)):
-        bounds = stage_bounds(blocks, stages, 2.0)
-        assert bounds[0][0] == 0 and bounds[-1][1] == blocks
+        bounds = even_cuts(blocks, stages)
+        assert bounds[0][0] == 0 and bounds[-1][1] == blocks and len(bounds) == stages
         assert all(a[1] == b[0] for a, b in zip(bounds, bounds[1:], strict=False))
-    sizes = [b - a for a, b in stage_bounds(80, 8, 2.0)]
-    assert sizes[-1] == min(sizes) < max(sizes)
+    block = decoder_block(2048, 16, 8, 5632)
+    heavy = Architecture("heavy head", (block,) * 80, round(2 * block.elements / 2048))  # as much work as two blocks
+    sizes = [b - a for a, b in heavy.balanced_cuts(8)]
+    assert sum(sizes) == 80 and sizes[-1] == min(sizes) < max(sizes)
 
 
 def test_costs_move_as_the_field_knows():
@@ -129,7 +131,7 @@ def every_candidate(base: Job):
     for mesh in meshes(base, ()):
         for rows in microbatches(base, mesh, ()):
             for run in recomputations(base, ()):
-                for per_rank in stages_per_rank(base, mesh, rows, ()):
+                for per_rank, schedule in schedules(base, mesh, rows, ()):
                     for shard in mesh.shards():
                         for reshard in (True, False):
                             for chunks in (1, 8):
@@ -137,7 +139,11 @@ def every_candidate(base: Job):
                                 if shard * layout.cp == 1 and not reshard:
                                     continue
                                 changed = replace(
-                                    run, stages_per_rank=per_rank, gathers_each=reshard, loss_chunks=chunks
+                                    run,
+                                    schedule=schedule,
+                                    stages_per_rank=per_rank,
+                                    gathers_each=reshard,
+                                    loss_chunks=chunks,
                                 )
                                 yield replace(base, layout=layout, microbatch=rows, execution=changed)
 

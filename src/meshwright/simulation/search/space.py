@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 from meshwright.planning.layout import Layout
 from meshwright.planning.pipeline.schedules.orders import schedule_kind
@@ -12,19 +14,18 @@ from meshwright.simulation.workload.execution import Execution, Job
 from .pins import Pin, hold
 
 STAGES_PER_RANK = (1, 2, 4)
+ZERO_BUBBLE, MOST_RANKS = "zbv_zero_bubble", 16
+"""The schedule that is tried beside 1F1B and its loops, and the pipeline ranks up to which it is."""
 LARGEST_CONTEXT = 16
 MICROBATCH_TOKENS = 1 << 16
 """Tokens of a microbatch on one rank beyond which products get no faster."""
 
 
-def divisors(number: int) -> list[int]:
+@cache
+def divisors(number: int) -> tuple[int, ...]:
     """List the divisors of a number, smallest first."""
-    return [n for n in range(1, number + 1) if number % n == 0] if number < 1 << 16 else _many_divisors(number)
-
-
-def _many_divisors(number: int) -> list[int]:
-    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return tuple(sorted({*small, *(number // n for n in small)}))
 
 
 @dataclass(frozen=True)
@@ -98,4 +99,21 @@ def stages_per_rank(base: Job, mesh: Mesh, microbatch: int, pins: tuple[Pin, ...
         size = -(-blocks // stages)
         if kind.legal(number, mesh.pp) == number and (per_rank == 1 or -(-blocks // size) == stages):
             found.append(per_rank)
+    return found
+
+
+def schedules(base: Job, mesh: Mesh, microbatch: int, pins: tuple[Pin, ...]) -> list[tuple[int, str]]:
+    """List (stages per rank, schedule) that a pipeline may have; "": 1F1B or its loops.
+
+    Rules refuse a backward in two parts where blocks are compiled or gradients reduced with every microbatch.
+    """
+    found = [
+        (per_rank, "")
+        for per_rank in stages_per_rank(base, mesh, microbatch, pins)
+        if mesh.pp == 1 or hold(pins, schedule="1f1b" if per_rank == 1 else "interleaved_1f1b")
+    ]
+    splits = not (base.execution.fused or base.execution.reduces_each)
+    fits = 1 < mesh.pp <= MOST_RANKS and 2 * mesh.pp <= len(base.architecture.blocks)
+    if splits and fits and hold(pins, stages_per_rank=2, schedule=ZERO_BUBBLE):
+        found.append((2, ZERO_BUBBLE))
     return found
