@@ -6,13 +6,14 @@ import csv
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 from meshwright.planning.layout import Layout
 from meshwright.simulation.hardware.cards import device, link, sheets
 from meshwright.simulation.hardware.links import Machines
 from meshwright.simulation.workload.architecture import Architecture, decoder_block
-from meshwright.simulation.workload.execution import Execution, Job
+from meshwright.simulation.workload.execution import Execution, Job, blocks_of_size
 from meshwright.simulation.workload.step_memory import step_memory
 
 from .shapes import public_shape
@@ -63,12 +64,28 @@ def job_of(row: Row) -> Job | Excluded:
     if not (microbatch and rows and length):
         return Excluded("the batch is not stated")
     run = _execution(row, layout)
+    run = replace(run, cuts=_cuts(row, len(architecture.blocks), layout.pp * run.stages_per_rank))
     try:
         machines.device.speed(run.products)
     except ValueError:
         return Excluded(f"the card has no products in {run.products}")
     job = Job(architecture, layout, int(length), int(rows), microbatch, run, machines)
     return job if row["ac"] else with_least_recomputation(job)
+
+
+def _cuts(row: Row, blocks: int, stages: int) -> tuple[tuple[int, int], ...]:
+    """Return how the software cuts a model whose blocks do not fill its stages; () for an even cut.
+
+    The embedding counts as a block, and the loss, where these fill all stages (Megatron-LM's
+    ``account_for_embedding_in_pipeline_split`` and its sister, DeepSpeed's ``type:transformer|embedding``). Of DeepSeek
+    V3 and Kimi K2, Megatron-Bridge's layouts have stages of one size, and on the last one what is left.
+    """
+    if stages == 1 or blocks % stages == 0:
+        return ()
+    if row["model"].startswith(("DeepSeekV3", "Kimi")):
+        return blocks_of_size(blocks, stages)
+    size, rest = divmod(blocks + 2, stages)
+    return () if rest else tuple(pairwise((0, *(size * (stage + 1) - 1 for stage in range(stages - 1)), blocks)))
 
 
 def with_least_recomputation(job: Job) -> Job:
@@ -268,11 +285,11 @@ def _megatron_2021(row: Row, run: Execution) -> Execution:
         keeps_outputs=True,
         buffers_bytes=8e9,  # buckets of 5e8 elements to reduce and to gather, and the messages' libraries
         reserved=0.05,
-        gradient_bytes=4.0 if in_bf16 else 2.0,
+        gradient_bytes=6.0 if in_bf16 else 2.0,  # DeepSpeed sums in fp32, and gives each microbatch bf16 ones beside
         reduce_bytes=4.0 if in_bf16 else 2.0,
         hides_gradients=False,
         hides_gathers=False,
-        hides_sends=False,
+        exposed_sends=0.5,  # chosen on vTrain's rows
         sequence_parallel=False,
         stages_per_rank=max(1, int(number(row["vpp"], 1))),
     )

@@ -20,7 +20,7 @@ from meshwright.simulation.search.pins import Pin
 from meshwright.simulation.search.search import FRONT, search
 from meshwright.simulation.search.space import meshes, microbatches, recomputations, stages_per_rank
 from meshwright.simulation.workload.architecture import Architecture, decoder_block
-from meshwright.simulation.workload.execution import Execution, Job, stage_bounds
+from meshwright.simulation.workload.execution import Execution, Job, even_cuts
 from meshwright.simulation.workload.step_memory import step_memory
 from meshwright.simulation.workload.step_time import step_time
 from meshwright.training.metrics.flops import peak_flops
@@ -101,11 +101,13 @@ def test_what_cannot_be_is_refused_with_what_can(ask, words):
 
 def test_stages_cover_all_blocks_and_the_last_is_lighter_for_its_head():
     for blocks, stages in ((80, 8), (126, 16), (7, 3), (126, 128)):
-        bounds = stage_bounds(blocks, stages, 2.0)
-        assert bounds[0][0] == 0 and bounds[-1][1] == blocks
+        bounds = even_cuts(blocks, stages)
+        assert bounds[0][0] == 0 and bounds[-1][1] == blocks and len(bounds) == stages
         assert all(a[1] == b[0] for a, b in zip(bounds, bounds[1:], strict=False))
-    sizes = [b - a for a, b in stage_bounds(80, 8, 2.0)]
-    assert sizes[-1] == min(sizes) < max(sizes)
+    block = decoder_block(2048, 16, 8, 5632)
+    heavy = Architecture("heavy head", (block,) * 80, round(2 * block.elements / 2048))  # as much work as two blocks
+    sizes = [b - a for a, b in heavy.balanced_cuts(8)]
+    assert sum(sizes) == 80 and sizes[-1] == min(sizes) < max(sizes)
 
 
 def test_costs_move_as_the_field_knows():

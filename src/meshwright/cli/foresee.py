@@ -142,6 +142,6 @@ def _page(config: Config, rented: Rented, shown: list[Candidate], found: Found, 
         if smaller:
             parts.append(f"less memory, more time\n{columns(smaller, HEADS)}")
         parts.append(
-            f"{found.tried} candidates were simulated. To train with the first:\n\n{toml(chosen, config.techniques)}"
+            f"{found.tried} candidates were compared. To train with the first:\n\n{toml(chosen, config.techniques)}"
         )
     return "\n\n".join(parts)

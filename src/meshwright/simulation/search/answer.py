@@ -37,11 +37,11 @@ def techniques_of(job: Job, techniques: Techniques) -> Techniques:
     if layout.dp_shard * layout.cp > 1:
         changed = replace(changed, reshard_after_forward=run.gathers_each)
     if layout.pp > 1:
-        several = run.stages_per_rank > 1
-        blocks = -(-len(job.architecture.blocks) // (layout.pp * run.stages_per_rank))
+        several = run.stages_per_rank > 1 and not run.schedule
+        blocks = -(-len(job.architecture.blocks) // job.stages)
         changed = replace(
             changed,
-            pipeline_schedule="interleaved_1f1b" if several else "1f1b",
+            pipeline_schedule=job.schedule,
             layers_per_stage=blocks if several else 0,
         )
     return changed
@@ -74,6 +74,7 @@ def figures(candidate: Candidate) -> dict[str, Any]:
         "layout": {key: value for key, value in vars(job.layout).items() if isinstance(value, int)},
         "microbatch": int(job.microbatch),
         "recompute": run.recompute,
+        "schedule": job.schedule if job.layout.pp > 1 else "",
         "stages_per_rank": run.stages_per_rank,
         "reshard_after_forward": run.gathers_each,
         "loss_chunks": run.loss_chunks,
@@ -107,7 +108,8 @@ def row(candidate: Candidate) -> tuple[str, ...]:
     beyond = values["mem_gb"] - limit
     switches = [f"microbatch {values['microbatch']}", f"recompute {run.recompute}"]
     if candidate.job.layout.pp > 1:
-        switches.append("1f1b" if run.stages_per_rank == 1 else f"interleaved {run.stages_per_rank}")
+        several = f", {run.stages_per_rank} stages per rank" if run.stages_per_rank > 1 else ""
+        switches.append(candidate.job.schedule + several)
     if candidate.job.layout.dp_shard * candidate.job.layout.cp > 1 and not run.gathers_each:
         switches.append("stays gathered")
     if run.loss_chunks > 1:

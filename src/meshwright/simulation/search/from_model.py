@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import accumulate
 
 from meshwright.core.dtypes import dtype_bytes
 from meshwright.core.names import is_within
@@ -10,6 +11,7 @@ from meshwright.introspection.facts import ModelFacts, ParameterFact
 from meshwright.introspection.measurements import stated
 from meshwright.introspection.structure.experts import find_stacks
 from meshwright.planning.layout import Layout
+from meshwright.planning.pipeline.plan import PipelinePlan
 from meshwright.planning.plan import Plan
 from meshwright.planning.values import Batch
 from meshwright.simulation.hardware.links import Machines
@@ -149,12 +151,18 @@ def execution_of(plan: Plan) -> Execution:
         hides_tensor=0.7 if plan.tensor is not None and plan.tensor.async_tensor_parallel else 0.0,
         sequence_parallel=plan.tensor is None or plan.tensor.sequence_parallel,
         stages_per_rank=1 if schedule is None else len(schedule.stages) // schedule.ranks,
-        split_backward=schedule is not None and schedule.splits_backward,
+        schedule="" if schedule is None else schedule.schedule,
+        cuts=() if schedule is None else _cuts(schedule),
         reduces_each=data.sync_grad_accum is True,
         gathers_each=not (data.gathers_per_step or keeps_gathered),
         trained=_trained(plan),
         weight_bytes=master,
     )
+
+
+def _cuts(pipeline: PipelinePlan) -> tuple[tuple[int, int], ...]:
+    ends = list(accumulate(len(stage.blocks) for stage in pipeline.stages))
+    return tuple(zip([0, *ends], ends, strict=False))
 
 
 def _optimizer_bytes(plan: Plan, master: int) -> float:
@@ -177,7 +185,8 @@ def job_of_plan(facts: ModelFacts, plan: Plan, batch: Batch, machines: Machines)
     sizes = {key: plan.size(key) for key in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
     layout = Layout(**sizes, ep=1 if plan.experts is None else plan.experts.ranks)
     rows = max(1, batch.global_rows // plan.data_ranks)
-    microbatch = min(rows, batch.microbatch_rows or rows)
+    size = rows if plan.pipeline is None else plan.pipeline.rows_per_microbatch(rows)
+    microbatch = min(rows, batch.microbatch_rows or size)
     return Job(
         architecture_of(facts), layout, batch.seq_len, batch.global_rows, microbatch, execution_of(plan), machines
     )

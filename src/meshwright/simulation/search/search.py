@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from meshwright.simulation.workload.block_times import BlockTimes
 from meshwright.simulation.workload.execution import Job
-from meshwright.simulation.workload.step_memory import StepMemory, least_memory, step_memory
-from meshwright.simulation.workload.step_time import Kinds, StepTime, least_time, step_time
+from meshwright.simulation.workload.step_memory import SavedBytes, StepMemory, least_memory, step_memory
+from meshwright.simulation.workload.step_time import Kinds, StepTime, least_step_seconds, least_time, step_time
 
 from .pins import Pin, hold
 from .space import Mesh, meshes, microbatches, recomputations, stages_per_rank
@@ -53,7 +53,7 @@ class Found:
         best: candidates that fit, fastest first.
         front: candidates of which no other is both faster and smaller, fastest first.
         smallest: the candidate with the least memory, whether it fits or not.
-        tried, passed: number of candidates that were simulated, and that bounds left out.
+        tried, passed: number of candidates that were compared, and of groups of them that bounds left out.
     """
 
     best: list[Candidate] = field(default_factory=list)
@@ -66,53 +66,91 @@ class Found:
 def search(base: Job, pins: tuple[Pin, ...] = (), *, keep: int = 24, progress: Progress | None = None) -> Found:
     """Search all layouts of a job's machines for the ``keep`` fastest that fit.
 
-    Groups of candidates are tried in the order of a lower bound of their time. A group is passed over if its states
-    alone do not fit; or if the bound is above the slowest that is kept, and something faster needs less memory than
-    the group's states, so that the group has no part in the front.
+    Groups of candidates are tried in the order of a lower bound of their time, and candidates simulated in the order of
+    a closer one. Either is passed over if its states alone do not fit; or if the bound is above the slowest that is
+    kept, and something faster needs less memory, so that it has no part in the front.
 
     Args:
         base: the model, batch, machines, and the switches that are not searched; its layout is not used.
         progress: receives the fraction that is done.
     """
-    found, limit = Found(), base.machines.device.memory_bytes
-    best: list[tuple[float, int, Candidate]] = []  # a heap, slowest first
-    shown: list[Candidate] = []
-    groups = _groups(base, pins, found, progress)
-    for bound, _, group, least in sorted(groups, key=lambda entry: entry[:2]):
-        slower = len(best) >= keep and bound > -best[0][0]
-        if slower and (bound > FRONT * -max(best)[0] or _beaten(shown, bound, least)):
+    found, chosen = Found(), _Chosen(keep)
+    smallest: tuple[_Group, Job, StepMemory] | None = None
+    groups = sorted(_groups(base, pins, found, progress), key=lambda entry: entry[:2])
+    for bound, _, group, least in groups:
+        chosen.judge_up_to(bound)
+        if chosen.is_beaten(bound, least):
             found.passed += 1
             continue
-        for per_rank, shards in group.variants(base, pins):
-            least_s = bound + bound / group.job.microbatches * (group.mesh.pp - 1) / per_rank
+        for least_s, shards in group.variants(base, pins, bound):
             for job in shards:
-                memory = step_memory(job)
+                memory = step_memory(job, group.saved)
                 found.tried += 1
-                if memory.total > limit:
-                    if found.smallest is None or memory.total < found.smallest.memory.total:
-                        found.smallest = Candidate(job, step_time(job, group.kinds), memory)
+                if memory.total > base.machines.device.memory_bytes:
+                    if smallest is None or memory.total < smallest[2].total:
+                        smallest = group, job, memory
                     break  # fewer shards need more
-                if len(best) >= keep and least_s > -best[0][0] and _beaten(shown, least_s, memory.total):
+                if chosen.is_beaten(least_s, memory.total):
                     break
-                candidate = Candidate(job, step_time(job, group.kinds), memory)
-                shown.append(candidate)
-                heapq.heappush(best, (-candidate.time.seconds, found.tried, candidate))
-                if len(best) > keep:
-                    heapq.heappop(best)
-            shown = _front(shown)
-    found.best = [candidate for _, _, candidate in sorted(best, key=lambda entry: (-entry[0], entry[1]))]
-    found.front = [c for c in shown if c.time.seconds <= FRONT * found.best[0].time.seconds] if best else []
+                chosen.add(max(least_s, least_step_seconds(job, group.kinds)), found.tried, group, job, memory)
+    chosen.judge_up_to(math.inf)
+    found.best = [candidate for _, _, candidate in sorted(chosen.best, key=lambda entry: (-entry[0], entry[1]))]
+    found.front = [c for c in chosen.front if c.time.seconds <= FRONT * found.best[0].time.seconds]
+    if smallest is not None:
+        group, job, memory = smallest
+        found.smallest = Candidate(job, step_time(job, group.kinds), memory)
     return found
+
+
+class _Chosen:
+    """The candidates simulated so far that are among the fastest, or that nothing faster and smaller beats; and those
+    that wait for their turn, in the order of a lower bound of their time."""
+
+    def __init__(self, keep: int):
+        self.keep = keep
+        self.best: list[tuple[float, int, Candidate]] = []
+        """A heap, slowest first."""
+        self.front: list[Candidate] = []
+        self._waiting: list[tuple[float, int, bool, _Group, Job, StepMemory]] = []
+
+    def is_beaten(self, seconds: float, size: float) -> bool:
+        """Return whether a candidate that takes so long at least, and so much memory, is of no interest."""
+        if len(self.best) < self.keep or seconds <= -self.best[0][0]:
+            return False
+        if seconds > FRONT * self.front[0].time.seconds:
+            return True
+        return any(c.time.seconds <= seconds and c.memory.total <= size for c in self.front)
+
+    def add(self, seconds: float, number: int, group: _Group, job: Job, memory: StepMemory) -> None:
+        """Let a candidate wait that takes so long at least."""
+        heapq.heappush(self._waiting, (seconds, number, job.layout.pp == 1, group, job, memory))
+
+    def judge_up_to(self, bound: float) -> None:
+        """Simulate all that may take less than a bound, unless their own bounds show that they are of no interest."""
+        while self._waiting and self._waiting[0][0] <= bound:
+            seconds, number, is_close, group, job, memory = heapq.heappop(self._waiting)
+            if self.is_beaten(seconds, memory.total):
+                continue
+            if not is_close:
+                closer = max(seconds, least_step_seconds(job, group.kinds, closely=True))
+                heapq.heappush(self._waiting, (closer, number, True, group, job, memory))
+                continue
+            candidate = Candidate(job, step_time(job, group.kinds), memory)
+            self.front = _front([*self.front, candidate])
+            heapq.heappush(self.best, (-candidate.time.seconds, number, candidate))
+            if len(self.best) > self.keep:
+                heapq.heappop(self.best)
 
 
 def _groups(
     base: Job, pins: tuple[Pin, ...], found: Found, progress: Progress | None
 ) -> Iterator[tuple[float, int, _Group, float]]:
     """Yield (bound of the time, number, group, bound of the memory) of all groups whose states fit."""
-    priced: dict[tuple, BlockTimes] = {}
+    known: dict[tuple, tuple[Kinds, SavedBytes]] = {}
     candidates, number = list(meshes(base, pins)), 0
-    fitting = [(mesh, least_memory(replace(base, layout=mesh.layout(mesh.data)))) for mesh in candidates]
+    fitting = [(mesh, least_memory(base.with_layout(mesh.layout(mesh.data)))) for mesh in candidates]
     smallest = min((least for _, least in fitting), default=0.0)
+    runs = [replace(run, stages_per_rank=1, schedule="", cuts=()) for run in recomputations(base, pins)]
     for place, (mesh, least) in enumerate(fitting):
         if progress is not None:
             progress(place / len(fitting))
@@ -121,17 +159,14 @@ def _groups(
             continue
         layout = mesh.layout(mesh.data)
         for microbatch in microbatches(base, mesh, pins):
-            for run in recomputations(base, pins):
-                run = replace(run, stages_per_rank=1, split_backward=False)
+            for run in runs:
                 job = replace(base, layout=layout, microbatch=microbatch, execution=run)
-                kinds = Kinds(job, priced)
+                key = Kinds.key(job)
+                if key not in known:
+                    known[key] = Kinds(job), SavedBytes(job)
+                kinds, saved = known[key]
                 number += 1
-                yield least_time(job, kinds), number, _Group(mesh, job, kinds), least
-
-
-def _beaten(shown: list[Candidate], seconds: float, size: float) -> bool:
-    """Return whether a candidate is as fast as these seconds, and needs no more than these bytes."""
-    return any(c.time.seconds <= seconds and c.memory.total <= size for c in shown)
+                yield least_time(job, kinds), number, _Group(mesh, job, kinds, saved), least
 
 
 def _front(candidates: list[Candidate]) -> list[Candidate]:
@@ -150,18 +185,20 @@ class _Group:
     mesh: Mesh
     job: Job
     kinds: Kinds
+    saved: SavedBytes
 
-    def variants(self, base: Job, pins: tuple[Pin, ...]) -> Iterator[tuple[int, Iterator[Job]]]:
-        """Yield (stages per rank, candidates with most shards first) of what differs besides: the parameters that stay
-        gathered, and the chunks of the loss."""
+    def variants(self, base: Job, pins: tuple[Pin, ...], bound: float) -> Iterator[tuple[float, Iterator[Job]]]:
+        """Yield (bound of the time, candidates with most shards first) of what differs besides: stages per rank, the
+        parameters that stay gathered, and the chunks of the loss."""
         for per_rank in stages_per_rank(base, self.mesh, int(self.job.microbatch), pins):
+            waits = bound / self.job.microbatches * (self.mesh.pp - 1) / per_rank
             for reshard in (True, False):
                 for chunks in (1, 8):
                     if hold(pins, reshard=str(reshard).lower(), loss_chunks=chunks):
                         run = replace(
                             self.job.execution, stages_per_rank=per_rank, gathers_each=reshard, loss_chunks=chunks
                         )
-                        yield per_rank, self._shards(replace(self.job, execution=run), pins)
+                        yield bound + waits, self._shards(replace(self.job, execution=run), pins)
 
     def _shards(self, job: Job, pins: tuple[Pin, ...]) -> Iterator[Job]:
         for shard in reversed(self.mesh.shards()):
@@ -169,4 +206,4 @@ class _Group:
             if shard * layout.cp == 1 and not job.execution.gathers_each:
                 continue  # nothing is gathered
             if hold(pins, dp_shard=shard, dp_replicate=layout.dp_replicate):
-                yield replace(job, layout=layout)
+                yield job.with_layout(layout)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
+
+from meshwright.planning.pipeline.split import balanced
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,25 @@ class BlockShape:
 
 
 @dataclass(frozen=True)
+class BlocksPart:
+    """Sizes of some of a model's blocks.
+
+    Attributes:
+        number: number of blocks.
+        dense, experts: elements outside the routed experts, and inside.
+        largest_dense, largest_experts: those of the block that has most.
+        counts: how many there are of each of the model's distinct blocks.
+    """
+
+    number: int
+    dense: int
+    experts: int
+    largest_dense: int
+    largest_experts: int
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Architecture:
     """A whole model.
 
@@ -140,11 +163,51 @@ class Architecture:
     @cached_property
     def dense_elements(self) -> int:
         """Elements of all blocks outside the routed experts."""
-        return sum(block.dense_elements for block in self.blocks)
+        return self.part(((0, len(self.blocks)),)).dense
 
     @cached_property
     def expert_elements(self) -> int:
-        return sum(block.experts.elements for block in self.blocks if block.experts)
+        return self.part(((0, len(self.blocks)),)).experts
+
+    def part(self, bounds: tuple[tuple[int, int], ...]) -> BlocksPart:
+        """Return the sizes of the blocks in (first, end) ranges."""
+        if bounds not in self._parts:
+            blocks = [block for a, b in bounds for block in self.blocks[a:b]]
+            dense = [block.dense_elements for block in blocks]
+            experts = [block.experts.elements for block in blocks if block.experts]
+            shapes, order = self.kinds
+            there = [kind for a, b in bounds for kind in order[a:b]]
+            counts = tuple(there.count(kind) for kind in range(len(shapes)))
+            sizes = sum(dense), sum(experts), max(dense, default=0), max(experts, default=0)
+            self._parts[bounds] = BlocksPart(len(blocks), *sizes, counts)
+        return self._parts[bounds]
+
+    def balanced_cuts(self, stages: int) -> tuple[tuple[int, int], ...]:
+        """Return (first block, end) of each pipeline stage as a plan cuts them, embedding and head counted."""
+        if stages not in self._cuts:
+            sizes = [float(block.elements) for block in self.blocks]
+            head, embedding = float(self.head_elements), float(self.embedding_elements)
+            self._cuts[stages] = tuple(balanced(sizes, stages, head=head, embedding=embedding))
+        return self._cuts[stages]
+
+    @cached_property
+    def _parts(self) -> dict[tuple[tuple[int, int], ...], BlocksPart]:
+        return {}
+
+    @cached_property
+    def _cuts(self) -> dict[int, tuple[tuple[int, int], ...]]:
+        return {}
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[BlockShape, ...], tuple[int, ...]]:
+        """The distinct blocks, and for each block in order which of them it is."""
+        found: dict[int, int] = {}
+        order = tuple(found.setdefault(id(block), len(found)) for block in self.blocks)
+        return tuple(self.blocks[order.index(number)] for number in range(len(found))), order
+
+    def sums(self, of_kinds: Sequence[float]) -> list[float]:
+        """Return for each number of first blocks the sum of a value that each kind of block has."""
+        return [0.0, *accumulate(of_kinds[kind] for kind in self.kinds[1])]
 
     @cached_property
     def elements(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 
 from meshwright.simulation.hardware.links import gather_s
 
@@ -49,25 +50,26 @@ class BlockTimes:
 
     Attributes:
         backward: with the recomputation.
-        deferred: part of the backward that gives weights their gradients.
+        deferred: part of the backward that gives weights of linear layers their gradients, and that a schedule may put
+            off; those of stacked experts are not put off.
     """
 
     forward: Costs = field(default_factory=Costs)
     backward: Costs = field(default_factory=Costs)
     deferred: float = 0.0
 
-    @property
+    @cached_property
     def forward_s(self) -> float:
         return self.forward.seconds
 
-    @property
+    @cached_property
     def backward_s(self) -> float:
         return self.backward.seconds
 
 
 FORWARD_OPERATORS, BACKWARD_OPERATORS = 26, 44
 """Operators that a block of a decoder dispatches, forward and backward, where chains run as one kernel: assumed."""
-EXPERT_OPERATORS, PER_EXPERT = 200, 4
+EXPERT_OPERATORS, PER_EXPERT = 280, 4
 """Further operators of a mixture's forward: routing, permutations, dispatch; and for each of a rank's experts, since a
 grouped product launches a kernel, and in 8 bits casts, for each. The first was chosen on published mixtures."""
 CASTING = 2.0
@@ -82,7 +84,7 @@ CAST = {"float8": 1.0, "mxfp8": 1.0, "nvfp4": 0.56}
 def block_times(block: BlockShape, job: Job) -> BlockTimes:
     """Return the seconds of a block for one microbatch."""
     run, layout = job.execution, job.layout
-    forward, weights, inputs = _products(block, job)
+    forward, weights, inputs, deferred = _products(block, job)
     core, core_back = _attention(block, job)
     traffic, traffic_back = _traffic(block, job)
     messages = _messages(block, job)
@@ -102,7 +104,7 @@ def block_times(block: BlockShape, job: Job) -> BlockTimes:
             back.add(Cost.PRODUCTS, _attention_products(block, job))
     _add_host(ahead, block, job, backward=False)
     _add_host(back, block, job, backward=True)
-    return BlockTimes(ahead, back, weights)
+    return BlockTimes(ahead, back, deferred)
 
 
 def _add_host(seconds: Costs, block: BlockShape, job: Job, *, backward: bool) -> None:
@@ -133,20 +135,22 @@ def _cut(product: Product, tp: int) -> tuple[float, float]:
     return product.depth, product.columns
 
 
-def _products(block: BlockShape, job: Job) -> tuple[float, float, float]:
-    """Return the seconds of forward products, of weight gradients and of input gradients."""
+def _products(block: BlockShape, job: Job) -> tuple[float, float, float, float]:
+    """Return the seconds of forward products, of weight gradients, of input gradients, and of the weight gradients of
+    linear layers alone."""
     forward = weights = inputs = 0.0
     for product in (*block.products, *(block.experts.shared if block.experts else ())):
         depth, columns = _cut(product, job.layout.tp)
         f, w, i = _three(job, job.tokens, depth, columns)
         forward, weights, inputs = forward + f, weights + w, inputs + i
+    deferred = weights
     if block.experts:
         tokens, experts = _expert_tokens(block, job)
         for product in block.experts.products:
             f, w, i = _three(job, tokens / experts, product.depth, product.columns)
             scale = experts * (job.execution.imbalance if job.layout.ep > 1 else 1.0)
             forward, weights, inputs = forward + scale * f, weights + scale * w, inputs + scale * i
-    return forward, weights * job.execution.trained, inputs
+    return forward, weights * job.execution.trained, inputs, deferred * job.execution.trained
 
 
 def _attention_products(block: BlockShape, job: Job) -> float:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Literal
 
 from meshwright.planning.layout import Layout
+from meshwright.planning.pipeline.schedules.orders import schedule_kind
+from meshwright.planning.pipeline.schedules.table import read_schedule
 from meshwright.planning.shares import shares_of
 from meshwright.simulation.hardware.links import Group, Machines
 
-from .architecture import Architecture, BlockShape
+from .architecture import Architecture
 
 
 @dataclass(frozen=True)
@@ -34,16 +36,18 @@ class Execution:
             products of queries, keys and values (core), attention modules with their linear layers (selective), whole
             blocks (full).
         recomputed: fraction of the blocks that ``recompute`` is about.
-        balances_ends: whether stages with embedding or head get fewer blocks.
+        balances_ends: whether stages with embedding or head get fewer blocks, as in this library's plans.
         loss_chunks: chunks of tokens in which head and loss are computed.
         hides_gradients: whether gradients are reduced behind the last microbatch's backward.
         hides_gathers: whether parameters are gathered behind the block before.
         hides_tensor: fraction of the tensor axis' messages that runs behind products.
         hides_experts: fraction of the experts' messages that runs behind other work.
-        hides_sends: whether a pipeline's sends run behind other microbatches.
+        exposed_sends: fraction of the time of a message between stages that its reader waits for.
         sequence_parallel: whether activations between blocks are cut over the tensor axis.
         stages_per_rank: stages of each pipeline rank.
-        split_backward: whether weight gradients fill bubbles (zero bubble).
+        schedule: name of the pipeline's schedule, or the path of its CSV file; "": 1f1b, or interleaved_1f1b where a
+            rank has several stages.
+        cuts: first block of each pipeline stage, and the one behind its last; empty: as even as possible.
         reduces_each: whether gradients are reduced with every microbatch.
         gathers_each: whether parameters are gathered for every microbatch (ZeRO 3).
         imbalance: tokens of the fullest expert rank over the mean.
@@ -74,10 +78,11 @@ class Execution:
     hides_gathers: bool = True
     hides_tensor: float = 0.0
     hides_experts: float = 0.0
-    hides_sends: bool = True
+    exposed_sends: float = 1.0
     sequence_parallel: bool = True
     stages_per_rank: int = 1
-    split_backward: bool = False
+    schedule: str = ""
+    cuts: tuple[tuple[int, int], ...] = ()
     reduces_each: bool = False
     gathers_each: bool = True
     imbalance: float = 1.0
@@ -95,13 +100,27 @@ def _data_ranks(layout: Layout) -> int:
 
 
 @lru_cache(maxsize=10_000)
-def stage_bounds(blocks: int, stages: int, head: float) -> tuple[tuple[int, int], ...]:
-    """Cut blocks into stages, as even as possible; the last stage has the work of ``head`` further blocks."""
-    share = (blocks + head) / stages
-    if stages > blocks:  # some stages hold embedding or loss alone
-        return tuple(pairwise((0, *(round(blocks * (stage + 1) / stages) for stage in range(stages)))))
-    ends = [min(blocks - (stages - 1 - stage), max(stage + 1, round(share * (stage + 1)))) for stage in range(stages)]
-    return tuple(pairwise((0, *ends[:-1], blocks)))
+def even_cuts(blocks: int, stages: int) -> tuple[tuple[int, int], ...]:
+    """Cut blocks into stages as even as possible; of more stages than blocks, some hold embedding or loss alone."""
+    return tuple(pairwise((0, *(round(blocks * (stage + 1) / stages) for stage in range(stages)))))
+
+
+@lru_cache(maxsize=10_000)
+def blocks_of_size(blocks: int, stages: int) -> tuple[tuple[int, int], ...]:
+    """Cut blocks into stages of one size, the last one smaller."""
+    size = -(-blocks // stages)
+    return tuple((min(stage * size, blocks), min((stage + 1) * size, blocks)) for stage in range(stages))
+
+
+@lru_cache(maxsize=10_000)
+def _rank_of(schedule: str, ranks: int, per_rank: int) -> tuple[int, ...]:
+    return schedule_kind(schedule).rank_of(ranks, per_rank)
+
+
+@lru_cache(maxsize=10_000)
+def stages_on(rank_of_stage: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """Return the stages of a rank."""
+    return tuple(stage for stage, home in enumerate(rank_of_stage) if home == rank)
 
 
 @dataclass(frozen=True)
@@ -123,25 +142,51 @@ class Job:
     machines: Machines
 
     @property
+    def stages(self) -> int:
+        return self.layout.pp * self.execution.stages_per_rank
+
+    @cached_property
+    def schedule(self) -> str:
+        """Name of the pipeline's schedule, or the path of its CSV file."""
+        run = self.execution
+        return run.schedule or ("1f1b" if run.stages_per_rank == 1 else "interleaved_1f1b")
+
+    @cached_property
     def stage_bounds(self) -> tuple[tuple[int, int], ...]:
         """The first block of each pipeline stage, and the one behind its last."""
-        blocks, run = self.architecture.blocks, self.execution
-        head = self.architecture.head_elements / max(1, blocks[-1].active_elements) if run.balances_ends else 0.0
-        return stage_bounds(len(blocks), self.layout.pp * run.stages_per_rank, head)
+        model, run = self.architecture, self.execution
+        if run.cuts:
+            return run.cuts
+        blocks = len(model.blocks)
+        if (
+            run.balances_ends and run.stages_per_rank > 1 and not run.schedule
+        ):  # as techniques.layers_per_stage cuts them
+            return blocks_of_size(blocks, self.stages)
+        if run.balances_ends and self.stages <= blocks:
+            return model.balanced_cuts(self.stages)
+        return even_cuts(blocks, self.stages)
 
-    def blocks_of(self, rank: int) -> list[BlockShape]:
-        """Return the blocks of a pipeline rank; an interleaved one has the stages rank, rank + pp, ..."""
-        return [block for a, b in self.stage_bounds[rank :: self.layout.pp] for block in self.architecture.blocks[a:b]]
+    @cached_property
+    def rank_of(self) -> tuple[int, ...]:
+        """The pipeline rank of each stage."""
+        if self.schedule.endswith(".csv"):
+            return read_schedule(self.schedule).rank_of
+        return _rank_of(self.schedule, self.layout.pp, self.execution.stages_per_rank)
 
-    @property
+    def bounds_on(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """Return the first block and the end of each stage on a pipeline rank."""
+        bounds = self.stage_bounds
+        return tuple(bounds[stage] for stage in stages_on(self.rank_of, rank))
+
+    @cached_property
     def data_ranks(self) -> int:
         return _data_ranks(self.layout)
 
-    @property
+    @cached_property
     def microbatches(self) -> int:
         return max(1, round(self.rows / self.data_ranks / self.microbatch))
 
-    @property
+    @cached_property
     def tokens(self) -> float:
         """Tokens of a microbatch on one rank of the context axis."""
         return self.microbatch * self.seq_len / self.layout.cp
@@ -162,7 +207,7 @@ class Job:
     def stage_stride(self) -> int:
         return self.layout.tp * self.layout.cp * self.data_ranks
 
-    @property
+    @cached_property
     def owners(self) -> int:
         """Ranks that share a dense parameter's optimizer state."""
         if self.execution.zero == 0:
@@ -174,7 +219,7 @@ class Job:
         """Ranks that share an expert's optimizer state, among those with the same experts."""
         return max(1, self.owners * self.layout.tp // self.layout.ep) if self.execution.zero else 1
 
-    @property
+    @cached_property
     def owner_group(self) -> Group:
         return Group(self.owners, self.layout.tp)
 
@@ -189,6 +234,9 @@ class Job:
         """Ranks that hold the same experts."""
         ranks = self.data_ranks * self.layout.cp * self.layout.tp
         return Group(max(1, ranks // self.layout.ep), self.layout.ep)
+
+    def with_layout(self, layout: Layout) -> Job:
+        return Job(self.architecture, layout, self.seq_len, self.rows, self.microbatch, self.execution, self.machines)
 
     def with_execution(self, **changes: object) -> Job:
         return replace(self, execution=replace(self.execution, **changes))  # type: ignore[arg-type]

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .architecture import BlockShape
+from .architecture import BlockShape, BlocksPart
 from .block_times import CAST
 from .execution import Job
+from .pipeline import Held, held_on
 
 WORKSPACE = 0.25e9
 """Workspaces of the libraries of products and of messages: assumed, not measured."""
@@ -25,7 +26,7 @@ class StepMemory:
         gradients: those that accumulate.
         optimizer: state of the optimizer.
         activations: saved between forward and backward, of all microbatches in flight, with the block being computed.
-        logits: of the last stage.
+        logits: of the last stage, for all microbatches whose backward is to come.
         gathered: parameters and gradients of blocks that are whole for a while, and buffers of their messages.
         context: the driver, libraries and messages.
         fragmented: reserved by the allocator and not used.
@@ -52,10 +53,49 @@ class StepMemory:
         return {name: size for name, size in vars(self).items() if name != "rank" and size}
 
 
-def step_memory(job: Job) -> StepMemory:
-    """Forecast the fullest rank's bytes: a pipeline's first has most microbatches in flight, its last the logits."""
-    ranks = {0, job.layout.pp - 1}
-    return max((_rank_memory(job, rank) for rank in sorted(ranks)), key=lambda memory: memory.total)
+def step_memory(job: Job, saved: SavedBytes | None = None) -> StepMemory:
+    """Forecast the fullest rank's bytes.
+
+    Args:
+        saved: bytes of the job's blocks, where they are known from a job that differs in data ranks or stages alone.
+    """
+    saved = saved or SavedBytes(job)
+    return max((rank_memory(job, rank, saved) for rank in _different_ranks(job)), key=lambda memory: memory.total)
+
+
+class SavedBytes:
+    """Bytes that blocks save of a microbatch, summed over the blocks before each, so that stages are differences.
+
+    Attributes:
+        kinds: for each distinct block, without recomputation of it all.
+        kept: between forward and backward.
+        deferred: between the gradients of a block's input and of its weights, where these are put off.
+    """
+
+    def __init__(self, job: Job):
+        run, model = job.execution, job.architecture
+        blocks = model.kinds[0]
+        self.wide = job.tokens * model.hidden * run.compute_bytes
+        self.kinds = [block_activations(block, job) for block in blocks]
+        if run.recompute == "full":
+            entering = self.wide / (job.layout.tp if run.sequence_parallel else 1)
+            kept = [run.recomputed * entering + (1 - run.recomputed) * size for size in self.kinds]
+        else:
+            kept = self.kinds
+        self.kept = model.sums(kept)
+        self.deferred = model.sums([_deferred(block, job) for block in blocks])
+
+
+def _different_ranks(job: Job) -> Sequence[int]:
+    """Return the pipeline ranks among which the fullest is: of those with equal blocks the first one and the last."""
+    ranks = job.layout.pp
+    if ranks <= 2 or job.schedule not in ("1f1b", "interleaved_1f1b"):
+        return range(ranks)
+    bounds, parts = job.stage_bounds, {}
+    for rank in range(ranks - 1):
+        part = job.architecture.part(bounds[rank::ranks])
+        parts.setdefault((part.dense, part.experts, part.number), rank)
+    return (*parts.values(), ranks - 1)
 
 
 def least_memory(job: Job) -> float:
@@ -67,11 +107,13 @@ def least_memory(job: Job) -> float:
     return (dense + experts) / layout.pp * each + job.machines.device.context_bytes
 
 
-def _rank_memory(job: Job, rank: int) -> StepMemory:
+def rank_memory(job: Job, rank: int, saved: SavedBytes) -> StepMemory:
+    """Forecast the bytes of one pipeline rank at its peak."""
     run, layout = job.execution, job.layout
-    blocks = job.blocks_of(rank)
-    dense = sum(block.dense_elements for block in blocks) / layout.tp + _ends(job, rank) / layout.tp
-    experts = sum(block.experts.elements for block in blocks if block.experts) / layout.ep
+    bounds = job.bounds_on(rank)
+    part = job.architecture.part(bounds)
+    dense = (part.dense + _ends(job, rank)) / layout.tp
+    experts = part.experts / layout.ep
     elements = dense + experts
     owned = dense / job.owners + experts / job.expert_owners
     trained, weight = run.trained, run.weight_bytes or run.compute_bytes
@@ -84,9 +126,9 @@ def _rank_memory(job: Job, rank: int) -> StepMemory:
         parameters = elements * (run.copy_bytes or run.master_bytes) if trained == 1.0 else elements * weight
         parameters += owned * run.master_bytes * (trained if run.copy_bytes else 0)
         gradients = (owned if run.zero == 2 and job.microbatches == 1 else elements) * run.gradient_bytes * trained
-    activations = _activations(job, blocks, rank)
-    logits = _logits(job) if rank == layout.pp - 1 else 0.0
-    gathered = _gathered(job, blocks)
+    held = HeldBytes.of(job, rank, saved)
+    activations, logits = max((held.at(moment) for moment in held_on(job, rank)), key=sum)
+    gathered = _gathered(job, part)
     used = parameters + gradients + owned * run.optimizer_bytes * trained + activations + logits + gathered
     return StepMemory(
         parameters,
@@ -101,56 +143,69 @@ def _rank_memory(job: Job, rank: int) -> StepMemory:
     )
 
 
-def _ends(job: Job, rank: int) -> float:
+@dataclass(frozen=True)
+class HeldBytes:
+    """Bytes that a pipeline rank holds of microbatches.
+
+    Attributes:
+        kept, deferred: for each of its stages, of one microbatch between forward and backward, and between the
+            gradients of inputs and of weights.
+        working: of the block that computes.
+        logits, softmax: of the loss while its backward runs; of one microbatch whose backward is to come.
+    """
+
+    kept: tuple[float, ...]
+    deferred: tuple[float, ...]
+    working: float
+    logits: float
+    softmax: float
+
+    @classmethod
+    def of(cls, job: Job, rank: int, saved: SavedBytes) -> HeldBytes:
+        run, model, bounds = job.execution, job.architecture, job.bounds_on(rank)
+        working = 2 * saved.wide
+        if run.recompute == "full":
+            counts = model.part(bounds).counts
+            working += max((size for size, count in zip(saved.kinds, counts, strict=True) if count), default=0.0)
+        buffers = 2 * saved.wide if run.keeps_outputs and job.layout.pp > 1 else 0.0  # received and sent
+        # log-probabilities and their gradient, both in fp32; in chunks, neither outlives the loss
+        logits = job.tokens / run.loss_chunks * model.vocab / job.layout.tp * 4 if job.rank_of[-1] == rank else 0.0
+        return cls(
+            tuple(saved.kept[b] - saved.kept[a] + buffers for a, b in bounds),
+            tuple(saved.deferred[b] - saved.deferred[a] for a, b in bounds),
+            working,
+            2 * logits,
+            logits if run.loss_chunks == 1 else 0.0,
+        )
+
+    def at(self, held: Held) -> tuple[float, float]:
+        """Return the bytes of activations, and of logits, at a moment in which something is computed."""
+        activations = sum(number * size for number, size in zip(held.whole, self.kept, strict=True)) + self.working
+        activations += sum(number * size for number, size in zip(held.deferred, self.deferred, strict=True) if number)
+        waiting = held.whole[-1]
+        return activations, self.logits + (waiting - 1) * self.softmax if waiting else 0.0
+
+
+def _ends(job: Job, rank: int) -> int:
     """Return the elements of embedding and head on a pipeline rank."""
-    model, last = job.architecture, job.layout.pp - 1
-    ends = model.embedding_elements if rank == 0 else 0
-    if rank == last and (not model.tied or last > 0):
+    model, homes = job.architecture, job.rank_of
+    ends = model.embedding_elements if homes[0] == rank else 0
+    if homes[-1] == rank and not (model.tied and homes[0] == rank):
         ends += model.head_elements
     return ends
 
 
-def _gathered(job: Job, blocks: Sequence[BlockShape]) -> float:
+def _gathered(job: Job, part: BlocksPart) -> float:
     """Return the bytes of whole parameters and gradients beside those at rest."""
-    run = job.execution
+    run, layout = job.execution, job.layout
     if run.zero < 3:
         return 0.0
+    head = job.architecture.head_elements / layout.tp
     if not run.gathers_each:  # everything stays gathered from its first forward on
-        whole = sum(block.dense_elements for block in blocks) / job.layout.tp
-        whole += sum(block.experts.elements for block in blocks if block.experts) / job.layout.ep
-        return (whole + job.architecture.head_elements / job.layout.tp) * run.compute_bytes
-    largest = max(block.dense_elements for block in blocks) / job.layout.tp
-    largest += max((block.experts.elements for block in blocks if block.experts), default=0) / job.layout.ep
-    ends = job.architecture.head_elements / job.layout.tp
+        return (part.dense / layout.tp + part.experts / layout.ep + head) * run.compute_bytes
+    largest = part.largest_dense / layout.tp + part.largest_experts / layout.ep
     # the block that computes and the one behind it, gathered; gradients of one, whole, and its reduction
-    return (2 * largest + ends) * run.compute_bytes + largest * (run.compute_bytes + run.reduce_bytes)
-
-
-def _in_flight(job: Job, rank: int) -> float:
-    """Return how many microbatches' activations a pipeline rank holds, in units of all its blocks (1F1B)."""
-    ranks, per_rank, microbatches = job.layout.pp, job.execution.stages_per_rank, job.microbatches
-    if ranks == 1:
-        return 1.0
-    if per_rank == 1:
-        return min(microbatches, ranks - rank)
-    warmup = (ranks - rank - 1) * 2 + (per_rank - 1) * ranks + 1
-    return min(microbatches * per_rank, warmup) / per_rank
-
-
-def _activations(job: Job, blocks: Sequence[BlockShape], rank: int) -> float:
-    run = job.execution
-    saved = sum(block_activations(block, job) for block in blocks)
-    wide = job.tokens * job.architecture.hidden * run.compute_bytes
-    inputs = len(blocks) * wide / (job.layout.tp if run.sequence_parallel else 1)
-    flight = _in_flight(job, rank)
-    if run.keeps_outputs and job.layout.pp > 1:
-        inputs += run.stages_per_rank * 2 * wide  # received and sent
-        saved += run.stages_per_rank * 2 * wide
-    if run.recompute == "full":
-        whole = max(block_activations(block, job) for block in blocks)
-        kept = run.recomputed * inputs + (1 - run.recomputed) * saved
-        return kept * flight + whole + 2 * wide
-    return saved * flight + 2 * wide
+    return (2 * largest + head) * run.compute_bytes + largest * (run.compute_bytes + run.reduce_bytes)
 
 
 def block_activations(block: BlockShape, job: Job) -> float:
@@ -180,6 +235,18 @@ def block_activations(block: BlockShape, job: Job) -> float:
     return saved
 
 
-def _logits(job: Job) -> float:
-    """Return the bytes of log-probabilities and of their gradient, both in fp32."""
-    return job.tokens / job.execution.loss_chunks * job.architecture.vocab / job.layout.tp * (4 + 4)
+def _deferred(block: BlockShape, job: Job) -> float:
+    """Return the bytes that the weight gradients of a block's linear layers wait with: inputs, gradients of outputs."""
+    run, tp = job.execution, job.layout.tp
+    entering = CAST.get(run.products, run.compute_bytes)
+    wide = block.hidden / (tp if run.sequence_parallel else 1)
+    shared, elements, outputs = set(), 0.0, 0.0
+    for product in (*block.products, *(block.experts.shared if block.experts else ())):
+        if product.cut != "row" and product.depth == block.hidden:
+            if product.attends not in shared:  # queries, keys and values read one tensor, as do gate and up
+                elements += wide
+            shared.add(product.attends)
+        else:
+            elements += product.depth / tp
+        outputs += wide if product.cut == "row" else product.columns / (tp if product.cut == "column" else 1)
+    return job.tokens * (elements * entering + outputs * run.compute_bytes)

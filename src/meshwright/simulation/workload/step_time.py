@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 
 from meshwright.simulation.hardware.links import Group, gather_s, reduce_s, send_s
 
 from .architecture import BlockShape
 from .block_times import BlockTimes, Cost, Costs, block_times
 from .execution import Job
+from .pipeline import StageSeconds, least_pipeline_seconds, pipeline_seconds
 
 STOLEN = 0.12
 """Fraction of a message's time by which it lengthens the products that it runs behind, since its kernels occupy
@@ -27,12 +26,11 @@ class StepTime:
 
     Attributes:
         costs: seconds by cost; their sum is the step.
-        forward_s, backward_s: for each stage, seconds of one microbatch.
+        hidden_s: seconds of messages over data ranks that run behind the work.
     """
 
     costs: Costs
-    forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
+    hidden_s: float = 0.0
 
     @cached_property
     def seconds(self) -> float:
@@ -45,109 +43,133 @@ class StepTime:
 
 
 def step_time(job: Job, kinds: Kinds | None = None) -> StepTime:
-    """Forecast the seconds of one optimizer step.
+    """Forecast the seconds of one optimizer step; a pipeline's by simulation of its schedule.
 
     Args:
         kinds: times of the job's blocks, where they are known from a job that differs in data ranks or stages alone.
     """
     kinds = kinds or Kinds(job)
-    ahead, back = _by_rank(job, kinds)
-    fullest = max(range(job.layout.pp), key=lambda rank: ahead[rank] + back[rank])
-    blocks = job.blocks_of(fullest)
-    forward, backward = _rank_costs(job, kinds, fullest, blocks)
+    if job.layout.pp == 1:
+        return _step(job, kinds, None, 0.0)
+    stages = stage_seconds(job, kinds)
+    computed = pipeline_seconds(job, replace(stages, message=0.0))
+    return _step(job, kinds, stages, computed, pipeline_seconds(job, stages) - computed)
+
+
+def least_step_seconds(job: Job, kinds: Kinds, *, closely: bool = False) -> float:
+    """Return a lower bound of ``step_time`` in closed form, which is the step itself without a pipeline.
+
+    Args:
+        closely: look at all ranks of a pipeline, not only at the first, the last, and the one that computes longest.
+    """
+    forward = backward = 0.0
+    stages, fullest = None, 0
+    if job.layout.pp > 1:
+        stages = stage_seconds(job, kinds)
+        fullest = _fullest(job, stages)
+    counts = job.architecture.part(job.bounds_on(fullest)).counts
+    if stages is None or job.execution.zero != 3:
+        forward, backward = (costs.seconds for costs in _rank_costs(job, kinds, fullest, counts))
+    makespan = job.microbatches * (forward + backward)
+    if stages is not None:
+        makespan = least_pipeline_seconds(job, stages, () if closely else {0, fullest, job.layout.pp - 1})
+    exposed, hidden = _data(job, kinds, counts, backward)
+    return (makespan + exposed + STOLEN * hidden + _optimizer(job)) * job.execution.straggler
+
+
+def _step(job: Job, kinds: Kinds, stages: StageSeconds | None, makespan: float, messages: float = 0.0) -> StepTime:
+    """Put a step together, given when its pipeline ends, and by how much messages between its stages delay that."""
+    fullest = 0 if stages is None else _fullest(job, stages)
+    counts = job.architecture.part(job.bounds_on(fullest)).counts
+    forward, backward = _rank_costs(job, kinds, fullest, counts)
     costs = Costs()
     costs.add_all(forward, job.microbatches)
     costs.add_all(backward, job.microbatches)
-    if job.layout.pp > 1:
-        _add_bubble(job, costs, kinds, sum(ahead) + sum(back) - ahead[fullest] - back[fullest])
-    _add_data(job, costs, kinds, Counter(map(id, blocks)), backward)
+    if stages is not None:
+        costs.add(Cost.BUBBLE, max(0.0, makespan - costs.seconds))
+        costs.add(Cost.PIPELINE, messages)
+    exposed, hidden = _data(job, kinds, counts, backward.seconds)
+    if exposed or hidden:
+        costs.add(Cost.DATA, exposed + STOLEN * hidden)
     costs.add(Cost.OPTIMIZER, _optimizer(job))
-    if job.execution.straggler != 1.0:
-        costs = Costs({cost: seconds * job.execution.straggler for cost, seconds in costs.items()})
-    return StepTime(costs, tuple(ahead), tuple(back))
+    slow = job.execution.straggler
+    if slow != 1.0:
+        costs = Costs({cost: seconds * slow for cost, seconds in costs.items()})
+    return StepTime(costs, hidden * slow)
+
+
+def _fullest(job: Job, stages: StageSeconds) -> int:
+    """Return the pipeline rank that computes longest."""
+    busy = [0.0] * job.layout.pp
+    for home, forward, backward in zip(job.rank_of, stages.forward, stages.backward, strict=True):
+        busy[home] += forward + backward
+    return busy.index(max(busy))
 
 
 class Kinds:
-    """The distinct blocks of a job by their identity, each priced once.
+    """The distinct blocks of a job, each priced once.
 
-    Args:
-        priced: times of blocks that are known already, by (identity, what decides them); new ones are added.
+    Attributes:
+        times: seconds of each kind.
+        forward, backward, deferred: seconds summed over the blocks before each, so that stages are differences.
     """
 
-    def __init__(self, job: Job, priced: dict[tuple, BlockTimes] | None = None):
-        priced = {} if priced is None else priced
-        layout = job.layout
-        key = (layout.tp, layout.cp, layout.ep, job.microbatch, job.execution.recompute)
-        self.shapes = {id(block): block for block in job.architecture.blocks}
-        self.times: dict[int, BlockTimes] = {}
-        for kind, block in self.shapes.items():
-            if (kind, *key) not in priced:
-                priced[kind, *key] = block_times(block, job)
-            self.times[kind] = priced[kind, *key]
-        order = [self.times[id(block)] for block in job.architecture.blocks]
-        self.forward_before = [0.0, *accumulate(times.forward_s for times in order)]
-        self.backward_before = [0.0, *accumulate(times.backward_s for times in order)]
+    def __init__(self, job: Job):
+        model = job.architecture
+        self.times = [block_times(block, job) for block in model.kinds[0]]
+        self.forward = model.sums([times.forward_s for times in self.times])
+        self.backward = model.sums([times.backward_s for times in self.times])
+        self.deferred = model.sums([times.deferred for times in self.times])
+        self.ends = _ends_costs(job)
 
-    def of(self, blocks: Iterable[BlockShape]) -> Iterable[tuple[BlockTimes, int]]:
-        """Return the times of each kind among ``blocks``, and how many there are."""
-        return [(self.times[key], count) for key, count in Counter(map(id, blocks)).items()]
+    @staticmethod
+    def key(job: Job) -> tuple:
+        """Return what decides the times, of jobs that differ in layout, microbatch and recomputation."""
+        layout = job.layout
+        return layout.tp, layout.cp, layout.ep, job.microbatch, job.execution.recompute
 
 
 def least_time(job: Job, kinds: Kinds) -> float:
     """Return a lower bound of a step's seconds for all jobs with these blocks: their work, perfectly spread."""
-    ends = _ends_costs(job)
-    work = kinds.forward_before[-1] + kinds.backward_before[-1] + sum(costs.seconds for costs in ends)
+    work = kinds.forward[-1] + kinds.backward[-1] + sum(costs.seconds for costs in kinds.ends)
     return job.microbatches * work / job.layout.pp
 
 
-def _by_rank(job: Job, kinds: Kinds) -> tuple[list[float], list[float]]:
-    """Return for each pipeline rank the seconds of one microbatch's forward, and of its backward."""
-    ranks, before, behind = job.layout.pp, kinds.forward_before, kinds.backward_before
-    forward, backward = [0.0] * ranks, [0.0] * ranks
-    for stage, (a, b) in enumerate(job.stage_bounds):
-        forward[stage % ranks] += before[b] - before[a]
-        backward[stage % ranks] += behind[b] - behind[a]
-    first, first_back, last, last_back = (costs.seconds for costs in _ends_costs(job))
-    sent = _sent(job) * job.execution.stages_per_rank
-    forward, backward = [s + sent for s in forward], [s + sent for s in backward]
+def stage_seconds(job: Job, kinds: Kinds) -> StageSeconds:
+    """Return the seconds of one microbatch on each stage; embedding is on the first, head and loss on the last."""
+    bounds = job.stage_bounds
+    forward = [kinds.forward[b] - kinds.forward[a] for a, b in bounds]
+    backward = [kinds.backward[b] - kinds.backward[a] for a, b in bounds]
+    first, first_back, last, last_back = (costs.seconds for costs in kinds.ends)
     forward[0], backward[0] = forward[0] + first, backward[0] + first_back
     forward[-1], backward[-1] = forward[-1] + last, backward[-1] + last_back
-    return forward, backward
+    weight = tuple(kinds.deferred[b] - kinds.deferred[a] for a, b in bounds)
+    return StageSeconds(tuple(forward), tuple(backward), weight, _send(job))
 
 
-def _rank_costs(job: Job, kinds: Kinds, rank: int, blocks: Sequence[BlockShape]) -> tuple[Costs, Costs]:
-    """Return what one pipeline rank spends its time on for one microbatch, forward and backward."""
+def _rank_costs(job: Job, kinds: Kinds, rank: int, counts: Sequence[int]) -> tuple[Costs, Costs]:
+    """Return what a pipeline rank with so many blocks of each kind spends its time on for one microbatch, forward and
+    backward."""
     forward, backward = Costs(), Costs()
-    for times, count in kinds.of(blocks):
+    for times, count in zip(kinds.times, counts, strict=True):
         forward.add_all(times.forward, count)
         backward.add_all(times.backward, count)
-    first, first_back, last, last_back = _ends_costs(job)
-    if rank == 0:
+    first, first_back, last, last_back = kinds.ends
+    if job.rank_of[0] == rank:
         forward.add_all(first)
         backward.add_all(first_back)
-    if rank == job.layout.pp - 1:
+    if job.rank_of[-1] == rank:
         forward.add_all(last)
         backward.add_all(last_back)
-    sent = _sent(job) * job.execution.stages_per_rank
-    for costs in (forward, backward):
-        costs.add(Cost.PIPELINE, sent)
     return forward, backward
-
-
-def _sent(job: Job) -> float:
-    """Return the seconds by which a stage's messages lengthen each microbatch, forward or backward.
-
-    A rank sends ahead while it receives back: one message's time for two; behind other microbatches a quarter.
-    """
-    return 0.0 if job.layout.pp == 1 else _send(job) * (0.25 if job.execution.hides_sends else 0.5)
 
 
 def _send(job: Job) -> float:
-    """Return the seconds in which activations reach the next stage."""
+    """Return the seconds for which the next stage waits for activations, or the one before for their gradients."""
     run, layout = job.execution, job.layout
     parts = layout.tp if run.sequence_parallel else 1
     moved = job.tokens * job.architecture.hidden * run.compute_bytes
-    return send_s(moved / parts, job.stage_stride, job.machines)
+    return run.exposed_sends * send_s(moved / parts, job.stage_stride, job.machines)
 
 
 def _ends_costs(job: Job) -> tuple[Costs, Costs, Costs, Costs]:
@@ -166,34 +188,19 @@ def _ends_costs(job: Job) -> tuple[Costs, Costs, Costs, Costs]:
     )
 
 
-def _add_bubble(job: Job, costs: Costs, kinds: Kinds, others: float) -> None:
-    """Add the wait of the fullest rank: one microbatch of all ``others``, divided among its stages."""
-    ranks = job.layout.pp
-    bubble = others / job.execution.stages_per_rank
-    if job.execution.split_backward:
-        deferred = sum(times.deferred * count for times, count in kinds.of(job.architecture.blocks)) / ranks
-        bubble = max(0.0, bubble - (ranks - 1) * deferred)
-    costs.add(Cost.BUBBLE, bubble)
-    costs.add(Cost.PIPELINE, 2 * (ranks - 1) * _send(job))
-
-
-def _add_data(
-    job: Job,
-    costs: Costs,
-    kinds: Kinds,
-    blocks: Counter[int],
-    backward: Costs,
-) -> None:
-    """Add what gathers and reductions over data ranks lengthen the step by."""
+def _data(job: Job, kinds: Kinds, counts: Sequence[int], backward_s: float) -> tuple[float, float]:
+    """Return the seconds of gathers and reductions over data ranks in a step: exposed, and hidden behind work."""
     if job.data_ranks * job.layout.cp == 1:
-        return
-    if job.execution.zero == 3:
-        found = [(_sharded_block(kinds.shapes[key], kinds.times[key], job), count) for key, count in blocks.items()]
-        exposed = sum(count * seconds for (seconds, _), count in found) + _outside_messages(job)
-        hidden = sum(count * seconds for (_, seconds), count in found)
-    else:
-        exposed, hidden = _whole_parameters(job, kinds, blocks, backward)
-    costs.add(Cost.DATA, exposed + STOLEN * hidden)
+        return 0.0, 0.0
+    shapes = job.architecture.kinds[0]
+    found = [(shape, times, count) for shape, times, count in zip(shapes, kinds.times, counts, strict=True) if count]
+    if job.execution.zero != 3:
+        return _whole_parameters(job, found, backward_s)
+    exposed, hidden = _outside_messages(job), 0.0
+    for shape, times, count in found:
+        more, behind = _sharded_block(shape, times, job)
+        exposed, hidden = exposed + count * more, hidden + count * behind
+    return exposed, hidden
 
 
 def _sharded_block(block: BlockShape, times: BlockTimes, job: Job) -> tuple[float, float]:
@@ -212,15 +219,17 @@ def _sharded_block(block: BlockShape, times: BlockTimes, job: Job) -> tuple[floa
     return exposed, sum(count * min(seconds, room) for count, seconds, room in phases if count > 0)
 
 
-def _whole_parameters(job: Job, kinds: Kinds, blocks: Counter[int], backward: Costs) -> tuple[float, float]:
+def _whole_parameters(
+    job: Job, found: Sequence[tuple[BlockShape, BlockTimes, int]], backward_s: float
+) -> tuple[float, float]:
     """Return the seconds of messages about parameters that stay whole in a step: exposed, and hidden."""
     run = job.execution
-    gathers, reduces = _whole_messages(job, [(kinds.shapes[key], count) for key, count in blocks.items()])
+    gathers, reduces = _whole_messages(job, [(shape, count) for shape, _, count in found])
     times_reduced = job.microbatches if run.reduces_each else 1
-    room = backward.seconds * (1 - 1 / BUCKETS) if run.hides_gradients else 0.0
+    room = backward_s * (1 - 1 / BUCKETS) if run.hides_gradients else 0.0
     exposed = times_reduced * max(reduces / BUCKETS, reduces - room)
     hidden = times_reduced * min(reduces, room)
-    room = sum(kinds.times[key].forward_s * count for key, count in blocks.items()) if run.hides_gathers else 0.0
+    room = sum(times.forward_s * count for _, times, count in found) if run.hides_gathers else 0.0
     return exposed + max(gathers / BUCKETS, gathers - room), hidden + min(gathers, room)
 
 

@@ -1,13 +1,14 @@
 """Simulate a schedule: when each action begins and ends, how long ranks wait, how many activations live.
 
-Ranks take their actions in order; a forward waits for the previous stage, a backward for the next one. Messages take no
-time.
+Ranks take their actions in order; a forward waits for the previous stage, a backward for the next one, and for the
+message between them, if it has a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from meshwright.core.errors import ConfigError
 
@@ -43,35 +44,66 @@ class Timeline:
         return sum(self.bubbles) / len(self.bubbles)
 
 
-def needs(action: Action, schedule: PipelineSchedule) -> tuple[Action, ...]:
-    """List the actions that must end before this one; of alternatives, the schedule contains one."""
-    stage, work, m = action
-    if work is Work.FORWARD:
-        return (Action(stage - 1, work, m),) if stage else ()
-    if work is Work.WEIGHT:
-        return (Action(stage, Work.INPUT, m),)
-    own = (Action(stage, Work.FORWARD, m),)
-    last = stage == schedule.stages - 1
-    return own if last else (*own, Action(stage + 1, Work.BACKWARD, m), Action(stage + 1, Work.INPUT, m))
+@dataclass(frozen=True, eq=False)
+class WaitOrder:
+    """Actions of all ranks in an order in which they can be done, so that times follow in one pass.
+
+    Attributes:
+        lanes: number of ranks.
+        actions: every action of the schedule, once.
+        ranks: for each, its rank.
+        sources: for each, the place in ``actions`` of the one on another rank whose result it receives; -1: none.
+    """
+
+    lanes: int
+    actions: Sequence[Action]
+    ranks: Sequence[int]
+    sources: Sequence[int]
+
+    def ends(self, seconds: Sequence[float], message: float = 0.0) -> list[float]:
+        """Return when each action ends, given how long each takes, and how long a message to another rank does."""
+        clocks, ends = [0.0] * self.lanes, []
+        for rank, source, taken in zip(self.ranks, self.sources, seconds, strict=True):
+            begin = clocks[rank]
+            if source >= 0 and (arrives := ends[source] + message) > begin:
+                begin = arrives
+            clocks[rank] = begin = begin + taken
+            ends.append(begin)
+        return ends
 
 
-def simulate(schedule: PipelineSchedule, cost: Cost = unit_cost) -> Timeline:
-    """Simulate a schedule; ConfigError, naming the actions, if ranks would wait for each other forever."""
-    everything = {action for actions in schedule.ranks for action in actions}
-    spans: dict[Action, tuple[float, float]] = {}
-    places, clocks = [0] * len(schedule.ranks), [0.0] * len(schedule.ranks)
-    moved = True
+def wait_order(schedule: PipelineSchedule) -> WaitOrder:
+    """Order the actions of all ranks; ConfigError, naming them, if ranks would wait for each other forever."""
+    width = schedule.microbatches
+    # by stage and microbatch the place of a forward, and of the gradient of an input; before it has one: -1 if it will
+    # have one, -2 if the schedule has none
+    forward, backward = ([-2] * (width * schedule.stages + 1) for _ in range(2))
+    for stage, work, m in chain.from_iterable(schedule.ranks):
+        if work is not Work.WEIGHT:
+            (forward if work is Work.FORWARD else backward)[stage * width + m] = -1
+    places, found, ranks, sources = [0] * len(schedule.ranks), [], [], []
+    last, moved = width * (schedule.stages - 1), True
     while moved:
         moved = False
         for rank, actions in enumerate(schedule.ranks):
             while places[rank] < len(actions):
-                action = actions[places[rank]]
-                wanted = [other for other in needs(action, schedule) if other in everything]
-                if any(other not in spans for other in wanted):
+                stage, work, m = action = actions[places[rank]]
+                own, source = stage * width + m, -2
+                if work is Work.FORWARD:
+                    source, own_before = forward[own - width] if stage else -2, 0
+                    here = forward
+                elif work is Work.WEIGHT:
+                    own_before, here = backward[own], None
+                else:
+                    source, own_before = backward[own + width] if own < last else -2, forward[own]
+                    here = backward
+                if source == -1 or own_before == -1:
                     break
-                begin = max([clocks[rank], *(spans[other][1] for other in wanted)])
-                clocks[rank] = begin + cost(action)
-                spans[action] = begin, clocks[rank]
+                if here is not None:
+                    here[own] = len(ranks)
+                sources.append(source if source >= 0 and ranks[source] != rank else -1)
+                ranks.append(rank)
+                found.append(action)
                 places[rank] += 1
                 moved = True
     stuck = [
@@ -81,8 +113,21 @@ def simulate(schedule: PipelineSchedule, cost: Cost = unit_cost) -> Timeline:
     ]
     if stuck:
         raise ConfigError(f"schedule {schedule.name}: the ranks would wait for each other for ever: {', '.join(stuck)}")
-    makespan = max(clocks)
-    busy = (sum(end - begin for begin, end in (spans[a] for a in actions)) for actions in schedule.ranks)
+    return WaitOrder(len(places), found, ranks, sources)
+
+
+def simulate(schedule: PipelineSchedule, cost: Cost = unit_cost, message: float = 0.0) -> Timeline:
+    """Simulate a schedule in which messages between ranks take ``message``.
+
+    Raises:
+        ConfigError: ranks would wait for each other forever; names the actions.
+    """
+    order = wait_order(schedule)
+    seconds = [cost(action) for action in order.actions]
+    ends = order.ends(seconds, message)
+    spans = {action: (end - taken, end) for action, end, taken in zip(order.actions, ends, seconds, strict=True)}
+    makespan = max(ends)
+    busy = (sum(cost(action) for action in actions) for actions in schedule.ranks)
     return Timeline(spans, makespan, tuple(1 - time / makespan for time in busy))
 
 
