@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -10,8 +11,13 @@ from typing import TYPE_CHECKING
 from meshwright.core.devices import CUDA
 from meshwright.core.errors import ConfigError
 
+from .pages import write_page
+
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from meshwright.simulation.search.search import Candidate, Found
+    from meshwright.simulation.workload.execution import Job
     from meshwright.training.config import Config
 
 PATIENCE_S = 2.0
@@ -28,13 +34,17 @@ class Rented:
     pins: tuple[str, ...] = ()
 
 
-def foresee(config: Config, rented: Rented, *, as_json: bool) -> int:
-    """Judge the config's layout, or search all layouts where the config leaves the layout open; print the answer."""
+def foresee(config: Config, rented: Rented, *, as_json: bool, html: Path | None = None) -> int:
+    """Judge the config's layout, or search all layouts where the config leaves the layout open; print the answer.
+
+    Args:
+        html: file to draw the answer into.
+    """
     from meshwright.introspection.cluster import Cluster
     from meshwright.planning.layout import Layout
     from meshwright.simulation.hardware.cards import machines
     from meshwright.simulation.search.answer import as_json as answer_json
-    from meshwright.simulation.search.answer import legal_among
+    from meshwright.simulation.search.answer import legal_among, techniques_of, toml
     from meshwright.simulation.search.from_model import job_of_plan
     from meshwright.simulation.search.pins import Pin
     from meshwright.simulation.search.search import Candidate, Found, search
@@ -43,6 +53,7 @@ def foresee(config: Config, rented: Rented, *, as_json: bool) -> int:
     from meshwright.training.build import batch_of, facts_of, plan_run
     from meshwright.training.model_source import model_source
     from meshwright.training.tokenizer import planned_tokenizer
+    from meshwright.training.views.forecast.page import forecast_page
 
     cards = machines(rented.gpu, rented.gpus, per_node=rented.per_node, across=rented.link)
     pins = tuple(map(Pin.parse, rented.pins))
@@ -55,13 +66,14 @@ def foresee(config: Config, rented: Rented, *, as_json: bool) -> int:
             f"--pin is for a layout that is searched, and the config states one ({config.layout}). Leave the layout out"
             f" and pin its sizes, such as --pin tp={config.layout.tp}."
         )
-    job = job_of_plan(facts, plan_run(config, facts, cluster, None if is_open else batch), batch, cards)
-    if job.execution.products not in cards.device.flops:
-        choices = ", ".join(cards.device.flops)
-        raise ConfigError(
-            f"{cards.device.name} has no products in {job.execution.products}. Set techniques.precision.compute to one"
-            f" that it has ({choices}), and techniques.float8 = none where it lacks float8."
-        )
+    plan = plan_run(config, facts, cluster, None if is_open else batch)
+    job = job_of_plan(facts, plan, batch, cards)
+    _check_products(job)
+
+    def legal(layout, techniques, rows):
+        chosen = replace(config, layout=layout, techniques=techniques)
+        return plan_run(chosen, facts, cluster, replace(batch, microbatch_rows=rows))
+
     if not is_open:
         judged = Candidate(job, step_time(job), step_memory(job))
         shown, refused, found = [judged], [], Found(best=[judged], front=[judged], tried=1)
@@ -69,11 +81,6 @@ def foresee(config: Config, rented: Rented, *, as_json: bool) -> int:
         found = search(job, pins, progress=_progress())
         if not found.best:
             raise ConfigError(_nothing(found, rented))
-
-        def legal(layout, techniques, rows):
-            chosen = replace(config, layout=layout, techniques=techniques)
-            return plan_run(chosen, facts, cluster, replace(batch, microbatch_rows=rows))
-
         shown, refused = legal_among(found.best, config.techniques, legal)
         found.front, _ = legal_among(found.front, config.techniques, legal)
         if not shown:
@@ -81,8 +88,25 @@ def foresee(config: Config, rented: Rented, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(answer_json(shown, found, refused), indent=1))
     else:
-        print(_page(config, rented, shown, found, is_open=is_open))
+        print(_text(config, rented, shown, found, is_open=is_open))
+    if html is not None:
+        if is_open:
+            job = shown[0].job
+            batch = replace(batch, microbatch_rows=int(job.microbatch))
+            plan = legal(job.layout, techniques_of(job, config.techniques), batch.microbatch_rows)
+        page = forecast_page(shown, found.front, plan, batch, toml(shown[0], config.techniques) if is_open else "")
+        print(write_page(html, page), file=sys.stderr if as_json else sys.stdout)
     return 0
+
+
+def _check_products(job: Job) -> None:
+    cards = job.machines
+    if job.execution.products not in cards.device.flops:
+        choices = ", ".join(cards.device.flops)
+        raise ConfigError(
+            f"{cards.device.name} has no products in {job.execution.products}. Set techniques.precision.compute to one"
+            f" that it has ({choices}), and techniques.float8 = none where it lacks float8."
+        )
 
 
 def _nothing(found: Found, rented: Rented) -> str:
@@ -118,7 +142,7 @@ def _progress():
     return show
 
 
-def _page(config: Config, rented: Rented, shown: list[Candidate], found: Found, *, is_open: bool) -> str:
+def _text(config: Config, rented: Rented, shown: list[Candidate], found: Found, *, is_open: bool) -> str:
     from meshwright.planning.explain import columns
     from meshwright.simulation.search.answer import HEADS, figures, row, toml
 

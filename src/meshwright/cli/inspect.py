@@ -21,6 +21,7 @@ from meshwright.core.imports import import_object
 from meshwright.models.decoder_config import SIZES
 
 from .arguments import open_run, read_config, refuse_rest, take_option, take_trust
+from .pages import write_page
 
 
 def run(argv: list[str]) -> int:
@@ -99,15 +100,9 @@ def _model(model: Any) -> None:
 
 
 def _page(name: str, target: Path) -> int:
-    from meshwright.core.files import replace_text
     from meshwright.training.views.page.document import page
 
-    text = page(*open_run(name))
-    try:
-        replace_text(target.expanduser(), text)
-    except OSError as error:
-        raise ConfigError(f"--html = {target}: cannot write this file ({error.strerror or error})") from None
-    print(f"wrote {target}: open it in a browser")
+    print(write_page(target, page(*open_run(name))))
     return 0
 
 

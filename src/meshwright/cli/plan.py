@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from meshwright.core.devices import check_device_type, local_device
 from meshwright.core.errors import ConfigError
 
 from .arguments import read_config, take_option
 from .foresee import Rented, foresee
+from .pages import check_page
 
 
 def run(argv: list[str]) -> int:
@@ -15,7 +18,8 @@ def run(argv: list[str]) -> int:
     With ``--gpus N --gpu CARD`` the answer is about GPUs that need not be here: the memory and time of the config's
     layout, or, where the config leaves its layout open, the best of all layouts and the TOML to train with.
     ``--per-node N`` of them on a host, ``--link ib400`` between hosts (Gb/s for each GPU), ``--pin tp<=8`` (again for
-    more) to keep parts of a layout, ``--json`` for programs. Forecasts: docs/foresight.md.
+    more) to keep parts of a layout, ``--json`` for programs, ``--html FILE`` for a page with pictures. Forecasts:
+    docs/foresight.md.
 
     Without them: ``--world N`` ranks, ``--per-node N`` of them on a host, ``--device``, ``--json``; ``--trust`` runs
     code that the config names.
@@ -27,12 +31,17 @@ def run(argv: list[str]) -> int:
     gpu, argv = take_option(argv, "--gpu", str)
     link, argv = take_option(argv, "--link", str)
     pins, argv = _take_pins(argv)
+    html, argv = take_option(argv, "--html", Path)
     as_json, argv = "--json" in argv, [word for word in argv if word != "--json"]
     _check(world, per_node, device)
     _check_rented(gpus, gpu, link, pins, world, device)
+    if html is not None:
+        if gpus is None:
+            raise ConfigError("--html draws a forecast for GPUs: give --gpus N and --gpu CARD too")
+        check_page(html)
     config = read_config(argv, prog="meshwright plan", description=f"{__doc__}\n\n{run.__doc__}")
     if gpus is not None and gpu is not None:
-        return foresee(config, Rented(gpu, gpus, per_node or 0, link or "", tuple(pins)), as_json=as_json)
+        return foresee(config, Rented(gpu, gpus, per_node or 0, link or "", tuple(pins)), as_json=as_json, html=html)
     from meshwright.distributed.memory.dry_run import estimate_memory
     from meshwright.introspection.cluster import Cluster
     from meshwright.planning.explain import table

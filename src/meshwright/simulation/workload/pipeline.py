@@ -67,7 +67,8 @@ def pipeline_spans(job: Job, stages: StageSeconds) -> list[list[tuple[Action, fl
     lanes: list[list[tuple[Action, float, float]]] = [[] for _ in range(order.lanes)]
     ends = order.ends(seconds, stages.message)
     for action, rank, end, taken in zip(order.actions, order.ranks, ends, seconds, strict=True):
-        lanes[rank].append((action, end - taken, end))
+        begin, before = end - taken, lanes[rank][-1][2] if lanes[rank] else 0.0
+        lanes[rank].append((action, begin if begin - before > EQUAL * end else before, end))
     return lanes
 
 

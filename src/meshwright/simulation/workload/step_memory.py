@@ -178,9 +178,10 @@ class HeldBytes:
             logits if run.loss_chunks == 1 else 0.0,
         )
 
-    def at(self, held: Held) -> tuple[float, float]:
-        """Return the bytes of activations, and of logits, at a moment in which something is computed."""
-        activations = sum(number * size for number, size in zip(held.whole, self.kept, strict=True)) + self.working
+    def at(self, held: Held, *, computes: bool = True) -> tuple[float, float]:
+        """Return the bytes of activations, and of logits, at a moment in which something is computed, or nothing is."""
+        activations = sum(number * size for number, size in zip(held.whole, self.kept, strict=True))
+        activations += self.working if computes else 0.0
         activations += sum(number * size for number, size in zip(held.deferred, self.deferred, strict=True) if number)
         waiting = held.whole[-1]
         return activations, self.logits + (waiting - 1) * self.softmax if waiting else 0.0

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
+from .frame import legend
+
 Point = tuple[int, float]
 
 WIDTH, HEIGHT = 640, 260
@@ -64,7 +66,7 @@ def step_axis(charts: Sequence[Chart]) -> ChartAxis:
     low, high = (min(steps), max(steps)) if steps else (0, 1)
     if low == high:
         low, high = low - 1, high + 1
-    ticks = [tick for tick in _nice(low, high, 8) if tick == int(tick)]
+    ticks = [tick for tick in nice(low, high, 8) if tick == int(tick)]
     return ChartAxis(low, high, LEFT, WIDTH - RIGHT, ticks=ticks)
 
 
@@ -79,7 +81,7 @@ def value_axis(chart: Chart) -> ChartAxis:
     room = 0.05 * (high - low) or abs(high) * 0.05 or 1.0
     low, high = low - room, high + room
     unit = 1024.0 ** int(math.log(high, 1024)) if chart.unit == "bytes" and high > 1 else 1.0
-    ticks = [min(max(tick * unit, low), high) for tick in _nice(low / unit, high / unit, 5)]  # clamped: it rounds
+    ticks = [min(max(tick * unit, low), high) for tick in nice(low / unit, high / unit, 5)]  # clamped: it rounds
     return ChartAxis(low, high, HEIGHT - BOTTOM, TOP, False, ticks)
 
 
@@ -90,10 +92,8 @@ def figure(chart: Chart, x: ChartAxis) -> str:
     parts = [_grid(x, y, chart.text)]
     parts += [_mark(what, x(step)) for what, steps in chart.marks for step in steps if x.low <= step <= x.high]
     parts += [_curve(curve, number % COLOURS, x, y) for number, curve in enumerate(chart.curves)]
-    legend = "".join(
-        f'<li class="c{number % COLOURS}">{escape(curve.name)}</li>' for number, curve in enumerate(chart.curves)
-    )
-    keys = f'<ul class="legend">{legend}</ul>' if len(chart.curves) > 1 else ""
+    names = ((number % COLOURS, curve.name) for number, curve in enumerate(chart.curves))
+    keys = legend(names) if len(chart.curves) > 1 else ""
     return (
         f'<figure><figcaption>{escape(title)}</figcaption>{keys}<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img"'
         f' aria-label="{escape(title)}">{"".join(parts)}<line class="cursor" y1="{TOP}"'
@@ -146,7 +146,7 @@ def _mark(what: str, place: float) -> str:
     return f'<line class="mark {kind}" {where}><title>{escape(what)}</title></line>'
 
 
-def _nice(low: float, high: float, count: int) -> list[float]:
+def nice(low: float, high: float, count: int) -> list[float]:
     """Return about ``count`` round numbers in [low, high]."""
     raw = (high - low) / count
     if not 0 < raw < math.inf:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from html import escape
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ from meshwright.training.config import Config
 from meshwright.training.metrics.metrics import NAME
 
 from .charts import Chart, Curve, figure, hover_data, step_axis
+from .frame import asset, framed, table, tiles
 from .history import BY_SOURCE, History, read_history, thinned
 
 MOST_POINTS = 1500
@@ -40,10 +38,6 @@ def page(folder: Path, config: Config) -> str:
     history = read_history(folder / NAME)
     charts = _charts(history)
     x = step_axis(charts)
-    style, script = (
-        resources.files("meshwright.training.views.page").joinpath(name).read_text(encoding="utf-8")
-        for name in ("page.css", "page.js")
-    )
     drawn = (
         f'<div class="charts">{"".join(figure(chart, x) for chart in charts)}</div>'
         if charts
@@ -59,23 +53,8 @@ def page(folder: Path, config: Config) -> str:
         _plan(folder),
         _config(config),
     ]
-    # "<" would end the script element; the rest is JSON as it stands
-    data = json.dumps([hover_data(chart, x) for chart in charts], allow_nan=False).replace("<", "\\u003c")
-    policy = f"default-src 'none'; img-src data:; style-src {_fingerprint(style)}; script-src {_fingerprint(script)}"
-    return (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{escape(config.name)} ·'
-        f" meshwright</title>\n"
-        f'<link rel="icon" href="data:,">\n<style>{style}</style>\n</head>\n<body>\n{chr(10).join(body)}\n<div'
-        f' id="tip" hidden></div>\n'
-        f'<script type="application/json" id="data">{data}</script>\n<script>{script}</script>\n</body>\n</html>\n'
-    )
-
-
-def _fingerprint(text: str) -> str:
-    """Return the hash by which the browser accepts this text, but nothing that came with the data."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    data = json.dumps([hover_data(chart, x) for chart in charts], allow_nan=False)
+    return framed(config.name, [*body, '<div id="tip" hidden=""></div>'], script=asset("page.js"), data=data)
 
 
 def _charts(history: History) -> list[Chart]:
@@ -137,7 +116,7 @@ def _tiles(history: History, config: Config) -> str:
         ("steps skipped", figure_of("skipped", lambda value: f"{value:,.0f}")),
         ("first to last line", duration_text(max(0.0, ended - begun))),
     ]
-    return f"<dl>{''.join(f'<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>' for name, text in rows)}</dl>"
+    return tiles(rows)
 
 
 def _notes(history: History) -> list[str]:
@@ -153,14 +132,6 @@ def _notes(history: History) -> list[str]:
     return [f'<p class="soft">{escape(note)}</p>' for note in notes]
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], changed: Iterable[bool] = ()) -> str:
-    marks = iter(changed)
-    cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
-    lines = (f"<tr{' class=changed' if next(marks, False) else ''}>{line}</tr>" for line in cells)
-    titles = "".join(f"<th>{escape(title)}</th>" for title in head)
-    return f'<div class="scroll"><table><thead><tr>{titles}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
-
-
 def _events(history: History) -> str:
     if not history.events:
         return ""
@@ -169,7 +140,7 @@ def _events(history: History) -> str:
         [_moment(event.get("time")), str(event.get("step", "")), str(event["event"]), _details(event)]
         for event in history.events
     ]
-    return f"<h2>Events</h2>{dropped}{_table(('time', 'step', 'event', ''), rows)}"
+    return f"<h2>Events</h2>{dropped}{table(('time', 'step', 'event', ''), rows)}"
 
 
 def _moment(seconds: object) -> str:
@@ -229,9 +200,9 @@ def _plan(folder: Path) -> str:
         for c in plan.collectives
     ]
     return (
-        f"<details open><summary>Plan</summary>{_table(('', ''), facts)}"
-        f"<h2>Parameters</h2>{_table(('name', 'count', 'shape', 'dtype', 'placement'), parameters)}"
-        f"<h2>Collectives</h2>{_table(COLLECTIVE, collectives)}</details>"
+        f"<details open><summary>Plan</summary>{table(('', ''), facts)}"
+        f"<h2>Parameters</h2>{table(('name', 'count', 'shape', 'dtype', 'placement'), parameters)}"
+        f"<h2>Collectives</h2>{table(COLLECTIVE, collectives)}</details>"
     )
 
 
@@ -241,7 +212,7 @@ def _config(config: Config) -> str:
     changed = (usual.get(key) != value for key, value in rows.items())
     return (
         f'<details open><summary>Config</summary><p class="soft">In bold: what differs from the default.</p>'
-        f"{_table(('key', 'value'), cells, changed)}</details>"
+        f"{table(('key', 'value'), cells, changed)}</details>"
     )
 
 

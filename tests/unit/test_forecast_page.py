@@ -1,0 +1,207 @@
+"""The page of a forecast: its pictures have the figures that the command prints, and it fetches and runs nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+
+from meshwright import Layout, plan
+from meshwright.cli.main import main
+from meshwright.core.axes import Axis
+from meshwright.models.decoder_config import SIZES
+from meshwright.planning.traffic import step_traffic
+from meshwright.planning.values import Batch
+from meshwright.simulation.hardware.cards import machines
+from meshwright.simulation.search.search import Candidate
+from meshwright.simulation.workload.architecture import Architecture, decoder_block
+from meshwright.simulation.workload.execution import Execution, Job
+from meshwright.simulation.workload.step_memory import step_memory
+from meshwright.simulation.workload.step_time import step_time
+from meshwright.simulation.workload.timeline import LaneUse, memory_over_step, step_timeline
+from meshwright.training.views.forecast.areas import drawn_times
+from meshwright.training.views.forecast.mesh import coordinates, groups, link_of, partners
+from meshwright.training.views.forecast.page import forecast_page
+
+CONFIG = """
+[model]
+size = "8B"
+[data]
+tokenizer = "ids:128256:128001"
+seq_len = 4096
+[batch]
+global_batch = 64
+"""
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def candidate(name: str = "small", microbatches: int = 8, pp: int = 4, **run) -> Candidate:
+    model = Architecture(name, (decoder_block(2048, 16, 8, 5632),) * 16, 32_000)
+    layout = Layout(pp=pp, dp_shard=4, tp=2)
+    job = Job(model, layout, 2048, 4 * microbatches, 1, Execution(**run), machines("h100", layout.world))
+    return Candidate(job, step_time(job), step_memory(job))
+
+
+def page_of(one: Candidate, **changes) -> str:
+    batch = Batch(one.job.rows, 128, 1)
+    layout = replace(one.job.layout, pp=2, **changes)
+    return forecast_page([one], [one], plan(SIZES["debug"], layout), batch)
+
+
+def figures_of(text: str) -> dict[str, ElementTree.Element]:
+    """Return the pictures by their caption, if the page is well-formed."""
+    root = ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>"))
+    found = {}
+    for figure in root.iter("figure"):
+        picture, caption = figure.find(f"{SVG}svg"), figure.find("figcaption")
+        assert picture is not None and caption is not None
+        found[str(caption.text)] = picture
+    return found
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    ("schedule", "per_rank"),
+    [
+        ("gpipe", 1),
+        ("1f1b", 1),
+        ("interleaved_1f1b", 2),
+        ("looped_bfs", 2),
+        ("interleaved_zero_bubble", 2),
+        ("zbv_zero_bubble", 2),
+        ("dualpipe_v", 2),
+        ("", 1),
+    ],
+)
+def test_the_areas_peak_at_the_memory_and_the_lanes_end_with_the_step(schedule, per_rank, recompute):
+    one = candidate(pp=4 if schedule else 1, schedule=schedule, stages_per_rank=per_rank, recompute=recompute)
+    timeline = step_timeline(one.job)
+    held = memory_over_step(one.job, one.memory, timeline)
+    assert max(held.totals) == pytest.approx(one.memory.total, rel=1e-12)
+    assert held.parts.keys() == one.memory.parts().keys()
+    assert list(held.times) == sorted(held.times) and held.times[0] == 0
+    assert held.times[-1] == pytest.approx(one.time.seconds) == timeline.seconds
+    assert held.parts["activations"][-1] == 0 and held.parts["gradients"][0] == 0
+    for lane in timeline.work:
+        assert lane[-1].use is LaneUse.OPTIMIZER and lane[-1].end == timeline.seconds
+        assert all(a.end <= b.begin for a, b in zip(lane, lane[1:], strict=False))
+
+
+def test_lanes_show_waits_weight_gradients_and_messages():
+    split = step_timeline(candidate(schedule="zbv_zero_bubble", stages_per_rank=2).job)
+    assert {bar.use for bar in split.work[0]} >= {LaneUse.FORWARD, LaneUse.INPUT, LaneUse.WEIGHT, LaneUse.EXPOSED}
+    assert {bar.use for lane in split.beside for bar in lane} == {LaneUse.SENT}
+    for rank in range(4):
+        assert 0 < split.seconds - split.busy(rank) < split.seconds / 2
+    alone = candidate(pp=1)
+    (lane,) = step_timeline(alone.job).beside
+    assert sum(bar.end - bar.begin for bar in lane) == pytest.approx(alone.time.hidden_s)
+
+
+def test_pictures_are_drawn_where_the_figures_are():
+    one = candidate()
+    pictures = figures_of(page_of(one))
+    assert [*pictures] == [
+        "Layouts by memory and time",
+        "Memory over a step",
+        "A step of each pipeline rank",
+        "The mesh",
+    ]
+    bars = [
+        element for element in pictures["A step of each pipeline rank"].iter(f"{SVG}rect") if element.get("data-end")
+    ]
+    assert max(float(bar.get("data-end") or 0) for bar in bars) == pytest.approx(one.time.seconds)
+    edge = max(float(bar.get("x") or 0) + float(bar.get("width") or 0) for bar in bars)
+    assert edge == pytest.approx(1200 - 24, abs=0.02)
+    areas = [path for path in pictures["Memory over a step"].iter(f"{SVG}path") if path.get("data-name")]
+    assert [path.get("data-name") for path in areas][-1] == "fragmented"
+    heights = [float(y) for path in areas for y in re.findall(r"[ML][\d.]+ ([\d.]+)", path.get("d") or "")]
+    (most,) = [line for line in pictures["Memory over a step"].iter(f"{SVG}line") if line.get("class") == "mark"]
+    assert min(heights) == pytest.approx(float(most.get("y1") or 0), abs=0.06)
+    assert len([*pictures["The mesh"].iter(f"{SVG}g")]) == 32
+    for picture in pictures.values():
+        assert picture.get("role") == "img" and len(picture.get("aria-label") or "") > 40
+
+
+def test_a_name_cannot_act_in_the_page():
+    text = page_of(candidate("<script>alert(1)</script>&\"'<"))
+    assert "<script" not in text and "&lt;script&gt;" in text and len(figures_of(text)) == 4
+    elements = [*ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>")).iter()]
+    assert not {element.tag.removeprefix(SVG) for element in elements} & {
+        "img",
+        "iframe",
+        "object",
+        "a",
+        "image",
+        "use",
+    }
+    named = [(name, value) for element in elements for name, value in element.attrib.items()]
+    assert not [name for name, _ in named if name.startswith("on") or name == "style"]
+    assert [value for name, value in named if name in ("src", "href", "action")] == ["data:,"]
+    assert "script-src" not in text and "default-src 'none'" in text.replace("&#x27;", "'")
+
+
+def test_very_many_actions_are_drawn_by_columns_with_the_same_waits():
+    one = candidate(microbatches=600)
+    text = page_of(one)
+    assert len(text) < 400_000
+    picture = figures_of(text)["A step of each pipeline rank"]
+    timeline = step_timeline(one.job)
+    drawn = sum((path.get("d") or "").count("v18") for path in picture.iter(f"{SVG}path"))
+    busy = sum(timeline.busy(rank) for rank in range(4)) / timeline.seconds
+    assert drawn == pytest.approx(busy * (1200 - 24 - 84), rel=0.02)
+    totals = [1.0, 5.0, 2.0, 9.0, 3.0] * 2000
+    totals[7777] = 10.0
+    assert {0, 7777, len(totals) - 1} <= set(drawn_times(totals)) and len(drawn_times(totals)) <= 1500
+
+
+def test_ranks_links_and_bytes_are_those_of_the_mesh():
+    job = candidate().job
+    sizes = {
+        axis: getattr(job.layout, axis.value) for axis in (Axis.PP, Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP, Axis.TP)
+    }
+    assert coordinates(21, sizes) == {Axis.PP: 2, Axis.DP_REPLICATE: 0, Axis.DP_SHARD: 2, Axis.CP: 0, Axis.TP: 1}
+    assert partners(job) == {Axis.PP: [0, 8, 16, 24], Axis.DP_SHARD: [0, 2, 4, 6], Axis.TP: [0, 1]}
+    links = {axis: link_of(group, job.machines) for axis, group in groups(job).items()}
+    assert links == {Axis.PP: "infiniband", Axis.DP_SHARD: "nvlink in a node", Axis.TP: "nvlink in a node"}
+    planned, batch = plan(SIZES["debug"], replace(job.layout, pp=2)), Batch(32, 128, 1)
+    text = forecast_page([candidate()], [candidate()], planned, batch)
+    for row in step_traffic(planned, batch):
+        assert f"{row.op} " in text and f"({row.ranks})" in text
+
+
+def test_the_command_writes_the_page_beside_its_answer(tmp_path, capsys):
+    config, target = tmp_path / "c.toml", tmp_path / "a.html"
+    config.write_text(CONFIG)
+    words = ["plan", str(config), "--gpus", "8", "--gpu", "h100", "--pin", "pp=2", "--html", str(target)]
+    assert main([*words, "--json"]) == 0
+    printed = capsys.readouterr()
+    answer, text = json.loads(printed.out), target.read_text(encoding="utf-8")
+    assert f"wrote {target}" in printed.err and len(figures_of(text)) == 4
+    chosen = answer["chosen"]
+    assert f"{chosen['mem_gb']:.1f} of " in text and f"most: {chosen['mem_gb']:.1f} GB at" in text
+    assert main(words) == 0  # an older page is replaced, by the same bytes
+    printed = capsys.readouterr()
+    assert target.read_text(encoding="utf-8") == text and f"wrote {target}" in printed.out
+    cells = re.findall(r"<td>([^<]*)</td>", text)
+    for line in printed.out.splitlines()[2 : 2 + len(answer["candidates"])]:
+        assert all(cell in cells for cell in re.split(r"  +", line.strip()))
+    assert "[layout]\npp = 2\n" in text
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_search(tmp_path, capsys, monkeypatch):
+    def nobody_searches(*_, **__):
+        raise AssertionError("searched")
+
+    monkeypatch.setattr("meshwright.simulation.search.search.search", nobody_searches)
+    (tmp_path / "c.toml").write_text(CONFIG)
+    words = ["plan", str(tmp_path / "c.toml"), "--gpus", "8", "--gpu", "h100"]
+    for target, why in ((tmp_path / "no" / "a.html", "there is no folder"), (tmp_path, "it is a folder")):
+        assert main([*words, "--html", str(target)]) == 2
+        error = capsys.readouterr().err
+        assert why in error and "cannot write this file" in error and "Traceback" not in error
+    assert main(["plan", str(tmp_path / "c.toml"), "--html", str(tmp_path / "a.html")]) == 2
+    assert "--gpus N and --gpu CARD" in capsys.readouterr().err and not (tmp_path / "a.html").exists()
