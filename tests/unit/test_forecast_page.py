@@ -167,6 +167,8 @@ def test_ranks_links_and_bytes_are_those_of_the_mesh():
     assert partners(job) == {Axis.PP: [0, 8, 16, 24], Axis.DP_SHARD: [0, 2, 4, 6], Axis.TP: [0, 1]}
     links = {axis: link_of(group, job.machines) for axis, group in groups(job).items()}
     assert links == {Axis.PP: "infiniband", Axis.DP_SHARD: "nvlink in a node", Axis.TP: "nvlink in a node"}
+    experts = partners(replace(job, layout=Layout(dp_shard=16, tp=2, ep=8)))
+    assert experts[Axis.EP] == [*range(8)] and experts[Axis.EFSDP] == [0, 8, 16, 24]
     planned, batch = plan(SIZES["debug"], replace(job.layout, pp=2)), Batch(32, 128, 1)
     text = forecast_page([candidate()], [candidate()], planned, batch)
     for row in step_traffic(planned, batch):

@@ -26,6 +26,7 @@ HOLDS = {
     Axis.CP: "other tokens of the same rows",
     Axis.TP: "other parts of each weight matrix",
     Axis.EP: "other experts",
+    Axis.EFSDP: "other shards of the same experts",
 }
 
 
@@ -77,7 +78,10 @@ def groups(job: Job) -> dict[Axis, Group]:
     for axis in reversed(WORLD_AXES):
         found[axis] = Group(sizes[axis], stride)
         stride *= sizes[axis]
-    ordered = {axis: found[axis] for axis in WORLD_AXES} | {Axis.EP: Group(job.layout.ep, 1)}
+    ordered, ep = {axis: found[axis] for axis in WORLD_AXES}, job.layout.ep
+    if ep > 1:  # experts have a mesh of their own over the same ranks
+        inside = sizes[Axis.DP_SHARD] * sizes[Axis.CP] * sizes[Axis.TP]
+        ordered |= {Axis.EP: Group(ep, 1), Axis.EFSDP: Group(inside // ep, ep)}
     return {axis: group for axis, group in ordered.items() if group.size > 1}
 
 
@@ -87,7 +91,7 @@ def partners(job: Job) -> dict[Axis, list[int]]:
 
 
 def _colour(axis: Axis) -> int:
-    return [*WORLD_AXES, Axis.EP].index(axis) + 1
+    return [*WORLD_AXES, Axis.EP, Axis.EFSDP].index(axis) + 1
 
 
 def _gpu(rank: int, at: tuple[float, float], job: Job, axes: Mapping[Axis, list[int]]) -> str:

@@ -38,7 +38,7 @@ def forecast_page(
     name = f"{job.architecture.name} on {machines.gpus} {machines.device.name}"
     about = (
         f"{machines.per_node} GPUs per node, {job.rows} rows of {job.seq_len} tokens per step. A forecast from data"
-        " sheets and shapes alone: no GPU was asked."
+        " sheets and shapes alone: nothing was run on a GPU."
     )
     body = [
         f"<h1>{escape(name)}</h1>",
@@ -61,7 +61,7 @@ def _tiles(first: Candidate) -> str:
     return tiles(
         [
             ("memory per GPU", f"{values['mem_gb']:.1f} of {gigabytes(device.memory_bytes)}"),
-            ("", "fits" if first.fits else "does not fit"),
+            ("the card", "has room" if first.fits else "is too small"),
             ("step", f"{values['step_s']:.2f} s"),
             ("tokens/s/GPU", f"{values['tok_s_gpu']:,.0f}"),
             ("MFU", f"{values['mfu']:.1%}"),
