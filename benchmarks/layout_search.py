@@ -35,7 +35,7 @@ def main() -> int:
         seconds, peak = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         best = found.best[0]
         print(
-            f"{name}: {seconds:.1f} s, {found.tried:,} simulated, {peak / 1e6:.0f} MB resident at most; the best:"
+            f"{name}: {seconds:.1f} s, {found.tried:,} compared, {peak / 1e6:.0f} MB resident at most; the best:"
             f" {best.job.layout}, {best.time.seconds:.2f} s, {best.memory.total / 1e9:.0f} GB"
         )
         held = held and seconds <= MOST_S and peak <= MOST_BYTES

@@ -18,7 +18,7 @@ from meshwright.simulation.hardware.cards import card_names, device, link_across
 from meshwright.simulation.hardware.links import Group, gather_s, reduce_s
 from meshwright.simulation.search.pins import Pin
 from meshwright.simulation.search.search import FRONT, search
-from meshwright.simulation.search.space import meshes, microbatches, recomputations, stages_per_rank
+from meshwright.simulation.search.space import meshes, microbatches, recomputations, schedules
 from meshwright.simulation.workload.architecture import Architecture, decoder_block
 from meshwright.simulation.workload.execution import Execution, Job, even_cuts
 from meshwright.simulation.workload.step_memory import step_memory
@@ -131,7 +131,7 @@ def every_candidate(base: Job):
     for mesh in meshes(base, ()):
         for rows in microbatches(base, mesh, ()):
             for run in recomputations(base, ()):
-                for per_rank in stages_per_rank(base, mesh, rows, ()):
+                for per_rank, schedule in schedules(base, mesh, rows, ()):
                     for shard in mesh.shards():
                         for reshard in (True, False):
                             for chunks in (1, 8):
@@ -139,7 +139,11 @@ def every_candidate(base: Job):
                                 if shard * layout.cp == 1 and not reshard:
                                     continue
                                 changed = replace(
-                                    run, stages_per_rank=per_rank, gathers_each=reshard, loss_chunks=chunks
+                                    run,
+                                    schedule=schedule,
+                                    stages_per_rank=per_rank,
+                                    gathers_each=reshard,
+                                    loss_chunks=chunks,
                                 )
                                 yield replace(base, layout=layout, microbatch=rows, execution=changed)
 

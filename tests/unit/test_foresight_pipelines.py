@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.cli.main import main
+from meshwright.core.errors import ConfigError
 from meshwright.planning.layout import Layout
 from meshwright.planning.pipeline.schedules.orders import KINDS
 from meshwright.planning.pipeline.schedules.simulate import peak_live, simulate, wait_order
@@ -184,17 +185,31 @@ def ask(capsys, *words: str) -> dict:
     return json.loads(capsys.readouterr().out)["candidates"][0]
 
 
-def test_a_layout_that_was_found_is_judged_as_it_was_found(tmp_path, capsys):
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zbv_zero_bubble"])
+def test_a_layout_that_was_found_is_judged_as_it_was_found(tmp_path, capsys, schedule):
     config = tmp_path / "c.toml"
     config.write_text(CONFIG)
-    found = ask(capsys, str(config), "--pin", "pp=4", "--pin", "stages_per_rank=2")
-    blocks = 32 // (4 * 2)
+    pins = ("pp=4", "stages_per_rank=2", f"schedule={schedule}", "microbatch<=2")
+    found = ask(capsys, str(config), *(word for pin in pins for word in ("--pin", pin)))
     words = [f"--layout.{axis}={size}" for axis, size in found["layout"].items()]
     words += [f"--batch.microbatch={found['microbatch']}", f"--techniques.loss_chunks={found['loss_chunks']}"]
-    words += [f"--techniques.activation_checkpointing={found['recompute']}", f"--techniques.layers_per_stage={blocks}"]
+    words += [f"--techniques.activation_checkpointing={found['recompute']}"]
     words += [f"--techniques.reshard_after_forward={str(found['reshard_after_forward']).lower()}"]
+    if schedule == "interleaved_1f1b":
+        words.append(f"--techniques.layers_per_stage={32 // (4 * 2)}")
     judged = ask(capsys, str(config), *words, f"--techniques.pipeline_schedule={found['schedule']}")
-    assert found["schedule"] == "interleaved_1f1b" and judged == found
+    assert found["schedule"] == schedule and judged == found
+
+
+def test_a_search_tries_zero_bubbles_where_the_rules_allow_them():
+    pins = (Pin.parse("pp=4"), Pin.parse("tp=2"))
+    free = search(replace(job(1, 16), execution=Execution()), pins)
+    assert {one.job.execution.schedule for one in free.best} == {"", "zbv_zero_bubble"}
+    for refused in (Execution(fused=True), Execution(reduces_each=True)):  # compiled; reduced with every microbatch
+        found = search(replace(job(1, 16), execution=refused), pins)
+        assert {one.job.execution.schedule for one in found.best} == {""}
+    with pytest.raises(ConfigError, match="schedule=1f1b"):
+        Pin.parse("schedule=fast")
 
 
 def test_a_schedule_of_ones_own_is_judged_as_the_known_one_with_its_order(tmp_path, capsys):

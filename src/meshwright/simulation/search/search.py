@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from meshwright.simulation.workload.execution import Job
-from meshwright.simulation.workload.step_memory import SavedBytes, StepMemory, least_memory, step_memory
+from meshwright.simulation.workload.step_memory import SavedBytes, StepMemory, ends_memory, least_memory, step_memory
 from meshwright.simulation.workload.step_time import Kinds, StepTime, least_step_seconds, least_time, step_time
 
 from .pins import Pin, hold
-from .space import Mesh, meshes, microbatches, recomputations, stages_per_rank
+from .space import Mesh, meshes, microbatches, recomputations, schedules
 
 Progress = Callable[[float], None]
 FRONT = 1.5
@@ -39,6 +39,7 @@ class Candidate:
             self.job.layout,
             self.job.microbatch,
             run.recompute,
+            run.schedule,
             run.stages_per_rank,
             run.gathers_each,
             run.loss_chunks,
@@ -75,7 +76,8 @@ def search(base: Job, pins: tuple[Pin, ...] = (), *, keep: int = 24, progress: P
         progress: receives the fraction that is done.
     """
     found, chosen = Found(), _Chosen(keep)
-    smallest: tuple[_Group, Job, StepMemory] | None = None
+    smallest: _TooLarge | None = None
+    limit = base.machines.device.memory_bytes
     groups = sorted(_groups(base, pins, found, progress), key=lambda entry: entry[:2])
     for bound, _, group, least in groups:
         chosen.judge_up_to(bound)
@@ -84,13 +86,14 @@ def search(base: Job, pins: tuple[Pin, ...] = (), *, keep: int = 24, progress: P
             continue
         for least_s, shards in group.variants(base, pins, bound):
             for job in shards:
-                memory = step_memory(job, group.saved)
                 found.tried += 1
-                if memory.total > base.machines.device.memory_bytes:
-                    if smallest is None or memory.total < smallest[2].total:
-                        smallest = group, job, memory
+                memory = ends_memory(job, group.saved)
+                if chosen.refuses(least_s, memory.total, limit):
+                    smallest = _smaller(smallest, group, job, memory, limit)
                     break  # fewer shards need more
-                if chosen.is_beaten(least_s, memory.total):
+                memory = step_memory(job, group.saved) if job.layout.pp > 2 else memory
+                if chosen.refuses(least_s, memory.total, limit):
+                    smallest = _smaller(smallest, group, job, memory, limit)
                     break
                 chosen.add(max(least_s, least_step_seconds(job, group.kinds)), found.tried, group, job, memory)
     chosen.judge_up_to(math.inf)
@@ -100,6 +103,14 @@ def search(base: Job, pins: tuple[Pin, ...] = (), *, keep: int = 24, progress: P
         group, job, memory = smallest
         found.smallest = Candidate(job, step_time(job, group.kinds), memory)
     return found
+
+
+def _smaller(smallest: _TooLarge | None, group: _Group, job: Job, memory: StepMemory, limit: float) -> _TooLarge | None:
+    """Return the smaller of two that do not fit."""
+    if memory.total <= limit or (smallest is not None and memory.total >= smallest[2].total):
+        return smallest
+    memory = step_memory(job, group.saved)
+    return smallest if smallest is not None and memory.total >= smallest[2].total else (group, job, memory)
 
 
 class _Chosen:
@@ -120,6 +131,10 @@ class _Chosen:
         if seconds > FRONT * self.front[0].time.seconds:
             return True
         return any(c.time.seconds <= seconds and c.memory.total <= size for c in self.front)
+
+    def refuses(self, seconds: float, size: float, limit: float) -> bool:
+        """Return whether a candidate does not fit, or is of no interest."""
+        return size > limit or self.is_beaten(seconds, size)
 
     def add(self, seconds: float, number: int, group: _Group, job: Job, memory: StepMemory) -> None:
         """Let a candidate wait that takes so long at least."""
@@ -188,15 +203,20 @@ class _Group:
     saved: SavedBytes
 
     def variants(self, base: Job, pins: tuple[Pin, ...], bound: float) -> Iterator[tuple[float, Iterator[Job]]]:
-        """Yield (bound of the time, candidates with most shards first) of what differs besides: stages per rank, the
-        parameters that stay gathered, and the chunks of the loss."""
-        for per_rank in stages_per_rank(base, self.mesh, int(self.job.microbatch), pins):
-            waits = bound / self.job.microbatches * (self.mesh.pp - 1) / per_rank
+        """Yield (bound of the time, candidates with most shards first) of what differs besides: schedule and stages per
+        rank, the parameters that stay gathered, and the chunks of the loss."""
+        for per_rank, schedule in schedules(base, self.mesh, int(self.job.microbatch), pins):
+            # with weight gradients in its place, a wait may vanish
+            waits = 0.0 if schedule else bound / self.job.microbatches * (self.mesh.pp - 1) / per_rank
             for reshard in (True, False):
                 for chunks in (1, 8):
                     if hold(pins, reshard=str(reshard).lower(), loss_chunks=chunks):
                         run = replace(
-                            self.job.execution, stages_per_rank=per_rank, gathers_each=reshard, loss_chunks=chunks
+                            self.job.execution,
+                            schedule=schedule,
+                            stages_per_rank=per_rank,
+                            gathers_each=reshard,
+                            loss_chunks=chunks,
                         )
                         yield bound + waits, self._shards(replace(self.job, execution=run), pins)
 
@@ -207,3 +227,7 @@ class _Group:
                 continue  # nothing is gathered
             if hold(pins, dp_shard=shard, dp_replicate=layout.dp_replicate):
                 yield job.with_layout(layout)
+
+
+_TooLarge = tuple[_Group, Job, StepMemory]
+"""A candidate that does not fit."""

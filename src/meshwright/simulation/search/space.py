@@ -14,6 +14,8 @@ from meshwright.simulation.workload.execution import Execution, Job
 from .pins import Pin, hold
 
 STAGES_PER_RANK = (1, 2, 4)
+ZERO_BUBBLE, MOST_RANKS = "zbv_zero_bubble", 16
+"""The schedule that is tried beside 1F1B and its loops, and the pipeline ranks up to which it is."""
 LARGEST_CONTEXT = 16
 MICROBATCH_TOKENS = 1 << 16
 """Tokens of a microbatch on one rank beyond which products get no faster."""
@@ -97,4 +99,21 @@ def stages_per_rank(base: Job, mesh: Mesh, microbatch: int, pins: tuple[Pin, ...
         size = -(-blocks // stages)
         if kind.legal(number, mesh.pp) == number and (per_rank == 1 or -(-blocks // size) == stages):
             found.append(per_rank)
+    return found
+
+
+def schedules(base: Job, mesh: Mesh, microbatch: int, pins: tuple[Pin, ...]) -> list[tuple[int, str]]:
+    """List (stages per rank, schedule) that a pipeline may have; "": 1F1B or its loops.
+
+    Rules refuse a backward in two parts where blocks are compiled or gradients reduced with every microbatch.
+    """
+    found = [
+        (per_rank, "")
+        for per_rank in stages_per_rank(base, mesh, microbatch, pins)
+        if mesh.pp == 1 or hold(pins, schedule="1f1b" if per_rank == 1 else "interleaved_1f1b")
+    ]
+    splits = not (base.execution.fused or base.execution.reduces_each)
+    fits = 1 < mesh.pp <= MOST_RANKS and 2 * mesh.pp <= len(base.architecture.blocks)
+    if splits and fits and hold(pins, stages_per_rank=2, schedule=ZERO_BUBBLE):
+        found.append((2, ZERO_BUBBLE))
     return found

@@ -201,12 +201,13 @@ def held_on(job: Job, rank: int) -> tuple[Held, ...]:
         return (Held((min(microbatches, ranks - rank),), (0,)),)
     if job.schedule in ("interleaved_1f1b", "zbv_zero_bubble"):
         microbatches = min(microbatches, STEADY * ranks)
-    return _held(job.schedule, ranks, microbatches, per_rank, rank)
+    return _held(job.schedule, ranks, microbatches, per_rank)[rank]
 
 
-@lru_cache(maxsize=10_000)
-def _held(schedule: str, ranks: int, microbatches: int, per_rank: int, rank: int) -> tuple[Held, ...]:
-    return _fullest(_built(schedule, ranks, microbatches, per_rank), rank)
+@lru_cache(maxsize=1000)
+def _held(schedule: str, ranks: int, microbatches: int, per_rank: int) -> tuple[tuple[Held, ...], ...]:
+    built = _built(schedule, ranks, microbatches, per_rank)
+    return tuple(_fullest(built, rank) for rank in range(ranks))
 
 
 def _fullest(schedule: PipelineSchedule, rank: int) -> tuple[Held, ...]:

@@ -5,7 +5,7 @@ Activations of a block are counted as in arXiv 2205.05198 (Korthikanti et al.), 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .architecture import BlockShape, BlocksPart
@@ -59,8 +59,16 @@ def step_memory(job: Job, saved: SavedBytes | None = None) -> StepMemory:
     Args:
         saved: bytes of the job's blocks, where they are known from a job that differs in data ranks or stages alone.
     """
-    saved = saved or SavedBytes(job)
-    return max((rank_memory(job, rank, saved) for rank in _different_ranks(job)), key=lambda memory: memory.total)
+    return _fullest(job, saved or SavedBytes(job), _different_ranks(job))
+
+
+def ends_memory(job: Job, saved: SavedBytes) -> StepMemory:
+    """Forecast the bytes of the fuller of a pipeline's first and last rank: a lower bound of ``step_memory``."""
+    return _fullest(job, saved, {0, job.layout.pp - 1})
+
+
+def _fullest(job: Job, saved: SavedBytes, ranks: Iterable[int]) -> StepMemory:
+    return max((rank_memory(job, rank, saved) for rank in sorted(ranks)), key=lambda memory: memory.total)
 
 
 class SavedBytes:
