@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from meshwright.core.devices import CUDA
@@ -12,6 +14,7 @@ from meshwright.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from meshwright.simulation.search.search import Candidate, Found
+    from meshwright.simulation.workload.execution import Job
     from meshwright.training.config import Config
 
 PATIENCE_S = 2.0
@@ -35,6 +38,7 @@ def foresee(config: Config, rented: Rented, *, as_json: bool) -> int:
     from meshwright.simulation.hardware.cards import machines
     from meshwright.simulation.search.answer import as_json as answer_json
     from meshwright.simulation.search.answer import legal_among
+    from meshwright.simulation.search.counts import open_works, refusing, stated_works, words
     from meshwright.simulation.search.from_model import job_of_plan
     from meshwright.simulation.search.pins import Pin
     from meshwright.simulation.search.search import Candidate, Found, search
@@ -50,45 +54,70 @@ def foresee(config: Config, rented: Rented, *, as_json: bool) -> int:
     facts, batch = facts_of(model_source(config, tokenizer)), batch_of(config, tokenizer)
     cluster = Cluster(rented.gpus, cards.per_node, CUDA)
     is_open = config.layout == Layout()
-    if pins and not is_open:
-        raise ConfigError(
-            f"--pin is for a layout that is searched, and the config states one ({config.layout}). Leave the layout out"
-            f" and pin its sizes, such as --pin tp={config.layout.tp}."
-        )
-    job = job_of_plan(facts, plan_run(config, facts, cluster, None if is_open else batch), batch, cards)
-    if job.execution.products not in cards.device.flops:
-        choices = ", ".join(cards.device.flops)
-        raise ConfigError(
-            f"{cards.device.name} has no products in {job.execution.products}. Set techniques.precision.compute to one"
-            f" that it has ({choices}), and techniques.float8 = none where it lacks float8."
-        )
+    _check_pins(config, rented)
+
+    def stated(count: int):
+        return plan_run(config, facts, replace(cluster, world=count), batch)
+
+    with refusing(
+        config.layout, rented.gpus, batch.global_rows, stated_works(config.layout, batch.global_rows, stated)
+    ):
+        plan = plan_run(config, facts, cluster) if is_open else stated(rented.gpus)
+    job = job_of_plan(facts, plan, batch, cards)
+    _check_products(job)
     if not is_open:
         judged = Candidate(job, step_time(job), step_memory(job))
         shown, refused, found = [judged], [], Found(best=[judged], front=[judged], tried=1)
     else:
+
+        def legal_on(count, layout, techniques, rows):
+            chosen = replace(config, layout=layout, techniques=techniques)
+            return plan_run(chosen, facts, replace(cluster, world=count), replace(batch, microbatch_rows=rows))
+
+        def of(count):
+            return machines(rented.gpu, count, per_node=rented.per_node, across=rented.link)
+
+        works = open_works(job, pins, config.techniques, of, legal_on)
+        legal = partial(legal_on, rented.gpus)
         found = search(job, pins, progress=_progress())
         if not found.best:
-            raise ConfigError(_nothing(found, rented))
-
-        def legal(layout, techniques, rows):
-            chosen = replace(config, layout=layout, techniques=techniques)
-            return plan_run(chosen, facts, cluster, replace(batch, microbatch_rows=rows))
-
+            raise ConfigError(_nothing(found, rented, works))
         shown, refused = legal_among(found.best, config.techniques, legal)
         found.front, _ = legal_among(found.front, config.techniques, legal)
         if not shown:
-            raise ConfigError(f"no layout that fits is legal. {refused[0].reason}.")
-    if as_json:
-        print(json.dumps(answer_json(shown, found, refused), indent=1))
-    else:
-        print(_page(config, rented, shown, found, is_open=is_open))
+            raise ConfigError(
+                f"no layout that fits {rented.gpus} GPUs is legal. {refused[0].reason}. {words(rented.gpus, works)}"
+            )
+    answer = json.dumps(answer_json(shown, found, refused), indent=1) if as_json else ""
+    print(answer or _page(config, rented, shown, found, is_open=is_open))
     return 0
 
 
-def _nothing(found: Found, rented: Rented) -> str:
+def _check_pins(config: Config, rented: Rented) -> None:
+    from meshwright.planning.layout import Layout
+
+    if rented.pins and config.layout != Layout():
+        raise ConfigError(
+            f"--pin is for a layout that is searched, and the config states one ({config.layout}). Leave the layout out"
+            f" and pin its sizes, such as --pin tp={config.layout.tp}."
+        )
+
+
+def _check_products(job: Job) -> None:
+    device = job.machines.device
+    if job.execution.products not in device.flops:
+        raise ConfigError(
+            f"{device.name} has no products in {job.execution.products}. Set techniques.precision.compute to one"
+            f" that it has ({', '.join(device.flops)}), and techniques.float8 = none where it lacks float8."
+        )
+
+
+def _nothing(found: Found, rented: Rented, works: Callable[[int], bool]) -> str:
+    from meshwright.simulation.search.counts import words
+
     if found.smallest is None:
-        legal = "a count that the rows of batch.global_batch and the model's heads and blocks divide"
-        return f"--gpus {rented.gpus}: no layout fills them with this batch and these pins. Ask for {legal}."
+        head = f"--gpus {rented.gpus}: no layout fills them with this batch and these pins."
+        return f"{head} {words(rented.gpus, works)}"
     smallest = found.smallest
     job, device = smallest.job, smallest.job.machines.device
     beyond = (smallest.memory.total - device.memory_bytes) / 1e9

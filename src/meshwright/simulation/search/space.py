@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from meshwright.planning.layout import Layout
 from meshwright.planning.pipeline.schedules.orders import schedule_kind
@@ -17,14 +19,11 @@ MICROBATCH_TOKENS = 1 << 16
 """Tokens of a microbatch on one rank beyond which products get no faster."""
 
 
-def divisors(number: int) -> list[int]:
+@lru_cache(maxsize=100_000)
+def divisors(number: int) -> tuple[int, ...]:
     """List the divisors of a number, smallest first."""
-    return [n for n in range(1, number + 1) if number % n == 0] if number < 1 << 16 else _many_divisors(number)
-
-
-def _many_divisors(number: int) -> list[int]:
-    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return tuple(sorted({*small, *(number // n for n in small)}))
 
 
 @dataclass(frozen=True)
