@@ -223,12 +223,16 @@ def test_plan_judges_a_layout_that_is_given_and_refuses_what_fits_nowhere(tmp_pa
     assert "states one" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("count", "pins"), [(37, ()), (38, ("tp=1", "pp=1")), (11, ("pp=3",)), (13, ("cp=16",))])
-def test_the_nearest_counts_are_those_that_a_search_of_each_count_finds(count, pins):
+@pytest.mark.parametrize(
+    ("count", "pins"), [(37, ()), (38, ("tp=1", "pp=1")), (11, ("pp=3",)), (13, ("cp=16",)), (5, ()), (9, ())]
+)
+@pytest.mark.parametrize("memory", [85e9, 2.5e9])
+def test_the_nearest_counts_are_those_that_a_search_of_each_count_finds(count, pins, memory):
     base, pins = replace(job(8), rows=12), tuple(map(Pin.parse, pins))
 
     def of(gpus: int):
-        return machines("h100", gpus, per_node=2)
+        cards = machines("h100", gpus, per_node=2)
+        return replace(cards, device=replace(cards.device, memory_bytes=memory))
 
     def searched(gpus: int) -> bool:
         try:
@@ -254,7 +258,10 @@ def test_counts_that_rules_refuse_are_passed_over():
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--gpus", "296"], "no layout fills them .* Nearest counts that work: 288 or 304 GPUs"),
+        (
+            ["--gpus", "296", "--pin", "tp=1", "--pin", "cp=1"],
+            "no layout fills them .* Nearest counts that work: 288 or 304 GPUs",
+        ),
         (["--gpus", "5", "--pin", "tp=8"], r"Nearest count that works: 8 GPUs \(none below, down to 2, does\)"),
         (["--gpus", "3", "--pin", "tp=3"], "No count from 1 to 12 GPUs works"),
         (["--gpus", "24", "--layout.tp=8", "--layout.pp=2"], "such as 16 or 32, .* that work: 16 or 32 GPUs"),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from meshwright.core.devices import check_device_type, local_device
 from meshwright.core.errors import ConfigError
+from meshwright.introspection.cluster import Cluster
 
+from . import foresee
 from .arguments import read_config, take_option
-from .foresee import Rented, foresee
 
 
 def run(argv: list[str]) -> int:
@@ -32,9 +33,9 @@ def run(argv: list[str]) -> int:
     _check_rented(gpus, gpu, link, pins, world, device)
     config = read_config(argv, prog="meshwright plan", description=f"{__doc__}\n\n{run.__doc__}")
     if gpus is not None and gpu is not None:
-        return foresee(config, Rented(gpu, gpus, per_node or 0, link or "", tuple(pins)), as_json=as_json)
+        cluster = Cluster(gpus, per_node or 0, gpu=gpu, link=link or "")
+        return foresee.run(config, cluster, tuple(pins), as_json=as_json)
     from meshwright.distributed.memory.dry_run import estimate_memory
-    from meshwright.introspection.cluster import Cluster
     from meshwright.planning.explain import table
     from meshwright.training.build import batch_of, facts_of, plan_run
     from meshwright.training.launch import process_count

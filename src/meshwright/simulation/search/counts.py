@@ -23,7 +23,7 @@ FARTHEST = 4
 """Counts are looked for from a quarter of the requested one to four times as many."""
 TRIED = 6
 """Candidates of one count that rules may refuse before it is given up."""
-MEASURED = 200
+MEASURED = 1000
 """Candidates of one count that may be too large before it is given up; the first need least."""
 
 
@@ -91,11 +91,14 @@ def _smallest(base: Job, pins: tuple[Pin, ...]) -> Iterator[Job]:
             for layout in map(mesh.layout, reversed(mesh.shards()))
             if hold(pins, dp_shard=layout.dp_shard, dp_replicate=layout.dp_replicate)
         ]
-        for rows in microbatches(base, mesh, pins)[:1]:
+        sizes = microbatches(base, mesh, pins)
+        for rows in dict.fromkeys((*sizes[:1], *sizes[-1:])):  # one microbatch alone accumulates no whole gradients
             for run in recomputations(base, pins)[-1:]:
-                for per_rank in stages_per_rank(base, mesh, rows, pins)[:1]:
+                for per_rank in stages_per_rank(base, mesh, rows, pins):
                     for reshard, chunks in ((True, 8), (True, 1), (False, 8), (False, 1)):
-                        if shards and hold(pins, reshard=str(reshard).lower(), loss_chunks=chunks):
+                        # one shard gathers nothing that could stay gathered
+                        legal = shards and (reshard or shards[0].dp_shard * mesh.cp > 1)
+                        if legal and hold(pins, reshard=str(reshard).lower(), loss_chunks=chunks):
                             run = replace(run, stages_per_rank=per_rank, gathers_each=reshard, loss_chunks=chunks)
                             yield replace(base, layout=shards[0], microbatch=rows, execution=run)
 
