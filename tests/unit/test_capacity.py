@@ -267,3 +267,37 @@ def test_states_without_momentum_are_not_counted():
         refuse_too_large(plain, FACTS, made, BATCH, Cluster(1))
         with pytest.raises(ConfigError, match="does not fit"):
             refuse_too_large(asked, FACTS, made, BATCH, Cluster(1))
+
+
+# --- plan
+
+
+@pytest.fixture
+def planned_line(monkeypatch, capsys):
+    """The line below the memory of ``meshwright plan``, in a host of so many bytes."""
+    from meshwright.cli import plan as verb
+
+    def line(size: float, *flags: str) -> str:
+        monkeypatch.setattr("meshwright.training.metrics.host_memory.host_memory", lambda: int(size))
+        assert verb.run([*FLAGS, *flags]) == 0
+        memory = capsys.readouterr().out.partition("\nmemory of")[2].partition("\n\n")[0]
+        return memory.splitlines()[-1].strip()
+
+    return line
+
+
+@pytest.mark.parametrize(
+    ("size", "flags", "says"),
+    [
+        (64e9, ["--world=1"], r"fits this host: at most [\d.]+ MiB, libraries included, 59.6 GiB there"),
+        (40e6, ["--world=1"], r"does not fit this host: at least [\d.]+ MiB, 38.1 MiB there"),
+        (264 << 20, ["--world=1"], r"may not fit this host: between [\d.]+ MiB and [\d.]+ MiB, 264 MiB there"),
+        (64e9, ["--process.count=4"], r"fits this host: at most [\d.]+ MiB for 4 ranks, .*"),
+        (64e9, ["--world=4"], r"fits this host: at most [\d.]+ MiB for 1 of 4 ranks, .*"),
+        (64e9, ["--world=4", "--per-node=2"], r"fits this host: at most [\d.]+ MiB for 2 of 4 ranks, .*"),
+        (64e9, ["--world=1", "--techniques.compile=true"], r"this host: at least .*; with activations, .* may not fit"),
+        (64e9, ["--world=1", "--device=cuda"], r"together .*"),
+    ],
+)
+def test_the_plan_says_whether_it_fits_this_machine(planned_line, size, flags, says):
+    assert re.fullmatch(says, planned_line(size, *flags)), planned_line(size, *flags)

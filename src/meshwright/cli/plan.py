@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.core.devices import check_device_type, local_device
+from meshwright.core.devices import check_device_type, device_memory, local_device
 from meshwright.core.errors import ConfigError
 from meshwright.introspection.cluster import Cluster
 
@@ -38,7 +38,9 @@ def run(argv: list[str]) -> int:
     from meshwright.distributed.memory.dry_run import estimate_memory
     from meshwright.planning.explain import table
     from meshwright.training.build import batch_of, facts_of, plan_run
+    from meshwright.training.capacity import Capacity, whether_it_fits
     from meshwright.training.launch import process_count
+    from meshwright.training.metrics.host_memory import host_memory
     from meshwright.training.model_source import model_source
     from meshwright.training.tokenizer import planned_tokenizer
 
@@ -55,7 +57,14 @@ def run(argv: list[str]) -> int:
     except ConfigError:
         print(f"{table(plan)}\n", flush=True)  # the plan holds for any batch; the refusal of this one follows
         raise
-    print(table(plan, batch, estimate_memory(facts, plan, batch)))
+    estimate = estimate_memory(facts, plan, batch)
+    fits = ""
+    if cluster.device == local_device():
+        # of ranks that are only planned it is not known which share a host: one alone counts
+        ranks = per_node or (1 if world else cluster.world)
+        here = Capacity(cluster.device, device_memory(cluster.device), host_memory(), ranks)
+        fits = whether_it_fits(facts, plan, batch, here, estimate)
+    print(table(plan, batch, estimate, whether_it_fits=fits))
     return 0
 
 

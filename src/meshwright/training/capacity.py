@@ -32,6 +32,7 @@ LIBRARIES_OF_DEVICES = 1.0e9
 ARITHMETIC_SHORT = 1.3
 """Factor by which activations by arithmetic alone count in an upper bound: memory that others measured was at most 31 %
 off (docs/foresight.md)."""
+HOST = "this host"
 UNKNOWN = MemoryEstimate((), "not estimated")
 
 
@@ -134,7 +135,7 @@ def judge(
         fully: give an upper bound, whatever it costs.
     """
     states = need(plan, capacity, least_bytes(plan, batch, steps=steps, state_tensors=state_tensors))
-    if states.is_short:
+    if states.is_short and estimate is None:
         return Judgement(states, None)
     rough = states.bytes + _rough_activations(facts, plan, batch) * (1 if capacity.device_bytes else capacity.ranks)
     if estimate is None:
@@ -157,6 +158,24 @@ def judge(
     return Judgement(least, most)
 
 
+def whether_it_fits(facts: ModelFacts, plan: Plan, batch: Batch, capacity: Capacity, estimate: MemoryEstimate) -> str:
+    """Return a line that says whether a plan's step fits a machine, for the plan's table."""
+    judgement = judge(facts, plan, batch, capacity, estimate=estimate)
+    least, most, verdict = judgement.least, judgement.most, judgement.verdict
+    count, world = min(capacity.ranks, plan.world), plan.world
+    ranks = "" if least.where != HOST or world == 1 else f" for {count} ranks"
+    ranks = ranks if count == world or not ranks else f" for {count} of {world} ranks"
+    lower, there = bytes_text(least.bytes), f"{bytes_text(least.have)} there"
+    if verdict is Fit.TOO_LARGE:
+        return f"  does not fit {least.where}: at least {lower}{ranks}, {there}"
+    if most is None:
+        return f"  {least.where}: at least {lower}{ranks}, {there}; with activations, which are unknown, it may not fit"
+    upper = bytes_text(most.bytes)
+    if verdict is Fit.FITS:
+        return f"  fits {least.where}: at most {upper}{ranks}, libraries included, {there}"
+    return f"  may not fit {least.where}: between {lower} and {upper}{ranks}, {there}"
+
+
 def need(plan: Plan, capacity: Capacity, ranks: Sequence[RankBytes], *, with_libraries: bool = False) -> MemoryNeed:
     """Return the memory that is shortest: of this rank's device, or of the host for all of its ranks.
 
@@ -174,7 +193,7 @@ def need(plan: Plan, capacity: Capacity, ranks: Sequence[RankBytes], *, with_lib
     libraries = LIBRARIES.get(plan.device, LIBRARIES[CPU]) * count if with_libraries else 0
     largest = max(ranks, key=lambda one: one.host)
     each_of = f"{count} ranks, each with " * (count > 1)
-    needs = [MemoryNeed(int(together + libraries), capacity.host_bytes, "this host", each_of + _text(largest))]
+    needs = [MemoryNeed(int(together + libraries), capacity.host_bytes, HOST, each_of + _text(largest))]
     if capacity.device_bytes is not None:
         beside = LIBRARIES_OF_DEVICES if with_libraries else 0
         needs.append(
