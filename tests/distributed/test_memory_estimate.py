@@ -29,6 +29,7 @@ from meshwright.introspection.huggingface import CausalLM
 from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import SIZES, DecoderConfig, MoEConfig
 from meshwright.planning.build import plan
+from meshwright.planning.memory.bounds import least_bytes, most_bytes
 from meshwright.planning.memory.step import MemoryEstimate, MemoryUse
 from meshwright.planning.plan import Plan
 from meshwright.planning.values import Batch
@@ -105,6 +106,30 @@ def compared(case: Case) -> dict[MemoryUse, tuple[int, int]]:
     assert not estimate.why_not, estimate.why_not
     held = estimate.of(get_pp_rank(laid.mesh) if laid.plan.pipeline is not None else None)
     return {kind: (account.most[kind], size) for kind, size in held.items()}
+
+
+def bounded(case: Case) -> tuple[int, int, int]:
+    """Bytes that this rank holds in its second step: at least, found, at most."""
+    case = of(case)
+    model, layout, *_ = case
+    made, batch, estimate = estimated(case)
+    laid = parallelize(model, layout if layout.world > 1 else None, plan=made, seed=1, microbatch_rows=ROWS)
+    rows = own_rows(
+        laid, dict(RandomBatches(VOCABULARY, rows=batch.global_rows, seq_len=SEQ, keys=keys_of(model, layout))(0))
+    )
+    optimizer = torch.optim.AdamW(laid.parameters())
+    laid.forward_backward(rows)
+    laid.optimizer_step(optimizer)
+    optimizer.zero_grad()
+    account = MemoryAccount(laid.parts, dims_of_logits(VOCABULARY, layout.tp), looks_every=1)
+    with account:
+        laid.forward_backward(rows)
+    account.add_optimizer(optimizer)
+    place = get_pp_rank(laid.mesh) if laid.plan.pipeline is not None else 0
+    # messages are no part of the estimate
+    least, most = (bound(made, batch, estimate)[place].host for bound in (least_bytes, most_bytes))
+    found = account.most_together + account.most[MemoryUse.OPTIMIZER]
+    return least, found, most + account.most[MemoryUse.COMMUNICATION]
 
 
 def recomputing(mode: str, **keys: Any) -> Case:
@@ -199,6 +224,18 @@ def test_ranks_hold_what_was_estimated(spmd, measured, name):
     for found in one_of_each_row(spmd(case[1].world, compared, case), case[1].cp):
         assert not off(found)
         measured(name, "foreseen of found", {str(kind): size / max(here, 1) for kind, (here, size) in found.items()})
+
+
+BOUNDED = ("none", "several microbatches", "full", "chunked loss", "ZeRO-1", "ZeRO-2", "replicated", "1F1B")
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_what_ranks_hold_lies_between_the_bounds(spmd, name):
+    case = (ALONE | SHARDED | CUT | OF_FOUR)[name]
+    found = spmd(case[1].world, bounded, case) if case[1].world > 1 else [bounded(case)]
+    for least, held, most in found:
+        assert least <= held <= BOUND * most
+        assert 0.6 * held < least and most < 1.9 * held
 
 
 # --- mutants

@@ -37,6 +37,7 @@ class Memory:
         optimizer: optimizer state after the first step.
         moving: most optimizer state on the device at a time during the step, if only the state rests in host memory.
         kept_between_steps: gradients that stay between steps: DDP's buckets.
+        accumulated: gradients of earlier microbatches that are there while a later one computes.
         in_host_memory: whether parameters at rest, reduced gradients and optimizer state are in host memory.
         pipeline_rank: rank of the pipeline that holds these bytes.
     """
@@ -49,6 +50,7 @@ class Memory:
     optimizer: int
     moving: int = 0
     kept_between_steps: int = 0
+    accumulated: int = 0
     in_host_memory: bool = False
     pipeline_rank: int = 0
 
@@ -81,16 +83,23 @@ def plan_memory(plan: Plan, *, microbatches: int = 1, state_tensors_per_paramete
     Raises:
         ConfigError: a number is too small.
     """
+    ranks = memory_of_ranks(plan, microbatches=microbatches, state_tensors_per_parameter=state_tensors_per_parameter)
+    return max(ranks, key=lambda memory: memory.at_peak)
+
+
+def memory_of_ranks(
+    plan: Plan, *, microbatches: int = 1, state_tensors_per_parameter: int | None = None
+) -> list[Memory]:
+    """Estimate bytes as ``plan_memory`` does, for each rank of a pipeline; without one, for one that is like all."""
     states = state_tensors_per_parameter
     if microbatches < 1 or (states is not None and states < 0):
         raise ConfigError(f"microbatches = {microbatches} start at 1, state_tensors_per_parameter = {states} at 0")
     if plan.pipeline is None:
-        return _memory(plan, [plan.units], microbatches, states, 0)
-    ranks = [
+        return [_memory(plan, [plan.units], microbatches, states, 0)]
+    return [
         _memory(plan, [plan.stage_units[s] for s in plan.pipeline.stages_on(rank)], microbatches, states, rank)
         for rank in range(plan.pipeline.ranks)
     ]
-    return max(ranks, key=lambda memory: memory.at_peak)
 
 
 def _memory(plan: Plan, stages: Sequence[tuple[Unit, ...]], microbatches: int, states: int | None, rank: int) -> Memory:
@@ -102,8 +111,10 @@ def _memory(plan: Plan, stages: Sequence[tuple[Unit, ...]], microbatches: int, s
     if plan.data.technique != "fully_shard":
         gradients = (trained + _beside_buckets(plan, trained, microbatches)) * master
         kept = trained * master if plan.data.technique == "ddp" else 0
-        return Memory(held * master, 0, trained * master, gradients, 0, *optimizer, kept)
+        before = trained * master if microbatches > 1 else 0
+        return Memory(held * master, 0, trained * master, gradients, 0, *optimizer, kept, before, pipeline_rank=rank)
     rooms = [_Room.of(plan, stage) for stage in stages]
+    whole = sum(unit.trainable_elements for unit in units) * dtype_bytes(dtypes.reduce)
     reducing = max((unit.trainable_elements for unit in units), default=0) * dtype_bytes(dtypes.reduce)
     return Memory(
         parameters=held * master,
@@ -113,6 +124,7 @@ def _memory(plan: Plan, stages: Sequence[tuple[Unit, ...]], microbatches: int, s
         reducing=reducing,
         optimizer=optimizer[0],
         moving=optimizer[1],
+        accumulated=0 if microbatches == 1 else trained * master if plan.data.sync_grad_accum else whole,
         in_host_memory=plan.data.cpu_offload,
         pipeline_rank=rank,
     )
