@@ -80,9 +80,12 @@ def job_plans():
     """Plan what cannot be estimated on an accelerator, print it, and advise on its memory."""
     from meshwright import Layout, plan
     from meshwright.introspection.cluster import Cluster
+    from meshwright.introspection.facts import model_facts
+    from meshwright.introspection.source import as_module
     from meshwright.models.decoder_config import SIZES
     from meshwright.planning.memory.step import MemoryUse, not_estimated
     from meshwright.planning.values import Batch
+    from meshwright.training.capacity import Capacity, Fit, judge
     from meshwright.training.metrics.memory import reset_peak
     from meshwright.training.metrics.memory_table import MemoryShares, _savings
 
@@ -95,6 +98,10 @@ def job_plans():
         frozen = {"freeze": ("embedding", r"layers\.0")}
         str(plan(SIZES["debug"], Layout(), cluster=Cluster(2, device=DEVICE), techniques=frozen))
         assert not_estimated(made)
+        offloaded = plan(SIZES["debug"], Layout(), cluster=Cluster(2, device=DEVICE), techniques={"cpu_offload": True})
+        facts, here = model_facts(as_module(SIZES["debug"])), Capacity(DEVICE, 1 << 16, 1 << 40, 2)
+        found = judge(facts, offloaded, Batch(4, 16), here, fully=True)
+        assert found.verdict is Fit.TOO_LARGE and found.least.where == f"this {DEVICE} device"
         reset_peak(torch.device(DEVICE))
         held = dict.fromkeys(MemoryUse, 1 << 30)
         assert any("cpu_offload" in switch for _, switch in _savings(held, made, MemoryShares(1, 1)))
