@@ -58,6 +58,13 @@ def spmd(pool):
     return run
 
 
+@pytest.fixture(scope="module")
+def eight():
+    """A pool of eight workers, for tests of whole small clusters."""
+    with Workers(8, threads=1) as workers:
+        yield workers
+
+
 @pytest.fixture(scope="session")
 def device_pool():
     with Workers(LARGEST_WORLD, threads=1) as workers:

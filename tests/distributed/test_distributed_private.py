@@ -180,3 +180,20 @@ def test_torchaos_optimizers():
     assert state.codes.dtype == torch.uint8 and type(state) is not ao.kind_of_state("4bit")
     table = torch.linspace(-1, 1, 16)
     assert ao.quantize(table.view(1, -1), table).tolist() == [list(range(16))]
+
+
+def test_kernels_of_messages_can_be_replaced_for_a_while():
+    def receive(tensors, group, source, tag):
+        tensors[0].fill_(7)
+        return private.finished_work(tensors).boxed()
+
+    with private.other_groups():
+        dist.init_process_group("fake", store=private.silent_store(), rank=0, world_size=2)
+        room, version = torch.zeros(3), 0
+        with private.other_kernels("c10d", {"recv_": receive}, ["cpu"]):
+            work = dist.irecv(room, 1)
+            assert work is not None and work.is_completed() and work.get_future().value()[0] is room
+        assert room.tolist() == [7, 7, 7] and room._version == version
+        dist.recv(torch.zeros(3), 1)
+        room.zero_()
+        assert dist.irecv(room, 1) is not None and room.tolist() == [0, 0, 0]

@@ -6,8 +6,10 @@ Each function names the public way that it waits for, or the release of torch wi
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -111,6 +113,43 @@ def silent_store() -> dist.Store:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
+
+
+def finished_work(result: list[Tensor]) -> Any:
+    """Return the work of a message that has ended. Waits for: a public constructor."""
+    devices: list[int | str | torch.device] = [*{t.device for t in result if t.device.type != "cpu"}]
+    future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=devices)
+    future.set_result(result)
+    from torch._C import _distributed_c10d
+
+    made: Any = _distributed_c10d
+    return made._create_work_from_future(future)
+
+
+@contextmanager
+def other_kernels(operators: str, kernels: Mapping[str, Callable[..., Any]], devices: Iterable[str]) -> Iterator[None]:
+    """Replace the kernels of a namespace's operators on these devices. Waits for: a library that can be closed."""
+    library = torch.library.Library(operators, "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"(?s).*verriding a previously registered kernel")
+        for device in devices:
+            for name, kernel in kernels.items():
+                library.impl(name, _unseen(kernel), torch._C._dispatch_key_for_device(device))
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def _unseen(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Hide a kernel's operators from autograd, which would count their writes."""
+
+    @functools.wraps(kernel)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._AutoDispatchBelowADInplaceOrView():  # type: ignore[attr-defined]
+            return kernel(*args, **kwargs)
+
+    return run
 
 
 def map_memory(group: dist.ProcessGroup) -> None:

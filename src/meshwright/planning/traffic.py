@@ -53,10 +53,15 @@ def _tokens(plan: Plan, batch: Batch, filled: bool) -> int:
 
 def _own_tokens(plan: Plan, batch: Batch) -> int:
     """Count tokens of a row on the rank of the context axis that has most."""
+    return max(own_tokens_of(plan, batch))
+
+
+def own_tokens_of(plan: Plan, batch: Batch) -> list[int]:
+    """Count tokens of a row, of one document, on each rank of the context axis."""
     if plan.context is None:
-        return batch.seq_len
+        return [batch.seq_len]
     runs = cut_row(plan.context.cut, batch.seq_len, plan.context.ranks)
-    return max(sum(stop - start for start, stop in mine) for mine in runs)
+    return [sum(stop - start for start, stop in mine) for mine in runs]
 
 
 def _fetched_bytes(plan: Plan, batch: Batch, c: Collective) -> list[int]:

@@ -1,4 +1,7 @@
-"""Let ranks agree on every decision that changes control flow; without a process group, each decides alone."""
+"""Let ranks agree on every decision that changes control flow; without a process group, each decides alone.
+
+Where the peers are absent (``absent_peers``), they are taken to have this rank's values.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ import torch.distributed as dist
 
 from meshwright.core.devices import current_device, local_device
 from meshwright.core.errors import MeshwrightError
+from meshwright.core.torch_private import by_values
 from meshwright.distributed.torch_private import set_group_timeout
+
+from .absent_peers import peers_are_absent
 
 Result = TypeVar("Result")
 
@@ -54,7 +60,7 @@ def largest_each(values: torch.Tensor) -> torch.Tensor:
 
 def from_rank_zero(value: Any) -> Any:
     """Return rank 0's value on every rank (small Python values)."""
-    if alone():
+    if alone() or peers_are_absent():
         return value
     box = [value]
     dist.broadcast_object_list(box, src=0, device=word_device())
@@ -63,8 +69,8 @@ def from_rank_zero(value: Any) -> Any:
 
 def everybody_says(value: Any) -> list[Any]:
     """Gather all ranks' values in rank order (small Python values)."""
-    if alone():
-        return [value]
+    if alone() or peers_are_absent():
+        return [value] * (dist.get_world_size() if dist.is_initialized() else 1)
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -95,7 +101,7 @@ def is_equal(word: int | None, groups: list[dist.ProcessGroup]) -> bool:
 
 def set_timeout(seconds: float, groups: list[dist.ProcessGroup]) -> None:
     """Set the time limit of collectives of these groups, and of the default group, to ``seconds``."""
-    for group in [dist.group.WORLD, *groups]:
+    for group in [] if peers_are_absent() else [dist.group.WORLD, *groups]:
         if group is not None:
             set_group_timeout(group, seconds)
 
@@ -117,7 +123,13 @@ def total(words: torch.Tensor, groups: list[dist.ProcessGroup]) -> torch.Tensor:
         words = words.to(word_device())
         for group in groups:
             dist.all_reduce(words, group=group)
-    return words.cpu()
+    return _of_all(words.cpu(), groups)
+
+
+@by_values
+def _of_all(words: torch.Tensor, groups: list[dist.ProcessGroup]) -> torch.Tensor:
+    """Return a sum over groups, in which absent peers counted nothing: each is taken to have brought as much."""
+    return words * math.prod(map(dist.get_world_size, groups)) if groups and peers_are_absent() else words
 
 
 def together(action: Callable[[], Result], *, here: bool = True) -> Result | None:
@@ -154,6 +166,8 @@ def decided_once(decide: Callable[[], Result]) -> Result:
         finally:
             dist.group.WORLD = world
 
+    if peers_are_absent():
+        return decide_alone()
     return from_rank_zero(together(decide_alone, here=dist.get_rank() == 0))
 
 

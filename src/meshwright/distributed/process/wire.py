@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.core.torch_private import TorchDispatchMode, name_of_operator
+from meshwright.distributed.torch_private import group_of_recorder
 from meshwright.planning.traffic import wire_bytes
 
 KINDS = {
@@ -24,6 +25,9 @@ KINDS = {
     "allreduce_coalesced_": "all_reduce",
     "alltoall_base_": "all_to_all",
     "send": "send",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
 }
 """torch's operation names -> meshwright's; any other c10d operation keeps torch's name, so that each is counted."""
 
@@ -65,8 +69,10 @@ class WireCounter(TorchDispatchMode):
     def _note(self, name: str, args: tuple) -> None:
         if name in ("wait_tensor", "barrier", "recv_"):  # a receiver sends nothing
             return
-        group = next((g for a in args if (g := _group(a)) is not None), None)
+        group = next((g for a in args if (g := group_in(a)) is not None), None)
         ranks = 2 if name == "send" else group.size() if group is not None else dist.get_world_size()
+        if name == "all_gather_into_tensor":  # compiled code gives one side alone, the smaller
+            args = (*args, [args[0]] * ranks)
         sides = [sum(t.numel() * t.element_size() for t in _tensors(argument)) for argument in args]
         if name == "alltoall_base_":
             _, given, _, _, splits, *_ = args
@@ -82,7 +88,10 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [t for item in value for t in _tensors(item)] if isinstance(value, (list, tuple)) else []
 
 
-def _group(value: Any) -> dist.ProcessGroup | None:
+def group_in(value: Any) -> dist.ProcessGroup | None:
+    """Return the process group that an argument of an operator is, or names; None if it is something else."""
+    if isinstance(value, str):
+        return group_of_recorder(value)
     if isinstance(value, torch.ScriptObject):
         with suppress(RuntimeError, TypeError):  # a script object of another kind, such as a reduce operation
             return dist.ProcessGroup.unbox(value)

@@ -58,13 +58,19 @@ class MemoryWatch:
             self._explain(error)
             raise
 
-    def first_step_report(self) -> str:
-        """Return the report on the first step's memory; empty after the first call."""
+    def end_first_step(self) -> bool:
+        """Count the optimizer's state, and measure no more; return whether there was a measurement to end."""
         account, self._account = self._account, None
         if account is None:
-            return ""
+            return False
         account.add_optimizer(self.r.optimizer.optimizer)
         self.found = dict(account.most)
+        return True
+
+    def first_step_report(self) -> str:
+        """Return the report on the first step's memory; empty after the first call."""
+        if not self.end_first_step():
+            return ""
         seen = " (blocks are compiled: what they keep is not seen)" if self.r.plan.compiled else ""
         reading = read_memory(self.r.model.device)
         estimate = self.r.estimate_memory() if is_rank_zero() else MemoryEstimate((), "the first rank says it")

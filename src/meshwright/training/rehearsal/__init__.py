@@ -1,0 +1,1 @@
+"""Rehearse a run: real steps of one rank, without the others."""
