@@ -8,6 +8,7 @@ from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
+from support.forecasts import CONFIG
 
 from meshwright import Layout, plan
 from meshwright.cli.main import main
@@ -26,15 +27,6 @@ from meshwright.training.views.forecast.areas import drawn_times
 from meshwright.training.views.forecast.mesh import coordinates, groups, link_of, partners
 from meshwright.training.views.forecast.page import forecast_page
 
-CONFIG = """
-[model]
-size = "8B"
-[data]
-tokenizer = "ids:128256:128001"
-seq_len = 4096
-[batch]
-global_batch = 64
-"""
 SVG = "{http://www.w3.org/2000/svg}"
 
 

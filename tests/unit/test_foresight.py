@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.forecasts import CONFIG
 
 from meshwright.cli.main import main
 from meshwright.core.errors import ConfigError
@@ -26,15 +27,6 @@ from meshwright.simulation.workload.step_time import step_time
 from meshwright.training.metrics.flops import peak_flops
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-CONFIG = """
-[model]
-size = "8B"
-[data]
-tokenizer = "ids:128256:128001"
-seq_len = 4096
-[batch]
-global_batch = 64
-"""
 
 
 def job(gpus: int = 8, **layout: int) -> Job:

@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from support.forecasts import CONFIG
 
 from meshwright.cli.main import main
 from meshwright.core.errors import ConfigError
@@ -31,16 +32,6 @@ from meshwright.simulation.workload.pipeline import (
 )
 from meshwright.simulation.workload.step_memory import SavedBytes, rank_memory, step_memory
 from meshwright.simulation.workload.step_time import Kinds, least_step_seconds, stage_seconds, step_time
-
-CONFIG = """
-[model]
-size = "8B"
-[data]
-tokenizer = "ids:128256:128001"
-seq_len = 4096
-[batch]
-global_batch = 64
-"""
 
 
 def job(pp: int, microbatches: int, schedule: str = "1f1b", per_rank: int = 0, blocks: int = 24) -> Job:

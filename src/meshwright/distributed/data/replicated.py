@@ -49,6 +49,7 @@ class GradientBuckets:
     _seen: dict[int, "weakref.ref[torch.UntypedStorage]"] = dataclasses.field(default_factory=dict)
 
     def note(self, storage: torch.UntypedStorage) -> None:
+        """Add a storage, which may be known already."""
         self._seen[address_of(storage)] = weakref.ref(storage)
 
     def storages(self) -> list[torch.UntypedStorage]:

@@ -14,12 +14,12 @@ from meshwright.core.record import recall
 from meshwright.core.torch_private import TorchDispatchMode, address_of
 from meshwright.distributed.data.fully_sharded import parameter_groups
 from meshwright.distributed.data.replicated import GradientBuckets
-from meshwright.distributed.memory.storage_private import noting_resizes
 from meshwright.distributed.torch_private import arriving, gathered
 from meshwright.distributed.weights.shards import memory_of
 from meshwright.planning.memory.step import MemoryUse
 
 from .live import Storages, addresses, newly_made, storage_of, tensors_in
+from .storage_private import noting_resizes
 
 UNSEEN = 0.01
 """Fraction of its maximum by which a kind of memory may grow before its storages' owners are looked up again."""

@@ -29,7 +29,7 @@ class MemoryUse(StrEnum):
     COMMUNICATION = "communication"
     BUFFERS = "buffers"
     HOST = "host memory"
-    """What a plan for an accelerator keeps in host memory; no part of a peak on the device."""
+    """Bytes that a plan for an accelerator keeps in host memory; no part of a peak on the device."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class MemoryEstimate:
 
 
 def assumptions(plan: Plan) -> Iterator[str]:
-    """Yield what an estimate of a plan's memory takes for granted."""
+    """Yield the assumptions of an estimate of a plan's memory."""
     if plan.compiled:
         yield (
             "the compiler chooses what compiled blocks keep for their backward: at least their inputs, at most what"

@@ -21,7 +21,7 @@ EXPOSED = (Cost.TENSOR, Cost.CONTEXT, Cost.EXPERTS)
 
 
 class LaneUse(StrEnum):
-    """What a bar of a lane stands for."""
+    """The activity that a bar of a lane stands for."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
