@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.core.devices import check_device_type, local_device
+from meshwright.core.devices import check_device_type, device_memory, local_device
 from meshwright.core.errors import ConfigError
+from meshwright.introspection.cluster import Cluster
 
+from . import foresee
 from .arguments import read_config, take_option
-from .foresee import Rented, foresee
 from .pages import check_page
 
 
@@ -41,11 +42,13 @@ def run(argv: list[str]) -> int:
         check_page(html)
     config = read_config(argv, prog="meshwright plan", description=f"{__doc__}\n\n{run.__doc__}")
     if gpus is not None and gpu is not None:
-        return foresee(config, Rented(gpu, gpus, per_node or 0, link or "", tuple(pins)), as_json=as_json, html=html)
-    from meshwright.introspection.cluster import Cluster
+        cluster = Cluster(gpus, per_node or 0, gpu=gpu, link=link or "")
+        return foresee.run(config, cluster, tuple(pins), as_json=as_json, html=html)
     from meshwright.planning.explain import table
     from meshwright.training.build import batch_of, estimated_memory, facts_of, plan_run
+    from meshwright.training.capacity import Capacity, whether_it_fits
     from meshwright.training.launch import process_count
+    from meshwright.training.metrics.host_memory import host_memory
     from meshwright.training.model_source import model_source
     from meshwright.training.tokenizer import planned_tokenizer
 
@@ -62,7 +65,14 @@ def run(argv: list[str]) -> int:
     except ConfigError:
         print(f"{table(plan)}\n", flush=True)  # the plan holds for any batch; the refusal of this one follows
         raise
-    print(table(plan, batch, estimated_memory(config, facts, plan, batch)))
+    estimate = estimated_memory(config, facts, plan, batch)
+    fits = ""
+    if cluster.device == local_device():
+        # of ranks that are only planned it is not known which share a host: one alone counts
+        ranks = per_node or (1 if world else cluster.world)
+        here = Capacity(cluster.device, device_memory(cluster.device), host_memory(), ranks)
+        fits = whether_it_fits(facts, plan, batch, here, estimate)
+    print(table(plan, batch, estimate, whether_it_fits=fits))
     return 0
 
 
