@@ -19,8 +19,8 @@ def run(argv: list[str]) -> int:
     With ``--gpus N --gpu CARD`` the answer is about GPUs that need not be here: the memory and time of the config's
     layout, or, where the config leaves its layout open, the best of all layouts and the TOML to train with.
     ``--per-node N`` of them on a host, ``--link ib400`` between hosts (Gb/s for each GPU), ``--pin tp<=8`` (again for
-    more) to keep parts of a layout, ``--json`` for programs, ``--html FILE`` for a page with pictures. Forecasts:
-    docs/foresight.md.
+    more) to keep parts of a layout, ``--json`` for programs, ``--html FILE`` for a page with pictures, ``--with FILE``
+    for figures of ``meshwright rehearse`` in place of those foreseen. Forecasts: docs/foresight.md.
 
     Without them: ``--world N`` ranks, ``--per-node N`` of them on a host, ``--device``, ``--json``; ``--trust`` runs
     code that the config names.
@@ -33,9 +33,12 @@ def run(argv: list[str]) -> int:
     link, argv = take_option(argv, "--link", str)
     pins, argv = _take_pins(argv)
     html, argv = take_option(argv, "--html", Path)
+    rehearsed, argv = take_option(argv, "--with", Path)
     as_json, argv = "--json" in argv, [word for word in argv if word != "--json"]
     _check(world, per_node, device)
     _check_rented(gpus, gpu, link, pins, world, device)
+    if rehearsed is not None and (gpus is None or html is not None):
+        raise ConfigError("--with replaces figures of a forecast: give --gpus N and --gpu CARD too, and no --html")
     if html is not None:
         if gpus is None:
             raise ConfigError("--html draws a forecast for GPUs: give --gpus N and --gpu CARD too")
@@ -43,7 +46,7 @@ def run(argv: list[str]) -> int:
     config = read_config(argv, prog="meshwright plan", description=f"{__doc__}\n\n{run.__doc__}")
     if gpus is not None and gpu is not None:
         cluster = Cluster(gpus, per_node or 0, gpu=gpu, link=link or "")
-        return foresee.run(config, cluster, tuple(pins), as_json=as_json, html=html)
+        return foresee.run(config, cluster, tuple(pins), as_json=as_json, html=html, rehearsed=rehearsed)
     from meshwright.planning.explain import table
     from meshwright.training.build import batch_of, estimated_memory, facts_of, plan_run
     from meshwright.training.capacity import Capacity, whether_it_fits

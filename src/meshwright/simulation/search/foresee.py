@@ -20,6 +20,7 @@ from meshwright.planning.values import Batch
 from meshwright.simulation.hardware.cards import card_names, machines
 from meshwright.simulation.hardware.links import Machines
 from meshwright.simulation.workload.execution import Job
+from meshwright.simulation.workload.rehearsed import RehearsedRank, rehearsed_memory, rehearsed_time
 from meshwright.simulation.workload.step_memory import step_memory
 from meshwright.simulation.workload.step_time import step_time
 
@@ -87,6 +88,7 @@ def foresee(
     pins: Sequence[str] = (),
     hints: Hints | None = None,
     progress: Progress | None = None,
+    rehearsed: Sequence[RehearsedRank] = (),
 ) -> Foresight:
     """Foresee memory and time of a model on GPUs that need not be here, and which layout to use there.
 
@@ -102,12 +104,15 @@ def foresee(
         pins: conditions that a search keeps, such as "tp<=8", "recompute=none".
         hints: facts about a model that measurement cannot read, for a module or a function that returns one.
         progress: receives the fraction of a search that is done.
+        rehearsed: figures of real steps of the stated layout's ranks, which replace those that would be foreseen.
 
     Raises:
         ConfigError: an unknown card or link, a cluster that cannot be, or nothing fits or is legal; with what would.
         UnsupportedError: a rule refuses the stated layout.
     """
-    return _Question.of(model, layout, batch, cluster, techniques, pins, "sum", hints).answer(progress)
+    if rehearsed and _is_open(layout):
+        raise ConfigError("rehearsals are of one layout, and the layout is open: state the layout that was rehearsed")
+    return _Question.of(model, layout, batch, cluster, techniques, pins, "sum", hints).answer(progress, rehearsed)
 
 
 @dataclass(frozen=True)
@@ -155,9 +160,9 @@ class _Question:
         facts = model if isinstance(model, ModelFacts) else model_facts(as_module(model, hints=hints))
         return cls(facts, layout, batch, cluster, as_techniques(techniques), conditions, reduction)
 
-    def answer(self, progress: Progress | None = None) -> Foresight:
+    def answer(self, progress: Progress | None = None, rehearsed: Sequence[RehearsedRank] = ()) -> Foresight:
         """Judge a stated layout, search for an open one."""
-        return self._searched(progress) if _is_open(self.layout) else self._judged()
+        return self._searched(progress) if _is_open(self.layout) else self._judged(rehearsed)
 
     def _machines(self, count: int) -> Machines:
         return machines(self.cluster.gpu, count, per_node=self.cluster.ranks_per_node, across=self.cluster.link)
@@ -179,7 +184,7 @@ class _Question:
             )
         return job
 
-    def _judged(self) -> Foresight:
+    def _judged(self, rehearsed: Sequence[RehearsedRank]) -> Foresight:
         rows, world = self.batch.global_rows, self.cluster.world
 
         def stated(count: int) -> Plan:
@@ -188,7 +193,9 @@ class _Question:
         with refusing(self.layout, world, rows, stated_works(self.layout, rows, stated)):
             plan = stated(world)
         job = self._job(plan)
-        judged = proposal(Candidate(job, step_time(job), step_memory(job)), self.techniques, plan)
+        time = rehearsed_time(job, rehearsed) if rehearsed else step_time(job)
+        memory = rehearsed_memory(job, rehearsed) if rehearsed else step_memory(job)
+        judged = proposal(Candidate(job, time, memory), self.techniques, plan)
         return Foresight(judged if judged.fits else None, (judged,), (judged,), (), 1, searched=False)
 
     def _searched(self, progress: Progress | None) -> Foresight:

@@ -31,6 +31,7 @@ class StepMemory:
         context: the driver, libraries and messages.
         fragmented: reserved by the allocator and not used.
         rank: the pipeline rank.
+        rehearsed: most bytes of a real step by the device's allocator, where these stand for all but the context.
     """
 
     parameters: float
@@ -42,11 +43,12 @@ class StepMemory:
     context: float
     fragmented: float
     rank: int = 0
+    rehearsed: float = 0.0
 
     @property
     def total(self) -> float:
         allocated = self.parameters + self.gradients + self.optimizer + self.activations + self.logits + self.gathered
-        return allocated + self.context + self.fragmented
+        return allocated + self.context + self.fragmented + self.rehearsed
 
     def parts(self) -> dict[str, float]:
         """Return the bytes by name, those that are not zero."""
