@@ -28,12 +28,14 @@ def run(
     as_json: bool,
     html: Path | None = None,
     rehearsed: Path | None = None,
+    dry_run: bool = False,
 ) -> int:
     """Print what is foreseen of a config on a cluster of GPUs.
 
     Args:
         html: file to draw the answer into.
         rehearsed: file of rehearsals, whose figures replace those that would be foreseen.
+        dry_run: print the first layout's memory by a dry run too.
     """
     from meshwright.simulation.hardware.cards import machines
     from meshwright.simulation.search.foresee import foresee
@@ -60,9 +62,12 @@ def run(
     )
     if rehearsed is not None:
         check_same(rehearsed, rehearsals, answer.candidates[0].plan, batch)
+    first = answer.candidates[0]
+    drawn = replace(batch, microbatch_rows=first.microbatch)
     by_dry_run = None
-    if not answer.searched and rehearsed is None:
-        by_dry_run = estimated_memory(config, facts, answer.candidates[0].plan, batch)
+    if dry_run:
+        chosen = replace(config, techniques=first.techniques)
+        by_dry_run = estimated_memory(chosen, facts, first.plan, drawn)
     if as_json:
         values = answer.to_dict() if by_dry_run is None else {**answer.to_dict(), "dry_run": _figures(by_dry_run)}
         print(json.dumps(values, indent=1))
@@ -71,9 +76,7 @@ def run(
     if html is not None:
         from meshwright.training.views.forecast.page import forecast_page
 
-        first = answer.candidates[0]
         shown, front = ([one.candidate for one in found] for found in (answer.candidates, answer.front))
-        drawn = replace(batch, microbatch_rows=first.microbatch)
         page = forecast_page(shown, front, first.plan, drawn, first.toml() if answer.searched else "")
         print(write_page(html, page), file=sys.stderr if as_json else sys.stdout)
     return 0

@@ -20,7 +20,8 @@ def run(argv: list[str]) -> int:
     layout, or, where the config leaves its layout open, the best of all layouts and the TOML to train with.
     ``--per-node N`` of them on a host, ``--link ib400`` between hosts (Gb/s for each GPU), ``--pin tp<=8`` (again for
     more) to keep parts of a layout, ``--json`` for programs, ``--html FILE`` for a page with pictures, ``--with FILE``
-    for figures of ``meshwright rehearse`` in place of those foreseen. Forecasts: docs/foresight.md.
+    for figures of ``meshwright rehearse`` in place of those foreseen, ``--dry-run`` for the first layout's memory by
+    the run's own code beside the forecast. More: docs/foresight.md.
 
     Without them: ``--world N`` ranks, ``--per-node N`` of them on a host, ``--device``, ``--json``; ``--trust`` runs
     code that the config names.
@@ -35,8 +36,13 @@ def run(argv: list[str]) -> int:
     html, argv = take_option(argv, "--html", Path)
     rehearsed, argv = take_option(argv, "--with", Path)
     as_json, argv = "--json" in argv, [word for word in argv if word != "--json"]
+    dry_run, argv = "--dry-run" in argv, [word for word in argv if word != "--dry-run"]
     _check(world, per_node, device)
     _check_rented(gpus, gpu, link, pins, world, device)
+    if dry_run and gpus is None:
+        raise ConfigError(
+            "--dry-run is made without GPUs in any case: leave it out, or give --gpus N and --gpu CARD too"
+        )
     if rehearsed is not None and (gpus is None or html is not None):
         raise ConfigError("--with replaces figures of a forecast: give --gpus N and --gpu CARD too, and no --html")
     if html is not None:
@@ -46,7 +52,9 @@ def run(argv: list[str]) -> int:
     config = read_config(argv, prog="meshwright plan", description=f"{__doc__}\n\n{run.__doc__}")
     if gpus is not None and gpu is not None:
         cluster = Cluster(gpus, per_node or 0, gpu=gpu, link=link or "")
-        return foresee.run(config, cluster, tuple(pins), as_json=as_json, html=html, rehearsed=rehearsed)
+        return foresee.run(
+            config, cluster, tuple(pins), as_json=as_json, html=html, rehearsed=rehearsed, dry_run=dry_run
+        )
     from meshwright.planning.explain import table
     from meshwright.training.build import batch_of, estimated_memory, facts_of, plan_run
     from meshwright.training.capacity import Capacity, whether_it_fits

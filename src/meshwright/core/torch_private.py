@@ -9,7 +9,6 @@ so that another torch shows what it moved. The registries of ``nn.Module`` (``_p
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, MutableMapping
 from contextlib import AbstractContextManager
 from types import FrameType
@@ -353,16 +352,3 @@ def is_asked_by_flex(frame: FrameType) -> bool:
     from torch.nn.attention import flex_attention
 
     return frame.f_code is flex_attention._validate_device.__code__
-
-
-def occupy_stream(device: torch.device, seconds: float) -> None:
-    """Keep a CUDA device's current stream busy without memory or products; elsewhere the host sleeps.
-
-    Waits for: a public ``torch.cuda._sleep``.
-    """
-    if device.type != CUDA:
-        time.sleep(seconds)
-        return
-    kilohertz = torch.cuda.get_device_properties(device).clock_rate
-    with torch.cuda.device(device):
-        torch.cuda._sleep(int(1000 * kilohertz * seconds))

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from meshwright.core.devices import CPU, local_device
 from meshwright.core.errors import ConfigError
-from meshwright.core.torch_private import occupy_stream, tree_leaves
+from meshwright.core.torch_private import tree_leaves
 from meshwright.distributed.torch_private import (
     finished_work,
     forget_meshes,
+    occupy_stream,
     other_groups,
     other_kernels,
     silent_store,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from meshwright.core.errors import ConfigError
+from meshwright.distributed.memory.saved import saved_by_blocks
 from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.hints import Hints
@@ -19,6 +21,7 @@ from meshwright.planning.techniques import Techniques
 from meshwright.planning.values import Batch
 from meshwright.simulation.hardware.cards import card_names, machines
 from meshwright.simulation.hardware.links import Machines
+from meshwright.simulation.workload.architecture import Architecture
 from meshwright.simulation.workload.execution import Job
 from meshwright.simulation.workload.rehearsed import RehearsedRank, rehearsed_memory, rehearsed_time
 from meshwright.simulation.workload.step_memory import step_memory
@@ -27,7 +30,7 @@ from meshwright.simulation.workload.step_time import step_time
 from .answer import legal_among, proposal
 from .counts import open_works, refusing, stated_works, words
 from .foresight import Foresight
-from .from_model import job_of_plan
+from .from_model import job_of_plan, with_saved
 from .pins import Pin
 from .search import Candidate, Found, Progress, search
 
@@ -174,8 +177,18 @@ class _Question:
             self.facts, layout, batch=batch, cluster=here, techniques=techniques, reduction=self.reduction
         )
 
+    @cached_property
+    def _architecture(self) -> Architecture:
+        """The model's architecture, with what its code was found to save in a dry run of one row on one rank."""
+        one, row = Layout(dp_shard=1), Batch(1, self.batch.seq_len, 1, self.batch.vocab_size)
+        here = Cluster(1, 1, self.cluster.device)
+        plain = build_plan(self.facts, one, cluster=here, techniques={"precision": self.techniques.precision})
+        job = job_of_plan(self.facts, plain, row, self._machines(1))
+        return with_saved(job.architecture, saved_by_blocks(self.facts, plain, row), job)
+
     def _job(self, plan: Plan) -> Job:
         job = job_of_plan(self.facts, plan, self.batch, self._machines(self.cluster.world))
+        job = replace(job, architecture=self._architecture)
         device = job.machines.device
         if job.execution.products not in device.flops:
             raise ConfigError(

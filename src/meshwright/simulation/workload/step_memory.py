@@ -178,13 +178,13 @@ class HeldBytes:
             counts = model.part(bounds).counts
             working += max((size for size, count in zip(saved.kinds, counts, strict=True) if count), default=0.0)
         buffers = 2 * saved.wide if run.keeps_outputs and job.layout.pp > 1 else 0.0  # received and sent
-        # log-probabilities and their gradient, both in fp32; in chunks, neither outlives the loss
+        # fp32 copies of them; in chunks, none outlives the loss
         logits = job.tokens / run.loss_chunks * model.vocab / job.layout.tp * 4 if job.rank_of[-1] == rank else 0.0
         return cls(
             tuple(saved.kept[b] - saved.kept[a] + buffers for a, b in bounds),
             tuple(saved.deferred[b] - saved.deferred[a] for a, b in bounds),
             working,
-            2 * logits,
+            run.copies_of_logits * logits,
             logits if run.loss_chunks == 1 else 0.0,
         )
 
@@ -243,7 +243,9 @@ def block_activations(block: BlockShape, job: Job) -> float:
         copies = tokens / (layout.tp if layout.ep > 1 else 1) * block.experts.top_k * run.imbalance
         saved += copies * (block.hidden * (b + entering) + block.experts.width * (2 * b + cheap * entering))
         saved += cut * sum(product.columns for product in block.experts.shared[:1]) * (b + cheap * entering / 2)
-    return saved
+    if run.fused:
+        return saved
+    return saved * (block.eager_recomputed if run.recompute == "selective" else block.eager)
 
 
 def _deferred(block: BlockShape, job: Job) -> float:
