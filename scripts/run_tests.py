@@ -4,6 +4,8 @@
         what make test has; without arguments the checks of the code too
     python scripts/run_tests.py --all [--piece K/N]
         every test, or one of N pieces; writes tests/costs.txt when all are green
+    python scripts/run_tests.py --measure FILE...
+        every test of new or changed files; writes their lines of tests/costs.txt when all are green
     python scripts/run_tests.py --touched [--minutes M]
         what make test leaves out and the changes since the last whole run touch
 
@@ -159,16 +161,42 @@ def keep_costs() -> None:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.strip()
+    head = [
+        "# Written by make test-all: CPU seconds; which has it, make test or make test-all; the test.",
+        f"{BASE}{commit}, on {date.today()}",
+    ]
+    FILE.write_text("\n".join([*head, *lines_of(found_costs())]) + "\n", encoding="utf-8")
+
+
+def measure(files: list[str]) -> int:
+    """Run every test of some files, and replace their lines of tests/costs.txt."""
+    from touched import FILE
+
+    COSTS.parent.mkdir(exist_ok=True)
+    COSTS.unlink(missing_ok=True)
+    status = pytest("--tier=all", f"--costs={COSTS}", *files)
+    if status == 0:
+        others = [
+            line
+            for line in FILE.read_text(encoding="utf-8").splitlines()
+            if not line.split("::")[0].endswith(tuple(files))
+        ]
+        head = [line for line in others if line.startswith("#")]
+        lines = [*others[len(head) :], *lines_of(found_costs())]
+        FILE.write_text(
+            "\n".join([*head, *sorted(lines, key=lambda line: line.split(" ", 2)[2])]) + "\n", encoding="utf-8"
+        )
+    return status
+
+
+def found_costs() -> list[Cost]:
+    """The costs of the tests that ran, of those that ran twice the larger."""
     found = [json.loads(line) for line in COSTS.read_text(encoding="utf-8").splitlines()]
     costs: dict[str, Cost] = {}
     for cost in (Cost(**one | {"covers": tuple(one["covers"])}) for one in found):
         if cost.test not in costs or cost.seconds > costs[cost.test].seconds:
             costs[cost.test] = cost
-    head = [
-        "# Written by make test-all: CPU seconds; which has it, make test or make test-all; the test.",
-        f"{BASE}{commit}, on {date.today()}",
-    ]
-    FILE.write_text("\n".join([*head, *lines_of(costs.values())]) + "\n", encoding="utf-8")
+    return list(costs.values())
 
 
 def test_touched(minutes: float) -> int:
@@ -196,11 +224,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--piece", default="")
+    parser.add_argument("--measure", action="store_true")
     parser.add_argument("--touched", action="store_true")
     parser.add_argument("--minutes", type=float, default=CI_MINUTES)
     options, arguments = parser.parse_known_args()
     if options.touched:
         return test_touched(options.minutes)
+    if options.measure:
+        return measure(arguments)
     return test_all(options.piece, arguments) if options.all else test(arguments)
 
 
