@@ -12,7 +12,7 @@ import pytest
 import meshwright
 from meshwright import Batch, Cluster, ConfigError, Layout, Techniques, foresee
 from meshwright.cli.main import main
-from meshwright.models.decoder_config import SIZES
+from meshwright.models.decoder_config import SIZES, MoEConfig
 from meshwright.planning.build import plan as build_plan
 from meshwright.simulation.search.answer import Proposal
 
@@ -161,3 +161,20 @@ def test_clusters_without_a_card_are_planned_as_before():
     assert Cluster(4).device == "cpu" and Cluster(4, gpu="a100").device == "cuda"
     layout = Layout(dp_shard=2, dp_replicate=2)
     assert meshwright.plan(MODEL, layout, cluster=Cluster(4)) == build_plan(MODEL, layout, cluster=Cluster(4))
+
+
+def test_uneven_experts_and_slow_ranks_make_a_step_longer():
+    layout, batch, cluster = Layout(dp_shard=8, ep=8), Batch(32, 2048, 4), Cluster(8, gpu="h100")
+    model = replace(SIZES["1B"], n_layers=2, vocab_size=300, moe=MoEConfig(n_experts=8, hidden_dim=4096))
+    even, uneven, slow = (
+        foresee(model, layout, batch=batch, cluster=cluster, **given).candidates[0]
+        for given in ({}, {"imbalance": 2.0}, {"straggler": 1.5})
+    )
+    assert uneven.step_s > even.step_s and uneven.mem_gb > even.mem_gb
+    assert slow.step_s == pytest.approx(1.5 * even.step_s) and slow.mem_gb == even.mem_gb
+
+
+@pytest.mark.parametrize("given", [{"imbalance": 0.9}, {"straggler": float("nan")}])
+def test_nothing_is_faster_than_the_mean(given):
+    with pytest.raises(ConfigError, match="is 1 or more"):
+        foresee(SIZES["debug"], Layout(dp_shard=8), batch=Batch(8, 64), cluster=Cluster(8, gpu="h100"), **given)

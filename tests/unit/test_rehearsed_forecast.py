@@ -147,7 +147,7 @@ def test_a_rehearsal_replaces_what_is_foreseen(rehearsed, capsys):
         ({"refused": "no memory left"}, [], "rank 3 did not get through its rehearsal: no memory left"),
         ({}, ["--data.seq_len=2048"], "is a rehearsal of another run"),
         ({}, ["--techniques.activation_checkpointing=full"], "is a rehearsal of another run"),
-        ({}, ["--html=page.html"], "and no --html"),
+        ({}, ["--html=page.html"], "leave one out"),
     ],
 )
 def test_a_rehearsal_of_something_else_is_refused(rehearsed, capsys, changed, flags, says):
@@ -157,6 +157,6 @@ def test_a_rehearsal_of_something_else_is_refused(rehearsed, capsys, changed, fl
 
 def test_a_rehearsal_needs_cards_and_a_layout(rehearsed, capsys):
     assert main(["plan", *FLAGS, rehearsed()]) == 2
-    assert "give --gpus N and --gpu CARD too" in capsys.readouterr().err
+    assert "--with is about a forecast for GPUs: give --gpus N and --gpu CARD too" in capsys.readouterr().err
     assert main(["plan", *FLAGS[:-1], *ASKED, rehearsed()]) == 2
     assert "state the layout that was rehearsed" in capsys.readouterr().err

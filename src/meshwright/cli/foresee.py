@@ -5,38 +5,95 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .pages import write_page
+from meshwright.core.errors import ConfigError
+
+from .arguments import take_option
+from .pages import check_page, write_page
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from meshwright.introspection.cluster import Cluster
     from meshwright.planning.memory.step import MemoryEstimate
+    from meshwright.planning.values import Batch
+    from meshwright.simulation.search.foresight import Foresight
     from meshwright.training.config import Config
 
 PATIENCE_S = 2.0
 
 
-def run(
-    config: Config,
-    cluster: Cluster,
-    pins: tuple[str, ...],
-    *,
-    as_json: bool,
-    html: Path | None = None,
-    rehearsed: Path | None = None,
-    dry_run: bool = False,
-) -> int:
-    """Print what is foreseen of a config on a cluster of GPUs.
+@dataclass(frozen=True)
+class Asked:
+    """The flags of a question about GPUs that need not be here.
 
-    Args:
+    Attributes:
+        gpus, gpu, link: how many, which, and the link between nodes.
+        pins: parts of a layout that a search keeps.
         html: file to draw the answer into.
         rehearsed: file of rehearsals, whose figures replace those that would be foreseen.
-        dry_run: print the first layout's memory by a dry run too.
+        dry_run: whether to print the first layout's memory by a dry run too.
+        imbalance, straggler: as ``simulation.search.foresee.foresee`` has them.
     """
+
+    gpus: int
+    gpu: str
+    link: str
+    pins: tuple[str, ...]
+    html: Path | None
+    rehearsed: Path | None
+    dry_run: bool
+    imbalance: float
+    straggler: float
+
+
+def take(argv: list[str]) -> tuple[Asked | None, list[str]]:
+    """Split off the flags about GPUs: return None where there are none, and the other words.
+
+    Raises:
+        ConfigError: some are given without --gpus and --gpu, or contradict each other.
+    """
+    words = list(argv)
+    gpus, argv = take_option(argv, "--gpus", int)
+    gpu, argv = take_option(argv, "--gpu", str)
+    link, argv = take_option(argv, "--link", str)
+    pins, argv = _take_pins(argv)
+    html, argv = take_option(argv, "--html", Path)
+    rehearsed, argv = take_option(argv, "--with", Path)
+    imbalance, argv = take_option(argv, "--imbalance", float)
+    straggler, argv = take_option(argv, "--straggler", float)
+    dry_run, argv = "--dry-run" in argv, [word for word in argv if word != "--dry-run"]
+    if len(argv) == len(words):
+        return None, argv
+    if gpus is None and gpu is None:
+        alone = next(word for word in words if word not in argv).partition("=")[0]
+        raise ConfigError(f"{alone} is about a forecast for GPUs: give --gpus N and --gpu CARD too")
+    if gpus is None or gpu is None:
+        raise ConfigError("--gpus N and --gpu CARD go together: how many, and which, such as --gpus 64 --gpu h100")
+    if html is not None:
+        if rehearsed is not None:
+            raise ConfigError("--html draws what is foreseen, and --with has what was rehearsed: leave one out")
+        check_page(html)
+    uneven = 1.0 if imbalance is None else imbalance, 1.0 if straggler is None else straggler
+    return Asked(gpus, gpu, link or "", tuple(pins), html, rehearsed, dry_run, *uneven), argv
+
+
+def _take_pins(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Split off every ``--pin CONDITION``; return the conditions, and the other words."""
+    pins, rest, words = [], [], iter(argv)
+    for word in words:
+        if word == "--pin":
+            pins.append(next(words, ""))
+        elif word.startswith("--pin="):
+            pins.append(word.removeprefix("--pin="))
+        else:
+            rest.append(word)
+    return pins, rest
+
+
+def run(config: Config, asked: Asked, per_node: int, *, as_json: bool) -> int:
+    """Print what is foreseen of a config on a cluster of GPUs."""
+    from meshwright.introspection.cluster import Cluster
     from meshwright.simulation.hardware.cards import machines
     from meshwright.simulation.search.foresee import foresee
     from meshwright.training.build import batch_of, estimated_memory, facts_of
@@ -44,10 +101,9 @@ def run(
     from meshwright.training.rehearsal.forecast import check_same, rehearsals_for, rehearsed_ranks
     from meshwright.training.tokenizer import planned_tokenizer
 
-    rehearsals = []
-    if rehearsed is not None:
-        cards = machines(cluster.gpu, cluster.world, per_node=cluster.ranks_per_node, across=cluster.link)
-        rehearsals = rehearsals_for(rehearsed, cluster, cards)
+    cluster = Cluster(asked.gpus, per_node, gpu=asked.gpu, link=asked.link)
+    cards = machines(asked.gpu, asked.gpus, per_node=per_node, across=asked.link)
+    rehearsals = [] if asked.rehearsed is None else rehearsals_for(asked.rehearsed, cluster, cards)
     tokenizer = planned_tokenizer(config)
     batch, facts = batch_of(config, tokenizer), facts_of(model_source(config, tokenizer))
     answer = foresee(
@@ -56,30 +112,37 @@ def run(
         batch=batch,
         cluster=cluster,
         techniques=config.techniques,
-        pins=pins,
+        pins=asked.pins,
         progress=_progress(),
         rehearsed=rehearsed_ranks(rehearsals),
+        imbalance=asked.imbalance,
+        straggler=asked.straggler,
     )
-    if rehearsed is not None:
-        check_same(rehearsed, rehearsals, answer.candidates[0].plan, batch)
     first = answer.candidates[0]
+    if asked.rehearsed is not None:
+        check_same(asked.rehearsed, rehearsals, first.plan, batch)
     drawn = replace(batch, microbatch_rows=first.microbatch)
     by_dry_run = None
-    if dry_run:
-        chosen = replace(config, techniques=first.techniques)
-        by_dry_run = estimated_memory(chosen, facts, first.plan, drawn)
+    if asked.dry_run:
+        by_dry_run = estimated_memory(replace(config, techniques=first.techniques), facts, first.plan, drawn)
     if as_json:
         values = answer.to_dict() if by_dry_run is None else {**answer.to_dict(), "dry_run": _figures(by_dry_run)}
         print(json.dumps(values, indent=1))
     else:
         print(answer, *([] if by_dry_run is None else [_words(by_dry_run)]), sep="\n\n")
-    if html is not None:
-        from meshwright.training.views.forecast.page import forecast_page
-
-        shown, front = ([one.candidate for one in found] for found in (answer.candidates, answer.front))
-        page = forecast_page(shown, front, first.plan, drawn, first.toml() if answer.searched else "")
-        print(write_page(html, page), file=sys.stderr if as_json else sys.stdout)
+    if asked.html is not None:
+        _draw(asked.html, answer, drawn, aside=as_json)
     return 0
+
+
+def _draw(file: Path, answer: Foresight, batch: Batch, *, aside: bool) -> None:
+    """Write the page of an answer; where it is, is printed, ``aside`` to standard error."""
+    from meshwright.training.views.forecast.page import forecast_page
+
+    first = answer.candidates[0]
+    shown, front = ([one.candidate for one in found] for found in (answer.candidates, answer.front))
+    page = forecast_page(shown, front, first.plan, batch, first.toml() if answer.searched else "")
+    print(write_page(file, page), file=sys.stderr if aside else sys.stdout)
 
 
 def _figures(estimate: MemoryEstimate) -> dict[str, Any]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from meshwright.core.devices import check_device_type, device_memory, local_device
 from meshwright.core.errors import ConfigError
 from meshwright.introspection.cluster import Cluster
 
 from . import foresee
 from .arguments import read_config, take_option
-from .pages import check_page
 
 
 def run(argv: list[str]) -> int:
@@ -21,7 +18,8 @@ def run(argv: list[str]) -> int:
     ``--per-node N`` of them on a host, ``--link ib400`` between hosts (Gb/s for each GPU), ``--pin tp<=8`` (again for
     more) to keep parts of a layout, ``--json`` for programs, ``--html FILE`` for a page with pictures, ``--with FILE``
     for figures of ``meshwright rehearse`` in place of those foreseen, ``--dry-run`` for the first layout's memory by
-    the run's own code beside the forecast. More: docs/foresight.md.
+    the run's own code beside the forecast; ``--imbalance 1.3``: tokens of the fullest expert rank over the mean,
+    ``--straggler 1.1``: time of the slowest rank over the others'. More: docs/foresight.md.
 
     Without them: ``--world N`` ranks, ``--per-node N`` of them on a host, ``--device``, ``--json``; ``--trust`` runs
     code that the config names.
@@ -29,32 +27,14 @@ def run(argv: list[str]) -> int:
     world, argv = take_option(argv, "--world", int)
     per_node, argv = take_option(argv, "--per-node", int)
     device, argv = take_option(argv, "--device", str)
-    gpus, argv = take_option(argv, "--gpus", int)
-    gpu, argv = take_option(argv, "--gpu", str)
-    link, argv = take_option(argv, "--link", str)
-    pins, argv = _take_pins(argv)
-    html, argv = take_option(argv, "--html", Path)
-    rehearsed, argv = take_option(argv, "--with", Path)
     as_json, argv = "--json" in argv, [word for word in argv if word != "--json"]
-    dry_run, argv = "--dry-run" in argv, [word for word in argv if word != "--dry-run"]
+    asked, argv = foresee.take(argv)
     _check(world, per_node, device)
-    _check_rented(gpus, gpu, link, pins, world, device)
-    if dry_run and gpus is None:
-        raise ConfigError(
-            "--dry-run is made without GPUs in any case: leave it out, or give --gpus N and --gpu CARD too"
-        )
-    if rehearsed is not None and (gpus is None or html is not None):
-        raise ConfigError("--with replaces figures of a forecast: give --gpus N and --gpu CARD too, and no --html")
-    if html is not None:
-        if gpus is None:
-            raise ConfigError("--html draws a forecast for GPUs: give --gpus N and --gpu CARD too")
-        check_page(html)
+    if asked is not None and (world is not None or device is not None):
+        raise ConfigError("--gpus and --gpu stand for --world and --device: leave these out")
     config = read_config(argv, prog="meshwright plan", description=f"{__doc__}\n\n{run.__doc__}")
-    if gpus is not None and gpu is not None:
-        cluster = Cluster(gpus, per_node or 0, gpu=gpu, link=link or "")
-        return foresee.run(
-            config, cluster, tuple(pins), as_json=as_json, html=html, rehearsed=rehearsed, dry_run=dry_run
-        )
+    if asked is not None:
+        return foresee.run(config, asked, per_node or 0, as_json=as_json)
     from meshwright.planning.explain import table
     from meshwright.training.build import batch_of, estimated_memory, facts_of, plan_run
     from meshwright.training.capacity import Capacity, whether_it_fits
@@ -94,28 +74,3 @@ def _check(world: int | None, per_node: int | None, device: str | None) -> None:
             raise ConfigError(f"{name} = {value}: there is at least 1")
     if device is not None:
         check_device_type(device, "--device")
-
-
-def _check_rented(
-    gpus: int | None, gpu: str | None, link: str | None, pins: list[str], world: int | None, device: str | None
-) -> None:
-    """Raise ConfigError where the flags about GPUs are incomplete, or mixed with those about this machine's ranks."""
-    if (gpus is None) != (gpu is None):
-        raise ConfigError("--gpus N and --gpu CARD go together: how many, and which, such as --gpus 64 --gpu h100")
-    if gpus is None and (link or pins):
-        raise ConfigError("--link and --pin are about GPUs: give --gpus N and --gpu CARD too")
-    if gpus is not None and (world is not None or device is not None):
-        raise ConfigError("--gpus and --gpu stand for --world and --device: leave these out")
-
-
-def _take_pins(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Split off every ``--pin CONDITION``; return the conditions, and the other words."""
-    pins, rest, words = [], [], iter(argv)
-    for word in words:
-        if word == "--pin":
-            pins.append(next(words, ""))
-        elif word.startswith("--pin="):
-            pins.append(word.removeprefix("--pin="))
-        else:
-            rest.append(word)
-    return pins, rest

@@ -92,6 +92,8 @@ def foresee(
     hints: Hints | None = None,
     progress: Progress | None = None,
     rehearsed: Sequence[RehearsedRank] = (),
+    imbalance: float = 1.0,
+    straggler: float = 1.0,
 ) -> Foresight:
     """Foresee memory and time of a model on GPUs that need not be here, and which layout to use there.
 
@@ -108,6 +110,8 @@ def foresee(
         hints: facts about a model that measurement cannot read, for a module or a function that returns one.
         progress: receives the fraction of a search that is done.
         rehearsed: figures of real steps of the stated layout's ranks, which replace those that would be foreseen.
+        imbalance: tokens of the fullest expert rank over the mean, 1 or more.
+        straggler: time of the slowest rank over the others', 1 or more.
 
     Raises:
         ConfigError: an unknown card or link, a cluster that cannot be, or nothing fits or is legal; with what would.
@@ -115,7 +119,11 @@ def foresee(
     """
     if rehearsed and _is_open(layout):
         raise ConfigError("rehearsals are of one layout, and the layout is open: state the layout that was rehearsed")
-    return _Question.of(model, layout, batch, cluster, techniques, pins, "sum", hints).answer(progress, rehearsed)
+    for name, value in (("imbalance", imbalance), ("straggler", straggler)):
+        if not 1.0 <= value < float("inf"):
+            raise ConfigError(f"{name} = {value}: the fullest or slowest over the mean is 1 or more")
+    question = _Question.of(model, layout, batch, cluster, techniques, pins, "sum", hints)
+    return replace(question, imbalance=imbalance, straggler=straggler).answer(progress, rehearsed)
 
 
 @dataclass(frozen=True)
@@ -129,6 +137,8 @@ class _Question:
     techniques: Techniques
     pins: tuple[Pin, ...]
     reduction: str
+    imbalance: float = 1.0
+    straggler: float = 1.0
 
     @classmethod
     def of(
@@ -188,7 +198,8 @@ class _Question:
 
     def _job(self, plan: Plan) -> Job:
         job = job_of_plan(self.facts, plan, self.batch, self._machines(self.cluster.world))
-        job = replace(job, architecture=self._architecture)
+        execution = replace(job.execution, imbalance=self.imbalance, straggler=self.straggler)
+        job = replace(job, architecture=self._architecture, execution=execution)
         device = job.machines.device
         if job.execution.products not in device.flops:
             raise ConfigError(
