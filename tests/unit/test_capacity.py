@@ -17,6 +17,7 @@ from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import SIZES
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
+from meshwright.planning.memory import bounds
 from meshwright.planning.memory.bounds import bytes_at_least, bytes_at_most, bytes_of_states
 from meshwright.planning.memory.step import MemoryEstimate, MemoryUse, RankMemory
 from meshwright.planning.plan import Plan
@@ -66,8 +67,9 @@ def on_host(size: float, ranks: int = 1) -> Capacity:
 
 @pytest.fixture(autouse=True)
 def _without_libraries(monkeypatch):
-    """Small models fill the memory of these tests: libraries would outweigh them."""
+    """Small models fill the memory of these tests: libraries would outweigh them. Tensors alone are counted."""
     monkeypatch.setattr(capacity_module, "LIBRARIES", {"cpu": 0})
+    monkeypatch.setattr(bounds, "LOST_BY_ALLOCATOR", 0.0)
 
 
 # --- what a host has
@@ -133,6 +135,12 @@ def test_offloaded_states_are_the_hosts_and_activations_the_devices():
     assert 1400 < least.device < 1500 < most.device
     (state,) = bytes_of_states(planned(device="cuda", cpu_offload="optimizer"), BATCH)
     assert state.host == pytest.approx(2 * BYTES, rel=0.01) and state.device < 4 * BYTES
+
+
+def test_an_upper_bound_has_what_an_allocator_loses(monkeypatch):
+    (tensors,) = bytes_at_most(planned(), estimate_of(activations=1000))
+    monkeypatch.setattr(bounds, "LOST_BY_ALLOCATOR", 0.2)
+    assert bytes_at_most(planned(), estimate_of(activations=1000))[0].host == int(1.2 * tensors.host)
 
 
 def test_an_estimate_bounds_a_step_on_both_sides():
