@@ -16,6 +16,7 @@ from meshwright.simulation.workload.architecture import Architecture, decoder_bl
 from meshwright.simulation.workload.execution import Execution, Job, blocks_of_size
 from meshwright.simulation.workload.step_memory import step_memory
 
+from .recipes import with_recipe
 from .shapes import public_shape
 
 HERE = Path(__file__).parent
@@ -69,8 +70,11 @@ def job_of(row: Row) -> Job | Excluded:
         machines.device.speed(run.products)
     except ValueError:
         return Excluded(f"the card has no products in {run.products}")
+    mixed = "Megatron-Bridge" in row["source"] and any(block.experts for block in architecture.blocks)
+    if mixed:
+        run = with_recipe(run, row, machines.device)
     job = Job(architecture, layout, int(length), int(rows), microbatch, run, machines)
-    return job if row["ac"] else with_least_recomputation(job)
+    return job if row["ac"] or mixed else with_least_recomputation(job)
 
 
 def _cuts(row: Row, blocks: int, stages: int) -> tuple[tuple[int, int], ...]:
@@ -241,6 +245,7 @@ def _execution(row: Row, layout: Layout) -> Execution:
         return replace(
             run,
             fused=True,
+            casts_weights=zero == 3,
             zero=3 if zero == 3 else 1,
             copy_bytes=2.0,
             hides_tensor=0.7,

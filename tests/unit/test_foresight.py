@@ -177,7 +177,7 @@ def published():
 
 @pytest.mark.parametrize(
     ("kind", "median", "ninetieth"),
-    [("dense, one node", 0.10, 0.25), ("dense, many nodes", 0.12, 0.25), ("mixture", 0.25, 0.50)],
+    [("dense, one node", 0.10, 0.25), ("dense, many nodes", 0.12, 0.25), ("mixture", 0.15, 0.36)],
 )
 def test_steps_that_others_measured_are_foreseen(published, kind, median, ninetieth):
     errors = sorted(abs(one.error) for one in published if one.measured_s and one.kind == kind)
