@@ -69,14 +69,18 @@ def _release(row: Mapping[str, str]) -> float:
 
 def _whole_step(row: Mapping[str, str], card: str, dtype: str) -> bool:
     """Whether one graph launches a step (``cuda_graph_impl="full_iteration"``)."""
-    return _release(row) >= 26.06 and dtype == "mxfp8" and card in (*RACKS, "B300")
+    return _release(row) >= 26.06 and dtype in ("mxfp8", "nvfp4") and card in (*RACKS, "B300")
+
+
+def _loops(row: Mapping[str, str]) -> bool:
+    return int(row["vpp"] or 1) > 1
 
 
 def _gpt_oss(row: Mapping[str, str], card: str, dtype: str) -> Recipe:
     release = _release(row)
     if _whole_step(row, card, dtype) and card in RACKS:
         return Recipe("none", "full", "tokens", overlaps=True)
-    if card in ("GB300", "B300") and release >= 26.02:
+    if card in ("GB300", "B300"):
         return Recipe("none", "partial", "tokens" if card == "B300" and release >= 26.06 else "copies")
     return Recipe("modules", "none", "copies", overlaps=card == "GB200" and release >= 26.06)
 
@@ -85,36 +89,28 @@ def _qwen(row: Mapping[str, str], card: str, dtype: str) -> Recipe:
     release, small, rack = _release(row), "30b" in row["model"].lower(), card in RACKS
     if release < 25.1:  # set_cuda_graph_overrides
         return Recipe("none", "full" if rack or (small and card == "B200") else "none")
-    if release < 26:
-        return Recipe(overlaps=card == "H100" and not small)
     if _whole_step(row, card, dtype) and (rack or small):
-        return Recipe("none", "full", "tokens", overlaps=True)
+        return Recipe("none", "full", "tokens", overlaps=dtype == "mxfp8")
     if small:
-        return Recipe(
-            "none", "none" if card == "H100" else "partial", "copies" if _old_b200(card, release) else "tokens"
-        )
+        sends_tokens = release >= 26.04 or (release >= 26 and card != "B200")
+        overlaps = release < 26 and card == "H100"
+        return Recipe("none", "none" if card == "H100" else "partial", "tokens" if sends_tokens else "copies", overlaps)
     if rack:
         return Recipe("none", "partial", "tokens")
-    loops = int(row["vpp"] or 1) > 1
-    return Recipe(
-        dispatch="tokens" if card == "B300" and release >= 26.06 else "copies",
-        overlaps=loops and (card == "H100" or (card == "B300" and release < 26.04)),
-    )
-
-
-def _old_b200(card: str, release: float) -> bool:
-    return card == "B200" and release < 26.04
+    overlaps = _loops(row) and (card == "H100" or (release < 26.04 and card == ("B200" if release < 26 else "B300")))
+    return Recipe(dispatch="tokens" if card == "B300" and release >= 26.06 else "copies", overlaps=overlaps)
 
 
 def _latent(row: Mapping[str, str], card: str, dtype: str) -> Recipe:
-    release, rack, rows, loops = _release(row), card in RACKS, int(row["mbs"]), int(row["vpp"] or 1) > 1
-    if release < 25.1 and card != "H100":
-        return Recipe("latents", "full" if rack else "none")
+    release, rack, rows = _release(row), card in RACKS, int(row["mbs"])
     if card == "H100":
         return Recipe("latents", "none", "tokens", overlaps=release < 26)
+    if release < 25.1:
+        return Recipe("latents", "full" if rack else "none")
     if _whole_step(row, card, dtype) and rows == 1:
-        return Recipe("none" if card == "GB300" else "latents", "full", "tokens", overlaps=True)
-    if card == "B200" and loops and release >= 26.04:
+        return Recipe("none" if card == "GB300" else "latents", "full", "tokens", overlaps=dtype == "mxfp8")
+    if card == "B200" and _loops(row) and release >= 26.04:
         return Recipe("latents", "partial", "tokens", overlaps=True)
-    graphs = "partial" if rack and rows == 1 else "none"
-    return Recipe("latents", graphs, "tokens" if release >= 26 else "copies")
+    graphs = "partial" if rows == 1 and (rack or (card == "B300" and _loops(row))) else "none"
+    recompute = "none" if card == "GB300" and release < 26 else "latents"
+    return Recipe(recompute, graphs, "tokens")

@@ -71,6 +71,9 @@ class BlockTimes:
 
 
 HALF = 2.0
+WITHOUT_TENSOR_CORES = 2.0
+"""Seconds of batched products whose heads 8 does not divide, over those of single products with such dims: libraries of
+2022 had no tensor core for them, and the other units have a fourth of its speed (78 of 312 TFLOP/s on an A100)."""
 
 
 def block_times(block: BlockShape, job: Job) -> BlockTimes:
@@ -135,6 +138,8 @@ def _attention(block: BlockShape, job: Job) -> tuple[float, float]:
     one = device.product_s(rows, job.seq_len, core.key_dim, device.half)
     other = device.product_s(rows, core.value_dim, job.seq_len, device.half)
     small = products / 2 * (one + other - 2 * device.kernel_s)
+    if core.key_dim % 8:
+        small *= WITHOUT_TENSOR_CORES
     # scale, mask and softmax in one kernel (read, write), dropout (read, write, mask), two products (write, read)
     moved = scores * ((2 * HALF) + (2 * HALF + 1 if block.dropout else 0))
     return small + device.traffic_s(moved), 2 * small + device.traffic_s(1.5 * moved)

@@ -59,6 +59,7 @@ class Execution:
             blocks (full).
         recomputed: fraction of the blocks that ``recompute`` is about.
         balances_ends: whether stages with embedding or head get fewer blocks, as in this library's plans.
+        logit_bytes: bytes of a logit while the loss is computed, and of its gradient.
         loss_chunks: chunks of tokens in which head and loss are computed.
         hides_gradients: whether gradients are reduced behind the last microbatch's backward.
         hides_gathers: whether parameters are gathered behind the block before.
@@ -98,6 +99,7 @@ class Execution:
     recompute: Literal["none", "modules", "latents", "core", "selective", "full"] = "none"
     recomputed: float = 1.0
     balances_ends: bool = True
+    logit_bytes: float = 4.0
     loss_chunks: int = 1
     hides_gradients: bool = True
     hides_gathers: bool = True

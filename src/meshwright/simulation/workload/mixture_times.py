@@ -9,6 +9,10 @@ from .products import CAST, three_products
 CALLED = 0.75
 """Bandwidth of a dispatch of tokens as a training loop calls it, over that of its kernel alone: 0.71 to 0.79 for rows
 in half precision (deepseek-ai/DeepEP, branch hybrid-ep, Hybrid-EP_Implementation.md: GB200 with 32 multiprocessors)."""
+MANY_PEERS, SCATTERED = 8, 0.4
+"""Ranks of one NVLink domain beyond which an all-to-all of copies is slower, and its bandwidth over that of other large
+collectives: on 32 GB200 it was no faster than a dispatcher that reached 400 and 190 GB/s of 900
+(NVIDIA/Megatron-LM, docs/discussions/deepseek-v3-gb200-optimization, section 2.2.1)."""
 BIASES = 28, 40
 """Bytes moved for each element of a mixture's output, forward and backward, where kernels of their own weight experts'
 biases and add them in fp32 (NVIDIA/Megatron-LM, megatron/core/transformer/moe/experts.py, ``_apply_bias``)."""
@@ -31,7 +35,8 @@ def dispatch_seconds(block: BlockShape, job: Job) -> float:
     inside = job.expert_group.in_node(machines)
     nodes = -(-ranks // inside)
     if job.execution.mixture.dispatch == "copies":
-        called, to_ranks, to_nodes = 1.0, top_k * (inside - 1) / ranks, top_k * (nodes - 1) / nodes
+        called = SCATTERED if inside > MANY_PEERS else 1.0
+        to_ranks, to_nodes = top_k * (inside - 1) / ranks, top_k * (nodes - 1) / nodes
     else:
         called, to_ranks = CALLED, reached(ranks, top_k) * (inside - 1) / inside
         to_nodes = reached(nodes, top_k) * (nodes - 1) / nodes

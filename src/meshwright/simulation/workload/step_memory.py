@@ -176,8 +176,9 @@ class HeldBytes:
             counts = model.part(bounds).counts
             working += max((size for size, count in zip(saved.kinds, counts, strict=True) if count), default=0.0)
         buffers = 2 * saved.wide if run.keeps_outputs and job.layout.pp > 1 else 0.0  # received and sent
-        # log-probabilities and their gradient, both in fp32; in chunks, neither outlives the loss
-        logits = job.tokens / run.loss_chunks * model.vocab / job.layout.tp * 4 if job.rank_of[-1] == rank else 0.0
+        # log-probabilities and their gradient; in chunks, neither outlives the loss
+        logits = job.tokens / run.loss_chunks * model.vocab / job.layout.tp * run.logit_bytes
+        logits = logits if job.rank_of[-1] == rank else 0.0
         return cls(
             tuple(saved.kept[b] - saved.kept[a] + buffers for a, b in bounds),
             tuple(saved.deferred[b] - saved.deferred[a] for a, b in bounds),
