@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from meshwright.core.errors import ConfigError
 
@@ -95,14 +95,10 @@ class Device:
         The tiles of a group share the multiprocessors (CUTLASS' grouped GEMM), so that only the group's last wave is
         not full.
         """
-        if min(rows, columns, depth) <= 0:
-            return 0.0
-        flops = 2.0 * number * rows * columns * depth
-        compute = flops / (self.speed(dtype) * self._utilization(rows, columns, depth, dtype, number))
-        moved = number * ((rows * depth + depth * columns) * element_bytes + rows * columns * 2.0)
-        return max(compute, self.traffic_s(moved)) + self.kernel_s
+        return _product_s(self, rows, columns, depth, dtype, element_bytes, number)
 
-    def _utilization(self, rows: float, columns: float, depth: float, dtype: str, number: float) -> float:
+    def utilization(self, rows: float, columns: float, depth: float, dtype: str, number: float) -> float:
+        """Return the fraction of large products' speed that ``number`` products of this shape reach."""
         ramp = depth / (depth + RAMP * self.flops[dtype] / self.bandwidth) * min(aligned(columns), aligned(depth))
         if not self.multiprocessors:
             return ramp
@@ -128,3 +124,15 @@ class Device:
         fraction = speed.backward if backward else speed.forward
         narrow = 1.0 if head_dim >= 128 else 0.74 + 0.26 * head_dim / 128
         return flops / (self.flops[self.half] * fraction * narrow) + self.kernel_s
+
+
+@lru_cache(maxsize=100_000)
+def _product_s(
+    on: Device, rows: float, columns: float, depth: float, dtype: str, element_bytes: float, number: float
+) -> float:
+    if min(rows, columns, depth) <= 0:
+        return 0.0
+    flops = 2.0 * number * rows * columns * depth
+    compute = flops / (on.speed(dtype) * on.utilization(rows, columns, depth, dtype, number))
+    moved = number * ((rows * depth + depth * columns) * element_bytes + rows * columns * 2.0)
+    return max(compute, on.traffic_s(moved)) + on.kernel_s
