@@ -39,15 +39,46 @@ class Recipe:
     overlaps: bool = False
 
 
-def with_recipe(run: Execution, row: Mapping[str, str], device: Device) -> Execution:
+@dataclass(frozen=True)
+class Benchmark:
+    """What decides the recipe of a row.
+
+    Attributes:
+        model: in lower case.
+        release: of the container, as year and month: 26.02; 0 where a row names none.
+        rows: sequences of a microbatch.
+        loops: whether a pipeline rank has several stages.
+    """
+
+    model: str
+    release: float
+    card: str
+    dtype: str
+    rows: float
+    loops: bool
+
+    @property
+    def rack(self) -> bool:
+        return self.card in RACKS
+
+    @property
+    def one_graph(self) -> bool:
+        """Whether a graph launches the whole step (``cuda_graph_impl="full_iteration"``)."""
+        return self.release >= 26.06 and self.dtype in ("mxfp8", "nvfp4") and (self.rack or self.card == "B300")
+
+
+def with_recipe(run: Execution, row: Mapping[str, str], device: Device, microbatch: float) -> Execution:
     """Return the execution of a mixture's row as its recipe describes it.
 
     Gradients are kept and reduced in bfloat16 (``grad_reduce_in_fp32=False``); models with latents have both moments in
     bfloat16 (``use_precision_aware_optimizer``). Capacities instead of numbers of rows ("tokendrop") need no wait.
     """
-    model, dropless = row["model"].lower(), "tokendrop" not in row["model"]
-    find = _gpt_oss if "gpt" in model else _qwen if "qwen" in model else _latent
-    recipe = find(row, device.name, run.products)
+    model = row["model"].lower()
+    found = re.search(r"(\d\d\.\d\d)(\.\d+)? NeMo", row["where"])
+    release = float(found[1]) if found else 0.0
+    one = Benchmark(model, release, device.name, run.products, microbatch, run.stages_per_rank > 1)
+    recipe = _gpt_oss(one) if "gpt" in model else _qwen(one) if "qwen" in model else _latent(one)
+    dropless = "tokendrop" not in model
     fused = recipe.graphs == "full" and dropless  # use_transformer_engine_op_fuser, moe_paged_stash
     return replace(
         run,
@@ -57,60 +88,42 @@ def with_recipe(run: Execution, row: Mapping[str, str], device: Device) -> Execu
         mixture=MixtureRun(recipe.dispatch, dropless, fused, weighs_inside=True, stashes=fused),
         gradient_bytes=2.0,
         reduce_bytes=2.0,
-        optimizer_bytes=4.0 if find is _latent else 8.0,
+        optimizer_bytes=8.0 if "gpt" in model or "qwen" in model else 4.0,
     )
 
 
-def _release(row: Mapping[str, str]) -> float:
-    """Return the container's release as year and month, such as 26.02."""
-    found = re.search(r"(\d\d\.\d\d)(\.\d+)? NeMo", row["where"])
-    return float(found[1]) if found else 0.0
-
-
-def _whole_step(row: Mapping[str, str], card: str, dtype: str) -> bool:
-    """Whether one graph launches a step (``cuda_graph_impl="full_iteration"``)."""
-    return _release(row) >= 26.06 and dtype in ("mxfp8", "nvfp4") and card in (*RACKS, "B300")
-
-
-def _loops(row: Mapping[str, str]) -> bool:
-    return int(row["vpp"] or 1) > 1
-
-
-def _gpt_oss(row: Mapping[str, str], card: str, dtype: str) -> Recipe:
-    release = _release(row)
-    if _whole_step(row, card, dtype) and card in RACKS:
+def _gpt_oss(one: Benchmark) -> Recipe:
+    if one.one_graph and one.rack:
         return Recipe("none", "full", "tokens", overlaps=True)
-    if card in ("GB300", "B300"):
-        return Recipe("none", "partial", "tokens" if card == "B300" and release >= 26.06 else "copies")
-    return Recipe("modules", "none", "copies", overlaps=card == "GB200" and release >= 26.06)
+    if one.card in ("GB300", "B300"):
+        return Recipe("none", "partial", "tokens" if one.card == "B300" and one.release >= 26.06 else "copies")
+    return Recipe("modules", "none", "copies", overlaps=one.card == "GB200" and one.release >= 26.06)
 
 
-def _qwen(row: Mapping[str, str], card: str, dtype: str) -> Recipe:
-    release, small, rack = _release(row), "30b" in row["model"].lower(), card in RACKS
+def _qwen(one: Benchmark) -> Recipe:
+    small, release, card = "30b" in one.model, one.release, one.card
     if release < 25.1:  # set_cuda_graph_overrides
-        return Recipe("none", "full" if rack or (small and card == "B200") else "none")
-    if _whole_step(row, card, dtype) and (rack or small):
-        return Recipe("none", "full", "tokens", overlaps=dtype == "mxfp8")
+        return Recipe("none", "full" if one.rack or (small and card == "B200") else "none")
+    if one.one_graph and (one.rack or small):
+        return Recipe("none", "full", "tokens", overlaps=one.dtype == "mxfp8")
     if small:
         sends_tokens = release >= 26.04 or (release >= 26 and card != "B200")
         overlaps = release < 26 and card == "H100"
         return Recipe("none", "none" if card == "H100" else "partial", "tokens" if sends_tokens else "copies", overlaps)
-    if rack:
+    if one.rack:
         return Recipe("none", "partial", "tokens")
-    overlaps = _loops(row) and (card == "H100" or (release < 26.04 and card == ("B200" if release < 26 else "B300")))
+    overlaps = one.loops and (card == "H100" or (release < 26.04 and card == ("B200" if release < 26 else "B300")))
     return Recipe(dispatch="tokens" if card == "B300" and release >= 26.06 else "copies", overlaps=overlaps)
 
 
-def _latent(row: Mapping[str, str], card: str, dtype: str) -> Recipe:
-    release, rack, rows = _release(row), card in RACKS, int(row["mbs"])
-    if card == "H100":
-        return Recipe("latents", "none", "tokens", overlaps=release < 26)
-    if release < 25.1:
-        return Recipe("latents", "full" if rack else "none")
-    if _whole_step(row, card, dtype) and rows == 1:
-        return Recipe("none" if card == "GB300" else "latents", "full", "tokens", overlaps=dtype == "mxfp8")
-    if card == "B200" and _loops(row) and release >= 26.04:
+def _latent(one: Benchmark) -> Recipe:
+    if one.card == "H100":
+        return Recipe("latents", "none", "tokens", overlaps=one.release < 26)
+    if one.release < 25.1:
+        return Recipe("latents", "full" if one.rack else "none")
+    if one.one_graph and one.rows == 1:
+        return Recipe("none" if one.card == "GB300" else "latents", "full", "tokens", overlaps=one.dtype == "mxfp8")
+    if one.card == "B200" and one.loops and one.release >= 26.04:
         return Recipe("latents", "partial", "tokens", overlaps=True)
-    graphs = "partial" if rows == 1 and (rack or (card == "B300" and _loops(row))) else "none"
-    recompute = "none" if card == "GB300" and release < 26 else "latents"
-    return Recipe(recompute, graphs, "tokens")
+    graphs = "partial" if one.rows == 1 and (one.rack or (one.card == "B300" and one.loops)) else "none"
+    return Recipe("none" if one.card == "GB300" and one.release < 26 else "latents", graphs, "tokens")

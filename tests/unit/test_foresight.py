@@ -193,6 +193,15 @@ def test_memory_that_others_measured_is_foreseen(published):
     assert sum(not one.fits for one in ran) / len(ran) <= 0.01
 
 
+def test_descriptions_of_published_mixtures_look_at_no_measured_figure(published):
+    rows = importlib.import_module("published.rows")
+    blank = dict.fromkeys(("tok_s_gpu", "tok_s_total", "tflops_gpu", "mfu_pct", "hfu_pct", "step_s", "mem_per_gpu"), "")
+    mixtures = [one for one in published if one.kind == "mixture"]
+    assert len(mixtures) > 50
+    for one in mixtures:
+        assert rows.job_of({**one.row, **blank}).execution == one.job.execution
+
+
 def test_a_group_held_out_is_scored_by_what_the_others_were_fitted_to(published):
     fit = importlib.import_module("published.fit")  # on the path while rows are
     some = [one for one in published if one.row["source"].startswith("InternEvo") and one.measured_s][:5]
