@@ -7,7 +7,7 @@ FILE has the columns of ``benchmarks/published/published.csv``, which is the def
 median and 90th percentile of the absolute error are printed by source and by class, with Kendall's tau within a source,
 model and number of GPUs, and the errors of memory. ``--rows`` lists every row; ``--json`` writes what is foreseen of
 each; ``--fit`` prints for each card and dtype the efficiency of products that would make the median error zero;
-``--hold-out`` fits these to all sources but one, or all releases but one, and prints the errors of the one left out.
+``--hold-out`` fits these to all sources, releases or models but one, and prints the errors of the one left out.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def _print_fit(rows: Sequence[Measured]) -> None:
 
 
 def _print_held_out(rows: Sequence[Measured]) -> None:
-    for by in ("source", "release"):
+    for by in ("source", "release", "model"):
         print(f"\nerrors of each {by}'s rows, with efficiencies fitted to the others'\n{'':24} rows  median     90%")
         for kind, errors in sorted(held_out(rows, by).items()):
             sizes = sorted(map(abs, errors))

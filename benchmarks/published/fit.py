@@ -60,6 +60,10 @@ class Measured:
         found = re.search(r"\d\d\.\d\d", self.row["where"]) if "container" in self.row["where"].lower() else None
         return f"{self.source}, {found[0]}" if found else self.source
 
+    @property
+    def model(self) -> str:
+        return self.row["model"].split(" (")[0]
+
     def error(self, efficiency: float) -> float:
         machines, dtype = self.job.machines, self.job.execution.products
         of = machines.device
@@ -92,7 +96,7 @@ def held_out(rows: Sequence[Measured], by: str) -> dict[str, list[float]]:
     Of a card and dtype with fewer than ``ENOUGH`` rows elsewhere, the median of those in as many bits is taken.
 
     Args:
-        by: "source" or "release".
+        by: "source", "release" or "model".
     """
     everyone = fitted(rows)
     found: dict[str, list[float]] = defaultdict(list)

@@ -60,7 +60,7 @@ class ExpertsShape:
         products: the linear layers of one expert.
         shared: those of the experts that all tokens take.
         width: features inside one expert.
-        biased: whether biases are added to experts' outputs by kernels of their own, in fp32.
+        biased: whether experts' outputs have biases, added in fp32 where products are not grouped.
     """
 
     number: int

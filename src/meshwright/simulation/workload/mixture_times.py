@@ -66,7 +66,7 @@ def mixture_traffic(block: BlockShape, job: Job) -> tuple[float, float]:
         entering = CAST.get(run.products, b)
         stashed = 2 * copies * (block.hidden * entering + experts.width * (2 * b + entering))
         forward, backward = forward + stashed, backward + stashed
-    if experts.biased:
+    if experts.biased and not run.mixture.grouped:
         forward, backward = forward + BIASES[0] * copies * block.hidden, backward + BIASES[1] * copies * block.hidden
     return forward, backward
 
