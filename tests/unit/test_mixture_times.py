@@ -14,7 +14,7 @@ from meshwright.simulation.workload.execution import Execution, Job, MixtureRun
 from meshwright.simulation.workload.host_times import host_seconds, starved_seconds
 from meshwright.simulation.workload.mixture_times import dispatch_seconds, mixture_traffic, ordered_bytes, reached
 from meshwright.simulation.workload.products import cast_seconds
-from meshwright.simulation.workload.step_memory import block_activations
+from meshwright.simulation.workload.step_memory import block_activations, step_memory
 
 TOP_K = 8
 BLOCK = decoder_block(2048, 16, 8, 1024, experts=gated_experts(2048, 64, TOP_K, 1024))
@@ -107,3 +107,36 @@ def test_recomputing_up_projections_costs_their_products_and_saves_queries_keys_
     assert 0 < longer < block_times(block, plain).forward[Cost.PRODUCTS]
     assert block_activations(block, again) < block_activations(block, plain)
     assert block_times(BLOCK, again).backward == block_times(BLOCK, plain).backward  # no latents
+
+
+def test_an_all_to_all_of_copies_slows_down_beyond_eight_peers_of_a_rack():
+    def seconds(ep: int, dispatch: str) -> float:
+        one = replace(job(72, ep, dispatch=dispatch), machines=machines("gb200", 72))
+        empty = one.machines.launch_s + one.machines.inside.latency_s
+        return dispatch_seconds(BLOCK, one) - empty
+
+    row = 4096 * 2048 * 2 / machines("gb200", 72).inside.speed
+    assert seconds(8, "copies") == pytest.approx(row * TOP_K * 7 / 8)
+    assert seconds(36, "copies") == pytest.approx(row * TOP_K * 35 / 36 / 0.4)
+    assert seconds(36, "tokens") == pytest.approx(row * reached(36, TOP_K) * 35 / 36 / 0.75)
+
+
+def test_casts_in_blocks_are_slower_than_by_one_scale():
+    of = machines("b200", 16, across="ib400")
+    scale, blocks = (cast_seconds(BLOCK, replace(job(products=d), machines=of))[0] for d in ("float8", "mxfp8"))
+    kernels = 8e-6 * 4  # two linear layers, two grouped ones
+    assert (blocks - kernels) * 0.6 == pytest.approx(scale - kernels)
+
+
+def test_heads_that_eight_does_not_divide_have_no_tensor_core_in_separate_kernels():
+    def seconds(heads: int, dim: int) -> float:
+        old = replace(job(1, 1), execution=Execution(attention="unfused"), machines=machines("a100", 1))
+        return block_times(decoder_block(heads * dim, heads, heads, 4096), old).forward[Cost.ATTENTION]
+
+    assert seconds(16, 108) > 1.5 * seconds(16, 112) > seconds(16, 104)
+
+
+def test_logits_take_the_bytes_in_which_their_loss_reads_them():
+    plain = job()
+    half = step_memory(plain.with_execution(logit_bytes=2.0)).logits
+    assert step_memory(plain).logits == 2 * half == 2 * plain.tokens * 32_000 * 4
