@@ -240,8 +240,8 @@ def _execution(row: Row, layout: Layout) -> Execution:
         reduced = 2.0 if pure else 4.0
         flash = "flash1" if "foundry" in source else "flash2"  # Triton's kernel of FlashAttention (attn_impl: triton)
         # llm-foundry's default loss reads half-precision logits (mpt/modeling_mpt.py: fused_crossentropy)
-        logit = 2.0 if "foundry" in source else 4.0
-        run = replace(run, reduce_bytes=reduced, gradient_bytes=4.0, logit_bytes=logit)
+        copies = 1.0 if "foundry" in source else 2.0
+        run = replace(run, reduce_bytes=reduced, gradient_bytes=4.0, logits_copies=copies)
         return replace(run, attention=flash, reduces_each=True)
     if _is_old_gpt(row):
         return _megatron_2021(row, run)

@@ -21,11 +21,14 @@ if TYPE_CHECKING:
     from meshwright.distributed.parallel_model import ParallelModel
     from meshwright.distributed.parallelize import parallelize
     from meshwright.distributed.step.results import StepLoss, StepResult
+    from meshwright.introspection.cluster import Cluster
     from meshwright.introspection.hints import Hints
-    from meshwright.planning.build import plan
     from meshwright.planning.layout import Layout
     from meshwright.planning.plan import Plan
     from meshwright.planning.techniques import Precision, Techniques
+    from meshwright.planning.values import Batch
+    from meshwright.simulation.search.foresee import foresee, plan
+    from meshwright.simulation.search.foresight import Foresight
     from meshwright.training.config import Config
     from meshwright.training.trainer import Trainer
     from meshwright.verification.verify import verify
@@ -33,8 +36,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Batch",
+    "Cluster",
     "Config",
     "ConfigError",
+    "Foresight",
     "Hints",
     "IntegrityError",
     "Layout",
@@ -50,6 +56,7 @@ __all__ = [
     "Trainer",
     "UnsupportedError",
     "__version__",
+    "foresee",
     "load",
     "parallelize",
     "plan",
@@ -60,8 +67,11 @@ __all__ = [
 
 # A name of this table must never be the name of a submodule of this package: importing the submodule would hide it.
 _HOME = {
+    "Batch": "meshwright.planning.values",
+    "Cluster": "meshwright.introspection.cluster",
     "Config": "meshwright.training.config",
     "ConfigError": "meshwright.core.errors",
+    "Foresight": "meshwright.simulation.search.foresight",
     "Hints": "meshwright.introspection.hints",
     "IntegrityError": "meshwright.core.errors",
     "Layout": "meshwright.planning.layout",
@@ -76,9 +86,10 @@ _HOME = {
     "Techniques": "meshwright.planning.techniques",
     "Trainer": "meshwright.training.trainer",
     "UnsupportedError": "meshwright.core.errors",
+    "foresee": "meshwright.simulation.search.foresee",
     "load": "meshwright.checkpoint",
     "parallelize": "meshwright.distributed.parallelize",
-    "plan": "meshwright.planning.build",
+    "plan": "meshwright.simulation.search.foresee",
     "pretrained": "meshwright.checkpoint",
     "save": "meshwright.checkpoint",
     "verify": "meshwright.verification.verify",

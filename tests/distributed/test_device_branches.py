@@ -79,10 +79,14 @@ def job_spied(job, *args):
 def job_plans():
     """Plan for an accelerator, print it, and advise on its memory."""
     from meshwright import Layout, plan
+    from meshwright.distributed.memory.dry_run import estimate_memory
     from meshwright.introspection.cluster import Cluster
+    from meshwright.introspection.facts import model_facts
+    from meshwright.introspection.source import as_module
     from meshwright.models.decoder_config import SIZES
     from meshwright.planning.memory.step import MemoryUse, assumptions
     from meshwright.planning.values import Batch
+    from meshwright.training.capacity import Capacity, Fit, judge
     from meshwright.training.metrics.memory import reset_peak
     from meshwright.training.metrics.memory_table import MemoryShares, _savings
 
@@ -95,10 +99,29 @@ def job_plans():
         frozen = {"freeze": ("embedding", r"layers\.0")}
         str(plan(SIZES["debug"], Layout(), cluster=Cluster(2, device=DEVICE), techniques=frozen))
         assert "on top" in "".join(assumptions(made))
+        offloaded = plan(SIZES["debug"], Layout(), cluster=Cluster(2, device=DEVICE), techniques={"cpu_offload": True})
+        facts, here = model_facts(as_module(SIZES["debug"])), Capacity(DEVICE, 1 << 16, 1 << 40, 2)
+        rows = Batch(4, 16)
+        found = judge(facts, offloaded, rows, here, lambda: estimate_memory(facts, offloaded, rows), fully=True)
+        assert found.verdict is Fit.TOO_LARGE and found.least.where == f"this {DEVICE} device"
         reset_peak(torch.device(DEVICE))
         held = dict.fromkeys(MemoryUse, 1 << 30)
         assert any("cpu_offload" in switch for _, switch in _savings(held, made, MemoryShares(1, 1)))
     return taken, text
+
+
+def job_rehearse(folder):
+    """Rehearse rank 0 of 2 on a device."""
+    from meshwright.training.config import Config
+    from meshwright.training.rehearsal.one_rank import rehearse
+    from meshwright.training.rehearsal.processes import _computing_on
+
+    text = Path(folder) / "text.txt"
+    text.write_text("".join(f"line {i} of a text that nobody reads, {i * i}\n" for i in range(2000)))
+    data = {"source": [str(text)], "seq_len": 32, "cache": str(Path(folder) / "cache")}
+    with spying() as taken:
+        found = rehearse(_computing_on(Config.from_dict(SETTINGS | {"data": data}), DEVICE), 0, 2, steps=1)
+    return taken, found
 
 
 def job_stall(folder):
@@ -133,7 +156,9 @@ def test_each_branch_is_taken_or_listed(device_pool, on_device, tmp_path):
         taken |= set().union(*(places for places, _ in jobs))
         assert not any(faults for _, faults in jobs), jobs
     taken |= on_device(1, job_run, str(tmp_path))[0][0] | on_device(2, job_door, False)[0]
-    taken |= on_device(1, job_plans)[0][0] | on_device(1, job_stall, str(tmp_path))[0]
+    places, rehearsal = on_device(1, job_rehearse, str(tmp_path))[0]
+    assert not rehearsal.refused and len(rehearsal.step_seconds) == 1, rehearsal.refused
+    taken |= places | on_device(1, job_plans)[0][0] | on_device(1, job_stall, str(tmp_path))[0]
     for name in ("windows", "mixer", "all_gather"):
         case = test_context_on_device.CASES[name]
         taken |= on_device(case.ranks, job_spied, test_context_on_device.trained, case)[0]

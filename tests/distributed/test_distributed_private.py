@@ -6,6 +6,7 @@ A failure here says what another version moved.
 from __future__ import annotations
 
 import inspect
+import time
 from datetime import timedelta
 
 import pytest
@@ -197,3 +198,9 @@ def test_kernels_of_messages_can_be_replaced_for_a_while():
         dist.recv(torch.zeros(3), 1)
         room.zero_()
         assert dist.irecv(room, 1) is not None and room.tolist() == [0, 0, 0]
+
+
+def test_the_host_sleeps_where_no_stream_can_be_kept_busy():
+    began = time.monotonic()
+    private.occupy_stream(torch.device("cpu"), 0.05)
+    assert time.monotonic() - began >= 0.05

@@ -14,6 +14,8 @@ from support.rehearsed import beside, beside_training
 from meshwright.cli import main as cli
 from meshwright.core.config import to_toml
 from meshwright.distributed.parallel_model import ParallelModel
+from meshwright.simulation.hardware.cards import device
+from meshwright.simulation.hardware.links import Link, Machines
 from meshwright.training.config import Config
 from meshwright.training.rehearsal import processes
 from meshwright.training.rehearsal.one_rank import rehearse
@@ -197,3 +199,15 @@ def test_the_death_of_a_rank_is_its_result(pool, config, monkeypatch):
     found = processes.rehearse_each(parts, processes.one_rank(parts, 1), 1)
     assert [one.refused for one in found] == ["the process was killed by SIGKILL: its host has too little memory"]
     assert (found[0].rank, found[0].exit_status) == (1, 1)
+
+
+def test_messages_take_the_time_that_is_foreseen(config):
+    given = Config.from_dict(config({"layout": {"dp_shard": 2}}))
+    slow = Link("slow", 1e6, 1e-3)
+    cards = Machines(device("h100"), 2, 2, slow, slow)
+    alone, lasting = rehearse(given, 0, 2, steps=2), rehearse(given, 0, 2, steps=2, machines=cards)
+    foreseen = sum(row.seconds for row in lasting.messages)
+    assert not alone.links and sum(row.seconds for row in alone.messages) == 0
+    assert lasting.links == "2 H100, slow" and foreseen > 0.1
+    assert min(lasting.step_seconds) >= foreseen
+    assert lasting.memory == alone.memory and lasting.operators == alone.operators

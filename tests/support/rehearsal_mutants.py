@@ -21,7 +21,7 @@ from meshwright.training.rehearsal import one_rank
 def another_rank() -> AbstractContextManager:
     """The rank of another stage is rehearsed."""
     whole = one_rank.absent_peers
-    return patch.object(one_rank, "absent_peers", lambda rank, world: whole((rank + world // 2) % world, world))
+    return patch.object(one_rank, "absent_peers", lambda rank, world, *rest: whole((rank + world // 2) % world, world))
 
 
 def nothing_sent() -> AbstractContextManager:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import statistics
 import sys
 from dataclasses import replace
@@ -15,8 +16,10 @@ from support.forecasts import CONFIG
 from meshwright.cli.main import main
 from meshwright.core.errors import ConfigError
 from meshwright.planning.layout import Layout
+from meshwright.planning.techniques import Techniques
 from meshwright.simulation.hardware.cards import card_names, device, link_across, machines
 from meshwright.simulation.hardware.links import Group, gather_s, reduce_s
+from meshwright.simulation.search.counts import nearest_counts, open_works
 from meshwright.simulation.search.pins import Pin
 from meshwright.simulation.search.search import FRONT, search
 from meshwright.simulation.search.space import meshes, microbatches, recomputations, schedules
@@ -238,3 +241,59 @@ def test_plan_judges_a_layout_that_is_given_and_refuses_what_fits_nowhere(tmp_pa
     assert "techniques.precision.compute" in capsys.readouterr().err
     assert main([*given, "--gpu", "h100", "--pin", "tp=2"]) == 2
     assert "states one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("count", "pins"), [(37, ()), (38, ("tp=1", "pp=1")), (11, ("pp=3",)), (13, ("cp=16",)), (5, ()), (9, ())]
+)
+@pytest.mark.parametrize("memory", [85e9, 2.5e9])
+def test_the_nearest_counts_are_those_that_a_search_of_each_count_finds(count, pins, memory):
+    base, pins = replace(job(8), rows=12), tuple(map(Pin.parse, pins))
+
+    def of(gpus: int):
+        cards = machines("h100", gpus, per_node=2)
+        return replace(cards, device=replace(cards.device, memory_bytes=memory))
+
+    def searched(gpus: int) -> bool:
+        try:
+            return bool(search(replace(base, machines=of(gpus)), pins, keep=1).best)
+        except ConfigError:
+            return False
+
+    works = open_works(base, pins, Techniques(), of, lambda *_: None)
+    assert nearest_counts(count, works) == nearest_counts(count, searched)
+
+
+def test_counts_that_rules_refuse_are_passed_over():
+    base = replace(job(8), rows=64)
+
+    def legal(count, layout, techniques, rows):
+        if count == 32:
+            raise ConfigError("no")
+
+    works = open_works(base, (Pin.parse("pp=1"),), Techniques(), lambda n: machines("h100", n, per_node=1), legal)
+    assert nearest_counts(33, works)[0] == 16
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (
+            ["--gpus", "296", "--pin", "tp=1", "--pin", "cp=1"],
+            "no layout fills them .* Nearest counts that work: 288 or 304 GPUs",
+        ),
+        (["--gpus", "5", "--pin", "tp=8"], r"Nearest count that works: 8 GPUs \(none below, down to 2, does\)"),
+        (["--gpus", "3", "--pin", "tp=3"], "No count from 1 to 12 GPUs works"),
+        (["--gpus", "24", "--layout.tp=8", "--layout.pp=2"], "such as 16 or 32, .* that work: 16 or 32 GPUs"),
+        (["--gpus", "48", "--layout.tp=8", "--layout.pp=2"], "over 3 data ranks .* that work: 32 or 64 GPUs"),
+        (["--gpus", "24", "--layout.tp=8", "--layout.dp_shard=1"], "Start 8 processes"),
+    ],
+)
+def test_gpus_that_no_layout_fills_are_refused_with_the_nearest_that_one_does(tmp_path, capsys, flags, says):
+    (tmp_path / "c.toml").write_text(CONFIG)
+    assert main(["plan", str(tmp_path / "c.toml"), "--gpu", "h100", *flags]) == 2
+    error = capsys.readouterr().err
+    assert re.search(says, error), error
+    for count in re.findall(r"\d+", error.partition("that work: ")[2]):  # each proposal is accepted
+        again = [count if word == flags[1] else word for word in flags]
+        assert main(["plan", str(tmp_path / "c.toml"), "--gpu", "h100", *again]) == 0

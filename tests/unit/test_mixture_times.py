@@ -14,7 +14,7 @@ from meshwright.simulation.workload.execution import Execution, Job, MixtureRun
 from meshwright.simulation.workload.host_times import host_seconds, starved_seconds
 from meshwright.simulation.workload.mixture_times import dispatch_seconds, mixture_traffic, ordered_bytes, reached
 from meshwright.simulation.workload.products import cast_seconds
-from meshwright.simulation.workload.step_memory import block_activations, step_memory
+from meshwright.simulation.workload.step_memory import block_activations
 
 TOP_K = 8
 BLOCK = decoder_block(2048, 16, 8, 1024, experts=gated_experts(2048, 64, TOP_K, 1024))
@@ -134,9 +134,3 @@ def test_heads_that_eight_does_not_divide_have_no_tensor_core_in_separate_kernel
         return block_times(decoder_block(heads * dim, heads, heads, 4096), old).forward[Cost.ATTENTION]
 
     assert seconds(16, 108) > 1.5 * seconds(16, 112) > seconds(16, 104)
-
-
-def test_logits_take_the_bytes_in_which_their_loss_reads_them():
-    plain = job()
-    half = step_memory(plain.with_execution(logit_bytes=2.0)).logits
-    assert step_memory(plain).logits == 2 * half == 2 * plain.tokens * 32_000 * 4

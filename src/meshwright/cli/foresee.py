@@ -5,121 +5,102 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
-
-from meshwright.core.devices import CUDA
-from meshwright.core.errors import ConfigError
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from .pages import write_page
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from meshwright.simulation.search.search import Candidate, Found
-    from meshwright.simulation.workload.execution import Job
+    from meshwright.introspection.cluster import Cluster
+    from meshwright.planning.memory.step import MemoryEstimate
     from meshwright.training.config import Config
 
 PATIENCE_S = 2.0
 
 
-@dataclass(frozen=True)
-class Rented:
-    """The cluster that the command line asks about."""
-
-    gpu: str
-    gpus: int
-    per_node: int = 0
-    link: str = ""
-    pins: tuple[str, ...] = ()
-
-
-def foresee(config: Config, rented: Rented, *, as_json: bool, html: Path | None = None) -> int:
-    """Judge the config's layout, or search all layouts where the config leaves the layout open; print the answer.
+def run(
+    config: Config,
+    cluster: Cluster,
+    pins: tuple[str, ...],
+    *,
+    as_json: bool,
+    html: Path | None = None,
+    rehearsed: Path | None = None,
+    dry_run: bool = False,
+) -> int:
+    """Print what is foreseen of a config on a cluster of GPUs.
 
     Args:
         html: file to draw the answer into.
+        rehearsed: file of rehearsals, whose figures replace those that would be foreseen.
+        dry_run: print the first layout's memory by a dry run too.
     """
-    from meshwright.introspection.cluster import Cluster
-    from meshwright.planning.layout import Layout
     from meshwright.simulation.hardware.cards import machines
-    from meshwright.simulation.search.answer import as_json as answer_json
-    from meshwright.simulation.search.answer import legal_among, techniques_of, toml
-    from meshwright.simulation.search.from_model import job_of_plan
-    from meshwright.simulation.search.pins import Pin
-    from meshwright.simulation.search.search import Candidate, Found, search
-    from meshwright.simulation.workload.step_memory import step_memory
-    from meshwright.simulation.workload.step_time import step_time
-    from meshwright.training.build import batch_of, facts_of, plan_run
+    from meshwright.simulation.search.foresee import foresee
+    from meshwright.training.build import batch_of, estimated_memory, facts_of
     from meshwright.training.model_source import model_source
+    from meshwright.training.rehearsal.forecast import check_same, rehearsals_for, rehearsed_ranks
     from meshwright.training.tokenizer import planned_tokenizer
-    from meshwright.training.views.forecast.page import forecast_page
 
-    cards = machines(rented.gpu, rented.gpus, per_node=rented.per_node, across=rented.link)
-    pins = tuple(map(Pin.parse, rented.pins))
+    rehearsals = []
+    if rehearsed is not None:
+        cards = machines(cluster.gpu, cluster.world, per_node=cluster.ranks_per_node, across=cluster.link)
+        rehearsals = rehearsals_for(rehearsed, cluster, cards)
     tokenizer = planned_tokenizer(config)
-    facts, batch = facts_of(model_source(config, tokenizer)), batch_of(config, tokenizer)
-    cluster = Cluster(rented.gpus, cards.per_node, CUDA)
-    is_open = config.layout == Layout()
-    if pins and not is_open:
-        raise ConfigError(
-            f"--pin is for a layout that is searched, and the config states one ({config.layout}). Leave the layout out"
-            f" and pin its sizes, such as --pin tp={config.layout.tp}."
-        )
-    plan = plan_run(config, facts, cluster, None if is_open else batch)
-    job = job_of_plan(facts, plan, batch, cards)
-    _check_products(job)
-
-    def legal(layout, techniques, rows):
-        chosen = replace(config, layout=layout, techniques=techniques)
-        return plan_run(chosen, facts, cluster, replace(batch, microbatch_rows=rows))
-
-    if not is_open:
-        judged = Candidate(job, step_time(job), step_memory(job))
-        shown, refused, found = [judged], [], Found(best=[judged], front=[judged], tried=1)
-    else:
-        found = search(job, pins, progress=_progress())
-        if not found.best:
-            raise ConfigError(_nothing(found, rented))
-        shown, refused = legal_among(found.best, config.techniques, legal)
-        found.front, _ = legal_among(found.front, config.techniques, legal)
-        if not shown:
-            raise ConfigError(f"no layout that fits is legal. {refused[0].reason}.")
+    batch, facts = batch_of(config, tokenizer), facts_of(model_source(config, tokenizer))
+    answer = foresee(
+        facts,
+        config.layout,
+        batch=batch,
+        cluster=cluster,
+        techniques=config.techniques,
+        pins=pins,
+        progress=_progress(),
+        rehearsed=rehearsed_ranks(rehearsals),
+    )
+    if rehearsed is not None:
+        check_same(rehearsed, rehearsals, answer.candidates[0].plan, batch)
+    first = answer.candidates[0]
+    drawn = replace(batch, microbatch_rows=first.microbatch)
+    by_dry_run = None
+    if dry_run:
+        chosen = replace(config, techniques=first.techniques)
+        by_dry_run = estimated_memory(chosen, facts, first.plan, drawn)
     if as_json:
-        print(json.dumps(answer_json(shown, found, refused), indent=1))
+        values = answer.to_dict() if by_dry_run is None else {**answer.to_dict(), "dry_run": _figures(by_dry_run)}
+        print(json.dumps(values, indent=1))
     else:
-        print(_text(config, rented, shown, found, is_open=is_open))
+        print(answer, *([] if by_dry_run is None else [_words(by_dry_run)]), sep="\n\n")
     if html is not None:
-        if is_open:
-            job = shown[0].job
-            batch = replace(batch, microbatch_rows=int(job.microbatch))
-            plan = legal(job.layout, techniques_of(job, config.techniques), batch.microbatch_rows)
-        page = forecast_page(shown, found.front, plan, batch, toml(shown[0], config.techniques) if is_open else "")
+        from meshwright.training.views.forecast.page import forecast_page
+
+        shown, front = ([one.candidate for one in found] for found in (answer.candidates, answer.front))
+        page = forecast_page(shown, front, first.plan, drawn, first.toml() if answer.searched else "")
         print(write_page(html, page), file=sys.stderr if as_json else sys.stdout)
     return 0
 
 
-def _check_products(job: Job) -> None:
-    cards = job.machines
-    if job.execution.products not in cards.device.flops:
-        choices = ", ".join(cards.device.flops)
-        raise ConfigError(
-            f"{cards.device.name} has no products in {job.execution.products}. Set techniques.precision.compute to one"
-            f" that it has ({choices}), and techniques.float8 = none where it lacks float8."
-        )
+def _figures(estimate: MemoryEstimate) -> dict[str, Any]:
+    """Return the bytes of the fullest rank by the dry run, under the documented keys."""
+    if estimate.why_not:
+        return {"why_not": estimate.why_not}
+    fullest = estimate.of()
+    least = estimate.least[estimate.fullest] if estimate.least else fullest.total
+    parts = {str(kind): size / 1e9 for kind, size in fullest.peak.items() if size}
+    return {"mem_gb": fullest.total / 1e9, "least_gb": least / 1e9, "mem_parts_gb": parts}
 
 
-def _nothing(found: Found, rented: Rented) -> str:
-    if found.smallest is None:
-        legal = "a count that the rows of batch.global_batch and the model's heads and blocks divide"
-        return f"--gpus {rented.gpus}: no layout fills them with this batch and these pins. Ask for {legal}."
-    smallest = found.smallest
-    job, device = smallest.job, smallest.job.machines.device
-    beyond = (smallest.memory.total - device.memory_bytes) / 1e9
+def _words(estimate: MemoryEstimate) -> str:
+    values = _figures(estimate)
+    if estimate.why_not:
+        return f"by a dry run of the run's own code: unknown, {estimate.why_not}"
+    parts = ", ".join(f"{name} {size:.1f}" for name, size in values["mem_parts_gb"].items())
+    least = f"{values['least_gb']:.1f} to " * bool(estimate.least)
     return (
-        f"nothing fits on {rented.gpus} {device.name}: the smallest layout ({job.layout}, recompute"
-        f" {job.execution.recompute}) needs {smallest.memory.total / 1e9:.1f} GB on a GPU, {beyond:.1f} GB too much."
-        f" Take more GPUs or a larger card, techniques.optimizer_state = 8bit, or shorter rows."
+        f"by a dry run of the run's own code: {least}{values['mem_gb']:.1f} GB of tensors ({parts}); the driver and"
+        " fragmentation come on top"
     )
 
 
@@ -140,32 +121,3 @@ def _progress():
             bar.stop()
 
     return show
-
-
-def _text(config: Config, rented: Rented, shown: list[Candidate], found: Found, *, is_open: bool) -> str:
-    from meshwright.planning.explain import columns
-    from meshwright.simulation.search.answer import HEADS, figures, row, toml
-
-    chosen, cards = shown[0], shown[0].job.machines
-    values = figures(chosen)
-    head = (
-        f"{chosen.job.architecture.name} on {rented.gpus} {cards.device.name}, {cards.per_node} per node,"
-        f" {chosen.job.rows} rows of {chosen.job.seq_len} tokens per step"
-    )
-    parts = [
-        f"{head}\n{columns([row(candidate) for candidate in shown], HEADS)}",
-        "memory of the first: "
-        + ", ".join(f"{name} {size:.1f}" for name, size in values["mem_parts_gb"].items())
-        + " GB",
-        f"{values['tokens_per_day'] / 1e9:.2f} billion tokens a day,"
-        f" {values['gpu_hours_per_billion_tokens']:,.0f} GPU hours for a billion."
-        " MFU: 6 FLOPs per product parameter and 12 per attended feature, over the data sheet's half precision.",
-    ]
-    if is_open:
-        smaller = [row(candidate) for candidate in found.front if candidate.key != chosen.key][:4]
-        if smaller:
-            parts.append(f"less memory, more time\n{columns(smaller, HEADS)}")
-        parts.append(
-            f"{found.tried} candidates were compared. To train with the first:\n\n{toml(chosen, config.techniques)}"
-        )
-    return "\n\n".join(parts)

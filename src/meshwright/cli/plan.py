@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.core.devices import check_device_type, local_device
+from meshwright.core.devices import check_device_type, device_memory, local_device
 from meshwright.core.errors import ConfigError
+from meshwright.introspection.cluster import Cluster
 
+from . import foresee
 from .arguments import read_config, take_option
-from .foresee import Rented, foresee
 from .pages import check_page
 
 
@@ -18,8 +19,9 @@ def run(argv: list[str]) -> int:
     With ``--gpus N --gpu CARD`` the answer is about GPUs that need not be here: the memory and time of the config's
     layout, or, where the config leaves its layout open, the best of all layouts and the TOML to train with.
     ``--per-node N`` of them on a host, ``--link ib400`` between hosts (Gb/s for each GPU), ``--pin tp<=8`` (again for
-    more) to keep parts of a layout, ``--json`` for programs, ``--html FILE`` for a page with pictures. Forecasts:
-    docs/foresight.md.
+    more) to keep parts of a layout, ``--json`` for programs, ``--html FILE`` for a page with pictures, ``--with FILE``
+    for figures of ``meshwright rehearse`` in place of those foreseen, ``--dry-run`` for the first layout's memory by
+    the run's own code beside the forecast. More: docs/foresight.md.
 
     Without them: ``--world N`` ranks, ``--per-node N`` of them on a host, ``--device``, ``--json``; ``--trust`` runs
     code that the config names.
@@ -32,20 +34,32 @@ def run(argv: list[str]) -> int:
     link, argv = take_option(argv, "--link", str)
     pins, argv = _take_pins(argv)
     html, argv = take_option(argv, "--html", Path)
+    rehearsed, argv = take_option(argv, "--with", Path)
     as_json, argv = "--json" in argv, [word for word in argv if word != "--json"]
+    dry_run, argv = "--dry-run" in argv, [word for word in argv if word != "--dry-run"]
     _check(world, per_node, device)
     _check_rented(gpus, gpu, link, pins, world, device)
+    if dry_run and gpus is None:
+        raise ConfigError(
+            "--dry-run is made without GPUs in any case: leave it out, or give --gpus N and --gpu CARD too"
+        )
+    if rehearsed is not None and (gpus is None or html is not None):
+        raise ConfigError("--with replaces figures of a forecast: give --gpus N and --gpu CARD too, and no --html")
     if html is not None:
         if gpus is None:
             raise ConfigError("--html draws a forecast for GPUs: give --gpus N and --gpu CARD too")
         check_page(html)
     config = read_config(argv, prog="meshwright plan", description=f"{__doc__}\n\n{run.__doc__}")
     if gpus is not None and gpu is not None:
-        return foresee(config, Rented(gpu, gpus, per_node or 0, link or "", tuple(pins)), as_json=as_json, html=html)
-    from meshwright.introspection.cluster import Cluster
+        cluster = Cluster(gpus, per_node or 0, gpu=gpu, link=link or "")
+        return foresee.run(
+            config, cluster, tuple(pins), as_json=as_json, html=html, rehearsed=rehearsed, dry_run=dry_run
+        )
     from meshwright.planning.explain import table
     from meshwright.training.build import batch_of, estimated_memory, facts_of, plan_run
+    from meshwright.training.capacity import Capacity, whether_it_fits
     from meshwright.training.launch import process_count
+    from meshwright.training.metrics.host_memory import host_memory
     from meshwright.training.model_source import model_source
     from meshwright.training.tokenizer import planned_tokenizer
 
@@ -62,7 +76,14 @@ def run(argv: list[str]) -> int:
     except ConfigError:
         print(f"{table(plan)}\n", flush=True)  # the plan holds for any batch; the refusal of this one follows
         raise
-    print(table(plan, batch, estimated_memory(config, facts, plan, batch)))
+    estimate = estimated_memory(config, facts, plan, batch)
+    fits = ""
+    if cluster.device == local_device():
+        # of ranks that are only planned it is not known which share a host: one alone counts
+        ranks = per_node or (1 if world else cluster.world)
+        here = Capacity(cluster.device, device_memory(cluster.device), host_memory(), ranks)
+        fits = whether_it_fits(facts, plan, batch, here, estimate)
+    print(table(plan, batch, estimate, whether_it_fits=fits))
     return 0
 
 

@@ -22,6 +22,7 @@ def run(argv: list[str]) -> int:
 
     ``--gpus N`` ranks of the run (by default those of the layout), ``--rank R``, or ``--each-kind``: one rank of each
     kind, since ranks with the same work need not be asked twice. ``--steps N`` are timed, behind two that are watched.
+    With ``--gpu h100`` (and ``--link ib400`` between hosts) messages take the time that is foreseen on such cards.
     ``--per-node N`` ranks on a host, ``--device cpu`` in place of this machine's accelerator, ``--json`` for programs
     or ``--json=FILE`` beside the text; ``--trust`` runs code that the config names.
     """
@@ -30,6 +31,10 @@ def run(argv: list[str]) -> int:
     steps, argv = take_option(argv, "--steps", int)
     per_node, argv = take_option(argv, "--per-node", int)
     device, argv = take_option(argv, "--device", str)
+    gpu, argv = take_option(argv, "--gpu", str)
+    link, argv = take_option(argv, "--link", str)
+    if link and not gpu:
+        raise ConfigError("--link is between cards: give --gpu CARD too")
     as_json, argv = "--json" in argv, [word for word in argv if word != "--json"]
     file, argv = take_option(argv, "--json", str)
     each, argv = "--each-kind" in argv, [word for word in argv if word != "--each-kind"]
@@ -39,10 +44,13 @@ def run(argv: list[str]) -> int:
     config = read_config(argv, prog="meshwright rehearse", description=f"{__doc__}\n\n{run.__doc__}")
     if gpus is None and not config.layout.is_resolved:
         raise ConfigError("the layout leaves open how many ranks there are: say it, such as --gpus 512")
+    from meshwright.simulation.hardware.cards import machines
     from meshwright.training.rehearsal.processes import cast, one_rank, rehearse_each
     from meshwright.training.rehearsal.result import to_json
 
-    parts = cast(config, gpus or config.layout.world, per_node or 0, device or "")
+    world = gpus or config.layout.world
+    cards = machines(gpu, world, per_node=per_node or 0, across=link or "") if gpu else None
+    parts = cast(config, world, per_node or (cards.per_node if cards else 0), device or "", cards)
     kinds = parts.kinds if rank is None else one_rank(parts, rank)
     if not as_json and rank is None:
         print(f"{len(kinds)} kind{'s' * (len(kinds) > 1)} of ranks among {parts.plan.world}\n", flush=True)

@@ -50,6 +50,21 @@ def current_device(device_type: str) -> torch.device:
     return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
+def device_memory(device_type: str, index: int = 0) -> int | None:
+    """Return the total bytes of an accelerator of this machine; None on a CPU, or where its module has no figure.
+
+    Args:
+        index: number of the device; those from the number of devices on begin again at 0.
+    """
+    import torch
+
+    if not is_accelerator(device_type):
+        return None
+    module = torch.get_device_module(device_type)
+    properties = module.get_device_properties(index % max(1, module.device_count()))
+    return getattr(properties, "total_memory", None)
+
+
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a tensor to a device without waiting; memory of the host is pinned first, which such copies need."""
     if is_accelerator(device) and tensor.device.type == CPU and not tensor.is_pinned():

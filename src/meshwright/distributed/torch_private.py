@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -25,6 +26,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.distributed.tensor.placement_types import _StridedShardOffsetMode as StridedShardOffsetMode
 from torch.nn.parallel import DistributedDataParallel
+
+from meshwright.core.devices import CUDA
 
 __all__ = ["DTensorSpec", "FSDPParam", "StridedShard", "StridedShardOffsetMode", "TensorMeta"]
 
@@ -288,3 +291,16 @@ class _GatheredThrough(FSDPParam):
     @property
     def _sharded_local_tensor(self) -> Any:
         return self.__dict__["_meshwright_extension"]
+
+
+def occupy_stream(device: torch.device, seconds: float) -> None:
+    """Keep a CUDA device's current stream busy without memory or products; elsewhere the host sleeps.
+
+    Waits for: a public ``torch.cuda._sleep``.
+    """
+    if device.type != CUDA:
+        time.sleep(seconds)
+        return
+    module = torch.get_device_module(device)
+    with module.device(device):
+        module._sleep(int(1000 * module.get_device_properties(device).clock_rate * seconds))  # the rate is in kHz

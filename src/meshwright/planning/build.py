@@ -11,11 +11,7 @@ from meshwright.core.devices import is_accelerator, local_device
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import matching, pattern
 from meshwright.introspection.cluster import Cluster
-from meshwright.introspection.facts import (
-    ModelFacts,
-    ParameterFact,
-    model_facts,
-)
+from meshwright.introspection.facts import ModelFacts, ParameterFact, model_facts
 from meshwright.introspection.hints import Hints
 from meshwright.introspection.source import as_module
 from meshwright.introspection.structure.experts import find_stacks
@@ -65,7 +61,7 @@ def plan(
         model: a model config, a module (on meta or not), or a function that returns one.
         layout: mesh sizes; open ones (-1) need a ``cluster`` to be filled from.
         batch: the shape of a step's data, checked against model and mesh; the plan itself holds for any batch.
-        cluster: ranks, ranks per node and device; by default the layout's own size on this machine's device.
+        cluster: ranks, ranks per node and device, no card; by default the layout's own size on this machine's device.
         techniques: the typed request, or a plain dict of it.
         reduction: "sum", or "mean" for the functions that keep torch's averaging of gradients.
         hints: facts about a model that measurement cannot read, for a module or a function that returns one.
@@ -77,6 +73,8 @@ def plan(
         raise ConfigError(f"reduction = {reduction!r}: legal are sum and mean")
     facts = model if isinstance(model, ModelFacts) else model_facts(as_module(model, hints=hints))
     requested = as_techniques(techniques)
+    if cluster is not None and cluster.gpu:
+        raise ConfigError(f"gpu={cluster.gpu!r}: leave it out here, or call meshwright.plan or meshwright.foresee")
     cluster = cluster or Cluster(world=layout.world, device=local_device())
     layout = layout.resolve(cluster.world, ranks_per_node=cluster.ranks_per_node or None)
     requested = _with_schedule_of(layout, requested)

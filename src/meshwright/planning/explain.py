@@ -32,13 +32,19 @@ KEPT = {
 }
 
 
-def table(plan: Plan, batch: Batch | None = None, estimate: MemoryEstimate | None = None) -> str:
-    """Format the whole plan, with a batch also the bytes sent per step, with an estimate also activation memory."""
+def table(
+    plan: Plan, batch: Batch | None = None, estimate: MemoryEstimate | None = None, *, whether_it_fits: str = ""
+) -> str:
+    """Format the whole plan, with a batch also the bytes sent per step, with an estimate also activation memory.
+
+    Args:
+        whether_it_fits: line to put below the memory.
+    """
     parts = [_header(plan), _parameters(plan), _collectives(plan)]
     if batch is not None:
         parts.append(_traffic(plan, batch))
     microbatches = 1 if batch is None else resolved(plan, batch).microbatches(plan.data_ranks)
-    parts.append(_memory(plan, microbatches, estimate))
+    parts.append("\n".join(filter(None, (_memory(plan, microbatches, estimate), whether_it_fits))))
     if is_accelerator(plan.device):
         parts.append(f"the host waits for the device in a step\n  {described(plan, microbatches)}")
     unknown = (

@@ -103,7 +103,9 @@ class Layout:
             if len(larger) < 2:
                 product = f"{larger[0]} = {fixed}" if larger else "the product = 1"
             relation = "does not divide" if world % fixed else "is not"
-            legal = f"a multiple of {fixed}" if open_axes else str(fixed)
+            near = max(fixed, world // fixed * fixed)
+            legal = f"a multiple of {fixed} processes, such as {near} or {near + fixed}"
+            legal = legal if open_axes else f"{fixed} processes"
             if not open_axes and self.ep > 1 and fixed * self.ep == world:
                 raise ConfigError(
                     f"layout: {product} and ep = {self.ep} for {world} processes: ep never multiplies the world, since"
@@ -111,7 +113,7 @@ class Layout:
                     f" layout.dp_shard = {self.dp_shard * self.ep}."
                 )
             raise ConfigError(
-                f"layout: {product} {relation} the world size {world}. Start {legal} processes, or change the layout"
+                f"layout: {product} {relation} the world size {world}. Start {legal}, or change the layout"
                 f" (layout.dp_shard = -1 takes what is left)."
             )
         left = world // fixed

@@ -46,6 +46,7 @@ from .model_source import (
     shape_of,
     where_weights_come_from,
 )
+from .neighbours import refuse_too_large
 from .optim.build import BuiltOptimizer, make_optimizer
 from .optim.schedules import LearningRateSchedule
 from .stopping import StopRequest
@@ -91,9 +92,14 @@ def build_run(config: Config, timeline: StartupTimeline, progress: Progress, sto
     # one module for plan and layout: measurements of a model are cached with it
     module = as_module(source, config.seed)
     facts = model_facts(module)
-    plan = plan_run(config, facts, Cluster(world, ranks_per_node(), device), batch)
+    cluster = Cluster(world, ranks_per_node(), device)
+    plan = plan_run(config, facts, cluster, batch)
     refuse_absent(plan)
     torchao_adamw.refuse_absent(plan.optimizer)
+    if config.process.check_memory:
+        refuse_too_large(
+            config, facts, plan, batch, cluster, lambda one, made, rows: estimated_memory(one, facts, made, rows)
+        )
     if isinstance(weights, Pretrained):
         weights.check(module)
     trace = open_trace(config)

@@ -192,6 +192,8 @@ class ProcessConfig:
     """Seconds that a collective may wait before the run is ended as hung."""
     audit: bool = True
     """Check at the start that the model is what the plan says, and equal where ranks hold copies of it."""
+    check_memory: bool = True
+    """Refuse a run that surely does not fit the memory of its devices or host, before it starts."""
     max_restarts: int = 0
     """How often new processes continue the run after one was lost; under torchrun its own --max-restarts counts."""
 

@@ -77,11 +77,11 @@ def estimate_memory(
         with same_random_numbers(), untouched(facts.module), _quiet():
             build = build_optimizer or default_optimizer
             batch = resolved(plan, batch)
-            ranks = _DryRun(facts, plan, batch, keys, build).ranks()
+            ranks = DryRun(facts, plan, batch, keys, build).ranks()
             least: tuple[int, ...] = ()
             if plan.compiled:
                 recomputed = replace(plan, activation_checkpointing="full", checkpointed=plan.compiled)
-                least = tuple(rank.total for rank in _DryRun(facts, recomputed, batch, keys, build).ranks())
+                least = tuple(rank.total for rank in DryRun(facts, recomputed, batch, keys, build).ranks())
             return MemoryEstimate(ranks, least=least, notes=tuple(assumptions(plan)))
     except DryRunError as error:
         return MemoryEstimate((), f"{facts.kind}: {error}")
@@ -103,7 +103,9 @@ def _quiet() -> Iterator[None]:
         logger.disabled = before
 
 
-class _DryRun:
+class DryRun:
+    """Runs a plan's step on fake tensors."""
+
     def __init__(
         self, facts: ModelFacts, plan: Plan, batch: Batch, keys: tuple[str, ...], build_optimizer: BuildOptimizer
     ):
@@ -123,21 +125,27 @@ class _DryRun:
 
     def run(self, pipeline_rank: int, microbatches: int) -> RankMemory:
         """Run a step of a pipeline rank's first rank, and return its bytes."""
+        with self.laid_out(pipeline_rank) as model:
+            return self._account(model, microbatches)
+
+    @contextmanager
+    def laid_out(self, pipeline_rank: int) -> Iterator[ParallelModel]:
+        """Lay out the model of a pipeline rank's first rank on fake tensors, for the time of the context."""
         rank = pipeline_rank * (self.plan.world // self.plan.size(Axis.PP))
         with absent_peers(rank, self.plan.world):
             mesh, module = self._mesh(), on_meta(cast("nn.Module", self.facts.module))
             facts = model_facts(module)
             parts = order.lay_out(module, self.plan, order.Site(mesh, facts), ON_META)
-            with imagining(experts=self.facts.has_experts):
+            with imagining(experts=self.facts.has_experts, blocks=len(self.facts.blocks)):
                 for part in parts:
                     allocate(part.module)
-                return self._account(ParallelModel(parts, self.plan, facts, mesh), microbatches)
+                yield ParallelModel(parts, self.plan, facts, mesh)
 
     def _account(self, model: ParallelModel, microbatches: int) -> RankMemory:
         optimizer = self._build_optimizer(model)
         make_states(optimizer)
         vocabulary = dims_of_logits(self.facts.vocab_size or 0, self.plan.size(Axis.TP))
-        step = self._step(model, microbatches)
+        step = self.step(model, microbatches)
         if self.copies_gradients:
             keep_in_buckets(model.parts[0], microbatches, syncs=bool(self.plan.data.sync_grad_accum))
         account = MemoryAccount(model.parts, vocabulary, optimizer=optimizer, in_host=_in_host(self.asked))
@@ -153,7 +161,8 @@ class _DryRun:
             return None
         return build_mesh(Layout(**dict(plan.mesh), ep=1 if plan.experts is None else plan.experts.ranks), CPU)
 
-    def _step(self, model: ParallelModel, microbatches: int) -> OpenedStep:
+    def step(self, model: ParallelModel, microbatches: int) -> OpenedStep:
+        """Return a step of so many microbatches of one document each."""
         piece = self._piece(self.rows, self.batch.seq_len, Signature.of(model.parts[0]))
         tokens = piece["tokens"].numel() * microbatches * self.plan.data_ranks
         return OpenedStep([piece] * microbatches, tokens, float(tokens), tokens)

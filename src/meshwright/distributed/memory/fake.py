@@ -17,23 +17,25 @@ GROUPED = {GROUPED_PRODUCT}
 """Operators that torch limits to bfloat16 on fake tensors, although their kernels take other dtypes too."""
 
 
-PATIENCE = 100_000
-"""Largest number of operators in a dry run, about ten seconds; a large model has a tenth of it."""
+PATIENCE, PATIENCE_PER_BLOCK = 100_000, 4_000
+"""Largest number of operators in a dry run, about ten seconds, and how many each repeated block adds: three
+microbatches of a decoder's block over a context axis have a thousand."""
 
 
 @contextmanager
-def imagining(*, experts: bool) -> Iterator[None]:
+def imagining(*, experts: bool, blocks: int = 0) -> Iterator[None]:
     """Make every tensor created inside fake.
 
     Args:
         experts: whether the model may compute grouped products.
+        blocks: number of repeated blocks.
 
     Raises:
-        DryRunError: the step has more than ``PATIENCE`` operators, like a Python loop over tokens.
+        DryRunError: the step has more operators than any model of so many blocks, like a Python loop over tokens.
     """
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(_Patience())
+        stack.enter_context(_Patience(PATIENCE + blocks * PATIENCE_PER_BLOCK))
         if experts:
             stack.enter_context(_GroupedProducts())
         yield
@@ -78,16 +80,16 @@ class DryRunError(Exception):
 
 
 class _Patience(TorchDispatchMode):
-    """Limits the number of operators to ``PATIENCE``."""
+    """Limits the number of operators."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
         super().__init__()
-        self._operators = 0
+        self._operators, self._most = 0, most
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         self._operators += 1
-        if self._operators > PATIENCE:
-            raise DryRunError(f"its step has more than {PATIENCE:,} operators, too many for a dry run")
+        if self._operators > self._most:
+            raise DryRunError(f"its step has more than {self._most:,} operators, too many for a dry run")
         return func(*args, **(kwargs or {}))
 
 

@@ -3,12 +3,13 @@
 Collectives return at once, with this rank's own values in its peers' places (torch's "fake" backend), so that the very
 code of a run can be executed for one rank: on a device (a rehearsal), or on tensors without memory (a dry run). What
 only a peer has (a received tensor, a peer's part of a sum of activations) is made up of small random numbers: zeros
-would all go to the same experts, and memory that nobody wrote may hold a NaN.
+would all go to the same experts, and memory that nobody wrote may hold a NaN. Messages take no time, or as much as the
+caller foresees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -19,13 +20,17 @@ from torch import Tensor
 
 from meshwright.core.devices import CPU, local_device
 from meshwright.core.errors import ConfigError
+from meshwright.core.torch_private import tree_leaves
 from meshwright.distributed.torch_private import (
     finished_work,
     forget_meshes,
+    occupy_stream,
     other_groups,
     other_kernels,
     silent_store,
 )
+
+from .wire import ranks_in, sent_by
 
 BACKEND = "fake"
 """torch's name of the backend."""
@@ -33,16 +38,23 @@ SCALE, DIRECTIONS = 0.02, 8
 """Standard deviation of made-up values, as of embeddings at the start; rank of a peer's part of a sum."""
 
 
+Duration = Callable[[str, tuple[int, ...], int], float]
+"""Seconds of a message by its operation, the ranks that take part, and the bytes of its larger side."""
+
+
 @contextmanager
-def absent_peers(rank: int, world: int) -> Iterator[None]:
+def absent_peers(rank: int, world: int, duration: Duration | None = None) -> Iterator[None]:
     """Make this process rank ``rank`` of ``world`` for the time of the context; existing groups are set aside.
+
+    Args:
+        duration: seconds for which a message keeps the stream that issues it busy, or the CPU; None: none.
 
     Raises:
         ConfigError: there is no such rank.
     """
     if not 0 <= rank < world:
         raise ConfigError(f"rank {rank} of {world} ranks: legal are 0 to {world - 1}")
-    with other_groups(), _making_up_values():
+    with other_groups(), _making_up_values(duration):
         forget_meshes()  # torch's caches know meshes by their ranks' numbers: those of a run are equal
         dist.init_process_group(BACKEND, store=silent_store(), rank=rank, world_size=world)
         try:
@@ -57,17 +69,31 @@ def peers_are_absent() -> bool:
 
 
 @contextmanager
-def _making_up_values() -> Iterator[None]:
+def _making_up_values(duration: Duration | None) -> Iterator[None]:
     """Give torch's operators for messages other kernels, which fill in what only a peer has.
 
     Kernels lie below dispatch modes, so that nobody counts what they do.
     """
-    with other_kernels("c10d", _KERNELS, {CPU, local_device()}):
+    kernels = _KERNELS if duration is None else {name: _lasting(name, _KERNELS[name], duration) for name in _KERNELS}
+    with other_kernels("c10d", kernels, {CPU, local_device()}):
         try:
             yield
         finally:
             _generator.cache_clear()
             _directions.cache_clear()
+
+
+def _lasting(name: str, kernel: Callable[..., Any], duration: Duration) -> Callable[..., Any]:
+    """Return a kernel that takes a message's time too."""
+
+    def run(*args: Any) -> Any:
+        made, sent = kernel(*args), sent_by(name, args)
+        if sent is not None:
+            device = next(leaf.device for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+            occupy_stream(device, duration(sent.op, ranks_in(args), sent.tensor_bytes))
+        return made
+
+    return run
 
 
 def _receive(tensors: list[Tensor], group: Any, source: int, tag: int) -> Any:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwright.core.torch_private import tree_leaves
 
-from .wire import WireCounter, group_in
+from .wire import WireCounter, ranks_in
 
 Operator = tuple[str, tuple[tuple[tuple[int, ...], str], ...]]
 """An operator's name, and (shape, dtype) of the tensors that it was given and those that it made."""
@@ -47,8 +46,7 @@ class OperatorRecorder(WireCounter):
     def _note(self, name: str, args: tuple) -> None:
         before = len(self.sent)
         super()._note(name, args)
-        group = next((found for argument in args if (found := group_in(argument)) is not None), None)
-        ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+        ranks = ranks_in(args)
         self.messages.extend((sent.op, ranks, sent.tensor_bytes, sent.bytes) for sent in self.sent[before:])
 
 

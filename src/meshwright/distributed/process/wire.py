@@ -67,19 +67,31 @@ class WireCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _note(self, name: str, args: tuple) -> None:
-        if name in ("wait_tensor", "barrier", "recv_"):  # a receiver sends nothing
-            return
-        group = next((g for a in args if (g := group_in(a)) is not None), None)
-        ranks = 2 if name == "send" else group.size() if group is not None else dist.get_world_size()
-        if name == "all_gather_into_tensor":  # compiled code gives one side alone, the smaller
-            args = (*args, [args[0]] * ranks)
-        sides = [sum(t.numel() * t.element_size() for t in _tensors(argument)) for argument in args]
-        if name == "alltoall_base_":
-            _, given, _, _, splits, *_ = args
-            rank, row = dist.get_rank(group), given[:1].numel() * given.element_size()
-            self.sent.append(Sent(KINDS[name], ranks, sides[1], splits[rank] * row if splits else None))
-            return
-        self.sent.append(Sent(KINDS.get(name, name), ranks, max(sides)))
+        sent = sent_by(name, args)
+        if sent is not None:
+            self.sent.append(sent)
+
+
+def sent_by(name: str, args: tuple) -> Sent | None:
+    """Return the message that an operator of this name sends with these arguments; None if it sends nothing."""
+    if name in ("wait_tensor", "barrier", "recv_"):  # a receiver sends nothing
+        return None
+    group = next((g for a in args if (g := group_in(a)) is not None), None)
+    ranks = 2 if name == "send" else group.size() if group is not None else dist.get_world_size()
+    if name == "all_gather_into_tensor":  # compiled code gives one side alone, the smaller
+        args = (*args, [args[0]] * ranks)
+    sides = [sum(t.numel() * t.element_size() for t in _tensors(argument)) for argument in args]
+    if name == "alltoall_base_":
+        _, given, _, _, splits, *_ = args
+        rank, row = dist.get_rank(group), given[:1].numel() * given.element_size()
+        return Sent(KINDS[name], ranks, sides[1], splits[rank] * row if splits else None)
+    return Sent(KINDS.get(name, name), ranks, max(sides))
+
+
+def ranks_in(args: tuple) -> tuple[int, ...]:
+    """Return the ranks of the process group among an operator's arguments; all ranks if there is none."""
+    group = next((found for argument in args if (found := group_in(argument)) is not None), None)
+    return tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

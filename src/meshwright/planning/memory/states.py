@@ -109,7 +109,7 @@ def _memory(plan: Plan, stages: Sequence[tuple[Unit, ...]], microbatches: int, s
     if plan.data.technique != "fully_shard":
         gradients = (trained + _beside_buckets(plan, trained, microbatches)) * master
         kept = trained * master if plan.data.technique == "ddp" else 0
-        return Memory(held * master, 0, trained * master, gradients, 0, *optimizer, kept)
+        return Memory(held * master, 0, trained * master, gradients, 0, *optimizer, kept, pipeline_rank=rank)
     rooms = [_Room.of(plan, stage) for stage in stages]
     reducing = max((unit.trainable_elements for unit in units), default=0) * dtype_bytes(dtypes.reduce)
     return Memory(

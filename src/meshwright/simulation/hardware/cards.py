@@ -37,7 +37,7 @@ def _sheet(name: str) -> tuple[str, Mapping[str, Any]]:
         if wanted in map(_plain, (card, *sheets()[card]["aliases"])):
             return card, sheets()[card]
     raise ConfigError(
-        f"--gpu {name}: no card of that name is known.{nearest(name, card_names())} Known are"
+        f"gpu = {name!r}: no card of that name is known.{nearest(name, card_names())} Known are"
         f" {', '.join(card_names())}."
     )
 
@@ -84,7 +84,9 @@ def link_across(text: str) -> Link:
     found = re.fullmatch(r"([a-z]+)(\d+)", text.lower())
     if found is None or found[1] not in BITS or not int(found[2]):
         words = ", ".join(f"{prefix}N" for prefix in BITS)
-        raise ConfigError(f"--link {text}: legal are {words}, where N is the Gb/s of each GPU's adapter, such as ib400")
+        raise ConfigError(
+            f"link = {text!r}: legal are {words}, where N is the Gb/s of each GPU's adapter, such as ib400"
+        )
     return link(BITS[found[1]], int(found[2]) / 8 * 1e9)
 
 
@@ -95,13 +97,16 @@ def machines(gpu: str, gpus: int, *, per_node: int = 0, across: str = "") -> Mac
         ConfigError: an unknown card or link, or a cluster that cannot be.
     """
     card, sheet = _sheet(gpu)
+    # racks of more than 8 GPUs are rented in parts
+    fills_nodes = per_node != 0 or sheet["domain"] <= 8
     per_node = per_node or sheet["domain"]
     if gpus < 1 or per_node < 1:
-        raise ConfigError(f"--gpus {gpus} --per-node {per_node}: there is at least 1 of each")
-    if gpus > per_node and gpus % per_node and not sheet["domain"] > 8:
+        raise ConfigError(f"{gpus} GPUs, {per_node} on a node: there is at least 1 of each")
+    if fills_nodes and gpus > per_node and gpus % per_node:
         raise ConfigError(
-            f"--gpus {gpus} does not fill nodes of {per_node} GPUs. Ask for a multiple of {per_node}"
-            f" ({gpus // per_node * per_node} or {-(-gpus // per_node) * per_node}), or give --per-node."
+            f"{gpus} GPUs do not fill nodes of {per_node}. Ask for a multiple of {per_node}"
+            f" ({gpus // per_node * per_node} or {-(-gpus // per_node) * per_node}), or for other nodes (--per-node,"
+            f" Cluster.ranks_per_node)."
         )
     inside = link("nvlink" if sheet["nvlink"] >= 100e9 else "pcie", sheet["nvlink"])
     between = link_across(across) if across else link("infiniband", sheet["network"])

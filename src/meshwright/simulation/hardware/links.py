@@ -52,6 +52,12 @@ class Machines:
     across: Link
     launch_s: float = 8e-6
 
+    @property
+    def words(self) -> str:
+        """The devices and their links, in words."""
+        nodes = f", {self.across.name} between nodes of {self.per_node}" * (self.gpus > self.per_node)
+        return f"{self.gpus} {self.device.name}, {self.inside.name}{nodes}"
+
 
 @dataclass(frozen=True)
 class Group:

@@ -1,29 +1,110 @@
-"""Say which layouts to use: those that the rules allow among the fastest, as figures, a table and TOML."""
+"""Choose the layouts that the rules allow among the fastest, with figures, rows of a table and TOML of each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from meshwright.core.errors import MeshwrightError
 from meshwright.planning.layout import Layout
+from meshwright.planning.plan import Plan
 from meshwright.planning.techniques import Techniques
 from meshwright.simulation.workload.execution import Job
 
-from .search import Candidate, Found
+from .search import Candidate
 
-Legal = Callable[[Layout, Techniques, int], Any]
+Legal = Callable[[Layout, Techniques, int], Plan]
 """Plans a layout with techniques and rows of a microbatch; raises where a rule refuses."""
 SECONDS_OF_A_DAY = 86_400
 
 
 @dataclass(frozen=True)
-class Refused:
-    """A candidate that a rule refuses, with the rule's first sentence."""
+class Forecast:
+    """A layout with its switches, and what is foreseen of it.
+
+    Attributes:
+        candidate: the job that was simulated.
+        techniques: the requested ones with the switches that the search chose.
+    """
 
     candidate: Candidate
+    techniques: Techniques
+
+    @cached_property
+    def figures(self) -> dict[str, Any]:
+        """All figures, under the documented keys of ``meshwright plan --json``."""
+        return figures(self.candidate)
+
+    @property
+    def layout(self) -> Layout:
+        return self.candidate.job.layout
+
+    @property
+    def microbatch(self) -> int:
+        """Rows of a forward on one rank."""
+        return int(self.candidate.job.microbatch)
+
+    @property
+    def mem_gb(self) -> float:
+        """10⁹ bytes on the fullest GPU at its peak."""
+        return self.candidate.memory.total / 1e9
+
+    @property
+    def fits(self) -> bool:
+        return self.candidate.fits
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of an optimizer step."""
+        return self.candidate.time.seconds
+
+    @property
+    def tok_s_gpu(self) -> float:
+        """Tokens per second and GPU."""
+        return self.figures["tok_s_gpu"]
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs over the card's dense half-precision peak, from 0 to 1."""
+        return self.figures["mfu"]
+
+    def __str__(self) -> str:
+        return ", ".join(cell for cell in row(self.candidate) if cell)
+
+
+@dataclass(frozen=True)
+class Proposal(Forecast):
+    """A layout that the rules allow.
+
+    Attributes:
+        plan: its plan, as ``meshwright.plan`` returns it; a note has the forecast.
+    """
+
+    plan: Plan
+
+    def toml(self) -> str:
+        """Return the keys of a config that train with this layout."""
+        return toml(self.candidate, self.techniques)
+
+
+@dataclass(frozen=True)
+class Refused(Forecast):
+    """A layout that a rule refuses, with the rule's first sentence."""
+
     reason: str
+
+
+def proposal(candidate: Candidate, techniques: Techniques, plan: Plan) -> Proposal:
+    """Return a candidate as a proposal, with the forecast among the notes of its plan."""
+    machines = candidate.job.machines
+    note = (
+        f"foreseen on {machines.gpus} {machines.device.name}: {candidate.memory.total / 1e9:.1f} of"
+        f" {machines.device.memory_bytes / 1e9:.0f} GB on a GPU ({'fits' if candidate.fits else 'does not fit'}),"
+        f" {candidate.time.seconds:.3g} s for a step"
+    )
+    return Proposal(candidate, techniques, replace(plan, notes=(*plan.notes, note)))
 
 
 def techniques_of(job: Job, techniques: Techniques) -> Techniques:
@@ -49,19 +130,18 @@ def techniques_of(job: Job, techniques: Techniques) -> Techniques:
 
 def legal_among(
     candidates: list[Candidate], techniques: Techniques, legal: Legal, *, keep: int = 5
-) -> tuple[list[Candidate], list[Refused]]:
+) -> tuple[list[Proposal], list[Refused]]:
     """Return the first ``keep`` candidates that the rules allow, and those before them that they refuse."""
-    allowed: list[Candidate] = []
+    allowed: list[Proposal] = []
     refused: list[Refused] = []
     for candidate in candidates:
         if len(allowed) == keep:
             break
-        job = candidate.job
+        job, chosen = candidate.job, techniques_of(candidate.job, techniques)
         try:
-            legal(job.layout, techniques_of(job, techniques), int(job.microbatch))
-            allowed.append(candidate)
+            allowed.append(proposal(candidate, chosen, legal(job.layout, chosen, int(job.microbatch))))
         except MeshwrightError as error:
-            refused.append(Refused(candidate, str(error).split(". ")[0]))
+            refused.append(Refused(candidate, chosen, str(error).split(". ")[0]))
     return allowed, refused
 
 
@@ -87,17 +167,6 @@ def figures(candidate: Candidate) -> dict[str, Any]:
         "mfu": tokens * job.architecture.model_flops_per_token(job.seq_len) / device.flops[device.half],
         "tokens_per_day": tokens * job.machines.gpus * SECONDS_OF_A_DAY,
         "gpu_hours_per_billion_tokens": 1e9 / tokens / 3600,
-    }
-
-
-def as_json(shown: list[Candidate], found: Found, refused: list[Refused]) -> dict[str, Any]:
-    """Return the whole answer: ``chosen`` (None if nothing fits), ``candidates``, ``front``, and what was refused."""
-    return {
-        "chosen": figures(shown[0]) if shown and shown[0].fits else None,
-        "candidates": [figures(candidate) for candidate in shown],
-        "front": [figures(candidate) for candidate in found.front],
-        "refused": [{**figures(one.candidate), "reason": one.reason} for one in refused],
-        "simulated": found.tried,
     }
 
 
@@ -129,9 +198,9 @@ def row(candidate: Candidate) -> tuple[str, ...]:
 HEADS = ("layout", "switches", "memory per GPU", "", "step", "tokens/s/GPU", "MFU", "spent on")
 
 
-def toml(candidate: Candidate, techniques: Techniques) -> str:
-    """Return the keys of a config that train with a candidate."""
-    job, chosen = candidate.job, techniques_of(candidate.job, techniques)
+def toml(candidate: Candidate, chosen: Techniques) -> str:
+    """Return the keys of a config that train with a candidate and its techniques."""
+    job = candidate.job
     lines = ["[layout]"]
     lines += [f"{key} = {value}" for key, value in vars(job.layout).items() if value != 1 or key == "dp_shard"]
     lines += ["", "[batch]", f"global_batch = {job.rows}", f"microbatch = {int(job.microbatch)}"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 from meshwright.core.dtypes import dtype_bytes
 from meshwright.core.names import is_within
+from meshwright.distributed.memory.saved import SavedByBlock
 from meshwright.introspection.facts import ModelFacts, ParameterFact
 from meshwright.introspection.measurements import stated
 from meshwright.introspection.structure.experts import find_stacks
@@ -23,8 +25,11 @@ from meshwright.simulation.workload.architecture import (
     Product,
 )
 from meshwright.simulation.workload.execution import Execution, Job
+from meshwright.simulation.workload.step_memory import block_activations
 
 TOP_K = ("num_experts_per_tok", "moe_top_k", "num_selected_experts", "top_k")
+LOGITS_COPIES, CHUNK_COPIES = 3.0, 1.0
+"""fp32 copies of the logits at this library's loss, and further ones of a chunk: found by the dry run."""
 WHOLE = ("full", "every_n", "selective_op", "memory_budget", "modules")
 
 
@@ -148,6 +153,8 @@ def execution_of(plan: Plan) -> Execution:
         recompute="full" if recompute in WHOLE else "selective" if recompute == "selective" else "none",
         recomputed=min(1.0, len(plan.checkpointed) / blocks) if recompute == "every_n" else 1.0,
         loss_chunks=1 if plan.loss is None else plan.loss.chunks,
+        logits_copies=LOGITS_COPIES,
+        chunk_copies=CHUNK_COPIES,
         hides_tensor=0.7 if plan.tensor is not None and plan.tensor.async_tensor_parallel else 0.0,
         sequence_parallel=plan.tensor is None or plan.tensor.sequence_parallel,
         stages_per_rank=1 if schedule is None else len(schedule.stages) // schedule.ranks,
@@ -178,6 +185,29 @@ def _trained(plan: Plan) -> float:
     units = plan.units if plan.pipeline is None else [unit for stage in plan.stage_units for unit in stage]
     elements = sum(unit.elements for unit in units)
     return sum(unit.trainable_elements for unit in units) / elements if elements else 1.0
+
+
+def with_saved(architecture: Architecture, saved: Sequence[SavedByBlock], job: Job) -> Architecture:
+    """Return an architecture whose blocks save as much as was measured.
+
+    Args:
+        saved: bytes of each block in ``job``; empty: the architecture stays.
+        job: the job of one rank in which they were measured, with nothing recomputed.
+    """
+    if len(saved) != len(architecture.blocks):
+        return architecture
+    again = replace(job, execution=replace(job.execution, recompute="selective"))
+    entering = job.tokens * architecture.hidden * job.execution.compute_bytes
+    made: dict[int, BlockShape] = {}
+    for block, held in zip(architecture.blocks, saved, strict=True):
+        if id(block) not in made:
+            outside = held.all - held.in_attention + (entering if held.in_attention else 0.0)
+            made[id(block)] = replace(
+                block,
+                eager=held.all / block_activations(block, job),
+                eager_recomputed=outside / block_activations(block, again),
+            )
+    return replace(architecture, blocks=tuple(made[id(block)] for block in architecture.blocks))
 
 
 def job_of_plan(facts: ModelFacts, plan: Plan, batch: Batch, machines: Machines) -> Job:

@@ -40,15 +40,15 @@ class Pin:
         """
         found = _WRITTEN.fullmatch(text)
         if found is None:
-            raise ConfigError(f"--pin {text}: a pin is a key, one of <= >= =, and a value, such as tp<=8 or pp=1")
+            raise ConfigError(f"pin {text!r}: a pin is a key, one of <= >= =, and a value, such as tp<=8 or pp=1")
         key, comparison, value = found.groups()
         keys = (*SIZES, *WORDS)
         if key not in keys:
-            raise ConfigError(f"--pin {text}: unknown key '{key}'.{nearest(key, keys)} Legal are {', '.join(keys)}.")
+            raise ConfigError(f"pin {text!r}: unknown key '{key}'.{nearest(key, keys)} Legal are {', '.join(keys)}.")
         if key in WORDS and (comparison != "=" or value not in WORDS[key]):
-            raise ConfigError(f"--pin {text}: legal are {', '.join(f'{key}={word}' for word in WORDS[key])}")
+            raise ConfigError(f"pin {text!r}: legal are {', '.join(f'{key}={word}' for word in WORDS[key])}")
         if key in SIZES and not (value.isdigit() and int(value)):
-            raise ConfigError(f"--pin {text}: {key} is a whole number from 1 on")
+            raise ConfigError(f"pin {text!r}: {key} is a whole number from 1 on")
         return cls(key, comparison, value)
 
     def holds(self, values: Mapping[str, int | str]) -> bool:

@@ -84,6 +84,8 @@ class BlockShape:
         width: features inside the feed-forward layer (0 where experts take its place).
         gated: whether that layer multiplies two projections (SwiGLU).
         other: elements of norms and biases.
+        eager, eager_recomputed: bytes that the block's own code saves without fusion, measured, over those of
+            arithmetic: with nothing recomputed, and with attention recomputed.
     """
 
     hidden: int
@@ -94,6 +96,8 @@ class BlockShape:
     experts: ExpertsShape | None = None
     other: int = 0
     dropout: bool = False
+    eager: float = 1.0
+    eager_recomputed: float = 1.0
 
     @cached_property
     def elements(self) -> int:

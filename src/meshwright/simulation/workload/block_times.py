@@ -30,6 +30,7 @@ class Cost(StrEnum):
     PIPELINE = "pipeline messages"
     BUBBLE = "pipeline bubble"
     OPTIMIZER = "optimizer"
+    REHEARSED = "rehearsed work"
 
 
 class Costs(dict[Cost, float]):

@@ -59,8 +59,9 @@ class Execution:
             blocks (full).
         recomputed: fraction of the blocks that ``recompute`` is about.
         balances_ends: whether stages with embedding or head get fewer blocks, as in this library's plans.
-        logit_bytes: bytes of a logit while the loss is computed, and of its gradient.
         loss_chunks: chunks of tokens in which head and loss are computed.
+        logits_copies, chunk_copies: fp32 copies of a microbatch's logits at the loss, such as log-probabilities; and
+            how many more there are of a chunk's.
         hides_gradients: whether gradients are reduced behind the last microbatch's backward.
         hides_gathers: whether parameters are gathered behind the block before.
         hides_tensor: fraction of the tensor axis' messages that runs behind products.
@@ -99,8 +100,9 @@ class Execution:
     recompute: Literal["none", "modules", "latents", "core", "selective", "full"] = "none"
     recomputed: float = 1.0
     balances_ends: bool = True
-    logit_bytes: float = 4.0
     loss_chunks: int = 1
+    logits_copies: float = 2.0
+    chunk_copies: float = 0.0
     hides_gradients: bool = True
     hides_gathers: bool = True
     hides_tensor: float = 0.0
@@ -121,6 +123,10 @@ class Execution:
     reserved: float = 0.03
     trained: float = 1.0
     weight_bytes: float = 0.0
+
+    @property
+    def copies_of_logits(self) -> float:
+        return self.logits_copies + (self.chunk_copies if self.loss_chunks > 1 else 0.0)
 
 
 @lru_cache(maxsize=10_000)

@@ -31,6 +31,7 @@ class StepMemory:
         context: the driver, libraries and messages.
         fragmented: reserved by the allocator and not used.
         rank: the pipeline rank.
+        rehearsed: most bytes of a real step by the device's allocator, where these stand for all but the context.
     """
 
     parameters: float
@@ -42,11 +43,12 @@ class StepMemory:
     context: float
     fragmented: float
     rank: int = 0
+    rehearsed: float = 0.0
 
     @property
     def total(self) -> float:
         allocated = self.parameters + self.gradients + self.optimizer + self.activations + self.logits + self.gathered
-        return allocated + self.context + self.fragmented
+        return allocated + self.context + self.fragmented + self.rehearsed
 
     def parts(self) -> dict[str, float]:
         """Return the bytes by name, those that are not zero."""
@@ -176,14 +178,13 @@ class HeldBytes:
             counts = model.part(bounds).counts
             working += max((size for size, count in zip(saved.kinds, counts, strict=True) if count), default=0.0)
         buffers = 2 * saved.wide if run.keeps_outputs and job.layout.pp > 1 else 0.0  # received and sent
-        # log-probabilities and their gradient; in chunks, neither outlives the loss
-        logits = job.tokens / run.loss_chunks * model.vocab / job.layout.tp * run.logit_bytes
-        logits = logits if job.rank_of[-1] == rank else 0.0
+        # fp32 copies of them; in chunks, none outlives the loss
+        logits = job.tokens / run.loss_chunks * model.vocab / job.layout.tp * 4 if job.rank_of[-1] == rank else 0.0
         return cls(
             tuple(saved.kept[b] - saved.kept[a] + buffers for a, b in bounds),
             tuple(saved.deferred[b] - saved.deferred[a] for a, b in bounds),
             working,
-            2 * logits,
+            run.copies_of_logits * logits,
             logits if run.loss_chunks == 1 else 0.0,
         )
 
@@ -246,7 +247,9 @@ def block_activations(block: BlockShape, job: Job) -> float:
         returned = 0.0 if run.mixture.weighs_inside else b
         saved += copies * (block.hidden * (returned + entering) + block.experts.width * (2 * b + cheap * entering))
         saved += cut * sum(product.columns for product in block.experts.shared[:1]) * (b + cheap * entering / 2)
-    return saved
+    if run.fused:
+        return saved
+    return saved * (block.eager_recomputed if run.recompute == "selective" else block.eager)
 
 
 def _deferred(block: BlockShape, job: Job) -> float:

@@ -69,19 +69,19 @@ def least_step_seconds(job: Job, kinds: Kinds, *, closely: bool = False) -> floa
         fullest = _fullest(job, stages)
     counts = job.architecture.part(job.bounds_on(fullest)).counts
     if stages is None or job.execution.zero != 3:
-        forward, backward = (costs.seconds for costs in _rank_costs(job, kinds, fullest, counts))
+        forward, backward = (costs.seconds for costs in rank_costs(job, kinds, fullest, counts))
     makespan = job.microbatches * (forward + backward)
     if stages is not None:
         makespan = least_pipeline_seconds(job, stages, () if closely else {0, fullest, job.layout.pp - 1})
     exposed, hidden = _data(job, kinds, counts, backward)
-    return (makespan + exposed + STOLEN * hidden + _optimizer(job)) * job.execution.straggler
+    return (makespan + exposed + STOLEN * hidden + optimizer_seconds(job)) * job.execution.straggler
 
 
 def _step(job: Job, kinds: Kinds, stages: StageSeconds | None, makespan: float, messages: float = 0.0) -> StepTime:
     """Put a step together, given when its pipeline ends, and by how much messages between its stages delay that."""
     fullest = 0 if stages is None else _fullest(job, stages)
     counts = job.architecture.part(job.bounds_on(fullest)).counts
-    forward, backward = _rank_costs(job, kinds, fullest, counts)
+    forward, backward = rank_costs(job, kinds, fullest, counts)
     costs = Costs()
     costs.add_all(forward, job.microbatches)
     costs.add_all(backward, job.microbatches)
@@ -91,7 +91,7 @@ def _step(job: Job, kinds: Kinds, stages: StageSeconds | None, makespan: float, 
     exposed, hidden = _data(job, kinds, counts, backward.seconds)
     if exposed or hidden:
         costs.add(Cost.DATA, exposed + STOLEN * hidden)
-    costs.add(Cost.OPTIMIZER, _optimizer(job))
+    costs.add(Cost.OPTIMIZER, optimizer_seconds(job))
     slow = job.execution.straggler
     if slow != 1.0:
         costs = Costs({cost: seconds * slow for cost, seconds in costs.items()})
@@ -147,7 +147,7 @@ def stage_seconds(job: Job, kinds: Kinds) -> StageSeconds:
     return StageSeconds(tuple(forward), tuple(backward), weight, _send(job))
 
 
-def _rank_costs(job: Job, kinds: Kinds, rank: int, counts: Sequence[int]) -> tuple[Costs, Costs]:
+def rank_costs(job: Job, kinds: Kinds, rank: int, counts: Sequence[int]) -> tuple[Costs, Costs]:
     """Return what a pipeline rank with so many blocks of each kind spends its time on for one microbatch, forward and
     backward."""
     forward, backward = Costs(), Costs()
@@ -285,7 +285,7 @@ def _whole_messages(job: Job, blocks: Sequence[tuple[BlockShape, int]]) -> tuple
     return gathers, reduces
 
 
-def _optimizer(job: Job) -> float:
+def optimizer_seconds(job: Job) -> float:
     """Return the seconds of AdamW on a rank's share: gradient, master, moments read; moments, master, copy written."""
     run, layout, model = job.execution, job.layout, job.architecture
     dense = model.dense_elements + model.embedding_elements + model.head_elements

@@ -10,13 +10,16 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 from meshwright.core.errors import MeshwrightError
-from meshwright.distributed.process.absent_peers import absent_peers
+from meshwright.distributed.process.absent_peers import Duration, absent_peers
 from meshwright.distributed.process.operators import Message
 from meshwright.distributed.process.world import STORE
 from meshwright.planning.plan import Plan
 from meshwright.planning.step.kinds import axes_among, coordinates
+from meshwright.simulation.hardware.links import Machines
+from meshwright.simulation.hardware.messages import message_s
 from meshwright.training.build import Run, build_run, device_name
 from meshwright.training.config import Config
 from meshwright.training.metrics.timeline import StartupTimeline
@@ -27,7 +30,9 @@ from .observe import StepsOfRank, observe
 from .result import MessageRow, Rehearsal
 
 
-def rehearse(config: Config, rank: int, world: int, *, per_node: int = 0, steps: int = 3) -> Rehearsal:
+def rehearse(
+    config: Config, rank: int, world: int, *, per_node: int = 0, steps: int = 3, machines: Machines | None = None
+) -> Rehearsal:
     """Build the run of a config as one of ``world`` ranks, take steps, and return the figures.
 
     Nothing is written, and an error of the run is part of the result.
@@ -35,11 +40,12 @@ def rehearse(config: Config, rank: int, world: int, *, per_node: int = 0, steps:
     Args:
         per_node: ranks on a host; 0: all on one.
         steps: steps that are timed, behind two that are watched.
+        machines: the cluster whose links messages are taken to use; None: messages take no time.
 
     Raises:
         ConfigError: there is no such rank.
     """
-    with alone_as(rank, world, per_node):
+    with alone_as(rank, world, per_node, None if machines is None else partial(message_s, machines=machines)):
         began = time.perf_counter()
         try:
             run = built(config)
@@ -48,7 +54,7 @@ def rehearse(config: Config, rank: int, world: int, *, per_node: int = 0, steps:
         except Exception as error:  # noqa: BLE001  (whatever a rank meets is what a rehearsal is for)
             return _refused(error, rank, world)
         run.feed.loader.close()
-        return _figures(run, observed, rank, seconds)
+        return _figures(run, observed, rank, seconds, machines)
 
 
 CLIPPED = 1e-6
@@ -66,17 +72,17 @@ def built(config: Config) -> Run:
 
 
 @contextmanager
-def alone_as(rank: int, world: int, per_node: int = 0) -> Iterator[None]:
+def alone_as(rank: int, world: int, per_node: int = 0, duration: Duration | None = None) -> Iterator[None]:
     """Make this process one of ``world`` ranks that a launcher started, with nobody else there.
 
     Raises:
         ConfigError: there is no such rank.
     """
-    with _as_rank(rank, world, per_node), absent_peers(rank, world):
+    with _as_rank(rank, world, per_node), absent_peers(rank, world, duration):
         yield
 
 
-def _figures(run: Run, observed: StepsOfRank, rank: int, seconds: float) -> Rehearsal:
+def _figures(run: Run, observed: StepsOfRank, rank: int, seconds: float, machines: Machines | None) -> Rehearsal:
     return Rehearsal(
         rank,
         run.plan.world,
@@ -90,7 +96,8 @@ def _figures(run: Run, observed: StepsOfRank, rank: int, seconds: float) -> Rehe
         peak_bytes=observed.peak.peak,
         peak_label=observed.peak.label,
         operators=dict(Counter(name for name, _ in observed.operators)),
-        messages=tuple(_rows(run.plan, observed.messages)),
+        messages=tuple(_rows(run.plan, observed.messages, machines)),
+        links="" if machines is None else machines.words,
     )
 
 
@@ -109,14 +116,15 @@ def places(plan: Plan, rank: int) -> dict[str, int]:
     return {str(axis): place for axis, place in coordinates(plan, rank).items() if sizes.get(axis, 1) > 1}
 
 
-def _rows(plan: Plan, messages: tuple[Message, ...]) -> Iterator[MessageRow]:
+def _rows(plan: Plan, messages: tuple[Message, ...], machines: Machines | None) -> Iterator[MessageRow]:
     """Add messages up by kind and axis; a message to oneself is none."""
-    found: dict[tuple[str, str, int], tuple[int, float]] = {}
-    for op, ranks, _, sent in messages:
+    found: dict[tuple[str, str, int], tuple[int, float, float]] = {}
+    for op, ranks, larger, sent in messages:
         if len(ranks) > 1:
             key = op, axes_among(plan, ranks), len(ranks)
-            calls, moved = found.get(key, (0, 0.0))
-            found[key] = calls + 1, moved + sent
+            calls, moved, seconds = found.get(key, (0, 0.0, 0.0))
+            taken = 0.0 if machines is None else message_s(op, ranks, larger, machines)
+            found[key] = calls + 1, moved + sent, seconds + taken
     yield from (MessageRow(*key, *figures) for key, figures in found.items())
 
 

@@ -16,13 +16,14 @@ from meshwright.distributed.process.workers import WorkerDied, WorkerFailed, Wor
 from meshwright.introspection.cluster import Cluster
 from meshwright.planning.plan import Plan
 from meshwright.planning.step.kinds import RankKind, kinds_of_ranks
+from meshwright.simulation.hardware.links import Machines
 from meshwright.training.build import batch_of, facts_of, plan_run
 from meshwright.training.config import Config
 from meshwright.training.model_source import model_source
 from meshwright.training.tokenizer import planned_tokenizer
 
 from .one_rank import rehearse
-from .result import Rehearsal
+from .result import Rehearsal, digest
 
 
 @dataclass(frozen=True)
@@ -34,19 +35,24 @@ class Cast:
         plan: its plan on ``world`` ranks.
         kinds: the ranks by their work.
         per_node: ranks on a host; 0: all on one.
+        digest: digest of plan and batch, by which a forecast knows them again.
+        machines: the cluster whose links messages are taken to use; None: messages take no time.
     """
 
     config: Config
     plan: Plan
     kinds: tuple[RankKind, ...]
     per_node: int
+    digest: str
+    machines: Machines | None = None
 
 
-def cast(config: Config, world: int, per_node: int = 0, device: str = "") -> Cast:
+def cast(config: Config, world: int, per_node: int = 0, device: str = "", machines: Machines | None = None) -> Cast:
     """Plan the run, and refuse what no rank of it could rehearse; without a process group.
 
     Args:
         device: type of the device to compute on; by default this machine's accelerator, or the CPU.
+        machines: the cluster whose links messages are taken to use; None: messages take no time.
 
     Raises:
         ConfigError, UnsupportedError: the run is refused, or cannot be rehearsed here.
@@ -61,7 +67,7 @@ def cast(config: Config, world: int, per_node: int = 0, device: str = "") -> Cas
             "techniques.async_tensor_parallel reads other ranks' memory, and in a rehearsal they are absent: rehearse"
             " with techniques.async_tensor_parallel = false, which computes the same products."
         )
-    return Cast(config, plan, kinds_of_ranks(plan, facts, batch), per_node)
+    return Cast(config, plan, kinds_of_ranks(plan, facts, batch), per_node, digest(plan, batch), machines)
 
 
 def _computing_on(config: Config, device: str) -> Config:
@@ -95,9 +101,10 @@ def rehearse_each(
     """
     found = []
     for kind in kinds:
-        alone = partial(rehearse, per_node=parts.per_node, steps=steps)
+        alone = partial(rehearse, per_node=parts.per_node, steps=steps, machines=parts.machines)
         with closing(WorkerPool(1, threads=torch.get_num_threads())) as pool:
             result = _in(pool, alone, parts, kind.ranks[0]).of_kind(len(kind.ranks), kind.work)
+        result = replace(result, plan=parts.digest)
         show(result)
         found.append(result)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -12,6 +13,8 @@ from meshwright.core.config import from_dict
 from meshwright.core.errors import ConfigError
 from meshwright.core.units import bytes_text, duration_text
 from meshwright.planning.explain import columns
+from meshwright.planning.plan import Plan
+from meshwright.planning.values import Batch
 from meshwright.training.metrics.memory_table import KINDS
 
 FORMAT = 1
@@ -20,13 +23,19 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class MessageRow:
-    """The messages of one kind in a step; ``bytes``: those that the rank sends."""
+    """The messages of one kind in a step.
+
+    Attributes:
+        bytes: those that the rank sends.
+        seconds: foreseen seconds of all of them; 0 where messages took none.
+    """
 
     op: str
     axis: str
     ranks: int
     calls: int
     bytes: float
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -41,13 +50,15 @@ class Rehearsal:
         device: name of the device.
         build_seconds: seconds to build the run: plan, data, weights, layout.
         first_step_seconds: seconds of the first step, compilation included.
-        step_seconds: seconds of each later step that was timed; messages take no time in them.
+        step_seconds: seconds of each later step that was timed; with ``links`` messages take time in them.
         memory: kind of memory -> the most bytes at one time in forward and backward of the first step, and the
             optimizer's state behind it.
         peak_bytes: the most bytes at one time in all steps, by the device's allocator; on a CPU of the whole process.
         peak_label: name of that quantity.
         operators: operator -> number of its calls in a step.
         messages: the messages of a step.
+        links: the devices and links whose messages' seconds were foreseen; empty: messages took no time.
+        plan: digest of the plan and the batch (``digest``).
         refused: why the rank could not go on; empty where it could.
         exit_status: the exit status that this error has.
     """
@@ -67,6 +78,8 @@ class Rehearsal:
     peak_label: str = ""
     operators: dict[str, int] = field(default_factory=dict)
     messages: tuple[MessageRow, ...] = ()
+    links: str = ""
+    plan: str = ""
     refused: str = ""
     exit_status: int = 0
 
@@ -94,6 +107,11 @@ class Rehearsal:
 
     def __str__(self) -> str:
         return _page(self)
+
+
+def digest(plan: Plan, batch: Batch) -> str:
+    """Return a text that tells plans and batches apart, but not their notes, and is the same in all processes."""
+    return hashlib.sha256(f"{replace(plan, notes=()).to_json()} {batch}".encode()).hexdigest()
 
 
 def to_json(rehearsals: Sequence[Rehearsal]) -> str:
@@ -145,8 +163,12 @@ def _page(r: Rehearsal) -> str:
         return f"{head}\n  refused: {r.refused}"
     parts = [head, f"{_memory(r)}\n  {r.peak_label} {bytes_text(r.peak_bytes)}", _times(r)]
     if r.messages:
+        heads = "message", "axis", "ranks", "calls", "bytes per step"
         rows = [(m.op, m.axis, str(m.ranks), str(m.calls), bytes_text(m.bytes)) for m in r.messages]
-        parts.append(columns(rows, ("message", "axis", "ranks", "calls", "bytes per step")))
+        if r.links:
+            heads = (*heads, "foreseen")
+            rows = [(*row, _short(m.seconds)) for row, m in zip(rows, r.messages, strict=True)]
+        parts.append(columns(rows, heads))
     return "\n\n".join(parts)
 
 
@@ -162,7 +184,7 @@ def _times(r: Rehearsal) -> str:
         rows.append(("compilation, in the first step", _short(r.compile_seconds)))
     rows.append((f"step, median of {len(r.step_seconds)}", _short(r.seconds)))
     rows.append(("operators of a step", f"{sum(r.operators.values()):,}"))
-    return columns(rows, ("without messages", "time"))
+    return columns(rows, (f"with messages of {r.links}" if r.links else "without messages", "time"))
 
 
 def _short(seconds: float) -> str:

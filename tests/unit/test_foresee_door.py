@@ -1,0 +1,163 @@
+"""The public ``foresee`` and ``plan`` for GPUs that need not be here: the command's answers, and its refusals."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+import meshwright
+from meshwright import Batch, Cluster, ConfigError, Layout, Techniques, foresee
+from meshwright.cli.main import main
+from meshwright.models.decoder_config import SIZES
+from meshwright.planning.build import plan as build_plan
+from meshwright.simulation.search.answer import Proposal
+
+MODEL = replace(SIZES["debug"], n_layers=4)
+BATCH = Batch(16, 64, 2)
+H100 = Cluster(8, gpu="h100")
+PAGE = Path(__file__).parents[2] / "docs/foresight.md"
+
+
+@pytest.fixture(scope="module")
+def searched():
+    return foresee(MODEL, batch=BATCH, cluster=H100, pins=("pp=1", "cp=1", "recompute=full"))
+
+
+def test_a_stated_layout_is_planned_for_the_card_and_judged():
+    layout = Layout(dp_shard=4, tp=2)
+    made = meshwright.plan(MODEL, layout, batch=BATCH, cluster=H100)
+    engine = build_plan(MODEL, layout, batch=BATCH, cluster=Cluster(8, 8, "cuda"))
+    assert made.device == "cuda" and made.precision.compute == "bfloat16"
+    assert replace(made, notes=made.notes[:-1]) == engine
+    assert re.fullmatch(r"foreseen on 8 H100: 0\.\d of 85 GB on a GPU \(fits\), .* s for a step", made.notes[-1])
+    judged = foresee(MODEL, layout, batch=BATCH, cluster=H100)
+    assert judged.chosen is not None and judged.chosen.plan == made and judged.candidates == (judged.chosen,)
+
+
+def test_techniques_choose_the_dtype_to_compute_in():
+    in_float32 = meshwright.plan(
+        MODEL,
+        Layout(dp_shard=8),
+        batch=BATCH,
+        cluster=H100,
+        techniques={"precision": {"compute": "float32"}},
+    )
+    assert in_float32.precision.compute == "float32"
+    frozen = foresee(MODEL, batch=BATCH, cluster=H100, techniques={"freeze": ["layers"]}, pins=("pp=1", "tp=1")).chosen
+    assert frozen is not None and frozen.plan.frozen and frozen.techniques.freeze == ("layers",)
+    in_half = {"precision": {"compute": "float16"}}
+    with pytest.raises(ConfigError, match="V100 has no products in bfloat16. Set techniques.precision.compute"):
+        meshwright.plan(MODEL, Layout(dp_shard=8), batch=BATCH, cluster=Cluster(8, gpu="v100"))
+    on_v100 = meshwright.plan(
+        MODEL, Layout(dp_shard=8), batch=BATCH, cluster=Cluster(8, gpu="v100"), techniques=in_half
+    )
+    assert on_v100.precision.compute == "float16"
+
+
+def test_an_open_layout_is_searched_and_the_plan_is_the_chosen_ones(searched):
+    chosen = searched.chosen
+    for one in (*searched.candidates, *searched.front):
+        assert isinstance(one, Proposal) and one.fits and one.plan.world == 8
+        assert {axis: one.plan.size(axis) for axis in ("dp_replicate", "dp_shard", "tp")} == {
+            axis: getattr(one.layout, axis) for axis in ("dp_replicate", "dp_shard", "tp")
+        }
+        assert one.plan.activation_checkpointing == one.techniques.activation_checkpointing == "full"
+        again = build_plan(
+            MODEL,
+            one.layout,
+            batch=replace(BATCH, microbatch_rows=one.microbatch),
+            cluster=Cluster(8, 8, "cuda"),
+            techniques=one.techniques,
+        )
+        assert replace(one.plan, notes=one.plan.notes[:-1]) == again
+    assert chosen == searched.candidates[0]
+    times = [one.step_s for one in searched.candidates]
+    assert times == sorted(times)
+
+
+def test_an_open_layout_gives_the_plan_that_foresee_chooses():
+    cluster = Cluster(2, gpu="h100")
+    chosen = foresee(MODEL, batch=BATCH, cluster=cluster).chosen
+    assert chosen is not None and meshwright.plan(MODEL, Layout(), batch=BATCH, cluster=cluster) == chosen.plan
+
+
+def test_attributes_are_the_documented_figures(searched):
+    chosen = searched.chosen
+    documented = re.findall(r"`(\w+)`", PAGE.read_text().partition("Keys of the JSON: ")[2].partition("\n\n")[0])
+    answer = json.loads(searched.to_json())
+    assert list(answer) == documented[:5]
+    assert sorted(answer["chosen"]) == sorted(documented[5:])
+    assert answer == json.loads(json.dumps(searched.to_dict()))
+    for name in ("mem_gb", "fits", "step_s", "tok_s_gpu", "mfu", "microbatch"):
+        assert answer["chosen"][name] == getattr(chosen, name), name
+    assert Layout(**answer["chosen"]["layout"]) == chosen.layout
+
+
+def test_the_command_prints_what_the_function_returns(tmp_path, capsys):
+    flags = ["--model.size=debug", "--data.tokenizer=ids:300:0", "--data.seq_len=64", "--batch.global_batch=16"]
+    asked = ["plan", *flags, "--gpus", "2", "--gpu", "h100", "--pin", "pp=1"]
+    assert main(asked) == 0
+    printed = capsys.readouterr().out
+    assert main([*asked, "--json"]) == 0
+    answer = capsys.readouterr().out
+    model = replace(SIZES["debug"], vocab_size=300, max_seq_len=max(64, SIZES["debug"].max_seq_len))
+    found = foresee(
+        model, batch=Batch(16, 64, 0, 300), cluster=Cluster(2, gpu="h100"), techniques=Techniques(), pins=["pp=1"]
+    )
+    assert json.loads(answer) == json.loads(found.to_json())
+    assert printed == f"{found}\n"
+
+
+def test_a_layout_that_does_not_fit_is_no_choice():
+    large = replace(SIZES["8B"], n_layers=8)
+    judged = foresee(
+        large, Layout(dp_replicate=8, dp_shard=1), batch=Batch(64, 4096, 8), cluster=Cluster(8, gpu="l40s")
+    )
+    (only,) = judged.candidates
+    assert judged.chosen is None and not only.fits and only.mem_gb > 48 and not judged.searched
+    assert "(does not fit)" in only.plan.notes[-1] and "GB too much" in str(judged)
+    assert json.loads(judged.to_json())["chosen"] is None
+    with pytest.raises(ConfigError, match="nothing fits on 1 RTX4090: the smallest layout .* GB too much"):
+        foresee(SIZES["8B"], batch=Batch(64, 4096), cluster=Cluster(1, gpu="rtx4090"))
+
+
+@pytest.mark.parametrize(
+    ("ask", "words"),
+    [
+        (lambda: Cluster(0), "a cluster of 0 ranks"),
+        (lambda: Cluster(8, -1), "with -1 on a node"),
+        (lambda: Cluster(8, device="cpu", gpu="h100"), "computes on cuda, not on cpu"),
+        (lambda: Cluster(8, link="ib400"), 'name the card too, such as gpu="h100"'),
+        (lambda: ask(cluster=Cluster(8, gpu="h10")), "gpu = 'h10': .* Did you mean 'H100'"),
+        (lambda: ask(cluster=Cluster(8, gpu="h100", link="fast")), "link = 'fast': legal are ibN, .* such as ib400"),
+        (lambda: ask(cluster=Cluster(12, gpu="h100")), "12 GPUs do not fill nodes of 8. .*8 or 16"),
+        (lambda: ask(cluster=Cluster(6, 4, gpu="gb200")), "6 GPUs do not fill nodes of 4. .*4 or 8"),
+        (lambda: ask(cluster=Cluster(8)), 'names no GPU: give one, such as Cluster\\(8, gpu="h100"\\). Known are V100'),
+        (lambda: ask(batch=None), "give batch=Batch"),
+        (lambda: ask(pins=("tp<8>",)), "pin 'tp<8>'"),
+        (lambda: ask(layout=Layout(tp=2), pins=("tp=2",)), "the request states one .*such as tp=2"),
+        (lambda: ask(layout=Layout(tp=2), cluster=Cluster(7, gpu="h100")), "tp = 2 .* counts that work: 4 or 8 GPUs"),
+        (lambda: ask(techniques={"optimiser": "sgd"}), "Did you mean"),
+        (lambda: build_plan(MODEL, Layout(), batch=BATCH, cluster=H100), "call meshwright.plan or meshwright.foresee"),
+        (lambda: meshwright.plan(MODEL, Layout(), cluster=H100), "give batch=Batch"),
+    ],
+)
+def test_questions_without_an_answer_are_refused_in_a_sentence(ask, words):
+    with pytest.raises(ConfigError, match=words) as refused:
+        ask()
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def ask(**changes):
+    return foresee(MODEL, **{"batch": BATCH, "cluster": H100, **changes})
+
+
+def test_clusters_without_a_card_are_planned_as_before():
+    assert [(field.name, field.default) for field in fields(Cluster)][:2] == [("world", 1), ("ranks_per_node", 0)]
+    assert Cluster(4).device == "cpu" and Cluster(4, gpu="a100").device == "cuda"
+    layout = Layout(dp_shard=2, dp_replicate=2)
+    assert meshwright.plan(MODEL, layout, cluster=Cluster(4)) == build_plan(MODEL, layout, cluster=Cluster(4))

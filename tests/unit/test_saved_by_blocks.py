@@ -1,0 +1,135 @@
+"""A forecast's memory counts what a model's own code saves, and so comes near that of the dry run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright import Batch, Cluster, Layout, foresee
+from meshwright.distributed.memory import saved
+from meshwright.distributed.memory.dry_run import estimate_memory
+from meshwright.distributed.memory.saved import SavedByBlock, saved_by_blocks
+from meshwright.introspection.facts import model_facts
+from meshwright.introspection.source import as_module
+from meshwright.models.decoder_config import SIZES
+from meshwright.planning.build import plan
+from meshwright.simulation.search import foresee as foresee_module
+
+MODEL = replace(SIZES["1B"], n_layers=6, vocab_size=4096)
+FACTS = model_facts(as_module(MODEL))
+ONE = Cluster(1, 1, "cpu")
+ALONE = plan(FACTS, Layout(dp_shard=1), cluster=ONE)
+CARDS = Cluster(8, gpu="h100")
+
+
+class Squared(nn.Module):
+    """A block whose saved bytes are known: the input of its product once, and that of its square."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x):
+        return self.weight(x).square() + x
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 64)
+        self.layers = nn.ModuleList(Squared() for _ in range(3))
+        self.head = nn.Linear(64, 16, bias=False)
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_each_block_counts_what_it_saves_once():
+    facts = model_facts(as_module(Tower))
+    made = plan(facts, Layout(dp_shard=1), cluster=ONE)
+    tensor = 2 * 32 * 64 * 4
+    found = saved_by_blocks(facts, made, Batch(2, 32, 2))
+    assert found == (SavedByBlock(2 * tensor, 0),) * 3
+
+
+def test_bytes_are_those_of_a_real_forward():
+    small = replace(SIZES["debug"], vocab_size=64)
+    facts = model_facts(as_module(small))
+    model = as_module(small).to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    block, held = model.get_submodule(facts.blocks[0]), {}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
+    inside = []
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if inside and storage.data_ptr() not in weights:
+            held[storage.data_ptr()] = storage
+        return tensor
+
+    block.register_forward_pre_hook(lambda *_: inside.append(1))
+    block.register_forward_hook(lambda *_: inside.clear())
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        zeros = torch.zeros((2, 32), dtype=torch.int64)
+        output = model(zeros, positions=zeros, document_ids=zeros)
+    found = saved_by_blocks(facts, plan(facts, Layout(dp_shard=1), cluster=ONE), Batch(2, 32, 2, 64))
+    assert output is not None
+    assert found[0].all == sum(storage.nbytes() for storage in held.values())
+    assert 0 < found[0].in_attention < found[0].all
+
+
+def test_a_model_that_cannot_be_dry_run_counts_by_arithmetic():
+    class Looks(Tower):
+        def forward(self, tokens):
+            return super().forward(tokens) * float(tokens.sum().item())
+
+    facts = model_facts(as_module(Looks))
+    assert saved_by_blocks(facts, plan(facts, Layout(dp_shard=1), cluster=ONE), Batch(2, 32, 2)) == ()
+
+
+# layout, techniques, rows, rows of a microbatch
+CASES = {
+    "sharded": (Layout(dp_shard=8), {}, 8, 1),
+    "accumulated": (Layout(dp_shard=8), {}, 32, 2),
+    "attention again": (Layout(dp_shard=8), {"activation_checkpointing": "selective"}, 16, 2),
+    "blocks again": (Layout(dp_shard=8), {"activation_checkpointing": "full"}, 16, 2),
+    "tensor": (Layout(dp_shard=4, tp=2), {}, 8, 2),
+    "context": (Layout(dp_shard=4, cp=2), {}, 8, 2),
+    "pipeline": (Layout(pp=2, dp_shard=4), {}, 32, 1),
+    "replicated, accumulated": (Layout(dp_replicate=8, dp_shard=1), {}, 16, 1),
+}
+
+
+def of_dry_run(name: str) -> float:
+    """Bytes of tensors that a forecast counts, over those of the dry run."""
+    layout, techniques, rows, microbatch = CASES[name]
+    batch = Batch(rows, 4096, microbatch, 4096)
+    found = foresee(FACTS, layout, batch=batch, cluster=CARDS, techniques=techniques).candidates[0]
+    memory = found.candidate.memory
+    dry = estimate_memory(FACTS, found.plan, batch).of()
+    return (memory.total - memory.context - memory.fragmented) / dry.total
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_forecast_counts_about_what_the_dry_run_finds(name, measured):
+    share = of_dry_run(name)
+    measured(name, "forecast over dry run", {"tensors": share})
+    assert 0.85 < share < 1.2
+
+
+def test_arithmetic_alone_would_count_too_little(monkeypatch):
+    monkeypatch.setattr(foresee_module, "saved_by_blocks", lambda *_: ())
+    assert of_dry_run("accumulated") < 0.8
+
+
+def test_saved_parameters_are_no_activations(monkeypatch):
+    found = saved_by_blocks(FACTS, ALONE, Batch(1, 64, 1, 4096))
+    monkeypatch.setattr(saved._BlockSaves, "_enter", lambda self, path: setattr(self, "_block", path))
+    assert saved_by_blocks(FACTS, ALONE, Batch(1, 64, 1, 4096))[0].all > 2 * found[0].all
