@@ -1,12 +1,13 @@
 """How far are forecasts from measurements that other people published?
 
-    python benchmarks/foresight.py [FILE] [--json OUT] [--rows] [--fit]
+    python benchmarks/foresight.py [FILE] [--json OUT] [--rows] [--fit] [--hold-out]
 
 FILE has the columns of ``benchmarks/published/published.csv``, which is the default. Each row becomes a job of
 ``meshwright.simulation``, or is excluded by a rule that does not look at its forecast (``published/rows.py``). The
 median and 90th percentile of the absolute error are printed by source and by class, with Kendall's tau within a source,
 model and number of GPUs, and the errors of memory. ``--rows`` lists every row; ``--json`` writes what is foreseen of
-each; ``--fit`` prints for each card and dtype the efficiency of products that would make the median error zero.
+each; ``--fit`` prints for each card and dtype the efficiency of products that would make the median error zero;
+``--hold-out`` fits these to all sources, releases or models but one, and prints the errors of the one left out.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
+from published.fit import Measured, fitted, held_out
 from published.rows import HERE, Excluded, Row, job_of, number, read_rows
 
-from meshwright.simulation.hardware.cards import with_efficiency
 from meshwright.simulation.workload.execution import Job
 from meshwright.simulation.workload.step_memory import step_memory
 from meshwright.simulation.workload.step_time import StepTime, step_time
@@ -109,6 +110,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rows", action="store_true")
     parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--hold-out", action="store_true")
     asked = parser.parse_args()
     rows = read_rows(asked.file)
     found = [foresee(row) for row in rows]
@@ -128,8 +130,11 @@ def main() -> int:
                 f"{one.row['id']} {one.row['model']:<24} {one.measured_s:9.3f} s {one.time.seconds:9.3f} s"
                 f" {one.error:+6.1%}  {one.job.layout}; {bound}"
             )
+    steps = [Measured(one.row, one.job, one.measured_s, one.kind) for one in timed]
     if asked.fit:
-        _print_fit(timed)
+        _print_fit(steps)
+    if asked.hold_out:
+        _print_held_out(steps)
     return 0
 
 
@@ -151,10 +156,8 @@ def _print_errors(by: str, timed: Iterable[Foreseen], key) -> None:
     print(f"\nerrors of step time by {by}\n{'':64} rows  median  signed     90%")
     for name, errors in sorted(groups.items()):
         sizes = sorted(map(abs, errors))
-        tail = sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))]
-        print(
-            f"{name:64} {len(errors):4} {statistics.median(sizes):7.1%} {statistics.median(errors):+7.1%} {tail:7.1%}"
-        )
+        middle, tail = statistics.median(errors), _ninetieth(sizes)
+        print(f"{name:64} {len(errors):4} {statistics.median(sizes):7.1%} {middle:+7.1%} {tail:7.1%}")
 
 
 def kendall(pairs: Sequence[tuple[float, float]]) -> float:
@@ -205,25 +208,26 @@ def _print_memory(whole: Iterable[Foreseen]) -> None:
     )
 
 
-def _print_fit(timed: Iterable[Foreseen]) -> None:
-    groups: dict[tuple[str, str], list[Foreseen]] = defaultdict(list)
-    for one in timed:
-        groups[one.job.machines.device.name, one.job.execution.products].append(one)
+def _print_fit(rows: Sequence[Measured]) -> None:
+    counts = Counter(row.unit for row in rows if row.fits)
+    now = {row.unit: row.job.machines.device.efficiency[row.job.execution.products] for row in rows}
     print("\nefficiency of products that makes the median signed error zero")
-    for (card, dtype), members in sorted(groups.items()):
-        low, high = 0.2, 1.0
-        for _ in range(20):
-            middle = (low + high) / 2
-            errors = [_with(one, dtype, middle) for one in members]
-            low, high = (middle, high) if statistics.median(errors) > 0 else (low, middle)
-        now = members[0].job.machines.device.efficiency.get(dtype)
-        print(f"  {card:10} {dtype:9} {low:.3f}  (now {now}, {len(members)} rows)")
+    for unit, efficiency in fitted(rows).items():
+        card, dtype = unit
+        print(f"  {card:10} {dtype:9} {efficiency:.3f}  (now {now[unit]}, {counts[unit]} rows)")
 
 
-def _with(one: Foreseen, dtype: str, efficiency: float) -> float:
-    machines = one.job.machines
-    job = replace(one.job, machines=replace(machines, device=with_efficiency(machines.device, dtype, efficiency)))
-    return step_time(job).seconds / one.measured_s - 1
+def _print_held_out(rows: Sequence[Measured]) -> None:
+    for by in ("source", "release", "model"):
+        print(f"\nerrors of each {by}'s rows, with efficiencies fitted to the others'\n{'':24} rows  median     90%")
+        for kind, errors in sorted(held_out(rows, by).items()):
+            sizes = sorted(map(abs, errors))
+            print(f"{kind:24} {len(sizes):4} {statistics.median(sizes):7.1%} {_ninetieth(sizes):7.1%}")
+
+
+def _ninetieth(sizes: Sequence[float]) -> float:
+    """Return the 90th percentile of rising sizes."""
+    return sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))]
 
 
 if __name__ == "__main__":

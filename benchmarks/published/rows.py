@@ -8,14 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 from meshwright.planning.layout import Layout
 from meshwright.simulation.hardware.cards import device, link, sheets
 from meshwright.simulation.hardware.links import Machines
 from meshwright.simulation.workload.architecture import Architecture, decoder_block
-from meshwright.simulation.workload.execution import Execution, Job, blocks_of_size
+from meshwright.simulation.workload.execution import Execution, Job, MixtureRun, blocks_of_size
 from meshwright.simulation.workload.step_memory import step_memory
 
+from .recipes import with_recipe
 from .shapes import public_shape
 
 HERE = Path(__file__).parent
@@ -69,8 +71,11 @@ def job_of(row: Row) -> Job | Excluded:
         machines.device.speed(run.products)
     except ValueError:
         return Excluded(f"the card has no products in {run.products}")
+    mixed = "Megatron-Bridge" in row["source"] and any(block.experts for block in architecture.blocks)
+    if mixed:
+        run = with_recipe(run, row, machines.device, microbatch)
     job = Job(architecture, layout, int(length), int(rows), microbatch, run, machines)
-    return job if row["ac"] else with_least_recomputation(job)
+    return job if row["ac"] or mixed else with_least_recomputation(job)
 
 
 def _cuts(row: Row, blocks: int, stages: int) -> tuple[tuple[int, int], ...]:
@@ -234,13 +239,17 @@ def _execution(row: Row, layout: Layout) -> Execution:
         pure = "pure" in row["precision"].lower()
         reduced = 2.0 if pure else 4.0
         flash = "flash1" if "foundry" in source else "flash2"  # Triton's kernel of FlashAttention (attn_impl: triton)
-        return replace(run, reduce_bytes=reduced, gradient_bytes=4.0, attention=flash, reduces_each=True)
+        # llm-foundry's default loss reads half-precision logits (mpt/modeling_mpt.py: fused_crossentropy)
+        copies = 1.0 if "foundry" in source else 2.0
+        run = replace(run, reduce_bytes=reduced, gradient_bytes=4.0, logits_copies=copies)
+        return replace(run, attention=flash, reduces_each=True)
     if _is_old_gpt(row):
         return _megatron_2021(row, run)
     if "megatron" in source or "nemo" in source:
         return replace(
             run,
             fused=True,
+            casts_weights=zero == 3,
             zero=3 if zero == 3 else 1,
             copy_bytes=2.0,
             hides_tensor=0.7,
@@ -248,6 +257,7 @@ def _execution(row: Row, layout: Layout) -> Execution:
             stages_per_rank=_stages_per_rank(row, layout),
             reduce_bytes=4.0 if run.products == "bfloat16" else 2.0,
             reduces_each=zero == 3,
+            mixture=MixtureRun(_dispatch(row), grouped=False, weighs_inside=True),
             trained=0.003 if "lora" in row["task"].lower() else 1.0,
         )
     if "internevo" in source:
@@ -269,6 +279,11 @@ def _execution(row: Row, layout: Layout) -> Execution:
         sequence_parallel=row["sp"].lower() not in ("0", "no", "false", "off"),
         fused=True,
     )
+
+
+def _dispatch(row: Row) -> Literal["copies", "tokens"]:
+    """Return what a mixture sends: tokens where a row names a dispatcher that does, else their copies."""
+    return "tokens" if re.search(r"deep.?ep|hybrid.?ep", f"{row['other']} {row['note']}".lower()) else "copies"
 
 
 def _megatron_2021(row: Row, run: Execution) -> Execution:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 
 from meshwright.simulation.workload.architecture import (
@@ -58,9 +59,10 @@ def mixture(
     head_dim: int = 0,
     shared: int = 0,
     window: int = 0,
+    biased: bool = False,
 ) -> Architecture:
     """Return a decoder whose blocks all have experts; with ``window``, every other block attends to so many keys."""
-    experts = gated_experts(hidden, number, top_k, width, shared_width=shared)
+    experts = replace(gated_experts(hidden, number, top_k, width, shared_width=shared), biased=biased)
     make = partial(decoder_block, hidden, heads, kv_heads, width, head_dim=head_dim, experts=experts)
     blocks = [make(window=window if n % 2 == 0 else 0) for n in range(layers)]
     return Architecture("mixture", tuple(blocks), vocab)
@@ -101,8 +103,8 @@ SHAPES: tuple[tuple[str, Callable[[], Architecture]], ...] = (
     (r"deepseek.?v2", lambda: latent(1, 60, 128, 160, 2, 102400, hidden=5120, ffn=12288, width=1536, top_k=6)),
     (r"qwen3.?235b", lambda: mixture(94, 4096, 64, 4, 128, 8, 1536, 151936, head_dim=128)),
     (r"qwen3.?30b", lambda: mixture(48, 2048, 32, 4, 128, 8, 768, 151936, head_dim=128)),
-    (r"gpt.?oss.?120b", lambda: mixture(36, 2880, 64, 8, 128, 4, 2880, 201088, head_dim=64, window=128)),
-    (r"gpt.?oss.?20b", lambda: mixture(24, 2880, 64, 8, 32, 4, 2880, 201088, head_dim=64, window=128)),
+    (r"gpt.?oss.?120b", lambda: mixture(36, 2880, 64, 8, 128, 4, 2880, 201088, head_dim=64, window=128, biased=True)),
+    (r"gpt.?oss.?20b", lambda: mixture(24, 2880, 64, 8, 32, 4, 2880, 201088, head_dim=64, window=128, biased=True)),
     (r"mixtral.?8x22b", lambda: mixture(56, 6144, 48, 8, 8, 2, 16384, 32768)),
     (r"mixtral.?(8x7b)?", lambda: mixture(32, 4096, 32, 8, 8, 2, 14336, 32000)),
     (r"qwen(2|1\.5).?57b", lambda: mixture(28, 3584, 28, 4, 64, 8, 2560, 151936, shared=20480)),

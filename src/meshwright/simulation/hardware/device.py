@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from meshwright.core.errors import ConfigError
 
@@ -13,8 +13,10 @@ TILES = ((256, 128, 1.0), (128, 128, 0.96), (128, 64, 0.86), (64, 64, 0.7))
 """Tiles (rows, columns) of a matrix product's kernels, with their speed relative to the largest: smaller tiles load
 more operands per product. The effect is described in NVIDIA's Matrix Multiplication Background User's Guide; the
 fractions are assumed."""
-RAMP = 96
-"""Depth k at which a product's prologue and epilogue take as long as its products: assumed."""
+RAMP = 0.63
+"""Depth k, over the FLOPs that a device computes for each byte that it moves, at which the begin and end of a product's
+tile (first operands in, result out) take as long as its products: 96 on an A100, where it was assumed; twice as deep
+where products are twice as fast."""
 
 
 ALIGNED = ((64, 1.0), (32, 0.97), (16, 0.88), (8, 0.72))
@@ -85,25 +87,28 @@ class Device:
         """The dtype of half-precision products: bfloat16 where the device has it."""
         return next((dtype for dtype in ("bfloat16", "float16") if dtype in self.flops), next(iter(self.flops)))
 
-    def product_s(self, rows: float, columns: float, depth: float, dtype: str, element_bytes: float = 2.0) -> float:
-        """Return the seconds of one product (rows, depth) x (depth, columns)."""
-        if min(rows, columns, depth) <= 0:
-            return 0.0
-        compute = 2.0 * rows * columns * depth / (self.speed(dtype) * self._utilization(rows, columns, depth))
-        moved = (rows * depth + depth * columns) * element_bytes + rows * columns * 2.0
-        return max(compute, self.traffic_s(moved)) + self.kernel_s
+    def product_s(
+        self, rows: float, columns: float, depth: float, dtype: str, element_bytes: float = 2.0, number: float = 1
+    ) -> float:
+        """Return the seconds of ``number`` products (rows, depth) x (depth, columns), launched as one group.
 
-    def _utilization(self, rows: float, columns: float, depth: float) -> float:
-        ramp = depth / (depth + RAMP) * min(aligned(columns), aligned(depth))
+        The tiles of a group share the multiprocessors (CUTLASS' grouped GEMM), so that only the group's last wave is
+        not full.
+        """
+        return _product_s(self, rows, columns, depth, dtype, element_bytes, number)
+
+    def utilization(self, rows: float, columns: float, depth: float, dtype: str, number: float) -> float:
+        """Return the fraction of large products' speed that ``number`` products of this shape reach."""
+        ramp = depth / (depth + RAMP * self.flops[dtype] / self.bandwidth) * min(aligned(columns), aligned(depth))
         if not self.multiprocessors:
             return ramp
-        return ramp * max(self._filled(rows, columns, *tile) for tile in TILES)
+        return ramp * max(self._filled(rows, columns, number, *tile) for tile in TILES)
 
-    def _filled(self, rows: float, columns: float, height: int, width: int, speed: float) -> float:
+    def _filled(self, rows: float, columns: float, number: float, height: int, width: int, speed: float) -> float:
         """Return the fraction of the multiprocessors' time that computes elements of the result, for one tile size."""
-        tiles = math.ceil(rows / height) * math.ceil(columns / width)
+        tiles = math.ceil(number * math.ceil(rows / height) * math.ceil(columns / width))
         waves = math.ceil(tiles / self.multiprocessors)
-        return speed * rows * columns / (waves * self.multiprocessors * height * width)
+        return speed * number * rows * columns / (waves * self.multiprocessors * height * width)
 
     def traffic_s(self, moved: float) -> float:
         """Return the seconds in which ``moved`` bytes are read or written."""
@@ -119,3 +124,15 @@ class Device:
         fraction = speed.backward if backward else speed.forward
         narrow = 1.0 if head_dim >= 128 else 0.74 + 0.26 * head_dim / 128
         return flops / (self.flops[self.half] * fraction * narrow) + self.kernel_s
+
+
+@lru_cache(maxsize=100_000)
+def _product_s(
+    on: Device, rows: float, columns: float, depth: float, dtype: str, element_bytes: float, number: float
+) -> float:
+    if min(rows, columns, depth) <= 0:
+        return 0.0
+    flops = 2.0 * number * rows * columns * depth
+    compute = flops / (on.speed(dtype) * on.utilization(rows, columns, depth, dtype, number))
+    moved = number * ((rows * depth + depth * columns) * element_bytes + rows * columns * 2.0)
+    return max(compute, on.traffic_s(moved)) + on.kernel_s

@@ -60,6 +60,7 @@ class ExpertsShape:
         products: the linear layers of one expert.
         shared: those of the experts that all tokens take.
         width: features inside one expert.
+        biased: whether experts' outputs have biases, added in fp32 where products are not grouped.
     """
 
     number: int
@@ -67,6 +68,7 @@ class ExpertsShape:
     width: int
     products: tuple[Product, ...]
     shared: tuple[Product, ...] = ()
+    biased: bool = False
 
     @cached_property
     def elements(self) -> int:

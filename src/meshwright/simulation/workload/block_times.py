@@ -9,8 +9,11 @@ from functools import cached_property
 
 from meshwright.simulation.hardware.links import gather_s
 
-from .architecture import BlockShape, Product
+from .architecture import BlockShape
 from .execution import Job
+from .host_times import host_seconds, starved_seconds
+from .mixture_times import dispatch_seconds, mixture_seconds, mixture_traffic
+from .products import attention_products, cast_seconds, rank_part, three_products
 
 
 class Cost(StrEnum):
@@ -68,18 +71,10 @@ class BlockTimes:
         return self.backward.seconds
 
 
-FORWARD_OPERATORS, BACKWARD_OPERATORS = 26, 44
-"""Operators that a block of a decoder dispatches, forward and backward, where chains run as one kernel: assumed."""
-EXPERT_OPERATORS, PER_EXPERT = 280, 4
-"""Further operators of a mixture's forward: routing, permutations, dispatch; and for each of a rank's experts, since a
-grouped product launches a kernel, and in 8 bits casts, for each. The first was chosen on published mixtures."""
-CASTING = 2.0
-"""Operators in 8 or 4 bits, over those in half precision: each product's operands are cast and scaled."""
-UNFUSED = 1.6
-"""Operators without fusion, over those with it."""
 HALF = 2.0
-CAST = {"float8": 1.0, "mxfp8": 1.0, "nvfp4": 0.56}
-"""Bytes of an operand's element in the dtypes that half-precision tensors are cast to, scales included."""
+WITHOUT_TENSOR_CORES = 2.0
+"""Seconds of batched products whose heads 8 does not divide, over those of single products with such dims: libraries of
+2022 had no tensor core for them, and the other units have a fourth of its speed (78 of 312 TFLOP/s on an A100)."""
 
 
 def block_times(block: BlockShape, job: Job) -> BlockTimes:
@@ -97,43 +92,18 @@ def block_times(block: BlockShape, job: Job) -> BlockTimes:
         back.add_all(ahead, run.recomputed)
         if layout.tp > 1:  # the last message of the recomputed forward has no reader
             back.add(Cost.TENSOR, -messages.get(Cost.TENSOR, 0.0) / 4)
-    elif run.recompute == "modules":
-        back.add(Cost.TRAFFIC, traffic / 2)
+    elif run.recompute == "latents":
+        back.add(Cost.PRODUCTS, attention_products(block, job, from_latents=True))
     elif run.recompute in ("core", "selective"):
         back.add(Cost.ATTENTION, core)
         if run.recompute == "selective":
-            back.add(Cost.PRODUCTS, _attention_products(block, job))
-    _add_host(ahead, block, job, backward=False)
-    _add_host(back, block, job, backward=True)
+            back.add(Cost.PRODUCTS, attention_products(block, job))
+    host, host_back = host_seconds(block, job)
+    waits = block.experts is not None and layout.ep > 1 and run.mixture.waits
+    mixture = mixture_seconds(block, job, messages.get(Cost.EXPERTS, 0.0)) if waits else 0.0
+    ahead.add(Cost.HOST, starved_seconds(host, mixture, ahead.seconds - mixture))
+    back.add(Cost.HOST, max(0.0, host_back - back.seconds))
     return BlockTimes(ahead, back, deferred)
-
-
-def _add_host(seconds: Costs, block: BlockShape, job: Job, *, backward: bool) -> None:
-    """Add what the host takes longer to launch than the device to compute."""
-    run, device = job.execution, job.machines.device
-    forward = _operators(block, job)
-    number = forward
-    if backward:
-        number *= BACKWARD_OPERATORS / FORWARD_OPERATORS
-        number += forward if run.recompute == "full" else 0
-    host = number * (1.0 if run.fused else UNFUSED) * device.host_operator_s
-    seconds.add(Cost.HOST, max(0.0, host - seconds.seconds))
-
-
-def _operators(block: BlockShape, job: Job) -> float:
-    number = FORWARD_OPERATORS
-    if block.experts:
-        number += EXPERT_OPERATORS + PER_EXPERT * block.experts.number / job.layout.ep
-    return number * (CASTING if job.execution.products in CAST else 1.0)
-
-
-def _cut(product: Product, tp: int) -> tuple[float, float]:
-    """Return (depth, columns) of one rank's part of a product."""
-    if product.cut == "column":
-        return product.depth, product.columns / tp
-    if product.cut == "row":
-        return product.depth / tp, product.columns
-    return product.depth, product.columns
 
 
 def _products(block: BlockShape, job: Job) -> tuple[float, float, float, float]:
@@ -141,41 +111,16 @@ def _products(block: BlockShape, job: Job) -> tuple[float, float, float, float]:
     linear layers alone."""
     forward = weights = inputs = 0.0
     for product in (*block.products, *(block.experts.shared if block.experts else ())):
-        depth, columns = _cut(product, job.layout.tp)
-        f, w, i = _three(job, job.tokens, depth, columns)
+        f, w, i = three_products(job, job.tokens, *rank_part(product, job.layout.tp))
         forward, weights, inputs = forward + f, weights + w, inputs + i
     deferred = weights
     if block.experts:
-        tokens, experts = _expert_tokens(block, job)
+        copies, experts = job.expert_copies(block), block.experts.number / job.layout.ep
         for product in block.experts.products:
-            f, w, i = _three(job, tokens / experts, product.depth, product.columns)
-            scale = experts * (job.execution.imbalance if job.layout.ep > 1 else 1.0)
+            f, w, i = three_products(job, copies / experts, product.depth, product.columns, experts)
+            scale = job.execution.imbalance if job.layout.ep > 1 else 1.0
             forward, weights, inputs = forward + scale * f, weights + scale * w, inputs + scale * i
     return forward, weights * job.execution.trained, inputs, deferred * job.execution.trained
-
-
-def _attention_products(block: BlockShape, job: Job) -> float:
-    """Return the seconds of the forward products of an attention module's linear layers."""
-    cuts = (_cut(product, job.layout.tp) for product in block.products if product.attends)
-    return sum(_three(job, job.tokens, depth, columns)[0] for depth, columns in cuts)
-
-
-def _expert_tokens(block: BlockShape, job: Job) -> tuple[float, float]:
-    """Return (token copies for this rank's experts, number of its experts)."""
-    assert block.experts is not None
-    ranks = job.layout.ep
-    # a rank of the tensor axis holds its part of the tokens where experts are spread over it
-    own = job.tokens / (job.layout.tp if ranks > 1 else 1)
-    return own * block.experts.top_k, block.experts.number / ranks
-
-
-def _three(job: Job, tokens: float, depth: float, columns: float) -> tuple[float, float, float]:
-    run, device = job.execution, job.machines.device
-    size = CAST.get(run.products, run.compute_bytes)
-    forward = device.product_s(tokens, columns, depth, run.products, size)
-    weight = device.product_s(depth, columns, tokens, run.products, size)
-    weight += device.traffic_s(depth * columns * (run.gradient_bytes + run.reduce_bytes))
-    return forward, weight, device.product_s(tokens, depth, columns, run.products, size)
 
 
 def _attention(block: BlockShape, job: Job) -> tuple[float, float]:
@@ -194,6 +139,8 @@ def _attention(block: BlockShape, job: Job) -> tuple[float, float]:
     one = device.product_s(rows, job.seq_len, core.key_dim, device.half)
     other = device.product_s(rows, core.value_dim, job.seq_len, device.half)
     small = products / 2 * (one + other - 2 * device.kernel_s)
+    if core.key_dim % 8:
+        small *= WITHOUT_TENSOR_CORES
     # scale, mask and softmax in one kernel (read, write), dropout (read, write, mask), two products (write, read)
     moved = scores * ((2 * HALF) + (2 * HALF + 1 if block.dropout else 0))
     return small + device.traffic_s(moved), 2 * small + device.traffic_s(1.5 * moved)
@@ -215,30 +162,13 @@ def _traffic(block: BlockShape, job: Job) -> tuple[float, float]:
     if not run.fused:
         extra = wide * 2 * (2 * b + 4) + cut * block.width * (2 * b)
         forward, backward = forward + extra, backward + extra
+    if run.recompute == "modules":
+        backward += norms + width
     if block.experts:
-        copies, _ = _expert_tokens(block, job)
-        copies *= run.imbalance
-        permuted = copies * block.hidden * b * 2 * 2
-        inside = copies * block.experts.width * b
-        shared = cut * sum(p.columns for p in block.experts.shared[:1]) * b
-        router = job.tokens / layout.tp * block.experts.number * 4 * 6
-        forward += permuted + 3 * inside + 2 * shared + router
-        backward += permuted * 1.5 + 5 * inside + 3 * shared + router
-    if run.products in CAST:
-        forward, backward = forward + _casts(block, job), backward + _casts(block, job)
-    return device.traffic_s(forward), device.traffic_s(backward)
-
-
-def _casts(block: BlockShape, job: Job) -> float:
-    """Return the bytes of quantising the inputs of products, rowwise and columnwise; weights once a microbatch."""
-    read_and_write = job.execution.compute_bytes + 2.0
-    inputs = sum(_cut(product, job.layout.tp)[0] for product in block.products) * job.tokens
-    weights = sum(product.elements for product in block.products) / job.layout.tp
-    if block.experts:
-        copies, experts = _expert_tokens(block, job)
-        inputs += copies * (block.hidden + block.experts.width)
-        weights += block.experts.elements / block.experts.number * experts
-    return (inputs + weights / 2) * read_and_write
+        more, more_back = mixture_traffic(block, job)
+        forward, backward = forward + more, backward + more_back
+    casts, casts_back = cast_seconds(block, job)
+    return device.traffic_s(forward) + casts, device.traffic_s(backward) + casts_back
 
 
 def _messages(block: BlockShape, job: Job) -> dict[Cost, float]:
@@ -257,30 +187,6 @@ def _messages(block: BlockShape, job: Job) -> dict[Cost, float]:
         forward, _ = _attention(block, job)
         found[Cost.CONTEXT] = max(0.0, seconds - 0.8 * forward)
     if layout.ep > 1 and block.experts:
-        seconds = 2 * run.imbalance * _dispatch_s(block, job)
+        seconds = 2 * run.imbalance * dispatch_seconds(block, job)
         found[Cost.EXPERTS] = seconds * (1 - run.hides_experts)
     return found
-
-
-def _dispatch_s(block: BlockShape, job: Job) -> float:
-    """Return the seconds in which a microbatch's tokens reach their experts.
-
-    A token travels once to each node that has some of its experts, and inside the node once to each rank (DeepEP,
-    arXiv 2412.19437, section 3.2.2).
-    """
-    assert block.experts is not None
-    machines, ranks = job.machines, job.layout.ep
-    own, _ = _expert_tokens(block, job)
-    tokens = own / block.experts.top_k * block.hidden * job.execution.compute_bytes
-    inside = job.expert_group.in_node(machines)
-    nodes = -(-ranks // inside)
-    seconds = tokens * _reached(ranks, block.experts.top_k) * (inside - 1) / inside / machines.inside.speed
-    if nodes > 1:
-        across = tokens * _reached(nodes, block.experts.top_k) * (nodes - 1) / nodes / machines.across.speed
-        seconds = max(seconds, across) + machines.across.latency_s
-    return seconds + machines.launch_s + machines.inside.latency_s
-
-
-def _reached(places: int, copies: int) -> float:
-    """Return how many of ``places`` some of a token's ``copies`` go to, if routers choose evenly."""
-    return places * (1 - (1 - 1 / places) ** copies)

@@ -13,7 +13,28 @@ from meshwright.planning.pipeline.schedules.table import read_schedule
 from meshwright.planning.shares import shares_of
 from meshwright.simulation.hardware.links import Group, Machines
 
-from .architecture import Architecture
+from .architecture import Architecture, BlockShape
+
+
+@dataclass(frozen=True)
+class MixtureRun:
+    """Facts about how a training system runs mixtures of experts; the defaults are this library's.
+
+    Attributes:
+        dispatch: each of a token's copies travels for itself (copies), or a token once to each node and rank with some
+            of its experts, written by expert on the way (tokens; DeepEP, HybridEP).
+        waits: whether the host waits in each forward for the numbers of rows that experts get.
+        grouped: whether kernels take all of a rank's experts at once, not one after the other.
+        weighs_inside: whether a token's weights multiply inside its experts, so that their outputs need not be saved.
+        stashes: whether rows that experts save for their backward are copied out of buffers of fixed size, which a
+            graph of a whole step needs.
+    """
+
+    dispatch: Literal["copies", "tokens"] = "copies"
+    waits: bool = True
+    grouped: bool = True
+    weighs_inside: bool = False
+    stashes: bool = False
 
 
 @dataclass(frozen=True)
@@ -22,6 +43,7 @@ class Execution:
 
     Attributes:
         products: dtype of the linear layers' products.
+        casts_weights: whether weights are cast for each microbatch, not once a step.
         compute_bytes: bytes of a gathered parameter and of an activation.
         master_bytes: bytes of a parameter at rest, in its owner's shard.
         copy_bytes: bytes of a further copy in the compute dtype that every rank keeps at rest (Megatron, DeepSpeed).
@@ -43,6 +65,8 @@ class Execution:
         hides_gradients: whether gradients are reduced behind the last microbatch's backward.
         hides_gathers: whether parameters are gathered behind the block before.
         hides_tensor: fraction of the tensor axis' messages that runs behind products.
+        graphs: parts whose kernels a CUDA graph launches: none, attention and router (partial), all (full).
+        mixture: how mixtures of experts are run.
         hides_experts: fraction of the experts' messages that runs behind other work.
         exposed_sends: fraction of the time of a message between stages that its reader waits for.
         sequence_parallel: whether activations between blocks are cut over the tensor axis.
@@ -62,6 +86,7 @@ class Execution:
     """
 
     products: str = "bfloat16"
+    casts_weights: bool = True
     compute_bytes: float = 2.0
     master_bytes: float = 4.0
     copy_bytes: float = 0.0
@@ -72,7 +97,7 @@ class Execution:
     shards: int = 0
     attention: str = "fused"
     fused: bool = False
-    recompute: Literal["none", "modules", "core", "selective", "full"] = "none"
+    recompute: Literal["none", "modules", "latents", "core", "selective", "full"] = "none"
     recomputed: float = 1.0
     balances_ends: bool = True
     loss_chunks: int = 1
@@ -81,6 +106,8 @@ class Execution:
     hides_gradients: bool = True
     hides_gathers: bool = True
     hides_tensor: float = 0.0
+    graphs: Literal["none", "partial", "full"] = "none"
+    mixture: MixtureRun = MixtureRun()
     hides_experts: float = 0.0
     exposed_sends: float = 1.0
     sequence_parallel: bool = True
@@ -198,6 +225,12 @@ class Job:
     def tokens(self) -> float:
         """Tokens of a microbatch on one rank of the context axis."""
         return self.microbatch * self.seq_len / self.layout.cp
+
+    def expert_copies(self, block: BlockShape) -> float:
+        """Return the copies of a microbatch's tokens that a rank sends to experts, and as many for its own experts."""
+        assert block.experts is not None
+        # a rank of the tensor axis holds its part of the tokens where experts are spread over it
+        return self.tokens / (self.layout.tp if self.layout.ep > 1 else 1) * block.experts.top_k
 
     @property
     def tensor_group(self) -> Group:

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .architecture import BlockShape, BlocksPart
-from .block_times import CAST
 from .execution import Job
 from .pipeline import Held, held_on
+from .products import CAST
 
 WORKSPACE = 0.25e9
 """Workspaces of the libraries of products and of messages: assumed, not measured."""
@@ -233,15 +233,19 @@ def block_activations(block: BlockShape, job: Job) -> float:
     core = block.attention
     if core is not None and run.recompute != "selective":
         saved += cut * core.heads * core.value_dim * entering
-    if core is not None and run.recompute not in ("core", "selective"):
+    if core is not None and run.recompute == "latents":  # what projects up to queries, keys and values
+        ranks = {p.depth for p in block.products if p.attends and p.cut == "column" and p.depth != block.hidden}
+        saved += tokens * sum(ranks) * b
+    elif core is not None and run.recompute not in ("core", "selective"):
         saved += cut * (core.heads * core.key_dim + core.kv_heads * (core.key_dim + core.value_dim)) * b
         if run.attention == "unfused":
             scores = job.microbatch * core.heads / layout.tp * job.seq_len / layout.cp * job.seq_len
             saved += scores * (2 * b + (1 + b if block.dropout else 0))
     saved += cut * block.width * ((2 if block.gated else 1) * b + cheap * entering)
     if block.experts:
-        copies = tokens / (layout.tp if layout.ep > 1 else 1) * block.experts.top_k * run.imbalance
-        saved += copies * (block.hidden * (b + entering) + block.experts.width * (2 * b + cheap * entering))
+        copies = job.expert_copies(block) * run.imbalance
+        returned = 0.0 if run.mixture.weighs_inside else b
+        saved += copies * (block.hidden * (returned + entering) + block.experts.width * (2 * b + cheap * entering))
         saved += cut * sum(product.columns for product in block.experts.shared[:1]) * (b + cheap * entering / 2)
     if run.fused:
         return saved
