@@ -8,7 +8,6 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from meshwright.core.devices import CUDA
 from meshwright.core.errors import ConfigError
 
 from .pages import write_page
@@ -16,6 +15,7 @@ from .pages import write_page
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from meshwright.simulation.hardware.links import Machines
     from meshwright.simulation.search.search import Candidate, Found
     from meshwright.simulation.workload.execution import Job
     from meshwright.training.config import Config
@@ -32,6 +32,7 @@ class Rented:
     per_node: int = 0
     link: str = ""
     pins: tuple[str, ...] = ()
+    profile: Path | None = None
 
 
 def foresee(config: Config, rented: Rented, *, as_json: bool, html: Path | None = None) -> int:
@@ -42,7 +43,7 @@ def foresee(config: Config, rented: Rented, *, as_json: bool, html: Path | None 
     """
     from meshwright.introspection.cluster import Cluster
     from meshwright.planning.layout import Layout
-    from meshwright.simulation.hardware.cards import machines
+    from meshwright.simulation.hardware.measured import computing_in
     from meshwright.simulation.search.answer import as_json as answer_json
     from meshwright.simulation.search.answer import legal_among, techniques_of, toml
     from meshwright.simulation.search.from_model import job_of_plan
@@ -55,11 +56,11 @@ def foresee(config: Config, rented: Rented, *, as_json: bool, html: Path | None 
     from meshwright.training.tokenizer import planned_tokenizer
     from meshwright.training.views.forecast.page import forecast_page
 
-    cards = machines(rented.gpu, rented.gpus, per_node=rented.per_node, across=rented.link)
+    cards = _machines(rented)
     pins = tuple(map(Pin.parse, rented.pins))
     tokenizer = planned_tokenizer(config)
     facts, batch = facts_of(model_source(config, tokenizer)), batch_of(config, tokenizer)
-    cluster = Cluster(rented.gpus, cards.per_node, CUDA)
+    cluster = Cluster(rented.gpus, cards.per_node, cards.device.kind)
     is_open = config.layout == Layout()
     if pins and not is_open:
         raise ConfigError(
@@ -67,7 +68,7 @@ def foresee(config: Config, rented: Rented, *, as_json: bool, html: Path | None 
             f" and pin its sizes, such as --pin tp={config.layout.tp}."
         )
     plan = plan_run(config, facts, cluster, None if is_open else batch)
-    job = job_of_plan(facts, plan, batch, cards)
+    job = job_of_plan(facts, plan, batch, computing_in(cards, plan.precision.compute))
     _check_products(job)
 
     def legal(layout, techniques, rows):
@@ -97,6 +98,17 @@ def foresee(config: Config, rented: Rented, *, as_json: bool, html: Path | None 
         page = forecast_page(shown, found.front, plan, batch, toml(shown[0], config.techniques) if is_open else "")
         print(write_page(html, page), file=sys.stderr if as_json else sys.stdout)
     return 0
+
+
+def _machines(rented: Rented) -> Machines:
+    """Return the cards by their data sheet, or the machine of a profile."""
+    from meshwright.simulation.hardware.cards import machines
+    from meshwright.simulation.hardware.measured import measured_machines
+    from meshwright.simulation.hardware.profile import read_profile
+
+    if rented.profile is not None:
+        return measured_machines(read_profile(rented.profile), rented.gpus, rented.per_node)
+    return machines(rented.gpu, rented.gpus, per_node=rented.per_node, across=rented.link)
 
 
 def _check_products(job: Job) -> None:
@@ -161,6 +173,11 @@ def _text(config: Config, rented: Rented, shown: list[Candidate], found: Found, 
         f" {values['gpu_hours_per_billion_tokens']:,.0f} GPU hours for a billion."
         " MFU: 6 FLOPs per product parameter and 12 per attended feature, over the data sheet's half precision.",
     ]
+    if rented.profile is not None:
+        from meshwright.simulation.hardware.measured import notes
+        from meshwright.simulation.hardware.profile import read_profile
+
+        parts.append(" ".join(notes(read_profile(rented.profile), rented.gpus)))
     if is_open:
         smaller = [row(candidate) for candidate in found.front if candidate.key != chosen.key][:4]
         if smaller:

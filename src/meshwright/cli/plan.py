@@ -18,7 +18,8 @@ def run(argv: list[str]) -> int:
     With ``--gpus N --gpu CARD`` the answer is about GPUs that need not be here: the memory and time of the config's
     layout, or, where the config leaves its layout open, the best of all layouts and the TOML to train with.
     ``--per-node N`` of them on a host, ``--link ib400`` between hosts (Gb/s for each GPU), ``--pin tp<=8`` (again for
-    more) to keep parts of a layout, ``--json`` for programs, ``--html FILE`` for a page with pictures. Forecasts:
+    more) to keep parts of a layout, ``--profile FILE`` in place of ``--gpu``: the machine that ``meshwright measure``
+    measured, ``--json`` for programs, ``--html FILE`` for a page with pictures. Forecasts:
     docs/foresight.md.
 
     Without them: ``--world N`` ranks, ``--per-node N`` of them on a host, ``--device``, ``--json``; ``--trust`` runs
@@ -29,11 +30,14 @@ def run(argv: list[str]) -> int:
     device, argv = take_option(argv, "--device", str)
     gpus, argv = take_option(argv, "--gpus", int)
     gpu, argv = take_option(argv, "--gpu", str)
+    profile, argv = take_option(argv, "--profile", Path)
     link, argv = take_option(argv, "--link", str)
     pins, argv = _take_pins(argv)
     html, argv = take_option(argv, "--html", Path)
     as_json, argv = "--json" in argv, [word for word in argv if word != "--json"]
     _check(world, per_node, device)
+    if profile is not None:
+        gpu = _profiled(gpu, link)
     _check_rented(gpus, gpu, link, pins, world, device)
     if html is not None:
         if gpus is None:
@@ -41,7 +45,9 @@ def run(argv: list[str]) -> int:
         check_page(html)
     config = read_config(argv, prog="meshwright plan", description=f"{__doc__}\n\n{run.__doc__}")
     if gpus is not None and gpu is not None:
-        return foresee(config, Rented(gpu, gpus, per_node or 0, link or "", tuple(pins)), as_json=as_json, html=html)
+        return foresee(
+            config, Rented(gpu, gpus, per_node or 0, link or "", tuple(pins), profile), as_json=as_json, html=html
+        )
     from meshwright.introspection.cluster import Cluster
     from meshwright.planning.explain import table
     from meshwright.training.build import batch_of, estimated_memory, facts_of, plan_run
@@ -85,6 +91,15 @@ def _check_rented(
         raise ConfigError("--link and --pin are about GPUs: give --gpus N and --gpu CARD too")
     if gpus is not None and (world is not None or device is not None):
         raise ConfigError("--gpus and --gpu stand for --world and --device: leave these out")
+
+
+def _profiled(gpu: str | None, link: str | None) -> str:
+    """Return the word for a machine that a profile describes. Raises ConfigError where a card is named too."""
+    if gpu is not None:
+        raise ConfigError("--gpu names a card and --profile a measured machine: give one of the two")
+    if link is not None:
+        raise ConfigError("--link is for cards, and --profile has the measured messages: leave --link out")
+    return "the measured machine"
 
 
 def _take_pins(argv: list[str]) -> tuple[list[str], list[str]]:
