@@ -34,6 +34,7 @@ def made_up(ranks: int = 2) -> MachineProfile:
         ranks=ranks,
         per_node=ranks,
         threads=1,
+        slots=ranks,
         memory_bytes=16e9,
         products={f"{dtype} {way}": GRID for dtype in ("float32", "bfloat16") for way in WAYS},
         attention={

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class Effort:
         elements: elements of a parameter.
         messages: bytes of messages.
         window_s: shortest time over which calls are averaged.
-        windows: such times of each point; the second shortest counts.
+        windows: such times of each point.
     """
 
     dims: tuple[int, ...]
@@ -52,7 +53,7 @@ FULL = Effort(
     elements=(64, 4096, 65_536, 1_048_576),
     messages=(64, 4 * KIB, 32 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB),
     window_s=0.003,
-    windows=4,
+    windows=5,
 )
 """The effort on a CPU."""
 ACCELERATED = Effort(
@@ -64,7 +65,7 @@ ACCELERATED = Effort(
     elements=(1024, 65_536, 1_048_576, 16_777_216),
     messages=(64, 16 * KIB, 256 * KIB, 4 * MIB, 64 * MIB, 256 * MIB),
     window_s=0.005,
-    windows=4,
+    windows=5,
 )
 SHORTEST = Effort(
     dims=(16, 64),
@@ -81,7 +82,7 @@ SHORTEST = Effort(
 
 
 def seconds_of(work: Work, device: torch.device, effort: Effort) -> float:
-    """Return the seconds of a call, averaged over windows of calls, of which the second shortest counts.
+    """Return the seconds of a call, averaged over windows of calls, of which the median counts.
 
     On an accelerator a window ends when the device has done its work: what counts is the slower of host and device.
     """
@@ -89,17 +90,19 @@ def seconds_of(work: Work, device: torch.device, effort: Effort) -> float:
     calls = 1
     while (spent := _spent(work, calls, device)) < effort.window_s:
         calls = max(calls + 1, min(10 * calls, int(1.3 * calls * effort.window_s / max(spent, 1e-9))))
-    found = sorted([spent, *(_spent(work, calls, device) for _ in range(effort.windows - 1))])
-    return max(found[min(1, len(found) - 1)] / calls, 1e-9)
+    found = [spent, *(_spent(work, calls, device) for _ in range(effort.windows - 1))]
+    return max(median(found) / calls, 1e-9)
 
 
 def _spent(work: Work, calls: int, device: torch.device) -> float:
+    # one thread's own time leaves out when the host runs other programs
+    now = time.perf_counter if is_accelerator(device) or torch.get_num_threads() > 1 else time.thread_time
     _finish(device)
-    began = time.perf_counter()
+    began = now()
     for _ in range(calls):
         work()
     _finish(device)
-    return time.perf_counter() - began
+    return now() - began
 
 
 def _finish(device: torch.device) -> None:

@@ -5,36 +5,43 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .clock import Effort, Points, Work, seconds_of
+from .clock import MIB, Effort, Points, Work, seconds_of
 
 WIDTH = 64
 """Features of the rows of a memory-bound operator's tensors; (tokens, WIDTH)."""
-LIVE = 6
-"""Results that are held while the next are made, as a model's activations are."""
+SPREAD, LIVE = 48 * MIB, 24 * MIB
+"""Bytes over which the operands of successive calls lie, since in a step others come between, and bytes of results that
+are held while the next are made."""
+MOST = 64
+"""Operands of successive calls at most."""
 TENSORS = 8
 """Parameters of an optimizer."""
 
 
 def traffic(device: torch.device, effort: Effort) -> Iterator[tuple[str, Points]]:
     """Yield kinds of operators, with (bytes read and written, seconds)."""
+    torch.empty(2 * effort.sizes[-1], dtype=torch.uint8, device=device).fill_(0)  # memory that is freed is used again
     for kind, (make, times) in KINDS.items():
         points = []
         for size in effort.sizes:
             rows = max(1, round(size / times / 4 / WIDTH))
-            work = _keeping(make(torch.full((rows, WIDTH), 0.01, device=device)))
-            points.append((float(rows * WIDTH * 4 * times), seconds_of(work, device, effort)))
+            number = max(2, min(MOST, SPREAD // (rows * WIDTH * 4)))
+            works = [make(torch.full((rows, WIDTH), 0.01, device=device)) for _ in range(number)]
+            held: deque[Any] = deque(maxlen=max(1, min(8, LIVE // (rows * WIDTH * 4))))
+            turns = cycle(works)
+            points.append((float(rows * WIDTH * 4 * times), seconds_of(_keeping(turns, held), device, effort)))
         yield kind, points
 
 
-def _keeping(work: Work) -> Work:
-    held: deque[Any] = deque(maxlen=LIVE)
-    return lambda: held.append(work())
+def _keeping(turns: Iterator[Work], held: deque[Any]) -> Work:
+    return lambda: held.append(next(turns)())
 
 
 def _pointwise(x: Tensor) -> Work:
@@ -52,7 +59,7 @@ def _function(x: Tensor) -> Work:
 
 
 def _softmax(x: Tensor) -> Work:
-    wide = x.view(-1, x.numel() if x.numel() < 1024 else 1024)
+    wide = x.view(-1)[: x.numel() // 4096 * 4096].view(-1, 4096) if x.numel() > 4096 else x.view(1, -1)
     return lambda: torch.log_softmax(wide, -1)
 
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.core.axes import Axis
 from meshwright.core.devices import CPU, is_accelerator
+from meshwright.core.torch_private import FakeTensorMode
 from meshwright.distributed import order
 from meshwright.distributed.context.runtime import first_tokens
 from meshwright.distributed.mesh import build_mesh
@@ -27,6 +28,7 @@ from meshwright.distributed.pipeline import messages
 from meshwright.distributed.pipeline.absent import on_meta
 from meshwright.distributed.process.absent_peers import absent_peers
 from meshwright.distributed.recompute import host_activations
+from meshwright.distributed.step.part import ModelPart
 from meshwright.distributed.step.results import OpenedStep
 from meshwright.distributed.weights.shards import apply_to_tensors
 from meshwright.distributed.weights.weights import tie
@@ -74,14 +76,14 @@ def estimate_memory(
     if facts.module is None:
         return MemoryEstimate((), "the model itself is not at hand")
     try:
-        with same_random_numbers(), untouched(facts.module), _quiet():
+        with same_random_numbers(), untouched(facts.module), quiet():
             build = build_optimizer or default_optimizer
             batch = resolved(plan, batch)
-            ranks = _DryRun(facts, plan, batch, keys, build).ranks()
+            ranks = DryRun(facts, plan, batch, keys, build).ranks()
             least: tuple[int, ...] = ()
             if plan.compiled:
                 recomputed = replace(plan, activation_checkpointing="full", checkpointed=plan.compiled)
-                least = tuple(rank.total for rank in _DryRun(facts, recomputed, batch, keys, build).ranks())
+                least = tuple(rank.total for rank in DryRun(facts, recomputed, batch, keys, build).ranks())
             return MemoryEstimate(ranks, least=least, notes=tuple(assumptions(plan)))
     except DryRunError as error:
         return MemoryEstimate((), f"{facts.kind}: {error}")
@@ -93,7 +95,7 @@ def estimate_memory(
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence torch's log of operators that fail on fake tensors: the estimate reports the error."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
@@ -103,11 +105,13 @@ def _quiet() -> Iterator[None]:
         logger.disabled = before
 
 
-class _DryRun:
+class DryRun:
+    """Runs a step of one rank after the other on tensors without memory, and accounts for it."""
+
     def __init__(
         self, facts: ModelFacts, plan: Plan, batch: Batch, keys: tuple[str, ...], build_optimizer: BuildOptimizer
     ):
-        self.facts, self.keys, self.batch, self._build_optimizer = facts, keys, batch, build_optimizer
+        self.facts, self.keys, self.batch, self.build_optimizer = facts, keys, batch, build_optimizer
         self.asked, self.copies_gradients = plan, plan.data.technique == "ddp"
         self.plan = _on_cpu(plan)
         own = max(1, batch.global_rows // plan.data_ranks)
@@ -124,17 +128,24 @@ class _DryRun:
     def run(self, pipeline_rank: int, microbatches: int) -> RankMemory:
         """Run a step of a pipeline rank's first rank, and return its bytes."""
         rank = pipeline_rank * (self.plan.world // self.plan.size(Axis.PP))
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with self.laid_out(rank, mode) as laid, imagining(experts=self.facts.has_experts, mode=mode):
+            return self._account(ParallelModel(*laid), microbatches)
+
+    @contextmanager
+    def laid_out(self, rank: int, mode: FakeTensorMode) -> Iterator[tuple[list[ModelPart], Plan, ModelFacts, Any]]:
+        """Make this process a rank whose parts have fake memory of a mode; yield what ``ParallelModel`` is made of."""
         with absent_peers(rank, self.plan.world):
             mesh, module = self._mesh(), on_meta(cast("nn.Module", self.facts.module))
             facts = model_facts(module)
             parts = order.lay_out(module, self.plan, order.Site(mesh, facts), ON_META)
-            with imagining(experts=self.facts.has_experts):
+            with imagining(experts=self.facts.has_experts, mode=mode):
                 for part in parts:
                     allocate(part.module)
-                return self._account(ParallelModel(parts, self.plan, facts, mesh), microbatches)
+            yield parts, self.plan, facts, mesh
 
     def _account(self, model: ParallelModel, microbatches: int) -> RankMemory:
-        optimizer = self._build_optimizer(model)
+        optimizer = self.build_optimizer(model)
         make_states(optimizer)
         vocabulary = dims_of_logits(self.facts.vocab_size or 0, self.plan.size(Axis.TP))
         step = self._step(model, microbatches)

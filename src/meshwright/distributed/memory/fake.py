@@ -22,17 +22,18 @@ PATIENCE = 100_000
 
 
 @contextmanager
-def imagining(*, experts: bool) -> Iterator[None]:
+def imagining(*, experts: bool, mode: FakeTensorMode | None = None) -> Iterator[None]:
     """Make every tensor created inside fake.
 
     Args:
         experts: whether the model may compute grouped products.
+        mode: makes them; tensors of two modes do not go together.
 
     Raises:
         DryRunError: the step has more than ``PATIENCE`` operators, like a Python loop over tokens.
     """
     with ExitStack() as stack:
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(mode or FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_Patience())
         if experts:
             stack.enter_context(_GroupedProducts())

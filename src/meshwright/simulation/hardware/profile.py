@@ -40,6 +40,7 @@ class MachineProfile:
         ranks: ranks that took part.
         per_node: ranks of a host.
         threads: threads of a rank on a CPU.
+        slots: ranks of a host that have cores of their own.
         memory_bytes: memory of a rank's device; of a CPU its share of the host's.
         products: "dtype layout" -> seconds of products; layouts are "nt" (forward), "nn" (gradient of the input) and
             "tn" (gradient of the weight), by which operand is transposed.
@@ -59,6 +60,7 @@ class MachineProfile:
     ranks: int
     per_node: int
     threads: int
+    slots: int
     memory_bytes: float
     products: dict[str, GridPoints]
     attention: dict[str, Points]

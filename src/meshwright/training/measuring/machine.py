@@ -7,6 +7,7 @@ import os
 import platform
 from collections.abc import Callable
 from contextlib import closing, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from meshwright.distributed.process.world import get_world_info, ranks_per_node
 from meshwright.distributed.setup import init_distributed
 from meshwright.planning.layout import Layout
 from meshwright.simulation.hardware.profile import GridPoints, MachineProfile
+
+from .around import host_around
 
 MOST_RANKS = 64
 """Processes that are started on one host at most."""
@@ -59,7 +62,8 @@ def measure(effort: Effort | None = None) -> MachineProfile:
     device, per_node = current_device(kind), ranks_per_node() or world
     effort = effort or (ACCELERATED if is_accelerator(kind) else FULL)
     cores = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    at_ease = per_node if is_accelerator(kind) else max(1, min(per_node, cores // torch.get_num_threads()))
+    slots = per_node if is_accelerator(kind) else max(1, cores // torch.get_num_threads())
+    at_ease = min(per_node, slots)
     alone = partial(_of_ranks_at_ease, at_ease, per_node)
     found = MachineProfile(
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -69,6 +73,7 @@ def measure(effort: Effort | None = None) -> MachineProfile:
         ranks=world,
         per_node=per_node,
         threads=torch.get_num_threads(),
+        slots=slots,
         memory_bytes=_memory(device, per_node),
         products=alone(lambda: {key: GridPoints(*grid) for key, grid in products.products(device, effort).items()}),
         attention=alone(lambda: _frozen(products.attention(device, effort))),
@@ -79,7 +84,8 @@ def measure(effort: Effort | None = None) -> MachineProfile:
         crowding=tuple(messages.crowding(device, effort, at_ease)),
         busy=messages.busy(device, effort),
     )
-    return agree.from_rank_zero(found)
+    around = alone(lambda: host_around(found, device, effort))
+    return agree.from_rank_zero(replace(found, host={**found.host, **around}))
 
 
 def _of_ranks_at_ease(at_ease: int, per_node: int, work: Callable[[], Any]) -> Any:
