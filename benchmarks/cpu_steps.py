@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import psutil
 import torch
 
 from meshwright.core.errors import MeshwrightError
@@ -130,8 +131,25 @@ def forecast(drawn: Drawn, profile: MachineProfile) -> StepForecast:
     return forecast_step(record_steps(facts, planned, drawn.batch, max_norm=CLIP, keys=KEYS), profile)
 
 
-def seconds_of_steps(drawn: Drawn) -> list[float]:
-    """Run a layout, and return the seconds of its steps on this rank."""
+@dataclass(frozen=True)
+class Ran:
+    """The steps of a rank.
+
+    Attributes:
+        seconds: seconds of each step behind those that warm up.
+        computed: seconds of a step that the rank's own thread computed.
+        ours: cores that this process occupied.
+        all: cores that all programs of the machine occupied.
+    """
+
+    seconds: list[float]
+    computed: float
+    ours: float
+    all: float
+
+
+def run_steps(drawn: Drawn) -> Ran:
+    """Run a layout, and return the steps of this rank."""
     from meshwright.distributed.parallelize import parallelize
     from meshwright.introspection.facts import model_facts
     from meshwright.introspection.source import as_module
@@ -146,20 +164,32 @@ def seconds_of_steps(drawn: Drawn) -> list[float]:
     shape = drawn.rows * drawn.microbatches, SEQ
     tokens = torch.randint(MODELS[drawn.model].vocab_size, shape, generator=generator)
     batch, found = {"tokens": tokens, "labels": tokens.roll(-1, 1)}, []
+
+    def step() -> float:
+        began = time.perf_counter()
+        laid.forward_backward(batch)
+        laid.optimizer_step(optimizer, CLIP)
+        return time.perf_counter() - began
+
     with patch.object(Router, "_choose", _in_turn):
-        for number in range(WARM + STEPS):
-            began = time.perf_counter()
-            laid.forward_backward(batch)
-            laid.optimizer_step(optimizer, CLIP)
-            found.append(time.perf_counter() - began)
-            if number == WARM and agreed_steps(found[-1]) < STEPS:
-                for _ in range(agreed_steps(found[-1])):
-                    began = time.perf_counter()
-                    laid.forward_backward(batch)
-                    laid.optimizer_step(optimizer, CLIP)
-                    found.append(time.perf_counter() - began)
-                break
-    return found[WARM:]
+        for _ in range(WARM - 1):
+            step()
+        number = agreed_steps(step())
+        busy, own, computing, began = cores_in_use(), time.process_time(), time.thread_time(), time.perf_counter()
+        found = [step() for _ in range(number)]
+        passed = time.perf_counter() - began
+    return Ran(
+        found,
+        (time.thread_time() - computing) / number,
+        (time.process_time() - own) / passed,
+        (cores_in_use() - busy) / passed,
+    )
+
+
+def cores_in_use() -> float:
+    """Return the seconds that all cores have worked so far."""
+    times = psutil.cpu_times()
+    return sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0)
 
 
 def agreed_steps(seconds: float) -> int:
@@ -209,12 +239,13 @@ def compared(drawn: list[Drawn], first: int, machines: dict[int, MachineProfile]
     with WorkerPool(4, threads=1) as workers:
         for number, one in enumerate(drawn, first):
             foreseen = forecast(one, machines[one.layout.world])
-            each = workers.run(seconds_of_steps, one, world=one.layout.world, timeout=300)
-            steps = [max(times) for times in zip(*each, strict=True)]
+            each = workers.run(run_steps, one, world=one.layout.world, timeout=300)
+            steps = [max(times) for times in zip(*(ran.seconds for ran in each), strict=True)]
+            others = max(ran.all for ran in each) - sum(ran.ours for ran in each)
             found, error = statistics.median(steps), foreseen.seconds / statistics.median(steps) - 1
             print(
                 f"{number:3} {error:+7.1%} foreseen {foreseen.seconds * 1e3:8.1f} ms, measured {found * 1e3:8.1f}"
-                f" (least {min(steps) * 1e3:8.1f})  {one}",
+                f" (least {min(steps) * 1e3:8.1f}, others took {max(0.0, others):.1f} cores)  {one}",
                 flush=True,
             )
             if rows:
@@ -223,9 +254,11 @@ def compared(drawn: list[Drawn], first: int, machines: dict[int, MachineProfile]
                     waits: dict[str, float] = {}
                     for (kind, _), s in spent.waiting.items():
                         waits[kind] = round(waits.get(kind, 0.0) + s * 1e3, 1)
-                    print(f"      rank {rank}: {parts}, sharing {spent.sharing * 1e3:.1f}, waiting {waits},"
+                    alone = sum(spent.parts.values()) / each[rank].computed - 1
+                    print(f"      rank {rank}: {parts} ({alone:+.1%}), sharing {spent.sharing * 1e3:.1f}, waiting {waits},"
                           f" {spent.messages} messages")
-            yield {"layout": str(one), "world": one.layout.world, "foreseen_s": foreseen.seconds, "steps_s": steps}
+            yield {"layout": str(one), "world": one.layout.world, "foreseen_s": foreseen.seconds, "steps_s": steps,
+                   "others_cores": others}
 
 
 def main() -> int:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import cycle
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.core.devices import is_accelerator
 
-from .clock import Effort, Points, Work
+from .clock import Effort, Points, Work, seconds_of
 
 gather_tensor = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 scatter_tensor = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -120,6 +123,16 @@ COLLECTIVES: dict[str, Callable[[Tensor, dist.ProcessGroup, int], Work]] = {
 }
 
 
+def silent_seconds(device: torch.device, effort: Effort) -> tuple[float, float]:
+    """Return what an operator on a DTensor costs beyond a plain one, and a message of a rank whose peers are absent."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    local = torch.zeros(8, device=device)
+    sharded = DTensor.from_local(local, mesh, [Shard(0)])
+    extra = seconds_of(lambda: sharded.mul_(1.0), device, effort) - seconds_of(lambda: local.mul_(1.0), device, effort)
+    gather = _gather(torch.zeros(16, device=device), dist.group.WORLD, 2)  # type: ignore[arg-type]
+    return max(1e-9, extra), seconds_of(gather, device, effort)
+
+
 def busy(device: torch.device, effort: Effort) -> float:
     """Return the cores that a rank occupies while a message travels, all its threads together. Collective."""
     if not dist.is_initialized() or is_accelerator(device):
@@ -151,15 +164,15 @@ def crowding(device: torch.device, effort: Effort, at_ease: int) -> list[float]:
 
 def _speed(working: int, seconds: float) -> float:
     """Return the rounds per second of the first ``working`` ranks; the others wait in a message."""
-    a, b = torch.full((128, 256), 0.01), torch.full((256, 256), 0.01)
-    x = torch.full((64 * 1024,), 0.01)
+    a, wide = torch.full((128, 256), 0.01), cycle([torch.full((256, 256), 0.01) for _ in range(16)])
+    long = cycle([torch.full((64 * 1024,), 0.01) for _ in range(16)])
     done, began = 0, time.perf_counter()
     dist.barrier()
     if dist.get_rank() < working:
         began = time.perf_counter()
         while time.perf_counter() - began < seconds:
-            torch.mm(a, b)
-            torch.add(x, x)
+            torch.mm(a, next(wide))
+            torch.mul(next(long), 2.0)
             done += 1
     word = torch.tensor([done / (time.perf_counter() - began)], dtype=torch.float64)
     dist.all_reduce(word)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.core.torch_private import address_of, name_of_operator, tree_leaves
 from meshwright.distributed.memory.live import storage_of
 from meshwright.distributed.process.wire import WireCounter, group_in
-from meshwright.planning.step.operators import Event, MessageBegin, MessageWait, Phase
+from meshwright.planning.step.operators import Event, MessageBegin, MessageWait, OperatorKind, OperatorWork, Phase
 
 from .facts import work_of
 
@@ -49,6 +49,8 @@ class StepRecorder(WireCounter):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
+            title = f"dtensor.{name_of_operator(func)}"
+            self.events.append(OperatorWork(title, OperatorKind.DTENSOR, self._phase))
             return NotImplemented
         if func.namespace in MESSAGES:
             return self._message(func, types, args, kwargs)
@@ -60,9 +62,12 @@ class StepRecorder(WireCounter):
         return made
 
     def _operator(self, func: Any, args: tuple, kwargs: dict, made: Any) -> None:
-        phase = Phase.FORWARD if torch.is_grad_enabled() else self.phase
-        if (work := work_of(func, (*args, *kwargs.values()), made, phase)) is not None:
+        if (work := work_of(func, (*args, *kwargs.values()), made, self._phase)) is not None:
             self.events.append(work)
+
+    @property
+    def _phase(self) -> Phase:
+        return Phase.FORWARD if torch.is_grad_enabled() else self.phase
 
     def _scalar(self, func: Any, args: tuple, kwargs: dict | None) -> Any:
         with suppress(Exception):  # a tensor without values; some are known by how they were made

@@ -26,6 +26,8 @@ class OperatorKind(StrEnum):
     OPTIMIZER = "optimizer"
     VIEW = "view"
     EMPTY = "empty"
+    DTENSOR = "dtensor"
+    """What an operator on a DTensor costs beside the one on its local tensor."""
 
 
 class Phase(StrEnum):

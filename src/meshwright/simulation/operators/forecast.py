@@ -83,7 +83,7 @@ def _priced(step: StepOfRank, prices: OperatorPrices, curves: ProfileCurves) -> 
     """Turn a rank's events into seconds; work between two messages is one item."""
     items: list[Item] = []
     parts = dict.fromkeys(Spent, 0.0)
-    seconds = 0.0
+    seconds, around = 0.0, curves.profile.host.get("message", 0.0)
     for event in step.events:
         if isinstance(event, OperatorWork):
             price = prices.price(event)
@@ -93,6 +93,9 @@ def _priced(step: StepOfRank, prices: OperatorPrices, curves: ProfileCurves) -> 
             continue
         if isinstance(event, MessageBegin) and len(event.ranks) < 2:
             continue  # to oneself
+        if isinstance(event, MessageBegin):
+            parts[Spent.HOST] += around
+            seconds += around
         items.append(Compute(seconds))
         seconds = 0.0
         items.append(Await(event.number) if isinstance(event, MessageWait) else _begin(event, curves))

@@ -54,7 +54,11 @@ class OperatorPrices:
 
     def _price(self, work: OperatorWork) -> OperatorSeconds:
         curves, host = self.curves, self.curves.profile.host
+        if work.kind is K.DTENSOR:
+            return OperatorSeconds(host.get("dtensor", 0.0), 0.0, Spent.HOST)
         around = self._around[work.phase] * work.tensors
+        if work.name.startswith("fsdp."):
+            around += host.get("fsdp", 0.0)
         if work.kind in (K.VIEW, K.EMPTY):
             return OperatorSeconds(around + host["view" if work.kind is K.VIEW else "empty"], 0.0, Spent.HOST)
         if work.kind is K.PRODUCT:

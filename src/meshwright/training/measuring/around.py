@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -10,6 +11,7 @@ import torch
 
 from meshwright.core.devices import finish_stream, is_accelerator
 from meshwright.distributed.measuring.clock import Effort
+from meshwright.distributed.measuring.messages import silent_seconds
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.recording.steps import record_steps
 from meshwright.introspection.facts import model_facts
@@ -17,7 +19,8 @@ from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
-from meshwright.planning.step.operators import OperatorWork, Phase
+from meshwright.planning.plan import Plan
+from meshwright.planning.step.operators import Event, MessageBegin, OperatorWork, Phase
 from meshwright.planning.values import Batch
 from meshwright.simulation.hardware.measured import ProfileCurves
 from meshwright.simulation.hardware.profile import MachineProfile
@@ -33,45 +36,79 @@ CLIP = 1e-6
 
 
 def host_around(profile: MachineProfile, device: torch.device, effort: Effort) -> dict[str, float]:
-    """Return the seconds of the host around an operator of forward and backward, and of the optimizer's step.
+    """Return the seconds of the host beside those of operators and messages themselves.
 
-    A tiny model's step is timed, and priced by the profile without them; what is missing is spread over the operators.
+    Of a tiny model, steps are timed, and priced by the profile; what is missing is spread over what caused it:
+    "forward" and "backward" around an operator of a model, "step" of the optimizer; then, without the other ranks, of a
+    layout cut over two tensor ranks "message" around each message, and of one that is sharded over two "fsdp" around
+    each of FSDP's copies. "dtensor" is an operator on a DTensor beyond that on its local tensor.
     """
-    facts = model_facts(as_module(TINY))
-    batch = Batch(ROWS, SEQ, ROWS)
-    planned = plan(facts, Layout(dp_shard=1), techniques={}, batch=batch)
-    (step,) = record_steps(facts, planned, batch, max_norm=CLIP, keys=KEYS)
-    prices = OperatorPrices(ProfileCurves(replace(profile, host={**profile.host, **dict.fromkeys(Phase, 0.0)})))
-    works = [event for event in step.events if isinstance(event, OperatorWork)]
-    last = max(place for place, work in enumerate(works) if work.phase is not Phase.STEP)
-    found = {}
-    for phases, part, seconds in zip(
-        ((Phase.FORWARD, Phase.BACKWARD), (Phase.STEP,)),
-        (works[: last + 1], works[last + 1 :]),
-        _seconds_of_step(device, effort),
-        strict=True,
+    run = _Tiny(device, effort)
+    found = dict.fromkeys(Phase, 0.0)
+    whole, seconds = run.recorded(Layout(dp_shard=1)), run.seconds(Layout(dp_shard=1))
+    works = [event for event in whole if isinstance(event, OperatorWork)]
+    last = max(place for place, work in enumerate(works) if work.phase is not Phase.STEP) + 1
+    for phases, part, spent in zip(
+        ((Phase.FORWARD, Phase.BACKWARD), (Phase.STEP,)), (works[:last], works[last:]), seconds, strict=True
     ):
-        missing = seconds - sum(prices.price(work).seconds for work in part)
-        number = sum(work.tensors for work in part)
-        found.update(dict.fromkeys((phase.value for phase in phases), max(LEAST, missing / number)))
-    return found
+        missing = spent - _priced(profile, found, part)
+        found.update(dict.fromkeys(phases, max(LEAST, missing / sum(work.tensors for work in part))))
+    host = {phase.value: seconds for phase, seconds in found.items()}
+    host["dtensor"], silent = run.dtensor_and_message()
+    for name, layout in (("message", Layout(dp_shard=1, tp=2)), ("fsdp", Layout(dp_shard=2))):
+        events = run.recorded(layout)
+        messages = sum(isinstance(event, MessageBegin) and len(event.ranks) > 1 for event in events)
+        number = messages if name == "message" else sum(_is_of_fsdp(event) for event in events)
+        known = _priced(profile, host, events) + messages * (silent + host.get("message", 0.0))
+        host[name] = max(LEAST, (sum(run.seconds(layout)) - known) / number)
+    return host
 
 
-def _seconds_of_step(device: torch.device, effort: Effort) -> tuple[float, float]:
-    """Return the seconds of forward and backward, and those of the optimizer's step; low ones of several."""
-    now = time.perf_counter if is_accelerator(device) or torch.get_num_threads() > 1 else time.thread_time
-    computing, stepping = [], []
-    with alone_as(0, 1):
-        laid = parallelize(TINY, None)
-        optimizer = torch.optim.AdamW(laid.parameters(), lr=1e-3)
-        tokens = torch.arange(ROWS * SEQ).view(ROWS, SEQ)
-        for _ in range(WARM + 5 * effort.windows):
-            began = now()
-            laid.forward_backward({"tokens": tokens, "labels": tokens})
-            finish_stream(device)
-            between = now()
-            laid.optimizer_step(optimizer, CLIP)
-            finish_stream(device)
-            computing.append(between - began)
-            stepping.append(now() - between)
-    return median(computing[WARM:]), median(stepping[WARM:])
+def _is_of_fsdp(event: Event) -> bool:
+    return isinstance(event, OperatorWork) and event.name.startswith("fsdp.")
+
+
+def _priced(profile: MachineProfile, host: Mapping[str, float], events: Sequence[Event]) -> float:
+    """Return the seconds of operators by a profile with these seconds of the host."""
+    prices = OperatorPrices(ProfileCurves(replace(profile, host={**profile.host, **host})))
+    return sum(prices.price(event).seconds for event in events if isinstance(event, OperatorWork))
+
+
+class _Tiny:
+    """Steps of a tiny model on this rank, with peers that are absent."""
+
+    def __init__(self, device: torch.device, effort: Effort):
+        self.device, self.effort = device, effort
+        self.facts = model_facts(as_module(TINY))
+        is_alone = is_accelerator(device) or torch.get_num_threads() > 1
+        self.now = time.perf_counter if is_alone else time.thread_time
+
+    def _plan(self, layout: Layout) -> tuple[Plan, Batch]:
+        batch = Batch(ROWS * layout.dp_shard, SEQ, ROWS)
+        return plan(self.facts, layout, techniques={}, batch=batch), batch
+
+    def recorded(self, layout: Layout) -> tuple[Event, ...]:
+        return record_steps(self.facts, *self._plan(layout), max_norm=CLIP, keys=KEYS)[0].events
+
+    def seconds(self, layout: Layout) -> tuple[float, float]:
+        """Return the seconds of forward and backward, and those of the optimizer's step: medians."""
+        computing, stepping = [], []
+        with alone_as(0, layout.world):
+            laid = parallelize(TINY, layout, plan=self._plan(layout)[0])
+            optimizer = torch.optim.AdamW(laid.parameters(), lr=1e-3)
+            tokens = torch.arange(ROWS * SEQ).view(ROWS, SEQ)
+            for _ in range(WARM + 4 * self.effort.windows):
+                began = self.now()
+                laid.forward_backward({"tokens": tokens, "labels": tokens})
+                finish_stream(self.device)
+                between = self.now()
+                laid.optimizer_step(optimizer, CLIP)
+                finish_stream(self.device)
+                computing.append(between - began)
+                stepping.append(self.now() - between)
+        return median(computing[WARM:]), median(stepping[WARM:])
+
+    def dtensor_and_message(self) -> tuple[float, float]:
+        """Return what a DTensor's operator costs more, and a message to which nobody answers."""
+        with alone_as(0, 2):
+            return silent_seconds(self.device, self.effort)
