@@ -3,10 +3,10 @@
     python benchmarks/cpu_steps.py [--layouts 36] [--seed 0] [--only NUMBER] [--rows] [--profiles FOLDER] [--json FILE]
 
 First this machine is measured with 2 and with 4 ranks, as ``meshwright measure`` does (or profiles ranks2.json and
-ranks4.json of a folder are read). Then layouts are drawn from models, axis sizes and techniques, kept if the rules allow
-them, forecast from their recorded operators, and run. A run's figure is the median of its steps behind the first ones.
-Routers choose experts in turn, as the recording assumes. Exit status 1: a median error above 10 %, or Kendall's tau
-below 0.8.
+ranks4.json of a folder are read). Then layouts are drawn from models, axis sizes and techniques, kept if the rules
+allow them, forecast from their recorded operators, and run. A run's figure is the median of its steps behind the first
+ones. Routers choose experts in turn, as the recording assumes. Exit status 1: a median error above 10 %, or Kendall's
+tau below 0.8. Other programs on the machine make steps longer: each line says how many cores they took.
 """
 
 from __future__ import annotations
@@ -212,9 +212,7 @@ def _in_turn(router: Any, scores: torch.Tensor) -> torch.Tensor:
 
 def kendall(pairs: list[tuple[float, float]]) -> float:
     """Return Kendall's tau-a of pairs."""
-    signs = [
-        ((a > c) - (a < c)) * ((b > d) - (b < d)) for (a, b), (c, d) in itertools.combinations(pairs, 2)
-    ]
+    signs = [((a > c) - (a < c)) * ((b > d) - (b < d)) for (a, b), (c, d) in itertools.combinations(pairs, 2)]
     return sum(signs) / len(signs) if signs else 1.0
 
 
@@ -234,7 +232,9 @@ def profiles(folder: Path | None) -> dict[int, MachineProfile]:
     return found
 
 
-def compared(drawn: list[Drawn], first: int, machines: dict[int, MachineProfile], *, rows: bool) -> Iterator[dict[str, Any]]:
+def compared(
+    drawn: list[Drawn], first: int, machines: dict[int, MachineProfile], *, rows: bool
+) -> Iterator[dict[str, Any]]:
     """Forecast and run each layout, print a line for it, and yield both figures."""
     with WorkerPool(4, threads=1) as workers:
         for number, one in enumerate(drawn, first):
@@ -255,10 +255,17 @@ def compared(drawn: list[Drawn], first: int, machines: dict[int, MachineProfile]
                     for (kind, _), s in spent.waiting.items():
                         waits[kind] = round(waits.get(kind, 0.0) + s * 1e3, 1)
                     alone = sum(spent.parts.values()) / each[rank].computed - 1
-                    print(f"      rank {rank}: {parts} ({alone:+.1%}), sharing {spent.sharing * 1e3:.1f}, waiting {waits},"
-                          f" {spent.messages} messages")
-            yield {"layout": str(one), "world": one.layout.world, "foreseen_s": foreseen.seconds, "steps_s": steps,
-                   "others_cores": others}
+                    print(
+                        f"      rank {rank}: {parts} ({alone:+.1%}), sharing {spent.sharing * 1e3:.1f},"
+                        f" waiting {waits}, {spent.messages} messages"
+                    )
+            yield {
+                "layout": str(one),
+                "world": one.layout.world,
+                "foreseen_s": foreseen.seconds,
+                "steps_s": steps,
+                "others_cores": others,
+            }
 
 
 def main() -> int:

@@ -43,7 +43,7 @@ def made_up(ranks: int = 2) -> MachineProfile:
             for dim in (16, 64)
         },
         traffic=dict.fromkeys(("pointwise", "function", "strided"), ((1000.0, 1e-06), (1000000.0, 0.001))),
-        host={"elementwise": 2e-6, "view": 1e-6, "autograd": 3e-6},
+        host={"elementwise": 2e-6, "view": 1e-6, "empty": 1e-6, "autograd": 3e-6},
         optimizer={"fused": ((100.0, 1e-6),)},
         messages={f"{kind} {ranks}": ((1e3, 1e-3), (1e6, 2e-3)) for kind in KINDS} if ranks > 1 else {},
         crowding=(1.0,) * ranks,
@@ -101,6 +101,7 @@ def damaged(change) -> str:
         (lambda v: v.pop("format"), "it has no format"),
         (lambda v: v.update(format=7), "in format 7, and this meshwright reads format 1"),
         (lambda v: v.update(ranks="two"), "damaged profile"),
+        (lambda v: v["host"].pop("empty"), "'host.empty' is missing"),
         (lambda v: v.update(attention={}), "'attention' is empty"),
         (lambda v: v["host"].update(view=-1.0), "host.view is -1.0"),
         (lambda v: v["host"].update(view=math.nan), "host.view is nan"),
@@ -175,8 +176,13 @@ def test_plan_forecasts_with_a_profile(tmp_path, capsys):
         }
         path.write_text(to_json(replace(made_up(), products=slower)))
         assert cli.main(["plan", *given]) == 0
-        seconds.append(json.loads(capsys.readouterr().out)["chosen"]["step_s"])
-    assert seconds[1] > 1.5 * seconds[0]
+        answer = json.loads(capsys.readouterr().out)
+        seconds.append((answer["chosen"]["step_s"], answer["from_operators"]["step_s"]))
+    assert all(slow > 1.5 * fast for fast, slow in zip(*seconds, strict=True))
+    assert set(answer["from_operators"]["ranks"]) == {"0", "1", "2", "3"}
+    assert cli.main(["plan", *[word for word in given if word != "--json"]]) == 0
+    said = capsys.readouterr().out
+    assert "From the operators and messages of its ranks: " in said and "extrapolated by the law of a ring" in said
 
 
 @pytest.mark.parametrize(

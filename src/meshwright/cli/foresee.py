@@ -6,8 +6,9 @@ import json
 import sys
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from meshwright.core.devices import is_accelerator
 from meshwright.core.errors import ConfigError
 
 from .pages import write_page
@@ -15,6 +16,9 @@ from .pages import write_page
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from meshwright.introspection.facts import ModelFacts
+    from meshwright.planning.plan import Plan
+    from meshwright.planning.values import Batch
     from meshwright.simulation.hardware.links import Machines
     from meshwright.simulation.search.search import Candidate, Found
     from meshwright.simulation.workload.execution import Job
@@ -86,10 +90,11 @@ def foresee(config: Config, rented: Rented, *, as_json: bool, html: Path | None 
         found.front, _ = legal_among(found.front, config.techniques, legal)
         if not shown:
             raise ConfigError(f"no layout that fits is legal. {refused[0].reason}.")
+    more, words = ({}, "") if is_open else _of_operators(config, rented, facts, plan, batch)
     if as_json:
-        print(json.dumps(answer_json(shown, found, refused), indent=1))
+        print(json.dumps(answer_json(shown, found, refused) | more, indent=1))
     else:
-        print(_text(config, rented, shown, found, is_open=is_open))
+        print(_text(config, rented, shown, found, is_open=is_open) + words)
     if html is not None:
         if is_open:
             job = shown[0].job
@@ -109,6 +114,21 @@ def _machines(rented: Rented) -> Machines:
     if rented.profile is not None:
         return measured_machines(read_profile(rented.profile), rented.gpus, rented.per_node)
     return machines(rented.gpu, rented.gpus, per_node=rented.per_node, across=rented.link)
+
+
+def _of_operators(
+    config: Config, rented: Rented, facts: ModelFacts, plan: Plan, batch: Batch
+) -> tuple[dict[str, Any], str]:
+    """Forecast the step of a plan from its operators, where a CPU was measured: keys for the JSON, and a paragraph."""
+    from meshwright.simulation.hardware.profile import read_profile
+    from meshwright.simulation.operators.answer import figures, text
+    from meshwright.training.measuring.forecast import forecast_of_operators
+
+    profile = None if rented.profile is None else read_profile(rented.profile)
+    if profile is None or is_accelerator(profile.device):
+        return {}, ""
+    forecast = forecast_of_operators(facts, plan, batch, profile, max_norm=config.optimizer.max_norm)
+    return {"from_operators": figures(forecast)}, f"\n\n{text(forecast)}"
 
 
 def _check_products(job: Job) -> None:

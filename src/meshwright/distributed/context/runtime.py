@@ -292,9 +292,7 @@ def wrap_modules(model: nn.Module, plan: ContextPlan, group: RankGroup, checks: 
     return runtime
 
 
-def first_tokens(
-    batch: Mapping[str, Tensor], plan: ContextPlan, signature: Signature, rank: int = 0
-) -> CutBatch:
+def first_tokens(batch: Mapping[str, Tensor], plan: ContextPlan, signature: Signature, rank: int = 0) -> CutBatch:
     """Return the first rank's tokens of a microbatch of whole rows of one document each, for a dry run.
 
     Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 
@@ -13,13 +14,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from meshwright.core.devices import is_accelerator
+from meshwright.core.devices import CPU, finish_stream, is_accelerator
 
-from .clock import Effort, Points, Work, seconds_of
+from .clock import SHORTEST, Effort, Points, Work, seconds_of
 
 gather_tensor = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 scatter_tensor = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-WARM, ROUNDS = 2, 3
+WARM, ROUNDS, PIECES = 2, 3, 2
 LONG_S = 0.15
 """Seconds in which ranks are compared that share cores: several turns of the operating system's scheduler."""
 
@@ -29,12 +30,16 @@ def group_sizes(world: int) -> list[int]:
     return [size for size in (2**power for power in range(1, 12)) if size < world] + ([world] if world > 1 else [])
 
 
-def messages(device: torch.device, effort: Effort) -> Iterator[tuple[str, Points]]:
+def messages(device: torch.device, effort: Effort, at_ease: int) -> Iterator[tuple[str, Points]]:
     """Yield "kind ranks", and (bytes of the larger side, seconds). Collective; one rank yields nothing.
 
     All groups of a size send at once, as the groups of a mesh do.
+
+    Args:
+        at_ease: ranks of a host that have cores of their own.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
+    between = Between.of(device, effort, at_ease, world) if world > 1 else Between(None, 0.0)
     for size in group_sizes(world):
         starts = range(0, world - size + 1, size)
         groups = [dist.new_group(list(range(start, start + size))) for start in starts]
@@ -44,43 +49,78 @@ def messages(device: torch.device, effort: Effort) -> Iterator[tuple[str, Points
         for kind, make in COLLECTIVES.items():
             if kind == "send" and size > 2:
                 continue
-            points = [
-                (float(sent), _slowest(_message_s(make, group, size, sent, device, effort), device))
-                for sent in effort.messages
-            ]
+            points = []
+            for sent in effort.messages:
+                whole = torch.zeros(max(size, sent // 4 // size * size), device=device)
+                work = make(whole, group, size) if group is not None else bool
+                points.append((float(sent), _slowest(_message_s(work, group, between, device, effort), device)))
             yield f"{kind} {size}", points
         if group is not None:
             dist.destroy_process_group(group)
 
 
 def _message_s(
-    make: Callable[..., Work],
-    group: dist.ProcessGroup | None,
-    size: int,
-    sent: int,
-    device: torch.device,
-    effort: Effort,
+    work: Work, group: dist.ProcessGroup | None, between: Between, device: torch.device, effort: Effort
 ) -> float:
-    """Return the seconds of one of several messages, one after the other; all ranks of the group take as many."""
+    """Return the seconds of one of several messages with work between them; all ranks of the group send as many."""
     if group is None:
         dist.barrier()
         return 0.0
-    work = make(torch.zeros(max(size, sent // 4 // size * size), device=device), group, size)
+    both = between.then(work)
     for _ in range(WARM):
-        work()
-    guess = torch.tensor([_spent(work, 3, device) / 3], dtype=torch.float64, device=device)
+        both()
+    guess = torch.tensor([_spent(both, 3, device) / 3], dtype=torch.float64, device=device)
     dist.all_reduce(guess, op=dist.ReduceOp.MAX, group=group)
     calls = max(2, min(200, int(4 * effort.window_s / float(guess))))
     dist.barrier()
-    return sorted(_spent(work, calls, device) / calls for _ in range(max(2, effort.windows)))[1]
+    spent = min(_spent(both, calls, device) / calls for _ in range(effort.windows))
+    return max(spent - between.seconds, 1e-6)
+
+
+@dataclass(frozen=True)
+class Between:
+    """Work between two messages: ranks of a run come to them from work, not at once, and with other data in caches.
+
+    Attributes:
+        seconds: its seconds where all ranks of a host do it at once.
+    """
+
+    work: Work | None
+    seconds: float
+
+    @classmethod
+    def of(cls, device: torch.device, effort: Effort, at_ease: int, ranks: int) -> Between:
+        """Make such work, and time it; on an accelerator there is none, since messages travel beside it."""
+        if is_accelerator(device):
+            return cls(None, 0.0)
+        a, weights = torch.full((128, 256), 0.01), cycle([torch.full((256, 256), 0.01) for _ in range(16)])
+        longer = cycle([torch.full((64 * 1024,), 0.01) for _ in range(16)])
+
+        def work() -> None:
+            for _ in range(PIECES):
+                torch.mm(a, next(weights))
+                torch.mul(next(longer), 2.0)
+
+        return cls(work, seconds_of(work, device, effort) * max(1.0, ranks / at_ease))
+
+    def then(self, message: Work) -> Work:
+        """Return a call of the work, and then of a message."""
+        work = self.work
+        if work is None:
+            return message
+
+        def both() -> None:
+            work()
+            message()
+
+        return both
 
 
 def _spent(work: Work, calls: int, device: torch.device) -> float:
     began = time.perf_counter()
     for _ in range(calls):
         work()
-    if is_accelerator(device):
-        torch.get_device_module(device).synchronize(device)
+    finish_stream(device)
     return time.perf_counter() - began
 
 
@@ -159,21 +199,25 @@ def crowding(device: torch.device, effort: Effort, at_ease: int) -> list[float]:
         return [1.0] * world
     seconds = LONG_S if effort.window_s >= 0.001 else 0.02
     speeds = [_speed(working, seconds) for working in range(1, world + 1)]
-    return [speed / speeds[min(at_ease, world) - 1] for speed in speeds]
+    ease = min(at_ease, world)
+    return [min(1.0, at_ease / working) * speeds[working - 1] / speeds[ease - 1] for working in range(1, world + 1)]
 
 
 def _speed(working: int, seconds: float) -> float:
-    """Return the rounds per second of the first ``working`` ranks; the others wait in a message."""
-    a, wide = torch.full((128, 256), 0.01), cycle([torch.full((256, 256), 0.01) for _ in range(16)])
-    long = cycle([torch.full((64 * 1024,), 0.01) for _ in range(16)])
-    done, began = 0, time.perf_counter()
+    """Return the rounds in a second of their own of the first ``working`` ranks; the others wait in a message.
+
+    What other programs take of the cores is left out, and so is what ranks take of each other's: that is at_ease.
+    """
+    between = Between.of(torch.device(CPU), SHORTEST, 1, 1).work
+    assert between is not None
+    rounds, own = 0, 1.0
     dist.barrier()
     if dist.get_rank() < working:
-        began = time.perf_counter()
+        own, began = time.thread_time(), time.perf_counter()
         while time.perf_counter() - began < seconds:
-            torch.mm(a, next(wide))
-            torch.mul(next(long), 2.0)
-            done += 1
-    word = torch.tensor([done / (time.perf_counter() - began)], dtype=torch.float64)
+            between()
+            rounds += 1
+        own = time.thread_time() - own
+    word = torch.tensor([rounds / own], dtype=torch.float64)
     dist.all_reduce(word)
     return float(word) / working

@@ -26,7 +26,7 @@ def reduce_in_buckets(model: nn.Module, plan: Plan, microbatches: int, recorder:
         microbatches: backwards of a step.
     """
     asked = dict(plan.data.ddp_options).get("bucket_cap_mb")
-    limits = (FIRST, OTHERS) if asked is None else (int(asked * MIB),) * 2
+    limits = (FIRST, OTHERS) if asked is None else (int(asked * MIB), int(asked * MIB))
     reducer = _Reducer(recorder, limits, sum(p.requires_grad for p in model.parameters()))
     syncs = plan.data.sync_grad_accum is True
     done: Counter[int] = Counter()

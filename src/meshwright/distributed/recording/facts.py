@@ -46,7 +46,7 @@ def work_of(func: Any, args: tuple, made: Any, phase: Phase) -> OperatorWork | N
     kind = KINDS.get(name)
     given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     results = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
-    if kind in (K.VIEW, K.EMPTY):
+    if kind is K.VIEW or kind is K.EMPTY:
         return OperatorWork(title, kind, phase)
     if kind is K.PRODUCT:
         return _product(title, name, given, results, phase)

@@ -73,7 +73,7 @@ def record_steps(
         raise
     except DryRunError as error:
         raise UnsupportedError(f"the operators of {facts.kind} cannot be recorded: {error}") from None
-    except Exception as error:  # noqa: BLE001  (whatever a model's code raises when its tensors have no values)
+    except Exception as error:
         message = (str(error).splitlines() or [""])[0]
         raise UnsupportedError(
             f"the operators of {facts.kind} cannot be recorded: it does not run on tensors without values"
@@ -116,7 +116,7 @@ class _RecordedModel(ParallelModel):
     def cut_by_places(self, rank: int) -> None:
         """Cut rows over the context axis without the proof that a run begins with, which computes with values."""
         for runtime in self._context:
-            runtime.cut = partial(_tokens_of, plan=runtime.plan, rank=rank)
+            setattr(runtime, "cut", partial(_tokens_of, plan=runtime.plan, rank=rank))  # noqa: B010
 
     def _open_step(self, batch: Any) -> OpenedStep:
         with self.recorder:
@@ -130,5 +130,5 @@ class _RecordedModel(ParallelModel):
         return found
 
 
-def _tokens_of(piece: Any, signature: Any, values: Any = None, *, plan: Any, rank: int) -> Any:
-    return first_tokens(piece, plan, signature, rank)
+def _tokens_of(batch: Any, signature: Any, values: Any = None, *, plan: Any, rank: int) -> Any:
+    return first_tokens(batch, plan, signature, rank)

@@ -126,7 +126,6 @@ class StepOfRank:
             place_of: ranks of a message here -> those of the same message there.
         """
 
-
         def moved(event: Event) -> Event:
             if not isinstance(event, MessageBegin):
                 return event

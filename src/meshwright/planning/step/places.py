@@ -28,17 +28,15 @@ def places_like(plan: Plan, here: int, there: int) -> Callable[[tuple[int, ...]]
         for axes in of_axes:
             varied = [axis for axis in axes if len({every[rank][axis] for rank in ranks}) > 1]
             fills = math.prod(sizes.get(axis.value, 1) for axis in varied) == len(ranks)
-            if not fills and not (len(ranks) == 2 and len(varied) == 1):
+            are_neighbours = len(ranks) == 2 and len(varied) == 1 and every[here][varied[0]] == every[there][varied[0]]
+            if not fills and not are_neighbours:
                 continue
             by_place = {tuple(every[rank][axis] for axis in axes): rank for rank in every}
-            found = []
-            for rank in ranks:
-                place = tuple(every[rank if axis in varied else there][axis] for axis in axes)
-                found.append(by_place[place])
-            # of two ranks on one axis, as in a pipeline, this one stays in its place
-            moved = dict(zip(ranks, found, strict=True)).get(here)
-            if moved == there or here not in ranks:
-                return tuple(found)
+            found = tuple(
+                by_place[tuple(every[rank if axis in varied else there][axis] for axis in axes)] for rank in ranks
+            )
+            if there in found:
+                return found
         return ()
 
     return place_of

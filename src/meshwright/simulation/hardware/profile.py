@@ -17,6 +17,8 @@ from .curves import ProductGrid, SecondsCurve
 FORMAT = 1
 """Version of the JSON; another meaning of a field gets another number."""
 Points = tuple[tuple[float, float], ...]
+NEEDED = {"traffic": ("pointwise",), "host": ("view", "empty", "elementwise", "autograd"), "optimizer": ("fused",)}
+"""Figures that every forecast reads."""
 AGAIN = "Measure again with meshwright measure FILE"
 
 
@@ -137,6 +139,10 @@ def _check(profile: MachineProfile, where: str) -> None:
     for one in ("products", "attention", "traffic", "host", "crowding"):
         if not getattr(profile, one):
             raise ConfigError(f"{where} is a damaged profile: '{one}' is empty. {AGAIN}")
+    for one, names in NEEDED.items():
+        for name in names:
+            if name not in getattr(profile, one):
+                raise ConfigError(f"{where} is a damaged profile: '{one}.{name}' is missing. {AGAIN}")
     for name, grid in profile.products.items():
         if len(grid.seconds) != len(grid.dims) ** 3 or list(grid.dims) != sorted(set(grid.dims)):
             raise ConfigError(

@@ -63,7 +63,6 @@ class _Travelling:
     queue: Key
     needs: int
     left: float
-    ranks: int = 0
     arrived: int = 0
     is_done: bool = False
 
@@ -114,11 +113,11 @@ class _Simulation:
     def _pass_time(self) -> None:
         """Go to the next moment at which a rank has computed or a message has travelled."""
         computing = [rank for rank, state in self.states.items() if state.left > 0]
-        travelling = [queue[0] for queue in self.queues.values() if queue and queue[0].arrived == queue[0].needs]
+        travelling = [queue[0] for queue in self.queues.values() if queue]
         if not computing and not travelling:
             stuck = {rank: state.awaits.key for rank, state in self.states.items() if state.awaits is not None}
             raise IntegrityError(f"ranks wait for messages that others never begin: {stuck}")
-        ranks, messages = self.rate(len(computing), self.busy * sum(one.ranks for one in travelling))
+        ranks, messages = self.rate(len(computing), self.busy * sum(one.needs for one in travelling))
         ends = [self.states[rank].left / ranks for rank in computing] + [one.left / messages for one in travelling]
         passed = max(0.0, min(ends))
         self.now += passed
@@ -169,8 +168,8 @@ class _Simulation:
         message = self.messages.get(key)
         if message is None:
             message = self.messages[key] = _Travelling(key, item.queue, item.needs, item.seconds)
-            self.queues.setdefault(item.queue, []).append(message)
         message.arrived += 1
-        message.ranks = message.arrived
         message.left = max(message.left, item.seconds)
+        if message.arrived == message.needs:
+            self.queues.setdefault(message.queue, []).append(message)
         state.begun[item.number] = message

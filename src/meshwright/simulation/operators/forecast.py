@@ -136,5 +136,3 @@ def _sharing(profile: MachineProfile) -> Rate:
         return at(max(load, 1.0)), min(1.0, slots / load) if load > 0 else 1.0
 
     return rate
-
-

@@ -28,8 +28,8 @@ from meshwright.simulation.operators.pricing import OperatorPrices
 from meshwright.training.rehearsal.one_rank import alone_as
 
 SEQ, ROWS = 32, 2
-TINY = DecoderConfig(1024, 64, 4, n_heads=4, n_kv_heads=2, hidden_dim=192, max_seq_len=SEQ)
-"""A model whose operators take little time beside the host's, and whose weights are in no cache when their turn comes."""
+TINY = DecoderConfig(1024, 64, 2, n_heads=4, n_kv_heads=2, hidden_dim=192, max_seq_len=SEQ)
+"""A model whose operators take little time beside the host's, and whose weights are in no fast cache in their turn."""
 KEYS = ("tokens", "labels")
 WARM, LEAST = 3, 1e-9
 CLIP = 1e-6
@@ -44,7 +44,7 @@ def host_around(profile: MachineProfile, device: torch.device, effort: Effort) -
     each of FSDP's copies. "dtensor" is an operator on a DTensor beyond that on its local tensor.
     """
     run = _Tiny(device, effort)
-    found = dict.fromkeys(Phase, 0.0)
+    found = dict.fromkeys((phase.value for phase in Phase), 0.0)
     whole, seconds = run.recorded(Layout(dp_shard=1)), run.seconds(Layout(dp_shard=1))
     works = [event for event in whole if isinstance(event, OperatorWork)]
     last = max(place for place, work in enumerate(works) if work.phase is not Phase.STEP) + 1
@@ -52,8 +52,10 @@ def host_around(profile: MachineProfile, device: torch.device, effort: Effort) -
         ((Phase.FORWARD, Phase.BACKWARD), (Phase.STEP,)), (works[:last], works[last:]), seconds, strict=True
     ):
         missing = spent - _priced(profile, found, part)
-        found.update(dict.fromkeys(phases, max(LEAST, missing / sum(work.tensors for work in part))))
-    host = {phase.value: seconds for phase, seconds in found.items()}
+        found.update(
+            dict.fromkeys((phase.value for phase in phases), max(LEAST, missing / sum(work.tensors for work in part)))
+        )
+    host = dict(found)
     host["dtensor"], silent = run.dtensor_and_message()
     for name, layout in (("message", Layout(dp_shard=1, tp=2)), ("fsdp", Layout(dp_shard=2))):
         events = run.recorded(layout)

@@ -80,8 +80,8 @@ def measure(effort: Effort | None = None) -> MachineProfile:
         traffic=alone(lambda: _frozen(memory_bound.traffic(device, effort))),
         host=alone(lambda: memory_bound.host(device, effort)),
         optimizer=alone(lambda: _frozen(memory_bound.optimizer(device, effort))),
-        messages=_frozen(messages.messages(device, effort)),
-        crowding=tuple(messages.crowding(device, effort, at_ease)),
+        messages=_frozen(messages.messages(device, effort, slots)),
+        crowding=tuple(messages.crowding(device, effort, slots)),
         busy=messages.busy(device, effort),
     )
     around = alone(lambda: host_around(found, device, effort))
