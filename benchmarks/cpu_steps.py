@@ -31,9 +31,10 @@ from meshwright.core.errors import MeshwrightError
 from meshwright.distributed.process.workers import WorkerPool
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.planning.layout import Layout
+from meshwright.planning.step.operators import StepOfRank
 from meshwright.planning.values import Batch
 from meshwright.simulation.hardware.profile import MachineProfile, read_profile, to_json
-from meshwright.simulation.operators.forecast import StepForecast, forecast_step
+from meshwright.simulation.operators.forecast import forecast_step
 from meshwright.training.measuring.machine import measure_here
 
 MEDIAN, TAU = 0.10, 0.8
@@ -119,8 +120,8 @@ def _drawn(generator: random.Random, world: int) -> Drawn:
 # --- one layout
 
 
-def forecast(drawn: Drawn, profile: MachineProfile) -> StepForecast:
-    """Forecast a step from its recorded operators."""
+def recorded(drawn: Drawn) -> tuple[StepOfRank, ...]:
+    """Record the operators and messages of a step."""
     from meshwright.distributed.recording.steps import record_steps
     from meshwright.introspection.facts import model_facts
     from meshwright.introspection.source import as_module
@@ -128,7 +129,7 @@ def forecast(drawn: Drawn, profile: MachineProfile) -> StepForecast:
 
     facts = model_facts(as_module(MODELS[drawn.model]))
     planned = plan(facts, drawn.layout, techniques=drawn.techniques, batch=drawn.batch)
-    return forecast_step(record_steps(facts, planned, drawn.batch, max_norm=CLIP, keys=KEYS), profile)
+    return record_steps(facts, planned, drawn.batch, max_norm=CLIP, keys=KEYS)
 
 
 @dataclass(frozen=True)
@@ -238,14 +239,17 @@ def compared(
     """Forecast and run each layout, print a line for it, and yield both figures."""
     with WorkerPool(4, threads=1) as workers:
         for number, one in enumerate(drawn, first):
-            foreseen = forecast(one, machines[one.layout.world])
+            steps_of, profile = recorded(one), machines[one.layout.world]
+            foreseen = forecast_step(steps_of, profile)
             each = workers.run(run_steps, one, world=one.layout.world, timeout=300)
             steps = [max(times) for times in zip(*(ran.seconds for ran in each), strict=True)]
             others = max(ran.all for ran in each) - sum(ran.ours for ran in each)
+            beside = forecast_step(steps_of, profile, max(0.0, others))
             found, error = statistics.median(steps), foreseen.seconds / statistics.median(steps) - 1
             print(
                 f"{number:3} {error:+7.1%} foreseen {foreseen.seconds * 1e3:8.1f} ms, measured {found * 1e3:8.1f}"
-                f" (least {min(steps) * 1e3:8.1f}, others took {max(0.0, others):.1f} cores)  {one}",
+                f" (least {min(steps) * 1e3:8.1f}, others took {max(0.0, others):.1f} cores: beside"
+                f" them {beside.seconds / found - 1:+.1%})  {one}",
                 flush=True,
             )
             if rows:
@@ -265,6 +269,7 @@ def compared(
                 "foreseen_s": foreseen.seconds,
                 "steps_s": steps,
                 "others_cores": others,
+                "beside_others_s": beside.seconds,
             }
 
 
@@ -292,6 +297,9 @@ def main() -> int:
         f"{len(errors)} layouts: median error {median:.1%} (goal {MEDIAN:.0%}), 90th percentile"
         f" {errors[int(0.9 * (len(errors) - 1))]:.1%}, Kendall's tau {tau:.2f} (goal {TAU})"
     )
+    quiet = [one for one in results if one["others_cores"] < 0.1]
+    beside = statistics.median(abs(one["beside_others_s"] / statistics.median(one["steps_s"]) - 1) for one in results)
+    print(f"{len(quiet)} of them without other programs; beside those, the median error of all is {beside:.1%}")
     return int(median > MEDIAN or tau < TAU)
 
 

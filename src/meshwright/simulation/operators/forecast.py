@@ -48,8 +48,11 @@ class StepForecast:
         return min(self.ranks, key=lambda rank: (sum(self.ranks[rank].waiting.values()), rank))
 
 
-def forecast_step(steps: Sequence[StepOfRank], profile: MachineProfile) -> StepForecast:
+def forecast_step(steps: Sequence[StepOfRank], profile: MachineProfile, others: float = 0.0) -> StepForecast:
     """Forecast a step of all ranks on a machine like the one that was measured.
+
+    Args:
+        others: cores of the host that other programs occupy meanwhile.
 
     Raises:
         ConfigError: the profile lacks a dtype, or messages.
@@ -60,7 +63,7 @@ def forecast_step(steps: Sequence[StepOfRank], profile: MachineProfile) -> StepF
     items, parts = {}, {}
     for step in steps:
         items[step.rank], parts[step.rank] = _priced(step, prices, curves)
-    found = run(items, _sharing(profile), profile.busy)
+    found = run(items, _sharing(profile, others), profile.busy)
     return StepForecast(
         {
             step.rank: RankSeconds(
@@ -116,12 +119,15 @@ def _begin(event: MessageBegin, curves: ProfileCurves) -> Begin:
     return Begin(event.number, (event.kind, event.ranks), len(event.ranks), seconds, (event.ranks,))
 
 
+LEAST_LEFT = 0.05
+"""Share of a host's cores that other programs leave at least."""
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
-def _sharing(profile: MachineProfile) -> Rate:
+def _sharing(profile: MachineProfile, others: float) -> Rate:
     """Return how fast ranks and messages of one host are, by what they want of its cores."""
     speeds, slots = profile.crowding, profile.slots
+    left = max(LEAST_LEFT * slots, slots - others / profile.threads)
 
     def at(load: float) -> float:
         """Return the speed of a rank among so many; beyond those measured all share what there is."""
@@ -133,6 +139,9 @@ def _sharing(profile: MachineProfile) -> Rate:
 
     def rate(computing: int, travelling: float) -> tuple[float, float]:
         load = computing + travelling
-        return at(max(load, 1.0)), min(1.0, slots / load) if load > 0 else 1.0
+        if load <= 0:
+            return 1.0, 1.0
+        beside = min(1.0, left / load) / min(1.0, slots / load)
+        return at(max(load, 1.0)) * beside, min(1.0, left / load)
 
     return rate
