@@ -9,13 +9,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.core.devices import is_accelerator
 from meshwright.core.errors import ConfigError
 
 from .arguments import take_option
 from .pages import check_page, write_page
 
 if TYPE_CHECKING:
+    from meshwright.introspection.facts import ModelFacts
     from meshwright.planning.memory.step import MemoryEstimate
+    from meshwright.planning.plan import Plan
     from meshwright.planning.values import Batch
     from meshwright.simulation.search.foresight import Foresight
     from meshwright.training.config import Config
@@ -28,7 +31,8 @@ class Asked:
     """The flags of a question about GPUs that need not be here.
 
     Attributes:
-        gpus, gpu, link: how many, which, and the link between nodes.
+        gpus, gpu, link: how many, which card, and the link between nodes.
+        profile: file of a measured machine, in place of a card.
         pins: parts of a layout that a search keeps.
         html: file to draw the answer into.
         rehearsed: file of rehearsals, whose figures replace those that would be foreseen.
@@ -39,6 +43,7 @@ class Asked:
     gpus: int
     gpu: str
     link: str
+    profile: Path | None
     pins: tuple[str, ...]
     html: Path | None
     rehearsed: Path | None
@@ -57,6 +62,7 @@ def take(argv: list[str]) -> tuple[Asked | None, list[str]]:
     gpus, argv = take_option(argv, "--gpus", int)
     gpu, argv = take_option(argv, "--gpu", str)
     link, argv = take_option(argv, "--link", str)
+    profile, argv = take_option(argv, "--profile", Path)
     pins, argv = _take_pins(argv)
     html, argv = take_option(argv, "--html", Path)
     rehearsed, argv = take_option(argv, "--with", Path)
@@ -65,17 +71,21 @@ def take(argv: list[str]) -> tuple[Asked | None, list[str]]:
     dry_run, argv = "--dry-run" in argv, [word for word in argv if word != "--dry-run"]
     if len(argv) == len(words):
         return None, argv
-    if gpus is None and gpu is None:
+    if profile is not None and (gpu is not None or link is not None):
+        raise ConfigError("--profile has the measured device and its messages: leave out --gpu and --link")
+    if gpus is None and gpu is None and profile is None:
         alone = next(word for word in words if word not in argv).partition("=")[0]
         raise ConfigError(f"{alone} is about a forecast for GPUs: give --gpus N and --gpu CARD too")
-    if gpus is None or gpu is None:
-        raise ConfigError("--gpus N and --gpu CARD go together: how many, and which, such as --gpus 64 --gpu h100")
+    if gpus is None or (gpu is None and profile is None):
+        raise ConfigError(
+            "--gpus N and --gpu CARD (or --profile FILE) go together: how many, and which, such as --gpus 64 --gpu h100"
+        )
     if html is not None:
         if rehearsed is not None:
             raise ConfigError("--html draws what is foreseen, and --with has what was rehearsed: leave one out")
         check_page(html)
     uneven = 1.0 if imbalance is None else imbalance, 1.0 if straggler is None else straggler
-    return Asked(gpus, gpu, link or "", tuple(pins), html, rehearsed, dry_run, *uneven), argv
+    return Asked(gpus, gpu or "", link or "", profile, tuple(pins), html, rehearsed, dry_run, *uneven), argv
 
 
 def _take_pins(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -94,16 +104,16 @@ def _take_pins(argv: list[str]) -> tuple[list[str], list[str]]:
 def run(config: Config, asked: Asked, per_node: int, *, as_json: bool) -> int:
     """Print what is foreseen of a config on a cluster of GPUs."""
     from meshwright.introspection.cluster import Cluster
-    from meshwright.simulation.hardware.cards import machines
+    from meshwright.simulation.hardware.find import machines_of
     from meshwright.simulation.search.foresee import foresee
     from meshwright.training.build import batch_of, estimated_memory, facts_of
     from meshwright.training.model_source import model_source
     from meshwright.training.rehearsal.forecast import check_same, rehearsals_for, rehearsed_ranks
     from meshwright.training.tokenizer import planned_tokenizer
 
-    cluster = Cluster(asked.gpus, per_node, gpu=asked.gpu, link=asked.link)
-    cards = machines(asked.gpu, asked.gpus, per_node=per_node, across=asked.link)
-    rehearsals = [] if asked.rehearsed is None else rehearsals_for(asked.rehearsed, cluster, cards)
+    profile = "" if asked.profile is None else str(asked.profile)
+    cluster = Cluster(asked.gpus, per_node, gpu=asked.gpu, link=asked.link, profile=profile)
+    rehearsals = [] if asked.rehearsed is None else rehearsals_for(asked.rehearsed, cluster, machines_of(cluster))
     tokenizer = planned_tokenizer(config)
     batch, facts = batch_of(config, tokenizer), facts_of(model_source(config, tokenizer))
     answer = foresee(
@@ -122,17 +132,34 @@ def run(config: Config, asked: Asked, per_node: int, *, as_json: bool) -> int:
     if asked.rehearsed is not None:
         check_same(asked.rehearsed, rehearsals, first.plan, batch)
     drawn = replace(batch, microbatch_rows=first.microbatch)
-    by_dry_run = None
+    values, paragraphs = _of_operators(config, asked, facts, first.plan, drawn)
     if asked.dry_run:
-        by_dry_run = estimated_memory(replace(config, techniques=first.techniques), facts, first.plan, drawn)
-    if as_json:
-        values = answer.to_dict() if by_dry_run is None else {**answer.to_dict(), "dry_run": _figures(by_dry_run)}
-        print(json.dumps(values, indent=1))
-    else:
-        print(answer, *([] if by_dry_run is None else [_words(by_dry_run)]), sep="\n\n")
+        estimate = estimated_memory(replace(config, techniques=first.techniques), facts, first.plan, drawn)
+        values["dry_run"] = _figures(estimate)
+        paragraphs.append(_words(estimate))
+    print(json.dumps({**answer.to_dict(), **values}, indent=1) if as_json else "\n\n".join([str(answer), *paragraphs]))
     if asked.html is not None:
         _draw(asked.html, answer, drawn, aside=as_json)
     return 0
+
+
+def _of_operators(
+    config: Config, asked: Asked, facts: ModelFacts, plan: Plan, batch: Batch
+) -> tuple[dict[str, Any], list[str]]:
+    """Forecast the step of a plan from its operators, where a CPU was measured: keys for the JSON, and paragraphs."""
+    from meshwright.simulation.hardware.measured import notes
+    from meshwright.simulation.hardware.profile import read_profile
+    from meshwright.simulation.operators.answer import figures, text
+    from meshwright.training.measuring.forecast import forecast_of_operators
+
+    if asked.profile is None:
+        return {}, []
+    profile = read_profile(asked.profile)
+    says = [" ".join(notes(profile, asked.gpus))]
+    if is_accelerator(profile.device):
+        return {}, says
+    forecast = forecast_of_operators(facts, plan, batch, profile, max_norm=config.optimizer.max_norm)
+    return {"from_operators": figures(forecast)}, [*says, text(forecast)]
 
 
 def _draw(file: Path, answer: Foresight, batch: Batch, *, aside: bool) -> None:

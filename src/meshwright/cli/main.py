@@ -15,6 +15,7 @@ VERBS = {
     "verify": ("meshwright.cli.verify:run", "prove that a layout equals one process"),
     "plan": ("meshwright.cli.plan:run", "show what a config becomes on its mesh, without starting it"),
     "rehearse": ("meshwright.cli.rehearse:run", "take real steps of one rank, without the others"),
+    "measure": ("meshwright.cli.measure:run", "measure this machine, for plan's forecasts"),
     "generate": ("meshwright.cli.generate:run", "continue a text with a trained model"),
     "convert": ("meshwright.cli.convert:run", "write a run's model for transformers"),
     "inspect": ("meshwright.cli.inspect:run", "show what a run or a checkpoint holds"),

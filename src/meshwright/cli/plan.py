@@ -16,10 +16,11 @@ def run(argv: list[str]) -> int:
     With ``--gpus N --gpu CARD`` the answer is about GPUs that need not be here: the memory and time of the config's
     layout, or, where the config leaves its layout open, the best of all layouts and the TOML to train with.
     ``--per-node N`` of them on a host, ``--link ib400`` between hosts (Gb/s for each GPU), ``--pin tp<=8`` (again for
-    more) to keep parts of a layout, ``--json`` for programs, ``--html FILE`` for a page with pictures, ``--with FILE``
-    for figures of ``meshwright rehearse`` in place of those foreseen, ``--dry-run`` for the first layout's memory by
-    the run's own code beside the forecast; ``--imbalance 1.3``: tokens of the fullest expert rank over the mean,
-    ``--straggler 1.1``: time of the slowest rank over the others'. More: docs/foresight.md.
+    more) to keep parts of a layout, ``--profile FILE`` in place of ``--gpu`` for a machine that ``meshwright measure``
+    measured, ``--json`` for programs, ``--html FILE`` for a page with pictures, ``--with FILE`` for figures of
+    ``meshwright rehearse`` in place of those foreseen, ``--dry-run`` for the first layout's memory by the run's own
+    code beside the forecast; ``--imbalance 1.3``: tokens of the fullest expert rank over the mean, ``--straggler 1.1``:
+    time of the slowest rank over the others'. More: docs/foresight.md.
 
     Without them: ``--world N`` ranks, ``--per-node N`` of them on a host, ``--device``, ``--json``; ``--trust`` runs
     code that the config names.

@@ -19,6 +19,7 @@ class Cluster:
         gpu: name of a public card such as "h100", which need not be here: layouts are then judged by what they need
             of its memory and how fast they are on it.
         link: adapter of each GPU between nodes, such as "ib400" (Gb/s); by default that of the card's usual machine.
+        profile: file of ``meshwright measure``, in place of ``gpu``: machines like the measured one.
 
     Raises:
         ConfigError: no such cluster can be.
@@ -29,6 +30,7 @@ class Cluster:
     device: str = ""
     gpu: str = ""
     link: str = ""
+    profile: str = ""
 
     def __post_init__(self) -> None:
         if self.world < 1 or self.ranks_per_node < 0:
@@ -40,6 +42,11 @@ class Cluster:
             raise ConfigError(
                 f"a cluster of {self.gpu} computes on {CUDA}, not on {self.device}: leave out Cluster.device or"
                 f" Cluster.gpu"
+            )
+        if self.profile and (self.gpu or self.link):
+            raise ConfigError(
+                f"Cluster.profile = {self.profile!r} has the measured device and messages: leave out Cluster.gpu and"
+                f" Cluster.link"
             )
         if self.link and not self.gpu:
             raise ConfigError(f'Cluster.link = {self.link!r} is between GPUs: name the card too, such as gpu="h100"')

@@ -73,8 +73,10 @@ def plan(
         raise ConfigError(f"reduction = {reduction!r}: legal are sum and mean")
     facts = model if isinstance(model, ModelFacts) else model_facts(as_module(model, hints=hints))
     requested = as_techniques(techniques)
-    if cluster is not None and cluster.gpu:
-        raise ConfigError(f"gpu={cluster.gpu!r}: leave it out here, or call meshwright.plan or meshwright.foresee")
+    if cluster is not None and (cluster.gpu or cluster.profile):
+        raise ConfigError(
+            f"{cluster.gpu or cluster.profile}: leave it out, or call meshwright.plan or meshwright.foresee"
+        )
     cluster = cluster or Cluster(world=layout.world, device=local_device())
     layout = layout.resolve(cluster.world, ranks_per_node=cluster.ranks_per_node or None)
     requested = _with_schedule_of(layout, requested)

@@ -292,10 +292,14 @@ def wrap_modules(model: nn.Module, plan: ContextPlan, group: RankGroup, checks: 
     return runtime
 
 
-def first_tokens(batch: Mapping[str, Tensor], plan: ContextPlan, signature: Signature) -> CutBatch:
-    """Return the first rank's tokens of a microbatch of whole rows of one document each, for a dry run."""
+def first_tokens(batch: Mapping[str, Tensor], plan: ContextPlan, signature: Signature, rank: int = 0) -> CutBatch:
+    """Return the first rank's tokens of a microbatch of whole rows of one document each, for a dry run.
+
+    Args:
+        rank: another rank of the context axis, whose tokens are returned instead.
+    """
     tokens = batch["tokens"]
-    rows = cut_rows({"tokens": tokens}, plan.ranks, 0, cut=plan.cut)
+    rows = cut_rows({"tokens": tokens}, plan.ranks, rank, cut=plan.cut)
     return cut_batch(_completed(batch, plan, signature), rows)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.core.axes import Axis
 from meshwright.core.devices import CPU, is_accelerator
+from meshwright.core.torch_private import FakeTensorMode
 from meshwright.distributed import order
 from meshwright.distributed.context.runtime import first_tokens
 from meshwright.distributed.mesh import build_mesh
@@ -27,6 +28,7 @@ from meshwright.distributed.pipeline import messages
 from meshwright.distributed.pipeline.absent import on_meta
 from meshwright.distributed.process.absent_peers import absent_peers
 from meshwright.distributed.recompute import host_activations
+from meshwright.distributed.step.part import ModelPart
 from meshwright.distributed.step.results import OpenedStep
 from meshwright.distributed.weights.shards import apply_to_tensors
 from meshwright.distributed.weights.weights import tie
@@ -74,7 +76,7 @@ def estimate_memory(
     if facts.module is None:
         return MemoryEstimate((), "the model itself is not at hand")
     try:
-        with same_random_numbers(), untouched(facts.module), _quiet():
+        with same_random_numbers(), untouched(facts.module), quiet():
             build = build_optimizer or default_optimizer
             batch = resolved(plan, batch)
             ranks = DryRun(facts, plan, batch, keys, build).ranks()
@@ -93,7 +95,7 @@ def estimate_memory(
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence torch's log of operators that fail on fake tensors: the estimate reports the error."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
@@ -104,12 +106,12 @@ def _quiet() -> Iterator[None]:
 
 
 class DryRun:
-    """Runs a plan's step on fake tensors."""
+    """Runs a step of one rank after the other on tensors without memory, and accounts for it."""
 
     def __init__(
         self, facts: ModelFacts, plan: Plan, batch: Batch, keys: tuple[str, ...], build_optimizer: BuildOptimizer
     ):
-        self.facts, self.keys, self.batch, self._build_optimizer = facts, keys, batch, build_optimizer
+        self.facts, self.keys, self.batch, self.build_optimizer = facts, keys, batch, build_optimizer
         self.asked, self.copies_gradients = plan, plan.data.technique == "ddp"
         self.plan = _on_cpu(plan)
         own = max(1, batch.global_rows // plan.data_ranks)
@@ -125,24 +127,35 @@ class DryRun:
 
     def run(self, pipeline_rank: int, microbatches: int) -> RankMemory:
         """Run a step of a pipeline rank's first rank, and return its bytes."""
-        with self.laid_out(pipeline_rank) as model:
+        rank = pipeline_rank * (self.plan.world // self.plan.size(Axis.PP))
+        with self.model_of(rank) as model:
             return self._account(model, microbatches)
 
     @contextmanager
-    def laid_out(self, pipeline_rank: int) -> Iterator[ParallelModel]:
-        """Lay out the model of a pipeline rank's first rank on fake tensors, for the time of the context."""
-        rank = pipeline_rank * (self.plan.world // self.plan.size(Axis.PP))
+    def model_of(self, rank: int) -> Iterator[ParallelModel]:
+        """Yield a rank's model on fake tensors, where every tensor is made fake."""
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with self.laid_out(rank, mode) as laid, self.imagining(mode):
+            yield ParallelModel(*laid)
+
+    @contextmanager
+    def laid_out(self, rank: int, mode: FakeTensorMode) -> Iterator[tuple[list[ModelPart], Plan, ModelFacts, Any]]:
+        """Make this process a rank whose parts have fake memory of a mode; yield what ``ParallelModel`` is made of."""
         with absent_peers(rank, self.plan.world):
             mesh, module = self._mesh(), on_meta(cast("nn.Module", self.facts.module))
             facts = model_facts(module)
             parts = order.lay_out(module, self.plan, order.Site(mesh, facts), ON_META)
-            with imagining(experts=self.facts.has_experts, blocks=len(self.facts.blocks)):
+            with self.imagining(mode):
                 for part in parts:
                     allocate(part.module)
-                yield ParallelModel(parts, self.plan, facts, mesh)
+            yield parts, self.plan, facts, mesh
+
+    def imagining(self, mode: FakeTensorMode) -> AbstractContextManager[None]:
+        """Make every tensor fake that is created inside, in a step of this model."""
+        return imagining(experts=self.facts.has_experts, blocks=len(self.facts.blocks), mode=mode)
 
     def _account(self, model: ParallelModel, microbatches: int) -> RankMemory:
-        optimizer = self._build_optimizer(model)
+        optimizer = self.build_optimizer(model)
         make_states(optimizer)
         vocabulary = dims_of_logits(self.facts.vocab_size or 0, self.plan.size(Axis.TP))
         step = self.step(model, microbatches)

@@ -23,18 +23,19 @@ microbatches of a decoder's block over a context axis have a thousand."""
 
 
 @contextmanager
-def imagining(*, experts: bool, blocks: int = 0) -> Iterator[None]:
+def imagining(*, experts: bool, blocks: int = 0, mode: FakeTensorMode | None = None) -> Iterator[None]:
     """Make every tensor created inside fake.
 
     Args:
         experts: whether the model may compute grouped products.
         blocks: number of repeated blocks.
+        mode: makes them; tensors of two modes do not go together.
 
     Raises:
         DryRunError: the step has more operators than any model of so many blocks, like a Python loop over tokens.
     """
     with ExitStack() as stack:
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(mode or FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_Patience(PATIENCE + blocks * PATIENCE_PER_BLOCK))
         if experts:
             stack.enter_context(_GroupedProducts())

@@ -47,7 +47,7 @@ def saved_by_blocks(facts: ModelFacts, plan: Plan, batch: Batch) -> tuple[SavedB
         return ()
     try:
         dry = DryRun(facts, plan, resolved(plan, batch), KEYS, default_optimizer)
-        with same_random_numbers(), untouched(facts.module), dry.laid_out(0) as model:
+        with same_random_numbers(), untouched(facts.module), dry.model_of(0) as model:
             step, seen = dry.step(model, 1), _BlockSaves(model.parts[0])
             with seen.watching(facts):
                 model.run_opened(step)

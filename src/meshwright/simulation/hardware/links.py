@@ -58,6 +58,19 @@ class Machines:
         nodes = f", {self.across.name} between nodes of {self.per_node}" * (self.gpus > self.per_node)
         return f"{self.gpus} {self.device.name}, {self.inside.name}{nodes}"
 
+    def gather_s(self, moved: float, group: Group) -> float:
+        """Return the seconds of an all-gather to ``moved`` bytes on each rank, or of a reduce-scatter of as many."""
+        return _ring_s(moved, group, self)
+
+    def reduce_s(self, moved: float, group: Group) -> float:
+        """Return the seconds of an all-reduce of ``moved`` bytes: a reduce-scatter and an all-gather."""
+        return 2 * _ring_s(moved, group, self) - (self.launch_s if group.size > 1 and moved > 0 else 0.0)
+
+    def send_s(self, moved: float, stride: int) -> float:
+        """Return the seconds of a message of ``moved`` bytes to the rank ``stride`` further on."""
+        link = self.inside if stride < self.per_node else self.across
+        return moved / link.speed + link.latency_s + self.launch_s
+
 
 @dataclass(frozen=True)
 class Group:
@@ -79,11 +92,9 @@ def _steps(ranks: int, inside: int, machines: Machines) -> float:
 
 
 @lru_cache(maxsize=100_000)
-def gather_s(moved: float, group: Group, machines: Machines) -> float:
-    """Return the seconds of an all-gather to ``moved`` bytes on each rank, or of a reduce-scatter of as many.
-
-    Rings, as many as a node has adapters for the group: each link carries (1 - 1/ranks) of its ring's bytes (Thakur,
-    Rabenseifner, Gropp 2005; the bus bandwidth of nccl-tests).
+def _ring_s(moved: float, group: Group, machines: Machines) -> float:
+    """Price rings, as many as a node has adapters for the group: each link carries (1 - 1/ranks) of its ring's bytes
+    (Thakur, Rabenseifner, Gropp 2005; the bus bandwidth of nccl-tests).
     """
     ranks = group.size
     if ranks <= 1 or moved <= 0:
@@ -95,12 +106,16 @@ def gather_s(moved: float, group: Group, machines: Machines) -> float:
     return moved * (ranks - 1) / ranks / speed + _steps(ranks, inside, machines) + machines.launch_s
 
 
+def gather_s(moved: float, group: Group, machines: Machines) -> float:
+    """Return the seconds of an all-gather to ``moved`` bytes on each rank, or of a reduce-scatter of as many."""
+    return machines.gather_s(moved, group)
+
+
 def reduce_s(moved: float, group: Group, machines: Machines) -> float:
-    """Return the seconds of an all-reduce of ``moved`` bytes: a reduce-scatter and an all-gather."""
-    return 2 * gather_s(moved, group, machines) - (machines.launch_s if group.size > 1 and moved > 0 else 0.0)
+    """Return the seconds of an all-reduce of ``moved`` bytes."""
+    return machines.reduce_s(moved, group)
 
 
 def send_s(moved: float, stride: int, machines: Machines) -> float:
     """Return the seconds of a message of ``moved`` bytes to the rank ``stride`` further on."""
-    link = machines.inside if stride < machines.per_node else machines.across
-    return moved / link.speed + link.latency_s + machines.launch_s
+    return machines.send_s(moved, stride)

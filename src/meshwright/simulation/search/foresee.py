@@ -19,8 +19,10 @@ from meshwright.planning.layout import Layout
 from meshwright.planning.plan import Plan
 from meshwright.planning.techniques import Techniques
 from meshwright.planning.values import Batch
-from meshwright.simulation.hardware.cards import card_names, machines
+from meshwright.simulation.hardware.cards import card_names
+from meshwright.simulation.hardware.find import machines_of
 from meshwright.simulation.hardware.links import Machines
+from meshwright.simulation.hardware.measured import computing_in
 from meshwright.simulation.workload.architecture import Architecture
 from meshwright.simulation.workload.execution import Job
 from meshwright.simulation.workload.rehearsed import RehearsedRank, rehearsed_memory, rehearsed_time
@@ -68,7 +70,7 @@ def plan(
     Raises:
         ConfigError, UnsupportedError: a rule is broken; the message names the rule and the remedy.
     """
-    if cluster is None or not cluster.gpu:
+    if cluster is None or not (cluster.gpu or cluster.profile):
         return build_plan(
             model,
             layout,
@@ -153,12 +155,12 @@ class _Question:
         hints: Hints | None,
     ) -> _Question:
         """Check everything that does not need the model before the model is read."""
-        if not cluster.gpu:
+        if not (cluster.gpu or cluster.profile):
             raise ConfigError(
                 f'the cluster names no GPU: give one, such as Cluster({cluster.world}, gpu="h100"). Known are'
                 f" {', '.join(card_names())}."
             )
-        machines(cluster.gpu, cluster.world, per_node=cluster.ranks_per_node, across=cluster.link)
+        cluster = replace(cluster, device=machines_of(cluster).device.kind)
         if batch is None:
             raise ConfigError(
                 "memory and time on a GPU are of a batch: give batch=Batch(global_rows, seq_len), with microbatch_rows"
@@ -178,7 +180,7 @@ class _Question:
         return self._searched(progress) if _is_open(self.layout) else self._judged(rehearsed)
 
     def _machines(self, count: int) -> Machines:
-        return machines(self.cluster.gpu, count, per_node=self.cluster.ranks_per_node, across=self.cluster.link)
+        return machines_of(self.cluster, count)
 
     def _plan(self, count: int, layout: Layout, techniques: Techniques, batch: Batch | None) -> Plan:
         """Plan for a number of these GPUs."""
@@ -197,7 +199,8 @@ class _Question:
         return with_saved(job.architecture, saved_by_blocks(self.facts, plain, row), job)
 
     def _job(self, plan: Plan) -> Job:
-        job = job_of_plan(self.facts, plan, self.batch, self._machines(self.cluster.world))
+        here = computing_in(self._machines(self.cluster.world), plan.precision.compute)
+        job = job_of_plan(self.facts, plan, self.batch, here)
         execution = replace(job.execution, imbalance=self.imbalance, straggler=self.straggler)
         job = replace(job, architecture=self._architecture, execution=execution)
         device = job.machines.device

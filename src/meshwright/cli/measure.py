@@ -1,0 +1,81 @@
+"""``meshwright measure FILE``: the speeds of this machine, for the forecasts of ``plan``."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshwright.core.errors import ConfigError
+
+from .arguments import take_option
+
+if TYPE_CHECKING:
+    from meshwright.simulation.hardware.profile import MachineProfile
+
+USAGE = """usage: meshwright measure FILE [--ranks N]
+
+Measure this machine, in a few minutes, and write its profile: products, attention, memory, the host's time for
+operators, optimizers, and messages. meshwright plan CONFIG --gpus N --profile FILE forecasts with it.
+
+  --ranks N   start N processes on this host, to measure their messages too
+
+Under torchrun or srun all ranks take part, and rank 0 writes. More: docs/measure.md."""
+
+
+def run(argv: list[str]) -> int:
+    """Measure with one process, with ``--ranks N`` of them, or with those of a launcher, and write the profile."""
+    if not argv or {"-h", "--help"}.intersection(argv):
+        print(USAGE)
+        return 0
+    ranks, argv = take_option(argv, "--ranks", int)
+    if len(argv) != 1 or argv[0].startswith("-"):
+        raise ConfigError(
+            f"meshwright measure takes one file to write and --ranks N, not {' '.join(argv) or 'nothing'}"
+        )
+    path = Path(argv[0]).expanduser()
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path}: there is no folder {path.parent}")
+    from meshwright.core.files import replace_text
+    from meshwright.distributed.process.world import get_world_info
+    from meshwright.distributed.setup import destroy_distributed
+    from meshwright.simulation.hardware.profile import to_json
+    from meshwright.training.measuring.machine import measure, measure_here
+
+    rank, _, world = get_world_info()
+    if ranks is not None and world > 1:
+        raise ConfigError(f"--ranks {ranks}: a launcher has started {world} ranks already. Leave --ranks out.")
+    began = time.monotonic()
+    try:
+        profile = measure_here(ranks) if ranks is not None and ranks != 1 else measure()
+    finally:
+        destroy_distributed()
+    if rank == 0:
+        replace_text(path, to_json(profile))
+        print(_summary(profile))
+        print(f"wrote {path} after {time.monotonic() - began:.0f} s", file=sys.stderr)
+    return 0
+
+
+def _summary(profile: MachineProfile) -> str:
+    lines = [
+        f"{profile.name} ({profile.device}), {profile.ranks} rank{'s' * (profile.ranks > 1)}, torch {profile.torch}",
+        "",
+    ]
+    for dtype in sorted({key.split()[0] for key in profile.products}):
+        fastest = ", ".join(f"{way} {profile.grid(dtype, way).fastest / 1e9:,.0f}" for way in ("nt", "nn", "tn"))
+        lines.append(f"  products in {dtype:<12} {fastest} GFLOP/s")
+    for kind in ("pointwise", "function", "strided"):
+        size, seconds = profile.traffic[kind][-1]
+        lines.append(f"  {kind + ' operators':<24} {size / seconds / 1e9:.1f} GB/s")
+    lines.append(f"  small operator           {profile.host['elementwise'] * 1e6:.1f} µs")
+    for key, points in profile.messages.items():
+        kind, ranks = key.split()
+        size, seconds = points[-1]
+        lines.append(f"  {f'{kind} of {ranks}':<24} {size / seconds / 1e9:.2f} GB/s, least {points[0][1] * 1e6:.0f} µs")
+    if min(profile.crowding) < 1:
+        lines.append(
+            "  a rank's speed while 1, 2, … compute: " + ", ".join(f"{speed:.2f}" for speed in profile.crowding)
+        )
+    return "\n".join(lines)

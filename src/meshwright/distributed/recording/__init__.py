@@ -1,0 +1,1 @@
+"""Record what a rank's step does, operator by operator, on tensors without memory."""

@@ -1,0 +1,1 @@
+"""Measure the machine of this job, and write its profile."""

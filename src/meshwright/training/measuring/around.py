@@ -1,0 +1,116 @@
+"""Measure what a step costs the host beside its operators: modules, hooks, autograd, the library itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+
+import torch
+
+from meshwright.core.devices import finish_stream, is_accelerator
+from meshwright.distributed.measuring.clock import Effort
+from meshwright.distributed.measuring.messages import silent_seconds
+from meshwright.distributed.parallelize import parallelize
+from meshwright.distributed.recording.steps import record_steps
+from meshwright.introspection.facts import model_facts
+from meshwright.introspection.source import as_module
+from meshwright.models.decoder_config import DecoderConfig
+from meshwright.planning.build import plan
+from meshwright.planning.layout import Layout
+from meshwright.planning.plan import Plan
+from meshwright.planning.step.operators import Event, MessageBegin, OperatorWork, Phase
+from meshwright.planning.values import Batch
+from meshwright.simulation.hardware.measured import ProfileCurves
+from meshwright.simulation.hardware.profile import MachineProfile
+from meshwright.simulation.operators.pricing import OperatorPrices
+from meshwright.training.rehearsal.one_rank import alone_as
+
+SEQ, ROWS = 32, 2
+TINY = DecoderConfig(1024, 64, 2, n_heads=4, n_kv_heads=2, hidden_dim=192, max_seq_len=SEQ)
+"""A model whose operators take little time beside the host's, and whose weights are in no fast cache in their turn."""
+KEYS = ("tokens", "labels")
+WARM, LEAST = 3, 1e-9
+CLIP = 1e-6
+
+
+def host_around(profile: MachineProfile, device: torch.device, effort: Effort) -> dict[str, float]:
+    """Return the seconds of the host beside those of operators and messages themselves.
+
+    Of a tiny model, steps are timed, and priced by the profile; what is missing is spread over what caused it:
+    "forward" and "backward" around an operator of a model, "step" of the optimizer; then, without the other ranks, of a
+    layout cut over two tensor ranks "message" around each message, and of one that is sharded over two "fsdp" around
+    each of FSDP's copies. "dtensor" is an operator on a DTensor beyond that on its local tensor.
+    """
+    run = _Tiny(device, effort)
+    found = dict.fromkeys((phase.value for phase in Phase), 0.0)
+    whole, seconds = run.recorded(Layout(dp_shard=1)), run.seconds(Layout(dp_shard=1))
+    works = [event for event in whole if isinstance(event, OperatorWork)]
+    last = max(place for place, work in enumerate(works) if work.phase is not Phase.STEP) + 1
+    for phases, part, spent in zip(
+        ((Phase.FORWARD, Phase.BACKWARD), (Phase.STEP,)), (works[:last], works[last:]), seconds, strict=True
+    ):
+        missing = spent - _priced(profile, found, part)
+        found.update(
+            dict.fromkeys((phase.value for phase in phases), max(LEAST, missing / sum(work.tensors for work in part)))
+        )
+    host = dict(found)
+    host["dtensor"], silent = run.dtensor_and_message()
+    for name, layout in (("message", Layout(dp_shard=1, tp=2)), ("fsdp", Layout(dp_shard=2))):
+        events = run.recorded(layout)
+        messages = sum(isinstance(event, MessageBegin) and len(event.ranks) > 1 for event in events)
+        number = messages if name == "message" else sum(_is_of_fsdp(event) for event in events)
+        known = _priced(profile, host, events) + messages * (silent + host.get("message", 0.0))
+        host[name] = max(LEAST, (sum(run.seconds(layout)) - known) / number)
+    return host
+
+
+def _is_of_fsdp(event: Event) -> bool:
+    return isinstance(event, OperatorWork) and event.name.startswith("fsdp.")
+
+
+def _priced(profile: MachineProfile, host: Mapping[str, float], events: Sequence[Event]) -> float:
+    """Return the seconds of operators by a profile with these seconds of the host."""
+    prices = OperatorPrices(ProfileCurves(replace(profile, host={**profile.host, **host})))
+    return sum(prices.price(event).seconds for event in events if isinstance(event, OperatorWork))
+
+
+class _Tiny:
+    """Steps of a tiny model on this rank, with peers that are absent."""
+
+    def __init__(self, device: torch.device, effort: Effort):
+        self.device, self.effort = device, effort
+        self.facts = model_facts(as_module(TINY))
+        is_alone = is_accelerator(device) or torch.get_num_threads() > 1
+        self.now = time.perf_counter if is_alone else time.thread_time
+
+    def _plan(self, layout: Layout) -> tuple[Plan, Batch]:
+        batch = Batch(ROWS * layout.dp_shard, SEQ, ROWS)
+        return plan(self.facts, layout, techniques={}, batch=batch), batch
+
+    def recorded(self, layout: Layout) -> tuple[Event, ...]:
+        return record_steps(self.facts, *self._plan(layout), max_norm=CLIP, keys=KEYS)[0].events
+
+    def seconds(self, layout: Layout) -> tuple[float, float]:
+        """Return the seconds of forward and backward, and those of the optimizer's step: medians."""
+        computing, stepping = [], []
+        with alone_as(0, layout.world):
+            laid = parallelize(TINY, layout, plan=self._plan(layout)[0])
+            optimizer = torch.optim.AdamW(laid.parameters(), lr=1e-3)
+            tokens = torch.arange(ROWS * SEQ).view(ROWS, SEQ)
+            for _ in range(WARM + 4 * self.effort.windows):
+                began = self.now()
+                laid.forward_backward({"tokens": tokens, "labels": tokens})
+                finish_stream(self.device)
+                between = self.now()
+                laid.optimizer_step(optimizer, CLIP)
+                finish_stream(self.device)
+                computing.append(between - began)
+                stepping.append(self.now() - between)
+        return median(computing[WARM:]), median(stepping[WARM:])
+
+    def dtensor_and_message(self) -> tuple[float, float]:
+        """Return what a DTensor's operator costs more, and a message to which nobody answers."""
+        with alone_as(0, 2):
+            return silent_seconds(self.device, self.effort)

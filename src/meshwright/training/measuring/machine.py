@@ -1,0 +1,118 @@
+"""Measure the machine that this job runs on: one profile, equal on all ranks."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from meshwright.core.devices import CPU, current_device, is_accelerator, local_device
+from meshwright.core.errors import ConfigError
+from meshwright.distributed.measuring import memory_bound, messages, products
+from meshwright.distributed.measuring.clock import ACCELERATED, FULL, Effort
+from meshwright.distributed.process import agree
+from meshwright.distributed.process.workers import WorkerFailed, WorkerPool
+from meshwright.distributed.process.world import get_world_info, ranks_per_node
+from meshwright.distributed.setup import init_distributed
+from meshwright.planning.layout import Layout
+from meshwright.simulation.hardware.profile import GridPoints, MachineProfile
+
+from .around import host_around
+
+MOST_RANKS = 64
+"""Processes that are started on one host at most."""
+
+
+def measure_here(ranks: int, effort: Effort | None = None) -> MachineProfile:
+    """Measure this host with so many ranks, each a process of its own.
+
+    Raises:
+        ConfigError: a number of ranks that cannot be started here.
+    """
+    if not 1 <= ranks <= MOST_RANKS:
+        raise ConfigError(f"--ranks {ranks}: legal are 1 to {MOST_RANKS} on one host")
+    device = local_device()
+    if is_accelerator(device) and ranks > (present := torch.get_device_module(device).device_count()):
+        raise ConfigError(
+            f"--ranks {ranks}: this host has {present} devices of type {device}. Legal are 1 to {present}."
+        )
+    with closing(WorkerPool(ranks)) as pool:
+        try:
+            return pool.run(measure, effort)[0]
+        except WorkerFailed as failure:
+            if failure.error is None:
+                raise
+            raise failure.error from None
+
+
+def measure(effort: Effort | None = None) -> MachineProfile:
+    """Measure the machine of this process, with all ranks that a launcher started. Collective."""
+    _, _, world = get_world_info()
+    init_distributed(Layout(dp_shard=world))
+    kind = local_device()
+    device, per_node = current_device(kind), ranks_per_node() or world
+    effort = effort or (ACCELERATED if is_accelerator(kind) else FULL)
+    cores = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    slots = per_node if is_accelerator(kind) else max(1, cores // torch.get_num_threads())
+    at_ease = min(per_node, slots)
+    alone = partial(_of_ranks_at_ease, at_ease, per_node)
+    found = MachineProfile(
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        torch=torch.__version__,
+        device=kind,
+        name=_name(device),
+        ranks=world,
+        per_node=per_node,
+        threads=torch.get_num_threads(),
+        slots=slots,
+        memory_bytes=_memory(device, per_node),
+        products=alone(lambda: {key: GridPoints(*grid) for key, grid in products.products(device, effort).items()}),
+        attention=alone(lambda: _frozen(products.attention(device, effort))),
+        traffic=alone(lambda: _frozen(memory_bound.traffic(device, effort))),
+        host=alone(lambda: memory_bound.host(device, effort)),
+        optimizer=alone(lambda: _frozen(memory_bound.optimizer(device, effort))),
+        messages=_frozen(messages.messages(device, effort, slots)),
+        crowding=tuple(messages.crowding(device, effort, slots)),
+        busy=messages.busy(device, effort),
+    )
+    around = alone(lambda: host_around(found, device, effort))
+    return agree.from_rank_zero(replace(found, host={**found.host, **around}))
+
+
+def _of_ranks_at_ease(at_ease: int, per_node: int, work: Callable[[], Any]) -> Any:
+    """Measure on as many ranks of a host as have cores of their own, at once, while the others wait. Collective.
+
+    All ranks return the first one's figures; the others' work is that the memory is as busy as in a run.
+    """
+    rank, _, _ = get_world_info()
+    agree.any_rank(False)
+    return agree.from_rank_zero(work() if rank % per_node < at_ease else None)
+
+
+def _frozen(found: Any) -> dict[str, Any]:
+    return {key: tuple(points) for key, points in found}
+
+
+def _name(device: torch.device) -> str:
+    if is_accelerator(device):
+        return torch.get_device_module(device).get_device_name(device)
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return f"{line.partition(':')[2].strip()}, {os.cpu_count()} cores"
+    return platform.processor() or CPU
+
+
+def _memory(device: torch.device, per_node: int) -> float:
+    if is_accelerator(device):
+        return float(torch.get_device_module(device).mem_get_info(device)[1])
+    return float(psutil.virtual_memory().total) / per_node
