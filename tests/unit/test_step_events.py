@@ -166,3 +166,11 @@ def test_crowded_ranks_compute_longer():
     found = forecast_step(steps, profile)
     assert found.seconds == pytest.approx(4e-3) and found.ranks[0].sharing == pytest.approx(2e-3)
     assert forecast_step(steps[:1], profile).seconds == pytest.approx(2e-3)
+
+
+def test_other_programs_leave_fewer_cores():
+    profile = replace(made_up(), host={**made_up().host, "forward": 0.0})
+    steps = [StepOfRank(rank, (product((100, 100, 100, 1)),)) for rank in (0, 1)]
+    assert forecast_step(steps, profile).seconds == pytest.approx(2e-3)
+    assert forecast_step(steps, profile, others=1.0).seconds == pytest.approx(4e-3)
+    assert forecast_step(steps[:1], profile, others=1.0).seconds == pytest.approx(2e-3), "one core is left"
