@@ -331,9 +331,9 @@ def test_a_long_pipeline_is_known_from_a_few_ranks_and_microbatches(schedule, mo
     """Run as it is, rank by rank with all its microbatches, it holds the same."""
     case = replace(MODEL, n_layers=12), Layout(dp_shard=1, pp=6), {"pipeline_schedule": schedule}, 30
     runs: list[tuple[int, int]] = []
-    whole = dry_run._DryRun.run
+    whole = dry_run.DryRun.run
     monkeypatch.setattr(
-        dry_run._DryRun, "run", lambda self, rank, number: runs.append((rank, number)) or whole(self, rank, number)
+        dry_run.DryRun, "run", lambda self, rank, number: runs.append((rank, number)) or whole(self, rank, number)
     )
     few = estimated(case)[2].ranks
     assert len({rank for rank, _ in runs}) < 6 or schedule == "zbv_zero_bubble"
