@@ -8,6 +8,7 @@ import re
 import statistics
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -128,19 +129,21 @@ def every_candidate(base: Job):
             for run in recomputations(base, ()):
                 for per_rank, schedule in schedules(base, mesh, rows, ()):
                     for shard in mesh.shards():
-                        for reshard in (True, False):
-                            for chunks in (1, 8):
-                                layout = mesh.layout(shard)
-                                if shard * layout.cp == 1 and not reshard:
-                                    continue
-                                changed = replace(
-                                    run,
-                                    schedule=schedule,
-                                    stages_per_rank=per_rank,
-                                    gathers_each=reshard,
-                                    loss_chunks=chunks,
-                                )
-                                yield replace(base, layout=layout, microbatch=rows, execution=changed)
+                        for reshard, chunks, each in product((True, False), (1, 8), (False, True)):
+                            layout = mesh.layout(shard)
+                            if shard * layout.cp == 1 and (each or not reshard):
+                                continue
+                            if each and (base.rows == mesh.data * rows or schedule == "zbv_zero_bubble"):
+                                continue
+                            changed = replace(
+                                run,
+                                schedule=schedule,
+                                stages_per_rank=per_rank,
+                                gathers_each=reshard,
+                                loss_chunks=chunks,
+                                reduces_each=each,
+                            )
+                            yield replace(base, layout=layout, microbatch=rows, execution=changed)
 
 
 @pytest.mark.parametrize("gpu", ["h100", "rtx4090"])

@@ -117,6 +117,8 @@ def techniques_of(job: Job, techniques: Techniques) -> Techniques:
     )
     if layout.dp_shard * layout.cp > 1:
         changed = replace(changed, reshard_after_forward=run.gathers_each)
+        if run.reduces_each:
+            changed = replace(changed, sync_grad_accum=True)
     if layout.pp > 1:
         several = run.stages_per_rank > 1 and not run.schedule
         blocks = -(-len(job.architecture.blocks) // job.stages)
@@ -157,6 +159,7 @@ def figures(candidate: Candidate) -> dict[str, Any]:
         "schedule": job.schedule if job.layout.pp > 1 else "",
         "stages_per_rank": run.stages_per_rank,
         "reshard_after_forward": run.gathers_each,
+        "sync_grad_accum": run.reduces_each,
         "loss_chunks": run.loss_chunks,
         "mem_gb": candidate.memory.total / 1e9,
         "mem_parts_gb": {name: size / 1e9 for name, size in candidate.memory.parts().items()},
@@ -181,6 +184,8 @@ def row(candidate: Candidate) -> tuple[str, ...]:
         switches.append(candidate.job.schedule + several)
     if candidate.job.layout.dp_shard * candidate.job.layout.cp > 1 and not run.gathers_each:
         switches.append("stays gathered")
+    if candidate.job.microbatches > 1 and run.reduces_each:
+        switches.append("reduced each time")
     if run.loss_chunks > 1:
         switches.append(f"loss in {run.loss_chunks}")
     return (

@@ -13,6 +13,7 @@ SIZES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "microbatch", "stag
 WORDS: Mapping[str, tuple[str, ...]] = {
     "recompute": ("none", "selective", "full"),
     "reshard": ("true", "false"),
+    "sync_grad_accum": ("true", "false"),
     "schedule": ("1f1b", "interleaved_1f1b", "zbv_zero_bubble"),
 }
 COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {

@@ -6,13 +6,14 @@ import heapq
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 from meshwright.simulation.workload.execution import Job
 from meshwright.simulation.workload.step_memory import SavedBytes, StepMemory, ends_memory, least_memory, step_memory
 from meshwright.simulation.workload.step_time import Kinds, StepTime, least_step_seconds, least_time, step_time
 
 from .pins import Pin, hold
-from .space import Mesh, meshes, microbatches, recomputations, schedules
+from .space import Mesh, meshes, microbatches, recomputations, reductions, schedules
 
 Progress = Callable[[float], None]
 FRONT = 1.5
@@ -204,27 +205,28 @@ class _Group:
 
     def variants(self, base: Job, pins: tuple[Pin, ...], bound: float) -> Iterator[tuple[float, Iterator[Job]]]:
         """Yield (bound of the time, candidates with most shards first) of what differs besides: schedule and stages per
-        rank, the parameters that stay gathered, and the chunks of the loss."""
+        rank, the parameters that stay gathered, the chunks of the loss, and when gradients are reduced."""
         for per_rank, schedule in schedules(base, self.mesh, int(self.job.microbatch), pins):
             # with weight gradients in its place, a wait may vanish
             waits = 0.0 if schedule else bound / self.job.microbatches * (self.mesh.pp - 1) / per_rank
-            for reshard in (True, False):
-                for chunks in (1, 8):
-                    if hold(pins, reshard=str(reshard).lower(), loss_chunks=chunks):
-                        run = replace(
-                            self.job.execution,
-                            schedule=schedule,
-                            stages_per_rank=per_rank,
-                            gathers_each=reshard,
-                            loss_chunks=chunks,
-                        )
-                        yield bound + waits, self._shards(replace(self.job, execution=run), pins)
+            for reshard, chunks, each in product((True, False), (1, 8), reductions(self.job, schedule, pins)):
+                if hold(pins, reshard=str(reshard).lower(), loss_chunks=chunks):
+                    run = replace(
+                        self.job.execution,
+                        schedule=schedule,
+                        stages_per_rank=per_rank,
+                        gathers_each=reshard,
+                        loss_chunks=chunks,
+                        reduces_each=each,
+                    )
+                    yield bound + waits, self._shards(replace(self.job, execution=run), pins)
 
     def _shards(self, job: Job, pins: tuple[Pin, ...]) -> Iterator[Job]:
         for shard in reversed(self.mesh.shards()):
             layout = self.mesh.layout(shard)
-            if shard * layout.cp == 1 and not job.execution.gathers_each:
-                continue  # nothing is gathered
+            shares = job.execution.reduces_each and not self.job.execution.reduces_each
+            if shard * layout.cp == 1 and (shares or not job.execution.gathers_each):
+                continue  # nothing is gathered, and gradients are whole anyway
             if hold(pins, dp_shard=shard, dp_replicate=layout.dp_replicate):
                 yield job.with_layout(layout)
 

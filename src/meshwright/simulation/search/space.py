@@ -117,3 +117,15 @@ def schedules(base: Job, mesh: Mesh, microbatch: int, pins: tuple[Pin, ...]) -> 
     if splits and fits and hold(pins, stages_per_rank=2, schedule=ZERO_BUBBLE):
         found.append((2, ZERO_BUBBLE))
     return found
+
+
+def reductions(job: Job, schedule: str, pins: tuple[Pin, ...]) -> list[bool]:
+    """List whether gradients may be reduced with every microbatch: shards of them accumulate then, not whole ones.
+
+    Rules refuse that with a backward in two parts. A config that asks for it keeps it.
+    """
+    if job.execution.reduces_each or job.microbatches == 1 or job.execution.zero != 3:
+        found = [job.execution.reduces_each]
+    else:
+        found = [False] if schedule == ZERO_BUBBLE else [False, True]
+    return [each for each in found if hold(pins, sync_grad_accum=str(each).lower())]

@@ -87,7 +87,7 @@ class _Tiny:
 
     def _plan(self, layout: Layout) -> tuple[Plan, Batch]:
         batch = Batch(ROWS * layout.dp_shard, SEQ, ROWS)
-        return plan(self.facts, layout, techniques={}, batch=batch), batch
+        return plan(self.facts, layout, techniques={"precision": {"compute": "float32"}}, batch=batch), batch
 
     def recorded(self, layout: Layout) -> tuple[Event, ...]:
         return record_steps(self.facts, *self._plan(layout), max_norm=CLIP, keys=KEYS)[0].events
