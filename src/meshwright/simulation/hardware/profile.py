@@ -31,6 +31,22 @@ class GridPoints:
 
 
 @dataclass(frozen=True)
+class InSteps:
+    """How work and messages differ within a step of several ranks from each by itself.
+
+    Attributes:
+        computing: factor of an operator's seconds.
+        message: seconds by which a message takes longer.
+    """
+
+    computing: float
+    message: float
+
+
+ALONE = InSteps(1.0, 0.0)
+
+
+@dataclass(frozen=True)
 class MachineProfile:
     """The measured speeds of equal devices, each of which one rank computes on. Seconds and bytes.
 
@@ -53,6 +69,7 @@ class MachineProfile:
         messages: "kind ranks" -> (bytes of the larger side, seconds).
         crowding: speed of a rank while 1, 2, … of a host's ranks compute, over its speed with a core of its own.
         busy: cores that a rank occupies while it waits in a message and the message travels.
+        in_steps: what a step of several ranks adds to operators and messages.
     """
 
     date: str
@@ -72,6 +89,7 @@ class MachineProfile:
     messages: dict[str, Points]
     crowding: tuple[float, ...]
     busy: float
+    in_steps: InSteps
 
     def grid(self, dtype: str, layout: str) -> ProductGrid:
         """Return the products of a dtype and layout. Raises ConfigError for a dtype that was not measured."""

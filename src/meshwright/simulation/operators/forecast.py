@@ -87,12 +87,13 @@ def _priced(step: StepOfRank, prices: OperatorPrices, curves: ProfileCurves) -> 
     items: list[Item] = []
     parts = dict.fromkeys(Spent, 0.0)
     seconds, around = 0.0, curves.profile.host.get("message", 0.0)
+    slower = curves.profile.in_steps.computing
     for event in step.events:
         if isinstance(event, OperatorWork):
             price = prices.price(event)
-            parts[price.spent] += price.computing
-            parts[Spent.HOST] += price.host
-            seconds += price.seconds
+            parts[price.spent] += slower * price.computing
+            parts[Spent.HOST] += slower * price.host
+            seconds += slower * price.seconds
             continue
         if isinstance(event, MessageBegin) and len(event.ranks) < 2:
             continue  # to oneself
@@ -106,16 +107,17 @@ def _priced(step: StepOfRank, prices: OperatorPrices, curves: ProfileCurves) -> 
 
 
 def _begin(event: MessageBegin, curves: ProfileCurves) -> Begin:
+    later = curves.profile.in_steps.message
     if event.is_between_two:
         return Begin(
             event.number,
             ("send", event.ranks, event.tag),
             2,
-            curves.message_s("send", event.moved, 2),
+            curves.message_s("send", event.moved, 2) + later,
             ("send", event.ranks),
         )
     kind = event.kind if event.kind in KINDS else "all_reduce"
-    seconds = curves.message_s(kind, event.moved, len(event.ranks))
+    seconds = curves.message_s(kind, event.moved, len(event.ranks)) + later
     return Begin(event.number, (event.kind, event.ranks), len(event.ranks), seconds, (event.ranks,))
 
 

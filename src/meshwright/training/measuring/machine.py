@@ -24,9 +24,10 @@ from meshwright.distributed.process.workers import WorkerFailed, WorkerPool
 from meshwright.distributed.process.world import get_world_info, ranks_per_node
 from meshwright.distributed.setup import init_distributed
 from meshwright.planning.layout import Layout
-from meshwright.simulation.hardware.profile import GridPoints, MachineProfile
+from meshwright.simulation.hardware.profile import ALONE, GridPoints, MachineProfile
 
 from .around import host_around
+from .in_steps import within_steps
 
 MOST_RANKS = 64
 """Processes that are started on one host at most."""
@@ -83,9 +84,11 @@ def measure(effort: Effort | None = None) -> MachineProfile:
         messages=_frozen(messages.messages(device, effort, slots)),
         crowding=tuple(messages.crowding(device, effort, slots)),
         busy=messages.busy(device, effort),
+        in_steps=ALONE,
     )
     around = alone(lambda: host_around(found, device, effort))
-    return agree.from_rank_zero(replace(found, host={**found.host, **around}))
+    found = agree.from_rank_zero(replace(found, host={**found.host, **around}))
+    return replace(found, in_steps=within_steps(found, device, effort))
 
 
 def _of_ranks_at_ease(at_ease: int, per_node: int, work: Callable[[], Any]) -> Any:
