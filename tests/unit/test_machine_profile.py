@@ -13,7 +13,7 @@ from meshwright.core.errors import ConfigError
 from meshwright.distributed.measuring.clock import SHORTEST
 from meshwright.simulation.hardware.curves import ProductGrid, SecondsCurve
 from meshwright.simulation.hardware.measured import measured_machines, notes
-from meshwright.simulation.hardware.profile import GridPoints, MachineProfile, from_json, read_profile, to_json
+from meshwright.simulation.hardware.profile import ALONE, GridPoints, MachineProfile, from_json, read_profile, to_json
 from meshwright.training.measuring.machine import measure, measure_here
 
 WAYS = ("nt", "nn", "tn")
@@ -48,6 +48,7 @@ def made_up(ranks: int = 2) -> MachineProfile:
         messages={f"{kind} {ranks}": ((1e3, 1e-3), (1e6, 2e-3)) for kind in KINDS} if ranks > 1 else {},
         crowding=(1.0,) * ranks,
         busy=0.5 if ranks > 1 else 0.0,
+        in_steps=ALONE,
     )
 
 
@@ -211,6 +212,8 @@ def check_whole(profile: MachineProfile, ranks: int) -> None:
     assert {key.split()[0] for key in profile.messages} == (set(KINDS) if ranks > 1 else set())
     assert profile.ranks == ranks and len(profile.crowding) == ranks and profile.memory_bytes > 0
     assert min(profile.crowding) > 0 and (profile.busy > 0) == (ranks > 1)
+    assert profile.in_steps.computing >= 1 and profile.in_steps.message >= 0
+    assert ranks > 1 or profile.in_steps == ALONE
     figures = [s for grid in profile.products.values() for s in grid.seconds] + list(profile.host.values())
     for curves in (profile.attention, profile.traffic, profile.optimizer, profile.messages):
         figures += [seconds for points in curves.values() for _, seconds in points]

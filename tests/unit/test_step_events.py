@@ -17,11 +17,13 @@ from meshwright.planning.step.operators import (
     StepOfRank,
 )
 from meshwright.simulation.hardware.measured import ProfileCurves
+from meshwright.simulation.hardware.profile import InSteps
 from meshwright.simulation.operators import events
 from meshwright.simulation.operators.answer import figures, text
 from meshwright.simulation.operators.events import Await, Begin, Compute, Item
 from meshwright.simulation.operators.forecast import forecast_step
 from meshwright.simulation.operators.pricing import OperatorPrices, Spent
+from meshwright.training.measuring.in_steps import _explained
 
 
 def gather(number: int, seconds: float = 3.0, ranks: tuple[int, ...] = (0, 1)) -> Begin:
@@ -174,3 +176,41 @@ def test_other_programs_leave_fewer_cores():
     assert forecast_step(steps, profile).seconds == pytest.approx(2e-3)
     assert forecast_step(steps, profile, others=1.0).seconds == pytest.approx(4e-3)
     assert forecast_step(steps[:1], profile, others=1.0).seconds == pytest.approx(2e-3), "one core is left"
+
+
+def mostly(products: int, messages: int) -> tuple[StepOfRank, ...]:
+    """Steps of two ranks with so many products and messages."""
+    sent = [
+        event
+        for number in range(1, messages + 1)
+        for event in (MessageBegin(number, "all_gather", (0, 1), 1e3), MessageWait(number))
+    ]
+    return tuple(StepOfRank(rank, (*(product((100, 100, 100, 1)),) * products, *sent)) for rank in (0, 1))
+
+
+def test_work_and_messages_take_longer_in_a_step():
+    (step,) = [mostly(2, 3)]
+    alone = forecast_step(step, made_up()).seconds
+    slower = forecast_step(step, replace(made_up(), in_steps=InSteps(1.5, 0.0)))
+    later = forecast_step(step, replace(made_up(), in_steps=InSteps(1.0, 2e-3)))
+    work = sum(forecast_step(step, made_up()).ranks[0].parts.values())
+    assert slower.seconds == pytest.approx(alone + 0.5 * (work - 3 * made_up().host.get("message", 0.0)))
+    assert later.seconds == pytest.approx(alone + 3 * 2e-3)
+
+
+@pytest.mark.parametrize("hidden", [InSteps(1.3, 5e-4), InSteps(1.0, 2e-3), InSteps(1.2, 0.0), InSteps(1.0, 0.0)])
+def test_what_explains_two_steps_is_found(hidden):
+    steps = [mostly(1, 20), mostly(20, 1)]
+    seconds = [forecast_step(step, replace(made_up(), in_steps=hidden)).seconds for step in steps]
+    found = _explained(made_up(), steps, seconds)
+    assert found.computing == pytest.approx(hidden.computing) and found.message == pytest.approx(
+        hidden.message, abs=1e-9
+    )
+
+
+def test_nothing_is_faster_in_a_step():
+    steps = [mostly(1, 20), mostly(20, 1)]
+    alone = [forecast_step(step, made_up()).seconds for step in steps]
+    assert _explained(made_up(), steps, [0.5 * seconds for seconds in alone]) == InSteps(1.0, 0.0)
+    sends_less = _explained(made_up(), steps, [0.9 * alone[0], 1.2 * alone[1]])
+    assert sends_less.message == 0.0 and sends_less.computing > 1.0

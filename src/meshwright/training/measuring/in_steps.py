@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
-import torch.distributed as dist
 
 from meshwright.core.devices import is_accelerator
 from meshwright.distributed.measuring.clock import Effort
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.process import agree
+from meshwright.distributed.process.world import get_world_info
 from meshwright.distributed.recording.steps import record_steps
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module
@@ -57,7 +57,7 @@ def within_steps(profile: MachineProfile, device: torch.device, effort: Effort) 
     wake for a message from work, and work finds its data pushed out of caches by messages: neither shows where one of
     them is measured by itself. One rank alone, or accelerators, need no comparison.
     """
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    rank, _, world = get_world_info()
     if world == 1 or is_accelerator(device):
         return ALONE
     pairs = world // 2 if world % 2 == 0 else 0
@@ -65,7 +65,7 @@ def within_steps(profile: MachineProfile, device: torch.device, effort: Effort) 
     cases = _Case(SENDS, sends, 2), _Case(MIDDLE, Layout(dp_shard=world), 4)
     seconds = [_seconds(case, effort) for case in cases]
     found = None
-    if dist.get_rank() == 0:
+    if rank == 0:
         found = _explained(profile, [record_steps_of(case) for case in cases], seconds)
     return agree.from_rank_zero(found)
 
@@ -82,7 +82,7 @@ def _seconds(case: _Case, effort: Effort) -> float:
     tokens = torch.arange(case.rows * length).view(case.rows, length) % case.model.vocab_size
     found = []
     for _ in range(WARM + 4 * effort.windows):
-        dist.barrier()
+        agree.any_rank(False)  # ranks begin together
         began = time.perf_counter()
         laid.forward_backward({"tokens": tokens, "labels": tokens})
         laid.optimizer_step(optimizer, CLIP)
