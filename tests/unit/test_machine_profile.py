@@ -12,6 +12,7 @@ from meshwright.cli import main as cli
 from meshwright.core.errors import ConfigError
 from meshwright.distributed.measuring.clock import SHORTEST
 from meshwright.simulation.hardware.curves import ProductGrid, SecondsCurve
+from meshwright.simulation.hardware.find import COME_ALONG, profile_of
 from meshwright.simulation.hardware.measured import measured_machines, notes
 from meshwright.simulation.hardware.profile import ALONE, GridPoints, MachineProfile, from_json, read_profile, to_json
 from meshwright.training.measuring.machine import measure, measure_here
@@ -240,3 +241,11 @@ def test_more_ranks_than_a_host_starts_are_refused(tmp_path, capsys, monkeypatch
         monkeypatch.setenv(name, value)
     assert cli.main(["measure", file, "--ranks", "2"]) == 2
     assert "a launcher has started 2 ranks already" in capsys.readouterr().err
+
+
+def test_the_profile_that_comes_along_forecasts(capsys):
+    flags = ["--model.size=debug", "--data.seq_len=32", "--batch.global_batch=8", "--layout.dp_shard=4", "--json"]
+    assert cli.main(["plan", "--gpus", "4", "--profile", "epyc-2-cores", *flags]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert 0.01 < found["from_operators"]["step_s"] < 10 and set(found["from_operators"]["ranks"]) == set("0123")
+    assert [profile_of(name).ranks for name in COME_ALONG] == [4]

@@ -147,14 +147,14 @@ def _of_operators(
     config: Config, asked: Asked, facts: ModelFacts, plan: Plan, batch: Batch
 ) -> tuple[dict[str, Any], list[str]]:
     """Forecast the step of a plan from its operators, where a CPU was measured: keys for the JSON, and paragraphs."""
+    from meshwright.simulation.hardware.find import profile_of
     from meshwright.simulation.hardware.measured import notes
-    from meshwright.simulation.hardware.profile import read_profile
     from meshwright.simulation.operators.answer import figures, text
     from meshwright.training.measuring.forecast import forecast_of_operators
 
     if asked.profile is None:
         return {}, []
-    profile = read_profile(asked.profile)
+    profile = profile_of(str(asked.profile))
     says = [" ".join(notes(profile, asked.gpus))]
     if is_accelerator(profile.device):
         return {}, says

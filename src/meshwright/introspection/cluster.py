@@ -19,7 +19,8 @@ class Cluster:
         gpu: name of a public card such as "h100", which need not be here: layouts are then judged by what they need
             of its memory and how fast they are on it.
         link: adapter of each GPU between nodes, such as "ib400" (Gb/s); by default that of the card's usual machine.
-        profile: file of ``meshwright measure``, in place of ``gpu``: machines like the measured one.
+        profile: file of ``meshwright measure``, in place of ``gpu``: machines like the measured one; or the name of one
+            that comes along.
 
     Raises:
         ConfigError: no such cluster can be.

@@ -120,7 +120,8 @@ def read_profile(path: Path) -> MachineProfile:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(
-            f"--profile {path}: there is no such file. Write one with meshwright measure {path}"
+            f"--profile {path}: there is no such file. Write one with meshwright measure {path}, or take epyc-2-cores,"
+            f" which comes along"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--profile {path} cannot be read: {error}") from None
