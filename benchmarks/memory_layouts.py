@@ -158,7 +158,7 @@ def keys_of(drawn: Drawn) -> tuple[str, ...]:
 
 
 def compare(drawn: Drawn) -> tuple[int, RankMemory, RankMemory, str]:
-    """Return this rank's pipeline rank, the memory that its third step holds, the estimate, and what is not known."""
+    """Return this rank's pipeline rank, the memory that a later step holds, the estimate, and what is not known."""
     from meshwright.distributed.memory.account import MemoryAccount, dims_of_logits
     from meshwright.distributed.memory.dry_run import estimate_memory
     from meshwright.distributed.mesh import get_pp_rank
@@ -167,6 +167,7 @@ def compare(drawn: Drawn) -> tuple[int, RankMemory, RankMemory, str]:
     from meshwright.introspection.source import as_module
     from meshwright.models.moe import Router
     from meshwright.planning.build import plan
+    from meshwright.testing.unhurried import Unhurried, least_of
 
     source = made(drawn.model)
     facts = model_facts(as_module(source))
@@ -182,12 +183,14 @@ def compare(drawn: Drawn) -> tuple[int, RankMemory, RankMemory, str]:
         for _ in range(2):  # DDP's buckets are in their order then
             laid.forward_backward(batch)
             laid.optimizer_step(optimizer)
-        with MemoryAccount(laid.parts, dims_of_logits(VOCABULARY, drawn.layout.tp), optimizer=optimizer) as account:
-            laid.forward_backward(batch)
-            laid.optimizer_step(optimizer)
+        vocabulary = dims_of_logits(VOCABULARY, drawn.layout.tp)
+        watches = [MemoryAccount(laid.parts, vocabulary, optimizer=optimizer) for _ in range(2)]
+        for watch in watches:
+            with Unhurried(), watch:
+                laid.forward_backward(batch)
+                laid.optimizer_step(optimizer)
     rank = get_pp_rank(laid.mesh)
-    found = RankMemory(dict(account.most), dict(account.peak))
-    return rank, found, estimate.of(rank), estimate.why_not
+    return rank, RankMemory(*least_of(watches)), estimate.of(rank), estimate.why_not
 
 
 def _in_turn(router: Any, scores: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,6 @@ import torch
 from support.families import config_of
 from support.laid_out import own_rows
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright import Layout
 from meshwright.distributed.experts import expert_parallel
@@ -38,6 +37,7 @@ from meshwright.planning.memory.states import plan_memory
 from meshwright.planning.memory.step import MemoryEstimate, MemoryUse, RankMemory
 from meshwright.planning.plan import Plan
 from meshwright.planning.values import Batch, DataParallel
+from meshwright.testing.unhurried import Unhurried, least_of
 from meshwright.verification.problem import RandomBatches
 
 VOCABULARY, SEQ, ROWS = 258, 64, 4
@@ -106,22 +106,6 @@ def in_turn(router: Any, scores: Tensor) -> Tensor:
     return chosen.view(rows, length, -1)
 
 
-class Unhurried(TorchDispatchMode):
-    """Waits after each message, so that gloo's threads let go of its tensors."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        if func.namespace in ("c10d", "_c10d_functional"):
-            time.sleep(0.003)
-        return made
-
-
-def least(watches: list[MemoryAccount]) -> RankMemory:
-    """The least of equal steps: on a busy machine a thread of gloo may free a message late, and never early."""
-    most = {kind: min(watch.most.get(kind, 0) for watch in watches) for kind in watches[0].most}
-    return RankMemory(most, min((watch.peak for watch in watches), key=lambda peak: sum(peak.values())))
-
-
 def compared(case: Case) -> tuple[RankMemory, RankMemory]:
     """Found in whole steps from the third on, by which DDP's buckets have their order; and foreseen."""
     case = of(case)
@@ -140,7 +124,7 @@ def compared(case: Case) -> tuple[RankMemory, RankMemory]:
                 laid.optimizer_step(optimizer)
     assert not estimate.why_not, estimate.why_not
     rank = get_pp_rank(laid.mesh) if laid.plan.pipeline is not None else None
-    found = least(watches)
+    found = RankMemory(*least_of(watches))
     assert bytes_of_states(made, batch)[rank or 0].host <= found.total
     return found, estimate.of(rank)
 
