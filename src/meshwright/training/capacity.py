@@ -94,7 +94,7 @@ class MemoryNeed:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a run needs, and what there is.
+    """Bounds of the memory that a run needs, beside the memory that is there.
 
     Attributes:
         least: lower bound of what it needs, of the memory that is shortest.

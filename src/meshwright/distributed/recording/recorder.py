@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.core.torch_private import address_of, name_of_operator, tree_leaves
 from meshwright.distributed.memory.live import storage_of
-from meshwright.distributed.process.wire import WireCounter, group_in
+from meshwright.distributed.process.wire import WireCounter, ranks_in
 from meshwright.planning.step.operators import Event, MessageBegin, MessageWait, OperatorKind, OperatorWork, Phase
 
 from .facts import work_of
@@ -85,7 +85,7 @@ class StepRecorder(WireCounter):
         before = len(self.sent)
         made = super().__torch_dispatch__(func, types, args, kwargs)
         begun = [self.begin(*each) for each in self._begun(name, args, before)]
-        for leaf in _leaves(made):
+        for leaf in tree_leaves(made):
             if begun and isinstance(leaf, Tensor):
                 self._storages[address_of(storage_of(leaf))] = storage_of(leaf), begun[-1]
             elif begun and isinstance(leaf, torch.ScriptObject):
@@ -93,9 +93,7 @@ class StepRecorder(WireCounter):
         return made
 
     def _begun(self, name: str, args: tuple, before: int) -> list[tuple[str, tuple[int, ...], float, int]]:
-        group = next((found for argument in args if (found := group_in(argument)) is not None), None)
-        ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
-        here = dist.get_rank()
+        ranks, here = ranks_in(args), dist.get_rank()
         if name == "recv_":
             source, tag = ranks[args[2]], args[3]
             return [("receive", (source, here), float(_size(args[0])), tag)]
@@ -138,12 +136,6 @@ class StepRecorder(WireCounter):
         _, number = self._storages.get(address_of(storage_of(tensor)), (None, 0))
         if number:
             self.wait(number)
-
-
-def _leaves(value: Any) -> list[Any]:
-    if isinstance(value, (list, tuple)):
-        return [leaf for one in value for leaf in _leaves(one)]
-    return [value]
 
 
 def _size(value: Any) -> int:

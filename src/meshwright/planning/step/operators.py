@@ -27,11 +27,11 @@ class OperatorKind(StrEnum):
     VIEW = "view"
     EMPTY = "empty"
     DTENSOR = "dtensor"
-    """What an operator on a DTensor costs beside the one on its local tensor."""
+    """The host's work for an operator on a DTensor, beside the operator on its local tensor."""
 
 
 class Phase(StrEnum):
-    """What runs an operator: a module that is recorded, autograd's engine, or neither."""
+    """The part of a step that runs an operator: a recorded module, autograd's engine, or neither."""
 
     FORWARD = "forward"
     BACKWARD = "backward"

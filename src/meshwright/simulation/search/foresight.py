@@ -16,7 +16,7 @@ SMALLER = 4
 
 @dataclass(frozen=True)
 class Foresight:
-    """What is foreseen of a model on a cluster: the answer of ``meshwright.foresee``.
+    """Holds the forecasts of a model on a cluster: the answer of ``meshwright.foresee``.
 
     Printed, it is the table of ``meshwright plan --gpus``.
 

@@ -45,6 +45,7 @@ class _Case:
     rows: int
 
     def planned(self) -> tuple[Plan, Batch]:
+        """Return the plan and the batch of a step."""
         batch = Batch(self.rows * self.layout.dp_shard, self.model.max_seq_len, self.rows)
         facts = model_facts(as_module(self.model))
         return plan(facts, self.layout, techniques={"precision": {"compute": "float32"}}, batch=batch), batch
@@ -66,11 +67,12 @@ def within_steps(profile: MachineProfile, device: torch.device, effort: Effort) 
     seconds = [_seconds(case, effort) for case in cases]
     found = None
     if rank == 0:
-        found = _explained(profile, [record_steps_of(case) for case in cases], seconds)
+        found = _explained(profile, [_recorded(case) for case in cases], seconds)
     return agree.from_rank_zero(found)
 
 
-def record_steps_of(case: _Case) -> tuple[StepOfRank, ...]:
+def _recorded(case: _Case) -> tuple[StepOfRank, ...]:
+    """Record the steps of a case's ranks, on tensors without memory."""
     return record_steps(model_facts(as_module(case.model)), *case.planned(), max_norm=CLIP, keys=KEYS)
 
 
