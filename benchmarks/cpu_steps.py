@@ -2,11 +2,13 @@
 
     python benchmarks/cpu_steps.py [--layouts 36] [--seed 0] [--only NUMBER] [--rows] [--profiles FOLDER] [--json FILE]
 
-First this machine is measured with 2 and with 4 ranks, as ``meshwright measure`` does (or profiles ranks2.json and
-ranks4.json of a folder are read). Then layouts are drawn from models, axis sizes and techniques, kept if the rules
+Before the first layout, and again after each ``AGAIN`` ones, this machine is measured with 2 and with 4 ranks, as
+``meshwright measure`` does (or profiles ranks2.json and ranks4.json of a folder are read): virtual machines become
+faster and slower by a tenth within minutes. Layouts are drawn from models, axis sizes and techniques, kept if the rules
 allow them, forecast from their recorded operators, and run. A run's figure is the median of its steps behind the first
-ones. Routers choose experts in turn, as the recording assumes. Exit status 1: a median error above 10 %, or Kendall's
-tau below 0.8. Other programs on the machine make steps longer: each line says how many cores they took.
+ones, on the slowest rank. Routers choose experts in turn, as the recording assumes. Exit status 1: a median error above
+10 %, or Kendall's tau below 0.8. Other programs on the machine make steps longer: each line says how many cores they
+took.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ from meshwright.training.measuring.machine import measure_here
 MEDIAN, TAU = 0.10, 0.8
 SEQ, WARM, STEPS, MOST_S = 128, 2, 9, 6.0
 """Tokens of a row; steps that warm up; steps that count, fewer where they take longer than so many seconds together."""
+AGAIN = 12
+"""Layouts after which the machine is measured again."""
 CLIP = 1e-6
 KEYS = ("tokens", "labels")
 SMALL = DecoderConfig(1003, 128, 4, n_heads=4, n_kv_heads=2, hidden_dim=384, max_seq_len=SEQ)
@@ -218,7 +222,7 @@ def kendall(pairs: list[tuple[float, float]]) -> float:
 
 
 def profiles(folder: Path | None) -> dict[int, MachineProfile]:
-    """Measure this machine with 2 and 4 ranks; with a folder, once."""
+    """Measure this machine with 2 and 4 ranks; with a folder, once for all."""
     found = {}
     for ranks in (2, 4):
         path = folder / f"ranks{ranks}.json" if folder else None
@@ -242,7 +246,7 @@ def compared(
             steps_of, profile = recorded(one), machines[one.layout.world]
             foreseen = forecast_step(steps_of, profile)
             each = workers.run(run_steps, one, world=one.layout.world, timeout=300)
-            steps = [max(times) for times in zip(*(ran.seconds for ran in each), strict=True)]
+            steps = max((ran.seconds for ran in each), key=statistics.median)
             others = max(ran.all for ran in each) - sum(ran.ours for ran in each)
             beside = forecast_step(steps_of, profile, max(0.0, others))
             found, error = statistics.median(steps), foreseen.seconds / statistics.median(steps) - 1
@@ -286,8 +290,10 @@ def main() -> int:
     drawn = draw(arguments.layouts, arguments.seed)
     first = max(0, arguments.only)
     drawn = drawn if arguments.only < 0 else drawn[first : first + 1]
-    machines = profiles(arguments.profiles)
-    results = list(compared(drawn, first, machines, rows=arguments.rows))
+    results = []
+    for chunk in range(0, len(drawn), AGAIN):
+        machines = profiles(arguments.profiles)
+        results += compared(drawn[chunk : chunk + AGAIN], first + chunk, machines, rows=arguments.rows)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(results, indent=1))
     pairs = [(one["foreseen_s"], statistics.median(one["steps_s"])) for one in results]

@@ -72,6 +72,7 @@ def with_recipe(run: Execution, row: Mapping[str, str], device: Device, microbat
 
     Gradients are kept and reduced in bfloat16 (``grad_reduce_in_fp32=False``); models with latents have both moments in
     bfloat16 (``use_precision_aware_optimizer``). Capacities instead of numbers of rows ("tokendrop") need no wait.
+    YaRN's factor of GPT OSS is none that the kernel of rotary positions knows.
     """
     model = row["model"].lower()
     found = re.search(r"(\d\d\.\d\d)(\.\d+)? NeMo", row["where"])
@@ -84,6 +85,7 @@ def with_recipe(run: Execution, row: Mapping[str, str], device: Device, microbat
         run,
         recompute=recipe.recompute,
         graphs=recipe.graphs,
+        fused_rotary="gpt" not in model,
         hides_experts=1 - DISPATCHERS / device.multiprocessors if recipe.overlaps else 0.0,
         mixture=MixtureRun(recipe.dispatch, dropless, fused, weighs_inside=True, stashes=fused),
         gradient_bytes=2.0,

@@ -62,7 +62,7 @@ def mixture(
     biased: bool = False,
 ) -> Architecture:
     """Return a decoder whose blocks all have experts; with ``window``, every other block attends to so many keys."""
-    experts = replace(gated_experts(hidden, number, top_k, width, shared_width=shared), biased=biased)
+    experts = replace(gated_experts(hidden, number, top_k, width, shared_width=shared), biased=biased, clamped=biased)
     make = partial(decoder_block, hidden, heads, kv_heads, width, head_dim=head_dim, experts=experts)
     blocks = [make(window=window if n % 2 == 0 else 0) for n in range(layers)]
     return Architecture("mixture", tuple(blocks), vocab)

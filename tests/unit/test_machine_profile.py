@@ -101,7 +101,7 @@ def damaged(change) -> str:
     [
         (lambda v: v.pop("traffic"), "'traffic' is missing"),
         (lambda v: v.pop("format"), "it has no format"),
-        (lambda v: v.update(format=7), "in format 7, and this meshwright reads format 1"),
+        (lambda v: v.update(format=7), "in format 7, and this meshwright reads format 2"),
         (lambda v: v.update(ranks="two"), "damaged profile"),
         (lambda v: v["host"].pop("empty"), "'host.empty' is missing"),
         (lambda v: v.update(attention={}), "'attention' is empty"),
@@ -213,7 +213,8 @@ def check_whole(profile: MachineProfile, ranks: int) -> None:
     assert {key.split()[0] for key in profile.messages} == (set(KINDS) if ranks > 1 else set())
     assert profile.ranks == ranks and len(profile.crowding) == ranks and profile.memory_bytes > 0
     assert min(profile.crowding) > 0 and (profile.busy > 0) == (ranks > 1)
-    assert profile.in_steps.computing >= 1 and profile.in_steps.message >= 0
+    assert profile.in_steps.computing >= 1 and profile.in_steps.host >= 1 and profile.in_steps.message >= 0
+    assert {"forward", "backward", "detach", "step", "dtensor", "message", "fsdp"} <= set(profile.host)
     assert ranks > 1 or profile.in_steps == ALONE
     figures = [s for grid in profile.products.values() for s in grid.seconds] + list(profile.host.values())
     for curves in (profile.attention, profile.traffic, profile.optimizer, profile.messages):
@@ -245,7 +246,7 @@ def test_more_ranks_than_a_host_starts_are_refused(tmp_path, capsys, monkeypatch
 
 def test_the_profile_that_comes_along_forecasts(capsys):
     flags = ["--model.size=debug", "--data.seq_len=32", "--batch.global_batch=8", "--layout.dp_shard=4", "--json"]
-    assert cli.main(["plan", "--gpus", "4", "--profile", "epyc-2-cores", *flags]) == 0
+    assert cli.main(["plan", "--gpus", "4", "--profile", "xeon-2-cores", *flags]) == 0
     found = json.loads(capsys.readouterr().out)
     assert 0.01 < found["from_operators"]["step_s"] < 10 and set(found["from_operators"]["ranks"]) == set("0123")
     assert [profile_of(name).ranks for name in COME_ALONG] == [4]

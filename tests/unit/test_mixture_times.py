@@ -59,6 +59,27 @@ def test_biases_stashes_and_weights_move_bytes_only_where_a_system_has_them():
     assert saved == pytest.approx(2 * elements)
 
 
+def test_clamps_move_the_gates_inputs_once_more_and_again_where_activations_are_recomputed():
+    assert BLOCK.experts is not None
+    clamped, inside = replace(BLOCK, experts=replace(BLOCK.experts, clamped=True)), 4096 * TOP_K * 1024 * 2
+    assert mixture_traffic(clamped, job()) == mixture_traffic(BLOCK, job())  # a grouped product's kernel clamps
+
+    def more(recompute: str) -> tuple[float, ...]:
+        apart = job(grouped=False).with_execution(recompute=recompute)
+        pairs = zip(mixture_traffic(clamped, apart), mixture_traffic(BLOCK, apart), strict=True)
+        return tuple((there - here) / inside for there, here in pairs)
+
+    assert more("none") == pytest.approx((8, 10)) and more("modules") == pytest.approx((8, 18))
+
+
+def test_rotary_positions_in_operators_of_their_own_move_queries_and_keys_25_times_more():
+    fused, apart = (block_times(BLOCK, job().with_execution(fused_rotary=one)) for one in (True, False))
+    elements = 4096 * (16 + 8) * 128 * 2
+    traffic = job().machines.device.traffic_s
+    assert apart.forward[Cost.TRAFFIC] - fused.forward[Cost.TRAFFIC] == pytest.approx(traffic(10 * elements))
+    assert apart.backward[Cost.TRAFFIC] - fused.backward[Cost.TRAFFIC] == pytest.approx(traffic(15 * elements))
+
+
 def test_a_group_of_products_fills_the_device_better_than_one_after_the_other():
     card = device("h100")
     one, group = card.product_s(1024, 2048, 2048, "bfloat16"), card.product_s(1024, 2048, 2048, "bfloat16", number=16)

@@ -178,39 +178,65 @@ def test_other_programs_leave_fewer_cores():
     assert forecast_step(steps[:1], profile, others=1.0).seconds == pytest.approx(2e-3), "one core is left"
 
 
-def mostly(products: int, messages: int) -> tuple[StepOfRank, ...]:
-    """Steps of two ranks with so many products and messages."""
+def mostly(products: int, messages: int, views: int = 0) -> tuple[StepOfRank, ...]:
+    """Steps of two ranks with so many products, messages and views."""
     sent = [
         event
         for number in range(1, messages + 1)
         for event in (MessageBegin(number, "all_gather", (0, 1), 1e3), MessageWait(number))
     ]
-    return tuple(StepOfRank(rank, (*(product((100, 100, 100, 1)),) * products, *sent)) for rank in (0, 1))
+    host = (OperatorWork("aten.view", OperatorKind.VIEW, Phase.FORWARD),) * views
+    return tuple(StepOfRank(rank, (*(product((100, 100, 100, 1)),) * products, *host, *sent)) for rank in (0, 1))
 
 
 def test_work_and_messages_take_longer_in_a_step():
     (step,) = [mostly(2, 3)]
     alone = forecast_step(step, made_up()).seconds
-    slower = forecast_step(step, replace(made_up(), in_steps=InSteps(1.5, 0.0)))
-    later = forecast_step(step, replace(made_up(), in_steps=InSteps(1.0, 2e-3)))
-    work = sum(forecast_step(step, made_up()).ranks[0].parts.values())
-    assert slower.seconds == pytest.approx(alone + 0.5 * (work - 3 * made_up().host.get("message", 0.0)))
-    assert later.seconds == pytest.approx(alone + 3 * 2e-3)
-
-
-@pytest.mark.parametrize("hidden", [InSteps(1.3, 5e-4), InSteps(1.0, 2e-3), InSteps(1.2, 0.0), InSteps(1.0, 0.0)])
-def test_what_explains_two_steps_is_found(hidden):
-    steps = [mostly(1, 20), mostly(20, 1)]
-    seconds = [forecast_step(step, replace(made_up(), in_steps=hidden)).seconds for step in steps]
-    found = _explained(made_up(), steps, seconds)
-    assert found.computing == pytest.approx(hidden.computing) and found.message == pytest.approx(
-        hidden.message, abs=1e-9
+    slower, busier, later = (
+        forecast_step(step, replace(made_up(), in_steps=in_steps)).seconds - alone
+        for in_steps in (InSteps(1.5, 1.0, 0.0), InSteps(1.0, 1.5, 0.0), InSteps(1.0, 1.0, 2e-3))
     )
+    parts = forecast_step(step, made_up()).ranks[0].parts
+    around_messages = 3 * made_up().host.get("message", 0.0)
+    assert slower == pytest.approx(0.5 * (sum(parts.values()) - parts[Spent.HOST]))
+    assert busier == pytest.approx(0.5 * (parts[Spent.HOST] - around_messages))
+    assert later == pytest.approx(3 * 2e-3)
+
+
+FOUR = [mostly(1, 20), mostly(20, 1), mostly(4, 4), mostly(2, 2, views=9000)]
+
+
+@pytest.mark.parametrize(
+    "hidden", [InSteps(1.3, 1.3, 5e-4), InSteps(1.0, 1.0, 2e-3), InSteps(1.2, 1.2, 0.0), InSteps(1.0, 1.0, 0.0)]
+)
+def test_the_factors_that_explain_steps_are_found(hidden):
+    seconds = [forecast_step(step, replace(made_up(), in_steps=hidden)).seconds for step in FOUR]
+    found = _explained(made_up(), FOUR, seconds)
+    assert (found.computing, found.host) == pytest.approx((hidden.computing, hidden.host), abs=1e-6)
+    assert found.message == pytest.approx(hidden.message, abs=1e-9)
+
+
+def test_a_slow_host_is_told_apart_from_slow_operators():
+    hidden = InSteps(1.1, 1.9, 3e-4)
+    seconds = [forecast_step(step, replace(made_up(), in_steps=hidden)).seconds for step in FOUR]
+    found = _explained(made_up(), FOUR, seconds)
+    assert found.host > 1.6 and found.computing == pytest.approx(hidden.computing, abs=0.05)
 
 
 def test_nothing_is_faster_in_a_step():
     steps = [mostly(1, 20), mostly(20, 1)]
     alone = [forecast_step(step, made_up()).seconds for step in steps]
-    assert _explained(made_up(), steps, [0.5 * seconds for seconds in alone]) == InSteps(1.0, 0.0)
+    assert _explained(made_up(), steps, [0.5 * seconds for seconds in alone]) == InSteps(1.0, 1.0, 0.0)
     sends_less = _explained(made_up(), steps, [0.9 * alone[0], 1.2 * alone[1]])
     assert sends_less.message == 0.0 and sends_less.computing > 1.0
+
+
+def test_recomputation_costs_the_host_for_each_tensor_that_it_gives_back():
+    known = replace(made_up(), host={**made_up().host, "detach": 5e-6})
+
+    def more(phase: Phase) -> float:
+        work = OperatorWork("aten.detach", OperatorKind.VIEW, phase)
+        slow, fast = (OperatorPrices(ProfileCurves(profile)).price(work).seconds for profile in (known, made_up()))
+        return slow - fast
+
+    assert more(Phase.BACKWARD) == pytest.approx(5e-6) and more(Phase.FORWARD) == 0.0

@@ -12,9 +12,9 @@ from .links import Machines
 from .measured import measured_machines
 from .profile import MachineProfile, from_json, read_profile
 
-COME_ALONG = {"epyc-2-cores": "epyc-2-cores.json"}
-"""Profiles by the name under which ``--profile`` takes them: a virtual machine with two cores of an AMD EPYC, measured
-with four ranks."""
+COME_ALONG = {"xeon-2-cores": "xeon-2-cores.json"}
+"""Profiles by the name under which ``--profile`` takes them: a virtual machine with two cores of an Intel Xeon,
+measured with four ranks."""
 
 
 def profile_of(text: str) -> MachineProfile:

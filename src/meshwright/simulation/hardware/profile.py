@@ -14,7 +14,7 @@ from meshwright.core.errors import ConfigError
 
 from .curves import ProductGrid, SecondsCurve
 
-FORMAT = 1
+FORMAT = 2
 """Version of the JSON; another meaning of a field gets another number."""
 Points = tuple[tuple[float, float], ...]
 NEEDED = {"traffic": ("pointwise",), "host": ("view", "empty", "elementwise", "autograd"), "optimizer": ("fused",)}
@@ -36,14 +36,16 @@ class InSteps:
 
     Attributes:
         computing: factor of an operator's seconds.
+        host: factor of the host's seconds around operators.
         message: seconds by which a message takes longer.
     """
 
     computing: float
+    host: float
     message: float
 
 
-ALONE = InSteps(1.0, 0.0)
+ALONE = InSteps(1.0, 1.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ def read_profile(path: Path) -> MachineProfile:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(
-            f"--profile {path}: there is no such file. Write one with meshwright measure {path}, or take epyc-2-cores,"
+            f"--profile {path}: there is no such file. Write one with meshwright measure {path}, or take xeon-2-cores,"
             f" which comes along"
         ) from None
     except (OSError, UnicodeDecodeError) as error:

@@ -86,14 +86,15 @@ def _priced(step: StepOfRank, prices: OperatorPrices, curves: ProfileCurves) -> 
     """Turn a rank's events into seconds; work between two messages is one item."""
     items: list[Item] = []
     parts = dict.fromkeys(Spent, 0.0)
+    slower = curves.profile.in_steps
     seconds, around = 0.0, curves.profile.host.get("message", 0.0)
-    slower = curves.profile.in_steps.computing
     for event in step.events:
         if isinstance(event, OperatorWork):
             price = prices.price(event)
-            parts[price.spent] += slower * price.computing
-            parts[Spent.HOST] += slower * price.host
-            seconds += slower * price.seconds
+            computing, host = slower.computing * price.computing, slower.host * price.host
+            parts[price.spent] += computing
+            parts[Spent.HOST] += host
+            seconds += computing + host
             continue
         if isinstance(event, MessageBegin) and len(event.ranks) < 2:
             continue  # to oneself

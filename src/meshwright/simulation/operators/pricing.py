@@ -11,6 +11,15 @@ from meshwright.simulation.hardware.measured import ProfileCurves
 K = OperatorKind
 
 
+DETACH = "detach"
+"""The host's work around a tensor that a checkpointed block keeps for its backward: hooks that torch calls on it."""
+
+
+def is_detached(work: OperatorWork) -> bool:
+    """Whether an operator detaches a tensor in a backward, as a block does that computes its forward again."""
+    return work.phase is Phase.BACKWARD and work.name == "aten.detach"
+
+
 class Spent(StrEnum):
     """A use of a rank's seconds."""
 
@@ -59,6 +68,8 @@ class OperatorPrices:
         around = self._around[work.phase] * work.tensors
         if work.name.startswith("fsdp."):
             around += host.get("fsdp", 0.0)
+        if is_detached(work):
+            around += host.get(DETACH, 0.0)
         if work.kind in (K.VIEW, K.EMPTY):
             return OperatorSeconds(around + host["view" if work.kind is K.VIEW else "empty"], 0.0, Spent.HOST)
         if work.kind is K.PRODUCT:

@@ -61,6 +61,8 @@ class ExpertsShape:
         shared: those of the experts that all tokens take.
         width: features inside one expert.
         biased: whether experts' outputs have biases, added in fp32 where products are not grouped.
+        clamped: whether both halves that a gate joins are clamped first, in kernels of their own where products are
+            not grouped.
     """
 
     number: int
@@ -69,6 +71,7 @@ class ExpertsShape:
     products: tuple[Product, ...]
     shared: tuple[Product, ...] = ()
     biased: bool = False
+    clamped: bool = False
 
     @cached_property
     def elements(self) -> int:

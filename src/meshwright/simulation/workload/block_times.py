@@ -76,6 +76,12 @@ WITHOUT_TENSOR_CORES = 2.0
 """Seconds of batched products whose heads 8 does not divide, over those of single products with such dims: libraries of
 2022 had no tensor core for them, and the other units have a fourth of its speed (78 of 312 TFLOP/s on an A100)."""
 
+ROTARY = 10, 15
+"""Reads and writes of queries and keys, forward and backward, beyond those of one kernel, where rotary positions are
+applied by operators of their own: two products, a negation, a sum, two concatenations, and slices' backwards, which
+fill whole tensors (NVIDIA/Megatron-LM, megatron/core/models/common/embeddings/rope_utils.py,
+``_apply_rotary_pos_emb_bshd``)."""
+
 
 def block_times(block: BlockShape, job: Job) -> BlockTimes:
     """Return the seconds of a block for one microbatch."""
@@ -159,6 +165,8 @@ def _traffic(block: BlockShape, job: Job) -> tuple[float, float]:
     width = cut * block.width * (3 if block.gated else 2) * b
     forward = residual + norms + rotary + width
     backward = wide * 2 * (3 * b) + wide * 2 * (3 * b) + rotary + cut * block.width * (5 if block.gated else 3) * b
+    if not run.fused_rotary:
+        forward, backward = (moved + n * cut * heads * b for moved, n in zip((forward, backward), ROTARY, strict=True))
     if not run.fused:
         extra = wide * 2 * (2 * b + 4) + cut * block.width * (2 * b)
         forward, backward = forward + extra, backward + extra

@@ -54,6 +54,7 @@ class Execution:
         shards: ranks over which it is; 0: all of dp_shard and cp (ZeRO 1 and 2 of others: all data ranks).
         attention: kernel of attention: "unfused", "flash1", "flash2", "fused" (the newest that the device has).
         fused: whether chains of elementwise operators run as one kernel.
+        fused_rotary: whether rotary positions are applied by one kernel where other chains are.
         recompute: parts that are computed again in backward: norms and activation functions (modules), attention's
             products of queries, keys and values (core), attention modules with their linear layers (selective), whole
             blocks (full).
@@ -97,6 +98,7 @@ class Execution:
     shards: int = 0
     attention: str = "fused"
     fused: bool = False
+    fused_rotary: bool = True
     recompute: Literal["none", "modules", "latents", "core", "selective", "full"] = "none"
     recomputed: float = 1.0
     balances_ends: bool = True

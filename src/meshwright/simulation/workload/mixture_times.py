@@ -17,6 +17,11 @@ BIASES = 28, 40
 """Bytes moved for each element of a mixture's output, forward and backward, where kernels of their own weight experts'
 biases and add them in fp32 (NVIDIA/Megatron-LM, megatron/core/transformer/moe/experts.py, ``_apply_bias``)."""
 
+CLAMPS = 8, 10
+"""Reads and writes of a gate's output, forward and backward, where both halves are clamped and joined again before it:
+two clamps and a concatenation (NVIDIA/Megatron-LM, megatron/core/fusions/fused_bias_geglu.py,
+``weighted_bias_quick_geglu_impl``); backward the clamps read gradients and inputs, and the halves are joined again."""
+
 
 def reached(places: int, copies: int) -> float:
     """Return how many of ``places`` some of a token's ``copies`` go to, if routers choose evenly."""
@@ -60,8 +65,10 @@ def mixture_traffic(block: BlockShape, job: Job) -> tuple[float, float]:
     backward = ordered + 5 * inside + 3 * shared + router
     if not run.mixture.weighs_inside:  # the weights' gradients read what the experts returned
         backward += copies * block.hidden * b
+    clamps, clamps_back = (n * inside for n in CLAMPS) if experts.clamped and not run.mixture.grouped else (0.0, 0.0)
+    forward, backward = forward + clamps, backward + clamps_back
     if run.recompute == "modules":
-        backward += 3 * inside + 2 * shared
+        backward += 3 * inside + 2 * shared + clamps
     if run.mixture.stashes:
         entering = CAST.get(run.products, b)
         stashed = 2 * copies * (block.hidden * entering + experts.width * (2 * b + entering))

@@ -24,7 +24,7 @@ from meshwright.planning.step.operators import Event, MessageBegin, OperatorWork
 from meshwright.planning.values import Batch
 from meshwright.simulation.hardware.measured import ProfileCurves
 from meshwright.simulation.hardware.profile import MachineProfile
-from meshwright.simulation.operators.pricing import OperatorPrices
+from meshwright.simulation.operators.pricing import DETACH, OperatorPrices, is_detached
 from meshwright.training.rehearsal.one_rank import alone_as
 
 SEQ, ROWS = 32, 2
@@ -39,23 +39,13 @@ def host_around(profile: MachineProfile, device: torch.device, effort: Effort) -
     """Return the seconds of the host beside those of operators and messages themselves.
 
     Of a tiny model, steps are timed, and priced by the profile; what is missing is spread over what caused it:
-    "forward" and "backward" around an operator of a model, "step" of the optimizer; then, without the other ranks, of a
-    layout cut over two tensor ranks "message" around each message, and of one that is sharded over two "fsdp" around
-    each of FSDP's copies. "dtensor" is an operator on a DTensor beyond that on its local tensor.
+    "forward" and "backward" around an operator of a model, "detach" around each tensor that a checkpointed block gives
+    its backward, "step" around an operator of the optimizer; then, without the other ranks, of a layout cut over two
+    tensor ranks "message" around each message, and of one that is sharded over two "fsdp" around each of FSDP's copies.
+    "dtensor" is an operator on a DTensor beyond that on its local tensor.
     """
     run = _Tiny(device, effort)
-    found = dict.fromkeys((phase.value for phase in Phase), 0.0)
-    whole, seconds = run.recorded(Layout(dp_shard=1)), run.seconds(Layout(dp_shard=1))
-    works = [event for event in whole if isinstance(event, OperatorWork)]
-    last = max(place for place, work in enumerate(works) if work.phase is not Phase.STEP) + 1
-    for phases, part, spent in zip(
-        ((Phase.FORWARD, Phase.BACKWARD), (Phase.STEP,)), (works[:last], works[last:]), seconds, strict=True
-    ):
-        missing = spent - _priced(profile, found, part)
-        found.update(
-            dict.fromkeys((phase.value for phase in phases), max(LEAST, missing / sum(work.tensors for work in part)))
-        )
-    host = dict(found)
+    host = _of_one_rank(run, profile)
     host["dtensor"], silent = run.dtensor_and_message()
     for name, layout in (("message", Layout(dp_shard=1, tp=2)), ("fsdp", Layout(dp_shard=2))):
         events = run.recorded(layout)
@@ -64,6 +54,35 @@ def host_around(profile: MachineProfile, device: torch.device, effort: Effort) -
         known = _priced(profile, host, events) + messages * (silent + host.get("message", 0.0))
         host[name] = max(LEAST, (sum(run.seconds(layout)) - known) / number)
     return host
+
+
+def _of_one_rank(run: _Tiny, profile: MachineProfile) -> dict[str, float]:
+    """Return "forward", "backward" and "detach", with which steps with and without recomputation are both right, and
+    "step"."""
+    nothing = dict.fromkeys((*(phase.value for phase in Phase), DETACH), 0.0)
+    around, detaches, missing = [], [], []
+    step = LEAST
+    for mode in ("none", "full"):
+        layout = Layout(dp_shard=1)
+        works = [event for event in run.recorded(layout, mode) if isinstance(event, OperatorWork)]
+        last = max(place for place, work in enumerate(works) if work.phase is not Phase.STEP) + 1
+        computing, stepping = run.seconds(layout, mode)
+        around.append(sum(work.tensors for work in works[:last]))
+        detaches.append(sum(is_detached(work) for work in works[:last]))
+        missing.append(computing - _priced(profile, nothing, works[:last]))
+        if mode == "none":
+            left = stepping - _priced(profile, nothing, works[last:])
+            step = max(LEAST, left / sum(work.tensors for work in works[last:]))
+    determinant = around[0] * detaches[1] - around[1] * detaches[0]
+    each = (missing[0] * detaches[1] - missing[1] * detaches[0]) / determinant
+    detach = (around[0] * missing[1] - around[1] * missing[0]) / determinant
+    each = max(LEAST, each if detach > 0 else missing[0] / around[0])
+    return {
+        Phase.FORWARD.value: each,
+        Phase.BACKWARD.value: each,
+        Phase.STEP.value: step,
+        DETACH: max(LEAST, detach),
+    }
 
 
 def _is_of_fsdp(event: Event) -> bool:
@@ -85,18 +104,19 @@ class _Tiny:
         is_alone = is_accelerator(device) or torch.get_num_threads() > 1
         self.now = time.perf_counter if is_alone else time.thread_time
 
-    def _plan(self, layout: Layout) -> tuple[Plan, Batch]:
+    def _plan(self, layout: Layout, recomputed: str) -> tuple[Plan, Batch]:
         batch = Batch(ROWS * layout.dp_shard, SEQ, ROWS)
-        return plan(self.facts, layout, techniques={"precision": {"compute": "float32"}}, batch=batch), batch
+        techniques = {"precision": {"compute": "float32"}, "activation_checkpointing": recomputed}
+        return plan(self.facts, layout, techniques=techniques, batch=batch), batch
 
-    def recorded(self, layout: Layout) -> tuple[Event, ...]:
-        return record_steps(self.facts, *self._plan(layout), max_norm=CLIP, keys=KEYS)[0].events
+    def recorded(self, layout: Layout, recomputed: str = "none") -> tuple[Event, ...]:
+        return record_steps(self.facts, *self._plan(layout, recomputed), max_norm=CLIP, keys=KEYS)[0].events
 
-    def seconds(self, layout: Layout) -> tuple[float, float]:
+    def seconds(self, layout: Layout, recomputed: str = "none") -> tuple[float, float]:
         """Return the seconds of forward and backward, and those of the optimizer's step: medians."""
         computing, stepping = [], []
         with alone_as(0, layout.world):
-            laid = parallelize(TINY, layout, plan=self._plan(layout)[0])
+            laid = parallelize(TINY, layout, plan=self._plan(layout, recomputed)[0])
             optimizer = torch.optim.AdamW(laid.parameters(), lr=1e-3)
             tokens = torch.arange(ROWS * SEQ).view(ROWS, SEQ)
             for _ in range(WARM + 4 * self.effort.windows):

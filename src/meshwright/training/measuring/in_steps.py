@@ -16,7 +16,7 @@ from meshwright.distributed.process.world import get_world_info
 from meshwright.distributed.recording.steps import record_steps
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module
-from meshwright.models.decoder_config import DecoderConfig
+from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
 from meshwright.planning.plan import Plan
@@ -32,38 +32,49 @@ SENDS = DecoderConfig(1024, 192, 2, n_heads=4, n_kv_heads=4, hidden_dim=512, max
 """A model whose messages, cut over two tensor ranks, outweigh its products."""
 MIDDLE = DecoderConfig(2048, 320, 3, n_heads=5, n_kv_heads=5, hidden_dim=896, max_seq_len=SEQ)
 """A model whose products outweigh its messages."""
-TRIED = InSteps(1.25, 1e-3)
-"""The factor and the seconds of which the effects on a forecast are compared."""
+MIXTURE = replace(SENDS, moe=MoEConfig(n_experts=4, hidden_dim=256))
+TRIED = InSteps(1.25, 1.25, 1e-3)
+"""The factors and the seconds of which the effects on a forecast are compared."""
+ALIKE = 0.1
+"""Weight by which the host's factor is drawn to that of its operators, beside errors of steps: few steps tell them
+apart."""
+ROUNDS = 2
 
 
 @dataclass(frozen=True)
 class _Case:
-    """A model on a layout, with rows of each data rank."""
+    """A model on a layout, with rows of each data rank's microbatches."""
 
     model: DecoderConfig
     layout: Layout
     rows: int
+    microbatches: int = 1
+    recomputed: str = "none"
 
     def planned(self) -> tuple[Plan, Batch]:
         """Return the plan and the batch of a step."""
-        batch = Batch(self.rows * self.layout.dp_shard, self.model.max_seq_len, self.rows)
-        facts = model_facts(as_module(self.model))
-        return plan(facts, self.layout, techniques={"precision": {"compute": "float32"}}, batch=batch), batch
+        rows = self.rows * self.microbatches * self.layout.dp_shard
+        batch = Batch(rows, self.model.max_seq_len, self.rows)
+        techniques = {"precision": {"compute": "float32"}, "activation_checkpointing": self.recomputed}
+        return plan(model_facts(as_module(self.model)), self.layout, techniques=techniques, batch=batch), batch
 
 
 def within_steps(profile: MachineProfile, device: torch.device, effort: Effort) -> InSteps:
-    """Compare two real steps of all ranks with their forecasts, and return what explains both. Collective.
+    """Compare real steps of all ranks with their forecasts, and return what explains them best. Collective.
 
-    Of two small models one mostly sends (over two tensor ranks) and one mostly computes (sharded over all ranks). Ranks
-    wake for a message from work, and work finds its data pushed out of caches by messages: neither shows where one of
-    them is measured by itself. One rank alone, or accelerators, need no comparison.
+    Of small models one mostly sends (over two tensor ranks), one mostly computes (sharded over all ranks), one has
+    experts and computes its forwards twice, and one is a pipeline. Ranks wake for a message from work, and work finds
+    its data pushed out of caches by messages: neither shows where one of them is measured by itself. One rank alone,
+    or accelerators, need no comparison.
     """
     rank, _, world = get_world_info()
     if world == 1 or is_accelerator(device):
         return ALONE
-    pairs = world // 2 if world % 2 == 0 else 0
-    sends = Layout(dp_shard=pairs, tp=2) if pairs else Layout(dp_shard=world)
-    cases = _Case(SENDS, sends, 2), _Case(MIDDLE, Layout(dp_shard=world), 4)
+    every = Layout(dp_shard=world)
+    cases = [_Case(MIDDLE, every, 4), _Case(MIXTURE, every, 2, 2, recomputed="full")]
+    if world % 2 == 0:
+        cases.append(_Case(SENDS, Layout(dp_shard=world // 2, tp=2), 2))
+        cases.append(_Case(SENDS, Layout(pp=2, dp_shard=world // 2), 2, 4))
     seconds = [_seconds(case, effort) for case in cases]
     found = None
     if rank == 0:
@@ -78,10 +89,10 @@ def _recorded(case: _Case) -> tuple[StepOfRank, ...]:
 
 def _seconds(case: _Case, effort: Effort) -> float:
     """Return the seconds of a real step: the median, on the slowest rank. Collective."""
-    laid = parallelize(case.model, case.layout, plan=case.planned()[0])
+    laid = parallelize(case.model, case.layout, plan=case.planned()[0], microbatch_rows=case.rows)
     optimizer = torch.optim.AdamW(laid.parameters(), lr=1e-3)
-    length = case.model.max_seq_len
-    tokens = torch.arange(case.rows * length).view(case.rows, length) % case.model.vocab_size
+    shape = case.rows * case.microbatches, case.model.max_seq_len
+    tokens = torch.arange(shape[0] * shape[1]).view(shape) % case.model.vocab_size
     found = []
     for _ in range(WARM + 4 * effort.windows):
         agree.any_rank(False)  # ranks begin together
@@ -93,24 +104,42 @@ def _seconds(case: _Case, effort: Effort) -> float:
 
 
 def _explained(profile: MachineProfile, steps: list[tuple[StepOfRank, ...]], seconds: list[float]) -> InSteps:
-    """Solve for the factor of work and the seconds of a message with which both forecasts are right; none helps less
-    than nothing."""
+    """Return the factors of operators and of the host, and the seconds of a message, with which the relative errors of
+    all forecasts are least in the sum of their squares; none helps less than nothing."""
 
     def foreseen(in_steps: InSteps) -> list[float]:
         known = replace(profile, in_steps=in_steps)
         return [forecast_step(step, known).seconds for step in steps]
 
-    alone = foreseen(ALONE)
-    more_work, more_sent = replace(ALONE, computing=TRIED.computing), replace(ALONE, message=TRIED.message)
-    work, sent, missing = (
-        [there - here for here, there in zip(alone, found, strict=True)]
-        for found in (foreseen(more_work), foreseen(more_sent), seconds)
-    )
-    determinant = work[0] * sent[1] - work[1] * sent[0]
-    slower = (missing[0] * sent[1] - missing[1] * sent[0]) / determinant if determinant else 0.0
-    later = (work[0] * missing[1] - work[1] * missing[0]) / determinant if determinant else 0.0
-    if slower < 0:
-        slower, later = 0.0, missing[0] / sent[0]
-    elif later < 0:
-        slower, later = missing[1] / work[1], 0.0
-    return InSteps(1 + max(0.0, slower) * (TRIED.computing - 1), max(0.0, later) * TRIED.message)
+    found = ALONE
+    for _ in range(ROUNDS):  # what one adds depends on the others, where it is hidden
+        here, effects = foreseen(found), []
+        for name in ("computing", "host", "message"):
+            tried = getattr(TRIED, name) - getattr(ALONE, name)
+            there = foreseen(replace(found, **{name: getattr(found, name) + tried}))
+            effects.append([(b - a) / tried / second for a, b, second in zip(here, there, seconds, strict=True)])
+        known = [found.computing - 1, found.host - 1, found.message]
+        missing = [
+            1 - a / second + sum(effect[place] * value for effect, value in zip(effects, known, strict=True))
+            for place, (a, second) in enumerate(zip(here, seconds, strict=True))
+        ]
+        computing, host, message = _least_squares(effects, missing)
+        found = InSteps(1 + computing, 1 + host, message)
+    return found
+
+
+def _least_squares(effects: list[list[float]], missing: list[float]) -> list[float]:
+    """Return the values, none below zero, whose effects add up to what is missing: of all subsets that may differ from
+    zero, the best one without negative values."""
+    matrix = torch.tensor([*zip(*effects, strict=True), (ALIKE, -ALIKE, 0.0)], dtype=torch.float64)
+    wanted = torch.tensor([*missing, 0.0], dtype=torch.float64)
+    scale = matrix.abs().amax(0).clamp(min=1e-30)
+    best, least = torch.zeros(3, dtype=torch.float64), float(wanted.square().sum())
+    for number in range(1, 8):
+        columns = [place for place in range(3) if number >> place & 1]
+        solved = torch.linalg.pinv(matrix[:, columns] / scale[columns]) @ wanted
+        left = float((matrix[:, columns] / scale[columns] @ solved - wanted).square().sum())
+        if bool((solved >= 0).all()) and left < least:
+            best, least = torch.zeros(3, dtype=torch.float64), left
+            best[columns] = solved / scale[columns]
+    return best.tolist()
