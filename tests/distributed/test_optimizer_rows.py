@@ -4,11 +4,15 @@ checkpoint.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
-from support.states import DEEP, train
+import torch
+from support.states import DEEP, LAYOUTS, train
 
 from meshwright import Layout, parallelize
 from meshwright.checkpoint import load, save
+from meshwright.distributed.parallelizer import to_cpu
 from meshwright.planning.optimizer.kinds import KINDS
 from meshwright.training.optim.build import make_optimizer
 from meshwright.verification.problem import RandomBatches
@@ -34,6 +38,16 @@ def test_adafactor_is_equal_where_parameters_are_whole(pool, layout):
 @pytest.mark.parametrize("layout", [SHARDS, BOTH], ids=str)
 def test_sgd_is_equal_where_it_is_asked_for(pool, layout):
     assert verify(DEEP, layout, BATCHES, steps=2, pool=pool, dtypes=("float64",), techniques={"optimizer": "sgd"})
+
+
+@pytest.mark.parametrize("place", ["DDP", "FSDP2", "FSDP2 + TP", "PP, tied", "EP"])
+@pytest.mark.parametrize("word", ["adam", "lion"])
+def test_what_steps_element_by_element_is_equal_on_every_cut(pool, word, place):
+    _, layout, model = LAYOUTS[place]
+    report = verify(model, layout, BATCHES, steps=2, pool=pool, dtypes=("float64",), techniques={"optimizer": word})
+    assert report, report
+    seen = {d.name.partition(" ")[0] for c in report.comparisons for d in c.differences if d.stage == "optimizer"}
+    assert {tensor.name for tensor in KINDS[word].state} <= seen, seen
 
 
 def _stepped(layout: Layout, word: str) -> str:
@@ -77,3 +91,33 @@ def _resumed(layout: Layout, folder: str) -> tuple[float, float, int]:
 def test_what_is_shaped_like_a_row_of_the_parameter_is_saved_and_continued(spmd, tmp_path, layout):
     for moved, apart, tensors in spmd(layout.world, _resumed, layout, str(tmp_path / "at")):
         assert moved > 1e-3 and apart == 0.0 and tensors > 20
+
+
+WHOLE = {"precision": dict.fromkeys(("master", "compute", "reduce"), "float64")}
+CUTS = Layout(dp_shard=4), Layout(dp_shard=2, tp=2), Layout(pp=2, dp_shard=2)
+
+
+def _second_step(layout: Layout, folder: str, word: str, *, first: bool) -> dict[str, torch.Tensor]:
+    """Parameters behind the second step, the first of which another run may have taken on another layout."""
+    model = parallelize(DEEP, layout, techniques={"optimizer": word, **WHOLE}, seed=3 if first else 4)
+    optimizer = make_optimizer(model.make_parameter_groups(), lr=1e-2, plan=model.plan.optimizer).optimizer
+    if first:
+        train(model, optimizer, range(1))
+        save(model, folder, optimizer=optimizer)
+    else:
+        load(model, folder, optimizer=optimizer)
+    train(model, optimizer, range(1, 2))
+    return {name: to_cpu(parameter.detach()) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("word", ["adam", "lion", "sgd"])
+def test_a_run_goes_on_with_another_layout(spmd, tmp_path, word):
+    folder = str(tmp_path / "at")
+    (undisturbed, *_), *others = (
+        spmd(4, partial(_second_step, first=place == 0), layout, folder, word) for place, layout in enumerate(CUTS)
+    )
+    for ranks in others:
+        seen = {name: tensor for rank in ranks for name, tensor in rank.items()}
+        assert seen.keys() == undisturbed.keys()
+        for name, tensor in seen.items():
+            torch.testing.assert_close(tensor, undisturbed[name], rtol=1e-10, atol=1e-12)

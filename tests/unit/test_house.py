@@ -267,6 +267,7 @@ def test_a_tensors_way_to_cuda_is_seen(code):
 PRIVATE_FILES = (
     "core/torch_private.py",
     "distributed/torch_private.py",
+    "distributed/optimizer/foreach_private.py",
     "distributed/float8/torchao_private.py",
     "introspection/transformers_private.py",
     "testing/pretend_gpu/torch_private.py",

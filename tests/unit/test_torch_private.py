@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.core import torch_private as private
 from meshwright.distributed.memory.storage_private import noting_resizes
+from meshwright.distributed.optimizer import foreach_private
 from meshwright.introspection import transformers_private
 from meshwright.training.health import torch_frames
 
@@ -81,9 +82,17 @@ def test_operators_tell_their_schema_and_name():
 
 def test_operators_on_many_tensors():
     tensors = [torch.full((4,), 2.0), torch.full((1,), 3.0)]
-    assert [norm.item() for norm in private.foreach_norm(tensors)] == [4, 3]
-    private.foreach_multiply_(tensors, 2.0)
+    assert [norm.item() for norm in foreach_private.foreach_norm(tensors)] == [4, 3]
+    foreach_private.foreach_multiply_(tensors, 2.0)
     assert tensors[1].item() == 6
+    others = [torch.full((4,), -4.0), torch.full((1,), 2.0)]
+    assert [each[0].item() for each in foreach_private.foreach_between(tensors, others, 0.25)] == [2, 5]
+    foreach_private.foreach_between_(tensors, others, 0.5)
+    assert [each[0].item() for each in tensors] == [0, 4]
+    foreach_private.foreach_add_(tensors, others, 2.0)
+    assert [each[0].item() for each in tensors] == [-8, 8]
+    foreach_private.foreach_sign_(tensors)
+    assert [each[0].item() for each in tensors] == [-1, 1]
     private.foreach_zero_(tensors)
     assert not any(tensor.any() for tensor in tensors)
 

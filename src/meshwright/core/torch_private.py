@@ -116,16 +116,6 @@ def name_of_operator(operator: Any) -> str:
     return operator._opname
 
 
-def foreach_norm(tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    """Compute the 2-norm of each of many tensors at once, until a public function does."""
-    return tuple(torch._foreach_norm(tensors, 2))
-
-
-def foreach_multiply_(tensors: list[Tensor], factor: float | Tensor) -> None:
-    """Multiply many tensors in place, until a public function does."""
-    torch._foreach_mul_(tensors, factor)
-
-
 def foreach_zero_(tensors: list[Tensor]) -> None:
     """Zero many tensors in place, until a public function does."""
     torch._foreach_zero_(tensors)

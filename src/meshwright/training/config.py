@@ -130,8 +130,9 @@ class OptimizerConfig:
 class ScheduleConfig:
     """The learning rate over the steps."""
 
-    kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """Shape after the warmup; wsd: constant, then a linear decay at the end."""
+    kind: Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"] = "cosine"
+    """Shape after the warmup; wsd: constant, then a linear decay at the end; inverse_sqrt: as the inverse root of the
+    step."""
     warmup_steps: int | None = None
     """Steps of linear rise to the peak; none: a twentieth of the run, at most 100."""
     final_ratio: float = 0.1

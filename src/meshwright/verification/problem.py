@@ -15,6 +15,7 @@ from meshwright.core.errors import ConfigError
 from meshwright.core.imports import import_object
 from meshwright.core.losses import PADDING
 from meshwright.core.torch_private import Dropout
+from meshwright.distributed.optimizer.classes import optimizer_class
 from meshwright.introspection.hints import Hinted, Hints
 from meshwright.introspection.huggingface import CausalLM, is_config
 from meshwright.planning.optimizer.kinds import kind_of
@@ -173,7 +174,7 @@ class Problem:
     def make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         chosen = [p for p in parameters if p.requires_grad]
         row = kind_of(self.optimizer)
-        return getattr(torch.optim, row.title)(chosen, **dict(row.verified_with))
+        return optimizer_class(row)(chosen, **dict(row.verified_with))
 
 
 def without_dropout(model: nn.Module) -> nn.Module:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from meshwright.core.dtypes import dtype_bytes
+from meshwright.distributed.optimizer.classes import optimizer_class
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.torch_private import local_part
 from meshwright.planning.optimizer.plan import OptimizerPlan
@@ -39,7 +40,7 @@ def default_optimizer(model: ParallelModel) -> torch.optim.Optimizer:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if plan.needs_torchao:
         return LowBitStates(trained, plan, model.plan.precision.master)
-    return getattr(torch.optim, plan.row.title)(trained, lr=1e-3)
+    return optimizer_class(plan.row)(trained, lr=1e-3)
 
 
 def make_states(optimizer: torch.optim.Optimizer) -> None:

@@ -15,11 +15,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from meshwright.core.axes import Axis
 from meshwright.core.devices import current_device, local_device
 from meshwright.core.errors import ConfigError
-from meshwright.core.torch_private import foreach_multiply_, foreach_norm
 from meshwright.distributed.doors.stage_module import PipelineStageModule
 from meshwright.distributed.mesh import groups_of
 from meshwright.distributed.torch_private import knows_cpu, local_part
 from meshwright.distributed.weights.shards import SHARDS, pieces
+
+from .foreach_private import foreach_multiply_, foreach_norm
 
 EPSILON = 1e-6
 """Added to the norm before division, as in torch.nn.utils."""

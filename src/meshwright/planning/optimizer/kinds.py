@@ -1,6 +1,7 @@
 """List the optimizers that ``train`` builds and ``verify`` steps with: one row each.
 
-To add one of torch's optimizers, add its row here and its test. The plan's rules, the memory estimate, parameter
+To add one of torch's optimizers, add its row here and its test; the classes of ours are in
+``distributed/optimizer/classes``. The plan's rules, the memory estimate, parameter
 groups, low-bit states, ``train`` and ``verify`` read the row; checkpoints save whatever tensors an optimizer keeps.
 """
 
@@ -38,10 +39,10 @@ class StateTensor:
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """An optimizer of ``torch.optim``.
+    """An optimizer of ``torch.optim``, or of ours where torch has none.
 
     Attributes:
-        title: its class in ``torch.optim``.
+        title: its class.
         state: tensors that it keeps for each parameter, step counts aside.
         arguments: (argument of the class, keys of the section ``optimizer`` that give its value; several keys make a
             tuple), without the learning rate. A key that the optimizer's row does not name is refused if it is set.
@@ -85,6 +86,19 @@ KINDS = {
         # eps: a key's bias has a gradient of rounding alone, which a smaller eps would turn into a whole step
         verified_with=(("lr", 1e-2), ("betas", (0.9, 0.95)), ("weight_decay", 0.1), ("eps", 1e-6)),
         low_bit=True,
+    ),
+    "adam": OptimizerKind(  # arXiv 1412.6980; weight decay is added to gradients
+        "Adam",
+        state=(StateTensor("exp_avg", signed=True), StateTensor("exp_avg_sq")),
+        arguments=(("betas", ("beta1", "beta2")), ("eps", ("eps",)), ("weight_decay", ("weight_decay",))),
+        verified_with=(("lr", 1e-2), ("betas", (0.9, 0.95)), ("weight_decay", 0.1), ("eps", 1e-6)),
+    ),
+    "lion": OptimizerKind(  # arXiv 2302.06675
+        "Lion",
+        state=(StateTensor("exp_avg", signed=True),),
+        arguments=(("betas", ("beta1", "beta2")), ("weight_decay", ("weight_decay",))),
+        verified_with=(("lr", 1e-2), ("betas", (0.9, 0.99)), ("weight_decay", 0.1)),
+        kernels=("foreach",),
     ),
     "sgd": OptimizerKind(
         "SGD",

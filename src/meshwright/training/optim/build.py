@@ -11,6 +11,7 @@ from torch import nn
 
 from meshwright.core.errors import ConfigError, nearest
 from meshwright.core.torch_private import devices_with_foreach, devices_with_fused
+from meshwright.distributed.optimizer.classes import optimizer_class
 from meshwright.distributed.optimizer.torchao_adamw import TorchaoAdamW
 from meshwright.planning.optimizer.kinds import OptimizerKind
 from meshwright.planning.optimizer.plan import OptimizerPlan
@@ -83,7 +84,7 @@ def make_optimizer(
     if plan.needs_torchao:
         made = TorchaoAdamW(kept, plan, named_parameters=named_parameters, seed=seed, lr=lr, **options)
         return BuiltOptimizer(made, "torchao", _torchaos(plan))
-    kind = getattr(torch.optim, row.title)
+    kind = optimizer_class(row)
     implementation, note = _choose(row, [p for group in kept for p in group["params"]])
     takes = inspect.signature(kind).parameters
     flags = {kernel: implementation == kernel for kernel in ("fused", "foreach") if kernel in takes}

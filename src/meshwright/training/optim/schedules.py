@@ -11,7 +11,7 @@ from meshwright.core.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-KINDS = ("cosine", "linear", "wsd", "constant")
+KINDS = ("cosine", "linear", "wsd", "inverse_sqrt", "constant")
 
 
 def learning_rate(
@@ -34,9 +34,12 @@ def learning_rate(
     * linear: a straight line between the same two points;
     * wsd: warm-up, stable, decay (Hu et al. 2024, MiniCPM): the peak is held, then a straight line over the last
       ``max(1, round(decay_fraction * T))`` steps;
-    * constant: the peak to the end; ``final_ratio`` is ignored. ``decay_fraction`` applies to wsd only.
+    * inverse_sqrt: step s, counted from 1, has ``peak * sqrt(max(W, 1) / s)`` (Vaswani et al. 2017), whatever the
+      length of the run;
+    * constant: the peak to the end. This one and inverse_sqrt ignore ``final_ratio``; ``decay_fraction`` applies to wsd
+      only.
 
-    For the three that decay, the last step T-1 has exactly ``final_ratio * peak``; a run of one step has the peak.
+    For cosine, linear and wsd the last step T-1 has exactly ``final_ratio * peak``; a run of one step has the peak.
     Steps from T on, which occur only in an evaluation or a prolonged run, have the rate of step T-1.
 
     Raises:
@@ -47,6 +50,8 @@ def learning_rate(
         raise ConfigError(f"learning_rate of step {step}: steps are counted from 0")
     if step < warmup_steps:
         return peak * ((step + 1) / warmup_steps)
+    if kind == "inverse_sqrt":
+        return peak * math.sqrt(max(warmup_steps, 1) / (min(step, total_steps - 1) + 1))
     progress = _decay_progress(step, total_steps, kind, warmup_steps, decay_fraction)
     above_final = 0.5 * (1.0 + math.cos(math.pi * progress)) if kind == "cosine" else 1.0 - progress
     # Written so that both ends are exact in floating point: above_final 1 gives the peak, 0 gives final_ratio * peak.
@@ -66,7 +71,7 @@ class LearningRateSchedule:
     total_steps: int
     """Optimizer steps of the whole run, those before a resume included."""
     kind: str = "cosine"
-    """cosine, linear, wsd or constant."""
+    """cosine, linear, wsd, inverse_sqrt or constant."""
     warmup_steps: int = 0
     """Steps of linear warm-up; the last of them is at the peak."""
     final_ratio: float = 0.1
@@ -113,6 +118,8 @@ class LearningRateSchedule:
         )
         if self.kind == "constant" or self.total_steps == 1:
             return f"{self.kind}: {rise}, held to the end"
+        if self.kind == "inverse_sqrt":
+            return f"{self.kind}: {rise}, then as the step's inverse root, down to {self(self.total_steps - 1):g}"
         held = ""
         if self.kind == "wsd":
             held = f", held until step {self.total_steps - _decay_steps(self.total_steps, self.decay_fraction):,}"

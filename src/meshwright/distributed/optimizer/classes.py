@@ -1,0 +1,18 @@
+"""Find the class of an optimizer's row: torch's, or ours where torch has none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from meshwright.planning.optimizer.kinds import OptimizerKind
+
+from .lion import Lion
+
+OURS: dict[str, type[torch.optim.Optimizer]] = {"Lion": Lion}
+
+
+def optimizer_class(row: OptimizerKind) -> Callable[..., torch.optim.Optimizer]:
+    """Return the class that a row names."""
+    return OURS.get(row.title) or getattr(torch.optim, row.title)

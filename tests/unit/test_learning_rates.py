@@ -1,0 +1,86 @@
+"""Learning rates are functions of the step alone, with the shapes that their names promise, or are refused."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from meshwright.core.errors import ConfigError
+from meshwright.training.optim.schedules import KINDS, LearningRateSchedule, learning_rate
+
+DECAYING = [kind for kind in KINDS if kind != "constant"]
+
+
+def rates(kind: str, total: int = 10, warmup: int = 2, **options: float) -> list[float]:
+    return [
+        learning_rate(step, peak=1.0, total_steps=total, kind=kind, warmup_steps=warmup, **options)
+        for step in range(total)
+    ]
+
+
+def test_shapes_are_those_of_their_formulas():
+    assert rates("constant") == pytest.approx([0.5] + [1.0] * 9)
+    assert rates("linear", final_ratio=0.2) == pytest.approx([0.5, *(1 - 0.1 * n for n in range(9))])
+    cosine = [0.5, *((0.1 + 0.9 * (1 + math.cos(math.pi * n / 8)) / 2) for n in range(9))]
+    assert rates("cosine") == pytest.approx(cosine)
+    assert rates("wsd", final_ratio=0.0, decay_fraction=0.4) == pytest.approx([0.5] + [1] * 5 + [0.75, 0.5, 0.25, 0])
+    assert rates("inverse_sqrt", warmup=4) == pytest.approx(
+        [0.25, 0.5, 0.75, 1.0, *(math.sqrt(4 / n) for n in range(5, 11))]
+    )
+
+
+@given(kind=st.sampled_from(KINDS), total=st.integers(2, 400), share=st.floats(0, 0.5), final=st.floats(0, 1))
+def test_rates_rise_to_the_peak_and_never_rise_again(kind, total, share, final):
+    warmup = int(share * total)
+    found = rates(kind, total, warmup, final_ratio=final)
+    top = max(warmup, 1) - 1
+    assert found[top] == 1.0 and max(found) == 1.0
+    assert all(before < after for before, after in pairwise(found[: top + 1]))
+    assert all(before >= after - 1e-12 for before, after in pairwise(found[top:]))
+    if kind in ("cosine", "linear", "wsd") and top < total - 1:
+        assert found[-1] == final
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_behind_the_end_keep_the_last_rate(kind):
+    last, later = (learning_rate(n, peak=2.0, total_steps=50, kind=kind, warmup_steps=5) for n in (49, 500))
+    assert last == later
+
+
+@pytest.mark.parametrize("kind", DECAYING)
+def test_what_is_printed_names_both_ends(kind):
+    schedule = LearningRateSchedule(3e-4, 2000, kind, 100)
+    assert f"{kind}: up to 0.0003 over 100 steps" in schedule.describe()
+    assert f"down to {schedule(1999):g}" in schedule.describe()
+
+
+def test_groups_have_their_share_of_the_rate():
+    groups = [{"params": [nn.Parameter(torch.ones(1))], "lr_scale": scale} for scale in (1.0, 0.5)]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    assert LearningRateSchedule(0.4, 10, "inverse_sqrt").apply(optimizer, 3) == pytest.approx(0.2)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.2, 0.1])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kind": "cosin"}, r"schedule.kind = 'cosin' is none of cosine, .* Did you mean 'cosine'\?"),
+        ({"warmup_steps": 10}, r"warmup_steps = 10 in a run of 10 steps"),
+        ({"warmup_steps": -1}, "warmup_steps = -1"),
+        ({"final_ratio": 1.5}, "final_ratio = 1.5"),
+        ({"kind": "wsd", "decay_fraction": 0.0}, "decay_fraction = 0.0"),
+        ({"kind": "wsd", "warmup_steps": 8, "decay_fraction": 0.5}, "together more than steps = 10"),
+        ({"peak": math.nan}, "peak = nan"),
+        ({"total_steps": 0}, "total_steps = 0"),
+    ],
+    ids=str,
+)
+def test_settings_that_make_no_schedule_are_refused(options, words):
+    with pytest.raises(ConfigError, match=words):
+        LearningRateSchedule(**{"peak": 1.0, "total_steps": 10, **options})
