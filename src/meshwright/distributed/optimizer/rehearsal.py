@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from meshwright.core.errors import UnsupportedError
 
+from .lion import Lion
+
 ELEMENT_BY_ELEMENT = frozenset(
     (
         optim.Adadelta,
@@ -26,9 +28,10 @@ ELEMENT_BY_ELEMENT = frozenset(
         optim.RAdam,
         optim.RMSprop,
         optim.SGD,
+        Lion,
     )
 )
-"""torch's optimizers that update an element by its own gradients alone, so that a shard updates as the whole."""
+"""Optimizers that update an element by its own gradients alone, so that a shard updates as the whole."""
 
 STEPS, ROWS, COLUMNS = 2, 4, 6
 LARGEST_ERROR = 0.05

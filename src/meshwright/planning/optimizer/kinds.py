@@ -1,8 +1,8 @@
 """List the optimizers that ``train`` builds and ``verify`` steps with: one row each.
 
-To add one of torch's optimizers, add its row here and its test; the classes of ours are in
-``distributed/optimizer/classes``. The plan's rules, the memory estimate, parameter
-groups, low-bit states, ``train`` and ``verify`` read the row; checkpoints save whatever tensors an optimizer keeps.
+To add one of torch's optimizers, add its row here and its test; classes of ours are in
+``distributed/optimizer/classes``. The plan's rules, the memory estimate, parameter groups, low-bit states, ``train``
+and ``verify`` read the row; checkpoints save whatever tensors an optimizer keeps.
 """
 
 from __future__ import annotations
