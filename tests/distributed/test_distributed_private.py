@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from meshwright.core.torch_private import FakeTensorMode
 from meshwright.distributed import DistributedConfig, init_distributed
 from meshwright.distributed import torch_private as private
 from meshwright.training.health import torch_frames
@@ -38,6 +39,8 @@ def tensors_and_groups() -> None:
     assert torch.equal(again.full_tensor(), whole)
     assert private.StridedShard(0, split_factor=2) != Shard(0) and private.StridedShardOffsetMode
     assert private.flattened(mesh, "both").size() == 2
+    with FakeTensorMode():
+        assert private.ranks_in(mesh).tolist() == [[0], [1]]
     private.forget_meshes()
     assert torch.equal((tensor + 1).full_tensor(), whole + 1)
     group = mesh["a"].get_group()

@@ -10,11 +10,11 @@ import pytest
 import torch
 from support.states import DEEP, LAYOUTS, train
 
-from meshwright import Layout, parallelize
+from meshwright import Layout, ParallelModel, parallelize
 from meshwright.checkpoint import load, save
 from meshwright.distributed.parallelizer import to_cpu
 from meshwright.planning.optimizer.kinds import KINDS
-from meshwright.training.optim.build import make_optimizer
+from meshwright.training.optim.build import BuiltOptimizer, make_optimizer
 from meshwright.verification.problem import RandomBatches
 from meshwright.verification.verify import verify
 
@@ -41,8 +41,8 @@ def test_sgd_is_equal_where_it_is_asked_for(pool, layout):
 
 
 @pytest.mark.parametrize("place", ["DDP", "FSDP2", "FSDP2 + TP", "PP, tied", "EP"])
-@pytest.mark.parametrize("word", ["adam", "lion"])
-def test_what_steps_element_by_element_is_equal_on_every_cut(pool, word, place):
+@pytest.mark.parametrize("word", ["adam", "lion", "muon"])
+def test_a_word_is_equal_on_every_cut(pool, word, place):
     _, layout, model = LAYOUTS[place]
     report = verify(model, layout, BATCHES, steps=2, pool=pool, dtypes=("float64",), techniques={"optimizer": word})
     assert report, report
@@ -50,10 +50,15 @@ def test_what_steps_element_by_element_is_equal_on_every_cut(pool, word, place):
     assert {tensor.name for tensor in KINDS[word].state} <= seen, seen
 
 
+def _optimizer_of(model: ParallelModel) -> BuiltOptimizer:
+    groups, named = model.make_parameter_groups(), model.named_parameters()
+    return make_optimizer(groups, lr=1e-2, plan=model.plan.optimizer, named_parameters=named)
+
+
 def _stepped(layout: Layout, word: str) -> str:
     """The form in which a step of the optimizer that ``train`` builds runs on a layout."""
     model = parallelize(DEEP, layout, techniques={"optimizer": word}, seed=3)
-    built = make_optimizer(model.make_parameter_groups(), lr=1e-2, plan=model.plan.optimizer)
+    built = _optimizer_of(model)
     train(model, built.optimizer, range(1))
     return built.implementation
 
@@ -70,7 +75,7 @@ def _resumed(layout: Layout, folder: str) -> tuple[float, float, int]:
 
     def made():
         model = parallelize(DEEP, layout, techniques={"optimizer": "adafactor"}, seed=3)
-        optimizer = make_optimizer(model.make_parameter_groups(), lr=1e-2, plan=model.plan.optimizer).optimizer
+        optimizer = _optimizer_of(model).optimizer
         return model, optimizer
 
     model, optimizer = made()
@@ -100,7 +105,7 @@ CUTS = Layout(dp_shard=4), Layout(dp_shard=2, tp=2), Layout(pp=2, dp_shard=2)
 def _second_step(layout: Layout, folder: str, word: str, *, first: bool) -> dict[str, torch.Tensor]:
     """Parameters behind the second step, the first of which another run may have taken on another layout."""
     model = parallelize(DEEP, layout, techniques={"optimizer": word, **WHOLE}, seed=3 if first else 4)
-    optimizer = make_optimizer(model.make_parameter_groups(), lr=1e-2, plan=model.plan.optimizer).optimizer
+    optimizer = _optimizer_of(model).optimizer
     if first:
         train(model, optimizer, range(1))
         save(model, folder, optimizer=optimizer)
@@ -110,7 +115,7 @@ def _second_step(layout: Layout, folder: str, word: str, *, first: bool) -> dict
     return {name: to_cpu(parameter.detach()) for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("word", ["adam", "lion", "sgd"])
+@pytest.mark.parametrize("word", ["adam", "lion", "muon", "sgd"])
 def test_a_run_goes_on_with_another_layout(spmd, tmp_path, word):
     folder = str(tmp_path / "at")
     (undisturbed, *_), *others = (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,14 +140,17 @@ def values(model: nn.Module) -> Named:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def oracle(problem: Problem, order: Any = ()) -> Outcome:
+def oracle(
+    problem: Problem, order: Any = (), make: Callable[[nn.Module], torch.optim.Optimizer] | None = None
+) -> Outcome:
     """Train in one process.
 
-    ``order``: rows before which a step's batch is cut; or "backwards", to take its rows from the last.
+    ``order``: rows before which a step's batch is cut; or "backwards", to take its rows from the last. ``make``: makes
+    the optimizer, by default the problem's.
     """
     model = build(problem).train()
     routers = [module for module in model.modules() if isinstance(module, Router)]
-    optimizer = make_optimizer(problem.optimizer, model.parameters())
+    optimizer = make(model) if make is not None else make_optimizer(problem.optimizer, model.parameters())
     outcome = Outcome([], [], values(model), {}, {})
     for batch in problem.data.steps(problem.steps):
         if order == "backwards":

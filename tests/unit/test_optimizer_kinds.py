@@ -26,9 +26,16 @@ from meshwright.verification.verify import verify
 MODEL = DecoderConfig(256, 64, 2, 4, 2, 128, 64)
 
 
+def optimizer_of(word: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer to which the first parameter is a hidden matrix."""
+    plan = OptimizerPlan(kind=word, matrices=("0",) if kind_of(word).by_role else ())
+    named = [(str(number), parameter) for number, parameter in enumerate(parameters)]
+    return make_optimizer([{"params": parameters}], lr=0.01, plan=plan, named_parameters=named).optimizer
+
+
 def stepped(word: str) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
     parameters = [nn.Parameter(torch.randn(*shape)) for shape in ((12, 8), (3, 4, 5), (7,))]
-    optimizer = make_optimizer([{"params": parameters}], lr=0.01, plan=OptimizerPlan(kind=word)).optimizer
+    optimizer = optimizer_of(word, parameters)
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
@@ -43,10 +50,11 @@ def test_a_row_says_what_its_class_is_and_keeps(word):
     assert set(row.kernels) <= set(takes)
     optimizer, parameters = stepped(word)
     assert type(optimizer) is optimizer_class(row)
-    for parameter in parameters:
+    for number, parameter in enumerate(parameters):
+        hidden, shape = number == 0, tuple(parameter.shape)
         state = {key: value for key, value in optimizer.state[parameter].items() if value.dim()}
-        assert sum(value.numel() for value in state.values()) == row.state_elements(tuple(parameter.shape))
-        assert set(state) == {tensor.name for tensor in row.state if tensor.elements(tuple(parameter.shape))}
+        assert sum(value.numel() for value in state.values()) == row.state_elements(shape, hidden=hidden)
+        assert set(state) == {tensor.name for tensor in row.state if tensor.elements(shape, hidden=hidden)}
         assert all((state[t.name] >= 0).all() for t in row.state if t.name in state and not t.signed)
 
 
@@ -54,17 +62,19 @@ def test_a_row_says_what_its_class_is_and_keeps(word):
 def test_the_update_of_an_element_depends_on_others_where_the_row_says_so(word):
     whole, half = (nn.Parameter(torch.arange(1.0, 9.0).view(4, 2)[:rows].clone()) for rows in (4, 2))
     for parameter in (whole, half):
-        optimizer = make_optimizer([{"params": [parameter]}], lr=0.1, plan=OptimizerPlan(kind=word)).optimizer
+        optimizer = optimizer_of(word, [parameter])
         parameter.grad = torch.tensor([[1.0, -2.0], [3.0, 0.5], [9.0, 7.0], [-8.0, 0.1]])[: len(parameter)].clone()
         optimizer.step()
-    assert kind_of(word).whole_matrices != torch.equal(whole[:2], half)
+    assert (kind_of(word).whole_matrices or kind_of(word).by_role) != torch.equal(whole[:2], half)
 
 
 @pytest.mark.parametrize("word", KINDS)
 def test_memory_is_that_of_the_row(word):
     facts = model_facts(as_module(MODEL))
     made = plan(MODEL, Layout(dp_replicate=2, dp_shard=1), techniques={"optimizer": word})
-    assert plan_memory(made).optimizer == 4 * sum(kind_of(word).state_elements(p.shape) for p in facts.parameters)
+    assert plan_memory(made).optimizer == 4 * sum(
+        kind_of(word).state_elements(p.shape, hidden=p.hidden) for p in facts.parameters
+    )
     assert made.optimizer.row.title in str(made) and type(made).from_json(made.to_json()) == made
 
 
@@ -86,7 +96,9 @@ def test_parameters_that_must_be_whole_are_not_cut(layout):
 
 
 def test_words_that_are_no_row_are_refused_at_every_door():
-    words = r"techniques.optimizer = 'adamW': legal are adamw, adam, lion, sgd, adafactor\. Did you mean 'adamw'\?"
+    words = (
+        r"techniques.optimizer = 'adamW': legal are adamw, adam, lion, muon, sgd, adafactor\. Did you mean 'adamw'\?"
+    )
     with pytest.raises(ConfigError, match=words):
         plan(MODEL, Layout(dp_shard=1), techniques={"optimizer": "adamW"})
     with pytest.raises(ConfigError, match=words):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -75,3 +75,42 @@ def ranges(parts: Sequence[FusedPart], rank: int, ranks: int) -> tuple[Range, ..
 def mixes_copies(parts: Sequence[FusedPart], ranks: int) -> bool:
     """Return whether a rank may hold, beside slices of its own, copies of slices that others hold too."""
     return len(parts) > 1 and any(part.copies(ranks) > 1 for part in parts)
+
+
+@dataclass(frozen=True)
+class LocalRange:
+    """A range of a dim that a rank holds.
+
+    ``copies`` ranks of the axis that shards the dim hold it, and this rank's is the ``copy``-th.
+    """
+
+    low: int
+    high: int
+    copy: int = 0
+    copies: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.high - self.low
+
+
+def runs_of_parts(parts: Sequence[FusedPart], rank: int, ranks: int) -> list[LocalRange]:
+    """List the ranges that one of ``ranks`` holds of a dim that consists of ``parts``, each with its copies."""
+    copies = [part.copies(ranks) for part in parts]
+    return [
+        LocalRange(low, high, rank % n, n) for (low, high), n in zip(ranges(parts, rank, ranks), copies, strict=True)
+    ]
+
+
+def runs_of_chunk(runs: Sequence[LocalRange], rank: int, ranks: int) -> list[LocalRange]:
+    """Return chunk ``rank`` of ``ranks`` of the elements in ``runs``, as torch.chunk cuts them."""
+    total = sum(run.size for run in runs)
+    share = -(-total // ranks)
+    first, last = min(rank * share, total), min((rank + 1) * share, total)
+    found, before = [], 0
+    for run in runs:
+        start, stop = max(first - before, 0), min(last - before, run.size)
+        if start < stop:
+            found.append(replace(run, low=run.low + start, high=run.low + stop))
+        before += run.size
+    return found or [LocalRange(0, 0)]

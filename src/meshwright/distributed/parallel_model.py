@@ -211,7 +211,7 @@ class ParallelModel:
         else:
             if max_norm and norm > max_norm:
                 scale_gradients(local_gradients(self.parameters()), max_norm / (norm + EPSILON))
-            optimizer_step.step(optimizer, self.plan.optimizer, self.device)
+            optimizer_step.step(optimizer, self.plan.optimizer, self.device, self.mesh)
         if self.loss_scale is not None:
             self.loss_scale.follow(is_finite=not skipped)
         routing.end_step(self._routers, self._token_groups, skipped=skipped)

@@ -26,6 +26,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.distributed.tensor.placement_types import _StridedShardOffsetMode as StridedShardOffsetMode
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _disable_current_modes
 
 from meshwright.core.devices import CUDA
 
@@ -68,6 +69,15 @@ def forget_meshes() -> None:
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Flatten a mesh's axes into one. Waits for: a public ``flatten``."""
     return mesh._flatten(name)
+
+
+def ranks_in(mesh: DeviceMesh) -> Tensor:
+    """Return a mesh's ranks as a tensor with values, also where new tensors are fake.
+
+    Waits for: a mesh that answers in plain numbers.
+    """
+    with _disable_current_modes():
+        return mesh.mesh
 
 
 # --- process groups

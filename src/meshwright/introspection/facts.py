@@ -17,6 +17,7 @@ from meshwright.models.moe import Router
 
 from .blocks import attention_modules, repeated_blocks
 from .measurements import Measurements, measurements_of, stated
+from .roles.hidden import hidden_matrices
 from .structure.experts import find_stacks
 from .structure.router_loss import asks_for_router_loss
 
@@ -25,13 +26,19 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class ParameterFact:
-    """One distinct parameter; ``aliases`` are its other names (ties)."""
+    """One distinct parameter.
+
+    Attributes:
+        aliases: its other names (ties).
+        hidden: whether it is a matrix inside the blocks, or a stack of them (``roles.hidden``).
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     trainable: bool
     aliases: tuple[str, ...] = ()
+    hidden: bool = False
 
     @property
     def numel(self) -> int:
@@ -133,9 +140,15 @@ def model_facts(model: nn.Module) -> ModelFacts:
         raise ConfigError(
             f"the model {type(model).__name__} has no parameters: there is nothing to train or to lay out"
         )
+    hidden = hidden_matrices(model)
     parameters = tuple(
         ParameterFact(
-            found[0], tuple(tensors[key].shape), _dtype(tensors[key]), tensors[key].requires_grad, tuple(found[1:])
+            found[0],
+            tuple(tensors[key].shape),
+            _dtype(tensors[key]),
+            tensors[key].requires_grad,
+            tuple(found[1:]),
+            found[0] in hidden,
         )
         for key, found in names.items()
     )

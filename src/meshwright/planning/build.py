@@ -28,7 +28,8 @@ from .experts.plan import ExpertPlan, expert_mesh_of, without_experts
 from .float8.messages import scales_of_gathered
 from .float8.plan import check_parts, make_float8_plan
 from .layout import Layout
-from .optimizer.plan import OptimizerPlan
+from .optimizer.collectives import matrix_collectives
+from .optimizer.plan import optimizer_plan
 from .pipeline.make import make_pipeline_plan
 from .pipeline.plan import PipelinePlan
 from .pipeline.rules import check_trained
@@ -143,7 +144,7 @@ def _assemble(
     if pipeline is not None:
         check_trained(facts, pipeline)
     experts = _expert_plan(facts, layout, tensor, tensor_notes)
-    reshard, optimizer = requested.reshard_after_forward, _optimizer_plan(requested)
+    reshard, optimizer = requested.reshard_after_forward, optimizer_plan(facts, requested)
     assert reshard != "auto"  # resolved above
     shares = shares_of(layout, technique, replicates_tokens=data.replicates_tokens)
     units = units_of(_without_skipped(facts, layout), shares.shards, reshard, tensor, experts, float8, optimizer)
@@ -186,11 +187,6 @@ def _assemble(
     return made if pipeline is None else _with_pipeline_collectives(facts, made, pipeline)
 
 
-def _optimizer_plan(requested: Techniques) -> OptimizerPlan:
-    in_host_memory = requested.cpu_offload == "optimizer"
-    return OptimizerPlan(requested.optimizer_state, requested.stochastic_rounding, in_host_memory, requested.optimizer)
-
-
 def _frozen(facts: ModelFacts, requested: Techniques) -> ModelFacts:
     if not requested.freeze:
         return facts
@@ -226,9 +222,10 @@ def _collectives(facts: ModelFacts, plan: Plan) -> tuple[Collective, ...]:
         ),
     )
     trained = sum(p.trainable for p in facts.parameters)
-    return step_collectives(
+    found = step_collectives(
         shares, plan.units, plan.data, precision, activations, trained_cuts(dense, tensor), experts, trained
     )
+    return (*found, *matrix_collectives(plan, facts.parameters))
 
 
 def _expert_plan(

@@ -96,6 +96,8 @@ def step_traffic(plan: Plan, batch: Batch) -> tuple[Traffic, ...]:
         tokens = whole * _tokens(plan, batch, c.filled) if c.by_token else _rows(plan, batch) if c.by_row else 1
         calls = 1 if c.by_token or c.by_row else c.calls or 1
         moved = times * calls * wire_bytes(c.op, c.elements * tokens // c.among * c.element_bytes, c.ranks)
+        if c.to_others:
+            moved = times * c.elements * c.element_bytes
         key = (c.op, c.axis, c.ranks)
         if c.sees is not None:  # the rank counts that sends most in all of them together
             known = fetched.get(key, [0.0] * c.ranks)

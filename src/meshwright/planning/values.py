@@ -161,6 +161,7 @@ class Collective:
         among: number of ranks that each send a part of the elements.
         sees: a mask's rule, if only the tokens are sent that another rank's queries see.
         returns: gradients of those tokens go back to the ranks that sent them.
+        to_others: ``elements`` counts those that the rank that sends most sends to others, in all calls together.
     """
 
     op: Literal["all_gather", "reduce_scatter", "all_reduce", "send", "all_to_all"]
@@ -177,6 +178,7 @@ class Collective:
     among: int = 1
     sees: MaskRule | None = None
     returns: bool = False
+    to_others: bool = False
 
     @property
     def element_bytes(self) -> int:

@@ -109,7 +109,7 @@ class OptimizerConfig:
     lr: float = 3e-3
     """Peak learning rate."""
     beta1: float = 0.9
-    """Decay of the mean of gradients; the momentum of sgd."""
+    """Decay of the mean of gradients; the momentum of sgd and muon (whose paper has 0.95)."""
     beta2: float = 0.95
     """Decay of the mean of squared gradients."""
     eps: float = 1e-8

@@ -16,6 +16,7 @@ from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.process import agree
 from meshwright.distributed.setup import init_distributed
+from meshwright.introspection.roles.hidden import hidden_matrices
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.source import as_module
 from meshwright.planning.layout import Layout
@@ -48,7 +49,8 @@ class LaidOut:
 
     def optimizer(self) -> torch.optim.Optimizer:
         """Build the optimizer of the parameters that the module's users are given."""
-        return self.problem.make_optimizer([parameter for model in self.models for parameter in model.parameters()])
+        named = [pair for model in self.models for pair in model.named_parameters()]
+        return self.problem.make_optimizer(named, set().union(*map(hidden_matrices, self.models)))
 
     def buffers(self) -> dict[str, Tensor]:
         """Return all buffers, also those that no checkpoint holds."""
@@ -93,7 +95,7 @@ class Ours(LaidOut):
         return dict(self.parallel.named_parameters())
 
     def optimizer(self) -> torch.optim.Optimizer:
-        return self.problem.make_optimizer(self.parallel.parameters())
+        return self.problem.make_optimizer(self.parallel.named_parameters(), self.parallel.plan.optimizer.matrices)
 
     def tokens(self, rows: Batch) -> TokensOfRank:
         return self.parallel.own_tokens(rows)

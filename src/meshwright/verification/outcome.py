@@ -17,6 +17,7 @@ from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import is_rank_zero
 from meshwright.distributed.weights.shards import in_dtype, sketches
 from meshwright.distributed.weights.wholes import whole_on_first
+from meshwright.introspection.roles.hidden import hidden_matrices
 from meshwright.introspection.structure.experts import stack_paths
 from meshwright.planning.layout import Layout
 
@@ -183,7 +184,7 @@ def reference(
     one = OneProcess(
         model, compute=getattr(torch, problem.dtype), rows=rows, noise=noise, seed=seed, scale=problem.loss_scale
     )
-    optimizer = problem.make_optimizer(model.parameters())
+    optimizer = problem.make_optimizer(model.named_parameters(), hidden_matrices(model))
     trained = [p for p in model.parameters() if p.requires_grad]
     named, buffers = _cleaned(model.named_parameters()), _cleaned(model.named_buffers())
     outcome, seen = Reference(initial=_copies(named), buffers=_copies(buffers)), Seen()

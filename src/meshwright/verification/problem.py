@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from meshwright.core.imports import import_object
 from meshwright.core.losses import PADDING
 from meshwright.core.torch_private import Dropout
 from meshwright.distributed.optimizer.classes import optimizer_class
+from meshwright.distributed.optimizer.parameter_groups import split_by_role
 from meshwright.introspection.hints import Hinted, Hints
 from meshwright.introspection.huggingface import CausalLM, is_config
 from meshwright.planning.optimizer.kinds import kind_of
@@ -171,10 +172,16 @@ class Problem:
             )
         return batch
 
-    def make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
-        chosen = [p for p in parameters if p.requires_grad]
+    def make_optimizer(
+        self, named_parameters: Iterable[tuple[str, nn.Parameter]], matrices: Iterable[str]
+    ) -> torch.optim.Optimizer:
+        """Make the optimizer of trained parameters; ``matrices``: names of the hidden ones."""
+        named = list(named_parameters)
+        groups: list[dict[str, Any]] = [{"params": [p for _, p in named if p.requires_grad]}]
         row = kind_of(self.optimizer)
-        return optimizer_class(row)(chosen, **dict(row.verified_with))
+        if row.by_role:
+            groups = split_by_role(groups, named, matrices)
+        return optimizer_class(row)(groups, **dict(row.verified_with))
 
 
 def without_dropout(model: nn.Module) -> nn.Module:

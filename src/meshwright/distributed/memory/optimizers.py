@@ -9,6 +9,8 @@ import torch
 
 from meshwright.core.dtypes import dtype_bytes
 from meshwright.distributed.optimizer.classes import optimizer_class
+from meshwright.distributed.optimizer.muon import Muon
+from meshwright.distributed.optimizer.parameter_groups import split_by_role
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.torch_private import local_part
 from meshwright.planning.optimizer.plan import OptimizerPlan
@@ -40,6 +42,8 @@ def default_optimizer(model: ParallelModel) -> torch.optim.Optimizer:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if plan.needs_torchao:
         return LowBitStates(trained, plan, model.plan.precision.master)
+    if plan.row.by_role:
+        return Muon(split_by_role([{"params": trained}], model.named_parameters(), plan.matrices), lr=1e-3)
     return optimizer_class(plan.row)(trained, lr=1e-3)
 
 

@@ -9,8 +9,9 @@ import torch
 from meshwright.planning.optimizer.kinds import OptimizerKind
 
 from .lion import Lion
+from .muon import Muon
 
-OURS: dict[str, type[torch.optim.Optimizer]] = {"Lion": Lion}
+OURS: dict[str, type[torch.optim.Optimizer]] = {"Lion": Lion, "Muon": Muon}
 
 
 def optimizer_class(row: OptimizerKind) -> Callable[..., torch.optim.Optimizer]:

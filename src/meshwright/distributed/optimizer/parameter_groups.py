@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -50,6 +50,38 @@ def make_parameter_groups(
     if unused:
         raise ConfigError(f"optimizer.overrides: '{sorted(unused)[0]}' matches no trainable parameter")
     return list(groups.values())
+
+
+def split_by_role(
+    groups: Iterable[Mapping[str, Any]], named_parameters: Iterable[tuple[str, nn.Parameter]], matrices: Iterable[str]
+) -> list[dict[str, Any]]:
+    """Split groups into those of hidden matrices and those of other parameters, with the key ``use_muon``.
+
+    Args:
+        named_parameters: (global name, parameter) of all parameters in the groups.
+        matrices: names of hidden matrices (``plan.optimizer.matrices``).
+
+    Raises:
+        ConfigError: a parameter without a name, or none that is a hidden matrix anywhere in the model.
+    """
+    chosen, names = set(matrices), {parameter: clean(name) for name, parameter in named_parameters}
+    if not chosen:
+        raise ConfigError(
+            "Muon: no hidden matrices are named. Plan for it, parallelize(…, techniques={'optimizer': 'muon'}), and"
+            " give plan=model.plan.optimizer."
+        )
+    found: list[dict[str, Any]] = []
+    for number, group in enumerate(groups):
+        sides: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise ConfigError(
+                    f"Muon: group {number} holds a parameter of shape {tuple(parameter.shape)} without a name, by which"
+                    f" hidden matrices are known. Give named_parameters=model.named_parameters()."
+                )
+            sides[names[parameter] in chosen].append(parameter)
+        found += [{**group, "params": params, "use_muon": side} for side, params in sides.items() if params]
+    return found
 
 
 def _matches(text: str, name: str) -> bool:

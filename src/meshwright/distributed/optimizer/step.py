@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.core.errors import ConfigError
 from meshwright.planning.optimizer.plan import OptimizerPlan
 
 from . import rehearsal as optimizer_rehearsal
 from . import state_offload
+from .muon import Muon
 from .torchao_adamw import TorchaoAdamW
 
 
-def step(optimizer: torch.optim.Optimizer, plan: OptimizerPlan, device: torch.device) -> None:
+def step(
+    optimizer: torch.optim.Optimizer, plan: OptimizerPlan, device: torch.device, mesh: DeviceMesh | None = None
+) -> None:
     """Step an optimizer whose gradients are ready.
+
+    Args:
+        mesh: the model's, over whose ranks an optimizer of whole matrices shares them out.
 
     Raises:
         ConfigError: the optimizer differs from the plan.
         UnsupportedError: its state cannot come by portions, or it updates sharded parameters unlike whole ones.
     """
     check(optimizer, plan)
-    if not isinstance(optimizer, TorchaoAdamW):
+    if isinstance(optimizer, Muon):
+        optimizer.share_out(mesh)
+    elif not isinstance(optimizer, TorchaoAdamW):
         optimizer_rehearsal.refuse_unequal(optimizer)
     if plan.in_host_memory:
         state_offload.step(optimizer, device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 from meshwright.comparison.sketch import TENSOR_WIDTH, sketch_part
-from meshwright.core.parts import FusedPart, ranges
+from meshwright.core.parts import LocalRange, runs_of_chunk, runs_of_parts
 from meshwright.core.torch_private import forget_accumulation_hooks, is_traceable_wrapper_subclass
 from meshwright.distributed.process import agree
 from meshwright.distributed.torch_private import DTensorSpec, StridedShard, TensorMeta, local_part
@@ -25,23 +25,6 @@ def seed_of(*parts: object) -> int:
     """Hash any values to a 63-bit seed (blake2b; equal on every machine)."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
-
-
-@dataclass(frozen=True)
-class LocalRange:
-    """A range of a dim that this rank holds.
-
-    ``copies`` ranks of the axis that shards the dim hold it, and this rank's is the ``copy``-th.
-    """
-
-    low: int
-    high: int
-    copy: int = 0
-    copies: int = 1
-
-    @property
-    def size(self) -> int:
-        return self.high - self.low
 
 
 @dataclass(frozen=True)
@@ -72,8 +55,10 @@ def pieces(tensor: Tensor) -> list[Piece]:
     """
     if not isinstance(tensor, DTensor):
         return [Piece(tensor.detach(), (0,) * tensor.dim())]
+    where = tensor.device_mesh.get_coordinate()
+    assert where is not None
     found = [Piece(local_part(tensor).detach(), ())]
-    for dim, runs in enumerate(_runs(tensor)):
+    for dim, runs in enumerate(runs_at(tensor, where)):
         sizes = [run.size for run in runs]
         found = [
             Piece(view, (*piece.offset, run.low), piece.copy + run.copy, piece.copies * run.copies)
@@ -151,14 +136,12 @@ def first_copies(tensor: Tensor) -> list[Piece]:
     return [piece for piece in pieces(tensor) if piece.copy == 0]
 
 
-def _runs(tensor: DTensor) -> list[list[LocalRange]]:
-    """Return the local ranges of each dim, in memory order.
+def runs_at(tensor: DTensor, where: Sequence[int]) -> list[list[LocalRange]]:
+    """Return the ranges of each dim that the rank at ``where`` on the tensor's mesh holds, in memory order.
 
     If two axes shard a dim, FSDP2's strided shard is a chunk of the inner axis's shard; two plain shards apply
     outermost first.
     """
-    where = tensor.device_mesh.get_coordinate()
-    assert where is not None
     runs: list[list[LocalRange]] = [[LocalRange(0, size)] for size in tensor.shape]
     placed = [
         (place, where[i], tensor.device_mesh.size(i))
@@ -167,33 +150,12 @@ def _runs(tensor: DTensor) -> list[list[LocalRange]]:
     ]
     for place, rank, size in sorted(placed, key=lambda entry: _is_cut_last(entry[0])):
         parts = getattr(place, "parts", None)
-        runs[place.dim] = _shares(parts, rank, size) if parts else _chunk(runs[place.dim], rank, size)
+        runs[place.dim] = runs_of_parts(parts, rank, size) if parts else runs_of_chunk(runs[place.dim], rank, size)
     return runs
 
 
 def _is_cut_last(place: Placement) -> bool:
     return isinstance(place, StridedShard) and not hasattr(place, "parts")
-
-
-def _shares(parts: Sequence[FusedPart], rank: int, size: int) -> list[LocalRange]:
-    copies = [part.copies(size) for part in parts]
-    return [
-        LocalRange(low, high, rank % n, n) for (low, high), n in zip(ranges(parts, rank, size), copies, strict=True)
-    ]
-
-
-def _chunk(runs: list[LocalRange], rank: int, size: int) -> list[LocalRange]:
-    """Return chunk ``rank`` of ``size`` of the elements in ``runs``, as torch.chunk cuts them."""
-    total = sum(run.size for run in runs)
-    share = -(-total // size)
-    first, last = min(rank * share, total), min((rank + 1) * share, total)
-    found, before = [], 0
-    for run in runs:
-        start, stop = max(first - before, 0), min(last - before, run.size)
-        if start < stop:
-            found.append(replace(run, low=run.low + start, high=run.low + stop))
-        before += run.size
-    return found or [LocalRange(0, 0)]
 
 
 def sketches(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -21,18 +21,21 @@ class StateTensor:
     Attributes:
         name: key in the parameter's state.
         signed: whether values may be negative.
-        kept_for: parameters that have this tensor; "matrices" have two dims or more, "vectors" fewer.
+        kept_for: parameters that have this tensor; "matrices" have two dims or more, "vectors" fewer; "hidden" are the
+            hidden matrices (``introspection.roles.hidden``), "others" are not.
         reduced: dim, counted from the end, in which the tensor has size 1 if the parameter is longer; 0: none.
     """
 
     name: str
     signed: bool = False
-    kept_for: Literal["all", "matrices", "vectors"] = "all"
+    kept_for: Literal["all", "matrices", "vectors", "hidden", "others"] = "all"
     reduced: int = 0
 
-    def elements(self, shape: tuple[int, ...]) -> int:
+    def elements(self, shape: tuple[int, ...], *, hidden: bool = False) -> int:
         """Count elements for a parameter of ``shape``."""
-        if self.kept_for != "all" and (len(shape) > 1) != (self.kept_for == "matrices"):
+        if self.kept_for in ("hidden", "others") and hidden != (self.kept_for == "hidden"):
+            return 0
+        if self.kept_for in ("matrices", "vectors") and (len(shape) > 1) != (self.kept_for == "matrices"):
             return 0
         return math.prod(shape) // (shape[self.reduced] if self.reduced and shape[self.reduced] else 1)
 
@@ -66,11 +69,16 @@ class OptimizerKind:
     @property
     def keys(self) -> tuple[str, ...]:
         """Keys of the section ``optimizer`` that the class takes."""
-        return tuple(key for _, keys in self.arguments for key in keys)
+        return tuple(dict.fromkeys(key for _, keys in self.arguments for key in keys))
 
-    def state_elements(self, shape: tuple[int, ...]) -> int:
+    @property
+    def by_role(self) -> bool:
+        """Whether hidden matrices are stepped otherwise than other parameters, and whole: the plan counts messages."""
+        return any(tensor.kept_for == "hidden" for tensor in self.state)
+
+    def state_elements(self, shape: tuple[int, ...], *, hidden: bool = False) -> int:
         """Count elements of the state of a parameter of ``shape``."""
-        return sum(tensor.elements(shape) for tensor in self.state)
+        return sum(tensor.elements(shape, hidden=hidden) for tensor in self.state)
 
     def takes(self, settings: Any) -> dict[str, Any]:
         """Return the class's arguments, read from an object that has the section's keys as attributes."""
@@ -98,6 +106,22 @@ KINDS = {
         state=(StateTensor("exp_avg", signed=True),),
         arguments=(("betas", ("beta1", "beta2")), ("weight_decay", ("weight_decay",))),
         verified_with=(("lr", 1e-2), ("betas", (0.9, 0.99)), ("weight_decay", 0.1)),
+        kernels=("foreach",),
+    ),
+    "muon": OptimizerKind(  # hidden matrices as in arXiv 2502.16982, the others by AdamW
+        "Muon",
+        state=(
+            StateTensor("momentum_buffer", signed=True, kept_for="hidden"),
+            StateTensor("exp_avg", signed=True, kept_for="others"),
+            StateTensor("exp_avg_sq", kept_for="others"),
+        ),
+        arguments=(
+            ("momentum", ("beta1",)),
+            ("betas", ("beta1", "beta2")),
+            ("eps", ("eps",)),
+            ("weight_decay", ("weight_decay",)),
+        ),
+        verified_with=(("lr", 1e-2), ("betas", (0.9, 0.95)), ("weight_decay", 0.1), ("eps", 1e-6)),
         kernels=("foreach",),
     ),
     "sgd": OptimizerKind(

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from meshwright.introspection.facts import ModelFacts
+from meshwright.planning.techniques import Techniques
+
 from .kinds import OptimizerKind, kind_of
 
 StateWord = Literal["full", "8bit", "4bit"]
@@ -29,12 +32,14 @@ class OptimizerPlan:
             is lost.
         in_host_memory: whether the state rests in host memory, and comes to the device by portions for the step.
         kind: word of its row in ``kinds``: the optimizer that ``train`` builds and whose memory is estimated.
+        matrices: names of the parameters that it steps as whole matrices, if it does so by their role.
     """
 
     state: StateWord = "full"
     stochastic_rounding: bool = False
     in_host_memory: bool = False
     kind: str = "adamw"
+    matrices: tuple[str, ...] = ()
 
     @property
     def row(self) -> OptimizerKind:
@@ -66,3 +71,15 @@ class OptimizerPlan:
         return len(self.row.state) * (
             codes + SCALE_BYTES * (elements // BLOCKS[self.state]) + SCALE_BYTES * 2**bits * tensors
         )
+
+
+def optimizer_plan(facts: ModelFacts, requested: Techniques) -> OptimizerPlan:
+    """Return the plan of the requested optimizer; ``facts`` tell what is trained."""
+    by_role = kind_of(requested.optimizer).by_role
+    return OptimizerPlan(
+        requested.optimizer_state,
+        requested.stochastic_rounding,
+        requested.cpu_offload == "optimizer",
+        requested.optimizer,
+        tuple(p.name for p in facts.parameters if by_role and p.hidden and p.trainable),
+    )

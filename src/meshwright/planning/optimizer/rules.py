@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.names import matching
 from meshwright.planning.case import Case, Found
 
-from .kinds import KINDS, kind_of
+from .kinds import KINDS, OptimizerKind, kind_of
 
 ROUNDED_FROM = ("float32", "bfloat16")
 """Dtypes of parameters for which torchao's low-bit state is allowed: torchao computes the step in float32."""
@@ -28,6 +29,8 @@ def optimizer_fits(case: Case) -> Found:
             f" parameter, and {why}. Use layout.dp_replicate or layout.pp alone, in one dtype, which leave parameters"
             f" whole, or techniques.optimizer = adamw."
         )
+    if row.by_role:
+        yield from _matrices(case, row)
     if not row.low_bit and (t.optimizer_state != "full" or t.stochastic_rounding):
         able = ", ".join(word for word, other in KINDS.items() if other.low_bit)
         yield ConfigError(
@@ -45,4 +48,27 @@ def optimizer_fits(case: Case) -> Found:
         yield ConfigError(
             f"techniques.stochastic_rounding = true is about weights that rest in bfloat16, and these rest in {master}."
             f" Set techniques.precision.master = bfloat16, or leave it out."
+        )
+
+
+def _matrices(case: Case, row: OptimizerKind) -> Found:
+    """Require hidden matrices, and parameters on the device, for an optimizer that computes on whole ones."""
+    word, trained = case.techniques.optimizer, [p for p in case.facts.parameters if p.trainable]
+    frozen = case.techniques.freeze
+    if frozen:
+        chosen = matching(frozen, [p.name for p in case.facts.parameters], "techniques.freeze")
+        trained = [p for p in trained if p.name not in chosen]
+    if trained and not any(p.hidden for p in trained):
+        yield ConfigError(
+            f"techniques.optimizer = {word}: it steps the matrices of linear layers and experts inside repeated blocks,"
+            f" and {case.facts.kind} trains none ({len(trained)} parameters in {len(case.facts.blocks)} blocks). Set"
+            f" techniques.optimizer = adamw."
+        )
+    if (offload := case.techniques.cpu_offload) is not False:
+        where = "its state comes to the device by portions of parameters" if offload == "optimizer" else "on the host"
+        why = "and the parts of all matrices travel together" if offload == "optimizer" else "matrix products are slow"
+        yield UnsupportedError(
+            f"techniques.cpu_offload = {str(offload).lower()} and techniques.optimizer = {word}: {where}, {why}. Set"
+            f" techniques.cpu_offload = false ({row.title} holds one tensor of state for each matrix, AdamW two), or"
+            f" techniques.optimizer = adamw."
         )

@@ -177,7 +177,13 @@ def _optimizer_bytes(plan: Plan, master: int) -> float:
     optimizer = plan.optimizer
     if optimizer.in_host_memory:
         return 0.0
-    tensors = len(optimizer.row.state)
+    tensors = float(len(optimizer.row.state))
+    if optimizer.row.by_role:
+        held = sum(
+            unit.trainable_elements // (plan.experts if unit.experts and plan.experts else plan.shares).shards
+            for unit in plan.units
+        )
+        tensors = sum(unit.state_elements for unit in plan.units) / max(held, 1)
     return tensors * {"full": float(master), "8bit": 1.02, "4bit": 0.53}[optimizer.state]
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from meshwright.core.errors import ConfigError, nearest
 from meshwright.core.torch_private import devices_with_foreach, devices_with_fused
 from meshwright.distributed.optimizer.classes import optimizer_class
+from meshwright.distributed.optimizer.parameter_groups import split_by_role
 from meshwright.distributed.optimizer.torchao_adamw import TorchaoAdamW
 from meshwright.planning.optimizer.kinds import OptimizerKind
 from meshwright.planning.optimizer.plan import OptimizerPlan
@@ -54,7 +55,8 @@ def make_optimizer(
         groups: parameter groups as above, of this rank; under pipeline parallelism those of its stages.
         lr: learning rate of the first step; a schedule replaces it before every step.
         plan: the optimizer of a model's plan (``plan.optimizer``), low-bit state and stochastic rounding by torchao.
-        named_parameters: (global name, parameter) of all parameters; stochastic rounding draws its numbers by name.
+        named_parameters: (global name, parameter) of all parameters; stochastic rounding draws its numbers by name, and
+            Muon knows its matrices by name.
         seed: seed of the stochastic rounding.
         options: arguments of the optimizer's class, for groups that set none; by default the values of
             ``OptimizerConfig``.
@@ -84,6 +86,8 @@ def make_optimizer(
     if plan.needs_torchao:
         made = TorchaoAdamW(kept, plan, named_parameters=named_parameters, seed=seed, lr=lr, **options)
         return BuiltOptimizer(made, "torchao", _torchaos(plan))
+    if row.by_role:
+        kept = split_by_role(kept, named_parameters, plan.matrices)
     kind = optimizer_class(row)
     implementation, note = _choose(row, [p for group in kept for p in group["params"]])
     takes = inspect.signature(kind).parameters

@@ -1,0 +1,185 @@
+"""Step hidden matrices by the orthogonalised mean of their gradients, and all else by AdamW: Muon.
+
+Jordan et al. 2024 (kellerjordan.github.io/posts/muon), with the decoupled weight decay and the scale of arXiv
+2502.16982, by which one learning rate and one weight decay serve both kinds of parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+from meshwright.core.errors import ConfigError
+from meshwright.distributed.torch_private import local_part
+from meshwright.distributed.weights.shards import with_local
+
+from .foreach_private import foreach_between, foreach_between_
+from .orthogonal import orthogonalised
+from .owners import MatrixOwners
+
+RMS = 0.2
+"""Root mean square of an update's elements at a learning rate of 1, as of AdamW's (arXiv 2502.16982, section 2.2)."""
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon, on parameters that lie on one rank or on many.
+
+    With gradient g and mean m, which is zero at first, a step of an (A, B) matrix w is: m = momentum * m +
+    (1 - momentum) * g; w decays by ``lr * weight_decay`` of itself; w = w - lr * 0.2 * sqrt(max(A, B)) * O, where O is
+    m, or with ``nesterov`` momentum * m + (1 - momentum) * g, orthogonalised by Newton–Schulz in at least fp32. A
+    parameter of 3 dims is a stack of matrices. A fused weight (queries, keys and values in one) is one matrix.
+
+    Each matrix is orthogonalised by one of the ranks that hold parts or copies of it. ``ParallelModel.optimizer_step``
+    shares the matrices out over the model's mesh. In other loops, call ``share_out`` with the mesh; without it,
+    DTensors are shared out over their own meshes, and copies are each computed. All ranks step together. The state is
+    ``momentum_buffer``, or AdamW's for other parameters, placed as the parameter.
+
+    Args:
+        params: groups of tensors or DTensors with the key ``use_muon``: whether the group is of matrices. Planning
+            tells which are (``plan.optimizer.matrices``); embeddings, heads, routers, norms and biases are not.
+        lr: rate of both kinds.
+        momentum: decay of the mean of gradients of matrices.
+        betas, eps: AdamW's.
+        weight_decay: decoupled weight decay of both kinds.
+        nesterov: whether the step looks one gradient ahead.
+        ns_steps: number of iterations of Newton–Schulz.
+        foreach: whether torch steps all parameters of a group in one call of each operator.
+
+    Raises:
+        ConfigError: a group without ``use_muon``, or with a vector in it; a value out of its range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        *,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        foreach: bool = False,
+    ):
+        if lr < 0 or weight_decay < 0 or eps < 0:
+            raise ConfigError(f"Muon: lr = {lr}, weight_decay = {weight_decay} and eps = {eps} are 0 or more")
+        if not all(0 <= decay < 1 for decay in (momentum, *betas)):
+            raise ConfigError(f"Muon: momentum = {momentum} and betas = {betas} are in [0, 1)")
+        if ns_steps < 1:
+            raise ConfigError(f"Muon: ns_steps = {ns_steps} is 1 or more")
+        options = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        self._mesh_is_known = False
+        self._owners: dict[DeviceMesh | None, MatrixOwners] = {}
+        super().__init__(params, {**options, "nesterov": nesterov, "ns_steps": ns_steps, "foreach": foreach})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters; raise ConfigError as the constructor does."""
+        if "use_muon" not in param_group:
+            raise ConfigError(
+                "Muon: a group of parameters has no use_muon. Make groups {'params': …, 'use_muon': True} of the"
+                " matrices of linear layers and experts, and False of all else; or let"
+                " meshwright.training.optim.build.make_optimizer(groups, lr=…, plan=model.plan.optimizer,"
+                " named_parameters=model.named_parameters()) make the optimizer."
+            )
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"] if param_group["use_muon"] else ():
+            if parameter.dim() not in (2, 3):
+                raise ConfigError(
+                    f"Muon: a group with use_muon holds a parameter of shape {tuple(parameter.shape)}, which is no"
+                    f" (rows, columns) matrix and no (experts, rows, columns) stack. Put it in a group without."
+                )
+
+    def share_out(self, mesh: DeviceMesh | None) -> None:
+        """Share the matrices out over the ranks of a mesh, all but its pipeline axis; None: this process alone."""
+        if not self._mesh_is_known or mesh not in self._owners:
+            self._mesh_is_known, self._owners = True, {mesh: MatrixOwners(mesh)}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step of all parameters that have gradients; return what the closure returns. Collective."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        stepped: list[tuple[Tensor, Tensor, dict[str, Any]]] = []
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if params and group["use_muon"]:
+                stepped += [(*one, group) for one in zip(params, self._directions(params, group), strict=True)]
+            elif params:
+                self._step_others(params, group)
+        self._orthogonalise(stepped)
+        for param, direction, group in stepped:
+            local, rate = local_part(param), float(group["lr"])
+            local.mul_(1 - rate * group["weight_decay"])
+            local.add_(local_part(direction), alpha=-rate * RMS * math.sqrt(max(param.shape[-2:])))
+        return loss
+
+    def _directions(self, params: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+        """Move the means of gradients, and return new tensors to orthogonalise, placed as the parameters."""
+        for p in params:
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        gradients, means = (
+            [_gradient(p) for p in params],
+            [local_part(self.state[p]["momentum_buffer"]) for p in params],
+        )
+        decay = group["momentum"]
+        foreach_between_(means, gradients, 1 - decay)
+        found = foreach_between(gradients, means, decay) if group["nesterov"] else [mean.clone() for mean in means]
+        return [with_local(p, new) if isinstance(p, DTensor) else new for p, new in zip(params, found, strict=True)]
+
+    def _orthogonalise(self, stepped: list[tuple[Tensor, Tensor, dict[str, Any]]]) -> None:
+        together: dict[tuple[DeviceMesh | None, torch.dtype], list[tuple[Tensor, int]]] = {}
+        for param, direction, group in stepped:
+            mesh = next(iter(self._owners)) if self._mesh_is_known else getattr(param, "device_mesh", None)
+            together.setdefault((mesh, direction.dtype), []).append((direction, group["ns_steps"]))
+        for (mesh, _), directions in together.items():
+            if mesh not in self._owners:
+                self._owners[mesh] = MatrixOwners(mesh)
+            functions = [partial(orthogonalised, steps=steps) for _, steps in directions]
+            self._owners[mesh].compute([direction for direction, _ in directions], functions)
+
+    def _step_others(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        for p in params:
+            if not self.state[p]:
+                self.state[p] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
+                }
+        states = [self.state[p] for p in params]
+        adamw(
+            [local_part(p) for p in params],
+            [_gradient(p) for p in params],
+            [local_part(state["exp_avg"]) for state in states],
+            [local_part(state["exp_avg_sq"]) for state in states],
+            [],
+            [state["step"] for state in states],
+            foreach=group["foreach"],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=float(group["lr"]),
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    """Return the local part of a parameter's gradient, placed as the parameter."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return local_part(gradient)

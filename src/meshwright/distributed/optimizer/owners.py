@@ -1,0 +1,251 @@
+"""Compute on whole matrices whose parts or copies lie on several ranks: each on one rank, its owner.
+
+Parts travel to the owners in one all-to-all for many matrices, and what owners computed travels back in another.
+Planning decides the owners and the order (``planning/optimizer/owners``).
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, product
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from meshwright.core.axes import Axis
+from meshwright.core.errors import ConfigError
+from meshwright.distributed.exchange.ranks import ProcessGroupRanks
+from meshwright.distributed.process.world import get_world_info
+from meshwright.distributed.torch_private import flattened, local_part, ranks_in
+from meshwright.distributed.weights.shards import pieces, runs_at
+from meshwright.planning.optimizer.owners import Box, Matrix, Transfer, boxes_of, matrices_of, rounds_of
+
+Compute = Callable[[Tensor], Tensor]
+"""A function of a whole (rows, columns) matrix that returns one of the same shape and dtype."""
+Boxes = dict[tuple[int, Box], Tensor]
+"""Parts of matrices, by the matrix's number."""
+
+
+@dataclass(frozen=True)
+class _Message:
+    """The boxes that this rank sends and receives in one all-to-all, by receiver and by sender.
+
+    ``travels``: whether any rank sends one.
+    """
+
+    mine: tuple[Transfer, ...]
+    theirs: tuple[Transfer, ...]
+    travels: bool
+
+    @classmethod
+    def of(cls, transfers: Iterable[Transfer], here: int) -> _Message:
+        mine, theirs, travels = [], [], False
+        for transfer in transfers:
+            travels = True
+            if transfer.sender == here:
+                mine.append(transfer)
+            elif transfer.receiver == here:
+                theirs.append(transfer)
+        mine.sort(key=lambda transfer: transfer.receiver)
+        theirs.sort(key=lambda transfer: transfer.sender)
+        return cls(tuple(mine), tuple(theirs), travels)
+
+    def send(self, ranks: ProcessGroupRanks, part_of: Callable[[int, Box], Tensor], like: Tensor) -> Boxes:
+        """Send boxes, and return those received."""
+        sends, receives = [0] * ranks.size, [0] * ranks.size
+        for transfer in self.mine:
+            sends[transfer.receiver] += transfer.held.elements
+        for transfer in self.theirs:
+            receives[transfer.sender] += transfer.held.elements
+        parts = [part_of(transfer.matrix, transfer.held.box).reshape(-1) for transfer in self.mine]
+        buffer = torch.cat(parts) if parts else like.new_empty(0)
+        runs = ranks.trade(buffer, sends, receives).split([transfer.held.elements for transfer in self.theirs])
+        boxes = [(transfer.matrix, transfer.held.box) for transfer in self.theirs]
+        return {
+            (number, box): run.view([high - low for low, high in box])
+            for (number, box), run in zip(boxes, runs, strict=True)
+        }
+
+
+@dataclass(frozen=True)
+class _Round:
+    """(number of a matrix, its owner), the message to the owners, and the message from them."""
+
+    owners: tuple[tuple[int, int], ...]
+    arriving: _Message
+    leaving: _Message
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    """The work on some tensors.
+
+    Attributes:
+        first: number of each tensor's first matrix.
+        tensor_of: each matrix's tensor.
+    """
+
+    matrices: tuple[Matrix, ...]
+    first: tuple[int, ...]
+    tensor_of: tuple[int, ...]
+    rounds: tuple[_Round, ...]
+
+
+class MatrixOwners:
+    """The ranks that hold parts or copies of the same matrices, and compute each matrix once among them.
+
+    Args:
+        mesh: all axes over which matrices are cut or copied, and the pipeline's, whose ranks have other matrices; None:
+            this process alone.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None):
+        names = () if mesh is None else mesh.mesh_dim_names or ()
+        if mesh is not None and not names and mesh.ndim > 1:
+            raise ConfigError(
+                f"Muon: the mesh of shape {tuple(mesh.shape)} has no axis names, by which its ranks are found: give"
+                f" mesh_dim_names= to it"
+            )
+        if mesh is not None and names:
+            sizes = zip(names, mesh.shape, strict=True)
+            large = tuple(name for name, size in sizes if size > 1 and name != Axis.PP.value)
+            mesh = mesh[large] if large else None
+        self._group = None if mesh is None or mesh.size() == 1 else _group_of(mesh)
+        self._ranks = None if self._group is None else ProcessGroupRanks(self._group)
+        alone = [get_world_info()[0]]
+        self._order = alone if self._group is None else dist.get_process_group_ranks(self._group)
+        self._where = {alone[0]: ()} if mesh is None or self._group is None else _coordinates(mesh)
+        self._schedules: dict[tuple, _Schedule] = {}
+        self._known: dict[tuple, list[Matrix]] = {}
+
+    def compute(self, tensors: Sequence[Tensor], functions: Sequence[Compute]) -> None:
+        """Replace the matrices of each tensor by its function of them, in place. Collective.
+
+        Args:
+            tensors: of one dtype, (rows, columns) or (experts, rows, columns), plain or DTensors, in the same order on
+                all ranks.
+        """
+        if not tensors:
+            return
+        schedule, like = self._schedule(tensors), local_part(tensors[0])
+        held = {
+            (schedule.first[place] + expert, box): view
+            for place, tensor in enumerate(tensors)
+            for expert, box, view in _views(tensor)
+        }
+        for one in schedule.rounds:
+            self._take(one, schedule, held, functions, like)
+
+    def _take(self, this: _Round, schedule: _Schedule, held: Boxes, functions: Sequence[Compute], like: Tensor) -> None:
+        """Take a round: parts to the owners, the functions, and the results to all who hold a box of them."""
+        arrived = self._send(this.arriving, lambda *at: held[at], like)
+        there = ChainMap(arrived, held)
+        found = {
+            number: functions[schedule.tensor_of[number]](_joined(schedule.matrices[number], number, there))
+            for number, owner in this.owners
+            if owner == self._here
+        }
+        back = self._send(this.leaving, lambda number, box: _part(found[number], box), like)
+        for number, _ in this.owners:
+            for box in (boxes.box for boxes in schedule.matrices[number].boxes):
+                if (number, box) in held:
+                    held[number, box].copy_(_part(found[number], box) if number in found else back[number, box])
+
+    def _send(self, message: _Message, part_of: Callable[[int, Box], Tensor], like: Tensor) -> Boxes:
+        return message.send(self._ranks, part_of, like) if self._ranks is not None and message.travels else {}
+
+    @property
+    def _here(self) -> int:
+        return 0 if self._ranks is None else self._ranks.rank
+
+    def _schedule(self, tensors: Sequence[Tensor]) -> _Schedule:
+        key = tuple(_place_of(tensor) for tensor in tensors)
+        if key not in self._schedules:
+            found = [self._matrices(tensor) for tensor in tensors]
+            matrices = tuple(chain.from_iterable(found))
+            first = tuple(accumulate((len(numbers) for numbers in found), initial=0))[:-1]
+            rounds = tuple(
+                _Round(
+                    one.owners,
+                    _Message.of(one.brought(matrices), self._here),
+                    _Message.of(one.returned(matrices), self._here),
+                )
+                for one in rounds_of(matrices, len(self._order))
+            )
+            tensor_of = tuple(place for place, numbers in enumerate(found) for _ in numbers)
+            self._schedules[key] = _Schedule(matrices, first, tensor_of, rounds)
+        return self._schedules[key]
+
+    def _matrices(self, tensor: Tensor) -> list[Matrix]:
+        key = _place_of(tensor)
+        if key not in self._known:
+            self._known[key] = matrices_of(tensor.shape, self._boxes(tensor))
+        return self._known[key]
+
+    def _boxes(self, tensor: Tensor) -> list[list[Box]]:
+        """List the boxes of a tensor that each rank holds, in the order of the group."""
+        whole = [tuple((0, size) for size in tensor.shape)]
+        if not isinstance(tensor, DTensor):
+            return [whole] * len(self._order)
+        own = _coordinates(tensor.device_mesh)
+        if beyond := own.keys() - self._where.keys():
+            raise ConfigError(
+                f"Muon: a matrix of shape {tuple(tensor.shape)} lies on the ranks {sorted(own)}, and matrices are"
+                f" shared out among {sorted(self._where)}, without {sorted(beyond)}: give the mesh of all of them to"
+                f" share_out"
+            )
+        # along the axes that the tensor's mesh does not have, ranks hold copies
+        places = [self._where[rank] for rank in own]
+        axes = [axis for axis in range(len(places[0])) if len({place[axis] for place in places}) > 1]
+        known = {tuple(self._where[rank][axis] for axis in axes): where for rank, where in own.items()}
+        return [
+            boxes_of(runs_at(tensor, known[tuple(self._where[rank][axis] for axis in axes)])) for rank in self._order
+        ]
+
+
+def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    return (flattened(mesh, "_".join(mesh.mesh_dim_names or ())) if mesh.ndim > 1 else mesh).get_group()
+
+
+def _coordinates(mesh: DeviceMesh) -> dict[int, tuple[int, ...]]:
+    """Map the ranks of a mesh to their places on it."""
+    places = product(*(range(size) for size in mesh.shape))
+    return dict(zip(ranks_in(mesh).flatten().tolist(), places, strict=True))
+
+
+def _place_of(tensor: Tensor) -> tuple:
+    where = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ()
+    return (*where, tuple(tensor.shape))
+
+
+def _views(tensor: Tensor) -> Iterator[tuple[int, Box, Tensor]]:
+    """Yield (number in the stack, box of the matrix, view) of what this rank holds."""
+    for piece in pieces(tensor):
+        (*stack, top, left), local = piece.offset, piece.local
+        rows, columns = local.shape[-2:]
+        box = ((top, top + rows), (left, left + columns))
+        if stack:
+            yield from ((stack[0] + place, box, matrix) for place, matrix in enumerate(local))
+        else:
+            yield 0, box, local
+
+
+def _part(matrix: Tensor, box: Box) -> Tensor:
+    (top, bottom), (left, right) = box
+    return matrix[top:bottom, left:right]
+
+
+def _joined(matrix: Matrix, number: int, boxes: Mapping[tuple[int, Box], Tensor]) -> Tensor:
+    """Return the whole of a matrix: a view where it is one box."""
+    parts = [(held.box, boxes[number, held.box]) for held in matrix.boxes]
+    if len(parts) == 1:
+        return parts[0][1]
+    whole = parts[0][1].new_empty(matrix.rows, matrix.columns)
+    for box, part in parts:
+        _part(whole, box).copy_(part)
+    return whole

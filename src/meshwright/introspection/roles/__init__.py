@@ -1,0 +1,1 @@
+"""Tell what parameters are for, from the modules that hold them."""
