@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from meshwright.core.parts import LocalRange, Range
 
-ROUND_ELEMENTS = 1 << 25
+ROUND_ELEMENTS = 1 << 22
 """Number of elements of whole matrices, on all owners together, beyond which the next ones travel in a message of their
 own; each owner's first matrix of a round may exceed it.
 """
