@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from support.odd import LAYOUTS, odd, own_rows
 
 from meshwright import UnsupportedError
+from meshwright.distributed import DistributedConfig, apply_fsdp2, init_distributed
 from meshwright.distributed.weights.wholes import whole_on_first
 
 
@@ -104,3 +107,71 @@ def test_an_optimizer_updates_as_in_one_process_or_is_refused(spmd, name):
         bound = 0.02 if name == "Muon" else 1e-9  # it iterates in bfloat16
         errors = {n: ((found[n] - w).norm() / w.norm().clamp(min=1e-9)).item() for n, w in wanted.items()}  # type: ignore[union-attr,index]
         assert max(errors.values()) <= bound, sorted((e, n) for n, e in errors.items())[-3:]
+
+
+NEVER = {
+    "LBFGS": "computes the loss again inside its step.*one process",
+    "SparseAdam": "takes sparse gradients alone.*Adam",
+}
+
+
+def _never(name: str, layout: str) -> str:
+    model = odd(layout)
+    optimizer = getattr(torch.optim, name)(list(model.parameters()), lr=0.01)
+    model.forward_backward(own_rows(model, 0))
+    with pytest.raises(UnsupportedError) as refused:
+        model.optimizer_step(optimizer)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("layout", ["ddp2", "fsdp2"])
+@pytest.mark.parametrize("name", NEVER)
+def test_what_no_trial_can_judge_is_refused_by_name_on_every_layout(spmd, name, layout):
+    for words in spmd(LAYOUTS[layout][0], _never, name, layout):
+        assert re.match(rf"optimizer: {name} {NEVER[name]}", words)
+
+
+def _in_a_loop_of_ones_own(name: str) -> str:
+    """A module that a door of ours sharded, stepped by the optimizer itself."""
+    mesh = init_distributed(DistributedConfig(dp_shard=2))
+    torch.manual_seed(0)
+    model = apply_fsdp2(Net(), mesh)
+    parameters = list(model.parameters())
+    kinds = {"LBFGS": torch.optim.LBFGS, "Rprop": torch.optim.Rprop, "AdamW": torch.optim.AdamW}
+    optimizer = kinds[name](parameters, lr=0.01) if name in kinds else made(name, parameters)
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        value = model(torch.ones(4, 8)).square().sum()
+        value.backward()
+        return value
+
+    loss()
+    before = [_local(parameter).clone() for parameter in parameters]
+    try:
+        optimizer.step(*([loss] if name == "LBFGS" else []))
+    except UnsupportedError as error:
+        assert all(map(torch.equal, map(_local, parameters), before)), "a weight changed"
+        return str(error)
+    return "stepped"
+
+
+class Net(torch.nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(torch.nn.Linear(8, 8), torch.nn.Linear(8, 6))
+
+
+OF_LOOPS = {
+    "LBFGS": "optimizer: LBFGS computes the loss again",
+    "Adafactor": "Adafactor was tried on a small parameter that lies as S(0)",
+    "Rprop": "Rprop was tried on a small parameter that lies as S(0)",
+    "ByOwnShare": "ByOwnShare was tried on a small parameter that lies as S(0)",
+    "ByTheWhole": "stepped",
+    "AdamW": "stepped",
+}
+
+
+@pytest.mark.parametrize("name", OF_LOOPS)
+def test_a_loop_of_ones_own_is_told_before_a_weight_changes(spmd, name):
+    for words in spmd(2, _in_a_loop_of_ones_own, name):
+        assert words.startswith(OF_LOOPS[name])

@@ -24,6 +24,7 @@ from .data import fully_sharded, idle_parameters, replicated
 from .experts import expert_parallel
 from .float8 import float8
 from .mesh import get_expert_mesh, groups_of
+from .optimizer.rehearsal import watch_steps
 from .pipeline.split import split
 from .recompute import compilation, recompute
 from .step import fused_loss
@@ -172,6 +173,7 @@ def apply(model: nn.Module, plan: Plan, site: Site, only: tuple[str, ...] = NAME
             keep_parts(model)  # a technique makes new parameters
             for module in (before, model):  # two where the technique wraps: neither may be laid out again
                 remember(module, Applied((*done, row.name)))
+            watch_steps()
     return model
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 from weakref import WeakSet
 
@@ -11,8 +12,11 @@ import torch
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from meshwright.core.errors import UnsupportedError
+from meshwright.core.torch_private import has_no_values
+from meshwright.distributed.torch_private import local_part
 
 from .lion import Lion
 
@@ -33,11 +37,44 @@ ELEMENT_BY_ELEMENT = frozenset(
 )
 """Optimizers that update an element by its own gradients alone, so that a shard updates as the whole."""
 
+OTHERWISE: dict[type[optim.Optimizer], tuple[str, str]] = {
+    optim.LBFGS: (
+        "computes the loss again inside its step, over all parameters as one vector, where a layout has gradients of a"
+        " step that is over, and ranks have parts of the vector",
+        "Use AdamW (techniques.optimizer = adamw), or LBFGS in one process on a module of your own.",
+    ),
+    optim.SparseAdam: (
+        "takes sparse gradients alone, and those of a model that is laid out are dense",
+        "Use Adam (techniques.optimizer = adam), which steps each element alike.",
+    ),
+}
+"""Optimizers that no trial of a small parameter can judge: the reason, and the remedy."""
+
 STEPS, ROWS, COLUMNS = 2, 4, 6
 LARGEST_ERROR = 0.05
 """Relative to the update's norm: torch's Muon iterates in bfloat16; taking a shard for the whole errs by about 1."""
 
 _KNOWN: WeakSet[optim.Optimizer] = WeakSet()
+
+
+@cache
+def watch_steps() -> None:
+    """Try unknown optimizers of this process before their first step on sharded parameters, also in users' own loops.
+
+    ``optimizer_step`` refuses some more, for all parameters.
+    """
+    register_optimizer_step_pre_hook(_before)
+
+
+def _before(optimizer: optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+    if type(optimizer) in ELEMENT_BY_ELEMENT or optimizer in _KNOWN or _is_ours(optimizer):
+        return
+    if next(_ways(optimizer), None) is not None:
+        refuse_unequal(optimizer)
+
+
+def _is_ours(optimizer: optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith(f"{__name__.partition('.')[0]}.")
 
 
 def refuse_unequal(optimizer: optim.Optimizer) -> None:
@@ -48,6 +85,9 @@ def refuse_unequal(optimizer: optim.Optimizer) -> None:
     """
     if type(optimizer) in ELEMENT_BY_ELEMENT or optimizer in _KNOWN:
         return
+    if (found := next((why for kind, why in OTHERWISE.items() if isinstance(optimizer, kind)), None)) is not None:
+        reason, remedy = found
+        raise UnsupportedError(f"optimizer: {type(optimizer).__name__} {reason}. {remedy}")
     _KNOWN.add(optimizer)
     for mesh, placements, dims in dict.fromkeys(_ways(optimizer)):
         kind = type(optimizer).__name__
@@ -74,6 +114,8 @@ def refuse_unequal(optimizer: optim.Optimizer) -> None:
 def _ways(optimizer: optim.Optimizer) -> Iterator[tuple[DeviceMesh, tuple[Placement, ...], int]]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            if has_no_values(local_part(parameter)):
+                continue  # of a dry run, whose tensors have no values to compare
             if type(parameter.data) is DTensor and any(placement.is_shard() for placement in parameter.placements):
                 yield parameter.device_mesh, parameter.placements, parameter.dim()
 
@@ -101,6 +143,7 @@ def _updated(optimizer: optim.Optimizer, values: list[Tensor], laid: Any) -> Ten
         )
     except Exception:  # noqa: BLE001  (the class may need other arguments)
         return None
+    _KNOWN.add(other)  # its step is the trial
     for gradient in values[1:]:
         parameter.grad = laid(gradient)
         other.step()
