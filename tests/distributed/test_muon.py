@@ -8,22 +8,30 @@ import pytest
 import torch
 from support.muon import LR, MOMENTUM, PlainMuon, Run, problem_of, train
 from support.oracle import oracle, relative_errors
-from support.states import LAYOUTS
+from support.states import DENSE, LAYOUTS, SPARSE
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from meshwright import Layout
 from meshwright.core.errors import ConfigError
 from meshwright.distributed import DistributedConfig, init_distributed
 from meshwright.distributed.optimizer.muon import Muon
 
 STEPS = 2
-PLACES = ("one", "DDP", "FSDP2", "HSDP", "TP, copies of key heads", "FSDP2 + TP", "PP + FSDP2", "EP")
+BESIDE = {
+    "CP": (2, Layout(dp_shard=1, cp=2), DENSE),
+    "EP + TP": (4, Layout(dp_shard=2, tp=2, ep=2), SPARSE),
+    "EP, each in shards": (4, Layout(dp_shard=4, ep=2), SPARSE),
+    "EP, replicas": (4, Layout(dp_replicate=2, dp_shard=2, ep=2), SPARSE),
+}
+OF_STATES = ("one", "DDP", "FSDP2", "HSDP", "TP, copies of key heads", "FSDP2 + TP", "PP + FSDP2", "EP")
+PLACES = {**{place: LAYOUTS[place] for place in OF_STATES}, **BESIDE}
 
 
 @cache
 def reference(place: str) -> dict[str, torch.Tensor]:
-    return oracle(problem_of(LAYOUTS[place][2], STEPS), make=PlainMuon).parameters
+    return oracle(problem_of(PLACES[place][2], STEPS), make=PlainMuon).parameters
 
 
 def errors(runs: list[Run], place: str) -> dict[str, float]:
@@ -32,12 +40,12 @@ def errors(runs: list[Run], place: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_step_is_that_of_one_process_and_sends_what_is_planned(spmd, place):
-    world, layout, model = LAYOUTS[place]
+    world, layout, model = PLACES[place]
     runs = spmd(world, train, layout, problem_of(model, STEPS))
     assert max(errors(runs, place).values()) <= 1e-10, errors(runs, place)
     assert [run.sent for run in runs] == [run.planned for run in runs]
     assert {run.messages for run in runs} == {run.planned_messages for run in runs}
-    if place != "EP":  # where tokens are sent to experts too
+    if "EP" not in place:  # where tokens are sent to experts too
         assert {run.most for run in runs} == {max(run.sent for run in runs)}
 
 
@@ -52,7 +60,7 @@ def test_a_step_is_that_of_one_process_and_sends_what_is_planned(spmd, place):
     ],
 )
 def test_faults_are_seen(spmd, mutant, place):
-    world, layout, model = LAYOUTS[place]
+    world, layout, model = PLACES[place]
     runs = spmd(world, train, layout, problem_of(model, STEPS), mutant)
     assert max(errors(runs, place).values()) > 1e-3
 
