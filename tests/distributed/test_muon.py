@@ -44,6 +44,7 @@ def test_a_step_is_that_of_one_process_and_sends_what_is_planned(spmd, place):
     runs = spmd(world, train, layout, problem_of(model, STEPS))
     assert max(errors(runs, place).values()) <= 1e-10, errors(runs, place)
     assert [run.sent for run in runs] == [run.planned for run in runs]
+    assert runs[0].held == runs[0].planned_bytes
     assert {run.messages for run in runs} == {run.planned_messages for run in runs}
     if "EP" not in place:  # where tokens are sent to experts too
         assert {run.most for run in runs} == {max(run.sent for run in runs)}

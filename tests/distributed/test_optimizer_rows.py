@@ -41,7 +41,7 @@ def test_sgd_is_equal_where_it_is_asked_for(pool, layout):
 
 
 @pytest.mark.parametrize("place", ["DDP", "FSDP2", "FSDP2 + TP", "PP, tied", "EP"])
-@pytest.mark.parametrize("word", ["adam", "lion", "muon"])
+@pytest.mark.parametrize("word", ["adafactor", "adam", "lion", "muon"])
 def test_a_word_is_equal_on_every_cut(pool, word, place):
     _, layout, model = LAYOUTS[place]
     report = verify(model, layout, BATCHES, steps=2, pool=pool, dtypes=("float64",), techniques={"optimizer": word})
@@ -64,7 +64,7 @@ def _stepped(layout: Layout, word: str) -> str:
 
 
 @pytest.mark.parametrize("layout", [SHARDS, Layout(dp_shard=2, tp=2)], ids=str)
-@pytest.mark.parametrize("word", [word for word, row in KINDS.items() if not row.whole_matrices])
+@pytest.mark.parametrize("word", KINDS)
 def test_the_kernel_that_is_chosen_steps_sharded_parameters(spmd, layout, word):
     fused = "fused" in KINDS[word].kernels
     assert all((form == "fused") == fused for form in spmd(layout.world, _stepped, layout, word))
@@ -115,7 +115,7 @@ def _second_step(layout: Layout, folder: str, word: str, *, first: bool) -> dict
     return {name: to_cpu(parameter.detach()) for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("word", ["adam", "lion", "muon", "sgd"])
+@pytest.mark.parametrize("word", ["adafactor", "adam", "lion", "muon", "sgd"])
 def test_a_run_goes_on_with_another_layout(spmd, tmp_path, word):
     folder = str(tmp_path / "at")
     (undisturbed, *_), *others = (

@@ -19,6 +19,7 @@ from meshwright.distributed.process.wire import WireCounter
 from meshwright.distributed.torch_private import local_part
 from meshwright.distributed.weights.wholes import whole_on_first
 from meshwright.models.decoder_config import DecoderConfig
+from meshwright.planning.memory.states import plan_memory
 from meshwright.planning.optimizer.collectives import sent_elements
 from meshwright.planning.traffic import step_traffic
 from meshwright.planning.values import Batch
@@ -26,6 +27,7 @@ from meshwright.training.optim.build import make_optimizer
 
 from .laid_out import own_rows
 from .problems import SEED, Data, Problem
+from .states import bytes_of_state
 
 LR, MOMENTUM, DECAY, BETAS, EPS, MAX_NORM = 0.02, 0.9, 0.1, (0.8, 0.95), 1e-6, 0.3
 MATRICES = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
@@ -88,7 +90,8 @@ class PlainMuon(torch.optim.Optimizer):
 @dataclass
 class Run:
     """Parameters behind the last step, whole on rank 0; elements sent in that step's all-to-alls and their number, and
-    what the plan says of this rank, of all all-to-alls of the one that sends most, and of their number.
+    what the plan says of this rank, of all all-to-alls of the one that sends most, and of their number; bytes of state,
+    held and planned of the first rank.
     """
 
     parameters: dict[str, Tensor]
@@ -97,6 +100,8 @@ class Run:
     planned: int
     most: float
     planned_messages: int
+    held: int
+    planned_bytes: int
 
 
 def optimizer_of(model: ParallelModel, matrices: tuple[str, ...] = ()) -> torch.optim.Optimizer:
@@ -127,7 +132,8 @@ def train(layout: Layout, problem: Problem, mutant: str = "") -> Run:
     rows, seq = problem.data.rows, problem.data.seq
     most = sum(t.bytes for t in step_traffic(model.plan, Batch(rows, seq)) if t.op == "all_to_all") / 8
     whole = whole_on_first({name: p.detach() for name, p in named.items()}, differ=model.plan.pipeline is not None)
-    return Run(whole, sum(one.bytes for one in found) / 8, len(found), elements[rank], most, messages)
+    memory = bytes_of_state(optimizer), plan_memory(model.plan, pipeline_rank=0).optimizer
+    return Run(whole, sum(one.bytes for one in found) / 8, len(found), elements[rank], most, messages, *memory)
 
 
 # --- mutants: what must not go unseen

@@ -47,6 +47,12 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def bytes_of_state(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of an optimizer's state on this rank, without step counts."""
+    states = (value for state in optimizer.state.values() for value in state.values() if value.dim())
+    return sum(plain.nbytes for value in states for plain in memory_of(value))
+
+
 def bits(tensor: Tensor) -> list[Tensor]:
     """What a state lies in here, copied."""
     return [plain.detach().clone() for plain in memory_of(tensor)]

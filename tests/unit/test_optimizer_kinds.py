@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from meshwright import Layout, plan
-from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.errors import ConfigError
 from meshwright.distributed.optimizer.classes import optimizer_class
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module
@@ -65,7 +65,7 @@ def test_the_update_of_an_element_depends_on_others_where_the_row_says_so(word):
         optimizer = optimizer_of(word, [parameter])
         parameter.grad = torch.tensor([[1.0, -2.0], [3.0, 0.5], [9.0, 7.0], [-8.0, 0.1]])[: len(parameter)].clone()
         optimizer.step()
-    assert (kind_of(word).whole_matrices or kind_of(word).by_role) != torch.equal(whole[:2], half)
+    assert (kind_of(word).sums_parts or kind_of(word).by_role) != torch.equal(whole[:2], half)
 
 
 @pytest.mark.parametrize("word", KINDS)
@@ -76,23 +76,6 @@ def test_memory_is_that_of_the_row(word):
         kind_of(word).state_elements(p.shape, hidden=p.hidden) for p in facts.parameters
     )
     assert made.optimizer.row.title in str(made) and type(made).from_json(made.to_json()) == made
-
-
-CUT = {
-    Layout(dp_shard=2): "layout.dp_shard = 2 cuts",
-    Layout(dp_shard=1, tp=2): "layout.tp = 2 cuts",
-    Layout(dp_replicate=2, dp_shard=2): "layout.dp_shard = 2 cuts",
-    Layout(dp_replicate=2, dp_shard=1, pp=2): "fully_shard makes parameters DTensors",
-}
-
-
-@pytest.mark.parametrize("layout", CUT, ids=str)
-def test_parameters_that_must_be_whole_are_not_cut(layout):
-    plan(MODEL, layout, techniques={"optimizer": "sgd"})
-    with pytest.raises(
-        UnsupportedError, match=rf"adafactor: torch\.optim\.Adafactor computes .* whole parameter, and {CUT[layout]}"
-    ):
-        plan(MODEL, layout, techniques={"optimizer": "adafactor"})
 
 
 def test_words_that_are_no_row_are_refused_at_every_door():

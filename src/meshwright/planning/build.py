@@ -28,7 +28,7 @@ from .experts.plan import ExpertPlan, expert_mesh_of, without_experts
 from .float8.messages import scales_of_gathered
 from .float8.plan import check_parts, make_float8_plan
 from .layout import Layout
-from .optimizer.collectives import matrix_collectives
+from .optimizer.collectives import optimizer_collectives
 from .optimizer.plan import optimizer_plan
 from .pipeline.make import make_pipeline_plan
 from .pipeline.plan import PipelinePlan
@@ -225,7 +225,7 @@ def _collectives(facts: ModelFacts, plan: Plan) -> tuple[Collective, ...]:
     found = step_collectives(
         shares, plan.units, plan.data, precision, activations, trained_cuts(dense, tensor), experts, trained
     )
-    return (*found, *matrix_collectives(plan, facts.parameters))
+    return (*found, *optimizer_collectives(plan, facts.parameters))
 
 
 def _expert_plan(

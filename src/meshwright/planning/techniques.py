@@ -58,7 +58,7 @@ class Techniques:
     """
     optimizer: str = "adamw"
     """The optimizer that train makes and memory estimates count: adamw, adam, lion, muon (hidden matrices by Muon, the
-    rest by AdamW), sgd, or adafactor (parameters whole on each rank).
+    rest by AdamW), sgd, or adafactor.
     """
     optimizer_state: Literal["full", "8bit", "4bit"] = "full"
     """AdamW's moments: in the master dtype (full), or by torchao as codes of 8 or 4 bits with a scale for each block

@@ -8,10 +8,11 @@ import torch
 
 from meshwright.planning.optimizer.kinds import OptimizerKind
 
+from .adafactor import Adafactor
 from .lion import Lion
 from .muon import Muon
 
-OURS: dict[str, type[torch.optim.Optimizer]] = {"Lion": Lion, "Muon": Muon}
+OURS: dict[str, type[torch.optim.Optimizer]] = {"Adafactor": Adafactor, "Lion": Lion, "Muon": Muon}
 
 
 def optimizer_class(row: OptimizerKind) -> Callable[..., torch.optim.Optimizer]:

@@ -22,11 +22,14 @@ from meshwright.distributed.torch_private import local_part
 from meshwright.distributed.weights.shards import with_local
 
 from .foreach_private import foreach_between, foreach_between_
-from .orthogonal import orthogonalised
 from .owners import MatrixOwners
 
 RMS = 0.2
 """Root mean square of an update's elements at a learning rate of 1, as of AdamW's (arXiv 2502.16982, section 2.2)."""
+COEFFICIENTS = (3.4445, -4.775, 2.0315)
+"""Those of the quintic iteration, chosen to be steep at zero: singular values end near 1, not at it."""
+SMALLEST_NORM = 1e-7
+"""Norm from which on a matrix is divided by its own, so that one of zeros stays so."""
 
 
 class Muon(torch.optim.Optimizer):
@@ -183,3 +186,19 @@ def _gradient(parameter: Tensor) -> Tensor:
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
     return local_part(gradient)
+
+
+def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
+    """Return a (rows, columns) matrix with its singular values moved to about 1, in its dtype.
+
+    All products are computed in at least fp32, and in fp64 for an fp64 matrix; torch.optim.Muon's are in bfloat16.
+    """
+    a, b, c = COEFFICIENTS
+    x = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+    stands = x.shape[0] > x.shape[1]
+    x = x.T if stands else x  # (short, long), so that the Gram matrix is the smaller one
+    x = x / torch.linalg.vector_norm(x).clamp(min=SMALLEST_NORM)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.T if stands else x).to(matrix.dtype)

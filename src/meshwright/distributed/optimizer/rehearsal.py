@@ -67,13 +67,14 @@ def watch_steps() -> None:
 
 
 def _before(optimizer: optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-    if type(optimizer) in ELEMENT_BY_ELEMENT or optimizer in _KNOWN or _is_ours(optimizer):
+    if type(optimizer) in ELEMENT_BY_ELEMENT or optimizer in _KNOWN or is_ours(optimizer):
         return
     if next(_ways(optimizer), None) is not None:
         refuse_unequal(optimizer)
 
 
-def _is_ours(optimizer: optim.Optimizer) -> bool:
+def is_ours(optimizer: optim.Optimizer) -> bool:
+    """Return whether an optimizer is one of this library, made for parameters that are cut."""
     return type(optimizer).__module__.startswith(f"{__name__.partition('.')[0]}.")
 
 
@@ -95,8 +96,9 @@ def refuse_unequal(optimizer: optim.Optimizer) -> None:
             f"{kind} was tried on a small parameter that lies as {' × '.join(map(str, placements))} over"
             f" {mesh.mesh_dim_names}, and"
         )
+        instead = "techniques.optimizer = adafactor, or " * isinstance(optimizer, optim.Adafactor)
         remedy = (
-            "Use one that updates element by element (AdamW), or a layout in which parameters are whole"
+            f"Use {instead}one that updates element by element (AdamW), or a layout in which parameters are whole"
             " (layout.dp_replicate with dp_shard = tp = 1)."
         )
         try:

@@ -29,7 +29,7 @@ def step(
     check(optimizer, plan)
     if isinstance(optimizer, Muon):
         optimizer.share_out(mesh)
-    elif not isinstance(optimizer, TorchaoAdamW):
+    elif not optimizer_rehearsal.is_ours(optimizer):
         optimizer_rehearsal.refuse_unequal(optimizer)
     if plan.in_host_memory:
         state_offload.step(optimizer, device)

@@ -58,7 +58,7 @@ def make_unit(
     weights = float8.gathered if float8 is not None and shards > 1 else ()
     rounded = sum(_padded(p, shards, tensor) for p in parameters if p.name in weights)
     trains = [p for p in parameters if p.trainable]
-    sizes = [(_local_shape(p, shards, tensor), _mixes_copies(p, tensor), p.hidden) for p in trains]
+    sizes = [(_local_shape(p, shards, tensor), _mixes_copies(p, tensor), p) for p in trains]
     return Unit(name, total, trained, reshard, gathers, False, behind, rounded, *_states(sizes, optimizer))
 
 
@@ -67,16 +67,17 @@ def _mixes_copies(p: ParameterFact, tensor: TensorPlan | None) -> bool:
     return tensor is not None and cut is not None and mixes_copies(cut[1], tensor.ranks)
 
 
-def _states(shapes: list[tuple[tuple[int, ...], bool, bool]], optimizer: OptimizerPlan) -> tuple[int, int, int, int]:
+def _states(
+    shapes: list[tuple[tuple[int, ...], bool, ParameterFact]], optimizer: OptimizerPlan
+) -> tuple[int, int, int, int]:
     """Count (most elements of a parameter, elements of state, parameters whose state is low-bit, their elements).
 
-    ``shapes``: (shape on the first rank, whether it has copies, whether it is a hidden matrix) of each trained
-    parameter.
+    ``shapes``: (shape on the first rank, whether it has copies, the parameter) of each trained one.
     """
     sizes = [(math.prod(shape), mixes) for shape, mixes, _ in shapes]
     rounded = [size for size, mixes in sizes if optimizer.rounds(size) and not mixes]
     largest = max((size for size, _ in sizes), default=0)
-    elements = sum(optimizer.row.state_elements(shape, hidden=hidden) for shape, _, hidden in shapes)
+    elements = sum(optimizer.row.state_elements(shape, hidden=p.hidden, whole=p.shape) for shape, _, p in shapes)
     return largest, elements, len(rounded), sum(rounded)
 
 
@@ -92,8 +93,8 @@ def _stack_unit(
     facts: ModelFacts, path: str, reshard: bool, gathers: bool, experts: ExpertPlan, optimizer: OptimizerPlan
 ) -> Unit:
     parameters = [p for p in facts.parameters if owner(p.name) == path]
-    trained = [(experts.padded(p.shape), p.hidden) for p in parameters if p.trainable]
-    states = _states([((size // experts.shards,), False, hidden) for size, hidden in trained], optimizer)
+    trained = [(experts.padded(p.shape), p) for p in parameters if p.trainable]
+    states = _states([((size // experts.shards,), False, p) for size, p in trained], optimizer)
     total = sum(experts.padded(p.shape) for p in parameters)
     return Unit(path, total, sum(size for size, _ in trained), reshard, gathers, True, 0, 0, *states)
 

@@ -1,8 +1,9 @@
-"""List the messages of an optimizer of whole matrices: their parts to the owners, and the results back."""
+"""List the messages of optimizers that need whole matrices, or sums over them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from meshwright.core.axes import Axis
 from meshwright.core.parts import LocalRange, is_plain, runs_of_chunk, runs_of_parts
@@ -17,8 +18,14 @@ STAGE = (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP, Axis.TP)
 """Axes whose ranks hold parts or copies of the same matrices."""
 
 
+def optimizer_collectives(plan: Plan, parameters: Sequence[ParameterFact]) -> Iterator[Collective]:
+    """List the messages of the optimizer's step for a rank's parameters."""
+    yield from matrix_collectives(plan, parameters)
+    yield from sum_collectives(plan, parameters)
+
+
 def matrix_collectives(plan: Plan, parameters: Iterable[ParameterFact]) -> Iterator[Collective]:
-    """List the all-to-alls of a step for a rank's parameters, with the elements of the rank that sends most."""
+    """List the all-to-alls of a step, to owners and back, with the elements of the rank that sends most."""
     shares = plan.shares
     ranks = shares.size(*STAGE)
     if ranks == 1 or not plan.optimizer.row.by_role:
@@ -28,6 +35,36 @@ def matrix_collectives(plan: Plan, parameters: Iterable[ParameterFact]) -> Itera
         axes = [axis.value for axis in STAGE if shares.size(axis) > 1]
         unit, dtype = "parts of matrices", plan.precision.master
         yield Collective("all_to_all", " × ".join(axes), ranks, unit, max(sent), dtype, "step", calls, to_others=True)
+
+
+def sum_collectives(plan: Plan, parameters: Iterable[ParameterFact]) -> Iterator[Collective]:
+    """List the all-reduces of an optimizer that sums over parts of cut matrices: first squares, then updates."""
+    if not plan.optimizer.row.sums_parts:
+        return
+    shares, experts = plan.shares, plan.experts
+    packs: dict[tuple[tuple[str, int], ...], list[int]] = {}
+    for p in parameters:
+        if not p.trainable or p.name in plan.frozen:
+            continue
+        if experts is not None and experts.has(p.name):
+            axes = [(Axis.EFSDP, experts.shards), (Axis.EP, experts.ranks)]
+        else:
+            cut = plan.tensor is not None and plan.tensor.cut_of(p.name, p.shape) is not None
+            axes = [(Axis.DP_SHARD, shares.shards), (Axis.TP, shares.size(Axis.TP) if cut else 1)]
+        cut_by = tuple((axis.value, size) for axis, size in axes if size > 1)
+        if any(size == plan.world for _, size in cut_by):  # one group of all ranks, whatever the axis
+            cut_by = next((pack for pack in packs if any(size == plan.world for _, size in pack)), cut_by)
+        packs.setdefault(cut_by, []).append(size_of_sums(p.shape))
+    dtype = "float64" if plan.precision.master == "float64" else "float32"
+    for cut_by, sizes in packs.items():
+        for elements, unit in ((sum(sizes), "squares of rows and columns"), (len(sizes), "squares of updates")):
+            for axis, ranks in cut_by:
+                yield Collective("all_reduce", axis, ranks, unit, elements, dtype, "step")
+
+
+def size_of_sums(shape: Sequence[int]) -> int:
+    """Count the numbers that ranks sum for a parameter: its square, and those of its gradient's rows and columns."""
+    return 1 if len(shape) < 2 else 1 + math.prod(shape[:-2]) * (shape[-2] + shape[-1])
 
 
 def sent_elements(plan: Plan, parameters: Iterable[ParameterFact]) -> tuple[list[int], int]:

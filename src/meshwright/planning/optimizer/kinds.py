@@ -23,7 +23,8 @@ class StateTensor:
         signed: whether values may be negative.
         kept_for: parameters that have this tensor; "matrices" have two dims or more, "vectors" fewer; "hidden" are the
             hidden matrices (``introspection.roles.hidden``), "others" are not.
-        reduced: dim, counted from the end, in which the tensor has size 1 if the parameter is longer; 0: none.
+        reduced: dim, counted from the end, in which the tensor has size 1 if the parameter is longer; 0: none. Such a
+            tensor is whole on every rank.
     """
 
     name: str
@@ -31,13 +32,14 @@ class StateTensor:
     kept_for: Literal["all", "matrices", "vectors", "hidden", "others"] = "all"
     reduced: int = 0
 
-    def elements(self, shape: tuple[int, ...], *, hidden: bool = False) -> int:
-        """Count elements for a parameter of ``shape``."""
+    def elements(self, shape: tuple[int, ...], *, hidden: bool = False, whole: tuple[int, ...] | None = None) -> int:
+        """Count elements for a parameter of ``shape`` on a rank, whose whole shape is ``whole``."""
+        whole = shape if whole is None else whole
         if self.kept_for in ("hidden", "others") and hidden != (self.kept_for == "hidden"):
             return 0
-        if self.kept_for in ("matrices", "vectors") and (len(shape) > 1) != (self.kept_for == "matrices"):
+        if self.kept_for in ("matrices", "vectors") and (len(whole) > 1) != (self.kept_for == "matrices"):
             return 0
-        return math.prod(shape) // (shape[self.reduced] if self.reduced and shape[self.reduced] else 1)
+        return math.prod(whole) // max(whole[self.reduced], 1) if self.reduced else math.prod(shape)
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,6 @@ class OptimizerKind:
         arguments: (argument of the class, keys of the section ``optimizer`` that give its value; several keys make a
             tuple), without the learning rate. A key that the optimizer's row does not name is refused if it is set.
         verified_with: arguments that ``verify`` steps with: a step far above rounding.
-        whole_matrices: whether an element's update depends on more of its parameter than the element's own gradients,
-            so that parameters must not be cut over ranks.
         decayed_dims: least number of dims of a parameter whose weight decays; norms and biases have one.
         low_bit: whether torchao has its step with states of 8 and 4 bits, and with stochastic rounding.
         kernels: torch's kernels for many parameters at once that the class supports for DTensors too, fastest first.
@@ -61,7 +61,6 @@ class OptimizerKind:
     state: tuple[StateTensor, ...]
     arguments: tuple[tuple[str, tuple[str, ...]], ...]
     verified_with: tuple[tuple[str, Any], ...]
-    whole_matrices: bool = False
     decayed_dims: int = 2
     low_bit: bool = False
     kernels: tuple[Literal["fused", "foreach"], ...] = ("fused", "foreach")
@@ -76,9 +75,16 @@ class OptimizerKind:
         """Whether hidden matrices are stepped otherwise than other parameters, and whole: the plan counts messages."""
         return any(tensor.kept_for == "hidden" for tensor in self.state)
 
-    def state_elements(self, shape: tuple[int, ...], *, hidden: bool = False) -> int:
-        """Count elements of the state of a parameter of ``shape``."""
-        return sum(tensor.elements(shape, hidden=hidden) for tensor in self.state)
+    @property
+    def sums_parts(self) -> bool:
+        """Whether ranks that have parts of a matrix sum squares of its rows and columns: the plan counts messages."""
+        return any(tensor.reduced for tensor in self.state)
+
+    def state_elements(
+        self, shape: tuple[int, ...], *, hidden: bool = False, whole: tuple[int, ...] | None = None
+    ) -> int:
+        """Count elements of the state of a parameter of ``shape`` on a rank, whose whole shape is ``whole``."""
+        return sum(tensor.elements(shape, hidden=hidden, whole=whole) for tensor in self.state)
 
     def takes(self, settings: Any) -> dict[str, Any]:
         """Return the class's arguments, read from an object that has the section's keys as attributes."""
@@ -140,7 +146,6 @@ KINDS = {
         ),
         arguments=(("weight_decay", ("weight_decay",)),),
         verified_with=(("lr", 1e-2), ("weight_decay", 0.1)),
-        whole_matrices=True,
         kernels=(),
     ),
 }

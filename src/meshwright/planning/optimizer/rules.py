@@ -13,24 +13,21 @@ ROUNDED_FROM = ("float32", "bfloat16")
 
 
 def optimizer_fits(case: Case) -> Found:
-    """Require a known optimizer, settings that fit the dtypes at rest, and whole parameters if it needs them."""
-    t, master, layout = case.techniques, case.precision.master, case.layout
+    """Require a known optimizer, and settings that fit it and the dtypes at rest."""
+    t, master = case.techniques, case.precision.master
     try:
         row = kind_of(t.optimizer)
     except ConfigError as unknown:
         yield unknown
         return
-    cut = {"dp_shard": layout.dp_shard, "tp": layout.tp, "ep": layout.ep}
-    if row.whole_matrices and (max(cut.values()) > 1 or case.technique == "fully_shard"):
-        sizes = [f"layout.{axis} = {size} cuts parameters over ranks" for axis, size in cut.items() if size > 1]
-        why = sizes[0] if sizes else "fully_shard makes parameters DTensors, which torch's class cannot step"
-        yield UnsupportedError(
-            f"techniques.optimizer = {t.optimizer}: torch.optim.{row.title} computes an element's update from its whole"
-            f" parameter, and {why}. Use layout.dp_replicate or layout.pp alone, in one dtype, which leave parameters"
-            f" whole, or techniques.optimizer = adamw."
-        )
     if row.by_role:
         yield from _matrices(case, row)
+    if row.sums_parts and t.cpu_offload == "optimizer":
+        yield UnsupportedError(
+            f"techniques.cpu_offload = optimizer and techniques.optimizer = {t.optimizer}: its state comes to the"
+            f" device by portions of parameters, and the sums of all parameters travel together. Set"
+            f" techniques.cpu_offload = false: the state of a matrix is a row and a column."
+        )
     if not row.low_bit and (t.optimizer_state != "full" or t.stochastic_rounding):
         able = ", ".join(word for word, other in KINDS.items() if other.low_bit)
         yield ConfigError(

@@ -15,7 +15,7 @@ from meshwright.planning.data.units import make_unit, trained_cuts
 from meshwright.planning.experts.collectives import expert_collectives, router_collectives
 from meshwright.planning.experts.plan import without_experts
 from meshwright.planning.float8.messages import scales_of_gathered
-from meshwright.planning.optimizer.collectives import matrix_collectives
+from meshwright.planning.optimizer.collectives import optimizer_collectives
 from meshwright.planning.plan import Plan
 from meshwright.planning.recompute.plan import sent_again
 from meshwright.planning.tensor.collectives import tensor_collectives
@@ -134,7 +134,7 @@ def _of_rank(facts: ModelFacts, plan: Plan, rank: int) -> Iterator[Collective]:
     yield from step_norm(plan.precision, shares, cuts, experts)
     yield Collective("all_reduce", Axis.PP.value, pipeline.ranks, "gradient norm", 1, "float64", "step")
     yield from step_agreement(shares)
-    yield from matrix_collectives(plan, own)
+    yield from optimizer_collectives(plan, own)
 
 
 def _messages(plan: Plan, pipeline: PipelinePlan, stage: int) -> Iterator[Collective]:

@@ -178,7 +178,7 @@ def _optimizer_bytes(plan: Plan, master: int) -> float:
     if optimizer.in_host_memory:
         return 0.0
     tensors = float(len(optimizer.row.state))
-    if optimizer.row.by_role:
+    if optimizer.row.by_role or optimizer.row.sums_parts:
         held = sum(
             unit.trainable_elements // (plan.experts if unit.experts and plan.experts else plan.shares).shards
             for unit in plan.units
