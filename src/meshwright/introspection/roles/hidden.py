@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from torch import Tensor, nn
 
@@ -18,8 +18,8 @@ def hidden_matrices(model: nn.Module) -> frozenset[str]:
     The rest are embeddings, heads, norms, biases, parameters that no linear layer multiplies by, matrices of one row
     or column, and routers: the linear layers beside a stack or a list of experts that have a row for each of them.
     """
-    blocks, kinds, stacks = repeated_blocks(model), module_kinds(model), find_stacks(model)
-    routed = _routed(model, blocks, {path: stack.experts for path, stack in stacks.items()})
+    blocks, kinds, stacks = frozenset(repeated_blocks(model)), module_kinds(model), find_stacks(model)
+    experts_in = _experts_in(model, blocks, {path: stack.experts for path, stack in stacks.items()})
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     for raw, parameter in model.named_parameters(remove_duplicate=False):
@@ -28,13 +28,14 @@ def hidden_matrices(model: nn.Module) -> frozenset[str]:
 
     def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
         path = owner(name)
-        if not any(is_within(name, block) for block in blocks) or min(shape[-2:]) == 1:
+        if blocks.isdisjoint(_around(path)) or min(shape[-2:]) == 1:
             return False
         if path in stacks:
             return len(shape) == 3
         is_router = any(
-            shape[0] == experts and is_within(path, owner(place)) and not is_within(path, place)
-            for place, experts in routed.items()
+            shape[0] == experts and not is_within(path, place)
+            for outer in _around(path)
+            for place, experts in experts_in.get(outer, ())
         )
         return kinds[path] == "linear layer" and name.endswith("weight") and len(shape) == 2 and not is_router
 
@@ -45,8 +46,19 @@ def hidden_matrices(model: nn.Module) -> frozenset[str]:
     )
 
 
-def _routed(model: nn.Module, blocks: Sequence[str], stacks: Mapping[str, int]) -> dict[str, int]:
-    """Map paths of experts, stacked or in a list inside a block, to their number."""
-    lists = {clean(raw): module for raw, module in model.named_modules() if isinstance(module, CONTAINERS)}
-    inside = {path for path in lists if any(is_within(path, block) for block in blocks)}
-    return {**stacks, **{path: len(lists[path]) for path in inside if len(lists[path]) > 1}}
+def _experts_in(
+    model: nn.Module, blocks: frozenset[str], stacks: Mapping[str, int]
+) -> dict[str, list[tuple[str, int]]]:
+    """Map modules to (path, number) of the experts that they hold, stacked or in a list inside a block."""
+    lists = {clean(raw): len(module) for raw, module in model.named_modules() if isinstance(module, CONTAINERS)}
+    inside = {path: number for path, number in lists.items() if number > 1 and not blocks.isdisjoint(_around(path))}
+    found: dict[str, list[tuple[str, int]]] = {}
+    for path, number in {**stacks, **inside}.items():
+        found.setdefault(owner(path), []).append((path, number))
+    return found
+
+
+def _around(path: str) -> list[str]:
+    """List a module's path and those of the modules around it: large models have too many to compare with each."""
+    parts = path.split(".")
+    return ["", *(".".join(parts[: place + 1]) for place in range(len(parts)))]
