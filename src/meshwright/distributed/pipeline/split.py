@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from meshwright.core.dtypes import torch_dtype
-from meshwright.core.names import clean, is_within
+from meshwright.core.names import clean, is_within, owner
 from meshwright.core.record import remember
 from meshwright.distributed.step.part import ModelPart
 from meshwright.introspection.facts import ModelFacts
@@ -48,13 +48,24 @@ def split(model: nn.Module, plan: Plan, facts: ModelFacts, rank: int) -> list[St
         passage = StageIO()
         module = stage_of(model, plan.pipeline, stage, passage)
         if stage == len(plan.pipeline.stages) - 1:
-            remember(module, SharedEnds(tuple(last for _, last in plan.pipeline.tied)))
+            shared = tuple(last for _, last in plan.pipeline.tied)
+            remember(module, SharedEnds(shared))
+            if parts and parts[0].stage == 0 and not facts.on_meta:
+                _copy_parameters(module, shared)
         parts.append(
             StagePart(
                 module, plan_of_stage(plan, stage), _facts_of(facts, module, plan.pipeline, stage), stage, passage
             )
         )
     return parts
+
+
+def _copy_parameters(module: nn.Module, names: tuple[str, ...]) -> None:
+    """Replace parameters by copies: as one tensor with another stage's, they would get both gradients twice."""
+    for name in names:
+        before = module.get_parameter(name)
+        made = nn.Parameter(before.detach().clone(), requires_grad=before.requires_grad)
+        module.get_submodule(owner(name))._parameters[name.rpartition(".")[2]] = made
 
 
 def stage_of(model: nn.Module, pipeline: PipelinePlan, stage: int, passage: StageIO) -> nn.Module:
