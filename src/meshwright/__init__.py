@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         NonFiniteError,
         UnsupportedError,
     )
+    from meshwright.core.losses import Loss
     from meshwright.distributed.parallel_model import ParallelModel
     from meshwright.distributed.parallelize import parallelize
     from meshwright.distributed.step.results import StepLoss, StepResult
@@ -44,6 +45,7 @@ __all__ = [
     "Hints",
     "IntegrityError",
     "Layout",
+    "Loss",
     "MeshwrightError",
     "MissingExtraError",
     "NonFiniteError",
@@ -75,6 +77,7 @@ _HOME = {
     "Hints": "meshwright.introspection.hints",
     "IntegrityError": "meshwright.core.errors",
     "Layout": "meshwright.planning.layout",
+    "Loss": "meshwright.core.losses",
     "MeshwrightError": "meshwright.core.errors",
     "MissingExtraError": "meshwright.core.errors",
     "NonFiniteError": "meshwright.core.errors",

@@ -1,8 +1,13 @@
-"""Compute a plain loss, without mesh or averaging."""
+"""Define losses without mesh or averaging: the plain cross entropy, and the declaration of a loss of one's own."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Any
+
+from .errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,3 +35,49 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, weights: Tensor | None = N
     if weights is None:
         return F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="sum")
     return (F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="none") * weights.flatten().to(wide)).sum()
+
+
+REDUCTIONS = ("sum", "mean")
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Declares a loss of one's own: a sum, or a mean and the number that it divides by.
+
+    ``forward_backward`` divides the sum by the count of the whole step, on all ranks and in all microbatches. The
+    declaration is checked on the first batch, by splitting it.
+
+    Args:
+        fn: (output, batch) -> 0-dim tensor. The output is that of the model's forward, as it is; the batch holds the
+            tensors of one microbatch on the device of the computation. None: the loss that the forward itself returns.
+        reduction: "sum", where the losses of rows add up; "mean", where ``fn`` divides by its microbatch's count.
+        count: "labels": labels that are not -100; "rows": rows; another key of the batch: the sum of that tensor, such
+            as weights; or a function (batch) -> number. "auto": "labels" where they are whole numbers, else "rows".
+        weight: factor of this loss beside others.
+
+    Raises:
+        ConfigError: a value that is not legal.
+    """
+
+    fn: Callable[[Any, Mapping[str, Tensor]], Tensor] | None = None
+    _: KW_ONLY
+    reduction: str
+    count: str | Callable[[Mapping[str, Tensor]], float | Tensor] = "auto"
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.fn is not None and not callable(self.fn):
+            raise ConfigError(
+                f"Loss(fn={self.fn!r}): fn is a function (output, batch) -> tensor, or None for the model's own loss"
+            )
+        if self.reduction not in REDUCTIONS:
+            raise ConfigError(
+                f"Loss(reduction={self.reduction!r}): the function returns a {' or a '.join(map(repr, REDUCTIONS))}"
+            )
+        if not (callable(self.count) or isinstance(self.count, str)):
+            raise ConfigError(
+                f"Loss(count={self.count!r}): count is 'auto', 'labels', 'rows', a key of the batch, or a function"
+                f" (batch) -> number"
+            )
+        if not math.isfinite(self.weight):
+            raise ConfigError(f"Loss(weight={self.weight}): a weight is a finite number")

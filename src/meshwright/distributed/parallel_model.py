@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.comparison.observe import TokensOfRank
 from meshwright.core.axes import Axis
 from meshwright.core.devices import current_device
-from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.core.names import clean
+from meshwright.core.errors import UnsupportedError
+from meshwright.core.losses import Loss
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.signature import Signature
 from meshwright.planning.pipeline.schedules.action import Action
@@ -30,22 +30,25 @@ from .data import accumulation, fully_sharded, replicated
 from .experts import routing
 from .experts.load import ExpertLoad, LayerLoad
 from .experts.router_loss import SharedRouterLoss
+from .loss.declared import DeclaredLosses
+from .loss.first_batch import FirstBatch
 from .mesh import data_groups, get_pp_rank, groups_of, is_first_of_stage, tensor_position
 from .optimizer import step as optimizer_step
 from .optimizer.grad_clip import EPSILON, gradients_times, local_gradients, scale_gradients, total_norm
 from .optimizer.loss_scale import LossScale
-from .optimizer.parameter_groups import make_parameter_groups
 from .process import agree
 from .step import batch as step_batch
 from .step import documents, generation
+from .step.named_parts import NamedParts
 from .step.objective import LossFunction
+from .step.opening import StepOpening
 from .step.part import ModelPart
 from .step.results import OpenedStep, StepLoss, StepResult
 from .step.runner import runner_of
 from .weights import audit, describe
 
 
-class ParallelModel:
+class ParallelModel(NamedParts):
     """A model laid onto a mesh by a plan, made by ``parallelize``.
 
     Attributes:
@@ -64,19 +67,21 @@ class ParallelModel:
         facts: ModelFacts,
         mesh: DeviceMesh | None,
         *,
-        loss_fn: LossFunction | None = None,
+        loss_fn: LossFunction | Loss | Mapping[str, Loss] | None = None,
         microbatch_rows: int = 0,
+        adds_up: bool = True,
     ):
         self.module, self.plan, self.facts, self.mesh = parts[0].module, plan, facts, mesh
-        self.microbatch_rows, self._own_loss = microbatch_rows, loss_fn is not None
+        self.microbatch_rows = microbatch_rows
         self.skipped_steps = 0
         self._parts = tuple(parts)
-        self._signature = Signature.of(parts[0].model)
+        signature = Signature.of(parts[0].model)
+        self._declared = DeclaredLosses.of(loss_fn, parts[0].model, signature.takes["tokens"])
+        self._adds_up, self._is_checked = adds_up and self._declared is None, False
         self._last_loss: Tensor | None = None
         self._data_groups = data_groups(mesh)
         self._pipeline_groups = groups_of(mesh, Axis.PP)
         self._copy_groups = groups_of(mesh, *plan.shares.copies)
-        self._row_groups = groups_of(mesh, *TOKENS)
         self._token_groups = groups_of(mesh, *plan.shares.routed)
         self._routers = routing.routers_of(self.parts)
         routing.share_microbatches(self._routers, self._data_groups)
@@ -85,54 +90,34 @@ class ParallelModel:
         self._router_loss = None if router is None else SharedRouterLoss(router, parts[0].model, self._token_groups)
         self._context = [found for part in self.parts if (found := runtime_of(part)) is not None]
         self.loss_scale = LossScale(plan.precision.loss_scale) if plan.precision.loss_scale else None
-        self._runner = runner_of(
-            self._parts, plan, mesh, loss_fn, self._inputs, self.device, self._router_loss, self._enter
+        self._opening = StepOpening(
+            plan,
+            facts,
+            signature,
+            loss_fn is not None,
+            self._declared,
+            self._context,
+            self._data_groups,
+            groups_of(mesh, *TOKENS),
+            bool(self._routers or self._router_loss),
         )
-
-    @property
-    def parts(self) -> list[nn.Module]:
-        """The local modules: one for each of this rank's pipeline stages."""
-        return [part.model for part in self._parts]
+        loss: Any = loss_fn if self._declared is None else self._declared
+        self._runner = runner_of(
+            self._parts, plan, mesh, loss, self._inputs, self.device, self._router_loss, self._enter
+        )
 
     @property
     def device(self) -> torch.device:
         """The device of the computation."""
         return current_device(self.plan.device)
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield (global name, parameter) of this rank, tied ones once; sharded parameters are DTensors.
-
-        A parameter that a pipeline's first and last stage share has one name; a rank with both stages holds two
-        bitwise equal copies.
-        """
-        first = {last: one for one, last in self.plan.pipeline.tied} if self.plan.pipeline else {}
-        for model in self.parts:
-            for name, parameter in model.named_parameters():
-                yield first.get(clean(name), clean(name)), parameter
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        return (parameter for _, parameter in self.named_parameters())
-
-    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (global name, buffer) of the buffers that belong to a checkpoint."""
-        persistent = {fact.name for fact in self.facts.buffers if fact.persistent}
-        for model in self.parts:
-            for name, buffer in model.named_buffers():
-                if clean(name) in persistent:
-                    yield clean(name), buffer
-
-    def make_parameter_groups(
-        self, *, weight_decay: float = 0.1, overrides: Sequence[tuple[str, dict[str, Any]]] = ()
-    ) -> list[dict[str, Any]]:
-        """Group parameters for an optimizer: matrices decay, vectors do not, overrides win (``parameter_groups``)."""
-        return make_parameter_groups(self.named_parameters(), weight_decay=weight_decay, overrides=overrides)
-
     def learn_documents(self) -> None:
         """Learn whether positions alone keep packed documents apart in this model (collective: a small forward)."""
-        if self._signature.takes["document_ids"] is None and self._signature.takes["positions"] is not None:
+        signature = self._opening.signature
+        if signature.takes["document_ids"] is None and signature.takes["positions"] is not None:
             with self._evaluating():
                 apart = not agree.any_rank(not documents.stay_apart(self._runner.logits))
-            self._signature = replace(self._signature, positions_part_documents=apart)
+            self._opening.signature = replace(signature, positions_part_documents=apart)
 
     def own_tokens(self, batch: step_batch.Batch) -> TokensOfRank:
         """Return which tokens of a step's rows lie on this rank between the model's blocks."""
@@ -181,8 +166,8 @@ class ParallelModel:
             if self._router_loss is not None:
                 self._router_loss.forget()
             raise
-        self._last_loss = self._sum_of_losses(total)
-        return StepLoss(self._last_loss, tokens)
+        self._last_loss, parts = self._sum_of_losses(total)
+        return StepLoss(self._last_loss, tokens, parts)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, max_norm: float | None = None) -> StepResult:
         """Clip by the global norm, step the optimizer, clear the gradients.
@@ -219,53 +204,34 @@ class ParallelModel:
         return StepResult(norm, skipped)
 
     def _open_step(self, batch: step_batch.Brought) -> OpenedStep:
-        """Check batches, agree, and count tokens that have a loss, their weight, and tokens that are no padding.
+        """Check batches, agree and count (see ``StepOpening``); check a declared loss on the first batch."""
 
-        One small all-reduce per data axis gives all ranks the counts of the whole step.
-        """
-        pieces: list[step_batch.Batch] = []
-        refusal: Exception | None = None
-        tokens, weight, routed, rows_word, is_part = 0, 0.0, 0, None, False
-        known = (self._signature, self.facts.max_seq_len, self.facts.vocab_size)
-        try:
+        def bring() -> list[step_batch.Batch]:
             if isinstance(batch, Exception):
                 raise batch
             replicated.refuse_other_trained(self.module)
-            pieces = step_batch.microbatches(batch, self.microbatch_rows or self._suggested_rows(batch))
-            is_part = parts.are_parts(pieces, cuts_rows=bool(self._context))
-            for piece in pieces:
-                step_batch.check(parts.without_places(piece), *known, own_loss=self._own_loss)
-            rows_word = None if is_part else step_batch.fingerprint(pieces)
-            for context in () if is_part else self._context[:1]:  # a rank's stages have the same tokens
-                pieces = [context.cut(piece, self._signature) for piece in pieces]
-            tokens, weight = step_batch.count(pieces), step_batch.weight(pieces)
-            routed = routing.count_routed(pieces) if self._routers or self._router_loss else 0
-        except Exception as error:  # noqa: BLE001  (raised below, once the other ranks know)
-            refusal = error
-        same_rows = agree.is_equal(rows_word if refusal is None else None, self._row_groups)
-        if refusal is None and not same_rows:
-            refusal = parts.other_rows(self.plan.size(Axis.CP))
-        counts = [tokens, weight, routed, len(pieces), len(pieces) ** 2, refusal is not None]
-        words = torch.tensor([*counts, *([is_part] if self._context else [])], dtype=torch.float64)  # exact below 2^53
-        tokens, weight, routed, number, squares, refused, *brought = agree.total(words, self._data_groups).tolist()
-        tokens, routed = int(tokens), int(routed)
-        if refused:
-            agree.raise_first(refusal, self._data_groups)
-        ranks = self.plan.shares.batch_ranks
-        parts.refuse_some(int(sum(brought)), ranks)
-        if number * number != squares * ranks:
-            raise ConfigError(
-                f"ranks brought different numbers of microbatches ({number:.0f} on {ranks} data ranks, here"
-                f" {len(pieces)}): give as many"
-            )
-        if is_part:
-            pieces = parts.join_all(pieces, self._data_groups, self._context[0], *known[:2])
-        return OpenedStep(pieces, tokens, weight, routed)
+            named = step_batch.named(batch, self._opening.signature)
+            return step_batch.microbatches(named, self.microbatch_rows or self._suggested_rows(named))  # type: ignore[arg-type]
+
+        step = self._opening.open(bring)
+        is_judged = "tokens" in step.pieces[0] or not self.facts.measurements.premises().unknown
+        if not self._is_checked and not (self._adds_up and is_judged):
+            self._check_first(step.pieces)
+        return step
+
+    def _check_first(self, pieces: Sequence[step_batch.Batch]) -> None:
+        """Raise ConfigError on all ranks if losses are not as declared, or rows depend on each other (collective)."""
+        first = FirstBatch(self._runner, self._declared, self.plan)
+        with self._evaluating():
+            problem = first.problem(pieces)
+        agree.raise_first(problem, [*self._data_groups, *self._pipeline_groups])
+        self._is_checked = True
 
     def _inputs(self, batch: step_batch.Batch) -> dict[str, Any]:
         """Return the arguments of the model's forward, for whole rows or for this rank's part of them."""
         self._enter(batch)
-        return self._signature.inputs(batch, self.device)
+        with_targets = self._declared is not None
+        return self._opening.signature.inputs(batch, self.device, with_targets=with_targets)
 
     def _enter(self, batch: step_batch.Batch) -> None:
         """Let attention reach the other ranks' tokens of this microbatch."""
@@ -279,15 +245,14 @@ class ParallelModel:
             return 0
         return self.plan.pipeline.rows_per_microbatch(len(tokens))
 
-    def _counted_once(self) -> list[nn.Parameter]:
-        """List the parameters without the last stage's copies of the first stage's in a pipeline."""
-        copies = {last for _, last in self.plan.pipeline.tied} if self.plan.pipeline else set()
-        return [p for model in self.parts for name, p in model.named_parameters() if clean(name) not in copies]
-
-    def _sum_of_losses(self, value: Tensor) -> Tensor:
+    def _sum_of_losses(self, value: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Sum a loss over ranks, and each of several declared ones (collective)."""
+        names = [] if self._declared is None or len(self._declared.losses) < 2 else list(self._declared.losses)
+        totals = {} if self._declared is None else self._declared.totals
+        words = torch.stack([value, *(totals[name] if name in totals else torch.zeros_like(value) for name in names)])
         for group in (*self._data_groups, *self._pipeline_groups):
-            dist.all_reduce(value, group=group)
-        return value
+            dist.all_reduce(words, group=group)
+        return words[0], dict(zip(names, words[1:], strict=True))
 
     # --- without gradients
 
@@ -311,7 +276,8 @@ class ParallelModel:
         pieces, tokens, weight, _ = self._open_step(batch)
         with self._evaluating():
             total = self._runner.evaluate(pieces)
-        return StepLoss(self._sum_of_losses(total) / (weight or 1.0), tokens)
+        loss, parts = self._sum_of_losses(total / (weight or 1.0))
+        return StepLoss(loss, tokens, parts)
 
     def generate(
         self, prompt: Sequence[int], tokens: int, *, temperature: float = 1.0, seed: int = 0, stop: int | None = None

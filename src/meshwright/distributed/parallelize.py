@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.core.axes import WORLD_AXES, Axis
 from meshwright.core.devices import DEFAULT_BACKEND, check_device_type
 from meshwright.core.errors import ConfigError
+from meshwright.core.losses import Loss
 from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.hints import Hints
@@ -46,7 +47,7 @@ def parallelize(
     model: nn.Module | Callable[[], nn.Module] | Any,
     mesh: DeviceMesh | Layout | None = None,
     *,
-    loss_fn: LossFunction | None = None,
+    loss_fn: LossFunction | Loss | Mapping[str, Loss] | None = None,
     techniques: Techniques | dict | None = None,
     plan: Plan | None = None,
     seed: int = 0,
@@ -64,7 +65,9 @@ def parallelize(
             its modules' ``reset_parameters``.
         mesh: a DeviceMesh with our axis names, or a Layout (or DistributedConfig), for which process group and mesh
             are brought up where needed.
-        loss_fn: (logits, labels) -> SUM of the loss over real tokens; by default the cross entropy.
+        loss_fn: (logits, labels) -> SUM of the loss over real tokens; by default the cross entropy. Or a ``Loss``,
+            which declares a function of any output and batch, or the model's own loss, as a sum or a mean; or several
+            of them by name.
         techniques: precision, recomputation, compilation, offload …, typed or as a plain dict.
         plan: a plan made earlier; then ``techniques`` must be None.
         seed: seed of the initial weights, which are those that the constructor gives in one process under
@@ -109,14 +112,13 @@ def parallelize(
             _refuse_other_sizes(plan, {axis.value: wanted.size(axis) for axis in (*WORLD_AXES, Axis.EP)})
         refuse_absent(plan)
         mesh = _bring_up(plan, config, seed)
+    adds_up = own_loss.check(loss_fn, facts.vocab_size, torch.device(plan.device), plan)
     refused = _once(mesh, partial(_prove, facts, plan, with_own_loss=loss_fn is None))
     if plan.context is not None:
         keep_for_batches(facts, plan.context, refused)
     _refuse_other_mesh(plan, mesh)
-    if loss_fn is not None:
-        own_loss.check(loss_fn, facts.vocab_size, torch.device(plan.device), cuts_rows=plan.context is not None)
     parts = order.lay_out(module, plan, order.Site(mesh, facts, seed, draw_on, weights))
-    made = ParallelModel(parts, plan, facts, mesh, loss_fn=loss_fn, microbatch_rows=microbatch_rows)
+    made = ParallelModel(parts, plan, facts, mesh, loss_fn=loss_fn, microbatch_rows=microbatch_rows, adds_up=adds_up)
     made.copy_shared()
     if audit:
         made.audit()

@@ -35,6 +35,8 @@ class Signature:
     takes: dict[str, str | None]
     positions_part_documents: bool = False
     """Whether positions that restart at 0 keep packed documents apart; see ``ParallelModel.learn_documents``."""
+    required: tuple[str, ...] = ()
+    """Arguments without a default."""
 
     @classmethod
     def of(cls, model: nn.Module) -> Signature:
@@ -44,18 +46,28 @@ class Signature:
         takes = {key: next((s for s in spellings if s in names), None) for key, spellings in SPELLINGS.items()}
         if takes["tokens"] is None and names:
             takes["tokens"] = names[0]
-        return cls(names, takes)
+        return cls(names, takes, required=tuple(_required(model)))
 
-    def inputs(self, batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Any]:
-        """Return the keyword arguments of the model's forward for a batch."""
+    def inputs(
+        self, batch: Mapping[str, Tensor], device: torch.device, *, with_targets: bool = False
+    ) -> dict[str, Any]:
+        """Return the keyword arguments of the model's forward for a batch.
+
+        Args:
+            with_targets: a declared loss reads the batch: labels are passed on where the forward takes them, and keys
+                that it does not take are the loss's.
+        """
         found: dict[str, Any] = {name: False for name in SWITCHED_OFF if name in self.arguments}
         for key, value in batch.items():
-            if key in ("labels", "loss_mask"):
-                continue
             name = self.takes.get(key, key)
-            if name is not None:
+            if name is not None and (name in self.arguments if with_targets else key not in ("labels", "loss_mask")):
                 found[name] = to_device(value, device)
         return found
+
+    def argument_of(self, key: str) -> str | None:
+        """Return the argument that a batch's key is passed as; None if the forward has no such argument."""
+        name = self.takes.get(key, key)
+        return name if name in self.arguments else None
 
 
 def _of_config(model: nn.Module) -> list[str]:
@@ -63,6 +75,11 @@ def _of_config(model: nn.Module) -> list[str]:
     takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
     config = getattr(model, "config", None)
     return [name for name in SWITCHED_OFF if takes_any and isinstance(getattr(config, name, None), bool)]
+
+
+def _required(model: nn.Module) -> list[str]:
+    takes = inspect.signature(model.forward).parameters.values()
+    return [p.name for p in takes if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def _named(model: nn.Module) -> list[str]:

@@ -18,9 +18,9 @@ from meshwright.core.errors import UnsupportedError
 from meshwright.core.losses import IGNORED, PADDING
 from meshwright.distributed.data import fully_sharded
 from meshwright.distributed.exchange.ranks import share_of_sequence
-from meshwright.distributed.step import batch as step_batch
+from meshwright.distributed.loss.declared import Blank, DeclaredLosses
 from meshwright.distributed.step.deferred import DeferredGradients, defer_linear
-from meshwright.distributed.step.objective import LossFunction, Objective
+from meshwright.distributed.step.objective import LossFunction, objective_of
 from meshwright.distributed.step.part import Batch, Inputs
 from meshwright.distributed.tensor.parallel import sums_of
 from meshwright.distributed.tensor.runtime import runtime_of
@@ -66,7 +66,7 @@ class Pipeline:
         parts: Sequence[StagePart],
         plan: Plan,
         mesh: DeviceMesh,
-        loss_fn: LossFunction | None,
+        loss_fn: LossFunction | DeclaredLosses | None,
         inputs: Inputs,
         device: torch.device,
         enter: Callable[[Batch], None],
@@ -86,11 +86,11 @@ class Pipeline:
         self._kept: dict[tuple[int, int], StageActivations] = {}
         self._to_come: dict[int, int] = {}
         self._programs: dict[tuple[int, bool], tuple[Step, ...]] = {}
-        self._objective = None
+        self._objective, self._is_declared = None, isinstance(loss_fn, DeclaredLosses)
         self._scale = 1.0
         if (last := self.parts.get(len(self.pipeline.stages) - 1)) is not None:
             starts = lambda loss: fully_sharded.begin_backward_at(last.module, loss)  # noqa: E731
-            self._objective = Objective(last.module, last.plan, loss_fn, starts)
+            self._objective = objective_of(last.module, last.plan, loss_fn, starts)
         if self.pipeline.splits_backward:
             for part in parts:
                 _defer(part, self._deferred[part.stage])
@@ -180,7 +180,7 @@ class Pipeline:
             logits.append(left)
         else:
             assert self._objective is not None
-            targets = step_batch.targets_of(piece, self.device)
+            targets = self._objective.targets(piece, self.device)
             left = self._objective(lambda: part.module(**self._inputs(piece)), *targets) / weight
             result = left.detach()
         part.passage.entering = part.passage.leaving = None
@@ -277,9 +277,11 @@ class Pipeline:
             raise UnsupportedError(
                 f"the schedule {self.pipeline.schedule} is for {number} microbatches, and the step has {len(pieces)}"
             )
-        labels = pieces[-1]["labels"]
+        if self._is_declared:
+            return [*pieces, *[Blank(pieces[-1])] * (number - len(pieces))]
+        labels, tokens = pieces[-1]["labels"], pieces[-1]["tokens"]
         blank = copy.copy(dict(pieces[-1]) if not isinstance(pieces[-1], dict) else pieces[-1])
-        blank |= {"labels": torch.full_like(labels, IGNORED), "document_ids": torch.full_like(labels, PADDING)}
+        blank |= {"labels": torch.full_like(labels, IGNORED), "document_ids": torch.full_like(tokens, PADDING)}
         return [*pieces, *[blank] * (number - len(pieces))]
 
     def _room(self, piece: Batch) -> Tensor:

@@ -37,44 +37,118 @@ def targets_of(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor | Non
     return to_device(labels_of(batch), device), None if weights is None else to_device(weights, device)
 
 
+def named(batch: Brought, signature: Signature) -> Brought:
+    """Return a batch, or microbatches, with tokens under ``tokens`` where they stand under the model's name."""
+    name = signature.takes["tokens"]
+    if not isinstance(batch, Mapping):
+        return [named(piece, signature) for piece in batch] if isinstance(batch, list) else batch  # type: ignore[return-value]
+    if "tokens" in batch or name not in SPELLINGS["tokens"] or name not in batch:
+        return batch
+    return {("tokens" if key == name else key): value for key, value in batch.items()}
+
+
+def _refuse_others(batch: Batch) -> None:
+    """Raise ConfigError for values that are no tensors."""
+    for key, value in batch.items():
+        if not isinstance(value, Tensor):
+            raise ConfigError(f"batch['{key}'] is a {type(value).__name__}; it must be a tensor")
+
+
+def refuse_other_rows(batch: Batch) -> None:
+    """Raise ConfigError for values that are no tensors, and for tensors that disagree in their rows."""
+    _refuse_others(batch)
+    if len({value.shape[:1] for value in batch.values()}) > 1 or any(not value.dim() for value in batch.values()):
+        shapes = ", ".join(f"{key} {tuple(value.shape)}" for key, value in batch.items())
+        raise ConfigError(
+            f"the batch's tensors disagree in their rows, dim 0: {shapes}. Rows are dealt out to microbatches: give"
+            f" each tensor one entry for each row"
+        )
+
+
 def check(
     batch: Batch, signature: Signature, max_seq_len: int | None, vocab_size: int | None, *, own_loss: bool = False
 ) -> None:
     """Raise ConfigError for a batch that the model or the loss (``own_loss``: a user's) cannot take."""
-    missing = {"tokens", "labels"} - set(batch)
-    if missing:
+    if "labels" not in batch:
         raise ConfigError(
-            f"the batch has no '{sorted(missing)[0]}'; it is a dict with tokens and labels, both (rows, seq), not"
-            f" {sorted(batch)}"
+            f"the batch has no 'labels'; it is a dict with the arguments of the model's forward, and labels, not"
+            f" {sorted(batch)}. A loss that needs no labels is declared: loss_fn=meshwright.Loss(...)"
         )
-    for key, value in batch.items():
-        if not isinstance(value, Tensor):
-            raise ConfigError(f"batch['{key}'] is a {type(value).__name__}; it must be a tensor")
-    for key, legal in (("tokens", (torch.int64, torch.int32)), ("labels", (torch.int64,))):
-        if batch[key].dtype not in legal:
-            raise ConfigError(
-                f"batch['{key}'] holds {batch[key].dtype}; it must hold {legal[0]} (batch['{key}'].long())"
-            )
-    shape = batch["tokens"].shape
-    if len(shape) != 2:
-        raise ConfigError(f"batch['tokens'] has shape {tuple(shape)}; it must be (rows, seq)")
-    for key, value in batch.items():
-        if key in ("labels", "loss_mask", *SPELLINGS) and value.shape != shape:
-            raise ConfigError(f"batch['{key}'] has shape {tuple(value.shape)}, but tokens have {tuple(shape)}")
+    _refuse_others(batch)
+    if "tokens" not in batch:  # beside tokens, a tensor that is not cut may be for all rows, such as a bias
+        refuse_other_rows(batch)
+    _check_arguments(batch, signature)
+    labels, of = batch["labels"], _labelled(batch)
+    is_free = own_loss and (of is None or labels.dim() == 1)
+    if labels.dtype != torch.int64 and not is_free:
+        raise ConfigError(f"batch['labels'] holds {labels.dtype}; it must hold torch.int64 (batch['labels'].long())")
+    if "tokens" in batch:
+        _check_tokens(batch, max_seq_len, vocab_size)
+    if of is not None and labels.dim() > 1 and labels.shape != batch[of].shape:
+        raise ConfigError(f"batch['labels'] has shape {tuple(labels.shape)}, but {of} have {tuple(batch[of].shape)}")
+    if (mask := batch.get("loss_mask")) is not None and mask.shape != labels.shape:
+        raise ConfigError(f"batch['loss_mask'] has shape {tuple(mask.shape)}, but labels have {tuple(labels.shape)}")
+    for key in batch:
         if key not in ("labels", "loss_mask", *SPELLINGS) and key not in signature.arguments:
             raise ConfigError(
                 f"batch['{key}'] is not an argument of the model's forward{signature.arguments} and not a key that"
                 f" meshwright knows"
             )
-    if max_seq_len and shape[1] > max_seq_len:
+    if vocab_size and of is not None and labels.dim() > 1:
+        _check_ids("labels", real_labels(batch), vocab_size, f"; a token without a loss has the label {IGNORED}")
+    _check_weights(batch, own_loss=own_loss)
+    _check_documents(batch, signature)
+
+
+def check_declared(batch: Batch, signature: Signature, max_seq_len: int | None, vocab_size: int | None) -> None:
+    """Raise ConfigError for a batch that a model cannot take whose declared loss reads outputs and batch."""
+    refuse_other_rows(batch)
+    _check_arguments(batch, signature)
+    if "tokens" in batch:
+        _check_tokens(batch, max_seq_len, vocab_size)
+        _check_documents(batch, signature)
+
+
+def _labelled(batch: Batch) -> str | None:
+    """Return the key of the tokens that labels of several dims belong to; None for inputs that are no tokens."""
+    return next((key for key in ("decoder_input_ids", "tokens") if key in batch), None)
+
+
+def _check_arguments(batch: Batch, signature: Signature) -> None:
+    given = {signature.argument_of(key) for key in batch} - {None}
+    missing = [name for name in signature.required if name not in given and name in signature.arguments]
+    if missing or not given - {"labels"}:
+        keys = {name: key for key, name in signature.takes.items() if name in SPELLINGS.get(key, ())}
+        lacking = f"no '{keys.get(missing[0], missing[0])}'" if missing else "no input of the model"
         raise ConfigError(
-            f"the batch has sequences of {shape[1]} tokens, more than the model's maximum of {max_seq_len}: shorten"
-            f" them"
+            f"the batch has {lacking}; it is a dict of tensors, rows first, with the arguments of the model's forward"
+            f" ({', '.join(signature.arguments[:8])}) as keys, not {sorted(batch)}"
+        )
+
+
+def _check_tokens(batch: Batch, max_seq_len: int | None, vocab_size: int | None) -> None:
+    tokens = batch["tokens"]
+    if tokens.dtype not in (torch.int64, torch.int32):
+        raise ConfigError(f"batch['tokens'] holds {tokens.dtype}; it must hold torch.int64 (batch['tokens'].long())")
+    if tokens.dim() != 2:
+        raise ConfigError(f"batch['tokens'] has shape {tuple(tokens.shape)}; it must be (rows, seq)")
+    for key in SPELLINGS:
+        if key in batch and batch[key].shape != tokens.shape:
+            raise ConfigError(
+                f"batch['{key}'] has shape {tuple(batch[key].shape)}, but tokens have {tuple(tokens.shape)}"
+            )
+    if max_seq_len and tokens.shape[1] > max_seq_len:
+        raise ConfigError(
+            f"the batch has sequences of {tokens.shape[1]} tokens, more than the model's maximum of {max_seq_len}:"
+            f" shorten them"
         )
     if vocab_size:
-        _check_ids("tokens", _view(batch["tokens"]).ravel(), vocab_size, "")
-        _check_ids("labels", real_labels(batch), vocab_size, f"; a token without a loss has the label {IGNORED}")
-    if (weights := weights_of(batch)) is not None and not (weights.isfinite() & (weights >= 0)).all():
+        _check_ids("tokens", _view(tokens).ravel(), vocab_size, "")
+
+
+def _check_weights(batch: Batch, *, own_loss: bool) -> None:
+    weights = weights_of(batch)
+    if weights is not None and not (weights.isfinite() & (weights >= 0)).all():
         raise ConfigError(
             f"batch['loss_mask'] holds weights from {float(weights.min())} to {float(weights.max())}; each must be"
             f" finite, and 0 or more"
@@ -84,6 +158,9 @@ def check(
             "batch['loss_mask'] holds weights other than 0 and 1, and a loss_fn of your own is given logits and labels"
             " alone: leave loss_fn out (the cross entropy is weighted), or weigh inside it"
         )
+
+
+def _check_documents(batch: Batch, signature: Signature) -> None:
     documents = batch.get("document_ids")
     are_parted = signature.positions_part_documents and "positions" in batch
     if (
@@ -127,9 +204,13 @@ def microbatches(batch: Batch | Sequence[Batch], rows: int) -> list[Batch]:
                 f" {_words(batch)}"
             )
         return list(batch)
-    total = batch["tokens"].shape[0] if isinstance(batch.get("tokens"), Tensor) else 0
+    if not batch:
+        raise ConfigError("the batch is empty: it is a dict of tensors, rows first")
+    first = batch.get("tokens", next(iter(batch.values())))
+    total = len(first) if isinstance(first, Tensor) and first.dim() else 0
     if not rows or total <= rows:
         return [batch]
+    refuse_other_rows(batch)
     return [{key: value[start : start + rows] for key, value in batch.items()} for start in range(0, total, rows)]
 
 
@@ -142,10 +223,11 @@ def _words(batch: object) -> str:
 
 
 def fingerprint(pieces: list[Batch]) -> int:
-    """Return a number that batches with other tokens almost never share: a CRC of the token ids."""
+    """Return a number that batches with other tokens (or tensors, without any) almost never share: a CRC of them."""
     value = 0
     for piece in pieces:
-        value = zlib.crc32(piece["tokens"].cpu().contiguous().numpy().tobytes(), value)
+        for tensor in [piece["tokens"]] if "tokens" in piece else [piece[key] for key in sorted(piece)]:
+            value = zlib.crc32(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes(), value)
     return value
 
 

@@ -6,16 +6,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from meshwright.core.errors import ConfigError
 from meshwright.core.losses import cross_entropy_sum
+from meshwright.distributed.loss.declared import DeclaredLosses, DeclaredObjective
 from meshwright.distributed.tensor.loss import LossOfLogits, VocabularyShard, vocabulary_parallel_cross_entropy_sum
 from meshwright.distributed.tensor.runtime import LossRequest, LossSite, runtime_of
 from meshwright.introspection.outputs import logits_of
 from meshwright.introspection.structure.tail import Tail
 from meshwright.planning.plan import Plan
 
+from .batch import targets_of
 from .fused_loss import site_of
+from .part import Batch
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """(logits, labels) -> the SUM of the loss over real tokens, 0-dim."""
@@ -42,6 +47,10 @@ class Objective:
         self._shard = vocabulary
         self._fused = loss_fn is None and plan.loss is not None and self._site is not None
 
+    def targets(self, piece: Batch, device: torch.device) -> tuple[Any, ...]:
+        """Return labels and weights on the device of the computation."""
+        return targets_of(piece, device)
+
     def __call__(self, forward: Callable[[], Any], labels: Tensor, weights: Tensor | None = None) -> Tensor:
         """Compute the loss, with (rows, seq) labels and weights of tokens' losses (none with a user's loss)."""
         if self._fused and self.plan.loss is not None and self._site is not None:
@@ -57,8 +66,11 @@ class Objective:
                 logits = logits_of(forward())
             finally:
                 self._runtime.logits = "whole"
+            _check_labels(logits, labels)
             return vocabulary_parallel_cross_entropy_sum(logits, labels, self._shard, weights=weights)
         logits = logits_of(forward())
+        if self.loss_fn is cross_entropy_sum:
+            _check_labels(logits, labels)
         return self.loss_fn(logits, labels) if weights is None else cross_entropy_sum(logits, labels, weights)
 
     def _of_chunk(self, tail: Tail) -> LossOfLogits:
@@ -67,6 +79,26 @@ class Objective:
             return lambda logits, labels, weights=None: cross_entropy_sum(tail(logits), labels, weights)
         return lambda logits, labels, weights=None: vocabulary_parallel_cross_entropy_sum(
             tail(logits), labels, shard, weights=weights
+        )
+
+
+def objective_of(
+    model: nn.Module,
+    plan: Plan,
+    loss: LossFunction | DeclaredLosses | None,
+    starts_backward: Callable[[Tensor], None],
+) -> Objective | DeclaredObjective:
+    """Return the objective of a model; see ``Objective``."""
+    if isinstance(loss, DeclaredLosses):
+        return DeclaredObjective(loss, starts_backward)
+    return Objective(model, plan, loss, starts_backward)
+
+
+def _check_labels(logits: Tensor, labels: Tensor) -> None:
+    if logits.shape[:-1] != labels.shape:
+        raise ConfigError(
+            f"batch['labels'] has shape {tuple(labels.shape)}, and the model's logits {tuple(logits.shape)}: the cross"
+            f" entropy needs one label for each vector of logits. Declare another loss: loss_fn=meshwright.Loss(...)"
         )
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.losses import Loss
 from meshwright.introspection.facts import ModelFacts
+from meshwright.planning.plan import Plan
 
 ROWS, SEQ, SOME_IDS = 2, 3, 11
 CLOSE = 1e-3
@@ -23,27 +25,54 @@ def refuse_dropped(facts: ModelFacts) -> None:
     if losses := facts.measurements.premises().losses:
         raise UnsupportedError(
             f"the output of {facts.kind} has a loss of its own beside the logits ({', '.join(losses)}), and a step"
-            f" would train the cross entropy of the logits alone. Return the logits only; or give loss_fn=, which says"
-            f" that logits and labels are all of it."
+            f" would train the cross entropy of the logits alone. Return the logits only; or declare the loss"
+            f" of the model: loss_fn=meshwright.Loss(reduction='mean'); or give loss_fn=, which says that logits and"
+            f" labels are all of it."
         )
 
 
 def check(
-    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    loss_fn: Callable[[Tensor, Tensor], Tensor] | Loss | Mapping[str, Loss] | None,
     vocab_size: int | None,
     device: torch.device,
-    *,
-    cuts_rows: bool = False,
-) -> None:
-    """Call a loss with a few made-up logits, and with the same rows twice; trust one that cannot be called so.
+    plan: Plan,
+) -> bool:
+    """Check a loss before the first batch, and return whether it was seen to add up; else the first batch shows it.
 
-    Args:
-        cuts_rows: ranks compute the loss of some tokens of each row.
+    A function of logits and labels is called with a few made-up ones, and with the same rows twice.
 
     Raises:
         ConfigError: the loss is a mean, or does not add up over rows, or over the tokens of cut rows, or has
             parameters that are trained.
+        UnsupportedError: the layout cuts what a declared loss needs whole.
     """
+    if loss_fn is None:
+        return True
+    if isinstance(loss_fn, (Loss, Mapping)):
+        for loss in [loss_fn] if isinstance(loss_fn, Loss) else loss_fn.values():
+            if isinstance(loss, Loss):
+                _refuse_trained(loss.fn)
+                _refuse_cut(loss, plan)
+        return False
+    _refuse_trained(loss_fn)
+    return _adds_up(loss_fn, vocab_size, device, cuts_rows=plan.context is not None)
+
+
+def _refuse_cut(loss: Loss, plan: Plan) -> None:
+    if plan.context is not None:
+        raise UnsupportedError(
+            "loss_fn=meshwright.Loss(...) reads whole outputs and batches, and layout.cp cuts rows over ranks. Set"
+            " layout.cp = 1, or give loss_fn as a function (logits, labels) -> sum over tokens."
+        )
+    if plan.pipeline is not None and loss.fn is None:
+        raise UnsupportedError(
+            "loss_fn=meshwright.Loss() trains the loss that the forward itself computes, and a pipeline calls the"
+            " forward in parts, of which the first know no logits. Set layout.pp = 1, or give Loss a function (output,"
+            " batch)."
+        )
+
+
+def _refuse_trained(loss_fn: Any) -> None:
     for module in _modules_in(loss_fn):
         if trained := [name for name, parameter in module.named_parameters() if parameter.requires_grad]:
             raise ConfigError(
@@ -51,6 +80,16 @@ def check(
                 " layout would add up their gradients, and no optimizer group or checkpoint knows them. Make them part"
                 " of the model, or freeze them."
             )
+
+
+def _adds_up(
+    loss_fn: Callable[[Tensor, Tensor], Tensor], vocab_size: int | None, device: torch.device, *, cuts_rows: bool
+) -> bool:
+    """Return whether the loss of made-up rows adds up; False if it cannot be called with them.
+
+    Args:
+        cuts_rows: ranks compute the loss of some tokens of each row.
+    """
     generator = torch.Generator().manual_seed(0)
     ids = vocab_size or SOME_IDS
     logits = torch.randn(ROWS, SEQ, ids, generator=generator).to(device)
@@ -61,7 +100,7 @@ def check(
             twice = float(loss_fn(torch.cat((logits, logits)), torch.cat((labels, labels))))
             parts = [float(loss_fn(logits[:, part::2], labels[:, part::2])) for part in range(2 * cuts_rows)]
     except Exception:  # noqa: BLE001  (made for other shapes, or other labels: nothing is known then)
-        return
+        return False
     if not (math.isfinite(once) and math.isfinite(twice)) or _near(twice, 2 * once):
         if cuts_rows and math.isfinite(once) and not _near(sum(parts), once):
             raise ConfigError(
@@ -69,13 +108,14 @@ def check(
                 f" parts: it does not add up over tokens, and layout.cp cuts rows over ranks. Leave what looks at"
                 f" several tokens out of it, or set layout.cp = 1."
             )
-        return
+        return math.isfinite(once) and math.isfinite(twice)
     found = f"loss_fn gives {once:.5g} for {ROWS} rows and {twice:.5g} for the same rows twice"
     if _near(twice, once):
         raise ConfigError(
             f"{found}: it is a mean, and parallelize wants the SUM over tokens with a label, which it divides by their"
             " number in the whole step on all ranks. Write it with reduction='sum', such as"
-            " F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-100, reduction='sum')."
+            " F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-100, reduction='sum'); or declare"
+            " it: loss_fn=meshwright.Loss(fn, reduction='mean'), with fn(output, batch)."
         )
     raise ConfigError(
         f"{found}: it does not add up over rows (twice would be {2 * once:.5g}), so ranks and microbatches with other"

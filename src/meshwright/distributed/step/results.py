@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
@@ -12,10 +13,15 @@ from .part import Batch
 
 @dataclass(frozen=True)
 class StepLoss:
-    """The (weighted) mean loss of all ranks' real ``tokens``, in nats, 0-dim float64, equal on all ranks."""
+    """The (weighted) mean loss of all ranks' real ``tokens``, in nats, 0-dim float64, equal on all ranks.
+
+    ``tokens`` is the number that it is a mean over: tokens, other labels or rows. ``parts``: each loss's share of it,
+    where several were declared.
+    """
 
     loss: Tensor
     tokens: int
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __float__(self) -> float:
         return float(self.loss)

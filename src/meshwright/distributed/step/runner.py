@@ -9,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.distributed.experts.router_loss import SharedRouterLoss
+from meshwright.distributed.loss.declared import DeclaredLosses
 from meshwright.distributed.pipeline.run import Pipeline
 from meshwright.distributed.pipeline.split import StagePart
 from meshwright.planning.plan import Plan
@@ -22,7 +23,7 @@ def runner_of(
     parts: Sequence[ModelPart],
     plan: Plan,
     mesh: DeviceMesh | None,
-    loss_fn: LossFunction | None,
+    loss_fn: LossFunction | DeclaredLosses | None,
     inputs: Inputs,
     device: torch.device,
     router_loss: SharedRouterLoss | None,

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from meshwright.distributed.data import accumulation, fully_sharded
 from meshwright.distributed.experts.router_loss import SharedRouterLoss
+from meshwright.distributed.loss.declared import DeclaredLosses
 from meshwright.distributed.tensor.parallel import sums_of
 from meshwright.distributed.tensor.runtime import runtime_of
 from meshwright.distributed.tensor.sums import summing
 from meshwright.introspection.outputs import logits_of
 from meshwright.planning.pipeline.schedules.action import Action
 
-from . import batch as step_batch
-from .objective import LossFunction, Objective
+from .objective import LossFunction, objective_of
 from .part import Batch, Inputs, ModelPart
 
 
@@ -27,14 +27,14 @@ class WholeModel:
     def __init__(
         self,
         part: ModelPart,
-        loss_fn: LossFunction | None,
+        loss_fn: LossFunction | DeclaredLosses | None,
         inputs: Inputs,
         device: torch.device,
         router_loss: SharedRouterLoss | None = None,
     ):
         self.part, self.device, self._inputs, self._router_loss = part, device, inputs, router_loss
         starts_backward = lambda loss: fully_sharded.begin_backward_at(part.model, loss)  # noqa: E731
-        self._objective = Objective(part.model, part.plan, loss_fn, starts_backward)
+        self._objective = objective_of(part.model, part.plan, loss_fn, starts_backward)
 
     def forward_backward(self, pieces: Sequence[Batch], weight: float, scale: float = 1.0) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -66,9 +66,8 @@ class WholeModel:
         """Do nothing: nothing is shared with other processes."""
 
     def _loss_sum(self, piece: Batch) -> Tensor:
-        return self._objective(
-            lambda: self.part.module(**self._inputs(piece)), *step_batch.targets_of(piece, self.device)
-        )
+        targets = self._objective.targets(piece, self.device)
+        return self._objective(lambda: self.part.module(**self._inputs(piece)), *targets)
 
     def _summing_over_tensor_ranks(self) -> AbstractContextManager[None]:
         """Sum gradients that the plan marks as partial sums over the tensor axis, at the end, in one message."""

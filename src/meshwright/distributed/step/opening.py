@@ -1,0 +1,162 @@
+"""Open an optimizer step: check each rank's batch, agree, and count what the losses of all ranks are divided by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.core.axes import Axis
+from meshwright.core.errors import ConfigError
+from meshwright.distributed.context import parts
+from meshwright.distributed.context.runtime import ContextRuntime
+from meshwright.distributed.experts import routing
+from meshwright.distributed.loss.declared import DeclaredLosses
+from meshwright.distributed.process import agree
+from meshwright.introspection.facts import ModelFacts
+from meshwright.introspection.signature import Signature
+from meshwright.planning.plan import Plan
+
+from . import batch as step_batch
+from .results import OpenedStep
+
+
+@dataclass
+class StepOpening:
+    """The facts and groups by which a model's steps are opened.
+
+    Attributes:
+        signature: the arguments of the model's forward.
+        own_loss: the loss is a function of the user's, of logits and labels.
+        declared: the losses that the user declared, if any.
+        context: runtimes of this rank's parts where rows are cut.
+        data_groups: process groups whose ranks have other rows or other tokens of them.
+        row_groups: process groups whose ranks must bring the same rows.
+        counts_routed: some loss is a mean over the tokens that are no padding.
+    """
+
+    plan: Plan
+    facts: ModelFacts
+    signature: Signature
+    own_loss: bool
+    declared: DeclaredLosses | None
+    context: Sequence[ContextRuntime]
+    data_groups: list[dist.ProcessGroup]
+    row_groups: list[dist.ProcessGroup]
+    counts_routed: bool
+    needs_tokens: str = field(init=False)
+    """The part of the layout that knows batches by their tokens, or ""."""
+
+    def __post_init__(self) -> None:
+        sizes = {"layout.cp": bool(self.context), "layout.pp": self.plan.pipeline is not None}
+        self.needs_tokens = next((name for name, is_so in sizes.items() if is_so), "")
+        if self.counts_routed and not self.needs_tokens:
+            self.needs_tokens = "the routers' loss"
+
+    def open(self, bring: Callable[[], list[step_batch.Batch]]) -> OpenedStep:
+        """Check batches, agree, and count tokens that have a loss, their weight, and tokens that are no padding.
+
+        One small all-reduce per data axis gives all ranks the counts of the whole step.
+
+        Args:
+            bring: returns this rank's microbatches, or raises why there are none.
+        """
+        pieces: list[step_batch.Batch] = []
+        refusal: Exception | None = None
+        counted, rows_word, is_part = _Counted(), None, False
+        try:
+            pieces = bring()
+            is_part = parts.are_parts(pieces, cuts_rows=bool(self.context))
+            for piece in pieces:
+                self._check(parts.without_places(piece))
+            rows_word = None if is_part or not self.row_groups else step_batch.fingerprint(pieces)
+            for context in () if is_part else self.context[:1]:  # a rank's stages have the same tokens
+                pieces = [context.cut(piece, self.signature) for piece in pieces]
+            counted = self._count(pieces)
+        except Exception as error:  # noqa: BLE001  (raised below, once the other ranks know)
+            refusal = error
+        return self._agreed(pieces, counted, rows_word, refusal, is_part=is_part)
+
+    def _agreed(
+        self,
+        pieces: list[step_batch.Batch],
+        counted: _Counted,
+        rows_word: int | None,
+        refusal: Exception | None,
+        *,
+        is_part: bool = False,
+    ) -> OpenedStep:
+        """Return the step with the counts of all ranks, or raise on all what one of them refuses (collective)."""
+        same_rows = agree.is_equal(rows_word if refusal is None else None, self.row_groups)
+        if refusal is None and not same_rows:
+            refusal = parts.other_rows(self.plan.size(Axis.CP))
+        counts = [
+            *counted.words,
+            len(pieces),
+            len(pieces) ** 2,
+            refusal is not None,
+            *([is_part] if self.context else []),
+        ]
+        own = counted.losses if self.declared is None else (counted.losses or [0.0] * len(self.declared.losses))
+        words = agree.total(torch.tensor([*counts, *own], dtype=torch.float64), self.data_groups).tolist()  # < 2^53
+        tokens, weight, routed, number, squares, refused, *others = words
+        if refused:
+            agree.raise_first(refusal, self.data_groups)
+        ranks = self.plan.shares.batch_ranks
+        brought, declared = others[: len(others) - len(own)], others[len(others) - len(own) :]
+        parts.refuse_some(int(sum(brought)), ranks)
+        if number * number != squares * ranks:
+            raise ConfigError(
+                f"ranks brought different numbers of microbatches ({number:.0f} on {ranks} data ranks, here"
+                f" {len(pieces)}): give as many"
+            )
+        if is_part:
+            known = (self.signature, self.facts.max_seq_len)
+            pieces = parts.join_all(pieces, self.data_groups, self.context[0], *known)
+        if self.declared is not None:
+            self.declared.begin(declared)
+            weight = 1.0  # each loss is divided by its own count
+        return OpenedStep(pieces, int(tokens), weight, int(routed))
+
+    def _check(self, piece: step_batch.Batch) -> None:
+        known = (self.signature, self.facts.max_seq_len, self.facts.vocab_size)
+        if self.needs_tokens and "tokens" not in piece:
+            raise ConfigError(
+                f"the batch has no 'tokens' (rows, seq), by which {self.needs_tokens} cuts rows or counts, but only"
+                f" {sorted(piece)}: bring tokens, or leave that to the data axes (layout.dp_replicate, layout.dp_shard)"
+            )
+        if self.declared is not None:
+            step_batch.check_declared(piece, *known)
+            keys = {key for key in piece if self.signature.argument_of(key) is None}
+            if keys and all(loss.fn is None for loss in self.declared.losses.values()):
+                raise ConfigError(
+                    f"batch['{min(keys)}'] is not an argument of the model's forward{self.signature.arguments}, whose"
+                    f" own loss is trained"
+                )
+            return
+        step_batch.check(piece, *known, own_loss=self.own_loss)
+        if self.context and piece["labels"].shape != piece["tokens"].shape:
+            raise ConfigError(
+                f"batch['labels'] has shape {tuple(piece['labels'].shape)}, but tokens have"
+                f" {tuple(piece['tokens'].shape)}, and layout.cp cuts rows over ranks: set layout.cp = 1"
+            )
+
+    def _count(self, pieces: list[step_batch.Batch]) -> _Counted:
+        routed = routing.count_routed(pieces) if self.counts_routed else 0
+        if self.declared is None:
+            return _Counted((step_batch.count(pieces), step_batch.weight(pieces), routed))
+        each = [[self.declared.count(name, piece) for name in self.declared.losses] for piece in pieces]
+        self.declared.refuse_without_graph(pieces)
+        sums = [float(sum(counts)) for counts in zip(*each, strict=True)]
+        return _Counted((int(sums[0]), 0.0, routed), sums)
+
+
+@dataclass
+class _Counted:
+    """One rank's counts: tokens, their weight, tokens that are no padding; and the count of each declared loss."""
+
+    words: tuple[Any, ...] = (0, 0.0, 0)
+    losses: list[float] = field(default_factory=list)

@@ -1,0 +1,420 @@
+"""Losses of one's own over any output and batch: sums and means, equal to one process; wrong declarations refused."""
+
+from __future__ import annotations
+
+import functools
+import math
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.own_models import KINDS, ROWS, ConvNet, TwoHeads, built, computed, ids, scores_of, squares
+from support.written_out import GPT, GPTConfig
+from torch.distributed.tensor import DTensor
+
+from meshwright import ConfigError, Layout, Loss, MeshwrightError, UnsupportedError, parallelize, plan
+from meshwright.distributed.loss.declared import DeclaredLosses
+from meshwright.distributed.mesh import data_position
+
+EXACT = 1e-10
+FP64 = {"precision": {"master": "float64", "compute": "float64", "reduce": "float64"}}
+MEAN = Loss(lambda output, batch: F.cross_entropy(getattr(output, "logits", output), batch["labels"]), reduction="mean")
+SUM = Loss(
+    lambda output, batch: F.cross_entropy(getattr(output, "logits", output), batch["labels"], reduction="sum"),
+    reduction="sum",
+)
+OWN = Loss(reduction="mean")
+HEADS = {
+    "classes": Loss(lambda output, batch: F.cross_entropy(scores_of(output)[0], batch["labels"]), reduction="mean"),
+    "far": Loss(
+        lambda output, batch: F.mse_loss(scores_of(output)[1], batch["far"], reduction="sum"),
+        reduction="sum",
+        count="rows",
+        weight=0.3,
+    ),
+}
+
+
+def plain_sum(logits, labels):
+    return F.cross_entropy(logits, labels, reduction="sum")
+
+
+LOSSES = {
+    "vit": {"own": OWN, "mean": MEAN, "cross entropy": None},
+    "dit": {
+        "sum": Loss(squares, reduction="sum", count="weights"),
+        "mean": Loss(
+            lambda output, batch: squares(output, batch) / batch["weights"].sum(),
+            reduction="mean",
+            count=lambda batch: batch["weights"].sum(),
+        ),
+    },
+    "bert": {"own": OWN, "sum": SUM, "cross entropy": None},
+    "t5": {"own": OWN},
+    "conv": {"mean": MEAN, "sum": SUM, "plain": plain_sum},
+    "heads": {"both": HEADS},
+}
+ONE, DDP, HSDP = {"dp_shard": 1}, {"dp_replicate": 2, "dp_shard": 1}, {"dp_replicate": 2, "dp_shard": 2}
+LAYOUTS = {
+    1: {"one": (ONE, {}, 3)},
+    2: {
+        "ddp": (DDP, {}, 0),
+        "ddp in pieces": (DDP, {}, 1),
+        "zero 1": ({"dp_shard": 2}, {"zero_stage": 1}, 3),
+        "zero 2": ({"dp_shard": 2}, {"zero_stage": 2}, 1),
+        "fsdp": ({"dp_shard": 2}, {}, 0),
+        "zero 3 in pieces": ({"dp_shard": 2}, {"zero_stage": 3}, 1),
+    },
+    4: {"hsdp": (HSDP, {}, 0), "hsdp in pieces": (HSDP, {}, 1)},
+}
+
+
+def laid_out(make, sizes, options, loss, rows=0):
+    return parallelize(
+        built(make), Layout(**sizes), techniques=FP64 | options, loss_fn=loss, microbatch_rows=rows, audit=False
+    )
+
+
+def share(model, batch):
+    rank, ranks = data_position(model.mesh)
+    return {key: value.chunk(ranks)[rank] for key, value in batch.items()}
+
+
+def gradients(model):
+    return {
+        name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+
+
+def worst(found, expected):
+    """The largest relative error of a loss and gradients, and where."""
+    norm = torch.stack([value.norm() for name, value in expected.items() if name != "loss"]).norm()
+    errors = {
+        name: float((found[name] - value).norm() / max(value.norm(), 1e-6 * norm)) for name, value in expected.items()
+    }
+    errors |= dict.fromkeys(found.keys() ^ expected.keys(), math.inf)
+    return max((error, name) for name, error in errors.items())
+
+
+def errors(name, layouts, mutant=None):
+    """The worst error of each loss in each layout."""
+    kind = KINDS[name]
+    expected, found = computed(kind), {}
+    for how, loss in LOSSES[name].items():
+        for layout, (sizes, options, rows) in layouts.items():
+            with MUTANTS[mutant]():
+                model = laid_out(kind.make, sizes, options, loss, rows)
+                step = model.forward_backward(share(model, kind.batch()))
+            found[f"{how} on {layout}"] = worst({"loss": step.loss} | gradients(model), expected)
+    return found
+
+
+@pytest.mark.parametrize("world", LAYOUTS)
+@pytest.mark.parametrize("name", KINDS)
+def test_any_model_and_loss_equals_one_process(name, world, spmd):
+    for found in spmd(world, errors, name, LAYOUTS[world]):
+        assert {where: error for where, error in found.items() if not error[0] <= EXACT} == {}
+
+
+# --- mutants
+
+
+def own_counts_alone():
+    """Each rank divides by its own count, as if no other had rows."""
+    whole = DeclaredLosses.begin
+    return patch.object(DeclaredLosses, "begin", lambda self, counts: whole(self, [count / 2 for count in counts]))
+
+
+def mean_taken_for_a_sum():
+    """A microbatch's mean is not multiplied by its count."""
+    whole = DeclaredLosses._sum
+
+    def summed(self, name, output, batch):
+        return whole(self, name, output, batch) / (self.count(name, batch) or 1.0)
+
+    return patch.object(DeclaredLosses, "_sum", summed)
+
+
+MUTANTS = {
+    None: lambda: patch.object(DeclaredLosses, "begin", DeclaredLosses.begin),
+    "own counts": own_counts_alone,
+    "a mean for a sum": mean_taken_for_a_sum,
+}
+
+
+@pytest.mark.parametrize("mutant", ["own counts", "a mean for a sum"])
+def test_wrong_counts_are_seen(mutant, spmd):
+    layouts = {"in pieces": ({"dp_shard": 2}, {}, 3)}
+    (found, _) = spmd(2, errors, "conv", layouts, mutant)
+    assert found["mean on in pieces"][0] > 1e-3
+
+
+# --- outputs
+
+
+def outputs():
+    kind, found = KINDS["heads"], {}
+    for returns in ("tuple", "dict", "object"):
+        for sizes in (DDP, {"dp_shard": 2}):
+            model = laid_out(functools.partial(TwoHeads, returns), sizes, {}, HEADS, 2)
+            step = model.forward_backward(share(model, kind.batch()))
+            error = worst({"loss": step.loss} | gradients(model), computed(kind))
+            parts = float(sum(step.parts.values()) - step.loss)
+            found[returns, *sizes] = (*error, list(step.parts), parts)
+    return found
+
+
+def test_tuples_dicts_and_objects_with_several_losses(spmd):
+    for ranks in spmd(2, outputs):
+        for where, (error, name, parts, difference) in ranks.items():
+            assert error <= EXACT, (where, name)
+            assert parts == ["classes", "far"] and abs(difference) < 1e-12
+
+
+def lone_losses():
+    """A model that returns its own mean loss and nothing else; evaluated too."""
+    labels = torch.where(torch.arange(ROWS) % 4 == 1, -100, ids(1, 5, ROWS))
+    batch = {"features": KINDS["heads"].batch()["features"], "labels": labels}
+    plain = built(functools.partial(TwoHeads, "loss"))
+    expected = plain(**batch)
+    expected.backward()
+    model = laid_out(functools.partial(TwoHeads, "loss"), {"dp_shard": 2}, {}, OWN, 2)
+    step = model.forward_backward(share(model, batch))
+    wanted = {"loss": expected.detach()} | {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    error = worst({"loss": step.loss} | gradients(model), wanted)
+    evaluated = abs(float(model.evaluate(share(model, batch))) - expected.item())
+    empty = batch | {"labels": torch.full_like(labels, -100)}
+    return error, evaluated, step.tokens, said(lambda: model.forward_backward(share(model, empty)))
+
+
+def said(action):
+    try:
+        return action()
+    except MeshwrightError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_a_model_that_returns_its_own_mean_loss(spmd):
+    for error, evaluated, count, told in spmd(2, lone_losses):
+        assert error[0] <= EXACT and evaluated < 1e-12 and count == 6
+        assert "0 / 0" in told
+
+
+# --- beside other axes
+
+
+def gpt_loss(reduction):
+    def loss(output, batch):
+        return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), reduction=reduction)
+
+    return Loss(loss, reduction=reduction)
+
+
+def beside(sizes, options):
+    """A language model's loss, declared, on axes that cut the model; three rows, so that a pipeline fills up."""
+    tokens = ids(7, 48, 3, 9)
+    labels = ids(8, 48, 3, 9)
+    labels[0, 3:] = labels[2, :5] = -100
+    make = functools.partial(GPT, GPTConfig(n_layer=4))
+    plain = built(make)
+    expected = F.cross_entropy(plain(tokens).flatten(0, 1), labels.flatten())
+    expected.backward()
+    wanted = {"loss": expected.detach()} | {name: p.grad for name, p in plain.named_parameters()}
+    found = {}
+    for reduction in ("sum", "mean"):
+        model = laid_out(make, sizes, options, gpt_loss(reduction), 1)
+        step = model.forward_backward({"tokens": tokens, "labels": labels})
+        mine = {"loss": step.loss} | gradients(model)
+        found[reduction] = worst(mine, {name: value for name, value in wanted.items() if name in mine})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({"tp": 2, "dp_shard": 1}, {}),
+        ({"pp": 2, "dp_shard": 1}, {}),
+        ({"pp": 2, "dp_shard": 1}, {"pipeline_schedule": "zbv_zero_bubble"}),
+    ],
+    ids=["tp", "pp", "zbv"],
+)
+def test_declared_losses_beside_axes_that_cut_the_model(sizes, options, spmd):
+    for found in spmd(2, beside, sizes, options):
+        assert {how: error for how, error in found.items() if not error[0] <= EXACT} == {}
+
+
+def encoder_beside_tensor_ranks():
+    layouts = {"tp": ({"tp": 2, "dp_shard": 1}, {}, 3)}
+    return errors("bert", layouts)
+
+
+def test_an_encoder_classifier_on_the_tensor_axis(spmd):
+    for found in spmd(2, encoder_beside_tensor_ranks):
+        assert {where: error for where, error in found.items() if not error[0] <= EXACT} == {}
+
+
+# --- refusals
+
+
+def refusals():
+    kind, batch = KINDS["conv"], KINDS["conv"].batch()
+    images, labels = batch["images"], batch["labels"]
+
+    def step(loss, given=None, make=kind.make):
+        return said(lambda: laid_out(make, ONE, {}, loss).forward_backward(batch if given is None else given))
+
+    def mean(output, batch):
+        return MEAN.fn(output, batch)
+
+    lm, tokens = functools.partial(GPT, GPTConfig()), ids(7, 48, 4, 9)
+    packed = {"tokens": tokens, "labels": tokens}
+
+    def by_rows(output, batch):
+        losses = F.cross_entropy(output.transpose(1, 2), batch["labels"], reduction="none")
+        return (losses.sum(1) / (batch["labels"] != -100).sum(1)).mean()
+
+    return {
+        "a mean for a sum": step(Loss(mean, reduction="sum")),
+        "a plain mean": step(lambda logits, labels: F.cross_entropy(logits, labels)),
+        "a sum for a mean": step(Loss(SUM.fn, reduction="mean")),
+        "rows": step(Loss(mean, reduction="mean", count="rows")),
+        "mean of rows": step(Loss(by_rows, reduction="mean"), packed, lm),
+        "mean of rows, stated": step(Loss(by_rows, reduction="mean", count="rows"), packed, lm),
+        "no law": step(Loss(lambda output, batch: output.sum() ** 2, reduction="sum")),
+        "one of several": step({"a": SUM, "b": Loss(mean, reduction="sum")}),
+        "one row": step(Loss(mean, reduction="sum"), {"images": images[:1], "labels": labels[:1]}),
+        "no key": step(Loss(mean, reduction="mean", count="weight")),
+        "negative": step(Loss(mean, reduction="mean", count=lambda batch: -1.0)),
+        "a tuple": step(Loss(lambda output, batch: (mean(output, batch), 3), reduction="mean")),
+        "a vector": step(Loss(lambda output, batch: output[0], reduction="sum")),
+        "no own loss": step(OWN, {"images": images}),
+        "no labels": step(None, {"images": images}),
+        "no images": step(MEAN, {"labels": labels}),
+        "other rows": step(MEAN, batch | {"labels": labels[1:]}),
+        "no rows": step(MEAN, batch | {"scale": torch.ones(())}),
+        "other labels": step(None, batch | {"labels": labels[:, None]}),
+        "unknown": step(None, batch | {"colour": labels}),
+        "rows that mix": step(MEAN, make=functools.partial(ConvNet, "rows")),
+        "no names": said(lambda: laid_out(kind.make, ONE, {}, {"a": plain_sum})),
+        "empty": step(MEAN, {}),
+    }
+
+
+TOLD = {
+    "a mean for a sum": "it is a mean over its count, not a sum. Declare a mean: loss_fn=meshwright.Loss(fn",
+    "a plain mean": "it is a mean over its count, not a sum",
+    "a sum for a mean": "it is a sum, not a mean over its count. Declare a sum",
+    "rows": "it is a mean over the labels that are not -100, not a mean over its count. Declare the count",
+    "mean of rows": "it is a mean over rows, not a mean over its count. Declare the count",
+    "no law": "it is not a sum. Rows of the batch depend on each other",
+    "one of several": "loss_fn['b'] gives",
+    "one row": "it is a mean over its count, not a sum",
+    "no key": "'weight', which is no key of the batch (['images', 'labels'])",
+    "negative": "is -1.0 in a microbatch; it must be finite, and 0 or more",
+    "a tuple": "returned a tuple of a tensor of shape (), a int; it must return one number",
+    "a vector": "returned a tensor of shape (5,); it must return one number",
+    "no own loss": "the forward returned a tensor of shape (8, 5): give the batch the labels",
+    "no labels": "no 'labels'",
+    "no images": "no 'images'",
+    "other rows": "disagree in their rows, dim 0: images (8, 3, 8, 8), labels (7,)",
+    "no rows": "disagree in their rows, dim 0: images (8, 3, 8, 8), labels (8,), scale ()",
+    "other labels": "labels'] has shape (8, 1), and the model's logits (8, 5)",
+    "unknown": "'colour'",
+    "rows that mix": "Rows of the batch depend on each other in the model or in the loss",
+    "no names": "a mapping of names to meshwright.Loss, and 'a' is a function",
+    "empty": "the batch is empty",
+}
+
+
+def test_wrong_declarations_and_batches_are_refused_in_a_sentence(spmd):
+    (found,) = spmd(1, refusals)
+    for how, words in TOLD.items():
+        assert isinstance(found[how], str) and found[how].startswith("ConfigError") and words in found[how], found[how]
+    assert not isinstance(found["mean of rows, stated"], str)
+
+
+def refusals_on_one_rank():
+    kind = KINDS["conv"]
+    model = laid_out(kind.make, {"dp_shard": 2}, {}, MEAN, 2)
+    batch = share(model, kind.batch())
+    told = []
+    for spoil in (lambda b: b | {"labels": b["labels"][1:]}, lambda b: {"labels": b["labels"]}):
+        spoilt = spoil(batch) if data_position(model.mesh)[0] == 1 else batch
+        told.append(said(lambda given=spoilt: model.forward_backward(given)))
+    step = model.forward_backward(batch)
+    return told, worst({"loss": step.loss} | gradients(model), computed(kind))
+
+
+def test_a_bad_batch_on_one_rank_is_refused_on_all(spmd):
+    for (rows, lacks), error in spmd(2, refusals_on_one_rank):
+        assert "disagree in their rows, dim 0: images (4, 3, 8, 8), labels (3,)" in rows
+        assert "no 'images'" in lacks
+        assert error[0] <= EXACT
+
+
+def test_layouts_that_cut_what_a_loss_reads_are_refused(spmd):
+    for told in spmd(2, cut_layouts):
+        assert "layout.cp cuts rows over ranks. Set layout.cp = 1" in told["cp"]
+        assert "a pipeline calls the forward in parts" in told["pp"]
+
+
+def cut_layouts():
+    make = functools.partial(GPT, GPTConfig())
+    layouts = {"cp": ({"cp": 2, "dp_shard": 1}, gpt_loss("sum")), "pp": ({"pp": 2, "dp_shard": 1}, OWN)}
+    return {how: said(lambda s=sizes, x=loss: laid_out(make, s, {}, x)) for how, (sizes, loss) in layouts.items()}
+
+
+def test_batch_norm_is_refused_where_rows_are_cut():
+    with pytest.raises(UnsupportedError, match="rows of a batch depend on each other in ConvNet: norm"):
+        plan(ConvNet("batch"), Layout(dp_shard=2))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"reduction": "average"}, "the function returns a 'sum' or a 'mean'"),
+        ({"reduction": "mean", "count": 3}, "count is 'auto'"),
+        ({"reduction": "mean", "weight": math.inf}, "a weight is a finite number"),
+        ({"reduction": "mean", "fn": 3}, "fn is a function"),
+    ],
+)
+def test_a_declaration_has_legal_values(options, words):
+    with pytest.raises(ConfigError, match=words):
+        Loss(**options)
+
+
+def shifted():
+    """A causal model of transformers shifts labels itself: the first label of a row is no target."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    make = functools.partial(LlamaForCausalLM, LlamaConfig(**sizes, vocab_size=48))
+    batch = {"input_ids": ids(7, 48, 4, 9), "labels": ids(7, 48, 4, 9)}
+    batch["labels"][0, 2:] = batch["labels"][3, :5] = -100
+    plain = built(make)
+    expected = plain(**batch).loss
+    expected.backward()
+    wanted = {"loss": expected.detach()} | {name: p.grad for name, p in plain.named_parameters()}
+    model = laid_out(make, {"dp_shard": 2}, {}, OWN, 1)
+    step = model.forward_backward(share(model, batch))
+    shifts = patch.object(DeclaredLosses, "__init__", unshifted)
+    with shifts:
+        wrong = said(lambda: laid_out(make, {"dp_shard": 2}, {}, OWN, 1).forward_backward(share(model, batch)))
+    return worst({"loss": step.loss} | gradients(model), wanted), wrong
+
+
+whole_init = DeclaredLosses.__init__
+
+
+def unshifted(self, *args):
+    whole_init(self, *args)
+    self._shifts = False
+
+
+def test_labels_that_a_causal_model_shifts_are_counted_behind_the_first(spmd):
+    for error, wrong in spmd(2, shifted):
+        assert error[0] <= 1e-6  # norms and rotary tables compute in float32 inside
+        assert "it is not a mean over its count" in wrong
