@@ -246,14 +246,27 @@ def test_declared_losses_beside_axes_that_cut_the_model(sizes, options, spmd):
         assert {how: error for how, error in found.items() if not error[0] <= EXACT} == {}
 
 
-def encoder_beside_tensor_ranks():
-    layouts = {"tp": ({"tp": 2, "dp_shard": 1}, {}, 3)}
-    return errors("bert", layouts)
-
-
 def test_an_encoder_classifier_on_the_tensor_axis(spmd):
-    for found in spmd(2, encoder_beside_tensor_ranks):
+    layouts = {"tp": ({"tp": 2, "dp_shard": 1}, {}, 3)}
+    for found in spmd(2, errors, "bert", layouts):
         assert {where: error for where, error in found.items() if not error[0] <= EXACT} == {}
+
+
+def classifier_in_stages():
+    kind, found = KINDS["bert"], {}
+    expected = computed(kind)
+    for how in ("sum", "cross entropy"):
+        model = laid_out(kind.make, {"pp": 2, "dp_shard": 1}, {}, LOSSES["bert"][how], 3)
+        step = model.forward_backward(kind.batch())
+        mine = {"loss": step.loss} | gradients(model)
+        found[how] = worst(mine, {name: value for name, value in expected.items() if name in mine})
+    return found, said(lambda: laid_out(kind.make, {"cp": 2, "dp_shard": 1}, {}, None))
+
+
+def test_an_encoder_classifier_in_stages(spmd):
+    for found, told in spmd(2, classifier_in_stages):
+        assert {how: error for how, error in found.items() if not error[0] <= EXACT} == {}
+        assert "its logits are (2, 5) for tokens (2, 13), not one for each token. Set layout.cp = 1" in told
 
 
 # --- refusals

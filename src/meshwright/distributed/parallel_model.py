@@ -18,6 +18,7 @@ from meshwright.core.axes import Axis
 from meshwright.core.devices import current_device
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.losses import Loss
+from meshwright.core.record import remember
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.signature import Signature
 from meshwright.planning.pipeline.schedules.action import Action
@@ -36,10 +37,11 @@ from .mesh import data_groups, get_pp_rank, groups_of, is_first_of_stage, tensor
 from .optimizer import step as optimizer_step
 from .optimizer.grad_clip import EPSILON, gradients_times, local_gradients, scale_gradients, total_norm
 from .optimizer.loss_scale import LossScale
+from .order import Applied, applied
 from .process import agree
 from .step import batch as step_batch
 from .step import documents, generation
-from .step.named_parts import NamedParts
+from .step.module import PartsAsModule
 from .step.objective import LossFunction
 from .step.opening import StepOpening
 from .step.part import ModelPart
@@ -48,7 +50,7 @@ from .step.runner import runner_of
 from .weights import audit, describe
 
 
-class ParallelModel(NamedParts):
+class ParallelModel(PartsAsModule):
     """A model laid onto a mesh by a plan, made by ``parallelize``.
 
     Attributes:
@@ -71,10 +73,11 @@ class ParallelModel(NamedParts):
         microbatch_rows: int = 0,
         adds_up: bool = True,
     ):
+        super().__init__(parts)
         self.module, self.plan, self.facts, self.mesh = parts[0].module, plan, facts, mesh
         self.microbatch_rows = microbatch_rows
         self.skipped_steps = 0
-        self._parts = tuple(parts)
+        remember(self, Applied(applied(parts[0].model)))
         signature = Signature.of(parts[0].model)
         self._declared = DeclaredLosses.of(loss_fn, parts[0].model, signature.takes["tokens"])
         self._adds_up, self._is_checked = adds_up and self._declared is None, False
@@ -231,6 +234,8 @@ class ParallelModel(NamedParts):
         """Return the arguments of the model's forward, for whole rows or for this rank's part of them."""
         self._enter(batch)
         with_targets = self._declared is not None
+        if with_targets and self.plan.pipeline is not None:  # only the last stage could make a loss of its own
+            batch = {key: value for key, value in batch.items() if key != "labels"}
         return self._opening.signature.inputs(batch, self.device, with_targets=with_targets)
 
     def _enter(self, batch: step_batch.Batch) -> None:
@@ -309,7 +314,7 @@ class ParallelModel(NamedParts):
         """Copy a pipeline's shared parameters from the first stage to the last (collective over that axis)."""
         self._runner.copy_shared()
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """Describe this rank's model as it is, not as planned: placements, dtypes, bytes, applied techniques."""
         return describe.describe(self.parts, self.plan)
 

@@ -88,6 +88,10 @@ def parallelize(
         raise ConfigError("parallelize takes a plan or techniques, not both: the plan says already what to apply")
     if draw_on is not None:
         check_device_type(draw_on, "draw_on")
+    if isinstance(model, ParallelModel):
+        raise ConfigError(
+            f"this {model.facts.kind} is laid out already: give parallelize the model itself, or a factory"
+        )
     module = as_module(model, seed, hints)
     facts = model_facts(module)
     if weights is not None and not facts.on_meta:

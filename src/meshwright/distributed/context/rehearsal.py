@@ -155,6 +155,10 @@ def rehearse(model: nn.Module, plan: ContextPlan, batch: dict[str, Tensor]) -> d
 def _loss_of(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return one process's loss, and the labels (rows, length)."""
     logits = logits_of(model(**Signature.of(model).inputs(batch, torch.device("cpu"))))
+    if logits.shape[:2] != batch["tokens"].shape:
+        raise ValueError(
+            f"its logits are {tuple(logits.shape)} for tokens {tuple(batch['tokens'].shape)}, not one for each token"
+        )
     labels = (torch.arange(batch["tokens"].numel()) * 7 % logits.shape[-1]).view(batch["tokens"].shape)
     labels = labels.masked_fill(batch.get(MASK, torch.ones(())) == 0, IGNORED)
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED), labels

@@ -127,5 +127,5 @@ def _loss(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
 
 def _loss_of(output: Any) -> Tensor:
     logits = logits_of(output)
-    labels = torch.arange(logits.shape[0] * logits.shape[1], device=logits.device) * 7 % logits.shape[-1]
+    labels = torch.arange(logits[..., 0].numel(), device=logits.device) * 7 % logits.shape[-1]  # of tokens, or of rows
     return F.cross_entropy(logits.flatten(0, -2), labels)

@@ -1,0 +1,353 @@
+"""Let a laid-out model behave as a module: calls, modes, names, whole state dicts, copies of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from meshwright.core.axes import Axis
+from meshwright.core.dtypes import torch_dtype
+from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.names import clean
+from meshwright.core.torch_private import tree_map_only
+from meshwright.distributed.data import fully_sharded
+from meshwright.distributed.mesh import groups_of
+from meshwright.distributed.optimizer.parameter_groups import make_parameter_groups
+from meshwright.distributed.weights import whole_state
+from meshwright.introspection.facts import ModelFacts
+from meshwright.planning.plan import Plan
+
+from .part import ModelPart
+
+
+class IncompatibleKeys(NamedTuple):
+    """Names that a state dict lacks, and names that the model does not know."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+class PartsAsModule(nn.Module):
+    """The local parts of a model as one module, under global names.
+
+    Attributes:
+        plan: the plan that was applied.
+        facts: facts about the model before the layout.
+        mesh: the device mesh, None in one process.
+    """
+
+    plan: Plan
+    facts: ModelFacts
+    mesh: Any
+
+    def __init__(self, parts: Sequence[ModelPart]):
+        super().__init__()
+        self._parts = tuple(parts)
+        self.training = parts[0].model.training
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """The local modules: one for each of this rank's pipeline stages."""
+        return [part.model for part in self._parts]
+
+    # --- names
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield (global name, parameter) of this rank, tied ones once; sharded parameters are DTensors.
+
+        A parameter that a pipeline's first and last stage share has one name; a rank with both stages holds two
+        bitwise equal copies.
+        """
+        first = {last: one for one, last in self.plan.pipeline.tied} if self.plan.pipeline else {}
+        for model in self.parts:
+            for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
+                yield _under(prefix, first.get(clean(name), clean(name))), parameter
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield (global name, buffer) of the buffers that belong to a checkpoint."""
+        persistent = {fact.name for fact in self.facts.buffers if fact.persistent}
+        for model in self.parts:
+            for name, buffer in model.named_buffers(remove_duplicate=remove_duplicate):
+                if clean(name) in persistent:
+                    yield _under(prefix, clean(name)), buffer
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Generator[tuple[str, nn.Module], None, None]:
+        """Yield (global path, module) of this rank, the laid-out model itself first."""
+        yield prefix, self
+        memo = set() if memo is None else memo
+        for model in self.parts:
+            for path, module in model.named_modules(memo, remove_duplicate=remove_duplicate):
+                if path:
+                    yield _under(prefix, clean(path)), module
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        for model in self.parts:
+            yield from model.named_children()
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """Return the module at a global path, of this rank."""
+        found = next((module for path, module in self.named_modules() if path == target), None)
+        if found is None:
+            raise AttributeError(f"{self.facts.kind} has no module at '{target}' on this rank")
+        return found
+
+    def make_parameter_groups(
+        self, *, weight_decay: float = 0.1, overrides: Sequence[tuple[str, dict[str, Any]]] = ()
+    ) -> list[dict[str, Any]]:
+        """Group parameters for an optimizer: matrices decay, vectors do not, overrides win (``parameter_groups``)."""
+        return make_parameter_groups(self.named_parameters(), weight_decay=weight_decay, overrides=overrides)
+
+    def _counted_once(self) -> list[nn.Parameter]:
+        """List the parameters without the last stage's copies of the first stage's in a pipeline."""
+        copies = {last for _, last in self.plan.pipeline.tied} if self.plan.pipeline else set()
+        return [p for model in self.parts for name, p in model.named_parameters() if clean(name) not in copies]
+
+    # --- calls and modes
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the outputs of this rank's rows, without gradients (collective; tensor ranks bring the same rows).
+
+        ``forward_backward`` trains: gradients are summed over ranks and divided by the count of the whole step, so a
+        backward from here would be another training, and raises.
+
+        Raises:
+            UnsupportedError: the layout cuts rows or stages, for which ``evaluate`` is there.
+        """
+        cut = "layout.pp" if self.plan.pipeline is not None else "layout.cp" if self.plan.context is not None else ""
+        if cut:
+            raise UnsupportedError(
+                f"model(...) computes whole outputs of whole rows, and {cut} gives each rank a part of them: use"
+                f" evaluate(batch), generate(...), or {cut} = 1"
+            )
+        try:
+            with torch.no_grad():
+                output = self._parts[0].module(*args, **kwargs)
+        finally:
+            fully_sharded.reshard(self.parts[0])
+        return tree_map_only(Tensor, _guarded, output) if torch.is_grad_enabled() else output
+
+    def train(self, mode: bool = True) -> PartsAsModule:
+        """Set training or evaluation mode of all local modules."""
+        self.training = mode
+        for part in self._parts:
+            part.module.train(mode)
+        return self
+
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        """Register a hook that runs before each forward of the model, in ``forward_backward`` too."""
+        return self._whole("register_forward_pre_hook").register_forward_pre_hook(*args, **kwargs)
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        """Register a hook that runs behind each forward of the model, in ``forward_backward`` too."""
+        return self._whole("register_forward_hook").register_forward_hook(*args, **kwargs)
+
+    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise UnsupportedError: such a hook would see one microbatch of one rank."""
+        raise UnsupportedError(
+            "a backward hook of the whole model would see one rank's gradient of one microbatch: register it on a"
+            " module (get_submodule), or read the gradients behind forward_backward"
+        )
+
+    register_full_backward_pre_hook = register_full_backward_hook
+    register_backward_hook = register_full_backward_hook
+
+    def _whole(self, what: str) -> nn.Module:
+        if self.plan.pipeline is not None:
+            raise UnsupportedError(
+                f"{what} is about a whole forward, and layout.pp gives each rank a part of it: register it on a module"
+                f" of this rank, model.get_submodule(path)"
+            )
+        return self.parts[0]
+
+    # --- refusals
+
+    def to(self, *args: Any, **kwargs: Any) -> PartsAsModule:
+        """Return the model if it is there already, and of that dtype; else raise ConfigError."""
+        for wanted in (*args, kwargs.get("device"), kwargs.get("dtype")):
+            if isinstance(wanted, torch.dtype):
+                is_so = wanted == torch_dtype(self.plan.precision.master)
+            elif isinstance(wanted, (str, torch.device)):
+                is_so = torch.device(wanted).type == self.plan.device
+            else:
+                is_so = wanted is None or isinstance(wanted, bool)
+            if not is_so:
+                self._apply(None)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
+        raise ConfigError(
+            f"the model is laid out: its weights lie on {self.plan.device} in {self.plan.precision.master}, as shards"
+            f" that torch's groups and buckets know, so .to, .half and the like can neither move nor cast it. Choose"
+            f" the device by the mesh, and dtypes by parallelize(..., techniques={{'precision': {{'master':"
+            f" 'bfloat16'}}}})"
+        )
+
+    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise ConfigError: blocks are compiled by the plan."""
+        raise ConfigError("the model is laid out: have it compiled by parallelize(..., techniques={'compile': True})")
+
+    # --- state
+
+    def state_dict(  # type: ignore[override]
+        self,
+        *,
+        destination: dict[str, Tensor] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        rank0_only: bool = False,
+    ) -> dict[str, Tensor]:
+        """Return copies of all whole tensors in host memory, under global names, tied ones under each name.
+
+        Collective: all ranks call it, and gather one tensor after the other. On each rank it takes host memory for one
+        whole model, and device memory for one whole tensor; ``save`` writes shards, and needs neither.
+
+        Args:
+            rank0_only: other ranks get an empty dict, and need no memory for it.
+        """
+        if keep_vars:
+            raise ConfigError("state_dict(keep_vars=True) would return whole parameters, and ranks hold shards of them")
+        found = whole_state.gathered(self._tensors(), groups_of(self.mesh, Axis.PP), keep=not rank0_only)
+        aliases = {alias: fact.name for fact in self.facts.parameters for alias in fact.aliases}
+        found |= {alias: found[name] for alias, name in aliases.items() if name in found}
+        made = {} if destination is None else destination
+        made.update({f"{prefix}{name}": tensor for name, tensor in found.items()})
+        return made
+
+    @torch.no_grad()
+    def load_state_dict(  # type: ignore[override]
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> IncompatibleKeys:
+        """Copy whole tensors, by global name, into this rank's shards; every rank gives the whole dict.
+
+        Raises:
+            ConfigError: on all ranks; names are missing or unknown and ``strict``, a shape differs, or ``assign`` is
+                set.
+        """
+        if assign:
+            raise ConfigError("load_state_dict(assign=True) would replace shards by whole tensors: leave assign out")
+        names = {fact.name: fact.aliases for fact in self.facts.parameters}
+        names |= {fact.name: () for fact in self.facts.buffers if fact.persistent}
+        known = {alias for name, aliases in names.items() for alias in (name, *aliases)}
+        missing = [name for name, aliases in names.items() if not {name, *aliases} & set(state_dict)]
+        unexpected = [name for name in state_dict if name not in known]
+        state = {name: state_dict[one] for name, more in names.items() for one in (*more, name) if one in state_dict}
+        whole_state.scatter(self._tensors(), state, missing, unexpected, strict=strict)
+        return IncompatibleKeys(missing, unexpected)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *options: Any) -> None:  # type: ignore[override]
+        """Load a part of the state dict of a module around this one."""
+        _load_within(self, state_dict, prefix, *options)
+
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        for model in self.parts:
+            fully_sharded.reshard(model)  # a gathered copy would be older than what is loaded
+        return [*self.named_parameters(), *self.named_buffers()]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightCopy:
+        """Return a copy of this rank's weights, which computes by this model: for averages and references."""
+        made = memo[id(self)] = WeightCopy(self)
+        return made
+
+
+class WeightCopy(nn.Module):
+    """A copy of the weights of a laid-out model, in the same shards, such as an average of them.
+
+    Calls go through the model, which is lent the copied weights meanwhile. ``lent()`` lends them to a block of code:
+    inside, the model's ``evaluate``, ``generate`` and ``state_dict`` are those of the copy.
+    """
+
+    def __init__(self, model: PartsAsModule):
+        super().__init__()
+        self._model = (model,)  # no child: the weights of this module are the copies
+        for name, parameter in model.named_parameters():
+            made = nn.Parameter(parameter.detach().clone(), requires_grad=False)
+            self._parameters.setdefault(name, made)
+        for name, buffer in model.named_buffers():
+            self._buffers.setdefault(name, buffer.detach().clone())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the outputs of this rank's rows by the copied weights, without gradients (collective)."""
+        with self.lent(), torch.no_grad():
+            return self._model[0](*args, **kwargs)
+
+    @contextmanager
+    def lent(self) -> Iterator[PartsAsModule]:
+        """Lend the copied weights to the model: inside, it evaluates, generates and is saved by them."""
+        model = self._model[0]
+        self._swap()
+        try:
+            yield model
+        finally:
+            self._swap()
+
+    def state_dict(self, **options: Any) -> dict[str, Tensor]:  # type: ignore[override]
+        """Return the whole copies under global names (collective; see ``ParallelModel.state_dict``)."""
+        with self.lent() as model:
+            return model.state_dict(**options)
+
+    def load_state_dict(  # type: ignore[override]
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> IncompatibleKeys:
+        """Copy whole tensors into the copies (see ``ParallelModel.load_state_dict``)."""
+        with self.lent() as model:
+            return model.load_state_dict(state_dict, strict, assign)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *options: Any) -> None:  # type: ignore[override]
+        """Load a part of the state dict of a module around this one, such as an ``AveragedModel``."""
+        _load_within(self, state_dict, prefix, *options)
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        whole_state.swap(self._model[0]._tensors(), {**self._parameters, **self._buffers})
+
+
+def _load_within(
+    module: PartsAsModule | WeightCopy,
+    state_dict: Mapping[str, Any],
+    prefix: str,
+    local_metadata: Any,
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
+    found = module.load_state_dict(own, strict=False)
+    missing += [f"{prefix}{name}" for name in found.missing_keys if strict]
+    unexpected += [f"{prefix}{name}" for name in found.unexpected_keys if strict]
+
+
+class _Outside(torch.autograd.Function):
+    """Passes an output on, and refuses a backward from it."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> NoReturn:
+        raise UnsupportedError(
+            "model(...) computes without gradients: over ranks, its backward would add up losses that were divided by"
+            " each rank's own count. Train by forward_backward(batch), with loss_fn=meshwright.Loss(...)"
+        )
+
+
+def _guarded(output: Tensor) -> Tensor:
+    if not output.is_floating_point():
+        return output
+    return _Outside.apply(output, torch.zeros((), requires_grad=True))
+
+
+def _under(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

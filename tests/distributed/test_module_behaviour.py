@@ -1,0 +1,280 @@
+"""A laid-out model behaves as a module: calls, modes, names, hooks, whole state dicts, averages of its weights."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.own_models import ROWS, ConvNet, built, ids, random
+from support.written_out import GPT, GPTConfig
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from meshwright import Layout, MeshwrightError, parallelize
+from meshwright.distributed.mesh import data_position
+from meshwright.distributed.step.module import WeightCopy
+from meshwright.distributed.weights import whole_state
+
+FP64 = {"precision": {"master": "float64", "compute": "float64", "reduce": "float64"}}
+MAKE = functools.partial(GPT, GPTConfig())
+BATCH = {"tokens": ids(7, 48, 4, 9), "labels": ids(8, 48, 4, 9)}
+DDP, FSDP, TENSOR, PIPELINE = (
+    {"dp_replicate": 2, "dp_shard": 1},
+    {"dp_shard": 2},
+    {"tp": 2, "dp_shard": 1},
+    {"pp": 2, "dp_shard": 1},
+)
+LAYOUTS = {"ddp": DDP, "fsdp": FSDP, "tp": TENSOR, "pp": PIPELINE}
+EACH = pytest.mark.parametrize("sizes", LAYOUTS.values(), ids=LAYOUTS)
+
+
+def laid_out(sizes, make=MAKE, **options):
+    return parallelize(built(make), Layout(**sizes), techniques=FP64 | options, audit=False)
+
+
+def share(model, batch=BATCH):
+    rank, ranks = data_position(model.mesh)
+    return {key: value.chunk(ranks)[rank] for key, value in batch.items()}
+
+
+def said(action):
+    try:
+        return action()
+    except (MeshwrightError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def trained(model, steps=2, after=lambda: None):
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    for _ in range(steps):
+        model.forward_backward(share(model))
+        model.optimizer_step(optimizer)
+        after()
+
+
+def plainly_trained(model, steps=2, after=lambda: None):
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    for _ in range(steps):
+        F.cross_entropy(model(BATCH["tokens"]).flatten(0, 1), BATCH["labels"].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after()
+    return model
+
+
+def furthest(found, expected):
+    assert sorted(found) == sorted(expected)
+    return max(float((found[name] - value).abs().max()) for name, value in expected.items())
+
+
+# --- state
+
+
+def states(sizes):
+    plain, model = plainly_trained(built(MAKE)), laid_out(sizes)
+    trained(model)
+    state = model.state_dict()
+    strict = built(MAKE).load_state_dict(state)
+    first = model.state_dict(rank0_only=True, prefix="a.")
+    other = laid_out(sizes)
+    keys = other.load_state_dict(plain.state_dict())
+    loss = float(other.evaluate(share(other)))
+    wanted = F.cross_entropy(plain(BATCH["tokens"]).flatten(0, 1), BATCH["labels"].flatten()).item()
+    copied = furthest(other.state_dict(), plain.state_dict())
+    kinds = {type(value) for value in state.values()} | {value.device.type for value in state.values()}
+    return furthest(state, plain.state_dict()), str(strict), sorted(first)[:1], list(keys), loss - wanted, copied, kinds
+
+
+@EACH
+def test_state_dicts_are_whole_and_those_of_one_process(sizes, spmd):
+    for rank, (error, strict, first, keys, loss, copied, kinds) in enumerate(spmd(2, states, sizes)):
+        assert error < 1e-10 and copied == 0 and abs(loss) < 1e-12
+        assert "matched" in strict and keys == [[], []] and kinds == {torch.Tensor, "cpu"}
+        assert first == ([] if rank else ["a.lm_head.weight"])
+
+
+def bad_states():
+    model = laid_out(FSDP)
+    rank = data_position(model.mesh)[0]
+    good = model.state_dict()
+    missing = {name: value for name, value in good.items() if name != "transformer.wpe.weight" or not rank}
+    shapes = good | ({"transformer.wpe.weight": torch.zeros(3, 3)} if rank else {})
+    told = [said(lambda given=given: model.load_state_dict(given)) for given in (missing, shapes, good | {"b": 1})]
+    assigned = said(lambda: model.load_state_dict(good, assign=True))
+    loose = model.load_state_dict(good | {"b": 1}, strict=False)
+    return [*told, assigned], list(loose), furthest(model.state_dict(), good)
+
+
+def test_a_state_dict_that_does_not_fit_is_refused_on_all_ranks(spmd):
+    for told, loose, error in spmd(2, bad_states):
+        assert "lacks transformer.wpe.weight (1 names)" in told[0]
+        assert "transformer.wpe.weight has shape (3, 3), the model's (16, 32)" in told[1]
+        assert "has b (1 names), unknown to the model" in told[2]
+        assert "leave assign out" in told[3]
+        assert loose == [[], ["b"]] and error == 0
+
+
+# --- calls
+
+
+def calls(sizes):
+    plain, model = built(MAKE), laid_out(sizes)
+    batch = share(model)
+    seen = []
+    handle = model.register_forward_hook(lambda module, args, output: seen.append(output.shape[0]))
+    found = model(batch["tokens"])
+    model.forward_backward(batch)
+    handle.remove()
+    model(batch["tokens"])
+    error = float((found.detach() - plain(batch["tokens"])).detach().abs().max())
+    told = said(lambda: found.sum().backward())
+    held = [p.grad is not None for p in model.parameters()]
+    with torch.no_grad():
+        still = model(batch["tokens"]).requires_grad
+    model.eval()
+    modes = {module.training for module in model.modules()}
+    model.train()
+    names = {path for path, _ in built(MAKE).named_modules()}
+    paths = [path for path, _ in model.named_modules()]
+    module = type(model.get_submodule("transformer.h.1")).__name__
+    return error, told, seen, still, modes, model.training, names == set(paths), module, all(held)
+
+
+@pytest.mark.parametrize("sizes", [DDP, FSDP, TENSOR], ids=["ddp", "fsdp", "tp"])
+def test_calls_modes_names_and_hooks(sizes, spmd):
+    for error, told, seen, still, modes, training, names, module, held in spmd(2, calls, sizes):
+        assert error < 1e-12 and held
+        assert "Train by forward_backward(batch), with loss_fn=meshwright.Loss(...)" in told
+        assert len(seen) == 2 and not still and modes == {False} and training and names
+        assert module.endswith("Block")
+
+
+def moves():
+    model = laid_out(FSDP)
+    same = model.to("cpu") is model and model.to(torch.float64) is model
+    acts = (model.half, model.double, lambda: model.to(torch.bfloat16), lambda: model.to("meta"), model.compile)
+    return same, [said(act) for act in acts], said(lambda: model.get_submodule("nothing"))
+
+
+def test_moves_and_casts_are_answered_in_a_sentence(spmd):
+    for same, told, nothing in spmd(2, moves):
+        assert same
+        assert all("the model is laid out: its weights lie on cpu in float64" in text for text in told[:4])
+        assert "techniques={'compile': True}" in told[4] and "no module at 'nothing'" in nothing
+
+
+def pipelined():
+    model = laid_out(PIPELINE)
+    acts = (lambda: model(BATCH["tokens"]), lambda: model.register_forward_hook(print))
+    return [said(act) for act in acts]
+
+
+def test_a_pipeline_says_what_is_there_instead(spmd):
+    for called, hooked in spmd(2, pipelined):
+        assert "layout.pp gives each rank a part of them: use evaluate(batch)" in called
+        assert "register it on a module of this rank" in hooked
+
+
+def frozen(sizes):
+    plain, model = built(MAKE), laid_out(sizes)
+    for module in (plain, model):
+        module.requires_grad_(False)
+        module.get_submodule("transformer.h.1").requires_grad_()
+    told = said(lambda: trained(model))
+    plainly_trained(plain)
+    return told, furthest(model.state_dict(), plain.state_dict()) if told is None else None
+
+
+def test_freezing_behind_the_layout_is_followed_or_refused(spmd):
+    for told, error in spmd(2, frozen, FSDP):
+        assert told is None and error < 1e-10
+    for told, _ in spmd(2, frozen, DDP):
+        assert "was changed behind parallelize" in told
+
+
+# --- averages
+
+
+def averaged(sizes, mutant=False):
+    plain, model = built(MAKE), laid_out(sizes)
+    options = [{}, {"multi_avg_fn": get_ema_multi_avg_fn(0.6)}]
+    means, wanted = ([AveragedModel(one, **how) for how in options] for one in (model, plain))
+
+    def update(averages, one):
+        return lambda: [average.update_parameters(one) for average in averages]
+
+    trained(model, 3, update(means, model))
+    plainly_trained(plain, 3, update(wanted, plain))
+    before = model.state_dict()
+    errors, losses = [], []
+    swap = whole_state.swap
+    if mutant:
+        whole_state.swap = lambda tensors, copies: None
+    for mean, expected in zip(means, wanted, strict=True):
+        errors.append(furthest(mean.module.state_dict(), expected.module.state_dict()))
+        with mean.module.lent():
+            loss = float(model.evaluate(share(model)))
+        want = F.cross_entropy(expected(BATCH["tokens"]).flatten(0, 1), BATCH["labels"].flatten()).item()
+        losses.append(abs(loss - want))
+    whole_state.swap = swap
+    return (
+        max(errors),
+        max(losses),
+        furthest(model.state_dict(), before),
+        "module.lm_head.weight" in means[0].state_dict(),
+    )
+
+
+@EACH
+def test_averaged_models_are_those_of_one_process(sizes, spmd):
+    for error, loss, changed, named in spmd(2, averaged, sizes):
+        assert error < 1e-10 and loss < 1e-10 and changed == 0 and named
+
+
+def test_weights_that_are_not_lent_are_seen(spmd):
+    for error, loss, _, _ in spmd(2, averaged, FSDP, True):
+        assert error > 1e-6 and loss > 1e-6
+
+
+def averages_saved():
+    model = laid_out(FSDP)
+    mean, other = AveragedModel(model), AveragedModel(model)
+    trained(model, 2, lambda: mean.update_parameters(model))
+    other.load_state_dict(mean.state_dict())
+    return furthest(other.state_dict(), mean.state_dict()), said(lambda: parallelize(model, Layout()))
+
+
+def test_averages_are_saved_and_loaded(spmd):
+    for error, again in spmd(2, averages_saved):
+        assert error == 0 and "is laid out already" in again
+
+
+def copies():
+    model = laid_out({"dp_shard": 2})
+    reference = copy.deepcopy(model)
+    before = reference(BATCH["tokens"])
+    trained(model)
+    after = reference(BATCH["tokens"])
+    reference.load_state_dict(model.state_dict())
+    return (
+        type(reference) is WeightCopy,
+        bool(torch.equal(before, after)),
+        bool(torch.equal(reference(BATCH["tokens"]), model(BATCH["tokens"]).detach())),
+    )
+
+
+def test_a_deep_copy_keeps_its_weights(spmd):
+    assert spmd(2, copies) == [(True, True, True)] * 2
+
+
+def test_it_is_a_module(spmd):
+    assert spmd(1, is_module) == [(True, True)]
+
+
+def is_module():
+    model = parallelize(built(functools.partial(ConvNet, "group")), Layout(), techniques=FP64)
+    images = random(1, ROWS, 3, 8, 8)
+    return isinstance(model, nn.Module), torch.equal(model(images).detach(), built(ConvNet)(images).detach())
