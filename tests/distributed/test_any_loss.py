@@ -203,6 +203,35 @@ def test_a_model_that_returns_its_own_mean_loss(spmd):
         assert "0 / 0" in told
 
 
+def one_head_of_two():
+    """Only one head is trained: by FSDP as in one process; DDP would reduce nothing of the other's bucket."""
+    kind, told = KINDS["heads"], ""
+    plain = built(TwoHeads)
+    expected = F.cross_entropy(plain(kind.batch()["features"])[0], kind.batch()["labels"])
+    expected.backward()
+    wanted = {"loss": expected.detach()} | {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    found = {}
+    for how, sizes, options in (
+        ("fsdp", {"dp_shard": 2}, {}),
+        ("frozen", DDP, {"freeze": ("depth.*",)}),
+        ("", DDP, {}),
+    ):
+        model = laid_out(TwoHeads, sizes, options, HEADS["classes"], 2)
+        step = said(lambda model=model: model.forward_backward(share(model, kind.batch())))
+        if isinstance(step, str):
+            told = step
+        else:
+            found[how] = worst({"loss": step.loss} | gradients(model), wanted)
+    return found, told
+
+
+def test_a_head_that_no_loss_uses_is_left_alone_or_refused(spmd):
+    for found, told in spmd(2, one_head_of_two):
+        assert {how: error for how, error in found.items() if not error[0] <= EXACT} == {}
+        assert list(found) == ["fsdp", "frozen"]
+        assert "the loss does not use depth.weight, depth.bias (2 of the trained parameters)" in told
+
+
 # --- beside other axes
 
 
@@ -311,6 +340,8 @@ def refusals():
         "other labels": step(None, batch | {"labels": labels[:, None]}),
         "unknown": step(None, batch | {"colour": labels}),
         "rows that mix": step(MEAN, make=functools.partial(ConvNet, "rows")),
+        "rows that mix, plainly": step(None, make=functools.partial(ConvNet, "rows")),
+        "chunks": said(lambda: laid_out(lm, ONE, {"loss_chunks": 3}, gpt_loss("sum"))),
         "no names": said(lambda: laid_out(kind.make, ONE, {}, {"a": plain_sum})),
         "empty": step(MEAN, {}),
     }
@@ -337,6 +368,8 @@ TOLD = {
     "other labels": "labels'] has shape (8, 1), and the model's logits (8, 5)",
     "unknown": "'colour'",
     "rows that mix": "Rows of the batch depend on each other in the model or in the loss",
+    "rows that mix, plainly": "Rows of the batch depend on each other in the model or in the loss",
+    "chunks": "techniques.loss_chunks = 3 computes the cross entropy inside the head",
     "no names": "a mapping of names to meshwright.Loss, and 'a' is a function",
     "empty": "the batch is empty",
 }

@@ -17,8 +17,12 @@ from meshwright import Layout, MeshwrightError, parallelize
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.step.module import WeightCopy
 from meshwright.distributed.weights import whole_state
+from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 
 FP64 = {"precision": {"master": "float64", "compute": "float64", "reduce": "float64"}}
+EXPERTS = DecoderConfig(
+    48, 16, 2, n_heads=4, n_kv_heads=2, hidden_dim=20, max_seq_len=20, moe=MoEConfig(n_experts=4, hidden_dim=12)
+)
 MAKE = functools.partial(GPT, GPTConfig())
 BATCH = {"tokens": ids(7, 48, 4, 9), "labels": ids(8, 48, 4, 9)}
 DDP, FSDP, TENSOR, PIPELINE = (
@@ -94,6 +98,33 @@ def test_state_dicts_are_whole_and_those_of_one_process(sizes, spmd):
         assert error < 1e-10 and copied == 0 and abs(loss) < 1e-12
         assert "matched" in strict and keys == [[], []] and kinds == {torch.Tensor, "cpu"}
         assert first == ([] if rank else ["a.lm_head.weight"])
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"dp_replicate": 2, "dp_shard": 2}, {"tp": 2, "dp_shard": 2}, {"pp": 2, "dp_shard": 2}],
+    ids=["hsdp", "fsdp and tp", "fsdp and pp"],
+)
+def test_state_dicts_of_several_axes(sizes, spmd):
+    for error, _, _, keys, loss, copied, _ in spmd(4, states, sizes):
+        assert error < 1e-10 and copied == 0 and abs(loss) < 1e-12 and keys == [[], []]
+
+
+def experts():
+    model = parallelize(EXPERTS, Layout(dp_shard=2, ep=2), seed=1, audit=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.forward_backward(share(model))
+    model.optimizer_step(optimizer)
+    state, alone = model.state_dict(), parallelize(EXPERTS, Layout(dp_shard=2), seed=2, audit=False)
+    alone.load_state_dict(state)
+    losses = [float(one.evaluate(share(one))) for one in (model, alone)]
+    mean = copy.deepcopy(model)
+    return furthest(alone.state_dict(), state), abs(losses[0] - losses[1]), furthest(mean.state_dict(), state)
+
+
+def test_experts_have_whole_state_dicts(spmd):
+    for error, loss, copied in spmd(2, experts):
+        assert error == copied == 0 and loss < 1e-5
 
 
 def bad_states():

@@ -120,6 +120,24 @@ def refuse_other_trained(module: nn.Module) -> None:
         )
 
 
+def refuse_unused(wrapped: nn.Module, data: DataParallel) -> None:
+    """Raise UnsupportedError if a step's loss left a parameter without a gradient, where DDP waits for all of them.
+
+    DDP reduces buckets that are full, so other parameters' gradients would be those of this rank alone.
+    """
+    if not isinstance(wrapped, DistributedDataParallel) or data.idle:
+        return
+    named = wrapped.module.named_parameters()
+    unused = [clean(name) for name, parameter in named if parameter.requires_grad and parameter.grad is None]
+    options = dict(data.ddp_options)
+    if unused and not (options.get("find_unused_parameters") or options.get("static_graph")):
+        raise UnsupportedError(
+            f"the loss does not use {', '.join(unused[:3])} ({len(unused)} of the trained parameters), for whose"
+            f" gradients DDP waits with those of others. Set techniques.data_parallel = fully_shard, which does not"
+            f" wait, or freeze them (techniques.freeze)."
+        )
+
+
 def _trained(model: nn.Module) -> frozenset[str]:
     return frozenset(clean(name) for name, parameter in model.named_parameters() if parameter.requires_grad)
 

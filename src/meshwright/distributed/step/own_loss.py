@@ -42,12 +42,17 @@ def check(
     A function of logits and labels is called with a few made-up ones, and with the same rows twice.
 
     Raises:
-        ConfigError: the loss is a mean, or does not add up over rows, or over the tokens of cut rows, or has
-            parameters that are trained.
+        ConfigError: the loss is to be computed in chunks, is a mean, does not add up over rows, or over the tokens of
+            cut rows, or has parameters that are trained.
         UnsupportedError: the layout cuts what a declared loss needs whole.
     """
     if loss_fn is None:
         return True
+    if plan.loss is not None:
+        raise ConfigError(
+            f"techniques.loss_chunks = {plan.loss.chunks} computes the cross entropy inside the head, and loss_fn= is a"
+            f" loss of your own over whole outputs: leave one of them out"
+        )
     if isinstance(loss_fn, (Loss, Mapping)):
         for loss in [loss_fn] if isinstance(loss_fn, Loss) else loss_fn.values():
             if isinstance(loss, Loss):

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from meshwright.distributed.data import accumulation, fully_sharded
+from meshwright.distributed.data import accumulation, fully_sharded, replicated
 from meshwright.distributed.experts.router_loss import SharedRouterLoss
 from meshwright.distributed.loss.declared import DeclaredLosses
 from meshwright.distributed.tensor.parallel import sums_of
@@ -48,6 +48,7 @@ class WholeModel:
                     if self._router_loss is not None:
                         loss = loss + self._router_loss(piece)
                     (loss if scale == 1.0 else loss * scale).backward()
+        replicated.refuse_unused(self.part.module, self.part.plan.data)
         return total
 
     def evaluate(self, pieces: Sequence[Batch]) -> Tensor:
