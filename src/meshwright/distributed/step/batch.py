@@ -41,7 +41,7 @@ def named(batch: Brought, signature: Signature) -> Brought:
     """Return a batch, or microbatches, with tokens under ``tokens`` where they stand under the model's name."""
     name = signature.takes["tokens"]
     if not isinstance(batch, Mapping):
-        return [named(piece, signature) for piece in batch] if isinstance(batch, list) else batch  # type: ignore[return-value]
+        return [named(piece, signature) for piece in batch] if isinstance(batch, (list, tuple)) else batch  # type: ignore[return-value]
     if "tokens" in batch or name not in SPELLINGS["tokens"] or name not in batch:
         return batch
     return {("tokens" if key == name else key): value for key, value in batch.items()}
