@@ -1,8 +1,8 @@
 """Write each rank's current work to a small file that outlives the rank.
 
 The loop writes the file's first line, step and phase, so that this line is always current. A thread writes the second
-line about once per second: module, collective and stack of the training thread. A file that cannot be written is
-ignored: a heartbeat never stops a run. Torch-free.
+line about once per second: collective and stack of the training thread and, if the stack is the same as a second ago,
+the module. A file that cannot be written is ignored: a heartbeat never stops a run. Torch-free.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import accumulate, repeat, takewhile, tee
-from operator import attrgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from .stacks import PLACE, Place, ThreadStack, first_word, own_frames
 from .torch_frames import CALLING, FSDP_FILE, MODULE_NAME
 
 FOLDER = "heartbeats"
@@ -81,10 +80,6 @@ def read_records(folder: Path) -> dict[int, Record]:
     return {record.rank: record for record in found if record is not None}
 
 
-PLACE = attrgetter("f_code.co_filename", "f_lineno", "f_code.co_name")
-"""A frame's file, line and function."""
-
-
 class Heartbeat:
     """This rank's record, a context around all of the rank's work; a clean end removes the file.
 
@@ -104,7 +99,7 @@ class Heartbeat:
         self._names: dict[int, str] = {}
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._watched = 0
+        self._watched: ThreadStack | None = None
         self._lock = threading.Lock()
 
     def enter(self, phase: str, step: int | None = None) -> None:
@@ -144,12 +139,8 @@ class Heartbeat:
             self._write(self._file, self._first_line(), 0)
 
     def look(self) -> None:
-        """Record the stack, module and collective of the training thread."""
-        top = sys._current_frames().get(self._watched)
-        # in one call of C, since the thread may not go on in between: Python 3.11 crashes over frames that are left
-        outwards, again = tee(takewhile(bool, accumulate(repeat("f_back"), getattr, initial=top)))
-        stack = list(map(PLACE, outwards))
-        self.module = next(filter(None, map(self._module_of, again)), "")
+        """Record the stack, module and collective of the training thread, in this thread or another."""
+        stack, self.module = self._stack_and_module()
         record: dict[str, Any] = {
             "time": time.time(),
             "part": self.part,
@@ -164,9 +155,23 @@ class Heartbeat:
                 with suppress(OSError):
                     os.ftruncate(self._file, FIRST_LINE + len(text))
 
+    def _stack_and_module(self) -> tuple[list[Place], str]:
+        """Return the watched thread's stack, the innermost first, and the module that it calls.
+
+        From another thread the module is read only while the stack stays the same from look to look.
+        """
+        if self._watched is None:
+            return [], ""
+        if threading.get_ident() == self._watched.thread:
+            frames = own_frames(sys._getframe(1))
+            return list(map(PLACE, frames)), first_word(frames, self._module_of)
+        stack, is_still = self._watched.read()
+        return stack, self._watched.first_word(self._module_of) if is_still else ""
+
     def __enter__(self) -> Heartbeat:
         self.rank, self.pid, self._started = int(os.environ.get("RANK", "0")), os.getpid(), time.time()
-        self._watched = threading.get_ident()
+        with suppress(OSError):
+            self._watched = ThreadStack(threading.get_ident())
         self._thread = threading.Thread(target=self._beat, name="meshwright-heartbeat", daemon=True)
         self._thread.start()
         return self
@@ -177,6 +182,8 @@ class Heartbeat:
             self._thread.join(5)
         with self._lock:
             self._leave(keep=bool(self.last_words))
+        if self._watched is not None and not (self._thread and self._thread.is_alive()):
+            self._watched.close()
 
     def _beat(self) -> None:
         from meshwright.distributed.process.flight import Flight

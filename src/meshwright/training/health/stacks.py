@@ -1,0 +1,107 @@
+"""Read the stack of a running thread from another one; torch-free."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate, chain, repeat, takewhile
+from operator import attrgetter, call, itemgetter
+from types import FrameType
+from typing import Any
+
+Place = tuple[str, int, str]
+"""File, line and function of a frame."""
+
+_HEADER = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)\b.*:$")
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)$')
+
+
+class ThreadStack:
+    """Reads one thread's stack from another thread, by faulthandler's dump, which makes no frame objects.
+
+    To make a frame object of a running thread is unsafe in Python 3.11: its allocation may start a garbage collection,
+    whose finalizers let the watched thread go on and leave the frame, which is then written to and read regardless.
+
+    Args:
+        thread: the watched thread's ``threading.get_ident()``. It is not found behind 99 younger threads.
+    """
+
+    def __init__(self, thread: int) -> None:
+        self.thread = thread
+        self._file = _open_file()
+        self._before: list[Place] = []
+
+    def read(self) -> tuple[list[Place], bool]:
+        """Return the innermost hundred frames, the innermost first, and whether they are the same as at the last read
+        (the thread waits, most likely).
+        """
+        os.lseek(self._file, 0, os.SEEK_SET)
+        os.ftruncate(self._file, 0)
+        faulthandler.dump_traceback(self._file)
+        stack = parse(os.pread(self._file, 1 << 22, 0).decode(errors="replace"), self.thread)
+        is_still = bool(stack) and stack == self._before
+        self._before = stack
+        return stack, is_still
+
+    def first_word(self, word_of: Callable[[FrameType], str]) -> str:
+        """Return the first word that a function has for a frame object of a thread that waits, from the innermost on.
+
+        One call of C makes all frame objects, without collections, so that no other thread runs before it ends. "" if
+        no frame has a word, or if the collector is off: whoever stopped it may start it again in between.
+        """
+        if not gc.isenabled():
+            return ""
+        top = map(itemgetter(self.thread), map(call, [sys._current_frames]))
+        gc.disable()
+        try:
+            return first_word(list(_outwards(top)), word_of)
+        except KeyError:  # the thread has ended
+            return ""
+        finally:
+            gc.enable()
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+PLACE: Callable[[FrameType], Place] = attrgetter("f_code.co_filename", "f_lineno", "f_code.co_name")
+
+
+def own_frames(frame: FrameType) -> list[FrameType]:
+    """Return a frame of the calling thread and those around it, the innermost first."""
+    return list(_outwards([frame]))
+
+
+def first_word(frames: Iterable[FrameType], word_of: Callable[[FrameType], str]) -> str:
+    return next(filter(None, map(word_of, frames)), "")
+
+
+def _outwards(top: Iterable[FrameType]) -> Iterator[FrameType]:
+    """Iterate over a frame and those around it, without a step of Python."""
+    steps: Iterator[Any] = chain(top, repeat("f_back"))
+    return takewhile(bool, accumulate(steps, getattr))
+
+
+def parse(dump: str, thread: int) -> list[Place]:
+    """Return the frames of one thread from the text of ``faulthandler.dump_traceback``, the innermost first."""
+    found: list[Place] = []
+    is_it = False
+    for line in dump.splitlines():
+        if header := _HEADER.match(line):
+            is_it = int(header[1], 16) == thread
+        elif is_it and (frame := _FRAME.match(line)):
+            found.append((frame[1], int(frame[2]), frame[3]))
+    return found
+
+
+def _open_file() -> int:
+    """Open a file without a name, in memory where the system has such files."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("meshwright-stack")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
