@@ -46,7 +46,12 @@ def saved(path: Path, rows=ROWS) -> Path:
     return path
 
 
-WRITERS = {"a.jsonl": jsonl, "a.jsonl.gz": gzipped, "a.parquet": parquet, "a": saved}
+def listed(path: Path, rows=ROWS) -> Path:
+    path.write_text(json.dumps(rows, indent=1))
+    return path
+
+
+WRITERS = {"a.jsonl": jsonl, "a.jsonl.gz": gzipped, "a.json": listed, "a.parquet": parquet, "a": saved}
 
 
 def texts(split) -> list[str]:
@@ -82,11 +87,11 @@ def test_a_folder_of_one_format_is_read_and_one_of_several_must_be_told(tmp_path
         "jsonl",
         f"80 rows in 2 jsonl files, {scan.n_bytes} bytes (passed over: 1 not jsonl)",
     )
-    (tmp_path / "README.md").write_text("about")
+    (tmp_path / "notes.md").write_text("about")
     with pytest.raises(ConfigError, match=r"several formats \(2 jsonl, 1 text\): say which with data.format"):
         scan_sources(str(tmp_path))
     assert [file.name for file in scan_sources(str(tmp_path), "jsonl").files] == ["a.jsonl", "b.jsonl"]
-    assert [file.name for file in scan_sources(str(tmp_path), "text").files] == ["README.md"]
+    assert [file.name for file in scan_sources(str(tmp_path), "text").files] == ["notes.md"]
 
 
 BAD = {
@@ -132,11 +137,6 @@ def several_splits(root: Path) -> str:
     return str(root / "d")
 
 
-def one_document(root: Path) -> str:
-    (root / "a.json").write_text(json.dumps(ROWS))
-    return str(root / "a.json")
-
-
 def not_parquet(root: Path) -> str:
     (root / "a.parquet").write_text("x")
     return str(root / "a.parquet")
@@ -145,8 +145,10 @@ def not_parquet(root: Path) -> str:
 @pytest.mark.parametrize(
     ("write", "words"),
     [
-        (several_splits, r"holds a dataset for each of train, test: name the one to train on, like .*/d/train"),
-        (one_document, r"a.json is one JSON document. Write a record per line \(jq -c"),
+        (
+            several_splits,
+            r"holds a dataset for each of train, test: name the one to train on, like .*/d/train",
+        ),
         (not_parquet, r"a.parquet is no Parquet file that pyarrow"),
     ],
 )

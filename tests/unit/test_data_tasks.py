@@ -110,6 +110,44 @@ def test_the_assistants_turns_are_learnt_with_the_tokens_that_end_them(tmp_path,
     assert transcript.endswith("Five.<|im_end|>\n"), "what follows the last answer teaches nothing"
 
 
+SHARED = [
+    {"from": {"user": "human", "assistant": "gpt"}.get(m["role"], m["role"]), "value": m["content"]} for m in TALK
+]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"conversations": SHARED},
+        {"conversations": SHARED[1:], "system": TALK[0]["content"]},
+        {"conversations": TALK},
+        {"messages": SHARED, "conversations": []},
+    ],
+)
+def test_conversations_of_share_gpt_are_learnt_as_messages(tmp_path, chat_folder, row):
+    tokenizer = FileTokenizer(chat_folder)
+    split, asked = built(tmp_path, [row], tokenizer), built(tmp_path, [{"messages": TALK}], tokenizer)
+    assert split.tokens.tolist() == asked.tokens.tolist() and split.is_learnt.tolist() == asked.is_learnt.tolist()
+
+
+@pytest.mark.parametrize(
+    ("turns", "words"),
+    [
+        (
+            [{"from": "humam", "value": "x"}],
+            r"row 1, turn 1: nobody knows the role of 'humam' \(from\). Did you mean 'h",
+        ),
+        ([SHARED[1], {"from": "gpt", "value": 5}], r"row 1, turn 2: its value must be text, and is 5"),
+        (SHARED[:2], r"row 1: the conversation has no turn of the role 'assistant'"),
+        ([SHARED[1], TALK[2]], r"row 1: 'conversations' must be a list of messages with a role .*as ShareGPT"),
+        ([], r"row 1: the conversation has no turn of the role 'assistant'"),
+    ],
+)
+def test_what_is_wrong_in_a_conversation_is_named_with_row_and_turn(tmp_path, chat_folder, turns, words):
+    with pytest.raises(ConfigError, match=r"a.jsonl, " + words):
+        built(tmp_path, [{"conversations": turns}], FileTokenizer(chat_folder))
+
+
 def test_ids_are_those_of_the_whole_text_at_once(tmp_path, chat_folder):
     tokenizer = FileTokenizer(chat_folder)
     split = built(tmp_path, [{"messages": TALK}], tokenizer)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Format = Literal["auto", "text", "jsonl", "parquet", "dataset", "npy", "bin", "megatron"]
+Format = Literal["auto", "text", "jsonl", "json", "parquet", "dataset", "npy", "bin", "megatron"]
 Task = Literal["auto", "text", "completion", "chat", "alpaca"]
 
 
@@ -19,8 +19,8 @@ class SourceOptions:
     source: tuple[str, ...] = ("stdlib",)
     """Files or folders; "stdlib" is the source code of Python's own standard library."""
     format: Format = "auto"
-    """How they are written; auto: by the names of the files. dataset: a folder of Hugging Face datasets'
-    save_to_disk; npy, bin and megatron hold token ids, and are read where they lie.
+    """How they are written; auto: by the names of the files. json: a list of records; dataset: a folder of Hugging
+    Face datasets' save_to_disk; npy, bin and megatron hold token ids, and are read where they lie.
     """
     task: Task = "auto"
     """The part of a record that is learnt; auto: chat where it has messages, completion where it has prompt and

@@ -14,7 +14,8 @@ import numpy as np
 from meshwright.core.errors import ConfigError
 from meshwright.data.holdout import cut_point, hold_out, hold_out_rows
 from meshwright.data.options import SourceOptions
-from meshwright.data.sources.formats import RECORD_FORMATS, BadRow, digest_of, first_record
+from meshwright.data.sources.formats import RECORD_FORMATS, digest_of, first_record
+from meshwright.data.sources.records import BadRow
 from meshwright.data.sources.scan import Scan, SourceFile
 from meshwright.data.text.tasks import Example, Task, choose_task
 from meshwright.data.text.tokenizers import AligningTokenizer, Tokenizer, encode_batch

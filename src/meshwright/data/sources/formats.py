@@ -2,84 +2,17 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from meshwright.core.errors import ConfigError, MissingExtraError, nearest
+from meshwright.core.errors import ConfigError, MissingExtraError
 from meshwright.core.files import inside
 
-Record = dict[str, Any]
-"""A row: column names and values."""
-
-
-class BadRow(ConfigError):
-    """A record that cannot be used; the text names its file and row."""
-
-
-class RecordFormat(Protocol):
-    """A kind of file that holds records. Rows are counted from 1, as editors do."""
-
-    def count(self, path: Path) -> int:
-        """Count the rows that ``records`` yields."""
-        ...
-
-    def records(self, path: Path) -> Iterator[tuple[int, Record | BadRow]]:
-        """Yield every row that is not blank, with its number; an unusable row is yielded as a BadRow."""
-        ...
-
-
-class JsonLines:
-    """One JSON object per line; ``.gz`` files are decompressed while they are read."""
-
-    def count(self, path: Path) -> int:
-        return sum(1 for _ in _lines(path))
-
-    def records(self, path: Path) -> Iterator[tuple[int, Record | BadRow]]:
-        for number, line in _lines(path):
-            yield number, _parse(path, number, line)
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield every line that is not blank, with its number.
-
-    Raises ConfigError for a ``.gz`` file that is not a complete gzip file.
-    """
-    try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield number, line
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ConfigError(
-            f"data.source: {path} is no whole gzip file ({error}): get it again, or unpack what there is"
-        ) from error
-
-
-def _parse(path: Path, number: int, line: bytes) -> Record | BadRow:
-    shown = line[:60].decode("utf-8", errors="replace").strip()
-    try:
-        record = json.loads(line.rstrip(b"\r\n"))
-    except UnicodeDecodeError as error:
-        return BadRow(f"{path}, line {number} is not UTF-8 ({error.reason} at byte {error.start} of the line)")
-    except (ValueError, RecursionError) as error:
-        return BadRow(
-            f"{path}, line {number} is no JSON ({error}): {shown!r}. In JSON lines each line is one object, like"
-            f" {_LIKE}"
-        )
-    if not isinstance(record, dict):
-        return BadRow(
-            f"{path}, line {number} is a JSON {type(record).__name__}, not an object: {shown!r}. It must be like"
-            f" {_LIKE}"
-        )
-    return record
-
-
-_LIKE = '{"text": "..."}'
+from .json_files import JsonLines, JsonList
+from .records import BadRow, Record, RecordFormat
 
 
 def without_filled_in(value: Any) -> Any:
@@ -168,10 +101,16 @@ def _opens_files(feature: Any, harmless: Any) -> bool:
     return bool(getattr(feature, "decode", False)) or _opens_files(getattr(feature, "feature", ()), harmless)
 
 
-RECORD_FORMATS: dict[str, RecordFormat] = {"jsonl": JsonLines(), "parquet": Parquet(), "dataset": SavedDataset()}
+RECORD_FORMATS: dict[str, RecordFormat] = {
+    "jsonl": JsonLines(),
+    "json": JsonList(),
+    "parquet": Parquet(),
+    "dataset": SavedDataset(),
+}
 
 SUFFIXES = {
     "jsonl": frozenset({".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"}),
+    "json": frozenset({".json", ".json.gz"}),
     "parquet": frozenset({".parquet", ".pq"}),
     "npy": frozenset({".npy"}),
     "bin": frozenset({".bin"}),
@@ -216,15 +155,6 @@ def first_record(paths: Sequence[Path], format: str) -> Record:
                 return record
             problem = problem or record
     raise problem or ConfigError(f"data.source: {', '.join(map(str, paths[:3]))} holds no records")
-
-
-def column(record: Record, name: str, where: str) -> Any:
-    """Return the value of a column. If it has none, raises BadRow, which lists the columns with a value."""
-    if record.get(name) is None:
-        held = ", ".join(repr(key) for key, value in record.items() if value is not None) or "none"
-        lack = "is empty" if name in record else "is missing"
-        raise BadRow(f"{where}: the column '{name}' {lack}.{nearest(name, record)} Columns with a value: {held}")
-    return record[name]
 
 
 def digest_of(path: Path) -> str:

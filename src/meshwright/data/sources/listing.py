@@ -11,7 +11,8 @@ from pathlib import Path
 from meshwright.core.errors import ConfigError, nearest
 from meshwright.core.files import inside, refuse_links_out
 
-from .formats import SUFFIXES, is_saved_dataset, suffix_of
+from .formats import RECORD_FORMATS, SUFFIXES, is_saved_dataset, suffix_of
+from .hub import in_cache, is_about, is_split, of_split
 
 STDLIB = "stdlib"
 """The word for the source code of the running Python's standard library."""
@@ -55,8 +56,9 @@ def list_files(sources: tuple[str, ...], format: str) -> tuple[list[tuple[str, s
     listed, n_other = [], 0
     formats: dict[str, str] = {}
     for source in sources:
-        formats[source] = _format_of(source, format)
-        names, others = _files_of(source, formats[source])
+        place, split = _place_of(source)
+        formats[source] = _format_of(place, format)
+        names, others = _files_of(place, formats[source], split)
         listed += [(source, name, path) for name, path in names]
         n_other += others
     if len(set(formats.values())) > 1:
@@ -77,6 +79,14 @@ def kind_of(path: Path) -> str | None:
     return next((format for format, suffixes in SUFFIXES.items() if suffix in suffixes), None)
 
 
+def _place_of(source: str) -> tuple[str, str]:
+    """Return the file or folder of a source and, where it is the name of a split behind a folder's, the split."""
+    path = Path(source).expanduser()
+    if source != STDLIB and is_split(path.name) and not path.exists() and path.parent.is_dir():
+        return str(path.parent), path.name
+    return source, ""
+
+
 def _format_of(source: str, wanted: str) -> str:
     """Return the format of one source."""
     if source == STDLIB:
@@ -87,20 +97,20 @@ def _format_of(source: str, wanted: str) -> str:
     if not source.strip() or not path.exists():
         raise ConfigError(
             f"data.source: {source!r} does not exist (looked at {path.absolute()}).{nearest(source, [STDLIB])}"
-            f" Name a file, a folder, or '{STDLIB}'; patterns such as *.txt are not expanded"
+            f"{in_cache(source)} Name a file, a folder, or '{STDLIB}'; patterns such as *.txt are not expanded"
         )
     if wanted != "auto":
         return wanted
     if not path.is_dir():
-        if path.suffix.lower() == ".json":
-            raise ConfigError(
-                f"data.source: {path} is one JSON document. Write a record per line (jq -c '.[]' {path.name} >"
-                f" {path.stem}.jsonl), or set data.format = 'text' to train on its characters"
-            )
         return kind_of(path) or "text"
     if is_saved_dataset(path):
         return "dataset"
-    kinds = Counter(kind for file in _walk(path, frozenset({"__pycache__"}), source) if (kind := kind_of(file)))
+    files = list(_walk(path, frozenset({"__pycache__"}), source))
+    kinds = _kinds(files)
+    if RECORD_FORMATS.keys() & kinds.keys():
+        kinds = _kinds([file for file in files if not is_about(file.name)])
+    if len(kinds) > 1:
+        kinds.pop("json", None)  # settings, beside what is meant
     if len(kinds) > 1:
         counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
         raise ConfigError(
@@ -110,8 +120,12 @@ def _format_of(source: str, wanted: str) -> str:
     return next(iter(kinds), "text")
 
 
-def _files_of(source: str, format: str) -> tuple[list[tuple[str, Path]], int]:
-    """Return (name, path) of the files of one source, sorted by name, and the number of files of other formats."""
+def _kinds(files: Iterable[Path]) -> Counter[str]:
+    return Counter(kind for file in files if (kind := kind_of(file)))
+
+
+def _files_of(source: str, format: str, split: str) -> tuple[list[tuple[str, Path]], int]:
+    """Return (name, path) of the files of one source, sorted by name, and the number of files passed over."""
     if source == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
         files = [
@@ -128,11 +142,15 @@ def _files_of(source: str, format: str) -> tuple[list[tuple[str, Path]], int]:
     every = [(path.relative_to(root).as_posix(), path) for path in _walk(root, frozenset({"__pycache__"}), source)]
     suffixes = TEXT_SUFFIXES if format == "text" else SUFFIXES[format]
     chosen = sorted((name, path) for name, path in every if suffix_of(path) in suffixes)
+    if format == "json":
+        chosen = [(name, path) for name, path in chosen if not is_about(path.name)]
     if not chosen:
         raise ConfigError(
             f"data.source: the folder {root} holds no {format} file ({len(every)} files of other kinds). From a folder,"
             f" files with these suffixes are read: {' '.join(sorted(suffixes))}; name a file of another kind itself"
         )
+    if format in RECORD_FORMATS or split:
+        chosen = of_split(chosen, split, root)
     return chosen, len(every) - len(chosen) - (len(chosen) if format == "megatron" else 0)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from meshwright.core.errors import ConfigError
 from meshwright.data.options import SourceOptions
-from meshwright.data.sources.formats import BadRow, Record, column
+from meshwright.data.sources.records import BadRow, Record, column
 
-from .chat import ChatTemplate, load_template
+from .chat import ChatTemplate, Message, load_template
+from .messages import messages_of
 from .tokenizers import Tokenizer
 
 Piece = tuple[str, bool]
@@ -46,7 +46,7 @@ def choose_task(options: SourceOptions, tokenizer: Tokenizer, sample: Record) ->
     """
     name = task_name(options, sample)
     if name == "chat":
-        key = "messages" if options.column == "text" else options.column
+        key = options.column if options.column != "text" else _column_of_messages(sample)
         template = load_template(options.template, getattr(tokenizer, "folder", None))
         chat = _Chat(key, template)
         decides = json.dumps([key, template.text, sorted(template.special_tokens.items())])
@@ -64,15 +64,17 @@ def task_name(options: SourceOptions, sample: Record) -> str:
     """Return the name of the task; "auto" decides by the columns."""
     if options.task != "auto":
         return options.task
-    if isinstance(sample.get("messages"), list) or (
-        options.column != "text" and isinstance(sample.get(options.column), list)
-    ):
+    if isinstance(sample.get(options.column if options.column != "text" else _column_of_messages(sample)), list):
         return "chat"
     if "prompt" in sample and "completion" in sample:
         return "completion"
     if "instruction" in sample and "output" in sample:
         return "alpaca"
     return "text"
+
+
+def _column_of_messages(sample: Record) -> str:
+    return "conversations" if "messages" not in sample and isinstance(sample.get("conversations"), list) else "messages"
 
 
 @dataclass(frozen=True)
@@ -148,14 +150,8 @@ class _Chat:
             return [tuple(pieces)]
         return [((before, False), (after[len(before) :], True)) for before, after in zip(asked, answered, strict=True)]
 
-    def _messages(self, record: Record, where: str) -> list[dict[str, Any]]:
-        messages = column(record, self.column, where)
-        if not isinstance(messages, list) or not all(isinstance(m, dict) and m.get("role") for m in messages):
-            raise BadRow(
-                f"{where}: '{self.column}' must be a list of messages with a role and a content each, and is"
-                f" {str(messages)[:60]!r}"
-            )
-        return messages
+    def _messages(self, record: Record, where: str) -> list[Message]:
+        return messages_of(column(record, self.column, where), self.column, record, where)
 
 
 def _text(record: Record, name: str, where: str) -> str:

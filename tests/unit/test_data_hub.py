@@ -1,0 +1,107 @@
+"""Folders as the hub lays them out: cards are no data, splits and subsets are never mixed without a word."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshwright.core.errors import ConfigError, MissingExtraError
+from meshwright.data.corpus.cache import open_corpus, prepare
+from meshwright.data.sources.hub import split_of
+from meshwright.data.sources.scan import list_sources, scan_sources
+from meshwright.data.text.tokenizers import ByteTokenizer
+
+CARD = (
+    "---\nlicense: mit\nconfigs:\n- config_name: de\n  data_files: de/*\n- config_name: en\n  data_files: en/*\n---\nx"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("data/train-00000-of-00003.parquet", "train"),
+        ("Test.jsonl", "test"),
+        ("train/my-test.json", "test"),
+        ("valid_1.jsonl", "validation"),
+        ("dev/a.jsonl", "validation"),
+        ("latest.jsonl", ""),
+        ("trains.jsonl", ""),
+        ("a.jsonl", ""),
+    ],
+)
+def test_the_split_is_the_last_word_that_stands_for_one(name, split):
+    assert split_of(name) == split
+
+
+def write(folder: Path, **files: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, text in files.items():
+        (folder / f"{name.replace('__', '-')}.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    return folder
+
+
+def text_of(source: Path, tmp_path: Path) -> str:
+    prepared = prepare(str(source), ByteTokenizer(), 0, tmp_path / "cache")
+    return ByteTokenizer().decode(open_corpus(prepared.folder).training.tokens)
+
+
+def test_one_split_is_read_and_never_the_one_that_is_tested_on(tmp_path):
+    folder = write(tmp_path / "d", train__0="a", train__1="b", test="t", validation="v")
+    (folder / "README.md").write_text("---\nlicense: mit\n---\nabout")
+    with pytest.raises(
+        ConfigError,
+        match=r"holds the splits test \(1 files\), train \(2 files\), validation \(1 files\): name the one to train on,"
+        r" like .*/d/train",
+    ):
+        scan_sources(str(folder))
+    assert (text_of(folder / "train", tmp_path), text_of(folder / "dev", tmp_path)) == ("ab", "v")
+    assert list_sources(str(folder / "train")).n_other == 3
+    with pytest.raises(ConfigError, match=r"'.*/d/trian' does not exist"):
+        scan_sources(str(folder / "trian"))
+
+
+def test_a_folder_of_one_split_needs_no_word_and_a_folder_that_exists_is_itself(tmp_path):
+    folder = write(tmp_path / "d", train__0="a", train__1="b")
+    assert text_of(folder, tmp_path) == "ab"
+    with pytest.raises(
+        ConfigError, match=r"/d/test does not exist, .* no split of this name.*it has: train \(2 files\)"
+    ):
+        scan_sources(str(folder / "test"))
+    write(folder / "test", a="t")
+    assert text_of(folder / "test", tmp_path) == "t"
+    (tmp_path / "prose").mkdir()
+    (tmp_path / "prose/test.txt").write_text("x"), (tmp_path / "prose/train.txt").write_text("y")
+    assert len(scan_sources(str(tmp_path / "prose")).files) == 2, "text has no splits"
+
+
+def test_subsets_of_a_card_are_named_one_by_one(tmp_path):
+    folder = write(tmp_path / "d")
+    write(folder / "de", train="eins"), write(folder / "en", train="one")
+    (folder / "README.md").write_text(CARD)
+    with pytest.raises(ConfigError, match=r"README.md lists the subsets de, en, .*name the folder or the files of one"):
+        scan_sources(str(folder))
+    assert text_of(folder / "en", tmp_path) == "one"
+
+
+def test_a_name_on_the_hub_is_answered_with_the_snapshot_that_lies_in_its_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"'some/name' does not exist .*\)\. Name a file"):
+        scan_sources("some/name")
+    snapshot = tmp_path / "datasets--some--name/snapshots/0123"
+    (tmp_path / "datasets--some--name/blobs").mkdir(parents=True)
+    blob = tmp_path / "datasets--some--name/blobs" / ("a" * 64)
+    blob.write_text('{"text": "a"}\n')
+    snapshot.mkdir(parents=True)
+    (snapshot / "train.jsonl").symlink_to(blob)
+    with pytest.raises(ConfigError, match=rf"The hub's cache has it: name {snapshot}\. Name a file"):
+        scan_sources("some/name")
+    assert text_of(snapshot, tmp_path) == "a"
+
+
+def test_a_missing_package_is_a_sentence(tmp_path, monkeypatch):
+    (tmp_path / "train-00000-of-00001.parquet").write_text("x")
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(MissingExtraError, match=r"pyarrow.*pip install 'meshwright\[hf\]'"):
+        scan_sources(str(tmp_path))
