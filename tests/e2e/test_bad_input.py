@@ -184,6 +184,7 @@ def test_a_tokenizer_that_does_not_fit_the_model_is_refused(refused, tmp_path):
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w1"))
     made.add_special_tokens(["<|endoftext|>"])
     made.save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path / "tokenizer_config.json", '{"eos_token": "<|endoftext|>"}')
     wanted = {"data.tokenizer": str(tmp_path / "tokenizer.json"), "model.vocab_size": 257}
     refused(CONFIG, wanted, "300 token ids", "model.vocab_size = 257", "Set model.vocab_size = 300")
     refused(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -108,6 +109,7 @@ def write_tokenizer(path):
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.add_special_tokens([end])
     made.save(str(path))
+    path.with_name("tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
 
 
 def test_another_run_is_not_continued_by_name_and_nothing_is_touched(spmd, small, complete, corpus, tmp_path):

@@ -45,11 +45,11 @@ def test_bytes_that_are_no_text_are_replaced_not_raised():
 
 def test_both_kinds_are_tokenizers(tmp_path):
     assert isinstance(ByteTokenizer(), Tokenizer)
-    assert isinstance(FileTokenizer(save_tokenizer(tmp_path / "t.json", "</s>")), Tokenizer)
+    assert isinstance(FileTokenizer(save_tokenizer(tmp_path / "t.json", "</s>"), "</s>"), Tokenizer)
 
 
 def test_a_document_is_not_cut_padded_or_ended_by_the_file_or_by_its_own_words(tmp_path):
-    tokenizer = FileTokenizer(save_tokenizer(tmp_path / "tokenizer.json", "</s>", truncate=True))
+    tokenizer = FileTokenizer(save_tokenizer(tmp_path / "tokenizer.json", "</s>", truncate=True), "</s>")
     ids = tokenizer.encode("a b a b </s> a")
     assert ids.tolist() == [0, 1, 0, 1, 2, 0] and tokenizer.end_of_document not in ids
     assert tokenizer.vocab_size == 4 and tokenizer.end_of_document == 3
@@ -59,13 +59,15 @@ def test_a_document_is_not_cut_padded_or_ended_by_the_file_or_by_its_own_words(t
 CHAT = ("<|im_end|>", "</s>", "<|endoftext|>")
 
 
-def test_a_bare_file_ends_by_the_list_and_that_is_logged(tmp_path, caplog):
+def test_no_end_is_guessed(tmp_path):
     path = save_tokenizer(tmp_path / "tokenizer.json", *CHAT)
-    assert FileTokenizer(path).end_of_document == 5
-    assert [record.message for record in caplog.records] == [
-        f"{path}: no file beside it says which token ends a text, so <|endoftext|> is taken to"
-    ]
-    assert FileTokenizer(path, end_of_document="<|im_end|>").end_of_document == 3 and len(caplog.records) == 1
+    with pytest.raises(
+        ConfigError,
+        match=r"no file beside .*tokenizer.json says which token ends a text .*special tokens: </s>, <\|endoftext\|>,"
+        r" <\|im_end\|>\. Write the one .* to .*tokenizer_config.json, like \{\"eos_token\"",
+    ):
+        FileTokenizer(path)
+    assert FileTokenizer(path, end_of_document="<|im_end|>").end_of_document == 3
 
 
 TEXT, DICT = {"eos_token": "<|im_end|>"}, {"eos_token": {"content": "<|im_end|>", "special": True}}
@@ -76,21 +78,27 @@ TEXT, DICT = {"eos_token": "<|im_end|>"}, {"eos_token": {"content": "<|im_end|>"
     [
         ({"tokenizer_config.json": TEXT}, "<|im_end|>"),
         ({"tokenizer_config.json": DICT}, "<|im_end|>"),
-        ({"special_tokens_map.json": DICT, "generation_config.json": {"eos_token_id": 4}}, "<|im_end|>"),
+        ({"special_tokens_map.json": DICT, "generation_config.json": {"eos_token_id": [4, 3]}}, "<|im_end|>"),
+        ({"special_tokens_map.json": DICT, "generation_config.json": {"eos_token_id": [5, 4]}}, "<|endoftext|>"),
+        ({"tokenizer_config.json": TEXT, "generation_config.json": {"temperature": 1}}, "<|im_end|>"),
+        ({"config.json": {"text_config": {"eos_token_id": 4}}}, "</s>"),
         ({"tokenizer_config.json": {"eos_token": None}, "generation_config.json": {"eos_token_id": [4, 3]}}, "</s>"),
         ({"generation_config.json": {"eos_token_id": 3}, "config.json": {"eos_token_id": 4}}, "<|im_end|>"),
         ({"tokenizer_config.json": TEXT, "config.json": {"eos_token_id": 4}}, "<|im_end|>"),
+        (
+            {"tokenizer_config.json": TEXT, "generation_config.json": {"_from_model_config": True, "eos_token_id": 4}},
+            "<|im_end|>",
+        ),
+        ({"generation_config.json": {"_from_model_config": True, "eos_token_id": 4}}, "</s>"),
         ({"config.json": {"eos_token_id": 4}}, "</s>"),
-        ({"tokenizer_config.json": {"pad_token": "</s>"}, "config.json": {"eos_token_id": None}}, "<|endoftext|>"),
     ],
 )
-def test_a_document_ends_with_the_token_that_the_model_ends_with(files, end, tmp_path, caplog):
+def test_a_document_ends_with_the_token_that_the_model_ends_with(files, end, tmp_path):
     save_tokenizer(tmp_path / "tokenizer.json", *CHAT)
     for name, said in files.items():
         (tmp_path / name).write_text(json.dumps(said))
     tokenizer = FileTokenizer(tmp_path)
     assert (tokenizer.end_token, tokenizer.end_of_document) == (end, 3 + CHAT.index(end))
-    assert bool(caplog.records) == (end == CHAT[-1])
 
 
 def test_an_end_that_is_an_ordinary_word_becomes_special(tmp_path):
@@ -111,7 +119,7 @@ def test_an_end_that_the_tokenizer_lacks_is_refused(name, said, tmp_path):
 
 
 @pytest.mark.parametrize("said", [TEXT, {}])
-def test_a_run_keeps_which_token_ends_a_text(said, tmp_path, caplog):
+def test_a_run_keeps_which_token_ends_a_text(said, tmp_path):
     save_tokenizer(tmp_path / "tokenizer.json", *CHAT)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 7, **said}))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 3}')
@@ -119,7 +127,7 @@ def test_a_run_keeps_which_token_ends_a_text(said, tmp_path, caplog):
     tokenizer = FileTokenizer(tmp_path)
     keep_tokenizer(tokenizer, tmp_path / "run")
     kept = kept_tokenizer(tmp_path / "run")
-    assert kept and kept.fingerprint == tokenizer.fingerprint and kept.end_token == "<|im_end|>" and not caplog.records
+    assert kept and kept.fingerprint == tokenizer.fingerprint and kept.end_token == "<|im_end|>"
     assert json.loads((kept.folder / "tokenizer_config.json").read_text()) == {"model_max_length": 7, **TEXT}
 
 
@@ -131,22 +139,19 @@ def test_alpaca_rows_end_as_the_model_ends(tmp_path):
     assert open_corpus(prepared.folder).training.tokens[-2:].tolist() == [1, 3]
 
 
-def test_no_token_that_ends_a_document_is_refused_with_those_there_are(tmp_path):
+def test_an_end_that_is_no_special_token_is_refused_with_those_there_are(tmp_path):
     path = save_tokenizer(tmp_path / "tokenizer.json", "<pad>")
-    with pytest.raises(
-        ConfigError, match=r"no special token that ends a document .*its special tokens: <pad>.*end_of_document='...'"
-    ):
-        FileTokenizer(path)
     with pytest.raises(ConfigError, match=r"no special token '<pat>'\. Did you mean '<pad>'"):
         FileTokenizer(path, end_of_document="<pat>")
 
 
 def test_the_fingerprint_is_of_contents(tmp_path):
-    (tmp_path / "other").mkdir()
-    one = FileTokenizer(save_tokenizer(tmp_path / "tokenizer.json", "</s>"))
-    same = load_tokenizer(str(save_tokenizer(tmp_path / "other" / "tokenizer.json", "</s>").parent))
-    different = FileTokenizer(save_tokenizer(tmp_path / "t.json", "</s>", "<x>"))
-    assert one.fingerprint == same.fingerprint != different.fingerprint
+    for folder, words in {"one": "</s>", "same": "</s>", "more": "</s> <x>"}.items():
+        (tmp_path / folder).mkdir()
+        save_tokenizer(tmp_path / folder / "tokenizer.json", *words.split())
+        (tmp_path / folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    one, same, more = (load_tokenizer(str(tmp_path / folder)).fingerprint for folder in ("one", "same", "more"))
+    assert one == same != more
 
 
 def test_load_tokenizer_knows_bytes_and_paths_and_downloads_nothing(tmp_path):

@@ -16,7 +16,9 @@ WITH_TOKENS = (SETTINGS, "special_tokens_map.json")
 """Files that name special tokens by their texts, in order of precedence."""
 WITH_IDS = ("generation_config.json", "config.json")
 """Files of a model that name special tokens by their ids."""
-EOS = "eos_token"
+EOS, EOS_ID = "eos_token", "eos_token_id"
+COPIED = "_from_model_config"
+"""The mark of a ``generation_config.json`` that transformers derived from ``config.json``."""
 
 
 def read_settings(folder: Path, name: str = SETTINGS) -> dict[str, Any]:
@@ -69,11 +71,25 @@ def template_of(folder: Path) -> str | None:
 
 
 def stated_end(folder: Path, id_of: Callable[[str], int | None], token_of: Callable[[int], str | None]) -> str | None:
-    """Return the end-of-text token that the files beside a tokenizer.json name; None if they name none.
+    """Return the token that ends a text, as the files beside a tokenizer.json name it; None if they name none.
+
+    A model may stop at several tokens: of these the tokenizer's own end, else the first. An answer that is learnt with
+    another end would not end. What ``generation_config.json`` only copied from ``config.json`` counts where the
+    tokenizer names no end: it may be the default of the model's class.
 
     Raises:
         ConfigError: they name a token that the tokenizer lacks.
     """
+    own = _end_of_tokenizer(folder, id_of)
+    chosen = WITH_IDS[0]
+    if not read_settings(folder, chosen).get(COPIED) and (stops := _ends_of_model(folder, chosen, token_of)):
+        return own if own in stops else stops[0]
+    if own is not None:
+        return own
+    return next((stops[0] for name in WITH_IDS if (stops := _ends_of_model(folder, name, token_of))), None)
+
+
+def _end_of_tokenizer(folder: Path, id_of: Callable[[str], int | None]) -> str | None:
     for name in WITH_TOKENS:
         if (text := special_tokens(folder, name).get(EOS)) is not None:
             if id_of(text) is None:
@@ -82,16 +98,19 @@ def stated_end(folder: Path, id_of: Callable[[str], int | None], token_of: Calla
                     f" of the two"
                 )
             return text
-    for name in WITH_IDS:
-        ids = read_settings(folder, name).get("eos_token_id")
-        # a model may stop at several tokens; the first ends a text
-        first = ids[0] if isinstance(ids, list) and ids else ids
-        if type(first) is int:
-            token = token_of(first) if 0 <= first < 2**32 else None
-            if token is None:
-                raise ConfigError(
-                    f"data.tokenizer: {folder / name} has eos_token_id = {first}, and tokenizer.json has no such id:"
-                    f" correct one of the two"
-                )
-            return token
     return None
+
+
+def _ends_of_model(folder: Path, name: str, token_of: Callable[[int], str | None]) -> list[str]:
+    """Return the tokens at which a model stops, by one of its files."""
+    settings = read_settings(folder, name)
+    inner = settings.get("text_config")  # a model of several kinds of input
+    found = settings.get(EOS_ID, inner.get(EOS_ID) if isinstance(inner, dict) else None)
+    ids = [number for number in (found if isinstance(found, list) else [found]) if type(number) is int]
+    tokens = [token_of(number) if 0 <= number < 2**32 else None for number in ids]
+    if tokens and tokens[0] is None:
+        raise ConfigError(
+            f"data.tokenizer: {folder / name} has {EOS_ID} = {ids[0]}, and tokenizer.json has no such id: correct one"
+            f" of the two"
+        )
+    return [token for token in tokens if token is not None]

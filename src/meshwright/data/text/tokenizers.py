@@ -6,7 +6,6 @@ The byte tokenizer needs no file; all others are read from a local tokenizer.jso
 from __future__ import annotations
 
 import hashlib
-import logging
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -14,26 +13,11 @@ import numpy as np
 
 from meshwright.core.errors import ConfigError, MissingExtraError, nearest
 from meshwright.core.files import inside
-from meshwright.distributed.process.world import is_rank_zero
 
-from .tokenizer_settings import stated_end
-
-log = logging.getLogger("meshwright")
+from .tokenizer_settings import EOS, EOS_ID, SETTINGS, WITH_IDS, WITH_TOKENS, stated_end
 
 BYTES = "bytes"
 """The name of the tokenizer that needs no file."""
-
-END_TOKENS = (
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "</s>",
-    "<eos>",
-    "<|eos|>",
-    "[EOS]",
-    "<\uff5cend\u2581of\u2581sentence\uff5c>",
-    "[SEP]",
-)
-"""Special tokens that end a document, in order of preference, used if no file beside a tokenizer.json names one."""
 
 
 @runtime_checkable
@@ -118,13 +102,13 @@ class FileTokenizer:
 
     Args:
         path: the file, or a folder that holds a ``tokenizer.json``.
-        end_of_document: special token that ends a document; by default the one that the files beside it name
-            (``eos_token``, else the model's ``eos_token_id``). If none does, the first of END_TOKENS in the file, with
-            a warning.
+        end_of_document: special token that ends a document; by default the one that the files beside it name (the
+            model's ``eos_token_id`` and the tokenizer's ``eos_token``; see ``stated_end``).
 
     Raises:
         MissingExtraError: the package ``tokenizers`` is not installed.
-        ConfigError: the file does not exist, is not a tokenizer, or has no special token that ends a document.
+        ConfigError: the file does not exist or is not a tokenizer; it lacks the token that is to end a document, or no
+            file names one.
     """
 
     def __init__(self, path: str | Path, end_of_document: str | None = None):
@@ -162,31 +146,23 @@ class FileTokenizer:
         )
 
     def _find_end(self, wanted: str | None) -> int:
-        if (
-            wanted is None
-            and (stated := stated_end(self.folder, self._tokenizer.token_to_id, self._tokenizer.id_to_token))
-            is not None
-        ):
-            self._tokenizer.add_special_tokens([stated])  # as transformers does; spelt out, it stays text
-            self._with_special.add_special_tokens([stated])
-            wanted = stated
+        if wanted is None:
+            wanted = stated_end(self.folder, self._tokenizer.token_to_id, self._tokenizer.id_to_token)
+            if wanted is not None:
+                self._tokenizer.add_special_tokens([wanted])  # as transformers does; spelt out, it stays text
+                self._with_special.add_special_tokens([wanted])
         special = {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
-        for candidate in END_TOKENS if wanted is None else (wanted,):
-            if candidate in special:
-                if wanted is None and is_rank_zero():
-                    log.warning(
-                        f"{self.path}: no file beside it says which token ends a text, so {candidate} is taken to"
-                    )
-                return special[candidate]
+        if wanted in special:
+            return special[wanted]
         held = ", ".join(sorted(special)) or "none"
         if wanted is not None:
             raise ConfigError(
                 f"{self.path} has no special token '{wanted}'.{nearest(wanted, special)} Its special tokens: {held}"
             )
         raise ConfigError(
-            f"data.tokenizer: {self.path} has no special token that ends a document (looked for {' '.join(END_TOKENS)};"
-            f" its special tokens: {held}). Add one to the file, or name the one that is meant:"
-            f" FileTokenizer({str(self.path)!r}, end_of_document='...')"
+            f"data.tokenizer: no file beside {self.path} says which token ends a text ({EOS} in"
+            f" {' or '.join(WITH_TOKENS)}, {EOS_ID} in {' or '.join(WITH_IDS)}). Its special tokens: {held}. Write"
+            f' the one that the model was trained with to {self.folder / SETTINGS}, like {{"{EOS}": "</s>"}}'
         )
 
     def encode(self, text: str) -> np.ndarray:
