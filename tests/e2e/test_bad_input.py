@@ -195,6 +195,12 @@ def test_a_tokenizer_that_does_not_fit_the_model_is_refused(refused, tmp_path):
     )
 
 
+def test_rejected_answers_are_not_taught(refused, tmp_path):
+    pairs = write(tmp_path / "a.jsonl", '{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 40)
+    words = ("holds pairs of a chosen and a rejected answer", "would teach the rejected ones too", "data.task = 'chat'")
+    refused(REFUSED, {"data.source": [pairs]}, *words)
+
+
 @pytest.mark.parametrize("key", ["out", "run"])
 def test_a_file_in_the_place_of_the_folder_is_refused_and_kept(flags, tmp_path, capsys, key):
     taken = write(tmp_path / "taken", "years of work")

@@ -35,6 +35,11 @@ class SampleSequence(Protocol):
         """Tokens per sample."""
         ...
 
+    @property
+    def rows_together(self) -> int:
+        """The number of successive samples that must be rows of the same rank: 2 for pairs, else 1."""
+        ...
+
     def rows(self, indexes: np.ndarray) -> Rows:
         """Return the samples at ``indexes`` (int64, shape (rows,))."""
         ...
@@ -59,7 +64,8 @@ class Loader(Iterator["dict[str, torch.Tensor]"]):
             labels, recorded in ``unreadable``; otherwise ``next`` raises the error.
 
     Raises:
-        ConfigError: ``world`` does not divide ``global_batch``, or a size is out of range.
+        ConfigError: ``world`` does not divide ``global_batch``, a rank would get half a pair, or a size is out of
+            range.
     """
 
     def __init__(
@@ -79,6 +85,14 @@ class Loader(Iterator["dict[str, torch.Tensor]"]):
                 f"batch.global_batch = {global_batch} samples cannot be dealt evenly to {world} data ranks"
                 f" (dp_replicate * dp_shard). Legal: a multiple of {world}, like {near} or {near + world}; or a number"
                 f" of data ranks that divides {global_batch}"
+            )
+        if (global_batch // world) % samples.rows_together:
+            step = world * samples.rows_together
+            near = max(global_batch // step, 1) * step
+            raise ConfigError(
+                f"batch.global_batch = {global_batch} rows are {global_batch // world} for each of {world} data ranks,"
+                f" and each pair of answers takes {samples.rows_together}. Legal: a multiple of {step}, like {near} or"
+                f" {near + step}"
             )
         if workers < 0:
             raise ConfigError(
@@ -154,16 +168,22 @@ def validation_batches(
     run collectives), and together the same samples for every ``world``. Padding rows have every label IGNORE_INDEX.
 
     Raises:
-        ConfigError: at the call, for a size below 1, a rank outside [0, world), or a split without a sample (see
-            ``n_samples``).
+        ConfigError: at the call, for a size below 1, a rank outside [0, world), rows that would part pairs, or a split
+            without a sample (see ``n_samples``).
     """
     _check_rank(rank, world)
     for name, value in (("samples", samples), ("rows", rows)):
         if value < 1:
             raise ConfigError(f"validation_batches: {name} = {value} must be at least 1")
-    n = split.n_samples(seq_len)
-    count = min(samples, n)
-    chosen = np.arange(count) * n // count
+    together = split.rows_together
+    if rows % together:
+        raise ConfigError(
+            f"validation_batches: rows = {rows} per data rank, and each pair of answers takes {together}: make it even"
+        )
+    n = split.n_samples(seq_len) // together
+    count = min(max(samples // together, 1), n)
+    chosen = (np.arange(count)[:, None] * n // count * together + np.arange(together)).reshape(-1)
+    count *= together
     per_batch = rows * world
     padded = np.pad(chosen, (0, -count % per_batch)).reshape(-1, world, rows)[:, rank]
     real = np.pad(np.ones(count, dtype=bool), (0, -count % per_batch)).reshape(-1, world, rows)[:, rank]
@@ -194,17 +214,17 @@ class _BatchReader:
         except (OSError, MeshwrightError):
             if self.unreadable is None:
                 raise
-        rows = [self._row(index) for index in indexes]
+        rows = [self._group(group) for group in indexes.reshape(-1, self.samples.rows_together)]
         return {key: np.concatenate([row[key] for row in rows]) for key in rows[0]}
 
-    def _row(self, index: np.int64) -> Rows:
-        """Read one sample, or return a row without labels if it cannot be read."""
+    def _group(self, indexes: np.ndarray) -> Rows:
+        """Read the samples that belong together, or return rows without labels if one cannot be read."""
         assert self.unreadable is not None
         try:
-            return self.samples.rows(np.array([index]))
+            return self.samples.rows(indexes)
         except (OSError, MeshwrightError) as error:
-            self.unreadable[int(index)] = f"{type(error).__name__}: {error}"
-        empty = np.zeros((1, self.samples.seq_len), dtype=np.int64)
+            self.unreadable.update(dict.fromkeys(indexes.tolist(), f"{type(error).__name__}: {error}"))
+        empty = np.zeros((len(indexes), self.samples.seq_len), dtype=np.int64)
         return {"tokens": empty, "labels": empty + IGNORE_INDEX, "positions": empty, "document_ids": empty}
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.core.errors import ConfigError
+from meshwright.core.errors import ConfigError, UnsupportedError
 
 from .corpus.packing import Rows, Split, gather
 from .order import Order
@@ -119,7 +119,7 @@ class Samples:
     Args:
         splits: the sources.
         names: names of the sources.
-        orders: order of the samples of each source.
+        orders: order of the samples of each source; of pairs, of each pair.
         seq_len: number of tokens per sample.
         interleave: the source at each index.
     """
@@ -146,10 +146,20 @@ class Samples:
 
         Raises:
             ConfigError: a source has no sample.
+            UnsupportedError: one of several sources holds pairs.
         """
         names = tuple(names) or tuple(split.name for split in splits)
         seeds = [seed] if len(splits) == 1 else [_seed_of(seed, name) for name in names]
-        orders = tuple(Order(split.n_samples(seq_len), own) for split, own in zip(splits, seeds, strict=True))
+        together = [split.rows_together for split in splits]
+        if len(splits) > 1 and max(together) > 1:
+            raise UnsupportedError(
+                f"the part '{names[together.index(max(together))]}' of data.mixture holds pairs of answers, which a"
+                f" mixture would part: make it the only source"
+            )
+        orders = tuple(
+            Order(split.n_samples(seq_len) // split.rows_together, own)
+            for split, own in zip(splits, seeds, strict=True)
+        )
         return cls(tuple(splits), names, orders, seq_len, interleave or Interleave([Stage(0, (1.0,) * len(splits))]))
 
     def rows(self, indexes: np.ndarray) -> Rows:
@@ -157,7 +167,7 @@ class Samples:
         source, place = self.interleave.take(indexes)
         return gather(
             [
-                (self.splits[k], mine, self.orders[k].take(place[mine]))
+                (self.splits[k], mine, self._samples(k, place[mine]))
                 for k in sorted(set(source.tolist()))
                 for mine in [source == k]
             ],
@@ -167,8 +177,17 @@ class Samples:
 
     def epochs(self, index: int) -> dict[str, float]:
         """Return the number of epochs, as a fraction, of each source before ``index``."""
-        given = self.interleave.given(index)
+        given = self.interleave.given(index) / self.rows_together
         return {name: float(n) / order.n for name, n, order in zip(self.names, given, self.orders, strict=True)}
+
+    @property
+    def rows_together(self) -> int:
+        """The number of successive samples that belong together; an order is over such groups."""
+        return self.splits[0].rows_together
+
+    def _samples(self, source: int, places: np.ndarray) -> np.ndarray:
+        groups, member = np.divmod(places, self.rows_together)
+        return self.orders[source].take(groups) * self.rows_together + member
 
 
 def _seed_of(seed: int, name: str) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Format = Literal["auto", "text", "jsonl", "json", "parquet", "dataset", "npy", "bin", "megatron"]
-Task = Literal["auto", "text", "completion", "chat", "alpaca"]
+Task = Literal["auto", "text", "completion", "chat", "alpaca", "preference"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class SourceOptions:
     """
     task: Task = "auto"
     """The part of a record that is learnt; auto: chat where it has messages, completion where it has prompt and
-    completion, alpaca where it has instruction and output, else text."""
+    completion, alpaca where it has instruction and output, preference where it has chosen and rejected, else text."""
     column: str = "text"
     """The column that holds the text; for the task chat, "text" means "messages"."""
     dtype: str = ""

@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.core.errors import ConfigError
+from meshwright.core.errors import ConfigError, UnsupportedError
 
 from .corpus.building import TokenisingRecipe
 from .corpus.packing import Rows, Split, Stream
 from .corpus.whole import Whole
+from .text.preference import TASK as PREFERENCE
 
 _WINDOW_ROWS = 64
 """Number of rows packed together. It is a constant because it decides which documents share a row."""
@@ -38,11 +39,14 @@ class StreamedSamples:
         say: callback that receives a message when samples must be skipped, and one with the time it took.
 
     Raises:
+        UnsupportedError: the documents are pairs.
         ConfigError: at the first read, for a source without a document or a conversation that is too long.
     """
 
     def __init__(self, recipe: TokenisingRecipe, seq_len: int, say: Callable[[str], None]):
-        self.recipe, self.seq_len, self._say = recipe, seq_len, say
+        if recipe.task.name == PREFERENCE:
+            raise UnsupportedError("data.streaming parts the pairs of the task 'preference': leave streaming out")
+        self.recipe, self.seq_len, self._say, self.rows_together = recipe, seq_len, say, 1
         self._lock = threading.Lock()
         self._windows: deque[tuple[int, Rows]] = deque(maxlen=_WINDOWS)
         self._begin_again()

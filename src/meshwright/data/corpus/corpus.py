@@ -26,8 +26,10 @@ import numpy as np
 
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.core.files import sync_folder
+from meshwright.data.text.preference import TASK as PREFERENCE
 
 from .packing import Split, Stream
+from .pairs import Pairs
 from .whole import Whole
 
 VERSION = 2
@@ -119,7 +121,8 @@ def open_tokenised(folder: Path, too_long: TooLong = "refuse") -> Corpus:
         tokens, offsets = _mapped(folder / f"{name}.tokens", meta.dtype), _mapped(folder / f"{name}.offsets", "<i8")
         if not meta.is_whole:
             return Stream(name, tokens, offsets)
-        return Whole(name, tokens, offsets, _mapped(folder / f"{name}.learnt", "u1"), too_long, meta.end_of_document)
+        kind = Pairs if meta.task == PREFERENCE else Whole
+        return kind(name, tokens, offsets, _mapped(folder / f"{name}.learnt", "u1"), too_long, meta.end_of_document)
 
     return Corpus(meta, split(TRAINING), split(VALIDATION))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -28,6 +28,9 @@ Rows = dict[str, np.ndarray]
 
 class Split(Protocol):
     """A set of samples with random access."""
+
+    rows_together: ClassVar[int]
+    """The number of successive samples that stay side by side in every order: 2 for pairs, else 1."""
 
     @property
     def name(self) -> str:
@@ -71,6 +74,7 @@ class Stream:
     """Ids of shape (tokens,) and an integer dtype; may be memory-mapped."""
     offsets: np.ndarray
     """int64 of shape (documents + 1,): document d is tokens [offsets[d], offsets[d + 1]); from 0 to len(tokens)."""
+    rows_together: ClassVar[int] = 1
 
     @property
     def n_tokens(self) -> int:
@@ -120,6 +124,7 @@ class Joined:
 
     name: str
     parts: Sequence[Split]
+    rows_together: ClassVar[int] = 1
 
     @property
     def n_tokens(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -34,6 +34,7 @@ class Whole:
     too_long: Literal["refuse", "truncate", "skip"] = "refuse"
     padding: int = 0
     """The id that fills a sample after its last document."""
+    rows_together: ClassVar[int] = 1
     _packed: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
 
     @property

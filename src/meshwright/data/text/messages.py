@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.core.errors import nearest
-from meshwright.data.sources.records import BadRow, Record
+from meshwright.data.sources.records import BadRow, Record, column
 
 from .chat import Message
 
@@ -53,3 +53,13 @@ def _of_share_gpt(message: Record, where: str) -> Message:
     if not isinstance(text, str):
         raise BadRow(f"{where}: its value must be text, and is {repr(text)[:60]}")
     return {"role": SPEAKERS[speaker], "content": text}
+
+
+def text_of(record: Record, name: str, where: str) -> str:
+    """Return the text in a column; raises BadRow if it holds anything else."""
+    value = column(record, name, where)
+    if not isinstance(value, str):
+        raise BadRow(
+            f"{where}: the column '{name}' must hold text, and holds {type(value).__name__} {repr(value)[:60]}"
+        )
+    return value

@@ -11,7 +11,8 @@ from meshwright.data.options import SourceOptions
 from meshwright.data.sources.records import BadRow, Record, column
 
 from .chat import ChatTemplate, Message, load_template
-from .messages import messages_of
+from .messages import messages_of, text_of
+from .preference import SIDES, TASK, Preferences, holds_messages
 from .tokenizers import Tokenizer
 
 Piece = tuple[str, bool]
@@ -51,8 +52,13 @@ def choose_task(options: SourceOptions, tokenizer: Tokenizer, sample: Record) ->
         chat = _Chat(key, template)
         decides = json.dumps([key, template.text, sorted(template.special_tokens.items())])
         return Task("chat", chat.examples, is_whole=True, ends=False, special=True, fingerprint=decides)
+    if name == TASK and holds_messages(sample):
+        preferences = Preferences(load_template(options.template, getattr(tokenizer, "folder", None)))
+        return Task(TASK, preferences.examples, True, ends=False, special=True, fingerprint=preferences.fingerprint)
     if options.template:
-        raise ConfigError(f"data.template is set, and the task is '{name}': only the task 'chat' has a template")
+        raise ConfigError(f"data.template is set, and the task is '{name}' of text: only messages have a template")
+    if name == TASK:
+        return Task(TASK, Preferences(None).examples, is_whole=True, ends=True)
     if name == "completion":
         return Task(name, _completion, is_whole=True, ends=True)
     if name == "alpaca":
@@ -66,6 +72,8 @@ def task_name(options: SourceOptions, sample: Record) -> str:
         return options.task
     if isinstance(sample.get(options.column if options.column != "text" else _column_of_messages(sample)), list):
         return "chat"
+    if all(side in sample for side in SIDES):
+        return TASK
     if "prompt" in sample and "completion" in sample:
         return "completion"
     if "instruction" in sample and "output" in sample:
@@ -82,11 +90,11 @@ class _Text:
     column: str
 
     def examples(self, record: Record, where: str) -> list[Example]:
-        return [((_text(record, self.column, where), True),)]
+        return [((text_of(record, self.column, where), True),)]
 
 
 def _completion(record: Record, where: str) -> list[Example]:
-    return [((_text(record, "prompt", where), False), (_text(record, "completion", where), True))]
+    return [((text_of(record, "prompt", where), False), (text_of(record, "completion", where), True))]
 
 
 _ALPACA = "Below is an instruction that describes a task"
@@ -95,7 +103,7 @@ trained."""
 
 
 def _alpaca(record: Record, where: str) -> list[Example]:
-    instruction, answer = _text(record, "instruction", where), _text(record, "output", where)
+    instruction, answer = text_of(record, "instruction", where), text_of(record, "output", where)
     if given := record.get("input") or "":
         prompt = (
             f"{_ALPACA}, paired with an input that provides further context. Write a response that appropriately"
@@ -152,12 +160,3 @@ class _Chat:
 
     def _messages(self, record: Record, where: str) -> list[Message]:
         return messages_of(column(record, self.column, where), self.column, record, where)
-
-
-def _text(record: Record, name: str, where: str) -> str:
-    value = column(record, name, where)
-    if not isinstance(value, str):
-        raise BadRow(
-            f"{where}: the column '{name}' must hold text, and holds {type(value).__name__} {repr(value)[:60]}"
-        )
-    return value

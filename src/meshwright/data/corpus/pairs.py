@@ -1,0 +1,28 @@
+"""Give pairs of a better and a worse answer rows of their own, side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from .whole import Whole
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs(Whole):
+    """A split of documents of which each two are a pair: samples 2i and 2i + 1 are the better and the worse answer.
+
+    Each is a row of its own, followed by padding. A pair with an answer that is longer than a sample meets
+    ``too_long`` as a whole.
+    """
+
+    rows_together: ClassVar[int] = 2
+
+    def _bins(self, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+        if seq_len not in self._packed:
+            fits = (self.lengths <= seq_len).reshape(-1, 2).all(1) | (self.too_long != "skip")
+            documents = np.flatnonzero(np.repeat(fits, 2))
+            self._packed[seq_len] = documents, np.arange(len(documents) + 1)
+        return self._packed[seq_len]
