@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         NonFiniteError,
         UnsupportedError,
     )
-    from meshwright.core.losses import Loss
+    from meshwright.core.losses import Loss, PreferenceLoss
     from meshwright.distributed.parallel_model import ParallelModel
     from meshwright.distributed.parallelize import parallelize
     from meshwright.distributed.step.results import StepLoss, StepResult
@@ -52,6 +52,7 @@ __all__ = [
     "ParallelModel",
     "Plan",
     "Precision",
+    "PreferenceLoss",
     "StepLoss",
     "StepResult",
     "Techniques",
@@ -84,6 +85,7 @@ _HOME = {
     "ParallelModel": "meshwright.distributed.parallel_model",
     "Plan": "meshwright.planning.plan",
     "Precision": "meshwright.planning.techniques",
+    "PreferenceLoss": "meshwright.core.losses",
     "StepLoss": "meshwright.distributed.step.results",
     "StepResult": "meshwright.distributed.step.results",
     "Techniques": "meshwright.planning.techniques",

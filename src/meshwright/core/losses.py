@@ -1,4 +1,4 @@
-"""Define losses without mesh or averaging: the plain cross entropy, and the declaration of a loss of one's own."""
+"""Define losses without mesh or averaging: cross entropy, pairs of answers, declarations of one's own."""
 
 from __future__ import annotations
 
@@ -35,6 +35,21 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, weights: Tensor | None = N
     if weights is None:
         return F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="sum")
     return (F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="none") * weights.flatten().to(wide)).sum()
+
+
+def row_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum the log-probabilities of each row's labels, computed in at least fp32: (rows,).
+
+    Args:
+        logits: (rows, seq, vocab).
+        labels: (rows, seq) int64, already shifted; ``IGNORED`` ones do not count.
+    """
+    import torch
+    import torch.nn.functional as F
+
+    flat = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+    losses = F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED, reduction="none")
+    return -losses.view(labels.shape).sum(1)
 
 
 REDUCTIONS = ("sum", "mean")
@@ -81,3 +96,52 @@ class Loss:
             )
         if not math.isfinite(self.weight):
             raise ConfigError(f"Loss(weight={self.weight}): a weight is a finite number")
+
+
+@dataclass(frozen=True)
+class PreferenceLoss:
+    """The loss of direct preference optimisation (DPO, arXiv 2305.18290), as ``loss_fn`` of ``parallelize``.
+
+    Rows 2i and 2i + 1 of a microbatch are the better and the worse answer to a prompt, whose labels are -100. A batch
+    has ``reference_log_probs``, (rows,): what ``ParallelModel.row_log_probs`` gave for these rows before the first
+    step. The loss of a step is the mean over all its pairs; a pair without a label does not count.
+
+    Attributes:
+        beta: how strongly the model is held to the reference, above 0.
+        label_smoothing: the share of pairs that are taken to be the wrong way round (conservative DPO), below 0.5.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.beta < math.inf or not 0 <= self.label_smoothing < 0.5:
+            raise ConfigError(
+                f"PreferenceLoss(beta={self.beta}, label_smoothing={self.label_smoothing}): beta must be above 0, and"
+                f" label_smoothing 0 or more and below 0.5"
+            )
+
+    def __call__(self, log_probs: Tensor, reference: Tensor, labels: Tensor) -> Tensor:
+        """Sum the losses of all pairs that have a label; 0-dim.
+
+        Args:
+            log_probs: (rows,) the model's, by ``row_log_probs``.
+            reference: (rows,) the reference's.
+            labels: (rows, seq).
+        """
+        import torch.nn.functional as F
+
+        gain = (log_probs - reference.to(log_probs.dtype)).view(-1, 2)
+        margin = self.beta * (gain[:, 0] - gain[:, 1])
+        losses = -F.logsigmoid(margin)
+        if self.label_smoothing:
+            losses = (1 - self.label_smoothing) * losses - self.label_smoothing * F.logsigmoid(-margin)
+        return (losses * have_labels(labels)).sum()
+
+
+def have_labels(labels: Tensor) -> Tensor:
+    """Return (pairs,) bool: whether any label of two successive rows counts."""
+    return (labels != IGNORED).view(len(labels) // 2, -1).any(1)

@@ -17,7 +17,7 @@ from meshwright.comparison.observe import TokensOfRank
 from meshwright.core.axes import Axis
 from meshwright.core.devices import current_device
 from meshwright.core.errors import UnsupportedError
-from meshwright.core.losses import Loss
+from meshwright.core.losses import Loss, PreferenceLoss
 from meshwright.core.record import remember
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.signature import Signature
@@ -31,6 +31,7 @@ from .data import accumulation, fully_sharded, replicated
 from .experts import routing
 from .experts.load import ExpertLoad, LayerLoad
 from .experts.router_loss import SharedRouterLoss
+from .loss import preference
 from .loss.declared import DeclaredLosses
 from .loss.first_batch import FirstBatch
 from .mesh import data_groups, get_pp_rank, groups_of, is_first_of_stage, tensor_position
@@ -69,13 +70,14 @@ class ParallelModel(PartsAsModule):
         facts: ModelFacts,
         mesh: DeviceMesh | None,
         *,
-        loss_fn: LossFunction | Loss | Mapping[str, Loss] | None = None,
+        loss_fn: LossFunction | PreferenceLoss | Loss | Mapping[str, Loss] | None = None,
         microbatch_rows: int = 0,
         adds_up: bool = True,
     ):
         super().__init__(parts)
         self.module, self.plan, self.facts, self.mesh = parts[0].module, plan, facts, mesh
         self.microbatch_rows = microbatch_rows
+        self._rows_together = 2 if isinstance(loss_fn, PreferenceLoss) else 1
         self.skipped_steps = 0
         remember(self, Applied(applied(parts[0].model)))
         signature = Signature.of(parts[0].model)
@@ -98,6 +100,7 @@ class ParallelModel(PartsAsModule):
             facts,
             signature,
             loss_fn is not None,
+            isinstance(loss_fn, PreferenceLoss),
             self._declared,
             self._context,
             self._data_groups,
@@ -170,7 +173,7 @@ class ParallelModel(PartsAsModule):
                 self._router_loss.forget()
             raise
         self._last_loss, parts = self._sum_of_losses(total)
-        return StepLoss(self._last_loss, tokens, parts)
+        return StepLoss(self._last_loss, tokens, parts, weight)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, max_norm: float | None = None) -> StepResult:
         """Clip by the global norm, step the optimizer, clear the gradients.
@@ -248,7 +251,8 @@ class ParallelModel(PartsAsModule):
         tokens = batch.get("tokens") if isinstance(batch, dict) else None
         if self.plan.pipeline is None or not isinstance(tokens, Tensor) or not tokens.shape[:1].numel():
             return 0
-        return self.plan.pipeline.rows_per_microbatch(len(tokens))
+        together = self._rows_together
+        return self.plan.pipeline.rows_per_microbatch(max(len(tokens) // together, 1)) * together
 
     def _sum_of_losses(self, value: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum a loss over ranks, and each of several declared ones (collective)."""
@@ -282,7 +286,16 @@ class ParallelModel(PartsAsModule):
         with self._evaluating():
             total = self._runner.evaluate(pieces)
         loss, parts = self._sum_of_losses(total / (weight or 1.0))
-        return StepLoss(loss, tokens, parts)
+        return StepLoss(loss, tokens, parts, weight)
+
+    def row_log_probs(self, batch: step_batch.Batch) -> Tensor:
+        """Return the sum of the labels' log-probabilities in each row, (rows,), without gradients (collective).
+
+        Data ranks bring equally many rows. ``PreferenceLoss`` compares with those of the first weights.
+        """
+        pieces = step_batch.microbatches(step_batch.named(batch, self._opening.signature), self.microbatch_rows)  # type: ignore[arg-type]
+        with self._evaluating():
+            return torch.cat([preference.log_probs(self._runner.logits, piece, self.device) for piece in pieces])
 
     def generate(
         self, prompt: Sequence[int], tokens: int, *, temperature: float = 1.0, seed: int = 0, stop: int | None = None

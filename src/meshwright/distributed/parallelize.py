@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.core.axes import WORLD_AXES, Axis
 from meshwright.core.devices import DEFAULT_BACKEND, check_device_type
 from meshwright.core.errors import ConfigError
-from meshwright.core.losses import Loss
+from meshwright.core.losses import Loss, PreferenceLoss
 from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.hints import Hints
@@ -30,6 +30,7 @@ from . import order
 from .context.rehearsal import keep_for_batches
 from .context.rehearsal import prove as prove_context
 from .float8.float8 import refuse_absent
+from .loss import preference
 from .mesh import build_mesh, known_mesh, plan_sizes
 from .parallel_model import LossFunction, ParallelModel
 from .pipeline.rehearsal import prove as prove_stages
@@ -47,7 +48,7 @@ def parallelize(
     model: nn.Module | Callable[[], nn.Module] | Any,
     mesh: DeviceMesh | Layout | None = None,
     *,
-    loss_fn: LossFunction | Loss | Mapping[str, Loss] | None = None,
+    loss_fn: LossFunction | PreferenceLoss | Loss | Mapping[str, Loss] | None = None,
     techniques: Techniques | dict | None = None,
     plan: Plan | None = None,
     seed: int = 0,
@@ -67,7 +68,7 @@ def parallelize(
             are brought up where needed.
         loss_fn: (logits, labels) -> SUM of the loss over real tokens; by default the cross entropy. Or a ``Loss``,
             which declares a function of any output and batch, or the model's own loss, as a sum or a mean; or several
-            of them by name.
+            of them by name. Or a ``PreferenceLoss`` over pairs of rows.
         techniques: precision, recomputation, compilation, offload …, typed or as a plain dict.
         plan: a plan made earlier; then ``techniques`` must be None.
         seed: seed of the initial weights, which are those that the constructor gives in one process under
@@ -105,7 +106,7 @@ def parallelize(
         if plan is None:
             sizes, device = plan_sizes(mesh), mesh.device_type
             plan = _once(mesh, lambda: plan_for_mesh_sizes(facts, sizes, device, requested, "sum"))
-        refuse_absent(plan)
+        _refuse_early(plan, loss_fn)
     else:
         config = mesh if isinstance(mesh, DistributedConfig) else DistributedConfig(**vars(mesh or Layout()))
         if plan is None:
@@ -114,10 +115,11 @@ def parallelize(
         elif mesh is not None:
             wanted = config.resolve(plan.world)
             _refuse_other_sizes(plan, {axis.value: wanted.size(axis) for axis in (*WORLD_AXES, Axis.EP)})
-        refuse_absent(plan)
+        _refuse_early(plan, loss_fn)
         mesh = _bring_up(plan, config, seed)
     adds_up = own_loss.check(loss_fn, facts.vocab_size, torch.device(plan.device), plan)
-    refused = _once(mesh, partial(_prove, facts, plan, with_own_loss=loss_fn is None))
+    ours = loss_fn is None or isinstance(loss_fn, PreferenceLoss)
+    refused = _once(mesh, partial(_prove, facts, plan, with_own_loss=ours))
     if plan.context is not None:
         keep_for_batches(facts, plan.context, refused)
     _refuse_other_mesh(plan, mesh)
@@ -127,6 +129,11 @@ def parallelize(
     if audit:
         made.audit()
     return made
+
+
+def _refuse_early(plan: Plan, loss_fn: object) -> None:
+    refuse_absent(plan)
+    preference.refuse(loss_fn, plan)
 
 
 def _once(mesh: DeviceMesh | None, decide: Callable[[], Result]) -> Result:
@@ -139,7 +146,7 @@ def _prove(facts: ModelFacts, plan: Plan, *, with_own_loss: bool) -> dict[str, s
     """Rehearse plans that were only measured; one rank suffices, since a model's small copies are alike.
 
     Args:
-        with_own_loss: the cross entropy of logits is the loss, so the model must have no other terms in its own.
+        with_own_loss: the loss is one of ours, of logits alone, so the model must have no other terms in its own.
 
     Returns:
         Why some kinds of batches are refused where rows are cut (``context.rehearsal.prove``).

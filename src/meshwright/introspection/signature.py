@@ -14,6 +14,12 @@ from meshwright.core.devices import to_device
 
 from .wrapped import layers_of_wrapping
 
+REFERENCE = "reference_log_probs"
+"""The key of a batch that a loss of pairs reads, and no model."""
+
+TARGETS = ("labels", "loss_mask", REFERENCE)
+"""Keys of a batch that a loss of logits reads, and not the model."""
+
 SPELLINGS = {
     "tokens": ("tokens", "input_ids"),
     "positions": ("positions", "position_ids"),
@@ -60,7 +66,7 @@ class Signature:
         found: dict[str, Any] = {name: False for name in SWITCHED_OFF if name in self.arguments}
         for key, value in batch.items():
             name = self.takes.get(key, key)
-            if name is not None and (name in self.arguments if with_targets else key not in ("labels", "loss_mask")):
+            if name is not None and (name in self.arguments if with_targets else key not in TARGETS):
                 found[name] = to_device(value, device)
         return found
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.core.axes import Axis
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import UnsupportedError
-from meshwright.core.losses import IGNORED, PADDING
+from meshwright.core.losses import IGNORED, PADDING, PreferenceLoss
 from meshwright.distributed.data import fully_sharded
 from meshwright.distributed.exchange.ranks import share_of_sequence
 from meshwright.distributed.loss.declared import Blank, DeclaredLosses
@@ -66,7 +66,7 @@ class Pipeline:
         parts: Sequence[StagePart],
         plan: Plan,
         mesh: DeviceMesh,
-        loss_fn: LossFunction | DeclaredLosses | None,
+        loss_fn: LossFunction | PreferenceLoss | DeclaredLosses | None,
         inputs: Inputs,
         device: torch.device,
         enter: Callable[[Batch], None],

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.errors import ConfigError
-from meshwright.core.losses import cross_entropy_sum
+from meshwright.core.losses import PreferenceLoss, cross_entropy_sum
 from meshwright.distributed.loss.declared import DeclaredLosses, DeclaredObjective
-from meshwright.distributed.tensor.loss import LossOfLogits, VocabularyShard, vocabulary_parallel_cross_entropy_sum
-from meshwright.distributed.tensor.runtime import LossRequest, LossSite, runtime_of
-from meshwright.introspection.outputs import logits_of
+from meshwright.distributed.loss.logits import LogitsOfRank
+from meshwright.distributed.loss.preference import PreferenceObjective
+from meshwright.distributed.tensor.loss import LossOfLogits, vocabulary_parallel_cross_entropy_sum
+from meshwright.distributed.tensor.runtime import LossRequest, LossSite
 from meshwright.introspection.structure.tail import Tail
 from meshwright.planning.plan import Plan
 
@@ -39,12 +40,7 @@ class Objective:
         self, model: nn.Module, plan: Plan, loss_fn: LossFunction | None, starts_backward: Callable[[Tensor], None]
     ):
         self.plan, self.loss_fn, self._starts_backward = plan, loss_fn or cross_entropy_sum, starts_backward
-        self._runtime, self._site = runtime_of(model), site_of(model)
-        vocabulary = None
-        if loss_fn is None and plan.tensor is not None and plan.tensor.head and not plan.tensor.tail.obstacle:
-            rows = model.get_submodule(plan.tensor.head).get_parameter("weight").shape[0]
-            vocabulary = VocabularyShard.of(rows, self._runtime.group if self._runtime else None)
-        self._shard = vocabulary
+        self._site, self._logits = site_of(model), LogitsOfRank(model, plan, in_parts=loss_fn is None)
         self._fused = loss_fn is None and plan.loss is not None and self._site is not None
 
     def targets(self, piece: Batch, device: torch.device) -> tuple[Any, ...]:
@@ -60,21 +56,15 @@ class Objective:
             assert request.result is not None
             self._starts_backward(request.result)
             return request.result
-        if self._shard is not None and self._runtime is not None:
-            self._runtime.logits = "own"
-            try:
-                logits = logits_of(forward())
-            finally:
-                self._runtime.logits = "whole"
-            _check_labels(logits, labels)
-            return vocabulary_parallel_cross_entropy_sum(logits, labels, self._shard, weights=weights)
-        logits = logits_of(forward())
+        logits = self._logits(forward)
         if self.loss_fn is cross_entropy_sum:
             _check_labels(logits, labels)
+        if self._logits.shard is not None:
+            return vocabulary_parallel_cross_entropy_sum(logits, labels, self._logits.shard, weights=weights)
         return self.loss_fn(logits, labels) if weights is None else cross_entropy_sum(logits, labels, weights)
 
     def _of_chunk(self, tail: Tail) -> LossOfLogits:
-        shard = self._shard
+        shard = self._logits.shard
         if shard is None:
             return lambda logits, labels, weights=None: cross_entropy_sum(tail(logits), labels, weights)
         return lambda logits, labels, weights=None: vocabulary_parallel_cross_entropy_sum(
@@ -85,12 +75,14 @@ class Objective:
 def objective_of(
     model: nn.Module,
     plan: Plan,
-    loss: LossFunction | DeclaredLosses | None,
+    loss: LossFunction | PreferenceLoss | DeclaredLosses | None,
     starts_backward: Callable[[Tensor], None],
-) -> Objective | DeclaredObjective:
+) -> Objective | DeclaredObjective | PreferenceObjective:
     """Return the objective of a model; see ``Objective``."""
     if isinstance(loss, DeclaredLosses):
         return DeclaredObjective(loss, starts_backward)
+    if isinstance(loss, PreferenceLoss):
+        return PreferenceObjective(model, plan, loss)
     return Objective(model, plan, loss, starts_backward)
 
 

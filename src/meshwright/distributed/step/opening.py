@@ -14,6 +14,7 @@ from meshwright.core.errors import ConfigError
 from meshwright.distributed.context import parts
 from meshwright.distributed.context.runtime import ContextRuntime
 from meshwright.distributed.experts import routing
+from meshwright.distributed.loss import preference
 from meshwright.distributed.loss.declared import DeclaredLosses
 from meshwright.distributed.process import agree
 from meshwright.introspection.facts import ModelFacts
@@ -31,6 +32,7 @@ class StepOpening:
     Attributes:
         signature: the arguments of the model's forward.
         own_loss: the loss is a function of the user's, of logits and labels.
+        of_pairs: the loss compares pairs of rows.
         declared: the losses that the user declared, if any.
         context: runtimes of this rank's parts where rows are cut.
         data_groups: process groups whose ranks have other rows or other tokens of them.
@@ -42,6 +44,7 @@ class StepOpening:
     facts: ModelFacts
     signature: Signature
     own_loss: bool
+    of_pairs: bool
     declared: DeclaredLosses | None
     context: Sequence[ContextRuntime]
     data_groups: list[dist.ProcessGroup]
@@ -137,6 +140,8 @@ class StepOpening:
                     f" own loss is trained"
                 )
             return
+        if self.of_pairs:
+            piece = preference.without_reference(piece)
         step_batch.check(piece, *known, own_loss=self.own_loss)
         if self.context and piece["labels"].shape != piece["tokens"].shape:
             raise ConfigError(
@@ -147,7 +152,8 @@ class StepOpening:
     def _count(self, pieces: list[step_batch.Batch]) -> _Counted:
         routed = routing.count_routed(pieces) if self.counts_routed else 0
         if self.declared is None:
-            return _Counted((step_batch.count(pieces), step_batch.weight(pieces), routed))
+            weight = preference.count(pieces) if self.of_pairs else step_batch.weight(pieces)
+            return _Counted((step_batch.count(pieces), weight, routed))
         each = [[self.declared.count(name, piece) for name in self.declared.losses] for piece in pieces]
         self.declared.refuse_without_graph(pieces)
         sums = [float(sum(counts)) for counts in zip(*each, strict=True)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.core.losses import Loss
+from meshwright.core.losses import Loss, PreferenceLoss
 from meshwright.introspection.facts import ModelFacts
 from meshwright.planning.plan import Plan
 
@@ -25,14 +25,14 @@ def refuse_dropped(facts: ModelFacts) -> None:
     if losses := facts.measurements.premises().losses:
         raise UnsupportedError(
             f"the output of {facts.kind} has a loss of its own beside the logits ({', '.join(losses)}), and a step"
-            f" would train the cross entropy of the logits alone. Return the logits only; or declare the loss"
-            f" of the model: loss_fn=meshwright.Loss(reduction='mean'); or give loss_fn=, which says that logits and"
+            f" would train a loss of the logits alone. Return the logits only; or declare the loss of the model:"
+            f" loss_fn=meshwright.Loss(reduction='mean'); or give a function as loss_fn=, which says that logits and"
             f" labels are all of it."
         )
 
 
 def check(
-    loss_fn: Callable[[Tensor, Tensor], Tensor] | Loss | Mapping[str, Loss] | None,
+    loss_fn: Callable[[Tensor, Tensor], Tensor] | PreferenceLoss | Loss | Mapping[str, Loss] | None,
     vocab_size: int | None,
     device: torch.device,
     plan: Plan,
@@ -46,7 +46,7 @@ def check(
             cut rows, or has parameters that are trained.
         UnsupportedError: the layout cuts what a declared loss needs whole.
     """
-    if loss_fn is None:
+    if loss_fn is None or isinstance(loss_fn, PreferenceLoss):
         return True
     if plan.loss is not None:
         raise ConfigError(

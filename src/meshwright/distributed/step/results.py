@@ -16,12 +16,14 @@ class StepLoss:
     """The (weighted) mean loss of all ranks' real ``tokens``, in nats, 0-dim float64, equal on all ranks.
 
     ``tokens`` is the number that it is a mean over: tokens, other labels or rows. ``parts``: each loss's share of it,
-    where several were declared.
+    where several were declared. ``weight``: what the sum of losses was divided by: the number of real tokens, the sum
+    of their weights, or the number of pairs; 1 with declared losses, each of which has its own count.
     """
 
     loss: Tensor
     tokens: int
     parts: Mapping[str, Tensor] = field(default_factory=dict)
+    weight: float = 1.0
 
     def __float__(self) -> float:
         return float(self.loss)

@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.core.losses import PreferenceLoss
 from meshwright.distributed.experts.router_loss import SharedRouterLoss
 from meshwright.distributed.loss.declared import DeclaredLosses
 from meshwright.distributed.pipeline.run import Pipeline
@@ -23,7 +24,7 @@ def runner_of(
     parts: Sequence[ModelPart],
     plan: Plan,
     mesh: DeviceMesh | None,
-    loss_fn: LossFunction | DeclaredLosses | None,
+    loss_fn: LossFunction | PreferenceLoss | DeclaredLosses | None,
     inputs: Inputs,
     device: torch.device,
     router_loss: SharedRouterLoss | None,

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from meshwright.core.losses import PreferenceLoss
 from meshwright.distributed.data import accumulation, fully_sharded, replicated
 from meshwright.distributed.experts.router_loss import SharedRouterLoss
 from meshwright.distributed.loss.declared import DeclaredLosses
@@ -27,7 +28,7 @@ class WholeModel:
     def __init__(
         self,
         part: ModelPart,
-        loss_fn: LossFunction | DeclaredLosses | None,
+        loss_fn: LossFunction | PreferenceLoss | DeclaredLosses | None,
         inputs: Inputs,
         device: torch.device,
         router_loss: SharedRouterLoss | None = None,

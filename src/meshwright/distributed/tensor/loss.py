@@ -65,7 +65,17 @@ def vocabulary_parallel_cross_entropy_sum(
         z_loss: factor of the squared log of the sum of exponentials (PaLM, arXiv 2204.02311).
         weights: (...) floats by which the tokens' losses are multiplied.
     """
-    return _CrossEntropy.apply(logits, labels, shard, label_smoothing, z_loss, weights)
+    return _CrossEntropy.apply(logits, labels, shard, label_smoothing, z_loss, weights, False)
+
+
+def vocabulary_parallel_row_log_probs(logits: Tensor, labels: Tensor, shard: VocabularyShard) -> Tensor:
+    """Sum the log-probabilities of each row's labels, (rows,), as ``core.losses.row_log_probs`` does of whole logits.
+
+    Args:
+        logits: (rows, seq, shard.size).
+        labels: (rows, seq).
+    """
+    return -_CrossEntropy.apply(logits, labels, shard, 0.0, 0.0, None, True).view(labels.shape).sum(1)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -78,6 +88,7 @@ class _CrossEntropy(torch.autograd.Function):
         smoothing: float,
         z_loss: float,
         weights: Tensor | None,
+        by_token: bool,
     ) -> Tensor:
         wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
         flat = labels.flatten()
@@ -106,7 +117,8 @@ class _CrossEntropy(torch.autograd.Function):
         counts = is_real.to(losses.dtype) if weights is None else is_real * weights.flatten().to(losses.dtype)
         slope = (1 + 2 * z_loss * whole_log_sum) * counts
         ctx.save_for_backward(softmax, slope, place, is_here * counts, counts)
-        return (torch.where(is_real, losses, 0.0) * counts).sum()
+        each = torch.where(is_real, losses, 0.0) * counts
+        return each if by_token else each.sum()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor):
@@ -117,7 +129,8 @@ class _CrossEntropy(torch.autograd.Function):
             gradient -= (ctx.smoothing / ctx.shard.whole) * counts.unsqueeze(1)
         if ctx.shard.size:
             gradient.scatter_add_(1, place, -(1 - ctx.smoothing) * counts_here.unsqueeze(1))
-        return (gradient * grad_output).to(ctx.dtype).view(ctx.shape), None, None, None, None, None
+        by_token = grad_output if grad_output.dim() == 0 else grad_output.unsqueeze(1)
+        return (gradient * by_token).to(ctx.dtype).view(ctx.shape), None, None, None, None, None, None
 
 
 LossOfLogits = Callable[..., Tensor]
