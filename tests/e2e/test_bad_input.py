@@ -195,10 +195,18 @@ def test_a_tokenizer_that_does_not_fit_the_model_is_refused(refused, tmp_path):
     )
 
 
-def test_rejected_answers_are_not_taught(refused, tmp_path):
+def test_a_loss_of_pairs_needs_pairs_and_whole_ones(refused, tmp_path):
+    refused(CONFIG, {"dpo.beta": 0.5}, "dpo.beta = 0.5", "no record of data.source has the columns chosen and rejected")
+    refused(CONFIG, {"dpo.label_smoothing": 0.5}, "dpo.label_smoothing = 0.5", "0 or more and below 0.5")
     pairs = write(tmp_path / "a.jsonl", '{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 40)
-    words = ("holds pairs of a chosen and a rejected answer", "would teach the rejected ones too", "data.task = 'chat'")
-    refused(REFUSED, {"data.source": [pairs]}, *words)
+    refused(
+        CONFIG, {"data.source": [pairs], "batch.microbatch": 1}, "batch.microbatch = 1 rows would part the two rows"
+    )
+    refused(CONFIG, {"data.source": [pairs], "batch.global_batch": 5}, "each pair of answers takes 2", "like 4 or 6")
+    torn = write(
+        tmp_path / "b.jsonl", '{"prompt": "a", "chosen": "b", "rejected": "c"}\n{"prompt": "a", "chosen": "b"}'
+    )
+    refused(CONFIG, {"data.source": [torn]}, "b.jsonl, row 2: the column 'rejected' is missing")
 
 
 @pytest.mark.parametrize("key", ["out", "run"])

@@ -179,10 +179,20 @@ class HalfUnreadable:
         return self.samples.rows(indexes)
 
 
-def test_a_pair_of_which_half_cannot_be_read_is_left_out_whole(tmp_path):
-    samples = Samples.of([opened(tmp_path, TEXTS).training], SEQ, seed=0)
+@pytest.mark.parametrize("has_reference", [False, True])
+def test_a_pair_of_which_half_cannot_be_read_is_left_out_whole(tmp_path, has_reference):
+    pairs = opened(tmp_path, TEXTS).training
+    samples = Samples.of([pairs], SEQ, seed=0)
+    if has_reference:
+        pairs.set_reference(SEQ, np.arange(20) - 30.0)
     loader = Loader(HalfUnreadable(samples), 6, skip_unreadable=True)
-    found = answers(next(loader))
+    batch = next(loader)
+    assert ("reference_log_probs" in batch) == has_reference
+    if has_reference:
+        given = batch["reference_log_probs"].tolist()
+        expected = samples.orders[0].take(np.arange(3)) * 2 - 30.0
+        assert given == [expected[0], expected[0] + 1, 0.0, 0.0, expected[2], expected[2] + 1], "each row's own"
+    found = answers(batch)
     assert found[2:4] == ["", ""] and both_sides(found[:2] + found[4:]) and sorted(loader.unreadable) == [2, 3]
 
 

@@ -215,7 +215,9 @@ class _BatchReader:
             if self.unreadable is None:
                 raise
         rows = [self._group(group) for group in indexes.reshape(-1, self.samples.rows_together)]
-        return {key: np.concatenate([row[key] for row in rows]) for key in rows[0]}
+        others = {key: values for row in rows for key, values in row.items()}
+        rows = [{key: row.get(key, np.zeros_like(others[key])) for key in others} for row in rows]
+        return {key: np.concatenate([row[key] for row in rows]) for key in others}
 
     def _group(self, indexes: np.ndarray) -> Rows:
         """Read the samples that belong together, or return rows without labels if one cannot be read."""

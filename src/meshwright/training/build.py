@@ -49,6 +49,7 @@ from .model_source import (
 from .neighbours import refuse_too_large
 from .optim.build import BuiltOptimizer, make_optimizer
 from .optim.schedules import LearningRateSchedule
+from .preference import loss_of
 from .stopping import StopRequest
 from .tokenizer import run_tokenizer, tokenizer_name
 from .views.progress import Progress
@@ -108,10 +109,11 @@ def build_run(config: Config, timeline: StartupTimeline, progress: Progress, sto
     rank, ranks = data_position(mesh)
     with timeline.phase("data"):
         feed = build_feed(config, tokenizer, rank, ranks, progress)
+    loss_fn = loss_of(config, feed)
     with timeline.phase("model"):
         if mesh is None and plan.data.technique == "fully_shard":
             mesh = single_process_mesh(plan.device)
-        options: dict[str, Any] = {"draw_on": trace.drawn_on if trace else None, "weights": weights}
+        options: dict[str, Any] = {"draw_on": trace.drawn_on if trace else None, "weights": weights, "loss_fn": loss_fn}
         rows = config.batch.microbatch
         model = parallelize(module, mesh, plan=plan, seed=config.seed, microbatch_rows=rows, audit=False, **options)
         optimizer = build_optimizer(config, model.named_parameters(), plan.optimizer)

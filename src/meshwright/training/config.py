@@ -103,6 +103,16 @@ class GroupOverride:
 
 
 @dataclass(frozen=True)
+class PreferenceConfig:
+    """Direct preference optimisation (arXiv 2305.18290): the loss where the data holds pairs of answers."""
+
+    beta: float = 0.1
+    """How strongly the model is held to its first weights."""
+    label_smoothing: float = 0.0
+    """Share of pairs that are taken to be the wrong way round; below 0.5."""
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
     """Values of the optimizer, which techniques.optimizer names, and the guards around it."""
 
@@ -233,6 +243,7 @@ class Config:
     layout: Layout = field(default_factory=Layout)
     techniques: Techniques = field(default_factory=Techniques)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    dpo: PreferenceConfig = field(default_factory=PreferenceConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

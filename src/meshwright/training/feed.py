@@ -24,7 +24,6 @@ from meshwright.data import (
     prepare,
 )
 from meshwright.data.corpus.building import TokenisingRecipe
-from meshwright.data.corpus.pairs import Pairs
 from meshwright.data.corpus.whole import Whole
 from meshwright.data.options import MixturePart
 from meshwright.data.sources.listing import STDLIB, TOKEN_FORMATS
@@ -146,7 +145,6 @@ def build_feed(config: Config, tokenizer: Tokenizer, rank: int, ranks: int, prog
 def _opened(config: Config, parts: tuple[MixturePart, ...], prepared: list[Prepared], rank: int, ranks: int) -> Feed:
     data = config.data
     corpora = [open_corpus(p.folder, part.too_long) for p, part in zip(prepared, parts, strict=True)]
-    _refuse_pairs(parts, corpora, data)
     names = [part.name for part in parts]
     stages = stages_of(config, parts)
     samples = Samples.of([corpus.training for corpus in corpora], data.seq_len, config.seed, names, Interleave(stages))
@@ -206,16 +204,6 @@ def _streamed(
             " continued",
         ),
     )
-
-
-def _refuse_pairs(parts: tuple[MixturePart, ...], corpora: list[Corpus], data: DataConfig) -> None:
-    for part, corpus in zip(parts, corpora, strict=True):
-        if isinstance(corpus.training, Pairs):
-            raise UnsupportedError(
-                f"{_source(part, data)} holds pairs of a chosen and a rejected answer, and train has the cross entropy"
-                f" alone, which would teach the rejected ones too. In a loop of your own, meshwright.data gives the two"
-                f" rows of a pair side by side; chosen conversations alone: data.task = 'chat', data.column = 'chosen'"
-            )
 
 
 def refuse_contradictions(config: Config) -> None:

@@ -90,6 +90,8 @@ RANGES: dict[str, Range] = {
     "techniques.loss_chunks": _FROM_1,
     "techniques.layers_per_stage": _FROM_0,
     "techniques.precision.loss_scale": _ABOVE_0,
+    "dpo.beta": _ABOVE_0,
+    "dpo.label_smoothing": ("0 or more and below 0.5", lambda value: 0 <= value < 0.5),
     "optimizer.lr": _ABOVE_0,
     "optimizer.beta1": _BELOW_1,
     "optimizer.beta2": _BELOW_1,

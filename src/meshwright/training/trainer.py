@@ -27,6 +27,7 @@ from .config import Config, check
 from .health.heartbeat import Heartbeat
 from .health.peers import Peers, announce, early_folder, sweep
 from .metrics.timeline import StartupTimeline
+from .preference import give_references
 from .run.checkpointing import Checkpointing, Position
 from .run.folder import RunFolder
 from .run.occupancy import occupied
@@ -164,8 +165,8 @@ class _Loop:
             )
             return self._close(0)
         self._begin()
+        stopped, validates = self._refer(), self._validates()
         self.watch.begin(self.at.step)
-        stopped, validates = 0, self._validates()
         while self.at.step < self.config.steps and not stopped:
             report = self._one_step()
             stopped, validation = self._agree_to_stop(), None
@@ -193,6 +194,14 @@ class _Loop:
 
         agree.together(in_words(write, f"cannot write in {self.folder.path}"), here=is_rank_zero())
         self.heartbeat.settle(self.folder.heartbeats)
+
+    def _refer(self) -> int:
+        """Give pairs of answers what the first weights gave them; return a signal that came meanwhile, else 0."""
+        self.heartbeat.enter("reference")
+        model, place, has_begun = self.r.model, (self.rank, self.ranks), self.at.step > 0
+        return give_references(
+            self.config, self.r.feed, model, self.folder.path, place, has_begun=has_begun, stopped=self._agree_to_stop
+        )
 
     def _validates(self) -> bool:
         """Return whether the run validates; print the reason if it should and no source holds out a row."""
@@ -275,7 +284,7 @@ class _Loop:
         for held in self.r.feed.held_out:
             for batch in validation_batches(held.split, c.data.seq_len, held.samples, rows, self.rank, self.ranks):
                 loss = self.r.model.evaluate(batch)
-                validated.add(held.name, float(loss), loss.tokens)
+                validated.add(held.name, float(loss), loss.weight)
                 if stopped := self._agree_to_stop():
                     return None, stopped
         return validated, 0

@@ -25,6 +25,7 @@ from meshwright.training.build import build_optimizer, build_schedule, run_ident
 from meshwright.training.config import Config
 from meshwright.training.feed import Feed, build_feed, refuse_contradictions
 from meshwright.training.model_source import ModelSource, file_weights, model_source
+from meshwright.training.preference import loss_of
 from meshwright.training.tokenizer import run_tokenizer
 from meshwright.training.tracing import traced_facts
 from meshwright.training.views.progress import Progress
@@ -81,6 +82,10 @@ def write_trace(config: Config, path: Path, steps: int, progress: Progress) -> T
         )
     check_size(model, BYTES_PER_PARAMETER, f"{steps} steps in one process")
     feed = build_feed(config, tokenizer, 0, 1, progress)
+    if loss_of(config, feed) is not None:
+        raise UnsupportedError(
+            "a trace is of the cross entropy, and data.source holds pairs of answers: name other data"
+        )
     try:
         recorder = _TraceRecorder(config, model, feed, steps, master, torch.device(device), progress)
         reference = recorder.record(master)

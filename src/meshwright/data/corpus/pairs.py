@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
 
+from .packing import Rows
 from .whole import Whole
 
 
@@ -19,6 +20,18 @@ class Pairs(Whole):
     """
 
     rows_together: ClassVar[int] = 2
+    _reference: dict[int, np.ndarray] = field(default_factory=dict, repr=False)
+
+    def set_reference(self, seq_len: int, log_probs: np.ndarray) -> None:
+        """Give each sample of a length its log-probability under a reference, which ``rows`` returns with it."""
+        self._reference[seq_len] = log_probs
+
+    def rows(self, indexes: np.ndarray, seq_len: int) -> Rows:
+        """See ``Split``; with ``reference_log_probs``, float64 of shape (rows,), once there is a reference."""
+        found = super().rows(indexes, seq_len)
+        if seq_len in self._reference:
+            found["reference_log_probs"] = self._reference[seq_len][np.asarray(indexes).reshape(-1)]
+        return found
 
     def _bins(self, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
         if seq_len not in self._packed:

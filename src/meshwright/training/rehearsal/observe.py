@@ -15,6 +15,7 @@ from meshwright.distributed.process.operators import Message, Operator, Operator
 from meshwright.planning.memory.step import MemoryUse
 from meshwright.training.build import Run
 from meshwright.training.metrics.memory import MemoryReading, read_memory, reset_peak
+from meshwright.training.preference import pretend_references
 from meshwright.training.views.memory_watch import MemoryWatch
 
 Context = AbstractContextManager[object]
@@ -45,6 +46,7 @@ class StepsOfRank:
 def observe(run: Run, steps: int) -> StepsOfRank:
     """Take two steps that are watched, and ``steps`` that are timed. Collective where peers are there."""
     run.model.learn_documents()
+    pretend_references(run.config, run.feed)
     reset_peak(run.model.device)
     watch, recorder = MemoryWatch(run), OperatorRecorder()
     first = _step(run, 0, watch.computing(), watch.stepping())

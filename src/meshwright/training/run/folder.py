@@ -25,7 +25,7 @@ from .occupancy import NAME
 @dataclass(frozen=True)
 class RunFolder:
     """``config.toml`` (resolved), ``plan.json``, ``identity.json``, ``metrics.jsonl``, ``checkpoints/``;
-    ``heartbeats/`` while it runs.
+    ``heartbeats/`` while it runs; ``reference/`` of a run on pairs of answers.
     """
 
     path: Path

@@ -30,24 +30,24 @@ Result = TypeVar("Result")
 
 @dataclass
 class Validated:
-    """The losses of a validation: summed over tokens, by source."""
+    """The losses of a validation: summed over tokens (or pairs of answers), by source."""
 
     sums: dict[str, float] = field(default_factory=dict)
-    tokens: dict[str, int] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
 
-    def add(self, source: str, loss: float, tokens: int) -> None:
-        """Count a batch, whose mean loss over its tokens is ``loss``."""
-        self.sums[source] = self.sums.get(source, 0.0) + loss * tokens
-        self.tokens[source] = self.tokens.get(source, 0) + tokens
+    def add(self, source: str, loss: float, weight: float) -> None:
+        """Count a batch, whose mean loss is ``loss``, over tokens (or pairs) of this weight."""
+        self.sums[source] = self.sums.get(source, 0.0) + loss * weight
+        self.weights[source] = self.weights.get(source, 0.0) + weight
 
     @property
     def loss(self) -> float:
-        """Mean over all tokens."""
-        return sum(self.sums.values()) / max(1, sum(self.tokens.values()))
+        """Mean over all tokens, or pairs."""
+        return sum(self.sums.values()) / (sum(self.weights.values()) or 1.0)
 
     def figures(self) -> dict[str, float]:
         """Return the validation figures; each source's own where there are several."""
-        own = {f"validation_loss/{name}": self.sums[name] / max(1, self.tokens[name]) for name in self.sums}
+        own = {f"validation_loss/{name}": self.sums[name] / (self.weights[name] or 1.0) for name in self.sums}
         return {"validation_loss": self.loss, **(own if len(own) > 1 else {})}
 
 

@@ -1,0 +1,144 @@
+"""Train on pairs of answers: the loss of a run, and what the first weights gave its pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from meshwright.core.errors import ConfigError, IntegrityError, UnsupportedError
+from meshwright.core.files import replacing
+from meshwright.core.losses import PreferenceLoss
+from meshwright.data.corpus.pairs import Pairs
+from meshwright.data.mixture import Samples
+from meshwright.distributed.parallel_model import ParallelModel
+from meshwright.distributed.process import agree
+from meshwright.distributed.process.world import is_rank_zero
+
+from .config import Config, PreferenceConfig
+from .feed import Feed
+
+FOLDER = "reference"
+"""Subfolder of a run with the log-probabilities of its pairs under the first weights."""
+
+
+def loss_of(config: Config, feed: Feed) -> PreferenceLoss | None:
+    """Return the loss of a run on pairs; None for any other, which has the cross entropy.
+
+    Raises:
+        ConfigError: [dpo] is given and there are no pairs, or microbatches would part them.
+        UnsupportedError: the run is to be compared with a trace, which is of the cross entropy.
+    """
+    if not any(_splits(feed)):
+        if config.dpo != PreferenceConfig():
+            raise ConfigError(
+                f"dpo.beta = {config.dpo.beta} and dpo.label_smoothing = {config.dpo.label_smoothing} are of pairs of"
+                f" answers, and no record of data.source has the columns chosen and rejected: leave [dpo] out"
+            )
+        return None
+    if config.batch.microbatch % 2:
+        raise ConfigError(
+            f"batch.microbatch = {config.batch.microbatch} rows would part the two rows of a pair: make it even"
+        )
+    if config.check_trace:
+        raise UnsupportedError("check_trace compares with the cross entropy, and this run is on pairs: leave it out")
+    return PreferenceLoss(config.dpo.beta, config.dpo.label_smoothing)
+
+
+def give_references(
+    config: Config,
+    feed: Feed,
+    model: ParallelModel,
+    folder: Path,
+    place: tuple[int, int],
+    *,
+    has_begun: bool,
+    stopped: Callable[[], int],
+) -> int:
+    """Give every pair the log-probabilities of its answers under the first weights. Collective.
+
+    They are computed before the first step, and read from the run's folder when the run goes on.
+
+    Args:
+        place: this process's data rank, and the number of data ranks.
+        has_begun: whether the weights are no longer the first ones.
+        stopped: returns a signal that all ranks agree on, or 0.
+
+    Returns:
+        A signal that came meanwhile, else 0.
+
+    Raises:
+        IntegrityError: a run that has begun has lost them.
+    """
+    for split in _splits(feed):
+        n, path = split.n_samples(config.data.seq_len), folder / FOLDER / f"{split.name}.npy"
+
+        def read(path: Path = path, n: int = n) -> np.ndarray | None:
+            return _read(path, n, has_begun)
+
+        values = agree.from_rank_zero(agree.together(read, here=is_rank_zero()))
+        if values is None:
+            values = _computed(config, split, model, place, stopped)
+            if isinstance(values, int):
+                return values
+            agree.together(lambda path=path, values=values: _write(path, values), here=is_rank_zero())
+        split.set_reference(config.data.seq_len, values)
+    return 0
+
+
+def pretend_references(config: Config, feed: Feed) -> None:
+    """Give every pair log-probabilities of zero, for steps whose values nobody asks for."""
+    for split in _splits(feed):
+        split.set_reference(config.data.seq_len, np.zeros(split.n_samples(config.data.seq_len)))
+
+
+def _splits(feed: Feed) -> Iterator[Pairs]:
+    """Yield the splits that hold pairs, each once."""
+    trained = feed.samples.splits if isinstance(feed.samples, Samples) else ()
+    yield from (split for split in (*trained, *(held.split for held in feed.held_out)) if isinstance(split, Pairs))
+
+
+def _computed(
+    config: Config, split: Pairs, model: ParallelModel, place: tuple[int, int], stopped: Callable[[], int]
+) -> np.ndarray | int:
+    """Compute the log-probabilities of all rows of a split, or return a signal that came meanwhile."""
+    rank, ranks = place
+    rows, n = config.batch.microbatch or config.batch.global_batch // ranks, split.n_samples(config.data.seq_len)
+    found = []
+    for begin in range(0, n, rows * ranks):
+        # the last row again, where there are no more, so that all ranks have as many
+        indexes = np.minimum(begin + rank * rows + np.arange(rows), n - 1)
+        arrays = split.rows(indexes, config.data.seq_len)
+        batch = {key: torch.from_numpy(array) for key, array in arrays.items()}
+        found.append(model.row_log_probs(batch).double().cpu().numpy())
+        if signal := stopped():
+            return signal
+    by_rank = dict(agree.everybody_says((rank, np.stack(found))))
+    return np.stack([by_rank[each] for each in range(ranks)], axis=1).reshape(-1)[:n]
+
+
+def _read(path: Path, n: int, has_begun: bool) -> np.ndarray | None:
+    try:
+        values = np.load(path, allow_pickle=False)
+    except FileNotFoundError:
+        values = None
+    except (OSError, ValueError) as error:
+        raise IntegrityError(f"{path} cannot be read ({error}): begin the run anew") from None
+    if values is not None and values.shape != (n,):
+        raise IntegrityError(
+            f"{path} holds {values.shape} log-probabilities, and there are {n} rows: begin the run anew"
+        )
+    if values is None and has_begun:
+        raise IntegrityError(
+            f"{path} is missing: it holds what the first weights gave the pairs, which this run no longer has. Put it"
+            f" back, or begin the run anew"
+        )
+    return values
+
+
+def _write(path: Path, values: np.ndarray) -> None:
+    path.parent.mkdir(exist_ok=True)
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        np.save(file, values)

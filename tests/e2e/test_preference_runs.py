@@ -1,0 +1,60 @@
+"""Runs on pairs of answers: the same on every layout and across a restart, held to the first weights alone."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+from e2e_runs import losses, metrics, rows_of_step
+
+from meshwright.core.errors import IntegrityError
+from meshwright.training.preference import FOLDER
+
+ROWS = [
+    {"prompt": f"{a} + {b} =", "chosen": f" {a + b}.", "rejected": f" {a * b + 1}?"} for a in range(6) for b in range(6)
+]
+
+
+@pytest.fixture
+def told(tmp_path) -> dict:
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return {
+        "data.source": [str(tmp_path / "pairs.jsonl")],
+        "data.validation_fraction": 0.2,
+        "dpo.beta": 0.5,
+        "dpo.label_smoothing": 0.1,
+        "steps": 4,
+        "validation.every": 2,
+        "schedule.kind": "constant",
+        "techniques.precision.master": "float64",
+    }
+
+
+def test_a_run_on_pairs_is_the_same_on_other_ranks_and_goes_on_from_the_same_reference(train, told):
+    straight = train(2, told)
+    folder = straight[0].folder
+    assert losses(folder)[0] == pytest.approx(math.log(2), rel=1e-10) and losses(folder)[3] < math.log(2)
+    validated = [row["validation_loss"] for row in metrics(folder) if "validation_loss" in row]
+    assert len(validated) == 2 and all(0 < loss < 1 for loss in validated)
+    tensor = train(2, told | {"layout.dp_shard": 1, "layout.tp": 2, "batch.microbatch": 2})
+    assert losses(tensor[0].folder) == pytest.approx(losses(folder), rel=1e-10)
+    for split in ("training", "validation"):
+        values, others = (np.load(each[0].folder / FOLDER / f"{split}.npy") for each in (straight, tensor))
+        assert len(values) in (58, 14) and values == pytest.approx(others, rel=1e-10) and (values < 0).all()
+    first = train(2, told | {"steps": 2})
+    second = train(1, {"steps": 4, "layout.dp_shard": 1}, folder=first[0].folder)
+    assert [rows_of_step(second, step) for step in range(2)] == [rows_of_step(straight, step) for step in (2, 3)]
+    assert losses(first[0].folder) == pytest.approx(losses(folder), rel=1e-10)
+
+
+def test_a_run_that_has_lost_its_reference_does_not_go_on(train, told):
+    first = train(1, told | {"steps": 1, "layout.dp_shard": 1})[0].folder
+    (first / FOLDER / "training.npy").unlink()
+    (left,) = train(1, {"steps": 2, "layout.dp_shard": 1}, folder=first)
+    assert isinstance(left.error, IntegrityError) and metrics(first)[-1]["step"] == 1
+    assert f"{FOLDER}/training.npy is missing: it holds what the first weights gave the pairs" in str(left.error)
+    np.save(first / FOLDER / "training.npy", np.zeros(3))
+    (left,) = train(1, {"steps": 2, "layout.dp_shard": 1}, folder=first)
+    assert "training.npy holds (3,) log-probabilities, and there are 58 rows" in str(left.error)
