@@ -36,6 +36,7 @@ WAYS = {
     "fsdp 2, microbatches": Way(FSDP2, microbatches="rows"),
     "fsdp 2 x tp 2": Way(Layout(dp_shard=2, tp=2)),
     "pp 2": Way(Layout(dp_shard=1, pp=2), microbatches="rows"),
+    "pp 2, rows by default": Way(Layout(dp_shard=1, pp=2)),
     "pp 2 x tp 2": Way(Layout(dp_shard=1, pp=2, tp=2), microbatches="list"),
     "ep 2": Way(Layout(dp_shard=2, ep=2)),
 }
