@@ -96,6 +96,17 @@ GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
 # --- tensors and operators
 
 
+def fake_mode() -> FakeTensorMode:
+    """Return a mode whose tensors have no values, and which a deep copy of a tensor shares.
+
+    torch copies the mode with the tensor (``copy.deepcopy`` of a module, in a constructor); the copy then releases weak
+    references to storages that it does not own, which corrupts the heap.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.__deepcopy__ = lambda memo: mode  # type: ignore[attr-defined]
+    return mode
+
+
 def address_of(storage: torch.UntypedStorage) -> int:
     """Identify a storage, even on meta (where ``data_ptr`` is 0), until ``UntypedStorage`` has a public identity."""
     return storage._cdata

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.core.axes import Axis
 from meshwright.core.devices import CPU, is_accelerator
-from meshwright.core.torch_private import FakeTensorMode
+from meshwright.core.torch_private import FakeTensorMode, fake_mode
 from meshwright.distributed import order
 from meshwright.distributed.context.runtime import first_tokens
 from meshwright.distributed.mesh import build_mesh
@@ -134,7 +134,7 @@ class DryRun:
     @contextmanager
     def model_of(self, rank: int) -> Iterator[ParallelModel]:
         """Yield a rank's model on fake tensors, where every tensor is made fake."""
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        mode = fake_mode()
         with self.laid_out(rank, mode) as laid, self.imagining(mode):
             yield ParallelModel(*laid)
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from meshwright.core.torch_private import GROUPED_PRODUCT, FakeTensorMode, TorchDispatchMode
+from meshwright.core.torch_private import GROUPED_PRODUCT, FakeTensorMode, TorchDispatchMode, fake_mode
 
 GROUPED = {GROUPED_PRODUCT}
 """Operators that torch limits to bfloat16 on fake tensors, although their kernels take other dtypes too."""
@@ -35,7 +35,7 @@ def imagining(*, experts: bool, blocks: int = 0, mode: FakeTensorMode | None = N
         DryRunError: the step has more operators than any model of so many blocks, like a Python loop over tokens.
     """
     with ExitStack() as stack:
-        stack.enter_context(mode or FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(mode or fake_mode())
         stack.enter_context(_Patience(PATIENCE + blocks * PATIENCE_PER_BLOCK))
         if experts:
             stack.enter_context(_GroupedProducts())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshwright.core.axes import Axis
 from meshwright.core.errors import UnsupportedError
-from meshwright.core.torch_private import FakeTensorMode
+from meshwright.core.torch_private import FakeTensorMode, fake_mode
 from meshwright.distributed.context.runtime import first_tokens
 from meshwright.distributed.memory.dry_run import KEYS, DryRun, quiet
 from meshwright.distributed.memory.fake import DryRunError, imagining, same_random_numbers, untouched
@@ -84,7 +84,7 @@ def record_steps(
 
 class _Recording(DryRun):
     def of(self, rank: int, max_norm: float) -> StepOfRank:
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        mode = fake_mode()
         recorder = StepRecorder()
         with self.laid_out(rank, mode) as (parts, plan, facts, mesh):
             model = _RecordedModel(parts, plan, facts, mesh, microbatch_rows=self.rows)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import random
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -27,8 +28,8 @@ from meshwright.core.torch_private import (
     SAMPLES_NORMAL,
     EagerDispatchMode,
     FakeTensor,
-    FakeTensorMode,
     address_of,
+    fake_mode,
     schema_of,
     tree_leaves,
     tree_map_only,
@@ -102,10 +103,16 @@ def record(build: Callable[[], nn.Module], seed: int = 0) -> tuple[nn.Module, Co
         NotRecordedError: ``build`` does something that cannot be repeated later, or fails on tensors without values.
     """
     # created first: it imports much of torch, which must not see the replacements below
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = fake_mode()
     with seeded(seed):
         before = torch.get_rng_state()
-        with _without_seeds_and_swaps(), fake, _ConstructorRecorder() as recorder, recorder.sampling():
+        with (
+            _without_seeds_and_swaps(),
+            _without_warnings_of_copies(),
+            fake,
+            _ConstructorRecorder() as recorder,
+            recorder.sampling(),
+        ):
             try:
                 model = build()
             except NotRecordedError:
@@ -296,6 +303,14 @@ def _without_seeds_and_swaps() -> Iterator[None]:
             for name in ("manual_seed", "seed", "set_rng_state"):
                 stack.enter_context(_in_this_thread(place, name, _refuse))
         stack.enter_context(_in_this_thread(torch.utils, "swap_tensors", _swap))
+        yield
+
+
+@contextmanager
+def _without_warnings_of_copies() -> Iterator[None]:
+    """Keep torch from warning of its own look at a tensor's address, in ``copy.deepcopy`` of a module."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         yield
 
 

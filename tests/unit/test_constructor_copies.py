@@ -1,0 +1,46 @@
+"""Constructors that copy whole layers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.core.torch_private import fake_mode
+from meshwright.introspection.constructor.recording import built, record, seeded
+from meshwright.introspection.constructor.steps import Values
+
+
+class WithCopies(nn.Module):
+    """Layers copied as a whole, behind a tensor with a value, as many constructors make them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor([0.5, 2.0]))
+        first = nn.Linear(6, 5)
+        self.layers = nn.ModuleList([first, copy.deepcopy(first)])
+        self.layers[1].weight.data.mul_(2.0)
+
+
+def test_a_copy_shares_the_mode_of_its_tensor():
+    """Otherwise the copied mode releases storages that it does not hold, and memory is overwritten later."""
+    mode = fake_mode()
+    with mode:
+        weight = nn.Parameter(torch.empty(3) * torch.tensor(2.0))
+        copied = copy.deepcopy(weight)
+    assert copied.fake_mode is mode and copied is not weight
+
+
+@pytest.mark.filterwarnings("error:Accessing the data pointer")
+def test_layers_copied_as_a_whole_are_recorded():
+    model, steps = record(WithCopies, 3)
+    real = built(WithCopies, 3)
+    values = Values(steps)
+    with seeded(3):
+        for step, _ in steps.needed({view.storage for view in steps.tensors.values()}, with_stream=True):
+            values.do(step)
+    for name, tensor in real.state_dict().items():
+        assert torch.equal(values.get(steps.tensors[name]), tensor), name
+    assert all(parameter.is_meta for parameter in model.parameters())
