@@ -20,7 +20,7 @@ from meshwright.core.config.schema import field_types, is_section, row_of, union
 from meshwright.core.config.toml import line_index
 from meshwright.core.errors import ConfigError
 from meshwright.planning.layout import Layout
-from meshwright.planning.techniques import Techniques
+from meshwright.planning.techniques import RunTechniques
 from meshwright.training.config import Config
 
 
@@ -351,14 +351,14 @@ def test_flags_change_only_what_they_name():
 @pytest.mark.parametrize(
     ("words", "want"),
     [
-        (["--techniques.compile=true"], Techniques(compile=True)),
-        (["--techniques.compile", "True"], Techniques(compile=True)),
-        (["--techniques.cpu-offload=true"], Techniques(cpu_offload=True)),
-        (["--techniques.reshard_after_forward=false"], Techniques(reshard_after_forward=False)),
-        (["--techniques.reshard_after_forward=1"], Techniques(reshard_after_forward=1)),
-        (["--techniques.sync_grad_accum=shard"], Techniques(sync_grad_accum="shard")),
-        (["--techniques.zero_stage=2"], Techniques(zero_stage=2)),
-        (["--techniques.freeze", "embed", "norm"], Techniques(freeze=("embed", "norm"))),
+        (["--techniques.compile=true"], RunTechniques(compile=True)),
+        (["--techniques.compile", "True"], RunTechniques(compile=True)),
+        (["--techniques.cpu-offload=true"], RunTechniques(cpu_offload=True)),
+        (["--techniques.reshard_after_forward=false"], RunTechniques(reshard_after_forward=False)),
+        (["--techniques.reshard_after_forward=1"], RunTechniques(reshard_after_forward=1)),
+        (["--techniques.sync_grad_accum=shard"], RunTechniques(sync_grad_accum="shard")),
+        (["--techniques.zero_stage=2"], RunTechniques(zero_stage=2)),
+        (["--techniques.freeze", "embed", "norm"], RunTechniques(freeze=("embed", "norm"))),
     ],
 )
 def test_flags_of_mixed_types(words, want):

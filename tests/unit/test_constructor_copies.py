@@ -1,4 +1,4 @@
-"""Constructors that copy whole layers."""
+"""Constructors that copy whole layers, and random numbers of chosen tensors alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from meshwright.core.torch_private import fake_mode
 from meshwright.introspection.constructor.recording import built, record, seeded
-from meshwright.introspection.constructor.steps import Values
+from meshwright.introspection.constructor.steps import Values, pass_over
 
 
 class WithCopies(nn.Module):
@@ -39,8 +39,20 @@ def test_layers_copied_as_a_whole_are_recorded():
     real = built(WithCopies, 3)
     values = Values(steps)
     with seeded(3):
-        for step, _ in steps.needed({view.storage for view in steps.tensors.values()}, with_stream=True):
+        for step, _ in steps.needed({view.storage for view in steps.tensors.values()}, stream=steps.bytes_of):
             values.do(step)
     for name, tensor in real.state_dict().items():
         assert torch.equal(values.get(steps.tensors[name]), tensor), name
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_numbers_of_chosen_tensors_are_drawn_as_if_the_others_were_not():
+    steps = record(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 3)[1]
+    chosen = {steps.tensors[name].storage for name in ("1.weight", "1.bias")}
+    values = Values(steps)
+    with seeded(3):
+        for step, is_needed in steps.needed(chosen, stream=chosen):
+            (values.do if is_needed else pass_over)(step)
+    alone = built(lambda: nn.Linear(4, 4), 3)
+    assert torch.equal(values.get(steps.tensors["1.weight"]), alone.weight)
+    assert torch.equal(values.get(steps.tensors["1.bias"]), alone.bias)

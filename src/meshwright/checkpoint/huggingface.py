@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.pipeline.split import SharedEnds
 from meshwright.distributed.process import agree
 from meshwright.distributed.weights.shards import pieces
+from meshwright.introspection.adapted.names import base_name, is_adapter
 from meshwright.introspection.transformers_private import names_to_ignore
 
 from .stored_names import Source, sources
@@ -27,10 +29,14 @@ from .tensor_files import TensorFiles
 
 SHOWN = 4
 """Number of problems that an error lists."""
+SAMPLES, SAMPLED_BYTES = 256, 2**16
+"""Blocks of a file, and bytes of each, that its fingerprint is made of; a smaller file counts whole."""
 
 
 class Pretrained:
     """The weights in a folder; called with a model, laid out or not, it writes them.
+
+    Beside a model's adapters only the base's weights are read.
 
     ``parallelize(config, layout, weights=pretrained(folder))`` reads each value once, into its place.
 
@@ -51,6 +57,39 @@ class Pretrained:
             UnsupportedError: weights that are quantized, or stored in a form that cannot be read by slices.
         """
         _Match.of(model, TensorFiles(self.folder))
+
+    def fingerprint(self) -> str:
+        """Return a digest of the files: their names, sizes, and some blocks of each.
+
+        Raises:
+            IntegrityError: a file cannot be read.
+        """
+        digest = hashlib.sha256()
+        try:
+            for path in sorted({tensor.file for tensor in TensorFiles(self.folder).tensors.values()}):
+                size = path.stat().st_size
+                digest.update(f"{path.name} {size}".encode())
+                with open(path, "rb") as file:
+                    for place in range(0, size, max(SAMPLED_BYTES, size // SAMPLES)):
+                        file.seek(place)
+                        digest.update(file.read(SAMPLED_BYTES))
+        except OSError as error:
+            raise IntegrityError(f"{self.folder}: its weights could not be read ({error})") from error
+        return digest.hexdigest()
+
+    def reader(self, model: nn.Module) -> Callable[[str], Tensor]:
+        """Return a function that reads one tensor of a model whole, by its name in the model, in the files' dtype.
+
+        Raises:
+            ConfigError, IntegrityError, UnsupportedError: as ``check`` does.
+        """
+        match = _Match.of(model, TensorFiles(self.folder))
+
+        def read(name: str) -> Tensor:
+            source = match.sources[match.aliases.get(name, name)]
+            return source.read(tuple(slice(0, size) for size in source.shape))
+
+        return read
 
     def __call__(self, model: nn.Module | ParallelModel) -> set[str]:
         """Write every parameter and persistent buffer, converted to its dtype; return their names. Collective.
@@ -107,8 +146,10 @@ class _Match:
     def of(cls, model: nn.Module, files: TensorFiles) -> _Match:
         tensors, aliases, derived = _names(model)
         shared = _shared(model)
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in shared}
-        found = sources(model, [*tensors, *aliases], files)
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in shared and not is_adapter(name)}
+        found = _by_own_names(
+            sources(model, [base_name(name) for name in (*tensors, *aliases)], files), tensors, aliases
+        )
         chosen, twice = {}, {}
         for alias, first in aliases.items():
             if alias in found:
@@ -141,6 +182,14 @@ class _Match:
     def in_order(self) -> Iterator[tuple[str, Source]]:
         """Yield names and sources in the order of the files."""
         yield from sorted(self.sources.items(), key=lambda row: row[1].names[0])
+
+
+def _by_own_names(found: dict[str, Source], *held: Iterable[str]) -> dict[str, Source]:
+    """Rename sources from the names of a model without adapters to the model's own; others keep theirs."""
+    own = [name for names in held for name in names]
+    known = {base_name(name) for name in own}
+    left = {name: source for name, source in found.items() if name not in known}
+    return {name: found[base] for name in own if (base := base_name(name)) in found} | left
 
 
 def _shared(model: nn.Module) -> set[str]:

@@ -47,6 +47,8 @@ def load(
 ) -> dict[str, Any]:
     """Read the checkpoint folder ``path`` into a model (and its optimizer), whatever layout wrote it. Collective.
 
+    Frozen parameters that the writer left out (``only_trained``) stay as they are.
+
     Args:
         optimizer: takes over the saved state; what it held before is dropped.
         restore_options: also take over the options of the optimizer's groups (learning rate, …); False: keep the
@@ -63,7 +65,7 @@ def load(
     path = Path(os.path.abspath(path))
     manifest = open_manifest(path)
     verify_files(path, manifest)
-    wanted = model_tensors(parallel_model)
+    wanted = _without_frozen(parallel_model, model_tensors(parallel_model), manifest)
     agree.together(lambda: _check_model(wanted, manifest, path, elsewhere=_all_names(parallel_model)))
     state: dict[str, Tensor] = {}
     options: list[dict[str, Any]] = []
@@ -83,6 +85,12 @@ def load(
     parallel_model.copy_shared()
     restore_streams({key.split(".")[1]: state for key, state in random_state.items()})
     return manifest.extra
+
+
+def _without_frozen(model: ParallelModel, wanted: dict[str, Tensor], manifest: Manifest) -> dict[str, Tensor]:
+    """Leave out parameters that the writer left out, and that are frozen here too."""
+    left_out = {f"model.{name}" for name in set(manifest.left_out) & set(model.plan.frozen)}
+    return {key: tensor for key, tensor in wanted.items() if key not in left_out}
 
 
 def _all_names(model: ParallelModel) -> set[str]:

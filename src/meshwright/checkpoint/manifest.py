@@ -44,6 +44,7 @@ class Manifest:
         loss_scale: state of the float16 loss scale, empty where the loss was not scaled.
         plan: the plan of the layout that wrote the checkpoint, as JSON text; for people, never needed to read the
             rest.
+        left_out: names of frozen parameters that were not saved.
     """
 
     tensors: dict[str, TensorEntry]
@@ -53,6 +54,7 @@ class Manifest:
     extra: dict[str, Any] = field(default_factory=dict)
     plan: str = ""
     loss_scale: dict[str, Any] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
 
     def write(self, folder: Path) -> None:
         """Write the manifest with a checksum of its own, and flush it to disk."""
@@ -97,6 +99,7 @@ class Manifest:
                 content["extra"],
                 content["plan"],
                 content.get("loss_scale", {}),
+                content.get("left_out", []),
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise IntegrityError(
@@ -122,8 +125,9 @@ def _check_types(tensors: dict[str, TensorEntry], files: dict[str, FileEntry], c
         isinstance(content["extra"], dict)
         and isinstance(content["optimizer"], str)
         and isinstance(content["plan"], str)
+        and all(isinstance(name, str) for name in content.get("left_out", []))
     ):
-        raise TypeError("extra, optimizer or plan is of another type")
+        raise TypeError("extra, optimizer, plan or left_out is of another type")
 
 
 def _checksum(content: dict[str, Any]) -> int:

@@ -36,6 +36,7 @@ def save(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     extra: dict[str, Any] | None = None,
+    only_trained: bool = False,
 ) -> None:
     """Write model and optimizer to the folder ``path``, each rank its own shards, as safetensors. Collective.
 
@@ -45,6 +46,7 @@ def save(
     Args:
         path: a new folder, an empty one, or a checkpoint that will be replaced.
         extra: JSON values that ``load`` returns (rank 0's).
+        only_trained: leave frozen parameters out, such as those beside adapters; ``load`` then leaves them as they are.
 
     Raises:
         ConfigError: ``path`` exists and is no checkpoint, or ``extra`` holds something that JSON cannot.
@@ -53,6 +55,9 @@ def save(
     path = Path(os.path.abspath(path))
     partial = beside(path, PARTIAL)
     tensors = model_tensors(parallel_model) | _random_state()
+    left_out = sorted(parallel_model.plan.frozen) if only_trained else []
+    for name in left_out:
+        tensors.pop(f"model.{name}", None)
     groups: list[dict[str, Any]] = []
     if optimizer is not None:
         tensors |= optimizer_tensors(parallel_model, optimizer)
@@ -66,7 +71,7 @@ def save(
         groups = merged_groups(agree.everybody_says(groups))
     entries = _entries(tensors, differ=parallel_model.plan.pipeline is not None)
     scale = parallel_model.loss_scale.state() if parallel_model.loss_scale is not None else {}
-    manifest = Manifest(entries, files, kind, groups, extra or {}, parallel_model.plan.to_json(), scale)
+    manifest = Manifest(entries, files, kind, groups, extra or {}, parallel_model.plan.to_json(), scale, left_out)
     _together(lambda: _finish(manifest, partial, path), here=_is_first(), what=f"cannot finish {path}")
 
 

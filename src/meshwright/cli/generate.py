@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 from meshwright.core.errors import ConfigError
 
@@ -13,7 +14,8 @@ def run(argv: list[str]) -> int:
     """Print prompt and continuation.
 
     Flags: ``--prompt``, ``--tokens``, ``--temperature``, ``--seed`` (each by default as the run's config says) and
-    ``--step`` (a checkpoint other than the latest); ``--trust`` runs the model code that the run keeps.
+    ``--step`` (a checkpoint other than the latest); ``--base``, the model beside which the run trained adapters;
+    ``--trust`` runs the model code that the run keeps.
     """
     if "--help" in argv or "-h" in argv:
         print(f"{__doc__}\n\n{run.__doc__}")
@@ -23,6 +25,7 @@ def run(argv: list[str]) -> int:
     temperature, argv = take_option(argv, "--temperature", float)
     seed, argv = take_option(argv, "--seed", int)
     step, argv = take_option(argv, "--step", int)
+    base, argv = take_option(argv, "--base", Path)
     trusted, argv = take_trust(argv)
     _check(tokens, temperature, seed)
     if not argv:
@@ -30,10 +33,10 @@ def run(argv: list[str]) -> int:
             "meshwright generate needs the folder of a run, like: meshwright generate runs/demo-… --prompt 'def '"
         )
     folder, config = open_run(argv[0], trusted=trusted)
-    refuse_rest(argv[1:], "meshwright generate", "--prompt, --tokens, --temperature, --seed, --step, --trust")
+    refuse_rest(argv[1:], "meshwright generate", "--prompt, --tokens, --temperature, --seed, --step, --base, --trust")
     from meshwright.training.run.sampling import Sampler
 
-    sampler = Sampler(folder, config, step)
+    sampler = Sampler(folder, config, step, base)
     s = config.sample
     text = sampler.continue_text(
         s.prompt if prompt is None else prompt,

@@ -19,12 +19,12 @@ from meshwright.core.losses import Loss, PreferenceLoss
 from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.hints import Hints
-from meshwright.introspection.source import as_module
-from meshwright.planning.build import as_techniques, plan_for_mesh_sizes
+from meshwright.introspection.source import as_module, with_adapters
 from meshwright.planning.build import plan as make_plan
+from meshwright.planning.build import plan_for_mesh_sizes
 from meshwright.planning.layout import Layout
 from meshwright.planning.plan import Plan
-from meshwright.planning.techniques import Techniques
+from meshwright.planning.techniques import Techniques, as_techniques
 
 from . import order
 from .context.rehearsal import keep_for_batches
@@ -69,7 +69,8 @@ def parallelize(
         loss_fn: (logits, labels) -> SUM of the loss over real tokens; by default the cross entropy. Or a ``Loss``,
             which declares a function of any output and batch, or the model's own loss, as a sum or a mean; or several
             of them by name. Or a ``PreferenceLoss`` over pairs of rows.
-        techniques: precision, recomputation, compilation, offload …, typed or as a plain dict.
+        techniques: adapters, precision, recomputation, compilation, offload …, typed or as a plain dict. Adapters
+            are put beside the layers of a module with weights in place.
         plan: a plan made earlier; then ``techniques`` must be None.
         seed: seed of the initial weights, which are those that the constructor gives in one process under
             ``torch.manual_seed(seed)``. Beyond 2^30 elements they follow the same distributions, equal on every
@@ -93,14 +94,15 @@ def parallelize(
         raise ConfigError(
             f"this {model.facts.kind} is laid out already: give parallelize the model itself, or a factory"
         )
-    module = as_module(model, seed, hints)
+    requested = as_techniques(techniques)
+    module = as_module(with_adapters(model, requested.adapters, seed), seed, hints)
     facts = model_facts(module)
     if weights is not None and not facts.on_meta:
         raise ConfigError(
             "parallelize is given weights=, and the model has weights: build it on the meta device, or leave weights"
             " out"
         )
-    requested = as_techniques(techniques)
+    requested = replace(requested, adapters=None)  # the model has them
     if isinstance(mesh, DeviceMesh):
         mesh = known_mesh(mesh, cuts_rows=True)
         if plan is None:

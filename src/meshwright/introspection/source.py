@@ -13,8 +13,10 @@ from meshwright.core.record import recall, remember
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig
 
+from .adapted.model import AdaptedModel, put_adapters
+from .adapted.request import Adapters
 from .constructor.meta import on_meta
-from .constructor.recording import NotRecordedError, built, record
+from .constructor.recording import NotRecordedError, built, record, seeded
 from .hints import Hints, give
 from .huggingface import CausalLM, is_config
 
@@ -64,6 +66,35 @@ def as_module(
     raise ConfigError(
         f"a model is an nn.Module, a model config, or a function that returns a module; got {type(model).__name__}"
     )
+
+
+def with_adapters(
+    model: Any, adapters: Adapters | None, seed: int = 0, *, where: str = "techniques.adapters", in_place: bool = True
+) -> Any:
+    """Return a model with adapters put beside its layers; the model itself where there is no request.
+
+    Args:
+        model: as for ``as_module``. A module with weights is changed in place.
+        seed: seeds the adapters' first matrices beside a module with weights; elsewhere the seed comes later.
+        where: the request's place, for errors.
+        in_place: whether a module may be changed.
+
+    Raises:
+        ConfigError: the adapters are refused (``put_adapters``); or the model is a module that may not be changed, or
+            one on meta, where nothing tells how adapters begin.
+    """
+    if adapters is None:
+        return model
+    if isinstance(model, nn.Module):
+        if not in_place or any(parameter.is_meta for parameter in model.parameters()):
+            state = "on meta, so how adapters begin beside it is not known" if in_place else "not to be changed here"
+            raise ConfigError(
+                f"{where}: the model is a {type(model).__name__} that is built already and {state}: give the function"
+                f" or the config that builds it"
+            )
+        with seeded(seed):
+            return put_adapters(model, adapters, where)
+    return AdaptedModel(CausalLM(model) if is_config(model) else model, adapters, where)
 
 
 def _without_memory(build: Callable[[], Any], seed: int) -> Any:

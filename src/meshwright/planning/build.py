@@ -6,14 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from meshwright.core.axes import WORLD_AXES, Axis
-from meshwright.core.config import from_dict
 from meshwright.core.devices import is_accelerator, local_device
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import matching, pattern
+from meshwright.introspection.adapted.facts import facts_with
 from meshwright.introspection.cluster import Cluster
-from meshwright.introspection.facts import ModelFacts, ParameterFact, model_facts
+from meshwright.introspection.facts import ModelFacts, ParameterFact
 from meshwright.introspection.hints import Hints
-from meshwright.introspection.source import as_module
 from meshwright.introspection.structure.experts import find_stacks
 
 from . import notes
@@ -38,7 +37,7 @@ from .plan import Plan
 from .recompute.plan import checkpointed_modules, sent_again
 from .rules import check, check_batch, check_data, resolve_precision
 from .shares import Shares, shares_of
-from .techniques import Techniques
+from .techniques import RunTechniques, Techniques, as_techniques
 from .tensor.collectives import tensor_collectives
 from .tensor.make import make_tensor_plan
 from .tensor.plan import TensorPlan, placement_words
@@ -52,7 +51,7 @@ def plan(
     *,
     batch: Batch | None = None,
     cluster: Cluster | None = None,
-    techniques: Techniques | dict | None = None,
+    techniques: RunTechniques | dict | None = None,
     reduction: str = "sum",
     hints: Hints | None = None,
 ) -> Plan:
@@ -72,8 +71,8 @@ def plan(
     """
     if reduction not in ("sum", "mean"):
         raise ConfigError(f"reduction = {reduction!r}: legal are sum and mean")
-    facts = model if isinstance(model, ModelFacts) else model_facts(as_module(model, hints=hints))
     requested = as_techniques(techniques)
+    facts = facts_with(model, requested.adapters, hints)
     if cluster is not None and (cluster.gpu or cluster.profile):
         raise ConfigError(
             f"{cluster.gpu or cluster.profile}: leave it out, or call meshwright.plan or meshwright.foresee"
@@ -90,13 +89,6 @@ def plan(
         check_batch(made, batch)
         check_data(facts, batch)
     return made
-
-
-def as_techniques(techniques: Techniques | dict | None) -> Techniques:
-    """Return typed techniques; unknown keys and wrong types in a plain dict raise ConfigError."""
-    if techniques is None:
-        return Techniques()
-    return techniques if isinstance(techniques, Techniques) else from_dict(Techniques, techniques, where="techniques")
 
 
 def _with_schedule_of(layout: Layout, requested: Techniques) -> Techniques:

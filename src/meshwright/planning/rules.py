@@ -32,7 +32,7 @@ from .premise_rules import (
 )
 from .recompute.rules import checkpointing_companions, checkpointing_keys, checkpointing_matches
 from .shares import SHARDS, shares_of
-from .techniques import Precision, Techniques
+from .techniques import Precision, RunTechniques, Techniques
 from .tensor.rules import async_tensor_fits, no_blocks, tensor_companions, tensor_fits, tensor_words
 from .values import Batch, PrecisionPlan
 
@@ -251,7 +251,7 @@ def check_data(facts: ModelFacts, batch: Batch) -> None:
         )
 
 
-def resolve_precision(techniques: Techniques, model_dtype: str, device: str) -> PrecisionPlan:
+def resolve_precision(techniques: RunTechniques, model_dtype: str, device: str) -> PrecisionPlan:
     """Resolve the dtypes that "auto" stands for; ConfigError for names that are no dtype."""
     request = techniques.precision
     master = (

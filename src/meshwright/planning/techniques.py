@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from meshwright.core.config import from_dict
+from meshwright.introspection.adapted.request import Adapters
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -36,7 +39,7 @@ class TensorStyleRequest:
 
 
 @dataclass(frozen=True)
-class Techniques:
+class RunTechniques:
     """How the model is laid onto the mesh; every switch is done or refused by name."""
 
     data_parallel: Literal["auto", "ddp", "fully_shard"] = "auto"
@@ -129,3 +132,20 @@ class Techniques:
     """Regular expressions on paths of linear layers; matching layers are not converted to float8."""
     float8_all_gather: bool = False
     """FSDP gathers the converted layers' weights in float8, with one scale for each; tensorwise."""
+
+
+@dataclass(frozen=True)
+class Techniques(RunTechniques):
+    """All techniques of a call; those of a run have their adapters in a table of its own."""
+
+    adapters: Adapters | None = None
+    """Adapters that are put beside the model's layers before anything else, and trained instead of the model."""
+
+
+def as_techniques(techniques: RunTechniques | dict | None) -> Techniques:
+    """Return typed techniques; unknown keys and wrong types in a plain dict raise ConfigError."""
+    if techniques is None:
+        return Techniques()
+    if isinstance(techniques, RunTechniques):
+        return techniques if isinstance(techniques, Techniques) else Techniques(**vars(techniques))
+    return from_dict(Techniques, techniques, where="techniques")

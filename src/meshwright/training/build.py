@@ -212,7 +212,7 @@ def run_identity(config: Config, source: ModelSource, tokenizer: Tokenizer, feed
     Layout, batch, workers, logging and steps may change.
     """
     return {
-        "model": identity_of(source),
+        "model": identity_of(source, config),
         **feed.identity,
         "seq_len": config.data.seq_len,
         "tokenizer": tokenizer.fingerprint,

@@ -13,9 +13,10 @@ from typing import Any, Literal
 from meshwright.core.config import from_dict, load_toml
 from meshwright.core.devices import DEFAULT_BACKEND
 from meshwright.data.options import CurriculumStage, MixturePart, SourceOptions
+from meshwright.introspection.adapted.request import Adapters
 from meshwright.models.decoder_config import MoEConfig, RopeScaling
 from meshwright.planning.layout import Layout
-from meshwright.planning.techniques import Techniques
+from meshwright.planning.techniques import RunTechniques
 
 from .ranges import check_values
 
@@ -238,10 +239,11 @@ class Config:
     check_trace: str = ""
     """Trace of ``meshwright verify --write-trace``, to compare the first steps with; the run ends where they differ."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    adapters: Adapters | None = None
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     layout: Layout = field(default_factory=Layout)
-    techniques: Techniques = field(default_factory=Techniques)
+    techniques: RunTechniques = field(default_factory=RunTechniques)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     dpo: PreferenceConfig = field(default_factory=PreferenceConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

@@ -12,18 +12,22 @@ from meshwright.checkpoint.folder import CheckpointFolder
 from meshwright.checkpoint.huggingface import Pretrained, pretrained
 from meshwright.checkpoint.load import to_be_loaded
 from meshwright.checkpoint.tensor_files import holds_weights
+from meshwright.core.config import to_dict
 from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError
 from meshwright.core.files import inside
 from meshwright.data import Tokenizer
 from meshwright.distributed.weights.weights import Weights
+from meshwright.introspection.adapted.model import AdaptedModel
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.huggingface import CONFIG, CausalLM, read_causal_lm
+from meshwright.introspection.source import with_adapters
 from meshwright.models.decoder_config import SIZES, DecoderConfig, idle_parameters, parameter_count
 
 from .config import Config, ModelConfig
 
-ModelSource = DecoderConfig | CausalLM
+BaseSource = DecoderConfig | CausalLM
+ModelSource = BaseSource | AdaptedModel
 FOLDER = "model"
 """Subfolder of a run with a copy of the small files of its Hugging Face model."""
 KEPT = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
@@ -31,12 +35,18 @@ LEFT = ("*.index.json",)
 
 
 def model_source(config: Config, tokenizer: Tokenizer) -> ModelSource:
-    """Return the model that ``model.hf`` names, or the named size with the config's overrides.
+    """Return the model that ``model.hf`` names, or the named size with the config's overrides; with its adapters.
 
     Raises:
         ConfigError: the sizes contradict each other, or there is no such model on this machine.
     """
-    return causal_lm(config) if config.model.hf else decoder_config(config, tokenizer)
+    base = causal_lm(config) if config.model.hf else decoder_config(config, tokenizer)
+    return with_adapters(base, config.adapters, where="adapters")
+
+
+def base_of(source: ModelSource) -> BaseSource:
+    """Return a run's model without adapters."""
+    return source.base if isinstance(source, AdaptedModel) else source
 
 
 def decoder_config(config: Config, tokenizer: Tokenizer) -> DecoderConfig:
@@ -98,14 +108,37 @@ def file_weights(config: Config) -> Pretrained | None:
 
 
 def first_weights(config: Config) -> Weights | None:
-    """Return the source of a run's parameters when its model is laid out; None: the model's random initialization."""
+    """Return the source of a run's parameters when its model is laid out; None: the model's random initialization.
+
+    Raises:
+        ConfigError: adapters are to be trained, and the weights beside which they stand are not in model.hf.
+    """
+    if config.adapters is not None:
+        return base_weights(config)
     if config.model.hf and _has_checkpoint(config):
         return to_be_loaded
     return file_weights(config)
 
 
+def base_weights(config: Config) -> Pretrained:
+    """Return the weights beside which a run's adapters stand.
+
+    Raises:
+        ConfigError: model.hf has none.
+    """
+    if (found := file_weights(config)) is None:
+        raise ConfigError(
+            f"[adapters] are trained beside the weights of model.hf = {config.model.hf}, and no weights lie there:"
+            f" give the folder that has them, or leave [adapters] out to train the model from random weights"
+        )
+    return found
+
+
 def where_weights_come_from(config: Config) -> str:
     """Describe the source of the weights."""
+    if config.adapters is not None:
+        adapters = "of the run's checkpoint" if _has_checkpoint(config) else f"drawn from seed {config.seed}"
+        return f"read from {config.model.hf}; adapters {adapters}"
     if _has_checkpoint(config):
         return "of the run's checkpoint"
     return (
@@ -137,13 +170,17 @@ def keep_model(config: Config, run: Path) -> None:
         (kept / f"{name}.new").replace(kept / name)
 
 
-def identity_of(source: ModelSource) -> dict[str, Any]:
+def identity_of(source: ModelSource, config: Config) -> dict[str, Any]:
     """Return the model's facts that must not change when a run is continued, as JSON values."""
+    if isinstance(source, AdaptedModel):
+        adapters = {"adapters": to_dict(source.adapters), "base": base_weights(config).fingerprint()}
+        return identity_of(source.base, config) | adapters
     return source.facts if isinstance(source, CausalLM) else dataclasses.asdict(source)
 
 
 def resolved_model(model: ModelConfig, source: ModelSource) -> ModelConfig:
     """Return the model section with all values filled in and an absolute path."""
+    source = base_of(source)
     if isinstance(source, CausalLM):
         return replace(model, hf=str(Path(model.hf).expanduser().absolute()))
     known = {field.name for field in dataclasses.fields(model)}
@@ -170,6 +207,7 @@ class Shape:
 
 def shape_of(source: ModelSource, facts: ModelFacts) -> Shape:
     """Return the shape of a run's model."""
+    source = base_of(source)
     if isinstance(source, DecoderConfig):
         embedding = 0 if source.tied_embeddings else source.vocab_size * source.dim
         numel = parameter_count(source)

@@ -13,6 +13,7 @@ from typing import Any
 from meshwright.core.config import from_dict, to_dict
 from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError, nearest
+from meshwright.introspection.adapted.request import RANGES as ADAPTERS
 from meshwright.models.decoder_config import SIZES
 from meshwright.planning.optimizer.kinds import KINDS, kind_of
 
@@ -66,6 +67,7 @@ RANGES: dict[str, Range] = {
     "model.moe.batch_loss": _FROM_0,
     "model.moe.z_loss": _FROM_0,
     "model.moe.capacity_factor": _FROM_0,
+    **{f"adapters.{key}": legal for key, legal in ADAPTERS.items()},
     "data.source": _TEXT,
     "data.source[]": _TEXT,
     "data.column": _TEXT,
@@ -146,6 +148,7 @@ def check_values(config: Any) -> None:
     for key in ("profile", "memory_snapshot"):
         read_window(f"logging.{key}", getattr(typed.logging, key), typed.steps)
     _check_model(typed.model)
+    _check_adapters(typed)
     _check_optimizer(typed)
     if typed != config:
         raise ConfigError(
@@ -205,6 +208,16 @@ def _check_model(model: Any) -> None:
         raise ConfigError(
             f"model.rope_scaling.high_freq_factor = {scaling.high_freq_factor} is out of range: it must be above"
             f" model.rope_scaling.low_freq_factor = {scaling.low_freq_factor}."
+        )
+
+
+def _check_adapters(config: Any) -> None:
+    if config.adapters is None:
+        return
+    if not config.model.hf:
+        raise ConfigError(
+            f"[adapters] are trained beside a model that has been trained before, and model.size = {config.model.size}"
+            f" begins with random weights: set model.hf to the folder of a model, or leave [adapters] out"
         )
 
 

@@ -228,7 +228,7 @@ def build(problem: Problem, *, dropout: bool = False, weights: Weights | None = 
     model = as_module(problem.source(), problem.seed)
     facts = model_facts(model)
     is_drawn_alike = facts.on_meta and weights is None and facts.numel <= STREAM_ELEMENTS
-    build = builder_of(model) if is_drawn_alike else None
+    build = builder_of(model) if is_drawn_alike and not hasattr(model, "weight_law") else None
     if build is not None:  # by plain torch: the code that gives a layout its weights is under test too
         model = built(build, problem.seed)
     model = model.to(getattr(torch, problem.master))

@@ -19,7 +19,9 @@ from meshwright.distributed.optimizer.classes import optimizer_class
 from meshwright.distributed.optimizer.parameter_groups import split_by_role
 from meshwright.introspection.hints import Hinted, Hints
 from meshwright.introspection.huggingface import CausalLM, is_config
+from meshwright.introspection.source import with_adapters
 from meshwright.planning.optimizer.kinds import kind_of
+from meshwright.planning.techniques import as_techniques
 
 Batch = Mapping[str, Tensor]
 
@@ -121,7 +123,8 @@ class Problem:
     def requested(self) -> dict[str, Any]:
         """All techniques, as a plain dict of Techniques."""
         scale = {"loss_scale": self.loss_scale} if self.dtype == "float16" else {}
-        return {**self.techniques, "precision": {"master": self.master, "compute": self.dtype, **scale}}
+        others = {key: value for key, value in self.techniques.items() if key != "adapters"}  # the model has them
+        return {**others, "precision": {"master": self.master, "compute": self.dtype, **scale}}
 
     @property
     def loss_scale(self) -> float:
@@ -149,7 +152,7 @@ class Problem:
 
     def of_one_process(self) -> Problem:
         """Return the part that one process computes, which problems that differ only in their layout share."""
-        keys = ("freeze", *FLOAT8) if self.rounds_to == "float8" else ("freeze",)
+        keys = ("adapters", "freeze", *FLOAT8) if self.rounds_to == "float8" else ("adapters", "freeze")
         kept = {key: self.techniques[key] for key in keys if self.techniques.get(key)}
         return replace(self, techniques=kept, microbatch_rows=0)
 
@@ -159,8 +162,11 @@ class Problem:
         model = CausalLM(model) if is_config(model) else model
         if isinstance(model, CausalLM) and self.dtype == "float64":
             # grouped kernels take no float64; in other dtypes as training computes
-            return replace(model, experts="eager")
-        return Hinted(model, self.hints) if self.hints is not None and callable(model) else model
+            model = replace(model, experts="eager")
+        elif self.hints is not None and callable(model):
+            model = Hinted(model, self.hints)
+        asked = {key: value for key, value in self.techniques.items() if key == "adapters" and value is not None}
+        return with_adapters(model, as_techniques(asked).adapters)
 
     def batch(self, step: int) -> dict[str, Tensor]:
         """Return the global batch of a step; ConfigError where the factory returns no valid batch."""

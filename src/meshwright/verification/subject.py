@@ -53,6 +53,8 @@ def subject_of(config: Config, factory: str | None, world: int, *, shrink: bool)
     """
     techniques = to_dict(config.techniques)
     techniques.pop("precision")
+    if config.adapters is not None:
+        techniques["adapters"] = to_dict(config.adapters)
     if factory is not None:
         if shrink:
             raise UnsupportedError(

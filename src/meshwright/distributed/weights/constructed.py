@@ -13,7 +13,7 @@ A constructor that cannot be recorded runs whole, on one rank of a node after th
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -34,7 +34,7 @@ from .shards import pieces, seed_of
 
 
 def write_constructed(
-    model: nn.Module, seed: int, draw_on: str | None = None, *, buffers_only: bool = False
+    model: nn.Module, seed: int, draw_on: str | None = None, *, only: Collection[str] | None = None
 ) -> set[str]:
     """Write the constructor's values into a model on real memory; return the names written.
 
@@ -42,12 +42,16 @@ def write_constructed(
     transformers inside. Other tensors are not written, nor are those of which a constructor leaves elements unwritten.
     Collective if a constructor cannot be recorded.
 
+    Args:
+        only: names of the parameters and buffers to write; their random numbers are then drawn as if no others were,
+            as in a process that reads the others from files. None: all.
+
     Raises:
         UnsupportedError: a module was added after the constructor.
     """
     written: set[str] = set()
     for path, build in _builders(model):
-        part = _Part(model, path, buffers_only)
+        part = _Part(model, path, only)
         if all(part.full_name(name) in written for name in part.tensors):
             continue
         try:
@@ -84,14 +88,15 @@ class _Part:
 
     model: nn.Module
     path: str
-    buffers_only: bool
+    only: Collection[str] | None
     written: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         module = self.model.get_submodule(self.path) if self.path else self.model
         self.modules = {clean(raw): inner for raw, inner in module.named_modules(remove_duplicate=False)}
-        held = module.named_buffers() if self.buffers_only else (*module.named_parameters(), *module.named_buffers())
-        self.tensors = {clean(raw): tensor for raw, tensor in held}
+        held = {clean(raw): tensor for raw, tensor in (*module.named_parameters(), *module.named_buffers())}
+        wanted = held if self.only is None else {name for name in held if self.full_name(name) in self.only}
+        self.tensors = {name: tensor for name, tensor in held.items() if name in wanted}
 
     def check(self, recording: ConstructorSteps) -> None:
         """Raise UnsupportedError for a module with parameters that the constructor did not create."""
@@ -148,12 +153,12 @@ def _carry_out(part: _Part, recording: ConstructorSteps, seed: int, draw_on: str
 
     storages = names.keys() | attributes.keys()
     if recording.elements <= STREAM_ELEMENTS:
-        _in_stream(recording, storages, give, seed)
+        _in_stream(recording, storages, give, seed, alone=part.only is not None)
         return
     # seeded by the first name of a tied tensor, also on a stage that holds it under the other
     firsts = {view.storage: name for name, view in reversed(recording.tensors.items())}
     for storage in sorted(storages):
-        steps = [step for step, _ in recording.needed({storage}, with_stream=False)]
+        steps = [step for step, _ in recording.needed({storage})]
         first = firsts.get(storage, str(storage))
         held = {name: views[name] for name in names.get(storage, ())}
         if held and _in_blocks(part, steps, held, seed, first, draw_on):
@@ -165,11 +170,17 @@ def _carry_out(part: _Part, recording: ConstructorSteps, seed: int, draw_on: str
         give(storage, values)
 
 
-def _in_stream(recording: ConstructorSteps, storages: Set[int], give: Callable[[int, Values], None], seed: int) -> None:
-    """Replay all steps in order from one seed; give away each value after the last step that reads it."""
-    program = recording.needed(storages, with_stream=False)
+def _in_stream(
+    recording: ConstructorSteps, storages: Set[int], give: Callable[[int, Values], None], seed: int, *, alone: bool
+) -> None:
+    """Replay all steps in order from one seed; give away each value after the last step that reads it.
+
+    Args:
+        alone: draw these storages' random numbers only; False: pass over those of all others.
+    """
+    program = recording.needed(storages)
     if any(step.draws for step, _ in program):
-        program = recording.needed(storages, with_stream=True)
+        program = recording.needed(storages, stream=storages if alone else recording.bytes_of)
     last = {
         storage: number for number, (step, is_needed) in enumerate(program) if is_needed for storage in step.storages
     }

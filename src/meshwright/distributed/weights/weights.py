@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from meshwright.core.errors import ConfigError
 from meshwright.core.names import clean
+from meshwright.introspection.adapted.names import base_name, is_adapter
 
 from .constructed import write_constructed
 from .drawing import draw_rows
@@ -42,7 +43,8 @@ def materialise(
     Args:
         ties: other name -> first name of each tied parameter.
         draw_on: device type on which values are drawn; by default the parameters' own.
-        weights: function that writes the parameters, instead of an initialiser.
+        weights: function that writes the parameters, instead of an initialiser; adapters among them have their
+            constructor's values before.
 
     Raises:
         UnsupportedError: a module has parameters or buffers and no initialiser.
@@ -50,17 +52,23 @@ def materialise(
     """
     apply_to_tensors(model, lambda tensor: torch.empty_like(tensor, device=device))
     tie(model, ties)
+    adapters = {name for raw, _ in model.named_parameters() if is_adapter(name := clean(raw))}
     with torch.no_grad():
         if weights is not None:
-            written = _initialised(model, seed, buffers_only=True) | weights(model)
+            written = write_constructed(model, seed, draw_on, only=_buffers(model) | adapters)
+            written |= initialise_by_modules(model, seed, written, buffers_only=True) | weights(model)
             if left := [clean(name) for name, _ in model.named_parameters() if clean(name) not in written]:
                 raise ConfigError(
                     f"weights= wrote no {', '.join(left[:4])} ({len(left)} parameters in all): it must write every one"
                 )
             return written
-        return (
-            write_by_law(model, seed, draw_on) if hasattr(model, "weight_law") else _initialised(model, seed, draw_on)
-        )
+        if not hasattr(model, "weight_law"):
+            return _initialised(model, seed, draw_on)
+        return write_by_law(model, seed, draw_on) | write_constructed(model, seed, draw_on, only=adapters)
+
+
+def _buffers(model: nn.Module) -> set[str]:
+    return {clean(name) for name, _ in model.named_buffers()}
 
 
 def tie(model: nn.Module, ties: dict[str, str]) -> None:
@@ -70,10 +78,10 @@ def tie(model: nn.Module, ties: dict[str, str]) -> None:
         setattr(model.get_submodule(path), name, model.get_parameter(first))
 
 
-def _initialised(model: nn.Module, seed: int, draw_on: str | None = None, *, buffers_only: bool = False) -> set[str]:
+def _initialised(model: nn.Module, seed: int, draw_on: str | None = None) -> set[str]:
     """Write the values of known constructors, and the rest by the modules' own initialisers."""
-    written = write_constructed(model, seed, draw_on, buffers_only=buffers_only)
-    return written | initialise_by_modules(model, seed, written, buffers_only=buffers_only)
+    written = write_constructed(model, seed, draw_on)
+    return written | initialise_by_modules(model, seed, written)
 
 
 def _normal(block: Tensor, generator: torch.Generator, std: float) -> None:
@@ -81,10 +89,15 @@ def _normal(block: Tensor, generator: torch.Generator, std: float) -> None:
 
 
 def write_by_law(model: nn.Module, seed: int, draw_on: str | None = None) -> set[str]:
-    """Write parameters by a model's ``weight_law``, in place, whole or sharded; return the names written."""
+    """Write parameters by a model's ``weight_law``, in place, whole or sharded; return the names written.
+
+    The law knows parameters by their names without adapters, and adapters not at all.
+    """
     written = initialise_by_modules(model, seed, buffers_only=True)  # the law covers parameters only
     for raw, parameter in model.named_parameters():
-        name = clean(raw)
+        if is_adapter(full := clean(raw)):
+            continue
+        name = base_name(full)
         kind, value = model.weight_law(name)  # type: ignore[operator]
         if kind not in ("constant", "normal"):
             raise ConfigError(
@@ -96,5 +109,5 @@ def write_by_law(model: nn.Module, seed: int, draw_on: str | None = None) -> set
             else:
                 shape, drawn = tuple(parameter.shape), partial(_normal, std=value)
                 draw_rows(piece.local, piece.offset, shape, drawn, seed, name, draw_on)
-        written.add(name)
+        written.add(full)
     return written

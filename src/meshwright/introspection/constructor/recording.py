@@ -242,7 +242,7 @@ class _ConstructorRecorder(EagerDispatchMode):
     def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute a number that the constructor reads."""
         asked = {leaf.storage for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, View)}
-        steps = [step for step, _ in self._recording.needed(asked, with_stream=False)]
+        steps = [step for step, _ in self._recording.needed(asked)]
         if any(step.draws for step in steps):
             raise NotRecordedError("it decides by numbers that it drew")
         with without_modes(), torch.no_grad():

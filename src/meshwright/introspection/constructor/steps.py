@@ -100,18 +100,20 @@ class ConstructorSteps:
         """The number of elements of all parameters and buffers, tied ones once."""
         return sum({view.storage: view.elements for view in self.tensors.values()}.values())
 
-    def needed(self, storages: Collection[int], *, with_stream: bool) -> list[tuple[Step, bool]]:
+    def needed(self, storages: Collection[int], *, stream: Collection[int] = ()) -> list[tuple[Step, bool]]:
         """List the steps on which some storages' values depend, in order.
 
         Args:
-            with_stream: include other steps that draw, paired with False, so that the random stream stays the same.
+            stream: include other steps that draw numbers for these storages, paired with False, so that the random
+                stream stays the same.
         """
-        live, found = set(storages), []
+        live, passed, found = set(storages), frozenset(stream), []
         for step in reversed(self.steps):
-            is_needed = bool((step.writes | step.creates) & live) or (with_stream and step.draws and bool(step.reads))
+            is_passed = step.draws and bool((step.writes | step.creates) & passed)
+            is_needed = bool((step.writes | step.creates) & live) or (is_passed and bool(step.reads))
             if is_needed:
                 live = (live - step.overwrites - step.creates) | step.reads
-            if is_needed or (with_stream and step.draws):
+            if is_needed or is_passed:
                 found.append((step, is_needed))
         return found[::-1]
 

@@ -9,15 +9,14 @@ from typing import Any
 
 from meshwright.core.errors import ConfigError
 from meshwright.distributed.memory.saved import saved_by_blocks
+from meshwright.introspection.adapted.facts import facts_with
 from meshwright.introspection.cluster import Cluster
-from meshwright.introspection.facts import ModelFacts, model_facts
+from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.hints import Hints
-from meshwright.introspection.source import as_module
-from meshwright.planning.build import as_techniques
 from meshwright.planning.build import plan as build_plan
 from meshwright.planning.layout import Layout
 from meshwright.planning.plan import Plan
-from meshwright.planning.techniques import Techniques
+from meshwright.planning.techniques import RunTechniques, Techniques, as_techniques
 from meshwright.planning.values import Batch
 from meshwright.simulation.hardware.cards import card_names
 from meshwright.simulation.hardware.find import machines_of
@@ -46,7 +45,7 @@ def plan(
     *,
     batch: Batch | None = None,
     cluster: Cluster | None = None,
-    techniques: Techniques | dict | None = None,
+    techniques: RunTechniques | dict | None = None,
     reduction: str = "sum",
     hints: Hints | None = None,
 ) -> Plan:
@@ -89,7 +88,7 @@ def foresee(
     *,
     batch: Batch,
     cluster: Cluster,
-    techniques: Techniques | dict | None = None,
+    techniques: RunTechniques | dict | None = None,
     pins: Sequence[str] = (),
     hints: Hints | None = None,
     progress: Progress | None = None,
@@ -149,7 +148,7 @@ class _Question:
         layout: Layout,
         batch: Batch | None,
         cluster: Cluster,
-        techniques: Techniques | dict | None,
+        techniques: RunTechniques | dict | None,
         pins: Sequence[str],
         reduction: str,
         hints: Hints | None,
@@ -172,8 +171,9 @@ class _Question:
                 f"pins are for a layout that is searched, and the request states one ({layout}). Leave the layout out"
                 f" and pin its sizes, such as tp={layout.tp}."
             )
-        facts = model if isinstance(model, ModelFacts) else model_facts(as_module(model, hints=hints))
-        return cls(facts, layout, batch, cluster, as_techniques(techniques), conditions, reduction)
+        requested = as_techniques(techniques)
+        facts = facts_with(model, requested.adapters, hints)
+        return cls(facts, layout, batch, cluster, replace(requested, adapters=None), conditions, reduction)
 
     def answer(self, progress: Progress | None = None, rehearsed: Sequence[RehearsedRank] = ()) -> Foresight:
         """Judge a stated layout, search for an open one."""

@@ -55,6 +55,7 @@ class Checkpointing:
             path,
             optimizer=self.r.optimizer.optimizer,
             extra={"state": state, "identity": self.r.identity},
+            only_trained=self.r.config.adapters is not None,
         )
         agree.together(self._point, here=is_rank_zero())
         self.latest = path

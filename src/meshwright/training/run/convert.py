@@ -1,26 +1,33 @@
-"""Convert a run's model into a folder that transformers reads."""
+"""Convert a run's model into a folder that transformers or peft reads."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.export import MadeOf, export_tensors
+from torch import nn
+
+from meshwright.checkpoint.export.adapter import export_adapter
+from meshwright.checkpoint.export.files import MadeOf, export_tensors
+from meshwright.checkpoint.export.merged import export_merged
 from meshwright.checkpoint.huggingface import pretrained
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.replacing import PARTIAL, beside
 from meshwright.core.errors import ConfigError
 from meshwright.core.files import inside, sync_folder
 from meshwright.introspection.huggingface import CONFIG, CausalLM
-from meshwright.introspection.source import as_module
+from meshwright.introspection.source import as_module, with_adapters
 from meshwright.training.config import Config
 from meshwright.training.model_source import FOLDER, causal_lm, with_kept_model
 from meshwright.training.tokenizer import FOLDER as TOKENIZER_FOLDER
 
+from .base import weights_beside_adapters
 from .folder import RunFolder
 
 TOKENIZER_FILES = (
@@ -91,22 +98,69 @@ def convert(
         ConfigError: ``out`` exists and is not empty, or there is no such checkpoint.
         IntegrityError: the checkpoint is damaged.
     """
+    checkpoint = RunFolder(folder).checkpoint(step)
+    model = as_module(counterpart.source)
+    with new_folder(out) as partial:
+        size = export_tensors(checkpoint, partial, model, counterpart.made_of, dtype)
+        has_tokenizer = _complete(folder, partial, model, counterpart.config, dtype or _dtype_of(checkpoint))
+    return ExportedModel(out, checkpoint, size, has_tokenizer)
+
+
+def convert_merged(
+    folder: Path, config: Config, out: Path, base: Path | None, *, step: int | None = None, dtype: str | None = None
+) -> ExportedModel:
+    """Write the model of a run that trained adapters, with these added to its weights, as ``convert`` does.
+
+    Args:
+        base: folder of the weights beside which the adapters were trained.
+
+    Raises:
+        ConfigError: as ``convert`` and ``weights_beside_adapters`` do.
+    """
+    checkpoint, weights = RunFolder(folder).checkpoint(step), weights_beside_adapters(folder, config, base)
+    assert weights is not None
+    counterpart = of_hugging_face(folder, config)
+    plain, adapted = as_module(counterpart.source), as_module(_adapted(folder, config))
+    with new_folder(out) as partial:
+        size = export_merged(checkpoint, partial, adapted, plain, weights, dtype)
+        has_tokenizer = _complete(folder, partial, plain, counterpart.config, dtype or _dtype_of(checkpoint))
+    return ExportedModel(out, checkpoint, size, has_tokenizer)
+
+
+def convert_adapter(
+    folder: Path, config: Config, out: Path, *, step: int | None = None, dtype: str | None = None
+) -> ExportedModel:
+    """Write the adapters of a run for peft, with the run's tokenizer.
+
+    Raises:
+        ConfigError: as ``convert`` does.
+    """
+    checkpoint, adapted = RunFolder(folder).checkpoint(step), as_module(_adapted(folder, config))
+    with new_folder(out) as partial:
+        size = export_adapter(checkpoint, partial, adapted, config.model.hf, dtype)
+        has_tokenizer = _copy_small_files(folder, partial, TOKENIZER_FILES)
+    return ExportedModel(out, checkpoint, size, has_tokenizer)
+
+
+def _adapted(folder: Path, config: Config) -> Any:
+    return with_adapters(causal_lm(with_kept_model(config, folder)), config.adapters, where="adapters")
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Give a folder beside ``out`` to write into, and rename it to ``out`` when the body has written all of it.
+
+    Raises:
+        ConfigError: ``out`` exists and is not empty, or cannot be written.
+    """
     out = Path(os.path.abspath(out.expanduser()))
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError(f"{out} is there and not empty: give a new folder, or remove it first")
-    checkpoint = RunFolder(folder).checkpoint(step)
-    model = as_module(counterpart.source)
     partial = beside(out, PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        size = export_tensors(checkpoint, partial, model, counterpart.made_of, dtype)
-        pretrained(partial).check(model)
-        has_tokenizer = _copy_small_files(folder, partial)
-        stored = dtype or _dtype_of(checkpoint)
-        config = {key: value for key, value in counterpart.config.items() if key != "torch_dtype"}
-        written = {**config, "architectures": config.get("architectures") or [type(model).__name__], "dtype": stored}
-        (partial / CONFIG).write_text(json.dumps(written, indent=2) + "\n")
+        yield partial
         sync_folder(partial)
         os.rename(partial, out)
     except OSError as error:
@@ -114,7 +168,16 @@ def convert(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     sync_folder(out.parent)
-    return ExportedModel(out, checkpoint, size, has_tokenizer)
+
+
+def _complete(run: Path, folder: Path, model: nn.Module, keys: dict[str, Any], dtype: str) -> bool:
+    """Check the weights in ``folder``, and write the small files beside them. Returns whether there is a tokenizer."""
+    pretrained(folder).check(model)
+    has_tokenizer = _copy_small_files(run, folder)
+    config = {key: value for key, value in keys.items() if key != "torch_dtype"}
+    written = {**config, "architectures": config.get("architectures") or [type(model).__name__], "dtype": dtype}
+    (folder / CONFIG).write_text(json.dumps(written, indent=2) + "\n")
+    return has_tokenizer
 
 
 def _dtype_of(checkpoint: Path) -> str:
@@ -122,8 +185,11 @@ def _dtype_of(checkpoint: Path) -> str:
     return next(entry.dtype for key, entry in tensors.items() if key.startswith("model.") and "float" in entry.dtype)
 
 
-def _copy_small_files(run: Path, out: Path) -> bool:
+def _copy_small_files(run: Path, out: Path, only: tuple[str, ...] = ("*",)) -> bool:
     """Copy the small files of the run's model, and the tokenizer that the run trained with.
+
+    Args:
+        only: patterns of the names to copy.
 
     Returns whether there is a tokenizer.
     """
@@ -135,6 +201,7 @@ def _copy_small_files(run: Path, out: Path) -> bool:
                 name: path for name, path in kept.items() if not any(path.match(pattern) for pattern in TOKENIZER_FILES)
             }
         kept |= {path.name: path for path in own.iterdir()}
+    kept = {name: path for name, path in kept.items() if any(path.match(pattern) for pattern in only)}
     for name, path in kept.items():
         shutil.copyfile(inside(path.parent, name), out / name)
     return "tokenizer.json" in kept

@@ -21,6 +21,9 @@ from meshwright.training.tokenizer import keep_tokenizer
 
 from .occupancy import NAME
 
+IDENTITY = "identity.json"
+"""File with the facts that must not change when a run is continued."""
+
 
 @dataclass(frozen=True)
 class RunFolder:
@@ -50,7 +53,7 @@ class RunFolder:
     @property
     def is_new(self) -> bool:
         """Whether the folder does not yet hold a run's identity."""
-        return not (self.path / "identity.json").is_file()
+        return not (self.path / IDENTITY).is_file()
 
     def checkpoint(self, step: int | None = None) -> Path:
         """Return the newest checkpoint, or that of a step. Raises ConfigError where there is none."""
@@ -93,7 +96,7 @@ class RunFolder:
 
     def check_identity(self, identity: dict[str, Any]) -> None:
         """Refuse to continue a run of another identity. Raises ConfigError."""
-        stored = self.path / "identity.json"
+        stored = self.path / IDENTITY
         if not stored.is_file():
             if self.path.is_dir() and any(map(_is_foreign, self.path.iterdir())):
                 raise ConfigError(
@@ -113,7 +116,7 @@ class RunFolder:
     def write_facts(self, config: Config, identity: dict[str, Any], plan_text: str, tokenizer: Tokenizer) -> None:
         """Write the run's identity, config, plan, tokenizer and model files, each of them atomically."""
         # first: without an identity the other files would count as foreign
-        replace_text(self.path / "identity.json", json.dumps(identity, indent=1))
+        replace_text(self.path / IDENTITY, json.dumps(identity, indent=1))
         replace_text(self.config, to_toml(config))
         replace_text(self.path / "plan.json", plan_text)
         keep_tokenizer(tokenizer, self.path)

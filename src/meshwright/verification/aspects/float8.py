@@ -17,8 +17,8 @@ from meshwright.core.torch_private import TorchDispatchMode
 from meshwright.distributed.float8.torchao_private import role_of
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module
-from meshwright.planning.build import as_techniques
 from meshwright.planning.float8.plan import make_float8_plan
+from meshwright.planning.techniques import as_techniques
 from meshwright.verification.problem import Problem
 
 Products = dict[str, int]

@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.checkpoint.load import open_manifest, read_tensors, verify_files
+from meshwright.checkpoint.manifest import Manifest
+from meshwright.checkpoint.tensor_files import DTYPES, INDEX, SINGLE
 from meshwright.core.dtypes import torch_dtype
 from meshwright.introspection.transformers_private import brings_initialiser
-
-from .load import open_manifest, read_tensors, verify_files
-from .manifest import Manifest
-from .tensor_files import DTYPES, INDEX, SINGLE
 
 FILE_BYTES = 5_000_000_000
 """Size limit of a file, unless one tensor alone is larger."""
@@ -67,7 +67,23 @@ def export_tensors(
     verify_files(checkpoint, manifest)
     own = (key.removeprefix("model.") for key in manifest.tensors if key.startswith("model."))
     tensors = _Tensors(checkpoint, manifest, model, made_of or {name: (name,) for name in own}, dtype)
-    to_file = as_transformers_saves(model)
+    return write_files(folder, tensors, as_transformers_saves(model), file_bytes)
+
+
+class ExportedTensors(Protocol):
+    """The tensors of a model, in the form of its files."""
+
+    def in_files(self, to_file: ToFile, device: str) -> Iterator[tuple[str, Tensor]]:
+        """Yield the contents of the files, always in the same order; on meta nothing is read."""
+        ...
+
+
+def write_files(folder: Path, tensors: ExportedTensors, to_file: ToFile, file_bytes: int = FILE_BYTES) -> int:
+    """Write tensors into ``folder``, one after the other: one file, or several with an index.
+
+    Returns:
+        Bytes of all tensors.
+    """
     planned = [_FileEntry(name, tuple(made.shape), made.dtype) for name, made in tensors.in_files(to_file, "meta")]
     files = _files(planned, file_bytes)
     found = tensors.in_files(to_file, "cpu")
@@ -125,7 +141,6 @@ class _Tensors:
     dtype: str | None
 
     def in_files(self, to_file: ToFile, device: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield the contents of the files, always in the same order; on meta nothing is read."""
         chunk: dict[str, Tensor] = {}
         parts: dict[str, Tensor] = {}
         for name in self.made_of:

@@ -1,0 +1,106 @@
+"""Add a checkpoint's adapters to the weights beside which they were trained, layer by layer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.checkpoint.huggingface import Pretrained, named_tensors
+from meshwright.checkpoint.load import open_manifest, read_tensors, verify_files
+from meshwright.checkpoint.manifest import Manifest
+from meshwright.core.dtypes import torch_dtype
+from meshwright.introspection.adapted.model import adapters_of
+from meshwright.introspection.adapted.names import base_name, is_adapter, is_trained_copy
+
+from .files import ToFile, as_transformers_saves, write_files
+
+
+def export_merged(
+    checkpoint: Path, folder: Path, adapted: nn.Module, plain: nn.Module, base: Pretrained, dtype: str | None = None
+) -> int:
+    """Write a model with its adapters added into ``folder``, as transformers saves it without adapters.
+
+    peft computes each merged weight, in the model's dtype; one layer at a time is in memory.
+
+    Args:
+        adapted: the model with adapters, on meta.
+        plain: the same model without, on meta; it defines names and form of the tensors in the files.
+        base: the weights beside which the adapters were trained.
+        dtype: dtype of floating-point parameters; None: the model's.
+
+    Returns:
+        Bytes of all tensors.
+
+    Raises:
+        ConfigError, IntegrityError: the base is that of another model, or the checkpoint is damaged.
+    """
+    manifest = open_manifest(checkpoint)
+    verify_files(checkpoint, manifest)
+    tensors = _Merged(checkpoint, manifest, adapted, plain, base, dtype)
+    return write_files(folder, tensors, as_transformers_saves(plain))
+
+
+@dataclass(frozen=True)
+class _Merged:
+    checkpoint: Path
+    manifest: Manifest
+    adapted: nn.Module
+    plain: nn.Module
+    base: Pretrained
+    dtype: str | None
+
+    def in_files(self, to_file: ToFile, device: str) -> Iterator[tuple[str, Tensor]]:
+        for name, like in named_tensors(self.plain).items():
+            tensor = like if device == "meta" else self._value(name, like)
+            cast = self.dtype is not None and name in self._parameters and tensor.is_floating_point()
+            yield from to_file(name, tensor.to(torch_dtype(self.dtype)) if cast and self.dtype else tensor).items()
+
+    def _value(self, name: str, like: Tensor) -> Tensor:
+        if name in self._copies:
+            return self._stored(self._copies[name], like)
+        path, _, own = name.rpartition(".")
+        if own == "weight" and path in self._hosts:
+            return self._merged(path)
+        return self._read(name).to(like.dtype)
+
+    def _merged(self, path: str) -> Tensor:
+        """Return the weight of an adapted layer with its adapter added."""
+        layer: Any = copy.deepcopy(self.adapted.get_submodule(path)).to_empty(device="cpu")
+        with torch.no_grad():
+            for name, tensor in layer.state_dict(keep_vars=True).items():
+                full = f"{path}.{name}"
+                tensor.copy_(self._stored(full, tensor) if is_adapter(full) else self._read(base_name(full)))
+            layer.merge(safe_merge=True)
+        return layer.get_base_layer().weight.detach()
+
+    def _stored(self, name: str, like: Tensor) -> Tensor:
+        entry = self.manifest.tensors[f"model.{name}"]
+        read = torch.empty(tuple(like.shape), dtype=getattr(torch, entry.dtype))
+        read_tensors({f"model.{name}": read}, self.checkpoint)
+        return read.to(like.dtype)
+
+    @cached_property
+    def _read(self) -> Any:
+        return self.base.reader(self.plain)
+
+    @cached_property
+    def _hosts(self) -> set[str]:
+        put = adapters_of(self.adapted)
+        assert put is not None
+        return set(put.targets)
+
+    @cached_property
+    def _copies(self) -> dict[str, str]:
+        """Names in the plain model of what was trained whole, and the names of the trained copies."""
+        return {base_name(name): name for name, _ in self.adapted.named_parameters() if is_trained_copy(name)}
+
+    @cached_property
+    def _parameters(self) -> set[str]:
+        return {name for name, _ in self.plain.named_parameters(remove_duplicate=False)}

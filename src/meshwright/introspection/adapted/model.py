@@ -1,0 +1,198 @@
+"""Build a model with adapters: the base by its own constructor, then the adapters by peft."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from meshwright.core.errors import ConfigError, MissingExtraError, nearest
+from meshwright.core.names import is_within
+from meshwright.core.record import recall, remember
+from meshwright.introspection.blocks import repeated_blocks
+from meshwright.introspection.module_kinds import tied_modules
+from meshwright.models.decoder import Decoder
+from meshwright.models.decoder_config import DecoderConfig
+
+from .names import ADAPTER, is_adapter
+from .request import ALL_LINEAR, Adapters
+
+SHOWN = 6
+"""Number of names that an error lists."""
+
+
+@dataclass(frozen=True)
+class AdaptedModel:
+    """A model with adapters; a call builds both on the device of the context.
+
+    Attributes:
+        base: the model without adapters: a config of our decoder, or a function, class or config object whose call
+            returns the model.
+        adapters: the adapters to put beside its layers.
+        where: the request's place, for errors.
+    """
+
+    base: Any
+    adapters: Adapters
+    where: str = "adapters"
+
+    def __call__(self) -> nn.Module:
+        base = Decoder(self.base) if isinstance(self.base, DecoderConfig) else self.base()
+        return put_adapters(base, self.adapters, self.where)
+
+
+@dataclass(frozen=True)
+class AdaptersPut:
+    """A module's record of the adapters that were put into it."""
+
+    adapters: Adapters
+    targets: tuple[str, ...]
+    """Paths of the layers with adapters."""
+
+
+def adapters_of(model: nn.Module) -> AdaptersPut | None:
+    """Return the adapters that ``put_adapters`` put into a model; None without any."""
+    return recall(model, AdaptersPut)
+
+
+def put_adapters(model: nn.Module, adapters: Adapters, where: str = "adapters") -> nn.Module:
+    """Put adapters beside a model's layers, in place, and freeze every parameter that is not trained.
+
+    Adapters draw their first matrix from torch's stream; the second one is zero, so that the model computes the same
+    as before.
+
+    Args:
+        where: the request's place, for errors: ``adapters`` in a config.
+
+    Returns:
+        The same module. Its own class stays; the adapted layers become modules of peft.
+
+    Raises:
+        MissingExtraError: peft is not installed.
+        ConfigError: a value out of range, a target that matches no layer or one whose weight is tied, or adapters
+            inside already.
+    """
+    adapters.check(where)
+    peft = import_peft(where)
+    if any(is_adapter(name) for name, _ in model.named_parameters()):
+        raise ConfigError(f"{where}: {type(model).__name__} has adapters already: leave out {where}")
+    targets = matched_layers(model, adapters.targets, f"{where}.targets")
+    kept = _matched(model, adapters.modules_to_save, f"{where}.modules_to_save")
+    _refuse_tied(model, targets, f"{where}.targets")
+    _refuse_tied(model, kept, f"{where}.modules_to_save")
+    both = [path for path in kept if any(is_within(target, path) for target in targets)]
+    if both:
+        raise ConfigError(f"{where}: {both[0]} is trained whole (modules_to_save), and targets too: leave out one")
+    config = peft_config(model, adapters, targets, kept)
+    peft.inject_adapter_in_model(config, model, ADAPTER)
+    remember(model, AdaptersPut(adapters, targets))
+    return model
+
+
+def peft_config(model: nn.Module, adapters: Adapters, targets: Iterable[str], kept: Iterable[str]) -> Any:
+    """Return peft's config of adapters beside ``targets``, shortened to the layers' names where these are as exact."""
+    stored_transposed = {_is_transposed(model.get_submodule(path)) for path in targets}
+    return import_peft("adapters").LoraConfig(
+        r=adapters.rank,
+        lora_alpha=adapters.alpha,
+        lora_dropout=adapters.dropout,
+        use_rslora=adapters.kind == "rslora",
+        target_modules=_shortest(model, tuple(targets)),
+        modules_to_save=list(kept) or None,
+        fan_in_fan_out=stored_transposed == {True},
+    )
+
+
+def matched_layers(model: nn.Module, targets: Iterable[str], where: str) -> tuple[str, ...]:
+    """List the paths of the layers that targets select, in the model's order.
+
+    Raises:
+        ConfigError: a target selects no layer beside which an adapter can stand.
+    """
+    layers = [path for path, module in model.named_modules() if _takes_adapters(module)]
+    blocks = repeated_blocks(model)
+    found: set[str] = set()
+    for target in targets:
+        if target == ALL_LINEAR:
+            hits = [
+                path
+                for path in layers
+                if not isinstance(model.get_submodule(path), nn.Embedding) and any(is_within(path, b) for b in blocks)
+            ]
+        else:
+            hits = _ending_in(target, layers)
+        if not hits:
+            others = _ending_in(target, [path for path, _ in model.named_modules() if path])
+            names = sorted({path.rpartition(".")[2] for path in layers})
+            what = (
+                f"is a {type(model.get_submodule(others[0])).__name__}, no linear layer"
+                if others
+                else f"matches no layer of {type(model).__name__}"
+            )
+            raise ConfigError(
+                f"{where}: '{target}' {what}.{nearest(target.rpartition('.')[2], names)} Adapters stand beside linear"
+                f" layers and embeddings: {', '.join(names[:SHOWN])}{', …' if len(names) > SHOWN else ''}; or"
+                f" '{ALL_LINEAR}', those of all blocks"
+            )
+        found.update(hits)
+    return tuple(path for path in layers if path in found)
+
+
+def import_peft(what: str) -> Any:
+    """Import peft; raise MissingExtraError, which names ``what`` as in need of it, if it is not installed."""
+    try:
+        import peft
+    except ImportError as error:
+        raise MissingExtraError(what, "peft", "adapters") from error
+    return peft
+
+
+def _matched(model: nn.Module, patterns: Iterable[str], where: str) -> tuple[str, ...]:
+    paths = [path for path, module in model.named_modules() if path and next(module.parameters(), None) is not None]
+    found: list[str] = []
+    for text in patterns:
+        hits = _ending_in(text, paths)
+        if not hits:
+            names = sorted({path.rpartition(".")[2] for path in paths})
+            raise ConfigError(f"{where}: '{text}' matches no module of {type(model).__name__}.{nearest(text, names)}")
+        found += [path for path in hits if path not in found]
+    return tuple(found)
+
+
+def _ending_in(text: str, paths: Iterable[str]) -> list[str]:
+    """Select the paths that end in ``text``, in which ``*`` stands for one part."""
+    end = re.compile(r"(?:.*\.)?" + r"[^.]+".join(re.escape(part) for part in text.split("*")))
+    return [path for path in paths if end.fullmatch(path)]
+
+
+def _shortest(model: nn.Module, targets: tuple[str, ...]) -> list[str]:
+    """Return the layers' names where those select the same layers as their whole paths do."""
+    names = sorted({path.rpartition(".")[2] for path in targets})
+    selected = [path for path, _ in model.named_modules() if path.rpartition(".")[2] in names]
+    return names if set(selected) == set(targets) else list(targets)
+
+
+def _takes_adapters(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | nn.Embedding) or _is_transposed(module)
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """Return whether a module is the linear layer of transformers that stores its weight as (in, out)."""
+    loaded = sys.modules.get("transformers.pytorch_utils")
+    return loaded is not None and isinstance(module, loaded.Conv1D)
+
+
+def _refuse_tied(model: nn.Module, paths: Iterable[str], where: str) -> None:
+    groups = tied_modules(model)
+    for path in paths:
+        group = next((group for group in groups if any(is_within(tied, path) for tied in group)), None)
+        if group is not None:
+            raise ConfigError(
+                f"{where}: {path} shares its weight with {', '.join(tied for tied in group if tied != path)}, and"
+                f" trained alone it would no longer be the same. Leave it out, or untie the weights"
+                f" (tie_word_embeddings of the model's config)"
+            )
