@@ -43,7 +43,7 @@ from meshwright.introspection.mixing.measure import measure_mixing
 from meshwright.introspection.mixing.reach import RowMask
 from meshwright.introspection.mixing.values import Sizes
 from meshwright.models.decoder import Decoder
-from meshwright.models.decoder_config import DecoderConfig, MoEConfig
+from meshwright.models.decoder_config import SIZES, DecoderConfig, MoEConfig
 from meshwright.planning.context.cut import head_tail
 from meshwright.planning.context.methods import Bytes
 from meshwright.planning.context.plan import ContextPlan, plan_methods
@@ -389,8 +389,9 @@ def summed(logits, labels):
 
 
 def test_a_loss_of_ones_own_must_add_up_over_tokens_where_rows_are_cut():
+    whole, cut = (plan(SIZES["debug"], Layout(dp_shard=1, cp=ranks)) for ranks in (1, 2))
     for loss in (neighbours_differ, summed):
-        own_loss.check(loss, 61, CPU)
-    own_loss.check(summed, 61, CPU, cuts_rows=True)
+        own_loss.check(loss, 61, CPU, whole)
+    own_loss.check(summed, 61, CPU, cut)
     with pytest.raises(ConfigError, match=r"for their tokens in two parts: it does not add up over tokens"):
-        own_loss.check(neighbours_differ, 61, CPU, cuts_rows=True)
+        own_loss.check(neighbours_differ, 61, CPU, cut)
