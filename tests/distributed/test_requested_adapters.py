@@ -12,7 +12,7 @@ import pytest
 import torch
 from support import families
 from support.laid_out import own_rows
-from test_tensor_parallel import batch_of
+from test_tensor_parallel import Way, assert_all_estimated, batch_of, one_warm_step
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -30,6 +30,7 @@ from meshwright.verification.verify import verify
 
 ONE, DATA2, TP2, PP2 = Layout(dp_shard=1), Layout(dp_shard=2), Layout(dp_shard=1, tp=2), Layout(dp_shard=1, pp=2)
 SHARDED = Layout(dp_shard=2, tp=2)
+KINDS = ("all_gather", "reduce_scatter")
 LORA = {"rank": 4, "alpha": 6.0}
 QV = LORA | {"targets": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]}
 
@@ -61,6 +62,17 @@ def test_a_request_is_equal_to_one_process(pool, name):
     compared = report.comparisons[0].of("gradient")
     assert all("lora_" in d.name or "modules_to_save" in d.name for d in compared) and len(compared) > 8
     assert max(d.error for d in compared) <= 1e-10
+
+
+@pytest.mark.parametrize("layout", [DATA2, SHARDED], ids=["FSDP 2", "FSDP 2 x tp 2"])
+def test_the_plan_estimates_every_byte(spmd, layout):
+    """Frozen weights are gathered and never reduced: what is reduced is as large as the adapters."""
+    way = Way(layout, (("adapters", LORA),))
+    counted = spmd(layout.world, one_warm_step, llama(), way, families.VOCABULARY)
+    assert_all_estimated(counted, layout.tp)
+    sent = counted[0][1]
+    moved = {name: sum(size for (kind, _), (_, size) in sent.items() if kind == name) for name in KINDS}
+    assert layout.tp > 1 or 0 < moved["reduce_scatter"] < moved["all_gather"] / 4
 
 
 # --- an oracle that knows nothing of peft

@@ -208,6 +208,7 @@ class Teller:
         else:
             self.say(
                 f'\nsample again with: meshwright generate {self.folder.path} --prompt "{self.config.sample.prompt}"'
+                + (f" --base {self.config.model.hf}" if self.config.adapters is not None else "")
             )
 
 

@@ -1,0 +1,105 @@
+"""Every config in examples/ is one, and trains when it is shrunk; adapters end in a model that transformers reads."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from e2e_runs import Job
+from support.families import save_tokenizer, saved, some_tokens
+
+from meshwright.cli.main import main
+from meshwright.core.config import to_dict
+from meshwright.training.config import Config
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SHRUNK = {
+    "steps": 2,
+    "data.seq_len": 32,
+    "batch.global_batch": 8,
+    "batch.microbatch": 2,
+    "layout.dp_shard": 2,
+    "sample.tokens": 0,
+    "validation.every": 0,
+    "logging.tensorboard": "off",
+    "checkpoint.every": 0,
+}
+OF_OURS = {"model.n_layers": 2, "model.dim": 32, "model.n_heads": 2, "model.n_kv_heads": 2, "model.hidden_dim": 48}
+OF_OURS |= {"model.vocab_size": 300, "data.tokenizer": "bytes", "schedule.warmup_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    """A model's folder, and the data that the examples name."""
+    folder = tmp_path_factory.mktemp("example")
+    (folder / "model").mkdir()
+    saved(folder / "model", "llama")
+    save_tokenizer(folder / "model")
+    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant: {% endif %}"
+    (folder / "model" / "chat_template.jinja").write_text(template)
+    asked = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "cba"}]
+    (folder / "chats.jsonl").write_text(f"{json.dumps({'messages': asked})}\n" * 40)
+    pair = {"prompt": "abc", "chosen": "cba", "rejected": "abc"}
+    (folder / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 40)
+    (folder / "corpus.txt").write_text("a short text to learn from\n" * 200)
+    return folder
+
+
+def shrunk(name: str, files: Path, **changes: object) -> dict:
+    """The example with the keys of a small run, as nested tables."""
+    written = tomllib.loads((EXAMPLES / f"{name}.toml").read_text())
+    of_hugging_face = "hf" in written["model"]
+    small = SHRUNK | ({} if of_hugging_face else OF_OURS) | changes
+    if of_hugging_face:
+        small |= {"model.hf": str(files / "model"), "data.source": [str(files / written["data"]["source"][0])]}
+    else:
+        small["data.source"] = [str(files / "corpus.txt")]
+    for path, value in small.items():
+        section, _, key = path.rpartition(".")
+        (written.setdefault(section, {}) if section else written)[key] = value
+    return written | {"out": str(files / "runs" / name)}
+
+
+CHANGES = {
+    "pretrain_8b": {"layout.dp_shard": 1, "layout.tp": 2, "techniques.compile": False},
+    "moe": {
+        "layout.ep": 2,
+        "model.moe": {"n_experts": 4, "top_k": 2, "hidden_dim": 16, "router": "sigmoid", "bias_rate": 0.001},
+    },
+}
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.toml"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_example_is_a_config_of_few_lines(name):
+    text = (EXAMPLES / f"{name}.toml").read_text()
+    assert len(text.splitlines()) <= 15 and text.startswith("# ")
+    assert to_dict(Config.from_dict(tomllib.loads(text)))["name"] == name.replace("_", "-")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_example_trains_when_it_is_shrunk(pool, files, name):
+    ran = pool.run(Job(shrunk(name, files, **CHANGES.get(name, {}))), world=2, timeout=90)[0]
+    assert ran.status == 0, ran.error or ran.out
+    assert "step 2/2" in ran.out
+
+
+def test_a_folder_and_conversations_become_a_merged_model(pool, files, tmp_path, capsys):
+    """The fine-tuner's way: train, merge, and read the result."""
+    from transformers import AutoModelForCausalLM
+
+    changes = {"optimizer.lr": 0.05, "schedule.warmup_steps": 1, "steps": 4}
+    ran = pool.run(Job(shrunk("lora", files, **changes)), world=2, timeout=90)[0]
+    assert ran.status == 0, ran.error
+    words = ["convert", ran.folder, "--to", "merged", tmp_path / "tuned", "--base", files / "model"]
+    assert main([str(word) for word in words]) == 0
+    read, said = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned", output_loading_info=True)
+    assert not any(said.values())
+    base = AutoModelForCausalLM.from_pretrained(files / "model")
+    with torch.no_grad():
+        moved = (read(input_ids=some_tokens()).logits - base(input_ids=some_tokens()).logits).abs().max()
+    assert moved > 1e-3 and "from_pretrained" in capsys.readouterr().out
