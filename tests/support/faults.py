@@ -26,6 +26,7 @@ from meshwright.distributed.process.world import get_world_info
 from meshwright.distributed.recompute import recompute
 from meshwright.distributed.step import batch as step_batch
 from meshwright.models import decoder
+from meshwright.verification.laid_out import Ours
 
 
 def _local(tensor):
@@ -176,12 +177,12 @@ def learning_rate_of_one_rank():
 
 def left_out_of_the_optimizer():
     """The optimizer does not hold the last norm."""
-    parameters = ParallelModel.named_parameters
 
     def some(self):
-        return (parameter for name, parameter in parameters(self) if name != "norm.weight")
+        named = [(name, parameter) for name, parameter in self.parallel.named_parameters() if name != "norm.weight"]
+        return self.problem.make_optimizer(named, self.parallel.plan.optimizer.matrices)
 
-    return patch.object(ParallelModel, "parameters", some)
+    return patch.object(Ours, "optimizer", some)
 
 
 def gradients_not_cleared():

@@ -37,7 +37,13 @@ def hidden_matrices(model: nn.Module) -> frozenset[str]:
             for outer in _around(path)
             for place, experts in experts_in.get(outer, ())
         )
-        return kinds[path] == "linear layer" and name.endswith("weight") and len(shape) == 2 and not is_router
+        # a module that stands at several places has its kind at the first of them
+        return (
+            kinds.get(path, "linear layer") == "linear layer"
+            and name.endswith("weight")
+            and len(shape) == 2
+            and not is_router
+        )
 
     return frozenset(
         known[0]
