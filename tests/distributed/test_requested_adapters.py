@@ -166,7 +166,8 @@ def test_adapters_begin_as_the_constructor_and_peft_make_them(spmd):
         assert torch.equal(ours[name], parameter), name
 
 
-def test_beside_weights_from_files_adapters_begin_as_peft_makes_them_from_the_seed(spmd, tmp_path):
+@pytest.mark.parametrize("layout", [TP2, PP2], ids=["tp 2", "pp 2"])
+def test_beside_weights_from_files_adapters_begin_as_peft_makes_them_from_the_seed(spmd, tmp_path, layout):
     from peft import LoraConfig, get_peft_model
 
     base = families.saved(tmp_path, "llama", seed=7)
@@ -174,7 +175,7 @@ def test_beside_weights_from_files_adapters_begin_as_peft_makes_them_from_the_se
         torch.manual_seed(3)
         config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"])
         reference: Any = get_peft_model(copy.deepcopy(base), config)  # type: ignore[arg-type]
-    ours = spmd(2, begun, TP2, QV, str(tmp_path))[0]
+    ours = {name: p for found in spmd(2, begun, layout, QV, str(tmp_path)) for name, p in found.items()}
     theirs = {name.removeprefix("base_model.model."): p for name, p in reference.named_parameters()}
     assert ours.keys() == theirs.keys()
     for name, parameter in theirs.items():

@@ -24,6 +24,7 @@ from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import get_world_info, ranks_per_node
+from meshwright.introspection.adapted.names import is_adapter
 from meshwright.introspection.constructor.recording import STREAM_ELEMENTS, NotRecordedError, built, record, seeded
 from meshwright.introspection.constructor.steps import ConstructorSteps, Step, Values, View, pass_over
 from meshwright.introspection.source import builder_of
@@ -43,7 +44,7 @@ def write_constructed(
     Collective if a constructor cannot be recorded.
 
     Args:
-        only: names of the parameters and buffers to write; their random numbers are then drawn as if no others were,
+        only: names of the parameters and buffers to write; adapters among them are then drawn as if nothing else were,
             as in a process that reads the others from files. None: all.
 
     Raises:
@@ -153,7 +154,7 @@ def _carry_out(part: _Part, recording: ConstructorSteps, seed: int, draw_on: str
 
     storages = names.keys() | attributes.keys()
     if recording.elements <= STREAM_ELEMENTS:
-        _in_stream(recording, storages, give, seed, alone=part.only is not None)
+        _in_stream(recording, storages, give, seed, _adapters(recording) if part.only is not None else frozenset())
         return
     # seeded by the first name of a tied tensor, also on a stage that holds it under the other
     firsts = {view.storage: name for name, view in reversed(recording.tensors.items())}
@@ -170,17 +171,27 @@ def _carry_out(part: _Part, recording: ConstructorSteps, seed: int, draw_on: str
         give(storage, values)
 
 
+def _adapters(recording: ConstructorSteps) -> Set[int]:
+    """Return the storages of all adapters of the model, also those that this rank has not."""
+    return {view.storage for name, view in recording.tensors.items() if is_adapter(name)}
+
+
 def _in_stream(
-    recording: ConstructorSteps, storages: Set[int], give: Callable[[int, Values], None], seed: int, *, alone: bool
+    recording: ConstructorSteps,
+    storages: Set[int],
+    give: Callable[[int, Values], None],
+    seed: int,
+    alone: Set[int],
 ) -> None:
     """Replay all steps in order from one seed; give away each value after the last step that reads it.
 
     Args:
-        alone: draw these storages' random numbers only; False: pass over those of all others.
+        alone: storages whose random numbers are drawn as if no others were, if they are all that is to be drawn.
     """
     program = recording.needed(storages)
-    if any(step.draws for step, _ in program):
-        program = recording.needed(storages, stream=storages if alone else recording.bytes_of)
+    drawn = {storage for step, _ in program if step.draws for storage in step.writes | step.creates}
+    if drawn:
+        program = recording.needed(storages, stream=alone if drawn <= alone else recording.bytes_of)
     last = {
         storage: number for number, (step, is_needed) in enumerate(program) if is_needed for storage in step.storages
     }
