@@ -43,6 +43,7 @@ WAYS = {
     "llama, FSDP 2": (llama, DATA2, LORA),
     "llama, FSDP 2 x tp 2": (llama, SHARDED, LORA),
     "llama, pp 2": (llama, PP2, LORA),
+    "llama, cp 2": (llama, Layout(dp_shard=1, cp=2), LORA),
     "llama, q, v and the head, tp 2": (llama, TP2, QV),
     "llama, rslora": (llama, DATA2, LORA | {"kind": "rslora"}),
     "qwen3_moe, attention, ep 2": (

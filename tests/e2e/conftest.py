@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from e2e_runs import Job, Result, finish, start
 
+from meshwright.cli.main import main
+
 WORDS = (
     "the a mesh axis rank loss step shard wright plan token batch layer model data of and to in is not every one sum"
 ).split()
@@ -114,3 +116,15 @@ def meshwright(environment, tmp_path):
         return finish(start([*prefix, *map(str, words)], environment, cwd or tmp_path))
 
     return run
+
+
+@pytest.fixture
+def ask(capsys):
+    """``ask(verb, ...)`` -> (status, what it printed, what it complained)."""
+
+    def command(*words):
+        status = main([str(word) for word in words])
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return command

@@ -14,7 +14,6 @@ from support.families import save_tokenizer, saved, some_tokens
 
 from meshwright import ConfigError
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.cli.main import main
 from meshwright.training.config import Config
 from meshwright.training.run.folder import RunFolder
 
@@ -50,18 +49,6 @@ def base(corpus, cache, model) -> dict:
 def told(pool, base, tmp_path_factory):
     """A run on two ranks, as rank 0 told it."""
     return pool.run(Job(base | {"out": str(tmp_path_factory.mktemp("out"))}), world=2, timeout=60)[0]
-
-
-@pytest.fixture
-def ask(capsys):
-    """``ask(verb, ...)`` -> (status, what it printed, what it complained)."""
-
-    def command(*words):
-        status = main([str(word) for word in words])
-        said = capsys.readouterr()
-        return status, said.out, said.err
-
-    return command
 
 
 def logits(model) -> torch.Tensor:

@@ -15,7 +15,6 @@ from support.families import save_tokenizer, saved, some_tokens
 from meshwright import ConfigError
 from meshwright.checkpoint.tensor_files import INDEX, TensorFiles
 from meshwright.cli.arguments import open_run
-from meshwright.cli.main import main
 from meshwright.training.run.sampling import Sampler
 
 
@@ -82,18 +81,6 @@ def decoders(pool, base, tmp_path_factory) -> dict[str, Path]:
 def run(told, tmp_path) -> Path:
     """A copy of its folder."""
     return shutil.copytree(told.folder, tmp_path / "run")
-
-
-@pytest.fixture
-def ask(capsys):
-    """``ask(verb, ...)`` -> (status, what it printed, what it complained)."""
-
-    def command(*words):
-        status = main([str(word) for word in words])
-        said = capsys.readouterr()
-        return status, said.out, said.err
-
-    return command
 
 
 def ours(run: Path, step: int | None = None) -> torch.Tensor:

@@ -9,7 +9,6 @@ import pytest
 import torch.distributed as dist
 from e2e_runs import Job, metrics, tree
 
-from meshwright.cli.main import main
 from meshwright.planning.plan import Plan
 from meshwright.training.views.report import ClosingReport
 
@@ -38,18 +37,6 @@ def told(pool, corpus, cache, tmp_path_factory):
 def run(told, tmp_path):
     """A copy of its folder."""
     return shutil.copytree(told.folder, tmp_path / "a run")
-
-
-@pytest.fixture
-def ask(capsys):
-    """``ask(verb, ...)`` -> (status, what it printed, what it complained)."""
-
-    def command(*words):
-        status = main([str(word) for word in words])
-        said = capsys.readouterr()
-        return status, said.out, said.err
-
-    return command
 
 
 def test_generate_repeats_the_sample_of_the_run_and_follows_seed_and_temperature(ask, run, told):

@@ -41,7 +41,7 @@ CHANGES = {
     "": "Rows of the batch depend on each other in the model or in the loss, or the mean is over something else:"
     " compute each row's loss from that row alone, and state its count (Loss(fn, reduction='mean', count=...))",
 }
-"""What to change, by the law that a loss follows instead of the declared one."""
+"""The change to make, by the law that a loss follows instead of the declared one."""
 
 
 @dataclass(frozen=True)
