@@ -45,6 +45,8 @@ class Manifest:
         plan: the plan of the layout that wrote the checkpoint, as JSON text; for people, never needed to read the
             rest.
         left_out: names of frozen parameters that were not saved.
+        model: what the model is (``ModelOrigin``), as JSON values; empty in older checkpoints.
+        base: name of a parameter that was left out -> a run of its numbers (``base.run_of``).
     """
 
     tensors: dict[str, TensorEntry]
@@ -55,6 +57,8 @@ class Manifest:
     plan: str = ""
     loss_scale: dict[str, Any] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+    model: dict[str, Any] = field(default_factory=dict)
+    base: dict[str, Any] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
         """Write the manifest with a checksum of its own, and flush it to disk."""
@@ -100,6 +104,8 @@ class Manifest:
                 content["plan"],
                 content.get("loss_scale", {}),
                 content.get("left_out", []),
+                content.get("model", {}),
+                content.get("base", {}),
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise IntegrityError(
@@ -126,8 +132,10 @@ def _check_types(tensors: dict[str, TensorEntry], files: dict[str, FileEntry], c
         and isinstance(content["optimizer"], str)
         and isinstance(content["plan"], str)
         and all(isinstance(name, str) for name in content.get("left_out", []))
+        and isinstance(content.get("model", {}), dict)
+        and isinstance(content.get("base", {}), dict)
     ):
-        raise TypeError("extra, optimizer, plan or left_out is of another type")
+        raise TypeError("extra, optimizer, plan, left_out, model or base is of another type")
 
 
 def _checksum(content: dict[str, Any]) -> int:

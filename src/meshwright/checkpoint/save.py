@@ -18,10 +18,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError
 from meshwright.core.files import sync_folder
+from meshwright.core.record import recall
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process import agree
 from meshwright.distributed.recompute.random_streams import streams
+from meshwright.introspection.constructor.origin import ModelOrigin
 
+from .base import runs_of
 from .manifest import NAME, FileEntry, Manifest, TensorEntry, describe_file
 from .pieces import Writer, in_pieces
 from .replacing import PARTIAL, beside, put_in_place
@@ -56,8 +59,7 @@ def save(
     partial = beside(path, PARTIAL)
     tensors = model_tensors(parallel_model) | _random_state()
     left_out = sorted(parallel_model.plan.frozen) if only_trained else []
-    for name in left_out:
-        tensors.pop(f"model.{name}", None)
+    frozen = {name: tensors.pop(key) for name in left_out if (key := f"model.{name}") in tensors}
     groups: list[dict[str, Any]] = []
     if optimizer is not None:
         tensors |= optimizer_tensors(parallel_model, optimizer)
@@ -71,7 +73,10 @@ def save(
         groups = merged_groups(agree.everybody_says(groups))
     entries = _entries(tensors, differ=parallel_model.plan.pipeline is not None)
     scale = parallel_model.loss_scale.state() if parallel_model.loss_scale is not None else {}
-    manifest = Manifest(entries, files, kind, groups, extra or {}, parallel_model.plan.to_json(), scale, left_out)
+    origin = recall(parallel_model, ModelOrigin)
+    model, base = (origin.to_json() if origin is not None else {}), runs_of(frozen, parallel_model.mesh)
+    plan = parallel_model.plan.to_json()
+    manifest = Manifest(entries, files, kind, groups, extra or {}, plan, scale, left_out, model, base)
     _together(lambda: _finish(manifest, partial, path), here=_is_first(), what=f"cannot finish {path}")
 
 

@@ -1,10 +1,11 @@
 """``meshwright convert RUN --to hf|merged|adapter OUT``: write a run's model as a folder that transformers' or peft's
-from_pretrained reads.
+from_pretrained reads. RUN is a run's folder, or one that meshwright.save wrote in your own loop.
 
---to hf            the whole model that a run trained
---to merged        of a run that trained adapters: the model with the adapters added to its weights
---to adapter       of such a run: the adapters alone, as peft and vLLM read them
---base FOLDER      for merged: the model beside which the adapters were trained
+--to hf            the whole model that was trained
+--to merged        where adapters were trained: the model with the adapters added to its weights
+--to adapter       the adapters alone, as peft and vLLM read them
+--base FOLDER      the model that training began from: for merged, and for what save(only_trained=True) left out; of a
+                   saved folder, the tokenizer is copied from there too
 
 --step N           a checkpoint other than the newest
 --dtype bfloat16   of the weights (default: as the run keeps them)
@@ -57,16 +58,58 @@ def run(argv: list[str]) -> int:
             " FOLDER"
         )
     dtype = canonical_dtype(dtype, where="--dtype") if dtype is not None else None
+    if _is_saved(Path(argv[0])):
+        return _convert_saved(Path(argv[0]), Path(argv[1]), form, base, dtype, {"--step": step, "--like": like})
+    _refuse_other_folder(Path(argv[0]))
     folder, config = open_run(argv[0], trusted=trusted)
     _refuse_other_form(argv[0], form, config, base, like)
     written = _convert(folder, config, Path(argv[1]), form, base, like, {"step": step, "dtype": dtype})
-    print(f"wrote {written.folder} ({bytes_text(written.bytes)} of weights) from {written.checkpoint}")
-    if form == "adapter":
-        print(f"read it with: peft.PeftModel.from_pretrained(model, {str(written.folder)!r}), beside {config.model.hf}")
-    else:
-        print(f"read it with: transformers.AutoModelForCausalLM.from_pretrained({str(written.folder)!r})")
+    _say(written, form, beside=config.model.hf)
     if not written.has_tokenizer:
         print(f"no tokenizer is there: the run's data.tokenizer is {config.data.tokenizer!r}, which has no file")
+    return 0
+
+
+def _say(written: ExportedModel, form: str, beside: str, kind: str = "AutoModelForCausalLM") -> None:
+    print(f"wrote {written.folder} ({bytes_text(written.bytes)} of weights) from {written.checkpoint}")
+    if form == "adapter":
+        print(f"read it with: peft.PeftModel.from_pretrained(model, {str(written.folder)!r}), beside {beside}")
+    else:
+        print(f"read it with: transformers.{kind}.from_pretrained({str(written.folder)!r})")
+
+
+def _is_saved(path: Path) -> bool:
+    """Return whether a folder is one that ``meshwright.save`` wrote, or that it left half written."""
+    from meshwright.training.run.saved import is_saved
+
+    return is_saved(path)
+
+
+def _refuse_other_folder(path: Path) -> None:
+    """Raise ConfigError for a folder that is neither a run nor what ``meshwright.save`` wrote."""
+    if not path.is_dir() or (path / "config.toml").is_file():
+        return
+    if (path / "config.json").is_file():
+        raise ConfigError(f"{path} is a folder of Hugging Face already: transformers reads it as it is")
+    raise ConfigError(
+        f"{path} is neither the folder of a run (config.toml) nor one that meshwright.save wrote (manifest.json)"
+    )
+
+
+def _convert_saved(
+    folder: Path, out: Path, form: str, base: Path | None, dtype: str | None, of_runs: dict[str, object]
+) -> int:
+    """Convert what ``meshwright.save`` wrote. Raises ConfigError for flags that are about runs."""
+    from meshwright.training.run.saved import convert_saved
+
+    for flag, value in of_runs.items():
+        if value is not None:
+            raise ConfigError(f"{flag} is for a run's folder, and {folder} is one checkpoint: leave {flag} out")
+    written = convert_saved(folder, out, form, base, dtype=dtype)
+    _say(written, form, str(base or "the model that training began from"), written.kind)
+    if not written.has_tokenizer:
+        source = "--base names a folder without one" if base is not None else "give the model's folder with --base"
+        print(f"no tokenizer is there: {source}")
     return 0
 
 

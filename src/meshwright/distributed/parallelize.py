@@ -16,7 +16,9 @@ from meshwright.core.axes import WORLD_AXES, Axis
 from meshwright.core.devices import DEFAULT_BACKEND, check_device_type
 from meshwright.core.errors import ConfigError
 from meshwright.core.losses import Loss, PreferenceLoss
+from meshwright.core.record import remember
 from meshwright.introspection.cluster import Cluster
+from meshwright.introspection.constructor.origin import ModelOrigin
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.hints import Hints
 from meshwright.introspection.source import as_module, with_adapters
@@ -120,13 +122,14 @@ def parallelize(
         _refuse_early(plan, loss_fn)
         mesh = _bring_up(plan, config, seed)
     adds_up = own_loss.check(loss_fn, facts.vocab_size, torch.device(plan.device), plan)
-    ours = loss_fn is None or isinstance(loss_fn, PreferenceLoss)
-    refused = _once(mesh, partial(_prove, facts, plan, with_own_loss=ours))
+    refused = _once(mesh, partial(_prove, facts, plan, loss_fn))
     if plan.context is not None:
         keep_for_batches(facts, plan.context, refused)
     _refuse_other_mesh(plan, mesh)
+    origin = ModelOrigin.of(module)
     parts = order.lay_out(module, plan, order.Site(mesh, facts, seed, draw_on, weights))
     made = ParallelModel(parts, plan, facts, mesh, loss_fn=loss_fn, microbatch_rows=microbatch_rows, adds_up=adds_up)
+    remember(made, origin)
     made.copy_shared()
     if audit:
         made.audit()
@@ -144,17 +147,16 @@ def _once(mesh: DeviceMesh | None, decide: Callable[[], Result]) -> Result:
     return agree.decided_once(decide) if is_world else decide()
 
 
-def _prove(facts: ModelFacts, plan: Plan, *, with_own_loss: bool) -> dict[str, str]:
+def _prove(facts: ModelFacts, plan: Plan, loss_fn: object) -> dict[str, str]:
     """Rehearse plans that were only measured; one rank suffices, since a model's small copies are alike.
 
-    Args:
-        with_own_loss: the loss is one of ours, of logits alone, so the model must have no other terms in its own.
+    Where the loss is one of ours, of logits alone, the model must have no other terms in its own.
 
     Returns:
         Why some kinds of batches are refused where rows are cut (``context.rehearsal.prove``).
     """
     refused: dict[str, str] = {}
-    if with_own_loss:
+    if loss_fn is None or isinstance(loss_fn, PreferenceLoss):
         own_loss.refuse_dropped(facts)
     if plan.tensor is not None:
         prove(facts, plan.tensor)

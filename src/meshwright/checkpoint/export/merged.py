@@ -1,4 +1,6 @@
-"""Add a checkpoint's adapters to the weights beside which they were trained, layer by layer."""
+"""Add a checkpoint's adapters to the weights beside which they were trained, layer by layer; or join what was trained
+with what was left out.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +25,21 @@ from .files import ToFile, as_transformers_saves, write_files
 
 
 def export_merged(
-    checkpoint: Path, folder: Path, adapted: nn.Module, plain: nn.Module, base: Pretrained, dtype: str | None = None
+    checkpoint: Path,
+    folder: Path,
+    adapted: nn.Module,
+    plain: nn.Module,
+    base: Pretrained | None,
+    dtype: str | None = None,
 ) -> int:
     """Write a model with its adapters added into ``folder``, as transformers saves it without adapters.
 
     peft computes each merged weight, in the model's dtype; one layer at a time is in memory.
 
     Args:
-        adapted: the model with adapters, on meta.
+        adapted: the model with adapters, on meta; of a model without any, ``plain``.
         plain: the same model without, on meta; it defines names and form of the tensors in the files.
-        base: the weights beside which the adapters were trained.
+        base: the weights beside which the adapters were trained; None: the checkpoint left nothing out.
         dtype: dtype of floating-point parameters; None: the model's.
 
     Returns:
@@ -53,7 +60,7 @@ class _Merged:
     manifest: Manifest
     adapted: nn.Module
     plain: nn.Module
-    base: Pretrained
+    base: Pretrained | None
     dtype: str | None
 
     def in_files(self, to_file: ToFile, device: str) -> Iterator[tuple[str, Tensor]]:
@@ -68,7 +75,12 @@ class _Merged:
         path, _, own = name.rpartition(".")
         if own == "weight" and path in self._hosts:
             return self._merged(path)
-        return self._read(name).to(like.dtype)
+        return self._frozen(name, like)
+
+    def _frozen(self, name: str, like: Tensor) -> Tensor:
+        """Read a tensor of the model without adapters: from the checkpoint, or from the base what that left out."""
+        own = self._own_names.get(name, name)
+        return self._stored(own, like) if f"model.{own}" in self.manifest.tensors else self._read(name).to(like.dtype)
 
     def _merged(self, path: str) -> Tensor:
         """Return the weight of an adapted layer with its adapter added."""
@@ -76,7 +88,7 @@ class _Merged:
         with torch.no_grad():
             for name, tensor in layer.state_dict(keep_vars=True).items():
                 full = f"{path}.{name}"
-                tensor.copy_(self._stored(full, tensor) if is_adapter(full) else self._read(base_name(full)))
+                tensor.copy_(self._stored(full, tensor) if is_adapter(full) else self._frozen(base_name(full), tensor))
             layer.merge(safe_merge=True)
         return layer.get_base_layer().weight.detach()
 
@@ -88,13 +100,19 @@ class _Merged:
 
     @cached_property
     def _read(self) -> Any:
+        assert self.base is not None
         return self.base.reader(self.plain)
 
     @cached_property
     def _hosts(self) -> set[str]:
         put = adapters_of(self.adapted)
-        assert put is not None
-        return set(put.targets)
+        return set(put.targets) if put is not None else set()
+
+    @cached_property
+    def _own_names(self) -> dict[str, str]:
+        """Names in the plain model, and the names of the same tensors beside adapters."""
+        held = [name for name in named_tensors(self.adapted) if not (is_adapter(name) or is_trained_copy(name))]
+        return {base_name(name): name for name in held}
 
     @cached_property
     def _copies(self) -> dict[str, str]:

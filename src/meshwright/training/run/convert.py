@@ -64,6 +64,8 @@ class ExportedModel:
     checkpoint: Path
     bytes: int
     has_tokenizer: bool
+    kind: str = "AutoModelForCausalLM"
+    """Class of transformers that reads it."""
 
 
 def of_hugging_face(folder: Path, config: Config) -> Counterpart:
@@ -102,7 +104,8 @@ def convert(
     model = as_module(counterpart.source)
     with new_folder(out) as partial:
         size = export_tensors(checkpoint, partial, model, counterpart.made_of, dtype)
-        has_tokenizer = _complete(folder, partial, model, counterpart.config, dtype or _dtype_of(checkpoint))
+        complete(partial, model, counterpart.config, dtype or dtype_of(checkpoint))
+        has_tokenizer = _copy_small_files(folder, partial)
     return ExportedModel(out, checkpoint, size, has_tokenizer)
 
 
@@ -123,7 +126,8 @@ def convert_merged(
     plain, adapted = as_module(counterpart.source), as_module(_adapted(folder, config))
     with new_folder(out) as partial:
         size = export_merged(checkpoint, partial, adapted, plain, weights, dtype)
-        has_tokenizer = _complete(folder, partial, plain, counterpart.config, dtype or _dtype_of(checkpoint))
+        complete(partial, plain, counterpart.config, dtype or dtype_of(checkpoint))
+        has_tokenizer = _copy_small_files(folder, partial)
     return ExportedModel(out, checkpoint, size, has_tokenizer)
 
 
@@ -170,17 +174,16 @@ def new_folder(out: Path) -> Iterator[Path]:
     sync_folder(out.parent)
 
 
-def _complete(run: Path, folder: Path, model: nn.Module, keys: dict[str, Any], dtype: str) -> bool:
-    """Check the weights in ``folder``, and write the small files beside them. Returns whether there is a tokenizer."""
+def complete(folder: Path, model: nn.Module, keys: dict[str, Any], dtype: str) -> None:
+    """Check the weights in ``folder``, and write the model's config beside them."""
     pretrained(folder).check(model)
-    has_tokenizer = _copy_small_files(run, folder)
     config = {key: value for key, value in keys.items() if key != "torch_dtype"}
     written = {**config, "architectures": config.get("architectures") or [type(model).__name__], "dtype": dtype}
     (folder / CONFIG).write_text(json.dumps(written, indent=2) + "\n")
-    return has_tokenizer
 
 
-def _dtype_of(checkpoint: Path) -> str:
+def dtype_of(checkpoint: Path) -> str:
+    """Return the dtype of a checkpoint's weights, by name."""
     tensors = Manifest.read(checkpoint).tensors
     return next(entry.dtype for key, entry in tensors.items() if key.startswith("model.") and "float" in entry.dtype)
 
