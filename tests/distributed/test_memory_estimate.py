@@ -61,6 +61,7 @@ ONE, FSDP2, FSDP4, TENSOR, STAGES, ROWS_CUT = (
 )
 BF16 = {"precision": {"compute": "bfloat16"}}
 FULL = {"activation_checkpointing": "full"}
+IN_4_BITS = {"freeze": (r"layers\.[012]\..*w.*weight",), "quantize_frozen": "nf4"}
 Case = tuple[Any, Layout, dict[str, Any], int]
 """Model, layout, techniques, microbatches."""
 
@@ -155,6 +156,8 @@ SHARDED: dict[str, Case] = {
     "bf16, full": (MODEL, FSDP2, {**BF16, **FULL}, 2),
     "parameters outweigh activations": (WIDE, FSDP2, BF16, 2),
     "float8": (MODEL, FSDP2, {"float8": "tensorwise"}, 1),
+    "weights in 4 bits, bf16": (WIDE, FSDP2, {**BF16, **IN_4_BITS}, 2),
+    "weights in 4 bits, full": (MODEL, FSDP2, {**FULL, **IN_4_BITS}, 1),
     "replicated": (MODEL, Layout(dp_replicate=2, dp_shard=1), {}, 2),
     "experts, full": (SPARSE, FSDP2, FULL, 1),
     "experts shared out": (SPARSE, Layout(dp_shard=2, ep=2), {}, 1),
@@ -173,6 +176,7 @@ CUT: dict[str, Case] = {
         1,
     ),
     "experts, tensor": (SPARSE, TENSOR, {}, 1),
+    "weights in 4 bits, tensor": (WIDE, TENSOR, IN_4_BITS, 1),
     "falcon": (family("falcon"), TENSOR, {}, 1),
     "rows cut": (MODEL, ROWS_CUT, {}, 2),
     "rows cut, ring": (MODEL, ROWS_CUT, {"context_parallel_method": "ring"}, 1),

@@ -20,6 +20,7 @@ from meshwright.core.torch_private import is_persistent
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.pipeline.split import SharedEnds
 from meshwright.distributed.process import agree
+from meshwright.distributed.weights.destinations import Destinations
 from meshwright.distributed.weights.shards import pieces
 from meshwright.introspection.adapted.names import base_name, is_adapter
 from meshwright.introspection.transformers_private import names_to_ignore
@@ -114,7 +115,7 @@ class Pretrained:
     def _write(self, match: _Match) -> None:
         for name, source in match.in_order():
             self._reading(
-                lambda name=name, source=source: _fill(match.tensors[name], source),
+                lambda name=name, source=source: _fill(match.destinations, match.tensors[name], source),
                 "The model now holds a part of them.",
             )
 
@@ -141,10 +142,12 @@ class _Match:
     sources: dict[str, Source]
     twice: dict[str, Source]
     """Sources of tied parameters that the files hold under a second name too."""
+    destinations: Destinations
 
     @classmethod
     def of(cls, model: nn.Module, files: TensorFiles) -> _Match:
         tensors, aliases, derived = _names(model)
+        destinations = Destinations(model)
         shared = _shared(model)
         tensors = {name: tensor for name, tensor in tensors.items() if name not in shared and not is_adapter(name)}
         found = _by_own_names(
@@ -169,7 +172,7 @@ class _Match:
             text
             for rows in (chosen, twice)
             for name, source in rows.items()
-            if (text := _misfit(name, tensors[name], source))
+            if (text := _misfit(name, tensors[name], source, destinations))
         ]
         if problems:
             more = f" (and {len(problems) - SHOWN} more)" if len(problems) > SHOWN else ""
@@ -177,7 +180,7 @@ class _Match:
                 f"the weights in {files.folder} are not those of {type(model).__name__}:"
                 f" {'; '.join(problems[:SHOWN])}{more}. Nothing was loaded; give the config.json that belongs to them."
             )
-        return cls(tensors, aliases, chosen, twice)
+        return cls(tensors, aliases, chosen, twice, destinations)
 
     def in_order(self) -> Iterator[tuple[str, Source]]:
         """Yield names and sources in the order of the files."""
@@ -205,7 +208,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def _names(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], set[str]]:
     """Return tensors (tied ones once), other name -> first name, and the buffers that no file needs to hold."""
-    tensors: dict[str, Tensor] = {clean(name): parameter.detach() for name, parameter in model.named_parameters()}
+    tensors: dict[str, Tensor] = {clean(name): parameter for name, parameter in model.named_parameters()}
     first = {id(parameter): clean(name) for name, parameter in model.named_parameters()}
     every = [(clean(name), parameter) for name, parameter in model.named_parameters(remove_duplicate=False)]
     aliases = {name: first[id(parameter)] for name, parameter in every if name not in tensors}
@@ -228,11 +231,12 @@ def _is_derived(name: str, model: nn.Module, derived: set[str]) -> bool:
     return is_table or any(re.search(pattern, name) for pattern in ignored)
 
 
-def _misfit(name: str, tensor: Tensor, source: Source) -> str:
-    if source.shape != tuple(tensor.shape):
-        return f"{name} is {list(source.shape)} there and {list(tensor.shape)} in the model"
-    if source.dtype.is_floating_point != tensor.dtype.is_floating_point:
-        return f"{name} is {_word(source.dtype)} there and {_word(tensor.dtype)} in the model"
+def _misfit(name: str, tensor: Tensor, source: Source, destinations: Destinations) -> str:
+    shape, dtype = destinations.shape_of(tensor), destinations.dtype_of(tensor)
+    if source.shape != shape:
+        return f"{name} is {list(source.shape)} there and {list(shape)} in the model"
+    if source.dtype.is_floating_point != dtype.is_floating_point:
+        return f"{name} is {_word(source.dtype)} there and {_word(dtype)} in the model"
     return ""
 
 
@@ -252,7 +256,7 @@ def _refuse_other_ties(match: _Match, files: TensorFiles) -> None:
             )
 
 
-def _fill(tensor: Tensor, source: Source) -> None:
-    with torch.no_grad():
-        for piece in pieces(tensor):
+def _fill(destinations: Destinations, tensor: Tensor, source: Source) -> None:
+    with torch.no_grad(), destinations.opened(tensor) as values:
+        for piece in pieces(values):
             piece.local.copy_(source.read(piece.slices))

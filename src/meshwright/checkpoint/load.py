@@ -22,6 +22,7 @@ from meshwright.distributed.optimizer.torchao_adamw import TorchaoAdamW
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process import agree
 from meshwright.distributed.recompute.random_streams import restore_streams
+from meshwright.distributed.weights.destinations import Destinations
 from meshwright.distributed.weights.shards import pieces
 
 from .manifest import Manifest, damage, strangers
@@ -138,9 +139,10 @@ def _check_model(wanted: dict[str, Tensor], manifest: Manifest, path: Path, else
     for key in wanted.keys() & stored.keys():
         here, there = shape_and_dtype(wanted[key]), (stored[key].shape, stored[key].dtype)
         if here != there:
+            name = key.removeprefix("model.")
+            bits = " (in 4 bits: set techniques.quantize_frozen = nf4)" if name in manifest.in_4_bits else ""
             problems.append(
-                f"{key.removeprefix('model.')} is {there[1]}{list(there[0])} there and {here[1]}{list(here[0])} in"
-                f" the model"
+                f"{name} is {there[1]}{list(there[0])} there{bits} and {here[1]}{list(here[0])} in the model"
             )
     if problems:
         more = f" (and {len(problems) - 4} more)" if len(problems) > 4 else ""
@@ -203,9 +205,11 @@ def to_be_loaded(model: nn.Module) -> set[str]:
 
     Drawing weights would take longer, and nan makes a forgotten load visible.
     """
+    destinations = Destinations(model)
     for parameter in model.parameters():
-        for piece in pieces(parameter):
-            piece.local.fill_(torch.nan)
+        with destinations.opened(parameter) as tensor:
+            for piece in pieces(tensor):
+                piece.local.fill_(torch.nan)
     return {clean(name) for name, _ in model.named_parameters()}
 
 

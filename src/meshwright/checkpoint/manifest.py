@@ -47,6 +47,7 @@ class Manifest:
         left_out: names of frozen parameters that were not saved.
         model: what the model is (``ModelOrigin``), as JSON values; empty in older checkpoints.
         base: name of a parameter that was left out -> a run of its numbers (``base.run_of``).
+        in_4_bits: name of a frozen weight that the model held in 4 bits -> dtype in which it was rounded.
     """
 
     tensors: dict[str, TensorEntry]
@@ -59,6 +60,7 @@ class Manifest:
     left_out: list[str] = field(default_factory=list)
     model: dict[str, Any] = field(default_factory=dict)
     base: dict[str, Any] = field(default_factory=dict)
+    in_4_bits: dict[str, str] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
         """Write the manifest with a checksum of its own, and flush it to disk."""
@@ -106,6 +108,7 @@ class Manifest:
                 content.get("left_out", []),
                 content.get("model", {}),
                 content.get("base", {}),
+                content.get("in_4_bits", {}),
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise IntegrityError(

@@ -75,8 +75,11 @@ def save(
     scale = parallel_model.loss_scale.state() if parallel_model.loss_scale is not None else {}
     origin = recall(parallel_model, ModelOrigin)
     model, base = (origin.to_json() if origin is not None else {}), runs_of(frozen, parallel_model.mesh)
-    plan = parallel_model.plan.to_json()
-    manifest = Manifest(entries, files, kind, groups, extra or {}, plan, scale, left_out, model, base)
+    plan = parallel_model.plan
+    in_4_bits = dict.fromkeys(sorted(plan.quantize.weights), plan.precision.master) if plan.quantize else {}
+    manifest = Manifest(
+        entries, files, kind, groups, extra or {}, plan.to_json(), scale, left_out, model, base, in_4_bits
+    )
     _together(lambda: _finish(manifest, partial, path), here=_is_first(), what=f"cannot finish {path}")
 
 

@@ -26,6 +26,7 @@ from .float8 import float8
 from .mesh import get_expert_mesh, groups_of
 from .optimizer.rehearsal import watch_steps
 from .pipeline.split import split
+from .quantize import quantize
 from .recompute import compilation, recompute
 from .step import fused_loss
 from .step.part import ModelPart
@@ -102,6 +103,11 @@ ORDER: tuple[Technique, ...] = (
             plan.float8 is not None and bool(plan.float8.modules) and site.facts.applied_plan(Float8Plan) is None
         ),
         lambda model, plan, site: float8.apply(model, plan),
+    ),
+    Technique(
+        "quantize",
+        lambda plan, site: plan.quantize is not None and bool(plan.quantize.modules),
+        lambda model, plan, site: quantize.apply(model, plan),
     ),
     Technique(
         "tensor_parallel",

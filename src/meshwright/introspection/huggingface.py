@@ -101,7 +101,7 @@ def read_causal_lm(path: str | Path, *, dtype: str = "float32", trust_remote_cod
     if config_keys.get("quantization_config"):
         raise UnsupportedError(
             f"{KEY} = {path}: its weights are quantized ({CONFIG}: quantization_config). Use the model in full"
-            f" precision."
+            f" precision; techniques.quantize_frozen = nf4 then holds frozen weights in 4 bits."
         )
     try:
         where = place if place.is_dir() else file

@@ -20,12 +20,11 @@ from .case import Case
 from .collectives import step_collectives
 from .context.collectives import context_collectives
 from .context.plan import ContextPlan, context_plan
-from .data.units import trained_cuts, units_of
+from .data.units import Narrow, trained_cuts, units_of
 from .data.zero import gathers_per_step, with_zero_stage, zero_notes
 from .experts.collectives import expert_collectives, router_collectives
 from .experts.plan import ExpertPlan, expert_mesh_of, without_experts
 from .float8.messages import scales_of_gathered
-from .float8.plan import check_parts, make_float8_plan
 from .layout import Layout
 from .optimizer.collectives import optimizer_collectives
 from .optimizer.plan import optimizer_plan
@@ -34,6 +33,8 @@ from .pipeline.plan import PipelinePlan
 from .pipeline.rules import check_trained
 from .pipeline.stages import pipeline_collectives, recomputed_in, units_of_stages
 from .plan import Plan
+from .quantize.format import NF4
+from .quantize.plan import rounded_weights
 from .recompute.plan import checkpointed_modules, sent_again
 from .rules import check, check_batch, check_data, resolve_precision
 from .shares import Shares, shares_of
@@ -130,8 +131,7 @@ def _assemble(
     facts = _frozen(facts, requested)
     data = _data_plan(facts, requested, layout, technique, device, reduction)
     tensor, tensor_notes = _tensor_plan(facts, layout, requested)
-    float8, about_float8 = make_float8_plan(facts, requested, device)
-    check_parts(float8, tensor, facts)
+    float8, quantize, about_weights = rounded_weights(facts, requested, device, tensor)
     pipeline = make_pipeline_plan(facts, layout, requested, precision) if layout.pp > 1 else None
     if pipeline is not None:
         check_trained(facts, pipeline)
@@ -139,9 +139,9 @@ def _assemble(
     reshard, optimizer = requested.reshard_after_forward, optimizer_plan(facts, requested)
     assert reshard != "auto"  # resolved above
     shares = shares_of(layout, technique, replicates_tokens=data.replicates_tokens)
-    units = units_of(_without_skipped(facts, layout), shares.shards, reshard, tensor, experts, float8, optimizer)
-    loss = _loss_plan(facts, layout, requested)
-    parameters = _parameters(facts.parameters, precision, layout, shares, tensor, experts)
+    narrow = Narrow.of(float8, quantize)
+    units = units_of(_without_skipped(facts, layout), shares.shards, reshard, tensor, experts, narrow, optimizer)
+    parameters = _parameters(facts.parameters, precision, layout, shares, tensor, experts, narrow)
     mode = requested.activation_checkpointing
     keep = requested.checkpoint_keep if mode == "selective_op" else ()
     made = Plan(
@@ -164,13 +164,14 @@ def _assemble(
         context=facts.applied_plan(ContextPlan) or context_plan(facts, layout, requested, precision),
         pipeline=pipeline,
         experts=experts,
-        loss=loss,
+        loss=_loss_plan(facts, layout, requested),
         router_loss=facts.measurements.router_loss(),
         float8=float8,
+        quantize=quantize,
         optimizer=optimizer,
         notes=(
             *tensor_notes,
-            *about_float8,
+            *about_weights,
             *notes.of(facts, layout, requested, technique, parameters, tensor),
             *zero_notes(requested, layout, technique),
         ),
@@ -309,6 +310,7 @@ def _parameters(
     shares: Shares,
     tensor: TensorPlan | None,
     experts: ExpertPlan | None,
+    narrow: Narrow,
 ) -> tuple[ParameterPlan, ...]:
     sharded = dict.fromkeys(shares.shard_axes, "Shard(0)")
     rows: dict[tuple, ParameterPlan] = {}
@@ -325,10 +327,11 @@ def _parameters(
             placements = experts.placements(p.shape)
         summed = tensor is not None and cut is None and tensor.is_summed(p.name)
         is_alike = places_of.setdefault((pattern(p.name), p.shape), placements) == placements  # else: a separate row
-        key = (pattern(p.name) if is_alike else p.name, p.shape, p.trainable, placements, summed)
+        dtype = NF4 if p.name in narrow.in_4_bits else precision.master
+        key = (pattern(p.name) if is_alike else p.name, p.shape, dtype, p.trainable, placements, summed)
         before = rows.get(key)
         count = 1 if before is None else before.count + 1
-        rows[key] = ParameterPlan(key[0], count, p.shape, precision.master, p.trainable, placements, summed)
+        rows[key] = ParameterPlan(key[0], count, p.shape, dtype, p.trainable, placements, summed)
     return tuple(rows.values())
 
 

@@ -121,7 +121,7 @@ def sharded_units(
         )
         if shards > 1:
             kept = (postponed or data.gathers_per_step) and not unit.reshard_after_forward
-            if unit.in_float8:  # beside other dtypes, torch sends bytes
+            if unit.in_float8 or unit.in_4_bits:  # beside other dtypes, torch sends bytes
                 gather = replace(gather, elements=unit.gathered_bytes(precision.compute), dtype="uint8")
             yield replace(gather, per="step") if kept else gather
             if unit.gathers_in_backward:

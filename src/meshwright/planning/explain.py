@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from meshwright.core.axes import WORLD_AXES
 from meshwright.core.devices import is_accelerator
-from meshwright.core.dtypes import dtype_bytes
 from meshwright.core.names import pattern
 from meshwright.core.units import bytes_text, count_text
 
@@ -83,6 +82,7 @@ def _header(plan: Plan) -> str:
         + (f", loss times {p.loss_scale:g} at first" if p.loss_scale else ""),
         *_optimizer(plan),
         *_float8(plan),
+        *_quantize(plan),
         *_tensor(plan),
         *_context(plan),
         *_experts(plan),
@@ -116,6 +116,13 @@ def _float8(plan: Plan) -> list[str]:
     names = ", ".join(dict.fromkeys(pattern(path) for path in plan.float8.modules))
     how += "gathered in float8, " if any(unit.in_float8 for unit in plan.units) else ""
     return [f"  float8          {plan.float8.recipe}, {how}{len(plan.float8.modules)} linear layers: {names}"]
+
+
+def _quantize(plan: Plan) -> list[str]:
+    if plan.quantize is None:
+        return []
+    names = ", ".join(dict.fromkeys(pattern(path) for path in plan.quantize.modules))
+    return [f"  4-bit weights   nf4, 4.5 bits each, {len(plan.quantize.modules)} frozen linear layers: {names}"]
 
 
 def _tensor(plan: Plan) -> list[str]:
@@ -189,7 +196,7 @@ def _parameters(plan: Plan) -> str:
             str(p.count),
             "×".join(map(str, p.shape)) or "scalar",
             p.dtype,
-            bytes_text(p.count * math.prod(p.shape) * dtype_bytes(p.dtype)),
+            bytes_text(p.bytes),
             ", ".join(f"{axis}: {where}" for axis, where in p.placements) or "whole",
         )
         for p in plan.parameters

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from meshwright.core.axes import Axis
-from meshwright.core.dtypes import dtype_bytes
 from meshwright.core.names import owner, pattern
 from meshwright.core.units import bytes_text
 from meshwright.introspection.constructor.recording import STREAM_ELEMENTS
@@ -77,7 +75,7 @@ def _whole_on_tensor_ranks(facts: ModelFacts, layout: Layout, parameters: tuple[
     stacks = {pattern(path) for path in find_stacks(facts.module)} if whole and facts.module is not None else set()
     sizes: dict[str, int] = {}
     for p in whole:
-        size = p.count * math.prod(p.shape) * dtype_bytes(p.dtype)
+        size = p.bytes
         if owner(p.pattern) in stacks:
             sizes[owner(p.pattern)] = sizes.get(owner(p.pattern), 0) + size
         else:

@@ -14,6 +14,7 @@ from .experts.plan import ExpertPlan
 from .float8.plan import Float8Plan
 from .optimizer.plan import OptimizerPlan
 from .pipeline.plan import PipelinePlan
+from .quantize.plan import QuantizePlan
 from .shares import Shares
 from .tensor.plan import TensorPlan
 from .values import Collective, DataParallel, LossPlan, ParameterPlan, PrecisionPlan, Unit
@@ -47,6 +48,7 @@ class Plan:
     loss: LossPlan | None = None
     router_loss: RouterLoss | None = None
     float8: Float8Plan | None = None
+    quantize: QuantizePlan | None = None
     optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
     notes: tuple[str, ...] = field(default=())
 

@@ -30,6 +30,7 @@ from .premise_rules import (
     state_stays,
     weights_are_read_only,
 )
+from .quantize.rules import quantize_companions
 from .recompute.rules import checkpointing_companions, checkpointing_keys, checkpointing_matches
 from .shares import SHARDS, shares_of
 from .techniques import Precision, RunTechniques, Techniques
@@ -45,6 +46,7 @@ LEGAL = {
     "sync_grad_accum": (False, True, "shard"),
     "activation_checkpointing": get_args(get_type_hints(Techniques)["activation_checkpointing"]),
     "float8": ("none", *RECIPES),
+    "quantize_frozen": get_args(get_type_hints(Techniques)["quantize_frozen"]),
     "cpu_offload": (False, True, "optimizer"),
     "optimizer_state": get_args(get_type_hints(Techniques)["optimizer_state"]),
 }
@@ -181,6 +183,7 @@ RULES: tuple[Callable[[Case], Found], ...] = (
     float8_requested,
     float8_companions,
     float8_gathering,
+    quantize_companions,
     optimizer_fits,
     ddp_fits,
     zero_fits,

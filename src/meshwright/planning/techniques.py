@@ -125,6 +125,9 @@ class RunTechniques:
     """The torch.compile back end."""
     freeze: tuple[str, ...] = ()
     """Regular expressions on parameter names; matching parameters are not trained."""
+    quantize_frozen: Literal["none", "nf4"] = "none"
+    """nf4: frozen linear layers of the blocks hold their weights in 4 bits, with a scale for each 64 of a row (QLoRA).
+    """
     precision: Precision = field(default_factory=Precision)
     float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
     """The linear layers of the blocks multiply in float8, by this recipe of torchao; on a CPU emulated."""

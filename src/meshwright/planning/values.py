@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.core.dtypes import dtype_bytes
 from meshwright.introspection.mixing.values import MaskRule
 from meshwright.introspection.structure.tail import Tail
+from meshwright.planning.quantize.format import NF4, stored_shape
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class ParameterPlan:
     """Parameters with the same role: same name but for indices, same shape, same placement on every mesh axis.
 
     Attributes:
+        dtype: dtype at rest, or "nf4" of weights in 4 bits.
         placements: (axis, "Shard(dim)" or "Replicate()") for the axes larger than 1.
         summed: whether the tensor axis's ranks compute partial gradients of them.
     """
@@ -48,6 +51,13 @@ class ParameterPlan:
     trainable: bool
     placements: tuple[tuple[str, str], ...]
     summed: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Bytes at rest of all of them, whole."""
+        if self.dtype == NF4:
+            return self.count * math.prod(stored_shape(self.shape))
+        return self.count * math.prod(self.shape) * dtype_bytes(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -75,6 +85,8 @@ class Unit:
         experts: whether the unit is a rank's share of a stack of experts, gathered over efsdp.
         trainable_behind: elements outside the blocks that backward reaches before them.
         in_float8: those of ``elements`` that are gathered in float8.
+        in_4_bits: those of ``elements`` that rest, and are gathered, in 4 bits.
+        bytes_in_4_bits: bytes of those.
         largest: most elements of one trained parameter on the first rank.
         state_elements: elements of the optimizer's state on the first rank.
         rounded_tensors, rounded_elements: number and elements of the trained parameters with low-bit optimizer state on
@@ -89,14 +101,21 @@ class Unit:
     experts: bool = False
     trainable_behind: int = 0
     in_float8: int = 0
+    in_4_bits: int = 0
+    bytes_in_4_bits: int = 0
     largest: int = 0
     state_elements: int = 0
     rounded_tensors: int = 0
     rounded_elements: int = 0
 
     def gathered_bytes(self, compute: str) -> int:
-        """Count the bytes gathered; elements that are not in float8 are in dtype ``compute``."""
-        return self.in_float8 + (self.elements - self.in_float8) * dtype_bytes(compute)
+        """Count the bytes gathered; elements in neither float8 nor 4 bits are in dtype ``compute``."""
+        others = self.elements - self.in_float8 - self.in_4_bits
+        return self.in_float8 + self.bytes_in_4_bits + others * dtype_bytes(compute)
+
+    def resting_bytes(self, master: str) -> int:
+        """Count the bytes at rest on all ranks that shard the unit; elements not in 4 bits are in dtype ``master``."""
+        return self.bytes_in_4_bits + (self.elements - self.in_4_bits) * dtype_bytes(master)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from meshwright.introspection.structure.router_loss import RouterLogits, RouterL
 from meshwright.models.moe import Router
 
 from .aspects.float8 import converted
+from .aspects.quantize import in_4_bits
 from .aspects.routes import Replay, Routes, noting
 from .problem import Batch, Problem, divisors, labels_of, without_dropout
 
@@ -239,7 +240,7 @@ def build(problem: Problem, *, dropout: bool = False, weights: Weights | None = 
     frozen = [re.compile(pattern) for pattern in problem.techniques.get("freeze", ())]
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and not any(pattern.search(clean(name)) for pattern in frozen))
-    model = converted(model, problem)
+    model = in_4_bits(converted(model, problem), problem)
     return model.eval() if problem.evaluating else model
 
 

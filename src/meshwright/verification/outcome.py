@@ -220,7 +220,7 @@ def reference(
         optimizer.step()
         optimizer.zero_grad()
         one.end_step()
-        _sketch_step(seen, step, problem, named, optimizer)
+        _sketch_step(seen, step, problem, named, dict(_state(named, optimizer)))
         if outcome.is_kept(step, problem.steps):
             outcome.parameters[step] = _copies(named)
     outcome.seen, outcome.products = [seen], seen.products
@@ -233,11 +233,11 @@ def candidate(problem: Problem, layout: Layout, parallelize_fn: Parallelize | No
     optimizer = laid_out.optimizer()
     named = laid_out.parameters()
     outcome, seen = (
-        Outcome(initial=whole_on_first(named, differ=laid_out.is_staged)),
+        Outcome(initial=whole_on_first(laid_out.values(), differ=laid_out.is_staged)),
         Seen(laid_out.place, laid_out.stage, laid_out.tensor_rank),
     )
     seen.summed, seen.unlike = laid_out.summed_elsewhere(), laid_out.inside_unlike()
-    _sketch_initial(seen, named, laid_out.buffers())
+    _sketch_initial(seen, laid_out.values(), laid_out.buffers())
     stacks = stack_paths(*laid_out.models)
     opaque = (*stacks, *seen.unlike)
     noted: list[Routes] = []
@@ -262,9 +262,10 @@ def candidate(problem: Problem, layout: Layout, parallelize_fn: Parallelize | No
             outcome.gradients = whole_on_first(gradients, differ=laid_out.is_staged)
         _sketch_backward(seen, step, problem, laid_out.buffers(), gradients)
         outcome.norms.append(laid_out.step(optimizer))
-        _sketch_step(seen, step, problem, named, optimizer)
+        values = laid_out.values()
+        _sketch_step(seen, step, problem, values, dict(_state(named, optimizer)))
         if outcome.is_kept(step, problem.steps):
-            outcome.parameters[step] = whole_on_first(named, differ=laid_out.is_staged)
+            outcome.parameters[step] = whole_on_first(values, differ=laid_out.is_staged)
     nowhere = {
         path: number
         for numbers in agree.everybody_says(numbers_of_experts(laid_out.models))
@@ -302,11 +303,11 @@ def _sketch_backward(
 
 
 def _sketch_step(
-    seen: Seen, step: int, problem: Problem, named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+    seen: Seen, step: int, problem: Problem, values: Mapping[str, Tensor], state: Mapping[str, Tensor]
 ) -> None:
     if problem.dtype == "float64":
-        seen.sketch("parameter", step, named)
-        seen.sketch("optimizer", step, dict(_state(named, optimizer)))
+        seen.sketch("parameter", step, values)
+        seen.sketch("optimizer", step, state)
 
 
 def _state(named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:

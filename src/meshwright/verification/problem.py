@@ -34,6 +34,8 @@ class BatchFactory(Protocol):
 
 SCALE = 1024.0
 """Loss scale in float16: gradients of the small models that are verified neither vanish nor overflow."""
+OF_WEIGHTS = ("adapters", "freeze", "quantize_frozen")
+"""The techniques that decide which weights a model has, which are trained and to what they are rounded."""
 FLOAT8 = ("float8", "float8_filter")
 """The techniques that decide which products are in float8."""
 GAP = 3
@@ -152,7 +154,7 @@ class Problem:
 
     def of_one_process(self) -> Problem:
         """Return the part that one process computes, which problems that differ only in their layout share."""
-        keys = ("adapters", "freeze", *FLOAT8) if self.rounds_to == "float8" else ("adapters", "freeze")
+        keys = (*OF_WEIGHTS, *FLOAT8) if self.rounds_to == "float8" else OF_WEIGHTS
         kept = {key: self.techniques[key] for key in keys if self.techniques.get(key)}
         return replace(self, techniques=kept, microbatch_rows=0)
 

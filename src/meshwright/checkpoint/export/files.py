@@ -17,6 +17,7 @@ from meshwright.checkpoint.load import open_manifest, read_tensors, verify_files
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.tensor_files import DTYPES, INDEX, SINGLE
 from meshwright.core.dtypes import torch_dtype
+from meshwright.distributed.quantize.nf4 import unpack
 from meshwright.introspection.transformers_private import brings_initialiser
 
 FILE_BYTES = 5_000_000_000
@@ -157,7 +158,7 @@ class _Tensors:
         if any(not part.is_meta for part in parts.values()):
             read_tensors(parts, self.checkpoint)
         for name, tensor in chunk.items():
-            yield from to_file(name, self._cast(name, tensor)).items()
+            yield from to_file(name, self._cast(name, self._plain(name, tensor))).items()
 
     def _empty(self, name: str, device: str) -> Tensor:
         """Allocate a tensor to read into; one that is made of none is zeros already."""
@@ -176,6 +177,12 @@ class _Tensors:
             return dict.fromkeys(keys, tensor)
         sizes = [self.manifest.tensors[key].shape[-2] for key in keys]
         return dict(zip(keys, tensor.split(sizes, -2), strict=True))
+
+    def _plain(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the values of a weight that was saved in 4 bits; any other tensor as it is."""
+        own = self.made_of[name]
+        dtypes = [dtype for one in own if (dtype := self.manifest.in_4_bits.get(one)) is not None]
+        return unpack(tensor, torch_dtype(dtypes[0])) if dtypes else tensor
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
         is_parameter = name in self._parameters

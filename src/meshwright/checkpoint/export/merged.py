@@ -18,6 +18,7 @@ from meshwright.checkpoint.huggingface import Pretrained, named_tensors
 from meshwright.checkpoint.load import open_manifest, read_tensors, verify_files
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.core.dtypes import torch_dtype
+from meshwright.distributed.quantize.nf4 import pack, unpack
 from meshwright.introspection.adapted.model import adapters_of
 from meshwright.introspection.adapted.names import base_name, is_adapter, is_trained_copy
 
@@ -80,7 +81,12 @@ class _Merged:
     def _frozen(self, name: str, like: Tensor) -> Tensor:
         """Read a tensor of the model without adapters: from the checkpoint, or from the base what that left out."""
         own = self._own_names.get(name, name)
-        return self._stored(own, like) if f"model.{own}" in self.manifest.tensors else self._read(name).to(like.dtype)
+        if f"model.{own}" in self.manifest.tensors:
+            return self._stored(own, like)
+        value, rounded_in = self._read(name), self.manifest.in_4_bits.get(own)
+        if rounded_in is not None:  # adapters were trained beside the rounded weight
+            value = unpack(pack(value.to(torch_dtype(rounded_in))), like.dtype)
+        return value.to(like.dtype)
 
     def _merged(self, path: str) -> Tensor:
         """Return the weight of an adapted layer with its adapter added."""
@@ -94,9 +100,9 @@ class _Merged:
 
     def _stored(self, name: str, like: Tensor) -> Tensor:
         entry = self.manifest.tensors[f"model.{name}"]
-        read = torch.empty(tuple(like.shape), dtype=getattr(torch, entry.dtype))
+        read = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
         read_tensors({f"model.{name}": read}, self.checkpoint)
-        return read.to(like.dtype)
+        return unpack(read, like.dtype) if name in self.manifest.in_4_bits else read.to(like.dtype)
 
     @cached_property
     def _read(self) -> Any:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.distributed.quantize.nf4 import QuantizedLinear, gradient_of_input, linear, output_of
 from meshwright.introspection.module_kinds import config_at, is_rounded
 from meshwright.planning.float8.operand_parts import WHOLE, OperandParts
 
@@ -87,6 +88,31 @@ PLAIN, TRANSPOSED = Plain(transposed=False), Plain(transposed=True)
 
 
 @dataclass(frozen=True)
+class In4Bits:
+    """Products with a frozen weight that rests in 4 bits; see ``quantize.nf4``."""
+
+    parts = WHOLE
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return linear(x, weight, bias)
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None, largest: Largest = OWN) -> Tensor:
+        return output_of(x, weight, bias)
+
+    def of_input(self, gradient: Tensor, weight: Tensor, largest: Largest = OWN) -> Tensor:
+        return gradient_of_input(gradient, weight)
+
+    def of_weight(self, gradient: Tensor, x: Tensor, largest: Largest = OWN) -> Tensor:
+        raise NotImplementedError("a weight in 4 bits is frozen, so that nothing asks for its gradient")
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        raise NotImplementedError("a weight in 4 bits has no view as a matrix: call output or of_input")
+
+
+IN_4_BITS = In4Bits()
+
+
+@dataclass(frozen=True)
 class Float8:
     """Products in float8, as torchao's Float8Linear computes them (arXiv 2209.05433).
 
@@ -155,6 +181,8 @@ def products_of(module: nn.Module, transposed: bool = False, parts: OperandParts
     """
     if (config := config_at(module)) is not None:
         return Float8(config, torchao_private.kernels_of(module), parts if _has_one_scale(config) else WHOLE)
+    if isinstance(module, QuantizedLinear):
+        return IN_4_BITS
     return TRANSPOSED if transposed else PLAIN
 
 

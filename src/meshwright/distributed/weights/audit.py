@@ -19,6 +19,7 @@ from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.module_kinds import config_at
 from meshwright.planning.experts.plan import ExpertPlan
 from meshwright.planning.plan import Plan
+from meshwright.planning.quantize.format import STORED, stored_shape
 
 from .describe import placement_of
 
@@ -73,26 +74,26 @@ def _refuse(what: str, problems: list[str]) -> None:
 
 
 def _structure(found: dict[str, nn.Parameter], facts: ModelFacts, plan: Plan):
-    frozen = set(plan.frozen)
+    frozen, packed = set(plan.frozen), plan.quantize.weights if plan.quantize is not None else ()
     planned = {(p.pattern, p.shape): p for p in plan.parameters}
     for fact in facts.parameters:
         parameter = found.get(fact.name)
         if parameter is None:
             yield f"{fact.name} is gone"
             continue
-        if tuple(parameter.shape) != fact.shape:
-            yield f"{fact.name} has shape {tuple(parameter.shape)} instead of {fact.shape}"
+        request = planned.get((fact.name, fact.shape)) or planned.get((pattern(fact.name), fact.shape))
+        is_packed = fact.name in packed
+        shape = stored_shape(fact.shape) if is_packed else fact.shape
+        if tuple(parameter.shape) != shape:
+            yield f"{fact.name} has shape {tuple(parameter.shape)} instead of {shape}"
         if parameter.is_meta or (isinstance(parameter, DTensor) and parameter.to_local().is_meta):
             yield f"{fact.name} was never given values"
-        request = planned.get((fact.name, fact.shape)) or planned.get((pattern(fact.name), fact.shape))
         place = placement_of(parameter, plan)
         if request is not None and place != request.placements:
             yield f"{fact.name} is placed {dict(place)}, and the plan says {dict(request.placements)}"
-        if request is not None and str(parameter.dtype) != f"torch.{request.dtype}":
-            yield (
-                f"{fact.name} is kept in {str(parameter.dtype).removeprefix('torch.')}, and the plan says"
-                f" {request.dtype}"
-            )
+        dtype = request and (STORED if is_packed else plan.precision.master)
+        if dtype is not None and str(parameter.dtype) != f"torch.{dtype}":
+            yield f"{fact.name} is kept in {str(parameter.dtype).removeprefix('torch.')}, and the plan says {dtype}"
         if parameter.requires_grad == (fact.name in frozen):
             yield f"{fact.name} is {'trained' if parameter.requires_grad else 'frozen'}, which is not what was planned"
         for alias in fact.aliases:

@@ -30,6 +30,7 @@ from meshwright.introspection.constructor.steps import ConstructorSteps, Step, V
 from meshwright.introspection.source import builder_of
 from meshwright.introspection.transformers_private import brings_initialiser, build_again
 
+from .destinations import Destinations
 from .drawing import draw_rows
 from .shards import pieces, seed_of
 
@@ -98,6 +99,7 @@ class _Part:
         held = {clean(raw): tensor for raw, tensor in (*module.named_parameters(), *module.named_buffers())}
         wanted = held if self.only is None else {name for name in held if self.full_name(name) in self.only}
         self.tensors = {name: tensor for name, tensor in held.items() if name in wanted}
+        self.destinations = Destinations(module)
 
     def check(self, recording: ConstructorSteps) -> None:
         """Raise UnsupportedError for a module with parameters that the constructor did not create."""
@@ -113,8 +115,9 @@ class _Part:
         return f"{self.path}.{name}" if self.path and name else self.path or name
 
     def write(self, name: str, value: Tensor) -> None:
-        for piece in pieces(self.tensors[name]):
-            piece.local.copy_(value[piece.slices])
+        with self.destinations.opened(self.tensors[name]) as tensor:
+            for piece in pieces(tensor):
+                piece.local.copy_(value[piece.slices])
         self.written.add(self.full_name(name))
 
     def take(self, twin: nn.Module) -> None:
@@ -221,11 +224,12 @@ def _in_blocks(
     if fill is None or any(view != fill for view in views.values()):
         return False
     for name, view in views.items():
-        for piece in pieces(part.tensors[name]):
-            if steps[0].draws:
-                draw_rows(piece.local, piece.offset, view.size, steps[0].onto, seed, first, draw_on, view.dtype)
-            else:
-                steps[0].onto(piece.local, None)
+        with part.destinations.opened(part.tensors[name]) as tensor:
+            for piece in pieces(tensor):
+                if steps[0].draws:
+                    draw_rows(piece.local, piece.offset, view.size, steps[0].onto, seed, first, draw_on, view.dtype)
+                else:
+                    steps[0].onto(piece.local, None)
         part.written.add(part.full_name(name))
     return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,7 +22,9 @@ from meshwright.introspection.module_kinds import config_at
 from meshwright.planning import shares
 from meshwright.planning.explain import columns
 from meshwright.planning.plan import Plan
+from meshwright.planning.quantize.format import NF4
 
+from .destinations import Destinations
 from .shards import SHARDS
 
 FLATTENED = tuple(axis.value for axis in shares.SHARDS)
@@ -58,17 +61,20 @@ def describe(models: Sequence[nn.Module], plan: Plan) -> str:
     A row holds parameters whose names differ only in the block: count, shape, dtype at rest, placement, device, bytes.
     """
     groups: dict[tuple[str, ...], list[int]] = {}
+    destinations = Destinations(*models)
     for name, parameter in (named for model in models for named in model.named_parameters()):
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         key = (
             pattern(clean(name)) + ("" if parameter.requires_grad else " (frozen)"),
-            "×".join(map(str, parameter.shape)) or "scalar",
-            str(parameter.dtype).removeprefix("torch."),
+            "×".join(map(str, destinations.shape_of(parameter))) or "scalar",
+            NF4 if destinations.is_packed(parameter) else str(parameter.dtype).removeprefix("torch."),
             ", ".join(f"{axis}: {where}" for axis, where in placement_of(parameter, plan)) or "whole",
             str(local.device),
         )
         group = groups.setdefault(key, [0, 0, 0])
-        for i, more in enumerate((1, parameter.numel(), local.numel() * local.element_size())):
+        for i, more in enumerate(
+            (1, math.prod(destinations.shape_of(parameter)), local.numel() * local.element_size())
+        ):
             group[i] += more
     rows = [
         (name, str(count), shape, dtype, place, device, bytes_text(size))

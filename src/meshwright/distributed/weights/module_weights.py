@@ -22,6 +22,7 @@ from meshwright.core.names import clean, owner
 from meshwright.core.torch_private import resetting
 from meshwright.introspection.source import builder_of
 
+from .destinations import Destinations
 from .shards import pieces, seed_of
 
 
@@ -68,7 +69,8 @@ def initialise_by_modules(
 
 def _run(module: nn.Module, reset: Callable[[], object], seed: int) -> set[int]:
     """Run one initialiser and copy the elements that it set; return the ids of the tensors that it set completely."""
-    with _stand_ins(module) as pairs:
+    destinations = Destinations(module)
+    with _stand_ins(module, destinations) as pairs:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(seed)
             reset()
@@ -78,16 +80,17 @@ def _run(module: nn.Module, reset: Callable[[], object], seed: int) -> set[int]:
         untouched = _untouched(value)
         if untouched.all():
             continue
-        for piece in pieces(tensor):
-            local, cut = piece.local, piece.slices
-            local.copy_(torch.where(untouched[cut].to(local.device), local, value[cut].to(local)))
+        with destinations.opened(tensor) as destination:
+            for piece in pieces(destination):
+                local, cut = piece.local, piece.slices
+                local.copy_(torch.where(untouched[cut].to(local.device), local, value[cut].to(local)))
         if not untouched.any():
             whole.add(id(tensor))
     return whole
 
 
 @contextmanager
-def _stand_ins(module: nn.Module) -> Iterator[list[tuple[Tensor, Callable[[], Tensor]]]]:
+def _stand_ins(module: nn.Module, destinations: Destinations) -> Iterator[list[tuple[Tensor, Callable[[], Tensor]]]]:
     """Replace all parameters and buffers inside by unwritten CPU tensors; restore them on exit.
 
     Yields pairs of an original and a function that returns its stand-in.
@@ -102,7 +105,8 @@ def _stand_ins(module: nn.Module) -> Iterator[list[tuple[Tensor, Callable[[], Te
                 if tensor is None:
                     continue
                 if id(tensor) not in made:
-                    blank = torch.full(tensor.shape, _blank(tensor.dtype), dtype=tensor.dtype, device="cpu")
+                    shape, dtype = destinations.shape_of(tensor), destinations.dtype_of(tensor)
+                    blank = torch.full(shape, _blank(dtype), dtype=dtype, device="cpu")
                     made[id(tensor)] = nn.Parameter(blank, tensor.requires_grad) if held is part._parameters else blank
                     pairs.append((tensor, lambda held=held, name=name: held[name]))
                 held[name] = made[id(tensor)]

@@ -22,6 +22,7 @@ from meshwright.core.names import clean
 from meshwright.introspection.adapted.names import base_name, is_adapter
 
 from .constructed import write_constructed
+from .destinations import Destinations
 from .drawing import draw_rows
 from .module_weights import initialise_by_modules
 from .shards import apply_to_tensors, pieces
@@ -94,6 +95,7 @@ def write_by_law(model: nn.Module, seed: int, draw_on: str | None = None) -> set
     The law knows parameters by their names without adapters, and adapters not at all.
     """
     written = initialise_by_modules(model, seed, buffers_only=True)  # the law covers parameters only
+    destinations = Destinations(model)
     for raw, parameter in model.named_parameters():
         if is_adapter(full := clean(raw)):
             continue
@@ -103,11 +105,12 @@ def write_by_law(model: nn.Module, seed: int, draw_on: str | None = None) -> set
             raise ConfigError(
                 f"weight_law({name!r}) of {type(model).__name__} says {kind!r}: legal are 'normal' and 'constant'"
             )
-        for piece in pieces(parameter):
-            if kind == "constant":
-                piece.local.fill_(value)
-            else:
-                shape, drawn = tuple(parameter.shape), partial(_normal, std=value)
-                draw_rows(piece.local, piece.offset, shape, drawn, seed, name, draw_on)
+        with destinations.opened(parameter) as tensor:
+            for piece in pieces(tensor):
+                if kind == "constant":
+                    piece.local.fill_(value)
+                else:
+                    shape, drawn = tuple(tensor.shape), partial(_normal, std=value)
+                    draw_rows(piece.local, piece.offset, shape, drawn, seed, name, draw_on)
         written.add(full)
     return written

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from meshwright.core.names import owner
 from meshwright.core.parts import mixes_copies
@@ -10,10 +11,34 @@ from meshwright.introspection.facts import ModelFacts, ParameterFact
 from meshwright.planning.experts.plan import ExpertPlan
 from meshwright.planning.float8.plan import Float8Plan
 from meshwright.planning.optimizer.plan import OptimizerPlan
+from meshwright.planning.quantize.format import stored_shape
+from meshwright.planning.quantize.plan import QuantizePlan
 from meshwright.planning.tensor.plan import TensorPlan
 from meshwright.planning.values import Unit
 
 FULL = OptimizerPlan()
+
+
+@dataclass(frozen=True)
+class Narrow:
+    """The names of weights that take fewer bits than their dtype.
+
+    Attributes:
+        in_float8: those gathered in float8.
+        in_4_bits: those that rest, and are gathered, in 4 bits.
+    """
+
+    in_float8: frozenset[str] = frozenset()
+    in_4_bits: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, float8: Float8Plan | None, quantize: QuantizePlan | None = None) -> Narrow:
+        return cls(
+            frozenset() if float8 is None else float8.gathered, frozenset() if quantize is None else quantize.weights
+        )
+
+
+NONE = Narrow()
 
 
 def units_of(
@@ -22,7 +47,7 @@ def units_of(
     reshard: bool | int,
     tensor: TensorPlan | None,
     experts: ExpertPlan | None = None,
-    float8: Float8Plan | None = None,
+    narrow: Narrow = NONE,
     optimizer: OptimizerPlan = FULL,
 ) -> tuple[Unit, ...]:
     """List the communication units in forward order; the root ("") is first, gathered first, and stays gathered."""
@@ -33,7 +58,7 @@ def units_of(
         flows = flows or any(p.trainable for p in facts.of_unit(block))
         keeps = block == facts.blocks[-1] or reshard is False  # the last block is needed at once in backward
         frees = False if keeps else reshard
-        units.append(make_unit(facts, block, shards, frees, flows and not keeps, tensor, experts, float8, optimizer))
+        units.append(make_unit(facts, block, shards, frees, flows and not keeps, tensor, experts, narrow, optimizer))
         if experts is not None and (inside := experts.only((block,))) is not None:
             frees, gathers = not keeps and bool(reshard), flows and not keeps
             units += [_stack_unit(facts, stack.path, frees, gathers, experts, optimizer) for stack in inside.stacks]
@@ -48,18 +73,22 @@ def make_unit(
     gathers: bool,
     tensor: TensorPlan | None,
     experts: ExpertPlan | None = None,
-    float8: Float8Plan | None = None,
+    narrow: Narrow = NONE,
     optimizer: OptimizerPlan = FULL,
 ) -> Unit:
     parameters = [p for p in facts.of_unit(name) if experts is None or not experts.has(p.name)]
     total = sum(_padded(p, shards, tensor) for p in parameters)
     trained = sum(_padded(p, shards, tensor) for p in parameters if p.trainable)
     behind = 0 if name else sum(_padded(p, shards, tensor) for p in _behind_blocks(facts) if p.trainable)
-    weights = float8.gathered if float8 is not None and shards > 1 else ()
-    rounded = sum(_padded(p, shards, tensor) for p in parameters if p.name in weights)
+    rounded = sum(_padded(p, shards, tensor) for p in parameters if p.name in narrow.in_float8 and shards > 1)
+    packed = [p for p in parameters if p.name in narrow.in_4_bits]
+    in_4_bits = sum(_padded(p, shards, tensor) for p in packed)
+    stored = sum(shards * math.prod(stored_shape(_local_shape(p, shards, tensor))) for p in packed)
     trains = [p for p in parameters if p.trainable]
     sizes = [(_local_shape(p, shards, tensor), _mixes_copies(p, tensor), p) for p in trains]
-    return Unit(name, total, trained, reshard, gathers, False, behind, rounded, *_states(sizes, optimizer))
+    return Unit(
+        name, total, trained, reshard, gathers, False, behind, rounded, in_4_bits, stored, *_states(sizes, optimizer)
+    )
 
 
 def _mixes_copies(p: ParameterFact, tensor: TensorPlan | None) -> bool:
@@ -96,7 +125,7 @@ def _stack_unit(
     trained = [(experts.padded(p.shape), p) for p in parameters if p.trainable]
     states = _states([((size // experts.shards,), False, p) for size, p in trained], optimizer)
     total = sum(experts.padded(p.shape) for p in parameters)
-    return Unit(path, total, sum(size for size, _ in trained), reshard, gathers, True, 0, 0, *states)
+    return Unit(path, total, sum(size for size, _ in trained), reshard, gathers, True, 0, 0, 0, 0, *states)
 
 
 def _padded(p: ParameterFact, shards: int, tensor: TensorPlan | None) -> int:

@@ -11,8 +11,9 @@ from torch import nn
 
 from meshwright.core.devices import CUDA
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.core.names import clean, is_within, matching, owner, pattern
+from meshwright.core.names import is_within, matching, pattern
 from meshwright.introspection.facts import ModelFacts
+from meshwright.introspection.roles.linears import linears_of_blocks, routers_among
 from meshwright.introspection.structure.experts import find_stacks
 from meshwright.planning.techniques import Techniques
 from meshwright.planning.tensor.plan import TensorPlan
@@ -74,11 +75,11 @@ def make_float8_plan(
         raise UnsupportedError(
             f"techniques.float8 = {requested.float8}: the model itself ({facts.kind}) is not at hand"
         )
-    linears = _linears_of_blocks(facts.module, facts.blocks)
+    linears = linears_of_blocks(facts.module, facts.blocks)
     filtered = matching(
         requested.float8_filter, list(linears), "techniques.float8_filter", "linear layer of its blocks"
     )
-    routers = set(_routers(facts.module, linears))
+    routers = set(routers_among(facts.module, linears))
     reasons = {
         path: "by techniques.float8_filter"
         if path in filtered
@@ -120,22 +121,6 @@ def check_parts(plan: Float8Plan | None, tensor: TensorPlan | None, facts: Model
             f"techniques.float8 = {plan.recipe}: of some layers a rank of layout.tp = {tensor.ranks} has a part that"
             f" does not divide by"
             f" {MULTIPLE}: {layers}. Leave them out (techniques.float8_filter = [{request}]), or lower layout.tp."
-        )
-
-
-def _linears_of_blocks(model: nn.Module, blocks: tuple[str, ...]) -> dict[str, nn.Linear]:
-    named = {clean(raw): module for raw, module in model.named_modules() if isinstance(module, nn.Linear)}
-    return {path: module for path, module in named.items() if any(is_within(path, block) for block in blocks)}
-
-
-def _routers(model: nn.Module, linears: dict[str, nn.Linear]) -> Iterator[str]:
-    """Yield layers beside a stack, an output per expert, alone in their module (shared experts are several)."""
-    for stack in find_stacks(model).values():
-        beside = owner(stack.path)
-        place = {path: path.removeprefix(f"{beside}.").partition(".")[0] for path in linears if is_within(path, beside)}
-        alone = Counter(place.values())
-        yield from (
-            path for path, child in place.items() if alone[child] == 1 and linears[path].out_features == stack.experts
         )
 
 

@@ -103,17 +103,17 @@ def plan_memory(
 def _memory(plan: Plan, stages: Sequence[tuple[Unit, ...]], microbatches: int, states: int | None, rank: int) -> Memory:
     dtypes, master = plan.precision, dtype_bytes(plan.precision.master)
     units = [unit for stage in stages for unit in stage]
-    held = sum(unit.elements // _shards(plan, unit) for unit in units)
+    held = sum(unit.resting_bytes(plan.precision.master) // _shards(plan, unit) for unit in units)
     trained = sum(unit.trainable_elements // _shards(plan, unit) for unit in units)
     optimizer = _optimizer(plan.optimizer, units, trained, states, master)
     if plan.data.technique != "fully_shard":
         gradients = (trained + _beside_buckets(plan, trained, microbatches)) * master
         kept = trained * master if plan.data.technique == "ddp" else 0
-        return Memory(held * master, 0, trained * master, gradients, 0, *optimizer, kept, pipeline_rank=rank)
+        return Memory(held, 0, trained * master, gradients, 0, *optimizer, kept, pipeline_rank=rank)
     rooms = [_Room.of(plan, stage) for stage in stages]
     reducing = max((unit.trainable_elements for unit in units), default=0) * dtype_bytes(dtypes.reduce)
     return Memory(
-        parameters=held * master,
+        parameters=held,
         gathered=_gathered(plan, rooms),
         gradients=trained * master,
         gradients_at_peak=max(trained * master, *_gradients(plan, rooms, microbatches)),

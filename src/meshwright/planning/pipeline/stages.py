@@ -43,6 +43,7 @@ def plan_of_stage(plan: Plan, stage: int) -> Plan:
         checkpointed=here(plan.checkpointed),
         compiled=here(plan.compiled),
         float8=None if plan.float8 is None else plan.float8.only(blocks),
+        quantize=None if plan.quantize is None else plan.quantize.only(blocks),
         tensor=None if plan.tensor is None else _tensor_plan_of(plan.tensor, pipeline, stage),
         loss=plan.loss if stage == len(pipeline.stages) - 1 else None,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -15,7 +15,7 @@ from meshwright.introspection.structure.experts import find_stacks
 from meshwright.planning.layout import Layout
 from meshwright.planning.pipeline.plan import PipelinePlan
 from meshwright.planning.plan import Plan
-from meshwright.planning.values import Batch
+from meshwright.planning.values import Batch, Unit
 from meshwright.simulation.hardware.links import Machines
 from meshwright.simulation.workload.architecture import (
     Architecture,
@@ -162,8 +162,9 @@ def execution_of(plan: Plan) -> Execution:
         cuts=() if schedule is None else _cuts(schedule),
         reduces_each=data.sync_grad_accum is True,
         gathers_each=not (data.gathers_per_step or keeps_gathered),
-        trained=_trained(plan),
-        weight_bytes=master,
+        trained=_for_each_element(plan, lambda unit: unit.trainable_elements) if plan.units else 1.0,
+        weight_bytes=_for_each_element(plan, lambda unit: unit.resting_bytes(precision.master)),
+        gather_bytes=_for_each_element(plan, lambda unit: unit.gathered_bytes(precision.compute), blocks=True),
     )
 
 
@@ -187,10 +188,12 @@ def _optimizer_bytes(plan: Plan, master: int) -> float:
     return tensors * {"full": float(master), "8bit": 1.02, "4bit": 0.53}[optimizer.state]
 
 
-def _trained(plan: Plan) -> float:
+def _for_each_element(plan: Plan, count: Callable[[Unit], int], *, blocks: bool = False) -> float:
+    """Return the sum of ``count`` over the units, or those of ``blocks``, for each of their elements; 0 without any."""
     units = plan.units if plan.pipeline is None else [unit for stage in plan.stage_units for unit in stage]
-    elements = sum(unit.elements for unit in units)
-    return sum(unit.trainable_elements for unit in units) / elements if elements else 1.0
+    counted = [(count(unit), unit.elements) for unit in units if unit.name or not blocks]
+    elements = sum(size for _, size in counted)
+    return sum(found for found, _ in counted) / elements if elements else 0.0
 
 
 def with_saved(architecture: Architecture, saved: Sequence[SavedByBlock], job: Job) -> Architecture:

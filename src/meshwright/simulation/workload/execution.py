@@ -83,7 +83,8 @@ class Execution:
         buffers_bytes: buffers of messages that the system allocates once.
         reserved: fraction by which the allocator's reserve exceeds what is allocated.
         trained: fraction of the elements that are trained (adapters).
-        weight_bytes: bytes of a frozen weight, 0 as ``compute_bytes``.
+        weight_bytes: bytes of a weight at rest where some are frozen, the mean of all; 0: as ``compute_bytes``.
+        gather_bytes: bytes of a block's element as it is gathered, the mean of all; 0: as ``compute_bytes``.
     """
 
     products: str = "bfloat16"
@@ -125,6 +126,11 @@ class Execution:
     reserved: float = 0.03
     trained: float = 1.0
     weight_bytes: float = 0.0
+    gather_bytes: float = 0.0
+
+    @property
+    def gathered_element(self) -> float:
+        return self.gather_bytes or self.compute_bytes
 
     @property
     def copies_of_logits(self) -> float:

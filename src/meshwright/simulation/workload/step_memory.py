@@ -113,7 +113,8 @@ def least_memory(job: Job) -> float:
     run, layout, model = job.execution, job.layout, job.architecture
     dense = model.dense_elements / layout.tp / job.owners
     experts = model.expert_elements / layout.ep / job.expert_owners
-    each = run.master_bytes + (run.gradient_bytes + run.optimizer_bytes) * run.trained
+    resting = run.master_bytes if run.trained == 1.0 else run.weight_bytes or run.compute_bytes
+    each = resting + (run.gradient_bytes + run.optimizer_bytes) * run.trained
     return (dense + experts) / layout.pp * each + job.machines.device.context_bytes
 
 
@@ -213,10 +214,11 @@ def _gathered(job: Job, part: BlocksPart) -> float:
         return 0.0
     head = job.architecture.head_elements / layout.tp
     if not run.gathers_each:  # everything stays gathered from its first forward on
-        return (part.dense / layout.tp + part.experts / layout.ep + head) * run.compute_bytes
+        return (part.dense / layout.tp + part.experts / layout.ep) * run.gathered_element + head * run.compute_bytes
     largest = part.largest_dense / layout.tp + part.largest_experts / layout.ep
     # the block that computes and the one behind it, gathered; gradients of one, whole, and its reduction
-    return (2 * largest + head) * run.compute_bytes + largest * (run.compute_bytes + run.reduce_bytes)
+    gradients = largest * run.trained * (run.compute_bytes + run.reduce_bytes)
+    return 2 * largest * run.gathered_element + head * run.compute_bytes + gradients
 
 
 def block_activations(block: BlockShape, job: Job) -> float:

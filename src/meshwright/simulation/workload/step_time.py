@@ -237,14 +237,15 @@ def _block_messages(block: BlockShape, job: Job) -> tuple[float, float]:
     """Return the seconds in which a block's parameters are gathered, and its gradients reduced."""
     run, layout, machines = job.execution, job.layout, job.machines
     dense = block.dense_elements / layout.tp
-    gathers = gather_s(dense * run.compute_bytes, job.owner_group, machines)
-    reduces = gather_s(dense * run.reduce_bytes, job.owner_group, machines)
+    reduced = run.reduce_bytes * run.trained
+    gathers = gather_s(dense * run.gathered_element, job.owner_group, machines)
+    reduces = gather_s(dense * reduced, job.owner_group, machines)
     if job.replica_group.size > 1:
-        reduces += reduce_s(dense * run.reduce_bytes / job.owners, job.replica_group, machines)
+        reduces += reduce_s(dense * reduced / job.owners, job.replica_group, machines)
     if block.experts:
         own, group = block.experts.elements / layout.ep, job.expert_replicas
-        gathers += gather_s(own * run.compute_bytes, group, machines)
-        reduces += gather_s(own * run.reduce_bytes, group, machines)
+        gathers += gather_s(own * run.gathered_element, group, machines)
+        reduces += gather_s(own * reduced, group, machines)
     return gathers, reduces
 
 

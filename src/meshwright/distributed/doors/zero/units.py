@@ -12,7 +12,7 @@ from meshwright.core.names import clean, is_within, owner
 from meshwright.introspection.facts import ModelFacts
 from meshwright.planning.collectives import step_collectives
 from meshwright.planning.context.collectives import context_collectives
-from meshwright.planning.data.units import trained_cuts, units_of
+from meshwright.planning.data.units import Narrow, trained_cuts, units_of
 from meshwright.planning.float8.messages import scales_of_gathered
 from meshwright.planning.plan import Plan
 
@@ -42,7 +42,9 @@ def with_units(model: nn.Module, facts: ModelFacts, plan: Plan, options: ZeroOpt
     facts = replace(facts, blocks=chosen)
     reshard = options.stage in (0, 3)
     shares = plan.shares
-    units = units_of(facts, shares.shards, reshard, None, float8=plan.float8, optimizer=plan.optimizer)
+    units = units_of(
+        facts, shares.shards, reshard, None, narrow=Narrow.of(plan.float8, plan.quantize), optimizer=plan.optimizer
+    )
     scales = tuple(scales_of_gathered(plan.float8, None, shares.shards))
     of_rows = () if plan.context is None else context_collectives(facts, plan.context, plan.precision, {})
     moved = step_collectives(shares, units, plan.data, plan.precision, (*scales, *of_rows), trained_cuts(facts, None))

@@ -1,0 +1,1 @@
+"""Hold frozen weights in 4 bits, and compute with them."""

@@ -1,0 +1,143 @@
+"""Store weights in 4 bits, as NF4, and compute a linear layer with them (QLoRA, arXiv 2305.14314).
+
+A row is cut into blocks of 64 weights. A block is stored as 36 bytes: 32 of codes, two each (the first in the upper
+half of the byte), and the float32 scale, the largest magnitude in the block. A code stands for one of 16 quantiles of a
+normal distribution, scaled to [-1, 1]. Codes and scales are those of the library bitsandbytes with blocks of 64; there
+a weight's codes and its scales are two tensors. In one tensor, rows are sharded by any axis and columns are cut
+between blocks as those of a plain weight are, and one message gathers both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.core.errors import IntegrityError
+from meshwright.planning.quantize.format import BLOCK, BLOCK_BYTES
+
+CODES = BLOCK // 2
+"""Bytes of codes in a block."""
+LEVELS = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+"""The values of the 16 codes (appendix E of the paper)."""
+CHUNK = 2**22
+"""Number of weights that are rounded at a time: rounding takes some 20 bytes each."""
+
+
+@torch.no_grad()
+def pack(weight: Tensor) -> Tensor:
+    """Round a weight to its nearest codes.
+
+    Args:
+        weight: (rows, columns), floating-point; columns are a multiple of 64.
+
+    Returns:
+        (rows, columns / 64 · 36) uint8.
+    """
+    rows, columns = weight.shape
+    packed = torch.empty((rows, columns // BLOCK * BLOCK_BYTES), dtype=torch.uint8, device=weight.device)
+    step = max(1, CHUNK // max(columns, 1))
+    for start in range(0, rows, step):
+        some = slice(start, start + step)
+        packed[some] = _packed(weight[some].float()).flatten(1)
+    return packed
+
+
+def _packed(weight: Tensor) -> Tensor:
+    """Return (rows, blocks, BLOCK_BYTES) of a float32 weight."""
+    blocks = weight.unflatten(1, (-1, BLOCK))  # (rows, blocks, BLOCK)
+    scales = blocks.abs().amax(-1, keepdim=True)
+    levels = torch.tensor(LEVELS, device=weight.device)
+    # a weight half-way between two levels gets the lower one
+    codes = torch.bucketize(blocks / torch.where(scales == 0, 1, scales), (levels[1:] + levels[:-1]) / 2)
+    pairs = codes.to(torch.uint8).unflatten(-1, (CODES, 2))
+    return torch.cat([pairs[..., 0] << 4 | pairs[..., 1], scales.contiguous().view(torch.uint8)], dim=-1)
+
+
+def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the weight (rows, columns) that ``pack`` stored, computed in float32 and cast to ``dtype``.
+
+    Raises:
+        IntegrityError: the tensor holds no bytes, because something cast it.
+    """
+    if packed.dtype != torch.uint8:
+        raise IntegrityError(
+            f"a weight in 4 bits is stored as uint8, and was cast to {str(packed.dtype).removeprefix('torch.')} before"
+            f" a forward: keep frozen weights out of casts (torch's fully_shard casts them before torch 2.13)"
+        )
+    blocks = packed.unflatten(1, (-1, BLOCK_BYTES))
+    scales = blocks[..., CODES:].contiguous().view(torch.float32)  # (rows, blocks, 1)
+    pairs = F.embedding(blocks[..., :CODES].int(), _pairs(packed.device))  # (rows, blocks, CODES, 2)
+    return (pairs.flatten(-2) * scales).flatten(1).to(dtype)
+
+
+def _pairs(device: torch.device) -> Tensor:
+    """Return the two weights of each byte, (256, 2) float32."""
+    levels = torch.tensor(LEVELS, device=device)
+    return torch.stack([levels.repeat_interleave(len(LEVELS)), levels.repeat(len(LEVELS))], dim=1)
+
+
+@dataclass(frozen=True)
+class PlainDtype:
+    """The dtype that a layer's weight had before it was rounded, as the layer's record has it."""
+
+    dtype: torch.dtype
+
+
+class QuantizedLinear(nn.Linear):
+    """A linear layer with a frozen weight in 4 bits; ``weight`` holds its bytes."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias)
+
+
+def linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute a linear layer, differentiable in ``x`` and ``bias``.
+
+    The weight is unpacked for each product, in the dtype of ``x``. Only its bytes are saved for the backward, so one
+    weight at a time is plain.
+    """
+    return _Linear.apply(x, packed, bias)
+
+
+def output_of(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the output (..., out) of the input (..., in), without recording a graph."""
+    return F.linear(x, unpack(packed, x.dtype), bias)
+
+
+def gradient_of_input(gradient: Tensor, packed: Tensor) -> Tensor:
+    """Return the input's gradient (..., in) of the output's (..., out)."""
+    return gradient @ unpack(packed, gradient.dtype)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(packed)
+        return output_of(x, packed, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor):
+        (gradient,), (packed,) = grad_outputs, ctx.saved_tensors
+        grad_x = gradient_of_input(gradient, packed) if ctx.needs_input_grad[0] else None
+        return grad_x, None, gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None

@@ -1,0 +1,48 @@
+"""Hold the weights of frozen linear layers in 4 bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from meshwright.core.errors import ConfigError
+from meshwright.core.record import note, remember
+from meshwright.planning.plan import Plan
+from meshwright.planning.quantize.format import stored_shape
+
+from .nf4 import PlainDtype, QuantizedLinear, pack
+
+
+def apply(model: nn.Module, plan: Plan) -> nn.Module:
+    """Round the planned weights in place; modules, names and hooks stay as they are.
+
+    Weights on meta become bytes on meta, which ``weights.destinations`` packs when their values are written.
+
+    Raises:
+        ConfigError: another technique has replaced a layer's forward, which this technique would not see.
+    """
+    assert plan.quantize is not None
+    for path in plan.quantize.modules:
+        linear = model.get_submodule(path)
+        if "forward" in vars(linear):
+            raise ConfigError(
+                f"{path} has a forward that was put there from outside, and it would compute with the bytes of a weight"
+                f" in 4 bits. Apply quantize_frozen first."
+            )
+        hold_packed(linear)
+    remember(model, plan.quantize)
+    return model
+
+
+def hold_packed(linear: nn.Module) -> None:
+    """Round one layer's weight, in place; its bias and class but for the forward stay."""
+    weight = linear.get_parameter("weight").detach()
+    packed = (
+        torch.empty(stored_shape((weight.shape[0], weight.shape[1])), dtype=torch.uint8, device="meta")
+        if weight.is_meta
+        else pack(weight)
+    )
+    linear.__class__ = QuantizedLinear
+    remember(linear, PlainDtype(weight.dtype))
+    linear._parameters["weight"] = nn.Parameter(packed, requires_grad=False)
+    note(linear, "weight in 4 bits (nf4)")

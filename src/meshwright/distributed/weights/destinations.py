@@ -1,0 +1,65 @@
+"""Write and read the values of parameters, also of those that rest in 4 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.core.record import recall
+from meshwright.distributed.quantize.nf4 import PlainDtype, pack, unpack
+from meshwright.distributed.torch_private import DTensorSpec, TensorMeta, local_part
+from meshwright.planning.quantize.format import plain_shape
+
+
+class Destinations:
+    """The tensors of models as writers of values see them: weights that rest in 4 bits are plain ones.
+
+    Only one of those exists in its plain form at a time, and only this rank's shard of it.
+    """
+
+    def __init__(self, *models: nn.Module):
+        found = ((module, recall(module, PlainDtype)) for model in models for module in model.modules())
+        self._plain = {id(layer._parameters["weight"]): plain.dtype for layer, plain in found if plain is not None}
+
+    def is_packed(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._plain
+
+    def shape_of(self, tensor: Tensor) -> tuple[int, ...]:
+        """Return the shape of the whole tensor's values."""
+        if not self.is_packed(tensor):
+            return tuple(tensor.shape)
+        return plain_shape(tensor.shape)
+
+    def dtype_of(self, tensor: Tensor) -> torch.dtype:
+        """Return the dtype of the tensor's values."""
+        return self._plain.get(id(tensor), tensor.dtype)
+
+    @contextmanager
+    def opened(self, tensor: Tensor) -> Iterator[Tensor]:
+        """Yield the tensor to write values into, placed as ``tensor`` is; packed on exit, unless the body raises."""
+        if not self.is_packed(tensor):
+            yield tensor
+            return
+        bytes_here = local_part(tensor)
+        values = torch.empty(plain_shape(bytes_here.shape), dtype=self._plain[id(tensor)], device=bytes_here.device)
+        yield self._placed_as(tensor, values)
+        with torch.no_grad():
+            bytes_here.copy_(pack(values))
+
+    def values_of(self, tensor: Tensor) -> Tensor:
+        """Return a tensor's values, placed as the tensor is; the tensor itself if it does not rest in 4 bits."""
+        if not self.is_packed(tensor):
+            return tensor
+        return self._placed_as(tensor, unpack(local_part(tensor).detach(), self.dtype_of(tensor)))
+
+    def _placed_as(self, tensor: Tensor, values: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return values
+        shape = torch.Size(self.shape_of(tensor))
+        meta = TensorMeta(shape, (shape[1], 1), values.dtype)
+        spec = DTensorSpec(tensor.device_mesh, tensor.placements, tensor_meta=meta)
+        return type(tensor)(values, spec, requires_grad=False)

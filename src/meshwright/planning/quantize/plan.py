@@ -1,0 +1,142 @@
+"""Decide which frozen linear layers hold their weights in 4 bits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.names import is_within, pattern
+from meshwright.core.parts import is_plain
+from meshwright.introspection.facts import ModelFacts
+from meshwright.introspection.roles.linears import linears_of_blocks, routers_among
+from meshwright.introspection.structure.experts import find_stacks
+from meshwright.planning.float8.plan import Float8Plan, check_parts, make_float8_plan
+from meshwright.planning.techniques import Techniques
+from meshwright.planning.tensor.plan import TensorPlan
+
+from .format import BLOCK
+
+
+@dataclass(frozen=True)
+class QuantizePlan:
+    """Frozen linear layers whose weights rest, and are gathered, in NF4 (QLoRA, arXiv 2305.14314).
+
+    Attributes:
+        modules: paths of those layers.
+    """
+
+    modules: tuple[str, ...]
+
+    @property
+    def weights(self) -> frozenset[str]:
+        """Names of the weights in 4 bits."""
+        return frozenset(f"{path}.weight" for path in self.modules)
+
+    def only(self, blocks: tuple[str, ...]) -> QuantizePlan:
+        """Restrict the plan to some blocks."""
+        return replace(
+            self, modules=tuple(path for path in self.modules if any(is_within(path, block) for block in blocks))
+        )
+
+
+def rounded_weights(
+    facts: ModelFacts, requested: Techniques, device: str, tensor: TensorPlan | None
+) -> tuple[Float8Plan | None, QuantizePlan | None, tuple[str, ...]]:
+    """Decide which layers multiply in float8 and which hold their weights in 4 bits, with notes on both.
+
+    Raises:
+        ConfigError, UnsupportedError: as ``make_float8_plan``, ``make_quantize_plan`` and the checks of their cuts do.
+    """
+    float8, about_float8 = make_float8_plan(facts, requested, device)
+    check_parts(float8, tensor, facts)
+    quantize, about_quantize = make_quantize_plan(facts, requested)
+    check_cuts(quantize, tensor, facts)
+    return float8, quantize, (*about_float8, *about_quantize)
+
+
+def make_quantize_plan(facts: ModelFacts, requested: Techniques) -> tuple[QuantizePlan | None, tuple[str, ...]]:
+    """Resolve the requested quantization into a plan, with notes about layers that are left out.
+
+    Args:
+        facts: the model's, with what is frozen.
+
+    Raises:
+        ConfigError: no linear layer of the blocks is frozen, or none of those divides into blocks of weights.
+        UnsupportedError: only facts about the model are available, not its module.
+    """
+    if requested.quantize_frozen == "none":
+        return None, ()
+    asked = f"techniques.quantize_frozen = {requested.quantize_frozen}"
+    if facts.module is None:
+        raise UnsupportedError(f"{asked}: the model itself ({facts.kind}) is not at hand")
+    reasons = dict(_reasons(facts.module, facts))
+    chosen = tuple(path for path, reason in reasons.items() if not reason)
+    left_out = tuple(_left_out(reasons))
+    if not reasons:
+        raise ConfigError(
+            f"{asked} holds frozen weights in 4 bits, and no linear layer in the blocks of {facts.kind} is frozen. Ask"
+            f" for adapters (a table [adapters]), freeze layers (techniques.freeze), or set"
+            f" techniques.quantize_frozen = none."
+        )
+    if not chosen:
+        raise ConfigError(f"{asked}: no frozen linear layer of {facts.kind} can rest in 4 bits: {'; '.join(left_out)}")
+    stacks = dict.fromkeys(pattern(path) for path in find_stacks(facts.module))
+    experts = (f"the experts of {path} stay as they are: they are no linear layers" for path in stacks)
+    return QuantizePlan(chosen), tuple(f"quantize: {text}" for text in (*left_out, *experts))
+
+
+def check_cuts(plan: QuantizePlan | None, tensor: TensorPlan | None, facts: ModelFacts) -> None:
+    """Check that the tensor axis leaves blocks of weights whole.
+
+    Raises:
+        ConfigError: a rank's part of some layers ends inside a block; names the layers and their sizes.
+    """
+    if plan is None or tensor is None:
+        return
+    shapes = {name: p.shape for p in facts.parameters for name in (p.name, *p.aliases)}
+    odd: dict[str, int] = {}
+    for name in plan.weights:
+        cut = tensor.cut_of(name, shapes[name])
+        if cut is None or cut[0] == 0:
+            continue
+        columns = tensor.local_shape(name, shapes[name])[1]
+        if not is_plain(cut[1], tensor.ranks) or columns % BLOCK or columns * tensor.ranks != shapes[name][1]:
+            odd[pattern(name)] = shapes[name][1]
+    if odd:
+        layers = ", ".join(f"{name} ({columns} columns)" for name, columns in sorted(odd.items()))
+        raise ConfigError(
+            f"techniques.quantize_frozen = nf4 gives a scale to {BLOCK} weights of a row, and layout.tp ="
+            f" {tensor.ranks} would cut inside them: {layers}. Columns must be a multiple of {BLOCK} ×"
+            f" tp = {BLOCK * tensor.ranks}: lower layout.tp, or set techniques.quantize_frozen = none."
+        )
+
+
+def _reasons(model: nn.Module, facts: ModelFacts) -> Iterator[tuple[str, str]]:
+    """Yield each linear layer of the blocks whose weight is frozen, and the reason to leave it out, "" without one."""
+    known = {name: p for p in facts.parameters for name in (p.name, *p.aliases)}
+    linears = linears_of_blocks(model, facts.blocks)
+    routers = set(routers_among(model, linears))
+    for path, module in linears.items():
+        weight = known.get(f"{path}.weight")
+        if weight is None or weight.trainable:
+            continue
+        if path in routers:
+            yield path, "a router"
+        elif type(module) is not nn.Linear:
+            yield path, f"its class {type(module).__name__} may compute more than a linear layer does"
+        elif weight.aliases:
+            yield path, f"its weight is tied to {', '.join(name for name in weight.aliases if name != weight.name)}"
+        elif weight.shape[1] % BLOCK:
+            yield path, f"its {weight.shape[1]} columns are no multiple of {BLOCK}"
+        else:
+            yield path, ""
+
+
+def _left_out(reasons: dict[str, str]) -> Iterator[str]:
+    """Yield a note for each group of layers that are left out, by their name in all blocks, with their number."""
+    for (name, reason), count in Counter((pattern(path), reason) for path, reason in reasons.items() if reason).items():
+        yield f"{name} stays as it is ({count} of them): {reason}"
