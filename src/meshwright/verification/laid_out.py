@@ -16,7 +16,6 @@ from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.process import agree
 from meshwright.distributed.setup import init_distributed
-from meshwright.distributed.weights.destinations import Destinations
 from meshwright.introspection.roles.hidden import hidden_matrices
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.source import as_module
@@ -47,11 +46,6 @@ class LaidOut:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         return {clean(name): parameter for model in self.models for name, parameter in model.named_parameters()}
-
-    def values(self) -> dict[str, Tensor]:
-        """Return the parameters' values now: of weights that rest in 4 bits, the plain ones."""
-        destinations = Destinations(*self.models)
-        return {name: destinations.values_of(parameter) for name, parameter in self.parameters().items()}
 
     def optimizer(self) -> torch.optim.Optimizer:
         """Build the optimizer of the parameters that the module's users are given."""

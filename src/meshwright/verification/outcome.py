@@ -15,6 +15,7 @@ from meshwright.comparison.observe import Observed, TokensOfRank, observing
 from meshwright.core.names import clean
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import is_rank_zero
+from meshwright.distributed.weights.destinations import Destinations
 from meshwright.distributed.weights.shards import in_dtype, sketches
 from meshwright.distributed.weights.wholes import whole_on_first
 from meshwright.introspection.roles.hidden import hidden_matrices
@@ -231,13 +232,13 @@ def candidate(problem: Problem, layout: Layout, parallelize_fn: Parallelize | No
     """Compute the outcome on a layout. Collective."""
     laid_out = lay_out(problem, layout, parallelize_fn)
     optimizer = laid_out.optimizer()
-    named = laid_out.parameters()
+    named, destinations = laid_out.parameters(), Destinations(*laid_out.models)
     outcome, seen = (
-        Outcome(initial=whole_on_first(laid_out.values(), differ=laid_out.is_staged)),
+        Outcome(initial=whole_on_first(destinations.values(named), differ=laid_out.is_staged)),
         Seen(laid_out.place, laid_out.stage, laid_out.tensor_rank),
     )
     seen.summed, seen.unlike = laid_out.summed_elsewhere(), laid_out.inside_unlike()
-    _sketch_initial(seen, laid_out.values(), laid_out.buffers())
+    _sketch_initial(seen, destinations.values(named), laid_out.buffers())
     stacks = stack_paths(*laid_out.models)
     opaque = (*stacks, *seen.unlike)
     noted: list[Routes] = []
@@ -262,7 +263,7 @@ def candidate(problem: Problem, layout: Layout, parallelize_fn: Parallelize | No
             outcome.gradients = whole_on_first(gradients, differ=laid_out.is_staged)
         _sketch_backward(seen, step, problem, laid_out.buffers(), gradients)
         outcome.norms.append(laid_out.step(optimizer))
-        values = laid_out.values()
+        values = destinations.values(named)
         _sketch_step(seen, step, problem, values, dict(_state(named, optimizer)))
         if outcome.is_kept(step, problem.steps):
             outcome.parameters[step] = whole_on_first(values, differ=laid_out.is_staged)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -55,6 +55,10 @@ class Destinations:
         if not self.is_packed(tensor):
             return tensor
         return self._placed_as(tensor, unpack(local_part(tensor).detach(), self.dtype_of(tensor)))
+
+    def values(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the values of several tensors, by name."""
+        return {name: self.values_of(tensor) for name, tensor in tensors.items()}
 
     def _placed_as(self, tensor: Tensor, values: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
