@@ -388,6 +388,25 @@ def test_bytes_are_not_read_into_plain_weights(spmd, base, tmp_path):
         load(plain, tmp_path / "saved")
 
 
+def averaged(layout: Layout) -> tuple[float, float]:
+    """Return how far the outputs of an average of one model, and its state, are from the model's."""
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    model = parallelize(config(), layout, techniques=QLORA, seed=3)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for _ in range(3):
+        average.update_parameters(model)
+    x, ours, theirs = torch.arange(8)[None], model.state_dict(), average.module.state_dict()
+    apart = max((float((ours[name].double() - theirs[name].double()).abs().max()) for name in ours), default=0.0)
+    return float((average(x).logits - model(x).logits).abs().max()), apart
+
+
+@pytest.mark.parametrize("layout", [ONE, DATA2], ids=["one", "FSDP 2"])
+def test_an_average_computes_with_the_frozen_bytes_and_not_with_their_mean(spmd, layout):
+    for outputs, state in spmd(layout.world, averaged, layout):
+        assert outputs <= 1e-6 and state <= 1e-6
+
+
 # --- refusals
 
 

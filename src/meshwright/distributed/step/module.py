@@ -309,7 +309,13 @@ class WeightCopy(nn.Module):
 
     @torch.no_grad()
     def _swap(self) -> None:
-        whole_state.swap(self._model[0]._tensors(), {**self._parameters, **self._buffers})
+        # a mean of codes is none of weights: those in 4 bits are frozen, and the model's own serve
+        tensors = [(name, tensor) for name, tensor in self._model[0]._tensors() if not _in_4_bits(tensor)]
+        whole_state.swap(tensors, {**self._parameters, **self._buffers})
+
+
+def _in_4_bits(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and tensor.dtype == torch.uint8
 
 
 def _load_within(

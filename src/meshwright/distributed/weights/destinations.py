@@ -39,13 +39,22 @@ class Destinations:
         return self._plain.get(id(tensor), tensor.dtype)
 
     @contextmanager
-    def opened(self, tensor: Tensor) -> Iterator[Tensor]:
-        """Yield the tensor to write values into, placed as ``tensor`` is; packed on exit, unless the body raises."""
+    def opened(self, tensor: Tensor, *, keeps: bool = False) -> Iterator[Tensor]:
+        """Yield the tensor to write values into, placed as ``tensor`` is; packed on exit, unless the body raises.
+
+        Args:
+            keeps: begin with the present values, for bodies that write some of them; else they are undefined.
+        """
         if not self.is_packed(tensor):
             yield tensor
             return
         bytes_here = local_part(tensor)
-        values = torch.empty(plain_shape(bytes_here.shape), dtype=self._plain[id(tensor)], device=bytes_here.device)
+        dtype = self._plain[id(tensor)]
+        values = (
+            unpack(bytes_here.detach(), dtype)
+            if keeps
+            else torch.empty(plain_shape(bytes_here.shape), dtype=dtype, device=bytes_here.device)
+        )
         yield self._placed_as(tensor, values)
         with torch.no_grad():
             bytes_here.copy_(pack(values))

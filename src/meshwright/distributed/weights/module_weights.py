@@ -80,7 +80,7 @@ def _run(module: nn.Module, reset: Callable[[], object], seed: int) -> set[int]:
         untouched = _untouched(value)
         if untouched.all():
             continue
-        with destinations.opened(tensor) as destination:
+        with destinations.opened(tensor, keeps=True) as destination:
             for piece in pieces(destination):
                 local, cut = piece.local, piece.slices
                 local.copy_(torch.where(untouched[cut].to(local.device), local, value[cut].to(local)))
