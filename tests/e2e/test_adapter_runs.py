@@ -89,6 +89,27 @@ def test_the_merged_model_and_the_adapter_compute_the_same_elsewhere(told, model
     assert (merged / "tokenizer.json").is_file() and (adapter / "tokenizer.json").is_file()
 
 
+def test_lengths_of_rows_are_trained_resumed_and_merged(pool, base, model, tmp_path, ask):
+    """kind = dora, begun on data ranks, gone on with on a pipeline."""
+    from peft import PeftModel
+
+    run, merged, adapter = tmp_path / "run", tmp_path / "merged", tmp_path / "adapter"
+    options = base | {"run": str(run), "adapters.kind": "dora"}
+    assert pool.run(Job(options | {"steps": 4}), world=2, timeout=60)[0].status == 0
+    whole = losses(run)
+    shutil.rmtree(RunFolder(run).checkpoint(4))
+    RunFolder(run).checkpoints.point_to(2)
+    on = pool.run(Job(options | {"layout.pp": 2, "layout.dp_shard": 1}), world=2, timeout=60)[0]
+    assert on.status == 0 and "continuing from" in on.out
+    assert losses(run)[-2:] == pytest.approx(whole[-2:], rel=1e-4)
+    assert ask("convert", run, "--to", "merged", merged, "--base", model)[0] == 0
+    assert ask("convert", run, "--to", "adapter", adapter)[0] == 0
+    assert json.loads((adapter / "adapter_config.json").read_text())["use_dora"] is True
+    beside = PeftModel.from_pretrained(by_transformers(model), adapter)
+    one, other, before = logits(by_transformers(merged)), logits(beside), logits(by_transformers(model))
+    assert (one - other).abs().max() < 1e-5 < 1e-2 < (one - before).abs().max()
+
+
 def test_a_run_goes_on_on_another_layout_from_its_adapters(pool, told, base, tmp_path):
     whole = losses(told.folder)
     run = shutil.copytree(told.folder, tmp_path / "run")

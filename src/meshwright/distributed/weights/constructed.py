@@ -24,7 +24,7 @@ from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import get_world_info, ranks_per_node
-from meshwright.introspection.adapted.names import is_adapter
+from meshwright.introspection.adapted.names import host_of_magnitude, is_adapter
 from meshwright.introspection.constructor.recording import STREAM_ELEMENTS, NotRecordedError, built, record, seeded
 from meshwright.introspection.constructor.steps import ConstructorSteps, Step, Values, View, pass_over
 from meshwright.introspection.source import builder_of
@@ -54,7 +54,7 @@ def write_constructed(
     written: set[str] = set()
     for path, build in _builders(model):
         part = _Part(model, path, only)
-        if all(part.full_name(name) in written for name in part.tensors):
+        if all(part.full_name(name) in written or host_of_magnitude(name) for name in part.tensors):
             continue
         try:
             recording = record(build, seed)[1]
@@ -162,6 +162,8 @@ def _carry_out(part: _Part, recording: ConstructorSteps, seed: int, draw_on: str
     # seeded by the first name of a tied tensor, also on a stage that holds it under the other
     firsts = {view.storage: name for name, view in reversed(recording.tensors.items())}
     for storage in sorted(storages):
+        if any(host_of_magnitude(name) for name in names.get(storage, ())):
+            continue  # a function of another parameter's values, which a stream of its own would draw anew
         steps = [step for step, _ in recording.needed({storage})]
         first = firsts.get(storage, str(storage))
         held = {name: views[name] for name in names.get(storage, ())}

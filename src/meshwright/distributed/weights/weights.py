@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from meshwright.core.errors import ConfigError
 from meshwright.core.names import clean
-from meshwright.introspection.adapted.names import base_name, is_adapter
+from meshwright.introspection.adapted.names import base_name, host_of_magnitude, is_adapter
 
 from .constructed import write_constructed
 from .destinations import Destinations
 from .drawing import draw_rows
+from .magnitudes import write_magnitudes
 from .module_weights import initialise_by_modules
 from .shards import apply_to_tensors, pieces
 
@@ -53,19 +54,22 @@ def materialise(
     """
     apply_to_tensors(model, lambda tensor: torch.empty_like(tensor, device=device))
     tie(model, ties)
-    adapters = {name for raw, _ in model.named_parameters() if is_adapter(name := clean(raw))}
+    names = [clean(raw) for raw, _ in model.named_parameters()]
+    adapters = {name for name in names if is_adapter(name) and host_of_magnitude(name) is None}
     with torch.no_grad():
         if weights is not None:
             written = write_constructed(model, seed, draw_on, only=_buffers(model) | adapters)
             written |= initialise_by_modules(model, seed, written, buffers_only=True) | weights(model)
-            if left := [clean(name) for name, _ in model.named_parameters() if clean(name) not in written]:
+            written |= write_magnitudes(model, written)
+            if left := [name for name in names if name not in written]:
                 raise ConfigError(
                     f"weights= wrote no {', '.join(left[:4])} ({len(left)} parameters in all): it must write every one"
                 )
             return written
         if not hasattr(model, "weight_law"):
             return _initialised(model, seed, draw_on)
-        return write_by_law(model, seed, draw_on) | write_constructed(model, seed, draw_on, only=adapters)
+        written = write_by_law(model, seed, draw_on) | write_constructed(model, seed, draw_on, only=adapters)
+        return written | write_magnitudes(model, written)
 
 
 def _buffers(model: nn.Module) -> set[str]:
@@ -82,7 +86,9 @@ def tie(model: nn.Module, ties: dict[str, str]) -> None:
 def _initialised(model: nn.Module, seed: int, draw_on: str | None = None) -> set[str]:
     """Write the values of known constructors, and the rest by the modules' own initialisers."""
     written = write_constructed(model, seed, draw_on)
-    return written | initialise_by_modules(model, seed, written)
+    later = {name for raw, _ in model.named_parameters() if host_of_magnitude(name := clean(raw)) is not None} - written
+    written |= initialise_by_modules(model, seed, written | later)
+    return written | write_magnitudes(model, written)
 
 
 def _normal(block: Tensor, generator: torch.Generator, std: float) -> None:

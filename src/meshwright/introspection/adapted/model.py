@@ -101,6 +101,7 @@ def peft_config(model: nn.Module, adapters: Adapters, targets: Iterable[str], ke
         lora_alpha=adapters.alpha,
         lora_dropout=adapters.dropout,
         use_rslora=adapters.kind == "rslora",
+        use_dora=adapters.kind == "dora",
         target_modules=_shortest(model, tuple(targets)),
         modules_to_save=list(kept) or None,
         fan_in_fan_out=stored_transposed == {True},

@@ -14,6 +14,7 @@ ADAPTER = "default"
 """peft's name of the adapter."""
 WRAPPER = "base_model.model."
 _ADAPTERS = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector|bias)\b")
+_MAGNITUDE = re.compile(rf"\.lora_magnitude_vector\.{ADAPTER}\.weight$")
 _HOST = re.compile(r"\.base_layer\b")
 _UNTRAINED = re.compile(r"\.original_module\b")
 _TRAINED_WHOLE = re.compile(r"\.modules_to_save\.[^.]+")
@@ -22,6 +23,12 @@ _TRAINED_WHOLE = re.compile(r"\.modules_to_save\.[^.]+")
 def is_adapter(name: str) -> bool:
     """Return whether a parameter belongs to an adapter, so that the base has nothing of its kind."""
     return _ADAPTERS.search(name) is not None
+
+
+def host_of_magnitude(name: str) -> str | None:
+    """Return the name of the weight whose rows' lengths a parameter holds (DoRA); None for any other parameter."""
+    host, count = _MAGNITUDE.subn(".base_layer.weight", name)
+    return host if count else None
 
 
 def base_name(name: str) -> str:

@@ -25,9 +25,10 @@ RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 class Adapters:
     """Low-rank adapters, which are trained instead of the model (https://arxiv.org/abs/2106.09685); made by peft."""
 
-    kind: Literal["lora", "rslora"] = "lora"
+    kind: Literal["lora", "rslora", "dora"] = "lora"
     """lora: the adapter's output times alpha / rank; rslora: times alpha / sqrt(rank)
-    (https://arxiv.org/abs/2312.03732)."""
+    (https://arxiv.org/abs/2312.03732); dora: as lora, and each row of the sum of weight and adapter is brought to a
+    length that is trained (https://arxiv.org/abs/2402.09353)."""
     rank: int = 16
     """Rank of each adapter: features between its two matrices."""
     alpha: float = 32.0

@@ -15,12 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.names import is_within, owner
+from meshwright.introspection.adapted.names import host_of_magnitude
 
 if TYPE_CHECKING:
     from .call import Call
 
 TOLERANCE = 1e-8
 """Relative tolerance, in fp64, between a module's output and the sum of its layers' outputs."""
+
+SCALED = "lengths of whole rows are trained there (adapters.kind = dora); lora and rslora are cut"
+"""Why layers are not cut beside which lengths of rows are trained."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,7 @@ def find_others(block: nn.Module, calls: dict[str, list[Call]], linears: list[st
     Args:
         linears: linear layers without adapters.
     """
+    scaled: list[str] = []
     for host in linears:
         around = owner(host)
         if not around or len(calls.get(around, ())) != 1 or len(calls[around][0].tensors) != 1:
@@ -125,11 +130,15 @@ def find_others(block: nn.Module, calls: dict[str, list[Call]], linears: list[st
             for name, _ in block.get_submodule(around).named_parameters()
             if not is_within(f"{around}.{name}", host)
         ]
-        if beside and _goes_token_by_token(block.get_submodule(around), taken, given):
+        if any(host_of_magnitude(f"{around}.{name}") for name in beside):
+            scaled.append(around)
+        elif beside and _goes_token_by_token(block.get_submodule(around), taken, given):
             yield (
                 f"{around} has {', '.join(beside)} beside {host.removeprefix(around + '.')}, and what it gives is not"
                 f" that layer's output and multiples of what pairs of linear layers without bias give"
             )
+    if scaled:
+        yield f"{', '.join(scaled)} {'stay' if len(scaled) > 1 else 'stays'} whole: {SCALED}"
 
 
 def _goes_token_by_token(module: nn.Module, taken: Tensor, given: Tensor) -> bool:

@@ -7,6 +7,7 @@ from meshwright.core.names import clean, is_within, owner, pattern
 from meshwright.core.units import bytes_text
 from meshwright.introspection.module_kinds import ModuleKind
 from meshwright.introspection.structure import Measured
+from meshwright.introspection.structure.adapters import SCALED
 from meshwright.introspection.structure.local_form import LocalForm
 from meshwright.introspection.structure.structure import BlockKind
 
@@ -30,6 +31,8 @@ def make_tensor_plan(
     kinds = [_blocks_plan(measured, kind, words, notes) for kind in structure.kinds]
     if not any(kind.regions for kind in kinds):
         why = "the given plan cuts no layers of the blocks. Name a region, or set layout.tp = 1: " if given else ""
+        if any(SCALED in note for note in notes):
+            why = "set layout.tp = 1, adapters.kind = lora, or adapters.targets that leave layers out: "
         raise UnsupportedError(
             f"layout.tp: {why}no layers of this model were found that could be cut: " + "; ".join(notes)
         )
