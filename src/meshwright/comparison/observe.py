@@ -264,6 +264,8 @@ def _observe(model: nn.Module, observed: Observed, stack: ExitStack, number: int
         name = clean(raw)
         if is_inside(name, (*observed.compiled, *opaque)) or isinstance(module, nn.ModuleList | nn.ModuleDict):
             continue
+        if isinstance(module, nn.Identity) and module is not model:
+            continue  # it gives what it took: the tensor, and what comes back to it, are another module's
         if getattr(module, "is_absent", False) or any(is_within(end, name) for end in ended):
             continue  # another part has the module or its output
         if _is_compiled(module):
