@@ -160,7 +160,9 @@ class _Match:
                 target[first] = found.pop(alias)
         chosen |= {name: found.pop(name) for name in tensors if name in found}
         problems = [f"they lack {name}" for name in tensors if name not in chosen]
-        absent = [clean(path) for path, module in model.named_modules() if getattr(module, "is_absent", False)]
+        absent = [
+            base_name(clean(path)) for path, module in model.named_modules() if getattr(module, "is_absent", False)
+        ]
         elsewhere = {name for name in found if any(is_within(name, path) for path in absent)}
         left = [
             source.names[0]

@@ -37,6 +37,9 @@ class StagePart(ModelPart):
     passage: StageIO = field(default_factory=StageIO)
 
 
+_HOLDERS = (nn.ParameterDict, nn.ParameterList)
+
+
 def split(model: nn.Module, plan: Plan, facts: ModelFacts, rank: int) -> list[StagePart]:
     """Return the parts of a rank of the pipeline axis, in forward order.
 
@@ -90,8 +93,8 @@ def stage_of(model: nn.Module, pipeline: PipelinePlan, stage: int, passage: Stag
                 )
             )
         elif not any(is_within(block, path) for block in blocks):
-            has_own = any(tensor is not None for tensor in module._parameters.values())
-            if has_own and not pipeline.has(stage, path):
+            uses = _uses(module, path)
+            if uses and not any(pipeline.has(stage, used) for used in uses):
                 made[id(module)] = AbsentModule(module, torch_dtype(pipeline.dtype))
             else:
                 made[id(module)] = _with_children(module, path)
@@ -110,6 +113,13 @@ def stage_of(model: nn.Module, pipeline: PipelinePlan, stage: int, passage: Stag
         return shell
 
     return cut(model, "")
+
+
+def _uses(module: nn.Module, path: str) -> list[str]:
+    """List the paths of a module's own parameters, in dicts or lists too, as adapters of an embedding have them."""
+    inside = {name: child for name, child in module._modules.items() if isinstance(child, _HOLDERS)}
+    held = {path: module} | {clean(f"{path}.{name}"): child for name, child in inside.items()}
+    return [path for path, one in held.items() if any(tensor is not None for tensor in one._parameters.values())]
 
 
 def _shell(module: nn.Module) -> nn.Module:
