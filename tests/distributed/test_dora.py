@@ -39,6 +39,8 @@ LAYOUTS = {
     "cp 2": ("llama", Layout(dp_shard=1, cp=2), DORA),
     "Conv1D, biases, FSDP 2": ("gpt2", DATA2, DORA),
     "embedding and head, FSDP 2": ("llama", DATA2, DORA | {"targets": ["embed_tokens", "lm_head", "q_proj"]}),
+    "embedding and head, pp 2": ("llama", PP2, DORA | {"targets": ["embed_tokens", "lm_head", "q_proj"]}),
+    "attention whole, tp 2": ("llama", TP2, DORA | {"targets": ["self_attn.*"]}),
     "dropout, FSDP 2": ("llama", DATA2, DORA | {"dropout": 0.5}),
     "attention, ep 2": ("qwen3_moe", Layout(dp_shard=2, ep=2), DORA | {"targets": ["self_attn.*"]}),
 }
@@ -147,9 +149,7 @@ def test_a_layout_computes_what_peft_computes_in_one_process(spmd, tmp_path, nam
     family, layout, adapters = LAYOUTS[name]
     base: Any = families.on_cpu(config_of(family), seed=7)
     base.save_pretrained(tmp_path)
-    ranks = spmd(
-        layout.dp_replicate * layout.dp_shard * layout.cp * layout.pp, of_layout, *LAYOUTS[name], str(tmp_path)
-    )
+    ranks = spmd(layout.world, of_layout, *LAYOUTS[name], str(tmp_path))
     ours: dict[str, Any] = {"losses": ranks[0]["losses"]}
     for part in ("begin", "gradients", "end"):
         ours[part] = {key: tensor for found in ranks for key, tensor in found[part].items()}
@@ -230,6 +230,11 @@ def test_a_checkpoint_is_read_by_another_layout(spmd, tmp_path):
 def test_tensor_parallelism_is_refused_by_name():
     with pytest.raises(UnsupportedError, match=r"set layout\.tp = 1, adapters\.kind = lora, or adapters\.targets"):
         plan(config_of("llama"), TP2, techniques={"adapters": DORA})
+
+
+def test_tables_that_are_cut_take_no_lengths_of_whole_rows():
+    with pytest.raises(UnsupportedError, match=r"layout\.tp = 2 cuts lm_head, and adapters\.kind = dora"):
+        plan(config_of("llama"), TP2, techniques={"adapters": DORA | {"targets": ["lm_head"]}})
 
 
 def test_a_kind_that_is_not_there_is_named():

@@ -17,7 +17,7 @@ from .case import Case, Found
 from .context.cut import refuse_shorter
 from .context.rules import context_companions
 from .data.zero import zero_fits
-from .experts.rules import experts_companions, experts_fit, own_loss_of_experts
+from .experts.rules import experts_companions, experts_fit, own_loss_of_experts, stacked_adapters
 from .float8.plan import RECIPES
 from .float8.rules import float8_companions, float8_gathering, float8_requested
 from .optimizer.rules import optimizer_fits
@@ -34,7 +34,14 @@ from .quantize.rules import quantize_companions
 from .recompute.rules import checkpointing_companions, checkpointing_keys, checkpointing_matches
 from .shares import SHARDS, shares_of
 from .techniques import Precision, RunTechniques, Techniques
-from .tensor.rules import async_tensor_fits, no_blocks, tensor_companions, tensor_fits, tensor_words
+from .tensor.rules import (
+    async_tensor_fits,
+    lengths_of_whole_rows,
+    no_blocks,
+    tensor_companions,
+    tensor_fits,
+    tensor_words,
+)
 from .values import Batch, PrecisionPlan
 
 if TYPE_CHECKING:
@@ -173,9 +180,11 @@ RULES: tuple[Callable[[Case], Found], ...] = (
     context_companions,
     tensor_fits,
     tensor_companions,
+    lengths_of_whole_rows,
     async_tensor_fits,
     pipeline_requested,
     pipeline_companions,
+    stacked_adapters,
     experts_fit,
     experts_companions,
     own_loss_of_experts,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ from torch import nn
 
 from meshwright.checkpoint.load import open_manifest, read_tensors, verify_files
 from meshwright.core.dtypes import torch_dtype
+from meshwright.core.errors import UnsupportedError
+from meshwright.introspection.adapted.model import adapters_of
 from meshwright.introspection.adapted.names import ADAPTER, is_adapter, is_trained_copy, peft_name
+from meshwright.introspection.adapted.peft_private import rewritten
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -29,6 +33,7 @@ def export_adapter(checkpoint: Path, folder: Path, adapted: nn.Module, base: str
 
     Raises:
         IntegrityError: the checkpoint is damaged.
+        UnsupportedError: peft's config has no words for these adapters.
     """
     manifest = open_manifest(checkpoint)
     verify_files(checkpoint, manifest)
@@ -40,7 +45,31 @@ def export_adapter(checkpoint: Path, folder: Path, adapted: nn.Module, base: str
     if dtype is not None:
         tensors = {name: tensor.to(torch_dtype(dtype)) for name, tensor in tensors.items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    config: Any = adapted.peft_config[ADAPTER]  # type: ignore[index]
+    config = _as_peft_reads(adapted)
     config.base_model_name_or_path, config.task_type, config.inference_mode = base, "CAUSAL_LM", True
     config.save_pretrained(folder)
     return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _as_peft_reads(adapted: nn.Module) -> Any:
+    """Return peft's config of a model's adapters, by which peft puts them where they are here.
+
+    peft takes some layers' names for those of experts that are stacked today. It takes such a layer by its weight's
+    name, where it computes the same from the same tensors.
+    """
+    held: Any = adapted.peft_config
+    config = copy.copy(held[ADAPTER])
+    names, put = set(config.target_modules or ()), adapters_of(adapted)
+    taken = rewritten(config, adapted, names)
+    if not taken or put is None:
+        return config
+    if put.adapters.kind == "dora":
+        raise UnsupportedError(
+            f"peft takes {', '.join(taken)} of {type(adapted).__name__} for its experts' stack, beside which it has no"
+            f" DoRA: it cannot read these adapters. Use --to merged, which writes the model with its adapters added."
+        )
+    beside = [path for path in put.targets if any(path == name or path.endswith(f".{name}") for name in taken)]
+    config.target_modules = names - set(taken)
+    config.target_parameters = [*(config.target_parameters or ()), *(f"{path}.weight" for path in beside)]
+    config.lora_dropout = 0.0  # peft has none beside a weight
+    return config

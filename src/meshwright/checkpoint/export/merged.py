@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from meshwright.checkpoint.load import open_manifest, read_tensors, verify_files
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.core.dtypes import torch_dtype
 from meshwright.distributed.quantize.nf4 import pack, unpack
-from meshwright.introspection.adapted.model import adapters_of
+from meshwright.introspection.adapted.model import AdaptersPut, adapters_of
 from meshwright.introspection.adapted.names import base_name, is_adapter, is_trained_copy
+from meshwright.introspection.adapted.request import Adapters
 
 from .files import ToFile, as_transformers_saves, write_files
 
@@ -63,6 +64,7 @@ class _Merged:
     plain: nn.Module
     base: Pretrained | None
     dtype: str | None
+    _last: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
     def in_files(self, to_file: ToFile, device: str) -> Iterator[tuple[str, Tensor]]:
         for name, like in named_tensors(self.plain).items():
@@ -74,8 +76,8 @@ class _Merged:
         if name in self._copies:
             return self._stored(self._copies[name], like)
         path, _, own = name.rpartition(".")
-        if own == "weight" and path in self._hosts:
-            return self._merged(path)
+        if name in self._put.parameters or (own == "weight" and path in self._put.targets):
+            return self._merged(path)[own]
         return self._frozen(name, like)
 
     def _frozen(self, name: str, like: Tensor) -> Tensor:
@@ -88,15 +90,21 @@ class _Merged:
             value = unpack(pack(value.to(torch_dtype(rounded_in))), like.dtype)
         return value.to(like.dtype)
 
-    def _merged(self, path: str) -> Tensor:
-        """Return the weight of an adapted layer with its adapter added."""
+    def _merged(self, path: str) -> dict[str, Tensor]:
+        """Return the parameters of an adapted layer, or of a stack, with its adapters added; the last one is kept."""
+        if path in self._last:
+            return self._last[path]
+        self._last.clear()
         layer: Any = copy.deepcopy(self.adapted.get_submodule(path)).to_empty(device="cpu")
         with torch.no_grad():
             for name, tensor in layer.state_dict(keep_vars=True).items():
                 full = f"{path}.{name}"
                 tensor.copy_(self._stored(full, tensor) if is_adapter(full) else self._frozen(base_name(full), tensor))
-            layer.merge(safe_merge=True)
-        return layer.get_base_layer().weight.detach()
+            around = layer
+            while hasattr(around, "base_layer"):
+                around.merge(safe_merge=True)
+                around = around.base_layer
+        return self._last.setdefault(path, {name: p.detach() for name, p in around.named_parameters(recurse=False)})
 
     def _stored(self, name: str, like: Tensor) -> Tensor:
         entry = self.manifest.tensors[f"model.{name}"]
@@ -110,9 +118,9 @@ class _Merged:
         return self.base.reader(self.plain)
 
     @cached_property
-    def _hosts(self) -> set[str]:
+    def _put(self) -> AdaptersPut:
         put = adapters_of(self.adapted)
-        return set(put.targets) if put is not None else set()
+        return put or AdaptersPut(Adapters(), ())
 
     @cached_property
     def _own_names(self) -> dict[str, str]:

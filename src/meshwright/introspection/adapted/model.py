@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.core.errors import ConfigError, MissingExtraError, nearest
+from meshwright.core.errors import ConfigError, MissingExtraError, UnsupportedError, nearest
 from meshwright.core.names import is_within
 from meshwright.core.record import recall, remember
 from meshwright.introspection.blocks import repeated_blocks
@@ -18,8 +18,10 @@ from meshwright.introspection.module_kinds import tied_modules
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig
 
-from .names import ADAPTER, is_adapter
+from .names import ADAPTER, base_name, is_adapter
+from .peft_private import injected
 from .request import ALL_LINEAR, Adapters
+from .stacked import refuse_beside_stacks, stacked_parameters
 
 SHOWN = 6
 """Number of names that an error lists."""
@@ -52,6 +54,8 @@ class AdaptersPut:
     adapters: Adapters
     targets: tuple[str, ...]
     """Paths of the layers with adapters."""
+    parameters: tuple[str, ...] = ()
+    """Names of the stacked parameters with adapters."""
 
 
 def adapters_of(model: nn.Module) -> AdaptersPut | None:
@@ -73,49 +77,72 @@ def put_adapters(model: nn.Module, adapters: Adapters, where: str = "adapters") 
 
     Raises:
         MissingExtraError: peft is not installed.
-        ConfigError: a value out of range, a target that matches no layer or one whose weight is tied, or adapters
-            inside already.
+        ConfigError: a value out of range, a target that matches no layer or one whose weight is tied, adapters inside
+            already, or peft refuses a target.
+        UnsupportedError: dropout or DoRA beside stacked parameters, or peft puts adapters elsewhere.
     """
     adapters.check(where)
     peft = import_peft(where)
     if any(is_adapter(name) for name, _ in model.named_parameters()):
         raise ConfigError(f"{where}: {type(model).__name__} has adapters already: leave out {where}")
-    targets = matched_layers(model, adapters.targets, f"{where}.targets")
+    targets, parameters = matched_layers(model, adapters.targets, f"{where}.targets")
+    refuse_beside_stacks(parameters, adapters, where)
     kept = _matched(model, adapters.modules_to_save, f"{where}.modules_to_save")
     _refuse_tied(model, targets, f"{where}.targets")
     _refuse_tied(model, kept, f"{where}.modules_to_save")
-    both = [path for path in kept if any(is_within(target, path) for target in targets)]
+    both = [path for path in kept if any(is_within(target, path) for target in (*targets, *parameters))]
     if both:
         raise ConfigError(f"{where}: {both[0]} is trained whole (modules_to_save), and targets too: leave out one")
-    config = peft_config(model, adapters, targets, kept)
-    peft.inject_adapter_in_model(config, model, ADAPTER)
-    remember(model, AdaptersPut(adapters, targets))
+    put = AdaptersPut(adapters, targets, parameters)
+    config = peft_config(model, put, kept)
+    try:
+        injected(peft, config, model, ADAPTER)
+    except ValueError as error:
+        raise ConfigError(f"{where}.targets: peft refuses them: {error}") from error
+    _check_places(model, put, where)
+    remember(model, put)
     return model
 
 
-def peft_config(model: nn.Module, adapters: Adapters, targets: Iterable[str], kept: Iterable[str]) -> Any:
-    """Return peft's config of adapters beside ``targets``, shortened to the layers' names where these are as exact."""
-    stored_transposed = {_is_transposed(model.get_submodule(path)) for path in targets}
+def _check_places(model: nn.Module, put: AdaptersPut, where: str) -> None:
+    """Raise UnsupportedError unless there are adapters beside every target, and beside nothing else."""
+    found = {base_name(name.partition(".lora_")[0]) for name, _ in model.named_parameters() if is_adapter(name)}
+    wanted = {*put.targets, *(name.rpartition(".")[0] for name in put.parameters)}
+    if found != wanted:
+        here = ", ".join(sorted(found ^ wanted)[:SHOWN])
+        raise UnsupportedError(
+            f"{where}.targets: peft put adapters elsewhere than beside the layers of {type(model).__name__} that are"
+            f" named. It took otherwise: {here}. Name other layers"
+        )
+
+
+def peft_config(model: nn.Module, put: AdaptersPut, kept: Iterable[str]) -> Any:
+    """Return peft's config of adapters, shortened to the layers' names where these are as exact."""
+    adapters = put.adapters
+    stored_transposed = {_is_transposed(model.get_submodule(path)) for path in put.targets}
     return import_peft("adapters").LoraConfig(
         r=adapters.rank,
         lora_alpha=adapters.alpha,
         lora_dropout=adapters.dropout,
         use_rslora=adapters.kind == "rslora",
         use_dora=adapters.kind == "dora",
-        target_modules=_shortest(model, tuple(targets)),
+        target_modules=_shortest(model, put.targets),
+        target_parameters=_shortest_parameters(model, put.parameters) or None,
         modules_to_save=list(kept) or None,
         fan_in_fan_out=stored_transposed == {True},
     )
 
 
-def matched_layers(model: nn.Module, targets: Iterable[str], where: str) -> tuple[str, ...]:
-    """List the paths of the layers that targets select, in the model's order.
+def matched_layers(model: nn.Module, targets: Iterable[str], where: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """List the paths of the layers that targets select, and the names of stacked parameters, in the model's order.
+
+    A parameter is selected by its module's name and its own, so that ``down_proj`` alone is a layer.
 
     Raises:
         ConfigError: a target selects no layer beside which an adapter can stand.
     """
     layers = [path for path, module in model.named_modules() if _takes_adapters(module)]
-    blocks = repeated_blocks(model)
+    blocks, stacked = repeated_blocks(model), stacked_parameters(model)
     found: set[str] = set()
     for target in targets:
         if target == ALL_LINEAR:
@@ -125,22 +152,30 @@ def matched_layers(model: nn.Module, targets: Iterable[str], where: str) -> tupl
                 if not isinstance(model.get_submodule(path), nn.Embedding) and any(is_within(path, b) for b in blocks)
             ]
         else:
-            hits = _ending_in(target, layers)
+            hits = _ending_in(target, [*layers, *(stacked if "." in target else ())])
         if not hits:
+            if inside := _ending_in(target, stacked):
+                raise ConfigError(
+                    f"{where}: '{target}' is a parameter that holds all experts of {inside[0].rpartition('.')[0]}, no"
+                    f" layer: write '{_end(inside[0])}' to put adapters beside each of them"
+                )
             others = _ending_in(target, [path for path, _ in model.named_modules() if path])
             names = sorted({path.rpartition(".")[2] for path in layers})
+            near = nearest(target.rpartition(".")[2], names)
+            if "." in target:
+                near = nearest(".".join(target.split(".")[-2:]), (_end(name) for name in stacked)) or near
             what = (
                 f"is a {type(model.get_submodule(others[0])).__name__}, no linear layer"
                 if others
                 else f"matches no layer of {type(model).__name__}"
             )
             raise ConfigError(
-                f"{where}: '{target}' {what}.{nearest(target.rpartition('.')[2], names)} Adapters stand beside linear"
+                f"{where}: '{target}' {what}.{near} Adapters stand beside linear"
                 f" layers and embeddings: {', '.join(names[:SHOWN])}{', …' if len(names) > SHOWN else ''}; or"
                 f" '{ALL_LINEAR}', those of all blocks"
             )
         found.update(hits)
-    return tuple(path for path in layers if path in found)
+    return tuple(path for path in layers if path in found), tuple(name for name in stacked if name in found)
 
 
 def import_peft(what: str) -> Any:
@@ -175,6 +210,18 @@ def _shortest(model: nn.Module, targets: tuple[str, ...]) -> list[str]:
     names = sorted({path.rpartition(".")[2] for path in targets})
     selected = [path for path, _ in model.named_modules() if path.rpartition(".")[2] in names]
     return names if set(selected) == set(targets) else list(targets)
+
+
+def _end(name: str) -> str:
+    """Return the last two parts of a parameter's name: its module's and its own."""
+    return ".".join(name.split(".")[-2:])
+
+
+def _shortest_parameters(model: nn.Module, parameters: tuple[str, ...]) -> list[str]:
+    """Return the parameters' names with those of their modules where those select the same as whole names do."""
+    ends = sorted({_end(name) for name in parameters})
+    selected = [name for name, _ in model.named_parameters() if name.endswith(tuple(f".{end}" for end in ends))]
+    return ends if set(selected) == set(parameters) else list(parameters)
 
 
 def _takes_adapters(module: nn.Module) -> bool:

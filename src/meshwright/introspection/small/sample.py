@@ -172,7 +172,8 @@ def kinds_of(model: nn.Module) -> dict[tuple, tuple[int, list[str]]]:
     found: dict[tuple, tuple[int, list[str]]] = {}
     for index, path in enumerate(repeated_blocks(model)):
         block = model.get_submodule(path)
-        key = (type(block), tuple((clean(name), tuple(p.shape)) for name, p in block.named_parameters()))
+        # sorted: a forward that takes a parameter out and puts it back, as peft's does, changes the order
+        key = (type(block), tuple(sorted((clean(name), tuple(p.shape)) for name, p in block.named_parameters())))
         found.setdefault(key, (index, []))[1].append(path)
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.core.names import owner, pattern
+from meshwright.core.names import clean, owner, pattern
 from meshwright.introspection.structure.experts import find_stacks
 from meshwright.models.moe import Router
 from meshwright.planning.case import Case, Found
@@ -40,8 +40,9 @@ def experts_fit(case: Case) -> Found:
     )
     if adapted is not None:
         yield UnsupportedError(
-            f"layout.ep = {ranks}: the experts of {pattern(adapted)} have adapters around them, which would add to"
-            f" stacks that are shared out. Leave experts out of the adapters (target_parameters), or set layout.ep = 1."
+            f"layout.ep = {ranks}: the experts of {pattern(adapted.partition('.base_layer')[0])} have adapters around"
+            f" them, which would add to stacks that are shared out. Leave the experts out of adapters.targets (peft:"
+            f" target_parameters), or set layout.ep = 1."
         )
         return
     least = math.gcd(among, *(stack.experts for stack in stacks.values()))
@@ -95,3 +96,31 @@ def experts_companions(case: Case) -> Found:
             f" capacity depends on the whole sequence, of which a rank has a part. Set capacity_factor = 0 (no token is"
             f" dropped), or techniques.sequence_parallel = false."
         )
+
+
+def stacked_adapters(case: Case) -> Found:
+    """Refuse what does not carry peft's adapters beside stacked experts.
+
+    In each forward peft takes the parameter out of its module and puts the sum in its place: a rank's view of a
+    parameter, which tensor parallelism leaves there, would be in the way, and a compiled module does not see it.
+    """
+    name = _beside(case)
+    if name is None:
+        return
+    for key, value, legal in (
+        ("layout.tp", case.layout.tp if case.layout.tp > 1 else None, "1"),
+        ("techniques.compile", "true" if case.techniques.compile else None, "false"),
+    ):
+        if value is not None:
+            yield UnsupportedError(
+                f"{key} = {value}: adapters beside stacked experts ({pattern(name)}) take the experts' weights out of"
+                f" their module while it computes. Leave the stacks out of adapters.targets, or set {key} = {legal}."
+            )
+
+
+def _beside(case: Case) -> str | None:
+    """Return a stacked parameter with adapters."""
+    if case.facts.module is None:
+        return None
+    named = ((clean(raw), parameter) for raw, parameter in case.facts.module.named_parameters())
+    return next((name for name, p in named if p.dim() == 3 and ".base_layer." in name), None)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from meshwright.core.devices import CUDA
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.core.names import pattern
+from meshwright.core.names import clean, is_within, pattern
+from meshwright.introspection.adapted.names import host_of_magnitude
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.structure.structure import legal_degrees
 from meshwright.planning.case import Case, Found
@@ -55,6 +56,22 @@ def tensor_fits(case: Case) -> Found:
                     f"layout.tp = {ranks}: {where} has {what}{fewer}, which {ranks} ranks cannot share. Legal: {legal}."
                 )
                 return
+
+
+def lengths_of_whole_rows(case: Case) -> Found:
+    """Refuse DoRA beside embedding and head, whose rows are cut: its lengths are those of whole weights."""
+    if case.layout.tp == 1 or case.facts.module is None:
+        return
+    blocks = case.facts.blocks
+    for raw, _ in case.facts.module.named_parameters():
+        host = host_of_magnitude(clean(raw))
+        if host is not None and not any(is_within(host, block) for block in blocks):
+            yield UnsupportedError(
+                f"layout.tp = {case.layout.tp} cuts {host.removesuffix('.base_layer.weight')}, and adapters.kind = dora"
+                f" trains the lengths of its whole rows. Leave it out of adapters.targets, or set adapters.kind = lora"
+                f" or layout.tp = 1."
+            )
+            return
 
 
 def tensor_companions(case: Case) -> Found:

@@ -1,0 +1,247 @@
+"""Adapters beside stacks of experts, requested by the stack's parameters: equal to peft in one process on the layouts
+that carry them, read by peft and transformers, or refused by name.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support import families
+from support.laid_out import own_rows
+from test_tensor_parallel import batch_of
+from torch import Tensor
+from torch.nn import functional as F
+
+from meshwright.checkpoint import load, pretrained, save
+from meshwright.checkpoint.export.adapter import export_adapter
+from meshwright.checkpoint.export.merged import export_merged
+from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.distributed.parallelize import parallelize
+from meshwright.introspection.huggingface import CausalLM
+from meshwright.introspection.source import as_module, with_adapters
+from meshwright.planning.build import plan
+from meshwright.planning.layout import Layout
+from meshwright.planning.techniques import as_techniques
+
+STACKS = ["q_proj", "experts.gate_up_proj", "experts.down_proj"]
+"""The last two are parameters (experts, out, in), of gpt_oss (experts, in, out)."""
+LORA: dict[str, Any] = {"rank": 2, "alpha": 6.0, "targets": STACKS}
+EXACT = {"precision": {"master": "float64", "compute": "float64", "reduce": "float64"}}
+ONE, DATA2, PP2 = Layout(dp_shard=1), Layout(dp_shard=2), Layout(dp_shard=1, pp=2)
+WAYS = {
+    "qwen3_moe, FSDP 2": ("qwen3_moe", DATA2, {}),
+    "qwen3_moe, DDP": ("qwen3_moe", Layout(dp_replicate=2, dp_shard=1), {}),
+    "qwen3_moe, pp 2": ("qwen3_moe", PP2, {}),
+    "qwen3_moe, cp 2": ("qwen3_moe", Layout(dp_shard=1, cp=2), {}),
+    "qwen3_moe, FSDP 2, recomputed": ("qwen3_moe", DATA2, {"activation_checkpointing": "full"}),
+    "mixtral, HSDP": ("mixtral", Layout(dp_replicate=2, dp_shard=2), {}),
+    "gpt_oss, FSDP 2": ("gpt_oss", DATA2, {}),
+    "gpt_oss, pp 2": ("gpt_oss", PP2, {}),
+}
+STEPS, ROWS, SEQ, RATE = 2, 4, 8, 0.1
+
+
+def config_of(family: str) -> Any:
+    config = families.config_of(family, use_cache=False, tie_word_embeddings=False)
+    config._experts_implementation = "eager"  # grouped kernels know no fp64
+    return config
+
+
+def moved_away(named: Any) -> None:
+    with torch.no_grad():
+        for name, parameter in named:
+            if "lora_B" in name:
+                parameter.add_(0.05)
+
+
+def whole(tensor: Any) -> Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def of_layout(family: str, layout: Layout, more: dict[str, Any], folder: str) -> dict[str, Any]:
+    requested = EXACT | more | {"adapters": LORA}
+    model = parallelize(config_of(family), layout, techniques=requested, seed=3, weights=pretrained(folder))
+    found: dict[str, Any] = {"begin": {name: whole(p) for name, p in model.named_parameters()}, "losses": []}
+    moved_away(model.named_parameters())
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
+    for step in range(STEPS):
+        mine = own_rows(model, batch_of(ROWS, SEQ, families.VOCABULARY, step))
+        found["losses"].append(float(model.forward_backward(mine).loss))
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        found.setdefault("gradients", {name: whole(p.grad) for name, p in trained})
+        model.optimizer_step(optimizer)
+        optimizer.zero_grad()
+    return found | {"end": {name: whole(p) for name, p in model.named_parameters() if p.requires_grad}}
+
+
+def of_peft(base: Any) -> dict[str, Any]:
+    """One process, as peft's documentation says it."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, lora_alpha=6, target_modules=STACKS[:1], target_parameters=STACKS[1:])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model: Any = get_peft_model(copy.deepcopy(base), config).double().train()
+    named = {name.removeprefix("base_model.model."): p for name, p in model.named_parameters()}
+    found: dict[str, Any] = {"begin": {name: p.detach().clone() for name, p in named.items()}, "losses": []}
+    moved_away(named.items())
+    trained = {name: p for name, p in named.items() if p.requires_grad}
+    for step in range(STEPS):
+        given = batch_of(ROWS, SEQ, families.VOCABULARY, step)
+        logits = model(input_ids=given["tokens"]).logits.flatten(0, 1)
+        labels = given["labels"].masked_fill(~given["loss_mask"].bool(), -100).flatten()
+        loss = F.cross_entropy(logits, labels)
+        loss.backward()
+        found["losses"].append(float(loss.detach()))
+        found.setdefault("gradients", {name: p.grad.clone() for name, p in trained.items()})
+        with torch.no_grad():
+            for p in trained.values():
+                p.sub_(RATE * p.grad)
+                p.grad = None
+    return found | {"end": {name: p.detach().clone() for name, p in trained.items()}}
+
+
+def farthest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """The law's error of the worst tensor."""
+    scale = 1e-6 * sum(float(p.norm()) ** 2 for p in theirs.values()) ** 0.5
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name] - p).norm()) / max(float(p.norm()), scale) for name, p in theirs.items())
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_layout_computes_what_peft_computes_in_one_process(spmd, tmp_path, name):
+    family, layout, _ = WAYS[name]
+    base: Any = families.on_cpu(config_of(family), seed=7)
+    base.save_pretrained(tmp_path)
+    ranks = spmd(layout.world, of_layout, *WAYS[name], str(tmp_path))
+    ours: dict[str, Any] = {"losses": ranks[0]["losses"]}
+    for part in ("begin", "gradients", "end"):
+        ours[part] = {key: tensor for found in ranks for key, tensor in found[part].items()}
+    reference = of_peft(base)
+    assert sum("experts.base_layer.lora_A" in key for key in ours["begin"]) == 2
+    assert ours["begin"].keys() == reference["begin"].keys()
+    for key, tensor in reference["begin"].items():
+        assert torch.equal(ours["begin"][key], tensor), key
+    assert ours["losses"] == pytest.approx(reference["losses"], rel=1e-10)
+    assert all(tensor.norm() for key, tensor in ours["gradients"].items() if "experts" in key)
+    assert farthest(ours["gradients"], reference["gradients"]) <= 1e-10
+    assert farthest(ours["end"], reference["end"]) <= 1e-10
+
+
+# --- checkpoints and exports
+
+
+def saved_run(family: str, layout: Layout, adapters: dict[str, Any], base: str, folder: str) -> dict[str, Tensor]:
+    model = parallelize(config_of(family), layout, techniques={"adapters": adapters}, seed=3, weights=pretrained(base))
+    moved_away(model.named_parameters())
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
+    for step in range(2):
+        model.forward_backward(own_rows(model, batch_of(ROWS, SEQ, families.VOCABULARY, step)))
+        model.optimizer_step(optimizer)
+    save(model, folder, only_trained=True)
+    return {name: whole(p) for name, p in model.named_parameters() if p.requires_grad}
+
+
+def loaded(family: str, layout: Layout, adapters: dict[str, Any], folder: str) -> dict[str, Tensor]:
+    model = parallelize(config_of(family), layout, techniques={"adapters": adapters}, seed=4)
+    load(model, folder)
+    return {name: whole(p) for name, p in model.named_parameters() if p.requires_grad}
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=families.some_tokens()).logits
+
+
+ALL: dict[str, Any] = {"rank": 2, "targets": ["all-linear"]}
+EXPORTED = {
+    "stacks of qwen3_moe": ("qwen3_moe", LORA),
+    "stacks of gpt_oss": ("gpt_oss", LORA),
+    "linear layers that peft takes for stacks": ("glm4_moe", ALL),
+    "embedding and head": ("llama", ALL | {"targets": ["embed_tokens", "lm_head", "q_proj"]}),
+    "embedding and head, dora": ("llama", ALL | {"targets": ["embed_tokens", "lm_head", "q_proj"], "kind": "dora"}),
+    "Conv1D and Linear": ("gpt2", ALL | {"targets": ["c_attn", "lm_head"]}),
+}
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_what_is_written_computes_the_same_elsewhere(spmd, tmp_path, name):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    family, adapters = EXPORTED[name]
+    base, checkpoint, merged, adapter = (tmp_path / part for part in ("base", "checkpoint", "merged", "adapter"))
+    families.on_cpu(config_of(family), seed=7).save_pretrained(base)  # type: ignore[operator]
+    written = spmd(2, saved_run, family, DATA2, adapters, str(base), str(checkpoint))[0]
+    read = {k: p for found in spmd(2, loaded, family, PP2, adapters, str(checkpoint)) for k, p in found.items()}
+    assert written.keys() == read.keys() and all(torch.equal(written[key], read[key]) for key in written)
+    source = CausalLM(config_of(family))
+    adapted, plain = as_module(with_adapters(source, as_techniques({"adapters": adapters}).adapters)), as_module(source)
+    for folder in (merged, adapter):
+        folder.mkdir()
+    export_adapter(checkpoint, adapter, adapted, str(base))
+    export_merged(checkpoint, merged, adapted, plain, pretrained(base))
+    config_of(family).save_pretrained(merged)
+    before = logits(AutoModelForCausalLM.from_pretrained(base))
+    beside = logits(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter))
+    one = logits(AutoModelForCausalLM.from_pretrained(merged))
+    assert (one - beside).abs().max() < 1e-6 < 1e-3 < (one - before).abs().max()
+
+
+def test_layers_that_peft_takes_for_stacks_have_no_dora_in_its_words(tmp_path, spmd):
+    base, checkpoint = tmp_path / "base", tmp_path / "checkpoint"
+    families.on_cpu(config_of("glm4_moe"), seed=7).save_pretrained(base)  # type: ignore[operator]
+    adapters = ALL | {"kind": "dora"}
+    spmd(1, saved_run, "glm4_moe", ONE, adapters, str(base), str(checkpoint))
+    adapted = as_module(with_adapters(config_of("glm4_moe"), as_techniques({"adapters": adapters}).adapters))
+    with pytest.raises(UnsupportedError, match=r"gate_proj.*it cannot read these adapters\. Use --to merged"):
+        export_adapter(checkpoint, tmp_path, adapted, str(base))
+
+
+# --- what is selected, and what is refused
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "phi", "gemma2", "mixtral", "qwen2_moe", "glm4_moe", "deepseek_v3"])
+def test_all_linear_is_every_linear_layer_of_the_blocks_and_nothing_else(family):
+    """Of glm4_moe and deepseek_v3, peft takes dense layers for stacks of experts."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    model = families.on_cpu(config_of(family))
+    linears = [n for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and n != "lm_head"]
+    with_adapters(model, as_techniques({"adapters": {"rank": 2}}).adapters)
+    found = {n.partition(".lora_A")[0] for n, p in model.named_parameters() if p.requires_grad and "lora_A" in n}
+    assert found == set(linears) and len(found) > 5
+    assert all("lora_" in n for n, p in model.named_parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout", "error", "words"),
+    [
+        ({"dropout": 0.1}, DATA2, UnsupportedError, "adapters.dropout = 0.1: beside stacked experts"),
+        ({"kind": "dora"}, DATA2, UnsupportedError, "adapters.kind = dora: peft has no magnitudes beside stacked"),
+        ({}, Layout(dp_shard=1, tp=2), UnsupportedError, "or set layout.tp = 1"),
+        ({}, Layout(dp_shard=2, ep=2), UnsupportedError, "Leave the experts out of adapters.targets"),
+        ({"targets": ["down_proj"]}, DATA2, ConfigError, "write 'experts.down_proj'"),
+        ({"targets": ["experts.gate_proj"]}, DATA2, ConfigError, "'experts.gate_proj' matches no layer"),
+        ({"targets": ["experts.gate_up_prj"]}, DATA2, ConfigError, "Did you mean 'experts.gate_up_proj'"),
+        ({"targets": ["mlp.experts"]}, DATA2, ConfigError, "is a Qwen3MoeExperts, no linear layer"),
+    ],
+)
+def test_what_stacks_do_not_take_is_refused_by_name(changes, layout, error, words):
+    with pytest.raises(error) as refused:
+        plan(config_of("qwen3_moe"), layout, techniques={"adapters": LORA | changes})
+    assert words in str(refused.value), refused.value
+
+
+def test_compiled_stacks_are_refused_by_name():
+    with pytest.raises(UnsupportedError, match=r"or set techniques\.compile = false"):
+        plan(config_of("qwen3_moe"), DATA2, techniques={"adapters": LORA, "compile": True})
+
+
+def test_what_peft_refuses_is_told_in_its_words():
+    with pytest.raises(ConfigError, match=r"techniques\.adapters\.targets: peft refuses them:.*Mamba"):
+        plan(families.config_of("mamba2"), ONE, techniques={"adapters": {"rank": 2}})
