@@ -12,7 +12,7 @@ import pytest
 import torch
 from support import families
 from support.laid_out import own_rows
-from test_tensor_parallel import batch_of
+from test_tensor_parallel import Way, assert_all_estimated, batch_of, one_warm_step
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -163,6 +163,12 @@ def test_a_layout_computes_what_peft_computes_in_one_process(spmd, tmp_path, nam
     assert ours["gradients"].keys() == reference["gradients"].keys()
     assert farthest(ours["gradients"], reference["gradients"]) <= 1e-10
     assert farthest(ours["end"], reference["end"]) <= 1e-10
+
+
+def test_the_plan_estimates_every_byte(spmd):
+    """Magnitudes are begun by messages of their own, which no step has."""
+    counted = spmd(2, one_warm_step, config_of("llama"), Way(DATA2, (("adapters", DORA),)), families.VOCABULARY)
+    assert_all_estimated(counted, 1)
 
 
 # --- how magnitudes begin

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import families
 from support.laid_out import own_rows
-from test_tensor_parallel import batch_of
+from test_tensor_parallel import Way, assert_all_estimated, batch_of, one_warm_step
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -129,6 +129,12 @@ def test_a_layout_computes_what_peft_computes_in_one_process(spmd, tmp_path, nam
     assert all(tensor.norm() for key, tensor in ours["gradients"].items() if "experts" in key)
     assert farthest(ours["gradients"], reference["gradients"]) <= 1e-10
     assert farthest(ours["end"], reference["end"]) <= 1e-10
+
+
+@pytest.mark.parametrize("layout", [DATA2, PP2], ids=["FSDP 2", "pp 2"])
+def test_the_plan_estimates_every_byte(spmd, layout):
+    counted = spmd(2, one_warm_step, config_of("qwen3_moe"), Way(layout, (("adapters", LORA),)), families.VOCABULARY)
+    assert_all_estimated(counted, 1)
 
 
 # --- checkpoints and exports
