@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-8
 """Relative tolerance, in fp64, between a module's output and the sum of its layers' outputs."""
 
-SCALED = "lengths of whole rows are trained there (adapters.kind = dora); lora and rslora are cut"
+SCALED = "lengths of whole rows are trained there (DoRA: adapters.kind = dora); lora and rslora are cut"
 """Why layers are not cut beside which lengths of rows are trained."""
 
 
