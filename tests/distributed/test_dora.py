@@ -243,6 +243,12 @@ def test_tables_that_are_cut_take_no_lengths_of_whole_rows():
         plan(config_of("llama"), TP2, techniques={"adapters": DORA | {"targets": ["lm_head"]}})
 
 
+def test_weights_in_4_bits_have_no_dora_beside_them():
+    wide = families.config_of("llama", use_cache=False, hidden_size=64)
+    with pytest.raises(UnsupportedError, match=r"quantize_frozen = nf4 does not go with adapters\.kind = dora"):
+        plan(wide, DATA2, techniques={"adapters": DORA, "quantize_frozen": "nf4"})
+
+
 def test_a_kind_that_is_not_there_is_named():
     with pytest.raises(ConfigError, match=r"Did you mean 'dora'"):
         plan(config_of("llama"), DATA2, techniques={"adapters": {"kind": "dorra"}})

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from meshwright.core.errors import ConfigError
 from meshwright.core.names import clean
@@ -24,9 +26,9 @@ from meshwright.introspection.adapted.names import base_name, host_of_magnitude,
 from .constructed import write_constructed
 from .destinations import Destinations
 from .drawing import draw_rows
-from .magnitudes import write_magnitudes
 from .module_weights import initialise_by_modules
 from .shards import apply_to_tensors, pieces
+from .wholes import whole_everywhere
 
 Weights = Callable[[nn.Module], set[str]]
 """Writes every parameter and persistent buffer of a laid-out model, and returns their names. Collective."""
@@ -89,6 +91,36 @@ def _initialised(model: nn.Module, seed: int, draw_on: str | None = None) -> set
     later = {name for raw, _ in model.named_parameters() if host_of_magnitude(name := clean(raw)) is not None} - written
     written |= initialise_by_modules(model, seed, written | later)
     return written | write_magnitudes(model, written)
+
+
+def write_magnitudes(model: nn.Module, written: set[str]) -> set[str]:
+    """Write the magnitudes of DoRA (arXiv 2402.09353) that have no values yet: the lengths of their weights' rows.
+
+    peft computes them where it makes an adapter, from the weights that are there; here adapters are made before. So
+    they are computed behind, of whole rows, by peft's own function. Adapters begin with a product of zero, so the
+    lengths are those of the weights alone. Collective over each weight's mesh; one whole weight is in memory at a time.
+
+    Args:
+        written: names of the parameters that have their values.
+
+    Returns:
+        The names written.
+    """
+    held: dict[str, Tensor] = {clean(raw): parameter for raw, parameter in model.named_parameters()}
+    found: set[str] = set()
+    for raw, magnitude in model.named_parameters():
+        host = host_of_magnitude(name := clean(raw))
+        if host is None or name in written:
+            continue
+        weight = held[host]
+        whole = whole_everywhere(weight) if isinstance(weight, DTensor) else weight.detach()
+        layer: Any = model.get_submodule(raw.rpartition(".")[0])
+        added = torch.zeros_like(whole.T if layer.fan_in_fan_out else whole, memory_format=torch.contiguous_format)
+        length = layer.get_weight_norm(whole, added, 1)
+        for piece in pieces(magnitude):
+            piece.local.copy_(length[piece.slices])
+        found.add(name)
+    return found
 
 
 def _normal(block: Tensor, generator: torch.Generator, std: float) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.names import clean
+from meshwright.introspection.adapted.names import host_of_magnitude
 from meshwright.planning.case import Case, Found
 from meshwright.planning.tensor.rules import no_blocks
 
@@ -24,4 +26,10 @@ def quantize_companions(case: Case) -> Found:
         yield UnsupportedError(
             f"{asked} does not go with techniques.async_tensor_parallel = true, whose fused products take plain"
             f" weights. Set techniques.async_tensor_parallel = false."
+        )
+    names = (clean(raw) for raw, _ in case.facts.module.named_parameters()) if case.facts.module is not None else ()
+    if any(host_of_magnitude(name) for name in names):
+        yield UnsupportedError(
+            f"{asked} does not go with adapters.kind = dora, which takes the lengths of a plain weight's rows. Set"
+            f" adapters.kind = lora, or techniques.quantize_frozen = none."
         )
