@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
+import re
 import sys
 from importlib import import_module
 from typing import Any
@@ -23,6 +26,17 @@ def import_object(path: str) -> Any:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"cannot import '{path}': {error}. It is 'package.module:name'.") from None
+
+
+NOISE = re.compile(r"Failed to load .*torchao|Detected no triton|is an Enum subclass and is now natively supported")
+"""Warnings of torchao and torch as torchao is imported: of kernels for other machines, and of each other's releases."""
+
+
+@functools.cache
+def quieten_torchao() -> None:
+    """Keep ``NOISE`` out of a user's terminal; libraries of Hugging Face import torchao wherever it is installed."""
+    for name in ("torchao", "torchao.kernel.intmm", "torch.utils._pytree"):
+        logging.getLogger(name).addFilter(lambda record: NOISE.search(record.getMessage()) is None)
 
 
 def import_classes_from_paths(class_paths: list[str]) -> list[type]:

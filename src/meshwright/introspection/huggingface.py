@@ -19,6 +19,7 @@ from torch import nn
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError, MissingExtraError, UnsupportedError, nearest
 from meshwright.core.files import inside
+from meshwright.core.imports import quieten_torchao
 from meshwright.introspection.transformers_private import ABOUT_THE_FILE, KERNEL_KEYS
 
 CONFIG = "config.json"
@@ -196,6 +197,7 @@ def _check_type(keys: dict[str, Any], file: Path, transformers: Any, trusted: bo
 def import_transformers(what: str = KEY) -> Any:
     """Import transformers; raise MissingExtraError, which names ``what`` as in need of it, if it is not installed."""
     try:
+        quieten_torchao()
         import transformers
     except ImportError as error:
         raise MissingExtraError(what, "transformers", "hf") from error

@@ -10,6 +10,7 @@ from torch import nn
 
 from meshwright.core.devices import CUDA
 from meshwright.core.errors import ConfigError, MissingExtraError, UnsupportedError
+from meshwright.core.imports import quieten_torchao
 from meshwright.core.record import remember
 from meshwright.planning.float8.plan import Float8Plan
 from meshwright.planning.plan import Plan
@@ -72,6 +73,7 @@ def config_of(plan: Float8Plan) -> Any:
 
 def _torchao(plan: Float8Plan) -> Any:
     try:
+        quieten_torchao()
         import torchao.float8
     except ImportError as error:
         raise MissingExtraError(f"techniques.float8 = '{plan.recipe}'", "torchao", "float8") from error

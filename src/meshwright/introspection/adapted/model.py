@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from meshwright.core.errors import ConfigError, MissingExtraError, UnsupportedError, nearest
+from meshwright.core.imports import quieten_torchao
 from meshwright.core.names import is_within
 from meshwright.core.record import recall, remember
 from meshwright.introspection.blocks import repeated_blocks
@@ -181,6 +182,7 @@ def matched_layers(model: nn.Module, targets: Iterable[str], where: str) -> tupl
 def import_peft(what: str) -> Any:
     """Import peft; raise MissingExtraError, which names ``what`` as in need of it, if it is not installed."""
     try:
+        quieten_torchao()
         import peft
     except ImportError as error:
         raise MissingExtraError(what, "peft", "adapters") from error
