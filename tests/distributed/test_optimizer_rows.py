@@ -41,7 +41,7 @@ def test_sgd_is_equal_where_it_is_asked_for(pool, layout):
 
 
 @pytest.mark.parametrize("place", ["DDP", "FSDP2", "FSDP2 + TP", "PP, tied", "EP"])
-@pytest.mark.parametrize("word", ["adafactor", "adam", "lion", "muon"])
+@pytest.mark.parametrize("word", ["adafactor", "adam", "lion", "muon", "schedule_free_adamw"])
 def test_a_word_is_equal_on_every_cut(pool, word, place):
     _, layout, model = LAYOUTS[place]
     report = verify(model, layout, BATCHES, steps=2, pool=pool, dtypes=("float64",), techniques={"optimizer": word})
@@ -115,7 +115,7 @@ def _second_step(layout: Layout, folder: str, word: str, *, first: bool) -> dict
     return {name: to_cpu(parameter.detach()) for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("word", ["adafactor", "adam", "lion", "muon", "sgd"])
+@pytest.mark.parametrize("word", ["adafactor", "adam", "lion", "muon", "schedule_free_adamw", "sgd"])
 def test_a_run_goes_on_with_another_layout(spmd, tmp_path, word):
     folder = str(tmp_path / "at")
     (undisturbed, *_), *others = (

@@ -79,9 +79,8 @@ def test_memory_is_that_of_the_row(word):
 
 
 def test_words_that_are_no_row_are_refused_at_every_door():
-    words = (
-        r"techniques.optimizer = 'adamW': legal are adamw, adam, lion, muon, sgd, adafactor\. Did you mean 'adamw'\?"
-    )
+    legal = "adamw, adam, lion, schedule_free_adamw, muon, sgd, adafactor"
+    words = rf"techniques.optimizer = 'adamW': legal are {legal}\. Did you mean 'adamw'\?"
     with pytest.raises(ConfigError, match=words):
         plan(MODEL, Layout(dp_shard=1), techniques={"optimizer": "adamW"})
     with pytest.raises(ConfigError, match=words):

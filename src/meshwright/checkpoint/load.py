@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from meshwright.core.devices import CPU, local_device
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.core.names import clean
+from meshwright.distributed.averaging.switch import begin_anew
 from meshwright.distributed.optimizer.torchao_adamw import TorchaoAdamW
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process import agree
@@ -51,7 +52,8 @@ def load(
     Frozen parameters that the writer left out (``only_trained``) stay as they are.
 
     Args:
-        optimizer: takes over the saved state; what it held before is dropped.
+        optimizer: takes over the saved state; what it held before is dropped. Without it, a schedule-free optimizer of
+            this model begins anew at the loaded weights.
         restore_options: also take over the options of the optimizer's groups (learning rate, …); False: keep the
             present ones.
 
@@ -77,6 +79,8 @@ def load(
             options = agree.together(lambda: _options(parallel_model, optimizer, manifest, path)) or []
     random_state = _own_random_state(manifest)
     read_tensors({**wanted, **state, **random_state}, path)
+    if optimizer is None and not parallel_model.is_lent:
+        begin_anew(parallel_model.parts)
     if optimizer is not None:
         put_optimizer_tensors(parallel_model, optimizer, state, path)
         for group, saved in zip(optimizer.param_groups, options, strict=False):

@@ -44,7 +44,8 @@ def save(
     """Write model and optimizer to the folder ``path``, each rank its own shards, as safetensors. Collective.
 
     Everything is written to ``path`` + ".partial" and renamed when it is whole on disk, so a folder named ``path`` is
-    either the old checkpoint or the new one.
+    either the old checkpoint or the new one. Of an optimizer that averages its steps (schedule-free AdamW) the model's
+    part is the average, and the optimizer's has the point of training.
 
     Args:
         path: a new folder, an empty one, or a checkpoint that will be replaced.
@@ -55,7 +56,18 @@ def save(
         ConfigError: ``path`` exists and is no checkpoint, or ``extra`` holds something that JSON cannot.
         IntegrityError: a rank could not write (then on every rank); an older checkpoint of that name is still there.
     """
-    path = Path(os.path.abspath(path))
+    with parallel_model.averaged():
+        _save(parallel_model, Path(os.path.abspath(path)), optimizer, extra, only_trained=only_trained)
+
+
+def _save(
+    parallel_model: ParallelModel,
+    path: Path,
+    optimizer: torch.optim.Optimizer | None,
+    extra: dict[str, Any] | None,
+    *,
+    only_trained: bool,
+) -> None:
     partial = beside(path, PARTIAL)
     tensors = model_tensors(parallel_model) | _random_state()
     left_out = sorted(parallel_model.plan.frozen) if only_trained else []

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.core.errors import UnsupportedError
+from meshwright.distributed.averaging.schedule_free import ScheduleFreeAdamW
 from meshwright.distributed.data import fully_sharded
 from meshwright.distributed.optimizer.state_offload import at_rest
 from meshwright.distributed.optimizer.torchao_adamw import TorchaoAdamW
@@ -108,6 +109,8 @@ def put_optimizer_tensors(
                 mine = rounding.take(optimizer, parameter, state, value)
             optimizer.state[parameter][state] = at_rest(mine, model.device) if rests and value.dim() else mine
 
+    if isinstance(optimizer, ScheduleFreeAdamW):
+        optimizer.train()  # the model's part of the checkpoint is the average
     if isinstance(optimizer, TorchaoAdamW):
         rounding.tell(path)
 

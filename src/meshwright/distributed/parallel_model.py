@@ -267,12 +267,12 @@ class ParallelModel(PartsAsModule):
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Evaluate without gradients; afterwards restore each module's mode, and free gathered parameters."""
+        """Evaluate the average without gradients; then restore each module's mode, and free gathered parameters."""
         modes = [(module, module.training) for part in self._parts for module in part.module.modules()]
         for part in self._parts:
             part.module.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self.averaged():
                 yield
         finally:
             for module, training in modes:

@@ -60,8 +60,8 @@ class RunTechniques:
     rests there, and comes to the device by portions for the step.
     """
     optimizer: str = "adamw"
-    """The optimizer that train makes and memory estimates count: adamw, adam, lion, muon (hidden matrices by Muon, the
-    rest by AdamW), sgd, or adafactor.
+    """The optimizer that train makes and memory estimates count: adamw, adam, lion, schedule_free_adamw, muon (hidden
+    matrices by Muon, the rest by AdamW), sgd, or adafactor.
     """
     optimizer_state: Literal["full", "8bit", "4bit"] = "full"
     """AdamW's moments: in the master dtype (full), or by torchao as codes of 8 or 4 bits with a scale for each block

@@ -231,6 +231,17 @@ def _check_optimizer(config: Any) -> None:
                 f"optimizer.{key} = {getattr(settings, key)} and techniques.optimizer = {word}, which does not use it:"
                 f" it takes {', '.join(('lr', *row.keys))}. Leave optimizer.{key} out, or choose another optimizer."
             )
+    if row.averages and config.schedule.kind != "constant":
+        raise ConfigError(
+            f"schedule.kind = {config.schedule.kind} and techniques.optimizer = {word}: its average of all steps takes"
+            f" the place of a falling rate. Set schedule.kind = constant (schedule.warmup_steps stays), or"
+            f" techniques.optimizer = adamw."
+        )
+    if row.averages and not settings.beta1:
+        raise ConfigError(
+            f"optimizer.beta1 = {settings.beta1} and techniques.optimizer = {word}: beta1 is the weight of the average"
+            f" in the point of training, above 0 and below 1. Set optimizer.beta1 = 0.9."
+        )
 
 
 def _check_hf(model: Any) -> None:

@@ -281,12 +281,13 @@ class _Loop:
         c = self.config
         rows = c.batch.microbatch or max(1, c.batch.global_batch // self.ranks)
         validated = Validated()
-        for held in self.r.feed.held_out:
-            for batch in validation_batches(held.split, c.data.seq_len, held.samples, rows, self.rank, self.ranks):
-                loss = self.r.model.evaluate(batch)
-                validated.add(held.name, float(loss), loss.weight)
-                if stopped := self._agree_to_stop():
-                    return None, stopped
+        with self.r.model.averaged():  # once, not for every batch
+            for held in self.r.feed.held_out:
+                for batch in validation_batches(held.split, c.data.seq_len, held.samples, rows, self.rank, self.ranks):
+                    loss = self.r.model.evaluate(batch)
+                    validated.add(held.name, float(loss), loss.weight)
+                    if stopped := self._agree_to_stop():
+                        return None, stopped
         return validated, 0
 
     def _close(self, stopped: int) -> int:

@@ -6,13 +6,16 @@ from collections.abc import Callable
 
 import torch
 
+from meshwright.distributed.averaging.schedule_free import ScheduleFreeAdamW
 from meshwright.planning.optimizer.kinds import OptimizerKind
 
 from .adafactor import Adafactor
 from .lion import Lion
 from .muon import Muon
 
-OURS: dict[str, type[torch.optim.Optimizer]] = {"Adafactor": Adafactor, "Lion": Lion, "Muon": Muon}
+OURS: dict[str, type[torch.optim.Optimizer]] = {
+    kind.__name__: kind for kind in (Adafactor, Lion, Muon, ScheduleFreeAdamW)
+}
 
 
 def optimizer_class(row: OptimizerKind) -> Callable[..., torch.optim.Optimizer]:

@@ -34,3 +34,18 @@ def foreach_between_(tensors: list[Tensor], others: list[Tensor], weight: float)
 def foreach_sign_(tensors: list[Tensor]) -> None:
     """Replace the elements of many tensors by their signs, until a public function does."""
     torch._foreach_sign_(tensors)
+
+
+def foreach_move_mean_of_squares_(means: list[Tensor], tensors: list[Tensor], decay: float) -> None:
+    """Move means of squares in place, to ``decay`` of each and the rest of a square, until a public function does."""
+    torch._foreach_mul_(means, decay)
+    torch._foreach_addcmul_(means, tensors, tensors, 1 - decay)
+
+
+def foreach_divided(tensors: list[Tensor], squares: list[Tensor], eps: float) -> list[Tensor]:
+    """Return tensors divided by the roots of others plus ``eps``, until a public function does."""
+    divisors = torch._foreach_sqrt(squares)
+    torch._foreach_add_(divisors, eps)
+    torch._foreach_reciprocal_(divisors)
+    torch._foreach_mul_(divisors, tensors)
+    return list(divisors)

@@ -19,7 +19,7 @@ from torch.optim.adamw import adamw
 
 from meshwright.core.errors import ConfigError
 from meshwright.distributed.torch_private import local_part
-from meshwright.distributed.weights.shards import with_local
+from meshwright.distributed.weights.shards import local_gradient, with_local
 
 from .foreach_private import foreach_between, foreach_between_
 from .owners import MatrixOwners
@@ -133,7 +133,7 @@ class Muon(torch.optim.Optimizer):
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
         gradients, means = (
-            [_gradient(p) for p in params],
+            [local_gradient(p) for p in params],
             [local_part(self.state[p]["momentum_buffer"]) for p in params],
         )
         decay = group["momentum"]
@@ -163,7 +163,7 @@ class Muon(torch.optim.Optimizer):
         states = [self.state[p] for p in params]
         adamw(
             [local_part(p) for p in params],
-            [_gradient(p) for p in params],
+            [local_gradient(p) for p in params],
             [local_part(state["exp_avg"]) for state in states],
             [local_part(state["exp_avg_sq"]) for state in states],
             [],
@@ -177,15 +177,6 @@ class Muon(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    """Return the local part of a parameter's gradient, placed as the parameter."""
-    gradient = parameter.grad
-    assert gradient is not None
-    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
-        gradient = gradient.redistribute(placements=parameter.placements)
-    return local_part(gradient)
 
 
 def orthogonalised(matrix: Tensor, steps: int) -> Tensor:

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.torch_private import has_no_values
+from meshwright.distributed.averaging.schedule_free import ScheduleFreeAdamW
 from meshwright.distributed.torch_private import local_part
 
 from .lion import Lion
@@ -33,6 +34,7 @@ ELEMENT_BY_ELEMENT = frozenset(
         optim.RMSprop,
         optim.SGD,
         Lion,
+        ScheduleFreeAdamW,
     )
 )
 """Optimizers that update an element by its own gradients alone, so that a shard updates as the whole."""

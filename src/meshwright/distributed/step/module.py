@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -15,6 +15,8 @@ from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean
 from meshwright.core.torch_private import tree_map_only
+from meshwright.distributed.averaging.switch import averaged, begin_anew
+from meshwright.distributed.averaging.weight_copy import WeightCopy, load_within
 from meshwright.distributed.data import fully_sharded
 from meshwright.distributed.mesh import groups_of
 from meshwright.distributed.optimizer.parameter_groups import make_parameter_groups
@@ -48,6 +50,7 @@ class PartsAsModule(nn.Module):
     def __init__(self, parts: Sequence[ModelPart]):
         super().__init__()
         self._parts = tuple(parts)
+        self.is_lent = False  # whether its parameters hold those of a ``WeightCopy``
         self.training = parts[0].model.training
 
     @property
@@ -131,7 +134,7 @@ class PartsAsModule(nn.Module):
                 f" evaluate(batch), generate(...), or {cut} = 1"
             )
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self.averaged():
                 output = self._parts[0].module(*args, **kwargs)
         finally:
             fully_sharded.reshard(self.parts[0])
@@ -217,7 +220,8 @@ class PartsAsModule(nn.Module):
         """
         if keep_vars:
             raise ConfigError("state_dict(keep_vars=True) would return whole parameters, and ranks hold shards of them")
-        found = whole_state.gathered(self._tensors(), groups_of(self.mesh, Axis.PP), keep=not rank0_only)
+        with self.averaged():
+            found = whole_state.gathered(self._tensors(), groups_of(self.mesh, Axis.PP), keep=not rank0_only)
         aliases = {alias: fact.name for fact in self.facts.parameters for alias in fact.aliases}
         found |= {alias: found[name] for alias, name in aliases.items() if name in found}
         made = {} if destination is None else destination
@@ -243,11 +247,13 @@ class PartsAsModule(nn.Module):
         unexpected = [name for name in state_dict if name not in known]
         state = {name: state_dict[one] for name, more in names.items() for one in (*more, name) if one in state_dict}
         whole_state.scatter(self._tensors(), state, missing, unexpected, strict=strict)
+        if not self.is_lent:
+            begin_anew(self.parts)
         return IncompatibleKeys(missing, unexpected)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *options: Any) -> None:  # type: ignore[override]
         """Load a part of the state dict of a module around this one."""
-        _load_within(self, state_dict, prefix, *options)
+        load_within(self, state_dict, prefix, *options)
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
         for model in self.parts:
@@ -256,82 +262,16 @@ class PartsAsModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightCopy:
         """Return a copy of this rank's weights, which computes by this model: for averages and references."""
-        made = memo[id(self)] = WeightCopy(self)
+        with self.averaged():
+            made = memo[id(self)] = WeightCopy(self)
         return made
 
+    def averaged(self) -> AbstractContextManager[None]:
+        """Let the parameters hold the average of the optimizer's steps inside, if it has one (schedule-free AdamW).
 
-class WeightCopy(nn.Module):
-    """A copy of the weights of a laid-out model, in the same shards, such as an average of them.
-
-    Calls go through the model, which is lent the copied weights meanwhile. ``lent()`` lends them to a block of code:
-    inside, the model's ``evaluate``, ``generate`` and ``state_dict`` are those of the copy.
-    """
-
-    def __init__(self, model: PartsAsModule):
-        super().__init__()
-        self._model = (model,)  # no child: the weights of this module are the copies
-        for name, parameter in model.named_parameters():
-            made = nn.Parameter(parameter.detach().clone(), requires_grad=False)
-            self._parameters.setdefault(name, made)
-        for name, buffer in model.named_buffers():
-            self._buffers.setdefault(name, buffer.detach().clone())
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the outputs of this rank's rows by the copied weights, without gradients (collective)."""
-        with self.lent(), torch.no_grad():
-            return self._model[0](*args, **kwargs)
-
-    @contextmanager
-    def lent(self) -> Iterator[PartsAsModule]:
-        """Lend the copied weights to the model: inside, it evaluates, generates and is saved by them."""
-        model = self._model[0]
-        self._swap()
-        try:
-            yield model
-        finally:
-            self._swap()
-
-    def state_dict(self, **options: Any) -> dict[str, Tensor]:  # type: ignore[override]
-        """Return the whole copies under global names (collective; see ``ParallelModel.state_dict``)."""
-        with self.lent() as model:
-            return model.state_dict(**options)
-
-    def load_state_dict(  # type: ignore[override]
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> IncompatibleKeys:
-        """Copy whole tensors into the copies (see ``ParallelModel.load_state_dict``)."""
-        with self.lent() as model:
-            return model.load_state_dict(state_dict, strict, assign)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *options: Any) -> None:  # type: ignore[override]
-        """Load a part of the state dict of a module around this one, such as an ``AveragedModel``."""
-        _load_within(self, state_dict, prefix, *options)
-
-    @torch.no_grad()
-    def _swap(self) -> None:
-        # a mean of codes is none of weights: those in 4 bits are frozen, and the model's own serve
-        tensors = [(name, tensor) for name, tensor in self._model[0]._tensors() if not _in_4_bits(tensor)]
-        whole_state.swap(tensors, {**self._parameters, **self._buffers})
-
-
-def _in_4_bits(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) and tensor.dtype == torch.uint8
-
-
-def _load_within(
-    module: PartsAsModule | WeightCopy,
-    state_dict: Mapping[str, Any],
-    prefix: str,
-    local_metadata: Any,
-    strict: bool,
-    missing: list[str],
-    unexpected: list[str],
-    errors: list[str],
-) -> None:
-    own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
-    found = module.load_state_dict(own, strict=False)
-    missing += [f"{prefix}{name}" for name in found.missing_keys if strict]
-    unexpected += [f"{prefix}{name}" for name in found.unexpected_keys if strict]
+        ``evaluate``, ``generate``, calls, copies and ``state_dict`` do so by themselves. No messages are sent.
+        """
+        return averaged(self.parts)
 
 
 class _Outside(torch.autograd.Function):

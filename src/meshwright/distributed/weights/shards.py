@@ -101,6 +101,15 @@ def with_local(like: DTensor, local: Tensor) -> DTensor:
     )
 
 
+def local_gradient(parameter: Tensor) -> Tensor:
+    """Return the local part of a parameter's gradient, placed as the parameter."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return local_part(gradient)
+
+
 def memory_of(tensor: Tensor) -> list[Tensor]:
     """Return the plain tensors that store a tensor on this rank.
 

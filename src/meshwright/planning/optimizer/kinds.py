@@ -54,6 +54,7 @@ class OptimizerKind:
         verified_with: arguments that ``verify`` steps with: a step far above rounding.
         decayed_dims: least number of dims of a parameter whose weight decays; norms and biases have one.
         low_bit: whether torchao has its step with states of 8 and 4 bits, and with stochastic rounding.
+        averages: whether the model is evaluated and saved at an average of the steps, which needs a constant rate.
         kernels: torch's kernels for many parameters at once that the class supports for DTensors too, fastest first.
     """
 
@@ -63,6 +64,7 @@ class OptimizerKind:
     verified_with: tuple[tuple[str, Any], ...]
     decayed_dims: int = 2
     low_bit: bool = False
+    averages: bool = False
     kernels: tuple[Literal["fused", "foreach"], ...] = ("fused", "foreach")
 
     @property
@@ -113,6 +115,14 @@ KINDS = {
         arguments=(("betas", ("beta1", "beta2")), ("weight_decay", ("weight_decay",))),
         verified_with=(("lr", 1e-2), ("betas", (0.9, 0.99)), ("weight_decay", 0.1)),
         kernels=("foreach",),
+    ),
+    "schedule_free_adamw": OptimizerKind(  # arXiv 2405.15682
+        "ScheduleFreeAdamW",
+        state=(StateTensor("z", signed=True), StateTensor("exp_avg_sq")),
+        arguments=(("betas", ("beta1", "beta2")), ("eps", ("eps",)), ("weight_decay", ("weight_decay",))),
+        verified_with=(("lr", 1e-2), ("betas", (0.9, 0.95)), ("weight_decay", 0.1), ("eps", 1e-6)),
+        kernels=("foreach",),
+        averages=True,
     ),
     "muon": OptimizerKind(  # hidden matrices as in arXiv 2502.16982, the others by AdamW
         "Muon",

@@ -22,6 +22,8 @@ def optimizer_fits(case: Case) -> Found:
         return
     if row.by_role:
         yield from _matrices(case, row)
+    if row.averages:
+        yield from _average(case, row)
     if row.sums_parts and t.cpu_offload == "optimizer":
         yield UnsupportedError(
             f"techniques.cpu_offload = optimizer and techniques.optimizer = {t.optimizer}: its state comes to the"
@@ -68,4 +70,21 @@ def _matrices(case: Case, row: OptimizerKind) -> Found:
             f"techniques.cpu_offload = {str(offload).lower()} and techniques.optimizer = {word}: {where}, {why}. Set"
             f" techniques.cpu_offload = false ({row.title} holds one tensor of state for each matrix, AdamW two), or"
             f" techniques.optimizer = adamw."
+        )
+
+
+def _average(case: Case, row: OptimizerKind) -> Found:
+    """Require weights in which an average can move, with its state on the device, where the average is taken."""
+    word, master = case.techniques.optimizer, case.precision.master
+    if master not in ("float32", "float64"):
+        yield UnsupportedError(
+            f"techniques.optimizer = {word} averages all steps, and in techniques.precision.master = {master} an"
+            f" average of some hundred steps no longer moves. Set techniques.precision.master = float32 (compute may be"
+            f" bfloat16)."
+        )
+    if case.techniques.cpu_offload == "optimizer":
+        yield UnsupportedError(
+            f"techniques.cpu_offload = optimizer and techniques.optimizer = {word}: evaluation needs the state of all"
+            f" parameters on the device, and it comes there by portions for a step only. Set techniques.cpu_offload ="
+            f" false, or true (parameters too)."
         )
