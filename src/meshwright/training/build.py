@@ -19,7 +19,7 @@ from meshwright.distributed.float8.float8 import refuse_absent
 from meshwright.distributed.memory.dry_run import estimate_memory
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.optimizer import torchao_adamw
-from meshwright.distributed.optimizer.parameter_groups import make_parameter_groups
+from meshwright.distributed.optimizer.parameter_groups import make_parameter_groups, refuse_unused, trained_names
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize, single_process_mesh
 from meshwright.distributed.process.world import get_world_info, ranks_per_node
@@ -95,6 +95,8 @@ def build_run(config: Config, timeline: StartupTimeline, progress: Progress, sto
     facts = model_facts(module)
     cluster = Cluster(world, ranks_per_node(), device)
     plan = plan_run(config, facts, cluster, batch)
+    trained = trained_names(facts, plan)
+    refuse_unused([row.pattern for row in config.optimizer.overrides], trained)
     refuse_absent(plan)
     torchao_adamw.refuse_absent(plan.optimizer)
     if config.process.check_memory:
@@ -116,7 +118,7 @@ def build_run(config: Config, timeline: StartupTimeline, progress: Progress, sto
         options: dict[str, Any] = {"draw_on": trace.drawn_on if trace else None, "weights": weights, "loss_fn": loss_fn}
         rows = config.batch.microbatch
         model = parallelize(module, mesh, plan=plan, seed=config.seed, microbatch_rows=rows, audit=False, **options)
-        optimizer = build_optimizer(config, model.named_parameters(), plan.optimizer)
+        optimizer = build_optimizer(config, model.named_parameters(), plan.optimizer, trained)
         if config.process.audit:
             model.audit(optimizer.optimizer)
     identity = run_identity(config, source, tokenizer, feed)
@@ -174,9 +176,15 @@ def batch_of(config: Config, tokenizer: Tokenizer) -> Batch:
 
 
 def build_optimizer(
-    config: Config, named_parameters: Iterable[tuple[str, nn.Parameter]], plan: OptimizerPlan | None = None
+    config: Config,
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    plan: OptimizerPlan | None = None,
+    elsewhere: Iterable[str] = (),
 ) -> BuiltOptimizer:
-    """Make the optimizer of a config over a model's parameters; without a plan, in full precision."""
+    """Make the optimizer of a config over a model's parameters; without a plan, in full precision.
+
+    ``elsewhere``: names of the trained parameters of the whole model, of which a pipeline's rank has some.
+    """
     o, named = config.optimizer, list(named_parameters)
     plan = plan or OptimizerPlan(kind=config.techniques.optimizer)
     overrides = []
@@ -186,7 +194,11 @@ def build_optimizer(
             options["weight_decay"] = row.weight_decay
         overrides.append((row.pattern, options))
     groups = make_parameter_groups(
-        named, weight_decay=o.weight_decay, overrides=overrides, decayed_dims=plan.row.decayed_dims
+        named,
+        weight_decay=o.weight_decay,
+        overrides=overrides,
+        decayed_dims=plan.row.decayed_dims,
+        elsewhere=elsewhere,
     )
     return make_optimizer(groups, lr=o.lr, plan=plan, named_parameters=named, seed=config.seed, **plan.row.takes(o))
 
@@ -195,7 +207,7 @@ def estimated_memory(config: Config, facts: ModelFacts, plan: Plan, batch: Batch
     """Estimate the memory of a run's step by a dry run, with the optimizer that the run builds."""
 
     def build(model: ParallelModel) -> torch.optim.Optimizer:
-        return build_optimizer(config, model.named_parameters(), plan.optimizer).optimizer
+        return build_optimizer(config, model.named_parameters(), plan.optimizer, trained_names(facts, plan)).optimizer
 
     return estimate_memory(facts, plan, batch, build_optimizer=None if plan.optimizer.needs_torchao else build)
 

@@ -8,8 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.core.errors import ConfigError
+from meshwright.core.errors import ConfigError, nearest
 from meshwright.core.names import clean
+from meshwright.introspection.facts import ModelFacts
+from meshwright.planning.plan import Plan
 
 
 def make_parameter_groups(
@@ -18,6 +20,7 @@ def make_parameter_groups(
     weight_decay: float = 0.1,
     overrides: Sequence[tuple[str, dict[str, Any]]] = (),
     decayed_dims: int = 2,
+    elsewhere: Iterable[str] = (),
 ) -> list[dict[str, Any]]:
     """Group parameters for an optimizer: matrices decay, vectors and scalars (norms, biases) do not; overrides win.
 
@@ -25,6 +28,7 @@ def make_parameter_groups(
         named_parameters: (name, parameter) pairs; frozen ones are left out, wrapper prefixes ignored.
         overrides: (regular expression on names, options of the group); the first that matches a parameter wins.
         decayed_dims: least number of dims of a parameter that decays.
+        elsewhere: names of trained parameters of the whole model, of which a pipeline's rank has some.
 
     Returns:
         Dicts {"params", "weight_decay", ...}, empty groups left out; each parameter stands in exactly one.
@@ -33,7 +37,9 @@ def make_parameter_groups(
         ConfigError: an override matches nothing, or is no regular expression.
     """
     groups: dict[Any, dict[str, Any]] = {}
-    unused = {text for text, _ in overrides}
+    named_parameters = list(named_parameters)
+    own = [clean(name) for name, parameter in named_parameters if parameter.requires_grad]
+    refuse_unused([text for text, _ in overrides], [*own, *elsewhere])
     for raw, parameter in named_parameters:
         if not parameter.requires_grad:
             continue
@@ -43,13 +49,30 @@ def make_parameter_groups(
         options: dict[str, Any] = {"weight_decay": weight_decay if key else 0.0}
         for number, (text, chosen) in enumerate(overrides):
             if _matches(text, name):
-                unused.discard(text)
                 key, options = (key, number), {**options, **chosen}
                 break
         groups.setdefault(key, {"params": [], **options})["params"].append(parameter)
-    if unused:
-        raise ConfigError(f"optimizer.overrides: '{sorted(unused)[0]}' matches no trainable parameter")
     return list(groups.values())
+
+
+def refuse_unused(patterns: Sequence[str], names: Sequence[str]) -> None:
+    """Raise ConfigError if a pattern of ``optimizer.overrides`` is the first match of no trained parameter."""
+    found = {next((text for text in patterns if _matches(text, name)), None) for name in names}
+    for text in patterns:
+        if text in found:
+            continue
+        if any(_matches(text, name) for name in names):
+            raise ConfigError(
+                f"optimizer.overrides: '{text}' matches no trainable parameter that an earlier pattern has left over"
+                f" (the first match counts). Put it first, or leave it out."
+            )
+        like = f" The names are like {names[0]}." if names else ""
+        raise ConfigError(f"optimizer.overrides: '{text}' matches no trainable parameter.{nearest(text, names)}{like}")
+
+
+def trained_names(facts: ModelFacts, plan: Plan) -> list[str]:
+    """List the names of the trained parameters of a whole model."""
+    return [fact.name for fact in facts.parameters if fact.trainable and fact.name not in plan.frozen]
 
 
 def split_by_role(

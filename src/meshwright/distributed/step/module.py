@@ -19,7 +19,7 @@ from meshwright.distributed.averaging.switch import averaged, begin_anew
 from meshwright.distributed.averaging.weight_copy import WeightCopy, load_within
 from meshwright.distributed.data import fully_sharded
 from meshwright.distributed.mesh import groups_of
-from meshwright.distributed.optimizer.parameter_groups import make_parameter_groups
+from meshwright.distributed.optimizer.parameter_groups import make_parameter_groups, trained_names
 from meshwright.distributed.weights import whole_state
 from meshwright.introspection.facts import ModelFacts
 from meshwright.planning.plan import Plan
@@ -109,7 +109,8 @@ class PartsAsModule(nn.Module):
         self, *, weight_decay: float = 0.1, overrides: Sequence[tuple[str, dict[str, Any]]] = ()
     ) -> list[dict[str, Any]]:
         """Group parameters for an optimizer: matrices decay, vectors do not, overrides win (``parameter_groups``)."""
-        return make_parameter_groups(self.named_parameters(), weight_decay=weight_decay, overrides=overrides)
+        options: dict[str, Any] = {"weight_decay": weight_decay, "overrides": overrides}
+        return make_parameter_groups(self.named_parameters(), elsewhere=trained_names(self.facts, self.plan), **options)
 
     def _counted_once(self) -> list[nn.Parameter]:
         """List the parameters without the last stage's copies of the first stage's in a pipeline."""
