@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from meshwright.core.errors import ConfigError
+from meshwright.training.build import build_schedule
+from meshwright.training.config import Config
 from meshwright.training.optim.schedules import KINDS, LearningRateSchedule, learning_rate
 
 DECAYING = [kind for kind in KINDS if kind != "constant"]
@@ -60,6 +62,25 @@ def test_what_is_printed_names_both_ends(kind):
     assert f"down to {schedule(1999):g}" in schedule.describe()
 
 
+@given(kind=st.sampled_from(KINDS), half=st.integers(1, 30), share=st.floats(0, 0.5), each=st.integers(1, 4096))
+def test_rates_by_tokens_of_equal_steps_are_those_by_steps(kind, half, share, each):
+    total, warmup = 2 * half, max(1, int(share * 2 * half))
+    by_steps = LearningRateSchedule(1.0, total, kind, warmup, 0.1, 0.5)
+    by_tokens = LearningRateSchedule(1.0, total * each, kind, warmup * each, 0.1, 0.5, by_tokens=True)
+    places = [(step, (step + 1) * each) for step in range(total)]
+    found = [by_tokens(by_tokens.place(*place)) for place in places]
+    assert found == pytest.approx([by_steps(by_steps.place(*place)) for place in places])
+
+
+def test_a_step_has_the_rate_of_its_last_token():
+    schedule = LearningRateSchedule(1.0, 100, "linear", 10, 0.0, by_tokens=True)
+    taken = [4, 4, 30, 0, 60, 50]
+    found = [schedule(schedule.place(99, sum(taken[: n + 1]))) for n in range(len(taken))]
+    assert found == pytest.approx([0.4, 0.8, 62 / 90, 62 / 90, 2 / 90, 0.0])
+    assert schedule(schedule.place(5, 0)) == pytest.approx(0.1), "a first step without any token"
+    assert "linear: up to 1 over 10 tokens, down to 0 at token 100" in schedule.describe()
+
+
 def test_groups_have_their_share_of_the_rate():
     groups = [{"params": [nn.Parameter(torch.ones(1))], "lr_scale": scale} for scale in (1.0, 0.5)]
     optimizer = torch.optim.SGD(groups, lr=1.0)
@@ -78,9 +99,36 @@ def test_groups_have_their_share_of_the_rate():
         ({"kind": "wsd", "warmup_steps": 8, "decay_fraction": 0.5}, "together more than steps = 10"),
         ({"peak": math.nan}, "peak = nan"),
         ({"total_steps": 0}, "total_steps = 0"),
+        (
+            {"by_tokens": True, "warmup_steps": 10},
+            r"schedule.warmup_tokens = 10 in a run of 10 tokens.* schedule.tokens",
+        ),
+        ({"by_tokens": True, "kind": "inverse_sqrt"}, "inverse_sqrt by tokens .* Set schedule.warmup_tokens"),
     ],
     ids=str,
 )
 def test_settings_that_make_no_schedule_are_refused(options, words):
     with pytest.raises(ConfigError, match=words):
         LearningRateSchedule(**{"peak": 1.0, "total_steps": 10, **options})
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        (
+            {"tokens": 100, "warmup_steps": 3},
+            "schedule.tokens = 100 and schedule.warmup_steps = 3.*warmup_tokens instead",
+        ),
+        ({"warmup_tokens": 5}, "schedule.warmup_tokens = 5, and the rate follows steps. Set schedule.tokens"),
+    ],
+    ids=str,
+)
+def test_lengths_in_two_units_are_refused(schedule, words):
+    with pytest.raises(ConfigError, match=words):
+        Config.from_dict({"schedule": schedule})
+
+
+def test_a_config_says_tokens_and_the_warm_up_follows():
+    made = build_schedule(Config.from_dict({"schedule": {"tokens": 4000}}))
+    assert (made.total_steps, made.warmup_steps, made.by_tokens) == (4000, 200, True)
+    assert not build_schedule(Config()).by_tokens

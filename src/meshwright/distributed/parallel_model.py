@@ -175,7 +175,9 @@ class ParallelModel(PartsAsModule):
         self._last_loss, parts = self._sum_of_losses(total)
         return StepLoss(self._last_loss, tokens, parts, weight)
 
-    def optimizer_step(self, optimizer: torch.optim.Optimizer, max_norm: float | None = None) -> StepResult:
+    def optimizer_step(
+        self, optimizer: torch.optim.Optimizer, max_norm: float | None = None, *, skip: bool | None = None
+    ) -> StepResult:
         """Clip by the global norm, step the optimizer, clear the gradients.
 
         A non-finite loss or gradient on any rank skips the update on all: the loss is a global sum, and replicas
@@ -184,6 +186,7 @@ class ParallelModel(PartsAsModule):
 
         Args:
             max_norm: largest global 2-norm of the gradients; None or 0: no clipping.
+            skip: a guard's verdict: true on any rank skips the update on all, which give a verdict; None: no guard.
 
         Raises:
             ConfigError, UnsupportedError: the optimizer does not fit the plan (``plan.optimizer``).
@@ -192,11 +195,13 @@ class ParallelModel(PartsAsModule):
         norm = agree.largest_of_copies(float(total_norm(parts, self._pipeline_groups)), self._copy_groups)
         for context in self._context:
             context.verdicts.raise_known()
-        skipped = (
-            not math.isfinite(norm)
-            or not (parts or self._pipeline_groups)
-            or (self._last_loss is not None and not math.isfinite(float(self._last_loss)))
+        is_finite = (
+            math.isfinite(norm)
+            and bool(parts or self._pipeline_groups)
+            and (self._last_loss is None or math.isfinite(float(self._last_loss)))
         )
+        is_refused = skip is not None and agree.any_rank(skip)
+        skipped = is_refused or not is_finite
         if skipped:
             self.skipped_steps += 1
         else:
@@ -204,7 +209,7 @@ class ParallelModel(PartsAsModule):
                 scale_gradients(local_gradients(self.parameters()), max_norm / (norm + EPSILON))
             optimizer_step.step(optimizer, self.plan.optimizer, self.device, self.mesh)
         if self.loss_scale is not None:
-            self.loss_scale.follow(is_finite=not skipped)
+            self.loss_scale.follow(is_finite=is_finite)
         routing.end_step(self._routers, self._token_groups, skipped=skipped)
         optimizer.zero_grad(set_to_none=True)
         return StepResult(norm, skipped)

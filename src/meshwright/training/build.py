@@ -150,12 +150,23 @@ def open_trace(config: Config) -> TraceFile | None:
     if config.check_trace and (t.optimizer_state != "full" or t.stochastic_rounding):
         request = OptimizerPlan(t.optimizer_state, t.stochastic_rounding).request
         raise UnsupportedError(f"{request} rounds further than a trace (check_trace) allows. Check the run without it.")
+    if config.check_trace:
+        refuse_untraced(config)
     if config.check_trace and config.techniques.float8 != "none":
         raise UnsupportedError(
             f"techniques.float8 = {config.techniques.float8} rounds further than a trace (check_trace) allows. Check"
             f" the run without it."
         )
     return TraceFile(Path(config.check_trace).expanduser()) if config.check_trace else None
+
+
+def refuse_untraced(config: Config) -> None:
+    """Raise UnsupportedError if the rates of a run are not those of its steps."""
+    if config.schedule.tokens is not None:
+        raise UnsupportedError(
+            f"schedule.tokens = {config.schedule.tokens}: a trace holds the rates of steps, not of tokens. Trace and"
+            f" check the run with schedule.warmup_steps instead."
+        )
 
 
 def plan_run(config: Config, facts: ModelFacts, cluster: Cluster, batch: Batch | None = None) -> Plan:
@@ -214,6 +225,10 @@ def estimated_memory(config: Config, facts: ModelFacts, plan: Plan, batch: Batch
 
 def build_schedule(config: Config) -> LearningRateSchedule:
     s = config.schedule
+    if s.tokens is not None:
+        warmup = s.tokens // 20 if s.warmup_tokens is None else s.warmup_tokens
+        shape = s.kind, warmup, s.final_ratio, s.decay_fraction
+        return LearningRateSchedule(config.optimizer.lr, s.tokens, *shape, by_tokens=True)
     warmup = min(100, config.steps // 20) if s.warmup_steps is None else s.warmup_steps
     return LearningRateSchedule(config.optimizer.lr, config.steps, s.kind, warmup, s.final_ratio, s.decay_fraction)
 
@@ -236,7 +251,8 @@ def resolved(config: Config, source: ModelSource, plan: Plan) -> Config:
     """Return the config with model, dtypes and warmup filled in, and with absolute paths."""
     p = plan.precision
     precision = replace(config.techniques.precision, master=p.master, compute=p.compute, reduce=p.reduce)
-    warmup = build_schedule(config).warmup_steps
+    schedule = build_schedule(config)
+    warmup = {"warmup_tokens" if schedule.by_tokens else "warmup_steps": schedule.warmup_steps}
     return replace(
         config,
         run="",
@@ -244,7 +260,7 @@ def resolved(config: Config, source: ModelSource, plan: Plan) -> Config:
         model=resolved_model(config.model, source),
         data=replace(config.data, **absolute_paths(replace(config.data, tokenizer=tokenizer_name(config)))),
         techniques=replace(config.techniques, precision=precision),
-        schedule=replace(config.schedule, warmup_steps=warmup),
+        schedule=replace(config.schedule, **warmup),
     )
 
 

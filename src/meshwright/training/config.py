@@ -130,26 +130,35 @@ class OptimizerConfig:
     max_norm: float = 1.0
     """Global gradient norm above which gradients are scaled down; 0: no clipping."""
     max_skipped_steps: int = 10
-    """The run stops with an error after so many steps in a row that were skipped for a gradient that is not finite;
-    0: after the first.
+    """The run stops with an error after so many steps in a row that were skipped, for a gradient that is not finite or
+    a loss that is too high; 0: after the first.
     """
+    max_loss_deviation: float = 0.0
+    """Skip a step whose loss is more than so many deviations above the median of the last losses; 0: never."""
+    loss_window: int = 100
+    """max_loss_deviation: number of last losses, without those of skipped steps, that a loss is compared with."""
     overrides: tuple[GroupOverride, ...] = ()
     """Tables of values for parameters whose names match a pattern; the first match counts."""
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The learning rate over the steps."""
+    """The learning rate over the steps, or over the tokens."""
 
     kind: Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"] = "cosine"
     """Shape after the warmup; wsd: constant, then a linear decay at the end; inverse_sqrt: as the inverse root of the
     step."""
     warmup_steps: int | None = None
     """Steps of linear rise to the peak; none: a twentieth of the run, at most 100."""
+    tokens: int | None = None
+    """Length of the schedule in trained tokens (those that have a loss, of all ranks); none: the run's steps, which end
+    the run in any case."""
+    warmup_tokens: int | None = None
+    """With schedule.tokens: tokens of linear rise to the peak; none: a twentieth of them."""
     final_ratio: float = 0.1
     """Last learning rate / peak."""
     decay_fraction: float = 0.2
-    """wsd: share of all steps over which the rate decays."""
+    """wsd: share of all steps, or tokens, over which the rate decays."""
 
 
 @dataclass(frozen=True)

@@ -101,9 +101,13 @@ RANGES: dict[str, Range] = {
     "optimizer.weight_decay": _FROM_0,
     "optimizer.max_norm": _FROM_0,
     "optimizer.max_skipped_steps": _FROM_0,
+    "optimizer.max_loss_deviation": _FROM_0,
+    "optimizer.loss_window": ("4 or more", lambda value: value >= 4),
     "optimizer.overrides[].lr_scale": _ABOVE_0,
     "optimizer.overrides[].weight_decay": _FROM_0,
     "schedule.warmup_steps": _FROM_0,
+    "schedule.tokens": _FROM_1,
+    "schedule.warmup_tokens": _FROM_0,
     "schedule.final_ratio": _SHARE,
     "schedule.decay_fraction": _SHARE,
     "validation.every": _FROM_0,
@@ -150,6 +154,7 @@ def check_values(config: Any) -> None:
     _check_model(typed.model)
     _check_adapters(typed)
     _check_optimizer(typed)
+    _check_schedule(typed.schedule)
     if typed != config:
         raise ConfigError(
             "a section of this config is a plain dict, or one of its tuples is a list; build it with"
@@ -241,6 +246,20 @@ def _check_optimizer(config: Any) -> None:
         raise ConfigError(
             f"optimizer.beta1 = {settings.beta1} and techniques.optimizer = {word}: beta1 is the weight of the average"
             f" in the point of training, above 0 and below 1. Set optimizer.beta1 = 0.9."
+        )
+
+
+def _check_schedule(schedule: Any) -> None:
+    """Refuse lengths in two units."""
+    if schedule.tokens is not None and schedule.warmup_steps is not None:
+        raise ConfigError(
+            f"schedule.tokens = {schedule.tokens} and schedule.warmup_steps = {schedule.warmup_steps}: the rate follows"
+            f" tokens, and so does its warm-up. Set schedule.warmup_tokens instead."
+        )
+    if schedule.tokens is None and schedule.warmup_tokens is not None:
+        raise ConfigError(
+            f"schedule.warmup_tokens = {schedule.warmup_tokens}, and the rate follows steps. Set schedule.tokens to the"
+            f" tokens of the whole schedule, or schedule.warmup_steps instead."
         )
 
 

@@ -25,10 +25,12 @@ from meshwright.distributed.weights.shards import sketches
 from meshwright.introspection.structure.experts import stack_paths
 from meshwright.planning.shares import SAMPLES, TOKENS
 
-from .build import Run, build_schedule
+from .build import Run, build_schedule, refuse_untraced
 from .config import Config
 from .run.folder import changes
 
+GUARDS = ("max_skipped_steps", "max_loss_deviation", "loss_window")
+"""Keys of the optimizer's section that change no step which is taken."""
 SAME_WEIGHTS = 1e-5
 """Bound for sketches of bit-identical initial weights: sharding changes the order of float32 sums."""
 
@@ -40,8 +42,9 @@ def traced_facts(config: Config, identity: Mapping[str, Any], master: str, steps
         identity: the run's identity (model, data, tokenizer, seed).
         master: dtype of its master weights.
     """
+    refuse_untraced(config)
     schedule = build_schedule(config)
-    optimizer = {key: value for key, value in asdict(config.optimizer).items() if key != "max_skipped_steps"}
+    optimizer = {key: value for key, value in asdict(config.optimizer).items() if key not in GUARDS}
     facts = {
         **identity,
         "batch.global_batch": config.batch.global_batch,

@@ -21,10 +21,12 @@ from meshwright.distributed.process import agree, elastic
 from meshwright.distributed.process.world import is_rank_zero
 from meshwright.distributed.recompute.compilation import graph_breaks_text
 from meshwright.distributed.setup import begin_steps, destroy_distributed
+from meshwright.distributed.step.results import StepLoss, StepResult
 
 from .build import Run, build_run
 from .config import Config, check
 from .health.heartbeat import Heartbeat
+from .health.loss_guard import LossGuard
 from .health.peers import Peers, announce, early_folder, sweep
 from .metrics.timeline import StartupTimeline
 from .preference import give_references
@@ -151,7 +153,7 @@ class _Loop:
         self.teller = Teller(run, folder, self.at, progress)
         self.watch = Watch(run, folder, self.teller, trace)
         self.memory = MemoryWatch(run)
-        self.skipped_in_a_row = 0
+        self.guard: LossGuard | None = None
         self.rank, self.ranks = data_position(run.model.mesh)
 
     def train(self) -> int:
@@ -165,6 +167,8 @@ class _Loop:
             )
             return self._close(0)
         self._begin()
+        if (guards := self.config.optimizer).max_loss_deviation:
+            self.guard = LossGuard(guards.max_loss_deviation, guards.loss_window, self.at.losses)
         stopped, validates = self._refer(), self._validates()
         self.watch.begin(self.at.step)
         while self.at.step < self.config.steps and not stopped:
@@ -230,19 +234,23 @@ class _Loop:
         self.watch.before(self.at.step + 1)
         begun = time.perf_counter()
         self.heartbeat.enter("data", self.at.step + 1)
-        rate = self.r.schedule.apply(self.r.optimizer.optimizer, self.at.step)
         batch = self.r.feed.next_batch()
         self.watch.got_data(time.perf_counter() - begun)
         self.heartbeat.enter("forward")
         with self.watch.computing(batch), self.memory.computing():
             loss = self.r.model.forward_backward(batch)
         self.heartbeat.enter("step")
+        schedule, optimizer = self.r.schedule, self.r.optimizer.optimizer
+        rate = schedule.apply(optimizer, schedule.place(self.at.step, self.at.tokens + loss.tokens))
+        spike = self.guard.spike(float(loss)) if self.guard is not None else ""
         with self.memory.stepping():
-            result = self.r.model.optimizer_step(self.r.optimizer.optimizer, self.config.optimizer.max_norm)
+            skip = bool(spike) if self.guard is not None else None
+            result = self.r.model.optimizer_step(optimizer, self.config.optimizer.max_norm, skip=skip)
         self.at.step += 1
+        self._keep_loss(loss, result, spike)
         self.at.tokens += loss.tokens
         self.at.skipped += result.skipped
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
+        self.at.skipped_in_a_row = self.at.skipped_in_a_row + 1 if result.skipped else 0
         seconds = time.perf_counter() - begun
         self.watch.after(self.at.step, loss, result)
         loads = self.r.model.expert_load() if self._is_due(self.config.logging.every) else []
@@ -250,6 +258,15 @@ class _Loop:
         if "first step" not in self.timeline.seconds:
             self._after_first_step(seconds)
         return report
+
+    def _keep_loss(self, loss: StepLoss, result: StepResult, spike: str) -> None:
+        """Let the guard remember a step that was taken, and say why one was not."""
+        if self.guard is not None and not result.skipped:
+            self.guard.keep(float(loss))
+            self.at.losses = self.guard.losses
+        if spike and result.skipped:
+            self.teller.say(f"step {self.at.step} was skipped on all ranks: {spike} steps")
+            self.teller.event("spike", {"why": spike}, self.at.step)
 
     def _after_first_step(self, seconds: float) -> None:
         self.timeline.record("first step", seconds)
@@ -264,14 +281,16 @@ class _Loop:
             self.teller.event("memory", {held.value: size for held, size in self.memory.found.items()}, self.at.step)
 
     def _refuse_to_skip_on(self) -> None:
-        limit = self.config.optimizer.max_skipped_steps
-        if self.skipped_in_a_row >= max(limit, 1):
+        limit, skipped = self.config.optimizer.max_skipped_steps, self.at.skipped_in_a_row
+        if skipped >= max(limit, 1):
+            highest = self.config.optimizer.max_loss_deviation
+            too_high = f", or a loss that is too high (optimizer.max_loss_deviation = {highest:g})" if highest else ""
             where = self.checkpoints.latest or "none was written yet"
-            first = self.r.feed.loader.state - self.skipped_in_a_row * self.config.batch.global_batch
+            first = self.r.feed.loader.state - skipped * self.config.batch.global_batch
             raise MeshwrightError(
-                f"{self.skipped_in_a_row} steps in a row (the last is step {self.at.step}) had a loss or gradient that"
-                f" is not finite, and were skipped on all ranks (optimizer.max_skipped_steps = {limit}). The weights"
-                f" are those before them. Lower optimizer.lr, lengthen schedule.warmup_steps, or look at the data from"
+                f"{skipped} steps in a row (the last is step {self.at.step}) had a loss or gradient that is not finite"
+                f"{too_high}, and were skipped on all ranks (optimizer.max_skipped_steps = {limit}). The weights are"
+                f" those before them. Lower optimizer.lr, lengthen schedule.warmup_steps, or look at the data from"
                 f" sample {first} on. Last checkpoint: {where}."
             )
 

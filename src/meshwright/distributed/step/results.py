@@ -31,7 +31,10 @@ class StepLoss:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The global gradient 2-norm before clipping; ``skipped``: weights unchanged (non-finite loss or gradient)."""
+    """The global gradient 2-norm before clipping; ``skipped``: weights unchanged.
+
+    A step is skipped for a loss or gradient that is not finite, or by a guard's verdict.
+    """
 
     grad_norm: float
     skipped: bool

@@ -1,4 +1,4 @@
-"""Compute learning rates as pure functions of the step: resuming needs the step alone."""
+"""Compute learning rates as pure functions of the step, or of the tokens so far: resuming needs that number alone."""
 
 from __future__ import annotations
 
@@ -23,8 +23,12 @@ def learning_rate(
     warmup_steps: int = 0,
     final_ratio: float = 0.1,
     decay_fraction: float = 0.1,
+    by_tokens: bool = False,
 ) -> float:
     """Return the learning rate of optimizer step ``step``, counted from 0.
+
+    By tokens, the same lengths are given in tokens, and a step has the rate of its last token, counted from 0: so with
+    equally many tokens in each step, rates are those by steps.
 
     With W = warmup_steps and T = total_steps:
 
@@ -45,7 +49,7 @@ def learning_rate(
     Raises:
         ConfigError: settings outside their range, or a warm-up (and wsd decay) that does not fit in the run.
     """
-    _check(peak, total_steps, kind, warmup_steps, final_ratio, decay_fraction)
+    _check(peak, total_steps, kind, warmup_steps, final_ratio, decay_fraction, by_tokens=by_tokens)
     if step < 0:
         raise ConfigError(f"learning_rate of step {step}: steps are counted from 0")
     if step < warmup_steps:
@@ -69,21 +73,32 @@ class LearningRateSchedule:
     peak: float
     """Highest learning rate."""
     total_steps: int
-    """Optimizer steps of the whole run, those before a resume included."""
+    """Optimizer steps of the whole run, those before a resume included; or its tokens."""
     kind: str = "cosine"
     """cosine, linear, wsd, inverse_sqrt or constant."""
     warmup_steps: int = 0
-    """Steps of linear warm-up; the last of them is at the peak."""
+    """Steps (or tokens) of linear warm-up; the last of them is at the peak."""
     final_ratio: float = 0.1
     """Learning rate of the last step, as a fraction of the peak."""
     decay_fraction: float = 0.1
     """wsd: the fraction of all steps, at the end, over which the rate falls."""
+    by_tokens: bool = False
+    """Whether lengths are in tokens that have a loss, of all ranks, instead of steps."""
 
     def __post_init__(self) -> None:
-        _check(self.peak, self.total_steps, self.kind, self.warmup_steps, self.final_ratio, self.decay_fraction)
+        self(0)  # raises what is wrong
+
+    def place(self, step: int, tokens: int) -> int:
+        """Return what a step's rate depends on.
+
+        Args:
+            step: number of the step, from 0.
+            tokens: those of all steps up to this one, itself included.
+        """
+        return max(tokens - 1, 0) if self.by_tokens else step
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of optimizer step ``step``, counted from 0."""
+        """Return the learning rate of optimizer step ``step``, or of the token ``step``, counted from 0."""
         return learning_rate(
             step,
             peak=self.peak,
@@ -92,10 +107,11 @@ class LearningRateSchedule:
             warmup_steps=self.warmup_steps,
             final_ratio=self.final_ratio,
             decay_fraction=self.decay_fraction,
+            by_tokens=self.by_tokens,
         )
 
     def apply(self, optimizer: Optimizer, step: int) -> float:
-        """Set every parameter group's rate for ``step`` (from 0), before that step is taken; returns the unscaled rate.
+        """Set every parameter group's rate for ``step`` (see ``place``), before it is taken; return the unscaled rate.
 
         A group's ``lr`` becomes the rate times the group's ``lr_scale`` (1.0 where it has none). A tensor ``lr``, as
         compiled optimizers want, is written in place.
@@ -111,19 +127,20 @@ class LearningRateSchedule:
 
     def describe(self) -> str:
         """Describe it in a line, such as ``"cosine: up to 0.0003 over 100 steps, down to 3e-05 at step 2,000"``."""
+        unit = "token" if self.by_tokens else "step"
         rise = (
-            f"up to {self.peak:g} over {self.warmup_steps:,} steps"
+            f"up to {self.peak:g} over {self.warmup_steps:,} {unit}s"
             if self.warmup_steps > 1
-            else f"{self.peak:g} from the first step"
+            else f"{self.peak:g} from the first {unit}"
         )
         if self.kind == "constant" or self.total_steps == 1:
             return f"{self.kind}: {rise}, held to the end"
         if self.kind == "inverse_sqrt":
-            return f"{self.kind}: {rise}, then as the step's inverse root, down to {self(self.total_steps - 1):g}"
+            return f"{self.kind}: {rise}, then as the {unit}'s inverse root, down to {self(self.total_steps - 1):g}"
         held = ""
         if self.kind == "wsd":
-            held = f", held until step {self.total_steps - _decay_steps(self.total_steps, self.decay_fraction):,}"
-        return f"{self.kind}: {rise}{held}, down to {self.final_ratio * self.peak:g} at step {self.total_steps:,}"
+            held = f", held until {unit} {self.total_steps - _decay_steps(self.total_steps, self.decay_fraction):,}"
+        return f"{self.kind}: {rise}{held}, down to {self.final_ratio * self.peak:g} at {unit} {self.total_steps:,}"
 
 
 def _decay_steps(total_steps: int, decay_fraction: float) -> int:
@@ -140,14 +157,23 @@ def _decay_progress(step: int, total_steps: int, kind: str, warmup_steps: int, d
 
 
 def _check(
-    peak: float, total_steps: int, kind: str, warmup_steps: int, final_ratio: float, decay_fraction: float
+    peak: float,
+    total_steps: int,
+    kind: str,
+    warmup_steps: int,
+    final_ratio: float,
+    decay_fraction: float,
+    *,
+    by_tokens: bool,
 ) -> None:
+    unit = "tokens" if by_tokens else "steps"
+    total, warmup = ("schedule.tokens", "schedule.warmup_tokens") if by_tokens else ("steps", "schedule.warmup_steps")
     if kind not in KINDS:
         raise ConfigError(f"schedule.kind = {kind!r} is none of {', '.join(KINDS)}.{nearest(kind, KINDS)}")
     if not (math.isfinite(peak) and peak >= 0):
         raise ConfigError(f"peak = {peak}: the highest learning rate is a finite number, 0 or more")
     if total_steps < 1:
-        raise ConfigError(f"total_steps = {total_steps}: a run has 1 step or more")
+        raise ConfigError(f"total_{unit} = {total_steps}: a run has 1 {unit[:-1]} or more")
     if not 0 <= final_ratio <= 1:
         raise ConfigError(
             f"schedule.final_ratio = {final_ratio}: the last rate as a fraction of the peak lies between 0 and 1"
@@ -158,15 +184,20 @@ def _check(
         )
     if warmup_steps < 0 or warmup_steps >= max(total_steps, 2):
         raise ConfigError(
-            f"schedule.warmup_steps = {warmup_steps} in a run of {total_steps} steps: the warm-up has 0 steps or more"
+            f"{warmup} = {warmup_steps} in a run of {total_steps} {unit}: the warm-up has 0 {unit} or more"
             f" and ends before"
-            f" the run does. Set schedule.warmup_steps to at most {max(total_steps - 1, 1)}, or raise steps"
+            f" the run does. Set {warmup} to at most {max(total_steps - 1, 1)}, or raise {total}"
+        )
+    if by_tokens and kind == "inverse_sqrt" and not warmup_steps:
+        raise ConfigError(
+            "schedule.kind = inverse_sqrt by tokens falls from the peak as the inverse root of tokens, so its first"
+            " step would be far down already. Set schedule.warmup_tokens to the tokens of some steps"
         )
     at_peak = max(warmup_steps, 1)  # step 0 is at the peak where there is no warm-up
     if kind == "wsd" and total_steps > 1 and at_peak + _decay_steps(total_steps, decay_fraction) > total_steps:
         raise ConfigError(
-            f"schedule.kind = wsd: reaching the peak takes {at_peak} step(s) and the decay"
+            f"schedule.kind = wsd: reaching the peak takes {at_peak} {unit} and the decay"
             f" {_decay_steps(total_steps, decay_fraction)} (schedule.decay_fraction = {decay_fraction} of"
-            f" {total_steps}), together more than steps = {total_steps}. Lower schedule.warmup_steps, or set"
+            f" {total_steps}), together more than {total} = {total_steps}. Lower {warmup}, or set"
             f" schedule.decay_fraction to at most {(total_steps - at_peak) / total_steps:.4g}"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import meshwright.checkpoint as checkpoint
@@ -27,7 +27,10 @@ class Position:
     """Finished optimizer steps."""
     tokens: int = 0
     skipped: int = 0
-    """Steps that were skipped for numbers that were not finite."""
+    """Steps that were skipped, for numbers that were not finite or a loss that was too high."""
+    skipped_in_a_row: int = 0
+    losses: list[float] = field(default_factory=list)
+    """The last losses, where a guard looks at them."""
 
 
 class Checkpointing:
@@ -92,6 +95,8 @@ class Checkpointing:
             extra = checkpoint.load(self.r.model, latest, optimizer=self.r.optimizer.optimizer, restore_options=False)
         try:
             *at, consumed = (int(extra["state"][key]) for key in ("step", "tokens", "skipped", "consumed"))
+            self.at.skipped_in_a_row = int(extra["state"].get("skipped_in_a_row", 0))
+            self.at.losses = [float(loss) for loss in extra["state"].get("losses", [])]
         except (KeyError, TypeError, ValueError) as error:
             raise IntegrityError(
                 f"{latest} does not say how far its run was ({type(error).__name__}: {error}); use an older one"
