@@ -17,20 +17,30 @@ from support.states import BATCHES, BF16, DENSE, LAYOUTS, Held, adamw, held, lai
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from meshwright import Layout, load, parallelize, save
+from meshwright import Layout, ParallelModel, load, parallelize, save
 from meshwright.core.errors import UnsupportedError
 from meshwright.distributed.memory.account import MemoryAccount
 from meshwright.distributed.optimizer import state_offload
 from meshwright.distributed.setup import init_distributed
 from meshwright.distributed.weights import shards
+from meshwright.planning.build import plan as make_plan
 from meshwright.planning.explain import table
 from meshwright.planning.memory.states import plan_memory
 from meshwright.planning.memory.step import MemoryUse as Kind
+from meshwright.planning.optimizer.kinds import KINDS
 from meshwright.training.metrics.memory_table import MemoryShares, memory_table
+from meshwright.training.optim.build import make_optimizer
 
 OFFLOADED = {"cpu_offload": "optimizer"}
 SMALL = 1 << 17
 """Bytes of state on the device at a time: several portions of each group."""
+
+
+def of_word(model: ParallelModel) -> torch.optim.Optimizer:
+    """The plan's optimizer, with groups of several rates."""
+    groups = model.make_parameter_groups(weight_decay=0.1, overrides=[("norm", {"lr_scale": 0.5})])
+    plan, named = model.plan.optimizer, model.named_parameters()
+    return make_optimizer(groups, lr=1e-2, plan=plan, named_parameters=named).optimizer
 
 
 def trained(layout: str, techniques: dict[str, Any], folder: str, kind: str = "adamw") -> Held:
@@ -38,8 +48,8 @@ def trained(layout: str, techniques: dict[str, Any], folder: str, kind: str = "a
     with uncompiled(), patch.object(state_offload, "step", partial(state_offload.step, room=SMALL)):
         losses: list[float] = []
         for half, seed in ((range(2), 3), (range(2, 4), 99)):
-            model = laid_out(layout, techniques, seed=seed)
-            optimizer = adamw(model) if kind == "adamw" else torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            model = laid_out(layout, {"optimizer": kind} | techniques, seed=seed)
+            optimizer = adamw(model) if kind == "adamw" else of_word(model)
             if half.start:
                 load(model, folder, optimizer=optimizer)
             losses += train(model, optimizer, half, max_norm=1e-3)
@@ -63,7 +73,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         {"freeze": ("embedding", r"layers\.0"), "activation_checkpointing": "full"},
         "adamw",
     ),
-    "SGD": ("FSDP2 + TP", {}, "sgd"),
+    **{f"{kind}, {layout}": (layout, {}, kind) for kind in ("adam", "lion", "sgd") for layout in ("PP, tied", "EP")},
+    **{f"{kind}, FSDP2 + TP": ("FSDP2 + TP", {}, kind) for kind in ("adam", "lion", "sgd")},
 }
 
 
@@ -76,6 +87,37 @@ def test_steps_are_those_of_state_that_stays(spmd, tmp_path, case):
     for one, other in zip(stays, moves, strict=True):
         assert other.losses == one.losses
         assert other.differs_from(one) == []
+
+
+@pytest.mark.parametrize("layout", ["FSDP2", "FSDP2 + TP", "PP + FSDP2"])
+@pytest.mark.parametrize("kind", ["adafactor", "adam", "lion", "schedule_free_adamw", "sgd"])
+def test_parameters_in_host_memory_are_stepped_alike(spmd, tmp_path, kind, layout):
+    world = LAYOUTS[layout][0]
+    one, other = (
+        spmd(world, trained, layout, {"cpu_offload": offloads}, str(tmp_path / str(offloads)), kind)
+        for offloads in (False, True)
+    )
+    for here, there in zip(one, other, strict=True):
+        assert there.losses == here.losses and there.differs_from(here) == []
+
+
+STEPPED = {("adafactor", True), ("schedule_free_adamw", True)} | {
+    (kind, offload) for kind in ("adam", "adamw", "lion", "sgd") for offload in (True, "optimizer")
+}
+"""Optimizers and offloads that the tests above step."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("offload", [True, "optimizer"])
+def test_an_optimizer_is_offloaded_or_refused_before_the_start(kind, offload):
+    asked = {"optimizer": kind, "cpu_offload": offload}
+    if (kind, offload) in STEPPED:
+        assert make_plan(DENSE, Layout(dp_shard=2), techniques=asked).optimizer.kind == kind
+        return
+    with pytest.raises(
+        UnsupportedError, match=f"cpu_offload = {str(offload).lower()} and techniques.optimizer = {kind}:"
+    ):
+        make_plan(DENSE, Layout(dp_shard=2), techniques=asked)
 
 
 # --- what moves

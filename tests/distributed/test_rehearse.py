@@ -178,7 +178,7 @@ def test_one_rank_of_each_kind_is_rehearsed_in_a_process_of_its_own(pool, config
 
 
 def test_an_error_of_the_run_is_the_ranks_result(config, monkeypatch):
-    def fail(*given):
+    def fail(*given, **verdict):
         raise ZeroDivisionError("on this rank\nalone")
 
     monkeypatch.setattr(ParallelModel, "optimizer_step", fail)

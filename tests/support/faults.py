@@ -37,9 +37,9 @@ def _after_steps(change):
     """``change(model, optimizer, step)`` after each optimizer step, 1 the first."""
     stepped, count = ParallelModel.optimizer_step, 0
 
-    def step(self, optimizer, max_norm=None):
+    def step(self, optimizer, max_norm=None, **verdict):
         nonlocal count
-        result, count = stepped(self, optimizer, max_norm), count + 1
+        result, count = stepped(self, optimizer, max_norm, **verdict), count + 1
         with torch.no_grad():
             change(self, optimizer, count)
         return result
@@ -51,11 +51,11 @@ def _before_steps(change):
     """The same before it."""
     stepped, count = ParallelModel.optimizer_step, 0
 
-    def step(self, optimizer, max_norm=None):
+    def step(self, optimizer, max_norm=None, **verdict):
         nonlocal count
         count += 1
         change(self, optimizer, count)
-        return stepped(self, optimizer, max_norm)
+        return stepped(self, optimizer, max_norm, **verdict)
 
     return patch.object(ParallelModel, "optimizer_step", step)
 

@@ -218,9 +218,9 @@ def skip_not_agreed():
         own["loss"] = value.clone()
         return reduced(self, value)
 
-    def step(self, *args):
+    def step(self, *args, **verdict):
         self._last_loss = own["loss"]
-        return stepped(self, *args)
+        return stepped(self, *args, **verdict)
 
     with patch.object(ParallelModel, "_sum_of_losses", remember), patch.object(ParallelModel, "optimizer_step", step):
         yield

@@ -18,12 +18,15 @@ from meshwright.core.torch_private import optimizer_has_step_hooks
 from meshwright.distributed.weights.shards import in_memory, memory_of
 from meshwright.planning.optimizer.plan import ROOM
 
+from .lion import Lion
 from .torchao_adamw import TorchaoAdamW
 
 STATES = 2
 """Number of parameter-sized state tensors that a portion allows for."""
 COUPLED = ("LBFGS",)
 """torch's optimizers whose step uses all parameters together."""
+OURS = (Lion, TorchaoAdamW)
+"""Those of this library whose step does not, and whose state nobody reads between two steps."""
 
 
 def step(optimizer: torch.optim.Optimizer, device: torch.device, room: int = ROOM) -> None:
@@ -49,12 +52,11 @@ def step(optimizer: torch.optim.Optimizer, device: torch.device, room: int = ROO
 
 def _check(optimizer: torch.optim.Optimizer) -> None:
     kind = type(optimizer)
-    ours = isinstance(optimizer, TorchaoAdamW)
-    if not ours and (not kind.__module__.startswith("torch.optim.") or kind.__name__ in COUPLED):
+    if kind not in OURS and (not kind.__module__.startswith("torch.optim.") or kind.__name__ in COUPLED):
+        able = f"torch's own optimizers (but {', '.join(COUPLED)}) and {' and '.join(one.__name__ for one in OURS)}"
         raise UnsupportedError(
             f"techniques.cpu_offload = optimizer steps some parameters after the others, which is known to be sound of"
-            f" torch's own optimizers (but {', '.join(COUPLED)}), and this is {kind.__module__}.{kind.__qualname__}."
-            f" Use one of those, or leave it out."
+            f" {able}, and this is {kind.__module__}.{kind.__qualname__}. Use one of those, or leave it out."
         )
     if optimizer_has_step_hooks(optimizer):
         raise UnsupportedError(
