@@ -4,13 +4,14 @@ not.
 
 from __future__ import annotations
 
+from functools import partial
 from unittest.mock import patch
 
 import pytest
 import torch
-from support.states import LAYOUTS, Held, adamw, held, laid_out, train, uncompiled
+from support.states import DEEP, LAYOUTS, SPARSE, Held, adamw, held, laid_out, train, uncompiled
 
-from meshwright import load, save
+from meshwright import Layout, load, parallelize, save
 from meshwright.checkpoint import low_bit
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.core.errors import ConfigError
@@ -193,3 +194,41 @@ def test_another_layout_reads_what_it_can_keep_and_says_what_it_cannot(spmd, tmp
     )
     for name, moment in kept.items():
         assert (got[name] - moment).abs().max() <= moment.abs().max() * FURTHEST[word], name
+
+
+# --- stages and experts
+
+OF_STAGES = {"pp": (DEEP, Layout(pp=2, dp_shard=1)), "whole": (DEEP, Layout(dp_replicate=2, dp_shard=1))}
+OF_EXPERTS = {"ep": (SPARSE, Layout(dp_shard=2, ep=2)), "whole": (SPARSE, Layout(dp_replicate=2, dp_shard=1))}
+
+
+def go_on(place: tuple, word: str, folder: str, *, writes: bool) -> tuple[dict, list[str], list[float]]:
+    """Moments as written or read, the log, and the losses of the next two steps."""
+    said: list[str] = []
+    with uncompiled(), patch.object(low_bit.log, "warning", said.append):
+        model = parallelize(*place, techniques={"optimizer_state": word}, seed=3 if writes else 99)
+        optimizer = adamw(model)
+        if writes:
+            train(model, optimizer, range(2))
+            save(model, folder, optimizer=optimizer)
+        else:
+            load(model, folder, optimizer=optimizer)
+        return moments(model, optimizer), said, train(model, optimizer, range(2, 4))
+
+
+@pytest.mark.parametrize("places", [OF_STAGES, OF_EXPERTS], ids=("pp", "ep"))
+@pytest.mark.parametrize("word", BLOCK)
+def test_stages_and_experts_go_on_where_they_are_whole_and_back(spmd, tmp_path, word, places):
+    cut, whole = places.values()
+    for number, (writer, reader) in enumerate(((cut, whole), (whole, cut))):
+        folder = str(tmp_path / str(number))
+        kept, _, losses = spmd(2, partial(go_on, writes=True), writer, word, folder)[0]
+        found = spmd(2, partial(go_on, writes=False), reader, word, folder)
+        got = found[0][0]
+        assert got.keys() == kept.keys()
+        differ = sum(int((got[name] != kept[name]).sum()) for name in kept)
+        assert bool(differ) == bool(found[0][1]) and all(told == [] for _, told, _ in found[1:])
+        for name, moment in kept.items():
+            assert (got[name] - moment).abs().max() <= moment.abs().max() * FURTHEST[word], name
+        assert all(here == found[0][2] for _, _, here in found)
+        assert found[0][2] == pytest.approx(losses, rel=1e-4)

@@ -128,6 +128,14 @@ def test_lengths_in_two_units_are_refused(schedule, words):
         Config.from_dict({"schedule": schedule})
 
 
+def test_a_warm_up_that_outlasts_the_run_is_refused():
+    run = {"steps": 10, "batch": {"global_batch": 2}, "data": {"seq_len": 8}}
+    schedule = {"tokens": 4000, "warmup_tokens": 160}
+    with pytest.raises(ConfigError, match=r"schedule.warmup_tokens = 160, and the run has at most 160 tokens"):
+        build_schedule(Config.from_dict({**run, "schedule": schedule}))
+    build_schedule(Config.from_dict({**run, "schedule": {**schedule, "warmup_tokens": 159}}))
+
+
 def test_a_config_says_tokens_and_the_warm_up_follows():
     made = build_schedule(Config.from_dict({"schedule": {"tokens": 4000}}))
     assert (made.total_steps, made.warmup_steps, made.by_tokens) == (4000, 200, True)

@@ -13,7 +13,7 @@ from torch import nn
 from meshwright.checkpoint.huggingface import Pretrained
 from meshwright.comparison.trace import TraceFile
 from meshwright.core.devices import CPU, is_accelerator
-from meshwright.core.errors import UnsupportedError
+from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.data import Tokenizer
 from meshwright.distributed.float8.float8 import refuse_absent
 from meshwright.distributed.memory.dry_run import estimate_memory
@@ -227,10 +227,20 @@ def build_schedule(config: Config) -> LearningRateSchedule:
     s = config.schedule
     if s.tokens is not None:
         warmup = s.tokens // 20 if s.warmup_tokens is None else s.warmup_tokens
+        if warmup >= (most := most_tokens(config)):
+            raise ConfigError(
+                f"schedule.warmup_tokens = {warmup}, and the run has at most {most} tokens (steps × batch.global_batch"
+                f" × data.seq_len): the rate would not reach its peak. Lower schedule.warmup_tokens, or raise steps."
+            )
         shape = s.kind, warmup, s.final_ratio, s.decay_fraction
         return LearningRateSchedule(config.optimizer.lr, s.tokens, *shape, by_tokens=True)
     warmup = min(100, config.steps // 20) if s.warmup_steps is None else s.warmup_steps
     return LearningRateSchedule(config.optimizer.lr, config.steps, s.kind, warmup, s.final_ratio, s.decay_fraction)
+
+
+def most_tokens(config: Config) -> int:
+    """Return the number of tokens of a run in which each one has a loss."""
+    return config.steps * config.batch.global_batch * config.data.seq_len
 
 
 def run_identity(config: Config, source: ModelSource, tokenizer: Tokenizer, feed: Feed) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from meshwright.distributed.experts.load import LayerLoad
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import is_rank_zero
 from meshwright.distributed.step.results import StepLoss, StepResult
-from meshwright.training.build import Run, device_name
+from meshwright.training.build import Run, device_name, most_tokens
 from meshwright.training.metrics.flops import mfu, peak_flops, training_flops_per_token
 from meshwright.training.metrics.memory import read_memory
 from meshwright.training.metrics.throughput import Throughput
@@ -86,6 +86,8 @@ class Teller:
         size = f"{count_text(c.parameters)} parameters, {c.n_layers} blocks, dim {c.dim}, vocabulary {c.vocab_size:,}"
         axes = [*plan.mesh, *([("ep", plan.experts.ranks)] if plan.experts is not None else [])]
         mesh = " × ".join(f"{axis}={n}" for axis, n in axes if n > 1) or "one process"
+        whole, most = self.config.schedule.tokens or 0, most_tokens(self.config)
+        early = f" (the run ends before, at token {most:,} at the latest)" if whole > most else ""
         lines = [
             f"meshwright · {self.config.name}",
             f"model: {size}",
@@ -93,7 +95,7 @@ class Teller:
             f"layout: {mesh} · {plan.data.technique} · {plan.precision.compute} on {plan.device}",
             f"data: {self.r.feed.description}",
             *(f"note: {note}" for note in self.r.feed.notes),
-            f"rate: {self.r.schedule.describe()} · {self.r.optimizer.implementation} {plan.optimizer.row.title}",
+            f"rate: {self.r.schedule.describe()}{early} · {self.r.optimizer.implementation} {plan.optimizer.row.title}",
             *(
                 [f"MFU: (6N + 12·L·d·s) FLOPs per token over {self.peak / 1e12:,.0f} TFLOP/s (PaLM, appendix B)"]
                 if self.peak
