@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from meshwright.core.errors import ConfigError
-from meshwright.training.build import build_schedule
+from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.training.build import build_schedule, open_trace
 from meshwright.training.config import Config
 from meshwright.training.optim.schedules import KINDS, LearningRateSchedule, learning_rate
+from meshwright.training.tracing import traced_facts
 
 DECAYING = [kind for kind in KINDS if kind != "constant"]
 
@@ -140,3 +141,13 @@ def test_a_config_says_tokens_and_the_warm_up_follows():
     made = build_schedule(Config.from_dict({"schedule": {"tokens": 4000}}))
     assert (made.total_steps, made.warmup_steps, made.by_tokens) == (4000, 200, True)
     assert not build_schedule(Config()).by_tokens
+
+
+def test_a_trace_refuses_tokens_and_passes_over_guards():
+    by_tokens = Config.from_dict({"check_trace": "x.trace", "schedule": {"tokens": 4000}})
+    with pytest.raises(UnsupportedError, match="schedule.tokens = 4000: a trace holds the rates of steps"):
+        open_trace(by_tokens)
+    with pytest.raises(UnsupportedError, match="schedule.tokens"):
+        traced_facts(by_tokens, {}, "float32", 2)
+    guarded = Config.from_dict({"optimizer": {"max_loss_deviation": 5.0, "loss_window": 7}})
+    assert traced_facts(guarded, {}, "float32", 2) == traced_facts(Config(), {}, "float32", 2)

@@ -21,7 +21,7 @@ from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module
 from meshwright.planning.rules import resolve_precision
 from meshwright.planning.shares import shares_of
-from meshwright.training.build import build_optimizer, build_schedule, run_identity
+from meshwright.training.build import build_optimizer, build_schedule, refuse_untraced, run_identity
 from meshwright.training.config import Config
 from meshwright.training.feed import Feed, build_feed, refuse_contradictions
 from meshwright.training.model_source import ModelSource, file_weights, model_source
@@ -62,6 +62,7 @@ def write_trace(config: Config, path: Path, steps: int, progress: Progress) -> T
     if steps > config.steps:
         raise ConfigError(f"--trace-steps = {steps}: the run has steps = {config.steps}")
     refuse_contradictions(config)
+    refuse_untraced(config)
     device = choose_backend(config.process.backend)[1]
     master = resolve_precision(config.techniques, "float32", device).master
     if master not in COMPUTED:
