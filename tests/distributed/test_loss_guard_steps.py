@@ -67,7 +67,9 @@ def _train(place: str, mutant: str = "") -> tuple[Named, list[int], bool]:
     guard, skipped, is_same = LossGuard(DEVIATIONS, WINDOW), [], True
     with MUTANTS[mutant]() if mutant else nullcontext():
         for step, batch in enumerate(batches(place)):
-            loss = float(model.forward_backward(own_rows(model, batch)))
+            step_loss = model.forward_backward(own_rows(model, batch))
+            assert step_loss.tokens == real_tokens(batch), "by which rates may go, on all ranks"
+            loss = float(step_loss)
             before = _bits(model, optimizer)
             result = model.optimizer_step(optimizer, MAX_NORM, skip=bool(guard.spike(loss)))
             if result.skipped:

@@ -7,6 +7,8 @@ import random
 import pytest
 from e2e_runs import Job, assert_equal_checkpoints, losses, metrics
 
+from meshwright.training.optim.schedules import learning_rate
+
 STEPS, BAD = 12, 9
 SCHEDULE_FREE = {"techniques.optimizer": "schedule_free_adamw", "schedule.kind": "constant", "validation.every": 3}
 
@@ -41,6 +43,9 @@ def test_a_resumed_run_skips_the_same_step_and_has_the_same_rates(train, guarded
     rows = metrics(whole.folder)
     assert whole.status == 0 and [row["skipped"] for row in rows] == [0] * (BAD - 1) + [1] * (STEPS - BAD + 1)
     assert f"step {BAD} was skipped on all ranks: the loss" in whole.out
+    kind = {"kind": config.get("schedule.kind", "cosine"), "warmup_steps": 600, "final_ratio": 0.1}
+    wanted = [learning_rate(row["tokens"] - 1, peak=3e-3, total_steps=2000, by_tokens=True, **kind) for row in rows]
+    assert [row["learning_rate"] for row in rows] == wanted
     parts = train(2, job=Job({**config, "steps": 7, "out": str(tmp_path / "parts")}))[0]
     again = train(2, {"steps": STEPS}, folder=parts.folder)[0]
     assert (again.status, f"step {BAD} was skipped" in again.out) == (0, True)
