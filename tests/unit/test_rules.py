@@ -612,6 +612,45 @@ CASES = [
         " float32.",
     ),
     refuse(
+        *(
+            "stacked_adapters",
+            STACKED,
+            ONE,
+            {"adapters": {"targets": ["experts.w_gate"]}, "compile": True},
+            UnsupportedError,
+        ),
+        "techniques.compile = true: adapters beside stacked experts",
+    ),
+    refuse(
+        *(
+            "lengths_of_whole_rows",
+            DEBUG,
+            Layout(dp_shard=1, tp=2),
+            {"adapters": {"kind": "dora", "targets": ["head", "wq"]}},
+            UnsupportedError,
+        ),
+        "layout.tp = 2 cuts head, and adapters.kind = dora trains the lengths of its whole rows.",
+    ),
+    refuse(
+        *("quantize_companions", DEBUG, ONE, {"quantize_frozen": "nf4", "float8": "rowwise"}, UnsupportedError),
+        "techniques.quantize_frozen = nf4 does not go with techniques.float8 = rowwise, which rounds the weights of the"
+        " same layers. Set one of them to none.",
+    ),
+    refuse(
+        *(
+            "quantize_companions",
+            DEBUG,
+            Layout(dp_shard=1, tp=2),
+            {"quantize_frozen": "nf4", "async_tensor_parallel": True},
+            UnsupportedError,
+        ),
+        "techniques.quantize_frozen = nf4 does not go with techniques.async_tensor_parallel = true",
+    ),
+    refuse(
+        *("quantize_companions", plain(), ONE, {"quantize_frozen": "nf4"}, ConfigError),
+        "techniques.quantize_frozen = nf4 acts on repeated blocks, and none was found in Linear",
+    ),
+    refuse(
         *("float8_requested", DEBUG, ONE, {"float8_all_gather": True}, ConfigError),
         "techniques.float8_all_gather = true gathers the weights of layers in float8, but techniques.float8 = none."
         " Set",
