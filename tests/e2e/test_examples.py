@@ -103,3 +103,21 @@ def test_a_folder_and_conversations_become_a_merged_model(pool, files, tmp_path,
     with torch.no_grad():
         moved = (read(input_ids=some_tokens()).logits - base(input_ids=some_tokens()).logits).abs().max()
     assert moved > 1e-3 and "from_pretrained" in capsys.readouterr().out
+
+
+def test_a_fine_tuning_says_what_it_chose_and_goes_on_with_it(pool, files, tmp_path):
+    """Rate, rows, length and prompt are a fine-tuner's, printed, and in the run's config, which a flag overrides."""
+    written = shrunk("lora", files) | {"out": str(tmp_path)}
+    del written["steps"], written["data"]["seq_len"]
+    ran = pool.run(Job(written), world=2, timeout=90)[0]
+    assert ran.status == 0, ran.error
+    line = next(line for line in ran.out.splitlines() if line.strip().startswith("defaults"))
+    config = tomllib.loads((ran.folder / "config.toml").read_text())
+    steps = config["steps"]
+    assert f"steps = {steps} (3 epochs)" in line and "optimizer.lr = 0.0002, optimizer.weight_decay = 0," in line
+    assert "data.seq_len = 64" in line and config["data"]["seq_len"] == 64  # the most that this model knows
+    assert config["optimizer"]["lr"] == 2e-4 and config["optimizer"]["weight_decay"] == 0 and "epochs" not in config
+    assert config["sample"]["prompt"] == "user: Hello<|endoftext|>assistant: "
+    on = pool.run(Job(config | {"run": str(ran.folder), "steps": steps + 1}), world=2, timeout=90)[0]
+    assert on.status == 0 and f"step {steps + 1}/{steps + 1}" in on.out and "defaults" not in on.out
+    assert tomllib.loads((ran.folder / "config.toml").read_text()) == config | {"steps": steps + 1}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from meshwright.core.errors import ConfigError, MissingExtraError
 from meshwright.data.corpus.cache import open_corpus, prepare
 from meshwright.data.options import SourceOptions
-from meshwright.data.text.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
+from meshwright.data.text.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, encode_prompt, load_tokenizer
 from meshwright.training.tokenizer import keep_tokenizer, kept_tokenizer
 
 
@@ -57,6 +57,14 @@ def test_a_document_is_not_cut_padded_or_ended_by_the_file_or_by_its_own_words(t
 
 
 CHAT = ("<|im_end|>", "</s>", "<|endoftext|>")
+
+
+def test_a_prompt_may_spell_special_tokens_and_a_document_may_not(tmp_path):
+    tokenizer = load_tokenizer(str(save_tokenizer(tmp_path, "<|endoftext|>")))
+    text = "ab<|endoftext|>"
+    ends = [int(i) == tokenizer.end_of_document for i in encode_prompt(tokenizer, text)]
+    assert ends[-1] and sum(ends) == 1 and tokenizer.end_of_document not in tokenizer.encode(text)
+    assert encode_prompt(load_tokenizer("ids:16:1"), "3 4").tolist() == [3, 4]
 
 
 def test_no_end_is_guessed(tmp_path):

@@ -22,7 +22,7 @@ from meshwright.training.config import Config, ModelConfig, check
 from meshwright.training.ranges import DTYPES, PATTERNS, RANGES
 
 KEYS = """
-name out run seed steps check_trace
+name out run seed steps epochs check_trace
 model.hf model.trust_remote_code
 model.size model.vocab_size model.dim model.n_layers model.n_heads model.n_kv_heads model.hidden_dim model.max_seq_len
 model.rope_theta
@@ -166,6 +166,7 @@ def test_the_tables_name_only_keys_that_exist():
     ("key", "value", "says"),
     [
         ("steps", 0, "1 or more"),
+        ("epochs", 0.0, "above 0"),
         ("name", "a/b", "letters, digits"),
         ("name", "..", "letters, digits"),
         ("name", "", "letters, digits"),

@@ -11,12 +11,14 @@ from meshwright.core.config import from_dict, load_toml, parse_flags, public_key
 from meshwright.core.errors import ConfigError
 from meshwright.core.files import refuse_links_out
 from meshwright.training.config import Config, check
+from meshwright.training.optim.fine_tuning import before_data
 from meshwright.training.run.trust import FLAG as TRUST
 from meshwright.training.run.trust import MODEL_CODE, refuse_code
 from meshwright.training.slurm.config import LaunchConfig, check_job
 from meshwright.training.slurm.job_folder import FOLDER
 
 Value = TypeVar("Value")
+AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
 def read_config(argv: list[str], *, prog: str, description: str) -> Config:
@@ -41,10 +43,18 @@ def read_config(argv: list[str], *, prog: str, description: str) -> Config:
         default = _from_path(Path(file)).without_job()
         _refuse_code(default, file, argv, trusted)
     _refuse_unknown_flags(Config, argv)
-    config = parse_flags(Config, argv, default=default, prog=prog, description=description)
+    config = parse_flags(Config, argv, default=_without_other_length(default, argv), prog=prog, description=description)
     check(config)
     _check_run(config.run)
-    return config
+    return before_data(config)
+
+
+def _without_other_length(config: AnyConfig, argv: list[str]) -> AnyConfig:
+    """Leave out the file's steps where a flag gives epochs, and the file's epochs where one gives steps."""
+    flags = {word.partition("=")[0] for word in argv}
+    if "--epochs" in flags and "--steps" not in flags:
+        return replace(config, steps=type(config)().steps)
+    return replace(config, epochs=None) if "--steps" in flags and "--epochs" not in flags else config
 
 
 def read_launch(argv: list[str], *, prog: str, description: str) -> LaunchConfig:
@@ -60,6 +70,7 @@ def read_launch(argv: list[str], *, prog: str, description: str) -> LaunchConfig
         default = _from_path(Path(file))
         _refuse_code(default, file, argv, trusted)
     _refuse_unknown_flags(LaunchConfig, argv)
+    default = _without_other_length(default, argv)
     config = parse_flags(LaunchConfig, argv, default=default, prog=prog, description=description)
     check(config)
     check_job(config)

@@ -12,6 +12,7 @@ from torch import nn
 
 from meshwright.checkpoint.huggingface import Pretrained
 from meshwright.comparison.trace import TraceFile
+from meshwright.core.config import all_set
 from meshwright.core.devices import CPU, is_accelerator
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.data import Tokenizer
@@ -47,11 +48,12 @@ from .model_source import (
     where_weights_come_from,
 )
 from .neighbours import refuse_too_large
+from .optim import fine_tuning
 from .optim.build import BuiltOptimizer, make_optimizer
 from .optim.schedules import LearningRateSchedule
 from .preference import loss_of
 from .stopping import StopRequest
-from .tokenizer import run_tokenizer, tokenizer_name
+from .tokenizer import in_chat_template, run_tokenizer, tokenizer_name
 from .views.progress import Progress
 
 
@@ -70,6 +72,8 @@ class Run:
     identity: dict[str, Any]
     weights: str = ""
     """A phrase that names the origin of the weights."""
+    chosen: str = ""
+    """The values that were chosen because the config leaves them open."""
     trace: TraceFile | None = None
     """The trace that the first steps are compared with."""
     estimate_memory: Callable[[], MemoryEstimate] = lambda: MemoryEstimate((), "nobody asked")
@@ -83,7 +87,9 @@ def build_run(config: Config, timeline: StartupTimeline, progress: Progress, sto
         ConfigError, UnsupportedError: the config is refused, before any process group exists if the config alone
             decides.
     """
-    schedule = build_schedule(config)
+    config = fine_tuning.before_data(config)
+    if not fine_tuning.length_follows(config):
+        build_schedule(config)
     refuse_contradictions(config)
     tokenizer = run_tokenizer(config, progress.say)
     source = model_source(config, tokenizer)
@@ -111,6 +117,10 @@ def build_run(config: Config, timeline: StartupTimeline, progress: Progress, sto
     rank, ranks = data_position(mesh)
     with timeline.phase("data"):
         feed = build_feed(config, tokenizer, rank, ranks, progress)
+    config = fine_tuning.with_prompt(
+        feed.config, feed.tasks, lambda message: in_chat_template(config, tokenizer, message)
+    )
+    schedule = build_schedule(config)
     loss_fn = loss_of(config, feed)
     with timeline.phase("model"):
         if mesh is None and plan.data.technique == "fully_shard":
@@ -133,6 +143,7 @@ def build_run(config: Config, timeline: StartupTimeline, progress: Progress, sto
         feed,
         identity,
         where_weights_come_from(config),
+        fine_tuning.chosen(config),
         trace,
         lambda: estimated_memory(config, facts_of(source), plan, batch),
     )
@@ -258,19 +269,22 @@ def run_identity(config: Config, source: ModelSource, tokenizer: Tokenizer, feed
 
 
 def resolved(config: Config, source: ModelSource, plan: Plan) -> Config:
-    """Return the config with model, dtypes and warmup filled in, and with absolute paths."""
+    """Return the config with model, dtypes and warmup filled in, with absolute paths, and nothing left unset."""
     p = plan.precision
     precision = replace(config.techniques.precision, master=p.master, compute=p.compute, reduce=p.reduce)
     schedule = build_schedule(config)
     warmup = {"warmup_tokens" if schedule.by_tokens else "warmup_steps": schedule.warmup_steps}
-    return replace(
-        config,
-        run="",
-        check_trace="",
-        model=resolved_model(config.model, source),
-        data=replace(config.data, **absolute_paths(replace(config.data, tokenizer=tokenizer_name(config)))),
-        techniques=replace(config.techniques, precision=precision),
-        schedule=replace(config.schedule, **warmup),
+    return all_set(
+        replace(
+            config,
+            run="",
+            epochs=None,
+            check_trace="",
+            model=resolved_model(config.model, source),
+            data=replace(config.data, **absolute_paths(replace(config.data, tokenizer=tokenizer_name(config)))),
+            techniques=replace(config.techniques, precision=precision),
+            schedule=replace(config.schedule, **warmup),
+        )
     )
 
 

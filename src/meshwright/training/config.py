@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from meshwright.core.config import from_dict, load_toml
+from meshwright.core.config import from_dict, load_toml, unset
 from meshwright.core.devices import DEFAULT_BACKEND
 from meshwright.data.options import CurriculumStage, MixturePart, SourceOptions
 from meshwright.introspection.adapted.request import Adapters
@@ -71,8 +71,8 @@ class DataConfig(SourceOptions):
     """"auto" (the one that lies beside the model model.hf, else bytes); "bytes" (one token per byte); a
     tokenizer.json, or a folder that holds one; "bpe:8000" (trained on the spot, of that size); or "ids:50257:50256"
     (vocabulary, end-of-document id; for token ids without their tokenizer)."""
-    seq_len: int = 128
-    """Tokens per row."""
+    seq_len: int = unset(128)
+    """Tokens per row; unset beside weights from files: 2048, or the model's maximum where that is shorter."""
     validation_fraction: float = 0.05
     """Part of the bytes (of records: of the rows) that is held out for validation; 0: none."""
     cache: str = ""
@@ -117,16 +117,17 @@ class PreferenceConfig:
 class OptimizerConfig:
     """Values of the optimizer, which techniques.optimizer names, and the guards around it."""
 
-    lr: float = 3e-3
-    """Peak learning rate."""
+    lr: float = unset(3e-3)
+    """Peak learning rate; unset beside weights from files: 2e-4 for adapters, 1e-5 for a whole model, and on
+    preference pairs 5e-5 and 1e-6."""
     beta1: float = 0.9
     """Decay of the mean of gradients; the momentum of sgd and muon (whose paper has 0.95)."""
     beta2: float = 0.95
     """Decay of the mean of squared gradients."""
     eps: float = 1e-8
     """Added to the denominator."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay of matrices; vectors (norms, biases) get none."""
+    weight_decay: float = unset(0.1)
+    """Decoupled weight decay of matrices; vectors (norms, biases) get none. Unset beside weights from files: 0."""
     max_norm: float = 1.0
     """Global gradient norm above which gradients are scaled down; 0: no clipping."""
     max_skipped_steps: int = 10
@@ -223,8 +224,8 @@ class ProcessConfig:
 class SampleConfig:
     """Text that the model writes at the end of the run."""
 
-    prompt: str = "def "
-    """The text to continue."""
+    prompt: str = unset("def ")
+    """The text to continue; unset beside weights from files: a greeting in the chat template, where one is trained."""
     tokens: int = 200
     """Tokens to write; 0: none."""
     temperature: float = 0.8
@@ -243,8 +244,11 @@ class Config:
     """The run's own folder, instead of a new one in out; continued where it holds a checkpoint."""
     seed: int = 0
     """Of initial weights, order of samples, dropout and sampling."""
-    steps: int = 400
-    """Optimizer steps of the whole run."""
+    steps: int = unset(400)
+    """Optimizer steps of the whole run; unset beside weights from files: as many as epochs takes."""
+    epochs: float | None = None
+    """Passes over the data, instead of steps; unset beside weights from files, where steps is too: 3 on conversations
+    and answers, 1 on text and preference pairs."""
     check_trace: str = ""
     """Trace of ``meshwright verify --write-trace``, to compare the first steps with; the run ends where they differ."""
     model: ModelConfig = field(default_factory=ModelConfig)

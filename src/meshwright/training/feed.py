@@ -34,6 +34,7 @@ from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import get_world_info
 
 from .config import Config, DataConfig
+from .optim.fine_tuning import TEXT, with_length
 
 if TYPE_CHECKING:
     from .views.progress import Progress
@@ -62,6 +63,10 @@ class Feed:
     description: str
     notes: tuple[str, ...]
     """Notes for the user before the first step."""
+    config: Config
+    """The run's config, with what follows from the data: its steps, where epochs say how long it is."""
+    tasks: tuple[str, ...] = ()
+    """Tasks of the sources."""
 
     def next_batch(self) -> Any:
         """Return this rank's part of the next global batch, or its read error; ``forward_backward`` accepts either."""
@@ -148,6 +153,8 @@ def _opened(config: Config, parts: tuple[MixturePart, ...], prepared: list[Prepa
     names = [part.name for part in parts]
     stages = stages_of(config, parts)
     samples = Samples.of([corpus.training for corpus in corpora], data.seq_len, config.seed, names, Interleave(stages))
+    tasks = tuple(str(getattr(corpus.meta, "task", TEXT)) for corpus in corpora)
+    config = with_length(config, sum(corpus.training.n_samples(data.seq_len) for corpus in corpora), tasks)
     epochs = samples.epochs(config.steps * config.batch.global_batch)
     for part, times in zip(parts, epochs.values(), strict=True):
         if part.max_epochs and times > part.max_epochs:
@@ -170,6 +177,8 @@ def _opened(config: Config, parts: tuple[MixturePart, ...], prepared: list[Prepa
         _identity(parts, prepared, stages),
         _description(parts, corpora, epochs, config),
         tuple(_notes(parts, corpora, data.seq_len)),
+        config,
+        tasks,
     )
 
 
@@ -203,6 +212,8 @@ def _streamed(
             "a stream holds nothing out, is not shuffled, and is read again from its beginning when the run is"
             " continued",
         ),
+        with_length(config, 0, (recipe.task.name,)),
+        (recipe.task.name,),
     )
 
 

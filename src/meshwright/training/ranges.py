@@ -10,13 +10,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from meshwright.core.config import from_dict, to_dict
+from meshwright.core.config import from_dict, is_unset, to_dict
 from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError, nearest
 from meshwright.introspection.adapted.request import RANGES as ADAPTERS
 from meshwright.models.decoder_config import SIZES
 from meshwright.planning.optimizer.kinds import KINDS, kind_of
 
+from .optim.fine_tuning import length_follows
 from .profiling.windows import read_window
 
 Range = tuple[str, Callable[[Any], bool]]
@@ -41,6 +42,7 @@ RANGES: dict[str, Range] = {
     "out": _TEXT,
     "seed": _SEED,
     "steps": _FROM_1,
+    "epochs": _ABOVE_0,
     "model.vocab_size": _FROM_1,
     "model.dim": _FROM_1,
     "model.n_layers": _FROM_1,
@@ -149,8 +151,14 @@ def check_values(config: Any) -> None:
         for key, value in _values(typed, name):
             if value not in words:
                 canonical_dtype(value, where=key)
-    for key in ("profile", "memory_snapshot"):
-        read_window(f"logging.{key}", getattr(typed.logging, key), typed.steps)
+    if config.epochs is not None and not is_unset(config.steps):
+        raise ConfigError(
+            f"steps = {config.steps} and epochs = {config.epochs:g} are both given: either says how long the run is, so"
+            f" leave one out"
+        )
+    if not length_follows(config):
+        for key in ("profile", "memory_snapshot"):
+            read_window(f"logging.{key}", getattr(typed.logging, key), typed.steps)
     _check_model(typed.model)
     _check_adapters(typed)
     _check_optimizer(typed)

@@ -12,6 +12,7 @@ from meshwright.core.errors import ConfigError
 from meshwright.core.files import inside, replace_text
 from meshwright.data import Tokenizer, load_tokenizer
 from meshwright.data.text.bpe import PREFIX, trained_bpe, vocabulary_of
+from meshwright.data.text.chat import load_template
 from meshwright.data.text.tokenizer_settings import EOS, SETTINGS, TEMPLATE, read_settings, special_tokens
 from meshwright.data.text.tokenizers import BYTES, FileTokenizer, IdTokenizer
 
@@ -88,6 +89,16 @@ def own_tokenizer(config: Config, run: Path) -> Tokenizer:
         f"{run} has no {FOLDER}/{_FILES[0]}, and the tokenizer that its config.toml names (data.tokenizer = {name})"
         f" is not its own: copy that tokenizer's files to {run / FOLDER}"
     )
+
+
+def in_chat_template(config: Config, tokenizer: Tokenizer, message: str) -> str | None:
+    """Write a user's message out by the chat template of a run's data, up to the answer; None without a template."""
+    files = [part.template for part in (config.data.mixture or (config.data,)) if part.template]
+    try:
+        template = load_template(files[0] if files else "", getattr(tokenizer, "folder", None))
+        return template.render([{"role": "user", "content": message}], prompts_answer=True)
+    except (ConfigError, ValueError):
+        return None
 
 
 def keep_tokenizer(tokenizer: Tokenizer, run: Path) -> None:

@@ -16,6 +16,7 @@ import meshwright.checkpoint as checkpoint
 from meshwright.core.errors import ConfigError, MeshwrightError
 from meshwright.core.names import clean
 from meshwright.data import validation_batches
+from meshwright.data.text.tokenizers import encode_prompt
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.process import agree, elastic
 from meshwright.distributed.process.world import is_rank_zero
@@ -326,7 +327,7 @@ class _Loop:
         if not s.tokens or saved is None:
             return None
         checkpoint.load(self.r.model, saved)
-        prompt = self.r.tokenizer.encode(s.prompt)
+        prompt = encode_prompt(self.r.tokenizer, s.prompt)
         options: dict[str, Any] = {
             "temperature": s.temperature,
             "seed": self.config.seed,

@@ -5,8 +5,21 @@ ConfigError that names the key, the place and the repair.
 """
 
 from .flags import parse_flags
-from .read import from_dict, to_dict
+from .read import all_set, from_dict, to_dict
 from .schema import field_doc, public_keys
 from .toml import load_toml, to_toml
+from .unset import is_unset, unset, without_mark
 
-__all__ = ["field_doc", "from_dict", "load_toml", "parse_flags", "public_keys", "to_dict", "to_toml"]
+__all__ = [
+    "all_set",
+    "field_doc",
+    "from_dict",
+    "is_unset",
+    "load_toml",
+    "parse_flags",
+    "public_keys",
+    "to_dict",
+    "to_toml",
+    "unset",
+    "without_mark",
+]

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 from meshwright.core.errors import ConfigError, MeshwrightError, nearest
 
 from .schema import default_of, field_types, is_section, item_types, join, row_of, section_of, sections, union_arms
+from .unset import without_mark
 from .words import kind_words, shown, type_words
 
 T = TypeVar("T")
@@ -52,7 +53,20 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
-    return value.value if isinstance(value, enum.Enum) else value
+    return value.value if isinstance(value, enum.Enum) else without_mark(value)
+
+
+def all_set(instance: T) -> T:
+    """Return a dataclass whose unset values count as chosen, in its sections too."""
+    held: Any = instance
+    values = {field.name: getattr(held, field.name) for field in dataclasses.fields(held) if field.init}
+    return dataclasses.replace(
+        held,
+        **{
+            name: all_set(value) if dataclasses.is_dataclass(value) else without_mark(value)
+            for name, value in values.items()
+        },
+    )
 
 
 @dataclass(frozen=True)

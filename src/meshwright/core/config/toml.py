@@ -12,6 +12,7 @@ from meshwright.core.errors import ConfigError
 
 from .read import from_dict, plain
 from .schema import default_of, is_section, join
+from .unset import is_unset
 from .words import toml_value
 
 T = TypeVar("T")
@@ -114,6 +115,7 @@ def to_toml(instance: Any) -> str:
     """Write a dataclass as TOML text; ``from_dict(cls, tomllib.loads(text))`` equals the dataclass.
 
     None has no spelling in TOML: its keys are left out, so a field that may be None must have None as its default.
+    Values that nobody chose are left out too, so that they are still to be chosen when the text is read.
 
     Raises:
         ConfigError: a value that TOML cannot hold.
@@ -131,6 +133,8 @@ def _table(instance: Any, prefix: str) -> Iterator[str]:
         is_rows = isinstance(value, (tuple, list)) and len(value) > 0 and all(is_section(type(row)) for row in value)
         if is_section(type(value)) or is_rows:
             tables.append((key, value))
+        elif is_unset(value):
+            continue
         elif value is not None:
             yield f"{field.name} = {_spelt(value, key)}"
         elif default_of(field) is not None:

@@ -60,6 +60,12 @@ class AligningTokenizer(Tokenizer, Protocol):
         ...
 
 
+def encode_prompt(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    """Return the ids of a prompt, in which special tokens may be spelt out, as a chat template writes them."""
+    aligned = getattr(tokenizer, "encode_aligned", None)
+    return tokenizer.encode(text) if aligned is None else aligned([text], special=True)[0][0]
+
+
 def encode_batch(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
     """Return the ids of each text, by the tokenizer's own ``encode_batch`` if it has one."""
     several = getattr(tokenizer, "encode_batch", None)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import meshwright.checkpoint as checkpoint
 from meshwright.core.devices import local_device
+from meshwright.data.text.tokenizers import encode_prompt
 from meshwright.distributed.parallelize import parallelize
 from meshwright.introspection.cluster import Cluster
 from meshwright.planning.build import plan as make_plan
@@ -47,6 +48,6 @@ class Sampler:
 
     def continue_text(self, prompt: str, tokens: int, *, temperature: float, seed: int) -> str:
         """Return the prompt and at most ``tokens`` more tokens, up to the end of the document."""
-        ids = [int(i) for i in self.tokenizer.encode(prompt)]
+        ids = [int(i) for i in encode_prompt(self.tokenizer, prompt)]
         more = self.model.generate(ids, tokens, temperature=temperature, seed=seed, stop=self.tokenizer.end_of_document)
         return self.tokenizer.decode([*ids, *more])

@@ -92,6 +92,7 @@ class Teller:
             f"meshwright · {self.config.name}",
             f"model: {size}",
             *([f"weights: {self.r.weights}"] if self.config.model.hf else []),
+            *([f"defaults: {self.r.chosen}, as usual in fine-tuning"] if self.r.chosen else []),
             f"layout: {mesh} · {plan.data.technique} · {plan.precision.compute} on {plan.device}",
             f"data: {self.r.feed.description}",
             *(f"note: {note}" for note in self.r.feed.notes),
@@ -208,8 +209,10 @@ class Teller:
                 f" {self.folder.path}"
             )
         else:
+            prompt = self.config.sample.prompt
+            spelt = f' --prompt "{prompt}"' if prompt.isprintable() and not set(prompt) & set('"$`\\!') else ""
             self.say(
-                f'\nsample again with: meshwright generate {self.folder.path} --prompt "{self.config.sample.prompt}"'
+                f"\nsample again with: meshwright generate {self.folder.path}{spelt}"
                 + (f" --base {self.config.model.hf}" if self.config.adapters is not None else "")
             )
 

@@ -1,0 +1,136 @@
+"""Choose what nobody set where a run begins from weights in files: rate, weight decay, rows, length, prompt.
+
+Torch-free.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.core.config import is_unset, unset
+from meshwright.planning.optimizer.kinds import kind_of
+
+if TYPE_CHECKING:
+    from meshwright.training.config import Config
+
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+LENGTHS = ("max_seq_len", "max_position_embeddings", "n_positions")
+"""Keys of a model's config that state its longest sequence, as ``introspection/facts`` reads them."""
+LONGEST_ROW = 2048
+PREFERENCE, TEXT = "preference", "text"
+"""Tasks of data whose length and rate differ from those of conversations and answers."""
+GREETING = "Hello"
+OTHER_PROMPT = "The"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Peak learning rates of AdamW for adapters, and for a whole model."""
+
+    adapters: float
+    whole: float
+
+
+RATES = Rates(2e-4, 1e-5)
+"""Of QLoRA (arXiv 2305.14314) for adapters, and as instruction tuning of whole models commonly has it."""
+PREFERENCE_RATES = Rates(5e-5, 1e-6)
+"""On pairs smaller ones, since beta holds the model to its first weights: the default of trl for whole models."""
+RATE_FACTORS = {"adamw": 1.0, "adam": 1.0, "muon": 1.0, "adafactor": 1.0, "lion": 0.2}
+"""By optimizer; those that are not listed (sgd) keep their default, since their steps have another scale."""
+EPOCHS = {PREFERENCE: 1.0, TEXT: 1.0}
+OTHER_EPOCHS = 3.0
+
+
+def is_fine_tuning(config: Config) -> bool:
+    """Return whether weights lie in the folder that a config names as its model."""
+    folder = Path(config.model.hf).expanduser() if config.model.hf else None
+    return folder is not None and any((folder / name).is_file() for name in WEIGHTS)
+
+
+def length_follows(config: Config) -> bool:
+    """Return whether a run's steps are known only once its data has been counted."""
+    return config.epochs is not None or (is_unset(config.steps) and is_fine_tuning(config))
+
+
+def before_data(config: Config) -> Config:
+    """Return a config with rows, rate and weight decay chosen where they are unset; they stay marked as unset.
+
+    Without weights in files nothing changes.
+    """
+    if not is_fine_tuning(config):
+        return config
+    data, optimizer = config.data, _with_rate(config, RATES)
+    if is_unset(data.seq_len):
+        data = replace(data, seq_len=unset(min(LONGEST_ROW, _longest(Path(config.model.hf).expanduser()))))
+    if is_unset(optimizer.weight_decay) and "weight_decay" in kind_of(config.techniques.optimizer).keys:
+        optimizer = replace(optimizer, weight_decay=unset(0.0))
+    return replace(config, data=data, optimizer=optimizer)
+
+
+def with_length(config: Config, rows: int, tasks: Sequence[str]) -> Config:
+    """Return a config with steps, and the rate of preference pairs, chosen where they are unset.
+
+    Args:
+        rows: rows of all sources together, once each.
+        tasks: tasks of the sources.
+    """
+    tunes = is_fine_tuning(config)
+    if tunes and PREFERENCE in tasks:
+        config = replace(config, optimizer=_with_rate(config, PREFERENCE_RATES))
+    epochs = config.epochs
+    if epochs is None and tunes and is_unset(config.steps):
+        epochs = max(EPOCHS.get(task, OTHER_EPOCHS) for task in tasks)
+    if epochs is None or not rows:
+        return config
+    return replace(config, epochs=epochs, steps=unset(max(1, round(epochs * rows / config.batch.global_batch))))
+
+
+def with_prompt(config: Config, tasks: Sequence[str], render: Callable[[str], str | None]) -> Config:
+    """Return a config with the prompt of its last sample chosen where it is unset.
+
+    Args:
+        render: writes a user's message out by the chat template; None where there is none.
+    """
+    if not (is_fine_tuning(config) and is_unset(config.sample.prompt)):
+        return config
+    is_chat = bool({"chat", PREFERENCE} & set(tasks))
+    prompt = (render(GREETING) if is_chat else None) or OTHER_PROMPT
+    return replace(config, sample=replace(config.sample, prompt=unset(prompt)))
+
+
+def chosen(config: Config) -> str:
+    """Name the values that were chosen because nobody set them, by their keys; "" where there are none."""
+    if not is_fine_tuning(config):
+        return ""
+    o, parts = config.optimizer, []
+    rows = [("optimizer.lr", o.lr), ("optimizer.weight_decay", o.weight_decay), ("data.seq_len", config.data.seq_len)]
+    parts = [f"{key} = {value:g}" for key, value in rows if is_unset(value)]
+    if is_unset(config.steps):
+        passes = f" ({config.epochs:g} epoch{'s' * (config.epochs != 1)})" if config.epochs is not None else ""
+        parts.append(f"steps = {config.steps}{passes}")
+    if is_unset(config.sample.prompt) and config.sample.tokens:
+        parts.append(f"sample.prompt = {json.dumps(config.sample.prompt, ensure_ascii=False)}")
+    return ", ".join(parts)
+
+
+def _with_rate(config: Config, rates: Rates) -> Any:
+    factor = RATE_FACTORS.get(config.techniques.optimizer)
+    if not is_unset(config.optimizer.lr) or factor is None:
+        return config.optimizer
+    rate = rates.whole if config.adapters is None else rates.adapters
+    return replace(config.optimizer, lr=unset(rate * factor))
+
+
+def _longest(folder: Path) -> int:
+    """Return the longest sequence of a model in tokens; as long as any where its config does not state one."""
+    try:
+        keys = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        inner = keys.get("text_config")
+        stated = [values.get(key) for values in (keys, inner or {}) for key in LENGTHS]
+    except (OSError, ValueError, AttributeError, RecursionError):  # refused, with the reason, where the model is read
+        return LONGEST_ROW
+    return next((int(value) for value in stated if isinstance(value, int) and value > 0), LONGEST_ROW)
