@@ -62,8 +62,8 @@ def rows() -> dict[str, torch.Tensor]:
     return batch
 
 
-def one_by_one(problem: Problem) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses of two steps, and the gradients of the second: each answer in a forward of its own."""
+def one_by_one(problem: Problem) -> tuple[list[float], dict[str, torch.Tensor], list[dict[str, float]]]:
+    """Losses of two steps, gradients and figures of the second, and those of ``turned``: each answer by itself."""
     model, split = build(problem).train(), pairs()
     reference = copy.deepcopy(model).requires_grad_(False)
 
@@ -77,10 +77,11 @@ def one_by_one(problem: Problem) -> tuple[list[float], dict[str, torch.Tensor]]:
     found = []
     for step in range(2):
         model.zero_grad()
-        terms = []
+        terms, rewards = [], []
         for pair in (0, 1, 3, 4, 5, 6, 7):
             better, worse = (log_prob(model, 2 * pair + n) - log_prob(reference, 2 * pair + n) for n in (0, 1))
             margin = BETA * (better - worse)
+            rewards.append((pair, (BETA * better.item(), BETA * worse.item())))
             terms.append(-(1 - SMOOTHING) * F.logsigmoid(margin) - SMOOTHING * F.logsigmoid(-margin))
         loss = torch.stack(terms).mean()
         loss.backward()
@@ -89,11 +90,25 @@ def one_by_one(problem: Problem) -> tuple[list[float], dict[str, torch.Tensor]]:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter -= RATE * parameter.grad
-    return found, {name: p.grad for name, p in model.named_parameters()}
+    evens = [reward[::-1] if pair % 2 == 0 else reward for pair, reward in rewards]
+    told = [figures([reward for _, reward in rewards]), figures(evens)]
+    return found, {name: p.grad for name, p in model.named_parameters()}, told
+
+
+def figures(rewards: list[tuple[float, float]]) -> dict[str, float]:
+    chosen, rejected = (sum(column) / 7 for column in zip(*rewards, strict=True))
+    found = {"rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/margins": chosen - rejected}
+    return found | {"rewards/accuracies": sum(better > worse for better, worse in rewards) / 7}
+
+
+def turned(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Each second pair the wrong way round, so that not every chosen answer is the likelier one."""
+    order = torch.arange(len(batch["tokens"])).view(-1, 4)[:, [1, 0, 2, 3]].flatten()
+    return {key: value[order] for key, value in batch.items()}
 
 
 def steps(problem: Problem, way: Way, mutant: str = ""):
-    """The losses of two steps, and the gradients of the second: those of all ranks on rank 0, or this rank's own."""
+    """The losses of two steps, and the second's gradients (of all ranks on rank 0, or this rank's own) and figures."""
     with pytest.MonkeyPatch.context() as patch:
         if mutant:
             MUTANTS[mutant](patch)
@@ -111,24 +126,29 @@ def two_steps(problem: Problem, way: Way):
     optimizer = torch.optim.SGD(model.parameters(), RATE)
     found = [float(model.forward_backward(brought))]
     model.optimizer_step(optimizer)
-    found.append(float(model.forward_backward(brought)))
+    second = model.forward_backward(brought)
+    found.append(float(second))
     own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and not isinstance(p, DTensor)}
-    result = found, own | gradients(model)
+    told = [second, model.evaluate(turned(batch))]
+    result = found, own | gradients(model), [{k: float(v) for k, v in loss.figures.items()} for loss in told]
     assert float(model.evaluate(brought)) == pytest.approx(found[1], rel=EXACT)
     return result
 
 
 def everything(results) -> dict[str, torch.Tensor]:
-    return {name: value for _, found in results for name, value in found.items()}
+    return {name: value for _, found, _ in results for name, value in found.items()}
 
 
 @pytest.mark.parametrize("name", WAYS)
 def test_pairs_teach_what_each_answer_alone_teaches(spmd, name):
     way = WAYS[name]
     problem = ROUTED if way.layout.ep > 1 else DENSE
-    expected, gradient = spmd(1, one_by_one, problem)[0]
+    expected, gradient, told = spmd(1, one_by_one, problem)[0]
     results = spmd(way.layout.world, steps, problem, way)
-    assert all(found == results[0][0] for found, _ in results)
+    assert all(found == results[0][0] and ours == results[0][2] for found, _, ours in results)
+    for ours, theirs in zip(results[0][2], told, strict=True):
+        assert ours == pytest.approx(theirs, rel=EXACT)
+    assert 0 < told[1]["rewards/accuracies"] < 1 and told[0]["rewards/margins"] > 0
     assert results[0][0] == pytest.approx(expected, rel=EXACT) and expected[0] == pytest.approx(np.log(2), rel=EXACT)
     errors = relative_errors(everything(results), gradient)
     assert max(errors.values()) <= EXACT, errors
@@ -159,7 +179,7 @@ def mean_of_tokens(patch: pytest.MonkeyPatch) -> None:
 
 
 def blank_pairs_count(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(preference, "have_labels", lambda labels: torch.ones(len(labels) // 2))
+    patch.setattr(preference, "have_labels", lambda labels: torch.ones(len(labels) // 2).bool())
 
 
 def mean_of_a_row(patch: pytest.MonkeyPatch) -> None:
@@ -192,7 +212,7 @@ MUTANTS = {
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_the_mutant_is_caught(spmd, mutant):
     way = WAYS["fsdp 2 x tp 2" if mutant == "same_slope_for_all_tokens" else "one"]
-    _, gradient = spmd(1, one_by_one, DENSE)[0]
+    _, gradient, _ = spmd(1, one_by_one, DENSE)[0]
     results = spmd(way.layout.world, steps, DENSE, way, mutant)
     assert max(relative_errors(everything(results), gradient).values()) > 1e6 * EXACT
 

@@ -86,6 +86,9 @@ def test_every_example_trains_when_it_is_shrunk(pool, files, name):
     ran = pool.run(Job(shrunk(name, files, **CHANGES.get(name, {}))), world=2, timeout=90)[0]
     assert ran.status == 0, ran.error or ran.out
     assert "step 2/2" in ran.out
+    if name == "dpo":  # adapters: nothing was computed beforehand
+        assert "reference of the pairs: the model without its adapters" in ran.out and "accuracy" in ran.out
+        assert not (ran.folder / "reference").exists()
 
 
 def test_a_folder_and_conversations_become_a_merged_model(pool, files, tmp_path, capsys):
@@ -111,7 +114,7 @@ def test_a_fine_tuning_says_what_it_chose_and_goes_on_with_it(pool, files, tmp_p
     del written["steps"], written["data"]["seq_len"]
     ran = pool.run(Job(written), world=2, timeout=90)[0]
     assert ran.status == 0, ran.error
-    line = next(line for line in ran.out.splitlines() if line.strip().startswith("defaults"))
+    line = next(line for line in ran.out.splitlines() if line.strip().startswith("default "))
     config = tomllib.loads((ran.folder / "config.toml").read_text())
     steps = config["steps"]
     assert f"steps = {steps} (3 epochs)" in line and "optimizer.lr = 0.0002, optimizer.weight_decay = 0," in line
@@ -119,5 +122,5 @@ def test_a_fine_tuning_says_what_it_chose_and_goes_on_with_it(pool, files, tmp_p
     assert config["optimizer"]["lr"] == 2e-4 and config["optimizer"]["weight_decay"] == 0 and "epochs" not in config
     assert config["sample"]["prompt"] == "user: Hello<|endoftext|>assistant: "
     on = pool.run(Job(config | {"run": str(ran.folder), "steps": steps + 1}), world=2, timeout=90)[0]
-    assert on.status == 0 and f"step {steps + 1}/{steps + 1}" in on.out and "defaults" not in on.out
+    assert on.status == 0 and f"step {steps + 1}/{steps + 1}" in on.out and "fine-tuning" not in on.out
     assert tomllib.loads((ran.folder / "config.toml").read_text()) == config | {"steps": steps + 1}

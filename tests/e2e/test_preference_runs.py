@@ -38,6 +38,19 @@ def test_a_run_on_pairs_is_the_same_on_other_ranks_and_goes_on_from_the_same_ref
     assert losses(folder)[0] == pytest.approx(math.log(2), rel=1e-10) and losses(folder)[3] < math.log(2)
     validated = [row["validation_loss"] for row in metrics(folder) if "validation_loss" in row]
     assert len(validated) == 2 and all(0 < loss < 1 for loss in validated)
+    told_pairs = [row for row in metrics(folder) if "rewards/margins" in row]
+    assert len(told_pairs) == 4 and told_pairs[0]["rewards/margins"] == pytest.approx(0, abs=1e-10)
+    last = told_pairs[-1]
+    assert (
+        last["rewards/chosen"] - last["rewards/rejected"] == pytest.approx(last["rewards/margins"])
+        and 0 < last["rewards/margins"]
+    )
+    assert (
+        0 <= last["validation_rewards/accuracies"] <= 1
+        and "accuracy" in straight[0].out
+        and "margin" in straight[0].out
+    )
+    assert "kept in reference/ (the model has no adapters)" in straight[0].out
     tensor = train(2, told | {"layout.dp_shard": 1, "layout.tp": 2, "batch.microbatch": 2})
     assert losses(tensor[0].folder) == pytest.approx(losses(folder), rel=1e-10)
     for split in ("training", "validation"):

@@ -60,8 +60,8 @@ CHAT = ("<|im_end|>", "</s>", "<|endoftext|>")
 
 
 def test_a_prompt_may_spell_special_tokens_and_a_document_may_not(tmp_path):
-    tokenizer = load_tokenizer(str(save_tokenizer(tmp_path, "<|endoftext|>")))
-    text = "ab<|endoftext|>"
+    tokenizer = FileTokenizer(save_tokenizer(tmp_path / "t.json", "<|endoftext|>"), "<|endoftext|>")
+    text = "a b <|endoftext|>"
     ends = [int(i) == tokenizer.end_of_document for i in encode_prompt(tokenizer, text)]
     assert ends[-1] and sum(ends) == 1 and tokenizer.end_of_document not in tokenizer.encode(text)
     assert encode_prompt(load_tokenizer("ids:16:1"), "3 4").tolist() == [3, 4]

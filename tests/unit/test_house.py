@@ -269,6 +269,7 @@ PRIVATE_FILES = (
     "distributed/torch_private.py",
     "distributed/optimizer/foreach_private.py",
     "distributed/float8/torchao_private.py",
+    "distributed/loss/peft_private.py",
     "introspection/transformers_private.py",
     "testing/pretend_gpu/torch_private.py",
     "training/slurm/job.py",  # submitit's script and its submission

@@ -77,7 +77,8 @@ class ParallelModel(PartsAsModule):
         super().__init__(parts)
         self.module, self.plan, self.facts, self.mesh = parts[0].module, plan, facts, mesh
         self.microbatch_rows = microbatch_rows
-        self._rows_together = 2 if isinstance(loss_fn, PreferenceLoss) else 1
+        self._pairs = preference.PairsOfModel.of(loss_fn, [part.model for part in parts], facts, plan)
+        self._rows_together = 1 if self._pairs is None else 2
         self.skipped_steps = 0
         remember(self, Applied(applied(parts[0].model)))
         signature = Signature.of(parts[0].model)
@@ -100,17 +101,23 @@ class ParallelModel(PartsAsModule):
             facts,
             signature,
             loss_fn is not None,
-            isinstance(loss_fn, PreferenceLoss),
+            self._pairs is not None,
+            not self.reference_refusal,
             self._declared,
             self._context,
             self._data_groups,
             groups_of(mesh, *TOKENS),
             bool(self._routers or self._router_loss),
         )
-        loss: Any = loss_fn if self._declared is None else self._declared
+        loss: Any = self._declared or (loss_fn if self._pairs is None else self._pairs.counted)
         self._runner = runner_of(
             self._parts, plan, mesh, loss, self._inputs, self.device, self._router_loss, self._enter
         )
+
+    @property
+    def reference_refusal(self) -> str:
+        """The reason why batches of pairs need ``reference_log_probs``; "" where adapters are switched off for it."""
+        return "the loss is not of pairs" if self._pairs is None else self._pairs.switch.refusal
 
     @property
     def device(self) -> torch.device:
@@ -172,8 +179,9 @@ class ParallelModel(PartsAsModule):
             if self._router_loss is not None:
                 self._router_loss.forget()
             raise
-        self._last_loss, parts = self._sum_of_losses(total)
-        return StepLoss(self._last_loss, tokens, parts, weight)
+        result = self._of_all_ranks(total, tokens, weight)
+        self._last_loss = result.loss
+        return result
 
     def optimizer_step(
         self, optimizer: torch.optim.Optimizer, max_norm: float | None = None, *, skip: bool | None = None
@@ -225,6 +233,9 @@ class ParallelModel(PartsAsModule):
             return step_batch.microbatches(named, self.microbatch_rows or self._suggested_rows(named))  # type: ignore[arg-type]
 
         step = self._opening.open(bring)
+        if self._pairs is not None and preference.lack_reference(step.pieces):
+            with self._evaluating():
+                step = step._replace(pieces=self._pairs.refer(step.pieces, self._runner.logits, self.device))
         is_judged = "tokens" in step.pieces[0] or not self.facts.measurements.premises().unknown
         if not self._is_checked and not (self._adds_up and is_judged):
             self._check_first(step.pieces)
@@ -259,14 +270,21 @@ class ParallelModel(PartsAsModule):
         together = self._rows_together
         return self.plan.pipeline.rows_per_microbatch(max(len(tokens) // together, 1)) * together
 
-    def _sum_of_losses(self, value: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Sum a loss over ranks, and each of several declared ones (collective)."""
+    def _of_all_ranks(self, value: Tensor, tokens: int, weight: float) -> StepLoss:
+        """Sum a loss over ranks, and each of several declared ones, or the figures of pairs (collective)."""
         names = [] if self._declared is None or len(self._declared.losses) < 2 else list(self._declared.losses)
         totals = {} if self._declared is None else self._declared.totals
-        words = torch.stack([value, *(totals[name] if name in totals else torch.zeros_like(value) for name in names)])
+        own = [totals[name] if name in totals else torch.zeros_like(value) for name in names]
+        if self._pairs is not None:
+            names, own = list(preference.FIGURES), self._pairs.counted.taken(value)
+        words = torch.stack([value, *own])
         for group in (*self._data_groups, *self._pipeline_groups):
             dist.all_reduce(words, group=group)
-        return words[0], dict(zip(names, words[1:], strict=True))
+        loss, *rest = words
+        if self._pairs is None:
+            return StepLoss(loss, tokens, dict(zip(names, rest, strict=True)), weight)
+        means = [sums / (weight or 1.0) for sums in rest]
+        return StepLoss(loss, tokens, {}, weight, dict(zip(names, means, strict=True)))
 
     # --- without gradients
 
@@ -290,8 +308,7 @@ class ParallelModel(PartsAsModule):
         pieces, tokens, weight, _ = self._open_step(batch)
         with self._evaluating():
             total = self._runner.evaluate(pieces)
-        loss, parts = self._sum_of_losses(total / (weight or 1.0))
-        return StepLoss(loss, tokens, parts, weight)
+        return self._of_all_ranks(total / (weight or 1.0), tokens, weight)
 
     def row_log_probs(self, batch: step_batch.Batch) -> Tensor:
         """Return the sum of the labels' log-probabilities in each row, (rows,), without gradients (collective).

@@ -59,7 +59,8 @@ def give_references(
 ) -> int:
     """Give every pair the log-probabilities of its answers under the first weights. Collective.
 
-    They are computed before the first step, and read from the run's folder when the run goes on.
+    They are computed before the first step, and read from the run's folder when the run goes on. Where adapters can be
+    switched off, nothing is computed beforehand: each step computes without them.
 
     Args:
         place: this process's data rank, and the number of data ranks.
@@ -72,7 +73,7 @@ def give_references(
     Raises:
         IntegrityError: a run that has begun has lost them.
     """
-    for split in _splits(feed):
+    for split in _splits(feed) if model.reference_refusal else ():
         n, path = split.n_samples(config.data.seq_len), folder / FOLDER / f"{split.name}.npy"
 
         def read(path: Path = path, n: int = n) -> np.ndarray | None:
@@ -86,6 +87,15 @@ def give_references(
             agree.together(lambda path=path, values=values: _write(path, values), here=is_rank_zero())
         split.set_reference(config.data.seq_len, values)
     return 0
+
+
+def where_reference_comes_from(feed: Feed, model: ParallelModel) -> str:
+    """Say how the log-probabilities under the first weights are found; "" for a run without pairs."""
+    if not any(_splits(feed)):
+        return ""
+    if model.reference_refusal:
+        return f"computed before the first step, and kept in {FOLDER}/ ({model.reference_refusal})"
+    return "the model without its adapters, in each step"
 
 
 def pretend_references(config: Config, feed: Feed) -> None:

@@ -305,7 +305,8 @@ class _Loop:
             for held in self.r.feed.held_out:
                 for batch in validation_batches(held.split, c.data.seq_len, held.samples, rows, self.rank, self.ranks):
                     loss = self.r.model.evaluate(batch)
-                    validated.add(held.name, float(loss), loss.weight)
+                    figures = {name: float(value) for name, value in loss.figures.items()}
+                    validated.add(held.name, float(loss), loss.weight, figures)
                     if stopped := self._agree_to_stop():
                         return None, stopped
         return validated, 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,10 +16,91 @@ from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.losses import PreferenceLoss, have_labels, row_log_probs
 from meshwright.distributed.step.batch import Batch, labels_of
 from meshwright.distributed.tensor.loss import vocabulary_parallel_row_log_probs
+from meshwright.introspection.adapted.names import is_adapter
+from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.signature import REFERENCE
 from meshwright.planning.plan import Plan
 
 from .logits import LogitsOfRank
+from .peft_private import adapted_layers, switched_off
+
+MARGINS, ACCURACIES = "rewards/margins", "rewards/accuracies"
+FIGURES = ("rewards/chosen", "rewards/rejected", MARGINS, ACCURACIES)
+"""Names of a step's means over pairs, as trl has them."""
+
+
+class CountedPairs:
+    """The loss of pairs, and figures of the pairs of a step.
+
+    A row's reward is beta times its log-probability under the model less that under the reference.
+
+    Attributes:
+        totals: sums over this rank's pairs of the step that have a label, in the order of ``FIGURES``; empty before
+            the first.
+    """
+
+    def __init__(self, loss: PreferenceLoss):
+        self.loss = loss
+        self.totals: list[Tensor] = []
+
+    def __call__(self, log_probs: Tensor, reference: Tensor, labels: Tensor) -> Tensor:
+        """Sum the losses of a microbatch's pairs, as ``PreferenceLoss`` does, and add up their figures."""
+        rewards = self.loss.beta * (log_probs.detach() - reference.to(log_probs.dtype)).double().view(-1, 2)
+        chosen, rejected = rewards[have_labels(labels)].unbind(1)
+        found = (chosen, rejected, chosen - rejected, (chosen > rejected).double())
+        sums = [value.sum() for value in found]
+        self.totals = [a + b for a, b in zip(self.totals, sums, strict=True)] if self.totals else sums
+        return self.loss(log_probs, reference, labels)
+
+    def taken(self, like: Tensor) -> list[Tensor]:
+        """Return the sums of ``FIGURES``, zeros on a rank without pairs, and begin anew."""
+        found, self.totals = self.totals, []
+        return [total.to(like) for total in found] or [torch.zeros_like(like) for _ in FIGURES]
+
+
+class Switch:
+    """Switches a model's adapters off, so that the model computes as it did before the first step.
+
+    Attributes:
+        refusal: why that is not the model of before, or not to be had; "" where it is.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], facts: ModelFacts, plan: Plan):
+        self._layers = adapted_layers(models)
+        frozen = set(plan.frozen)
+        others = [p.name for p in facts.parameters if p.name not in frozen and not is_adapter(p.name)]
+        if all(p.name in frozen for p in facts.parameters) or not any(is_adapter(p.name) for p in facts.parameters):
+            self.refusal = "the model has no adapters"
+        elif others:
+            self.refusal = f"{others[0]} is trained beside the adapters"
+        elif plan.compiled:
+            self.refusal = "techniques.compile fixes whether adapters are added"
+        else:
+            self.refusal = ""
+
+    def off(self) -> AbstractContextManager[None]:
+        """Return a context in which forwards compute without adapters."""
+        return switched_off(self._layers)
+
+
+@dataclass(frozen=True)
+class PairsOfModel:
+    """The loss of pairs of a model, and its reference where its adapters can be switched off."""
+
+    counted: CountedPairs
+    switch: Switch
+
+    @classmethod
+    def of(cls, loss_fn: object, models: Sequence[nn.Module], facts: ModelFacts, plan: Plan) -> PairsOfModel | None:
+        """Return it for a ``PreferenceLoss``; None for other losses."""
+        if not isinstance(loss_fn, PreferenceLoss):
+            return None
+        return cls(CountedPairs(loss_fn), Switch(models, facts, plan))
+
+    def refer(self, pieces: Sequence[Batch], logits: Callable[[Batch], Tensor], device: torch.device) -> list[Batch]:
+        """Give microbatches what the model without its adapters gives to their rows (collective)."""
+        with self.switch.off():
+            return [{**piece, REFERENCE: log_probs(logits, piece, device)} for piece in pieces]
 
 
 class PreferenceObjective:
@@ -27,7 +110,7 @@ class PreferenceObjective:
         model: the model as it was laid out (without a wrapper).
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, loss: PreferenceLoss):
+    def __init__(self, model: nn.Module, plan: Plan, loss: CountedPairs):
         self.loss, self._logits = loss, LogitsOfRank(model, plan, in_parts=True)
 
     def targets(self, piece: Batch, device: torch.device) -> tuple[Any, ...]:
@@ -69,8 +152,11 @@ def refuse(loss_fn: object, plan: Plan) -> None:
         )
 
 
-def without_reference(batch: Batch) -> Batch:
+def without_reference(batch: Batch, *, may_lack: bool = False) -> Batch:
     """Return a microbatch without its rows' log-probabilities under the reference, once pairs and these are checked.
+
+    Args:
+        may_lack: the reference may be left out: adapters are switched off for it.
 
     Raises:
         ConfigError: there are no rows of tokens, half a pair, or no finite log-probability for each row.
@@ -89,6 +175,8 @@ def without_reference(batch: Batch) -> Batch:
             f"PreferenceLoss compares each two rows, and a microbatch has {rows}: bring whole pairs, and set"
             f" microbatch_rows (batch.microbatch) to an even number"
         )
+    if found is None and may_lack:
+        return batch
     if not isinstance(found, Tensor):
         raise ConfigError(
             f"the batch has no '{REFERENCE}' ({rows},), which PreferenceLoss compares with: what row_log_probs(batch)"
@@ -100,6 +188,30 @@ def without_reference(batch: Batch) -> Batch:
             f" log-probability for each of {rows} rows"
         )
     return {key: value for key, value in batch.items() if key != REFERENCE}
+
+
+def lack_reference(pieces: Sequence[Batch]) -> bool:
+    """Return whether the reference is left to the model without its adapters.
+
+    Raises:
+        ConfigError: some microbatches have a reference, and others none.
+    """
+    lacking = [REFERENCE not in piece for piece in pieces]
+    if any(lacking) and not all(lacking):
+        raise ConfigError(
+            f"{sum(lacking)} of {len(lacking)} microbatches have no '{REFERENCE}': bring it with all of them, or with"
+            f" none, and the adapters are switched off for it"
+        )
+    return any(lacking)
+
+
+def refuse_some(lacking: int, ranks: int) -> None:
+    """Raise ConfigError if some of the ranks bring a reference and others none."""
+    if 0 < lacking < ranks:
+        raise ConfigError(
+            f"{lacking} of {ranks} data ranks bring no batch['{REFERENCE}']: all bring it, or none, and the adapters"
+            f" are switched off for it"
+        )
 
 
 def count(pieces: list[Batch]) -> int:

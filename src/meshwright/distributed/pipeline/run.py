@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.core.axes import Axis
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import UnsupportedError
-from meshwright.core.losses import IGNORED, PADDING, PreferenceLoss
+from meshwright.core.losses import IGNORED, PADDING
 from meshwright.distributed.data import fully_sharded
 from meshwright.distributed.exchange.ranks import share_of_sequence
 from meshwright.distributed.loss.declared import Blank, DeclaredLosses
+from meshwright.distributed.loss.preference import CountedPairs
 from meshwright.distributed.step.deferred import DeferredGradients, defer_linear
 from meshwright.distributed.step.objective import LossFunction, objective_of
 from meshwright.distributed.step.part import Batch, Inputs
@@ -66,7 +67,7 @@ class Pipeline:
         parts: Sequence[StagePart],
         plan: Plan,
         mesh: DeviceMesh,
-        loss_fn: LossFunction | PreferenceLoss | DeclaredLosses | None,
+        loss_fn: LossFunction | CountedPairs | DeclaredLosses | None,
         inputs: Inputs,
         device: torch.device,
         enter: Callable[[Batch], None],

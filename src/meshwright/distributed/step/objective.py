@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.errors import ConfigError
-from meshwright.core.losses import PreferenceLoss, cross_entropy_sum
+from meshwright.core.losses import cross_entropy_sum
 from meshwright.distributed.loss.declared import DeclaredLosses, DeclaredObjective
 from meshwright.distributed.loss.logits import LogitsOfRank
-from meshwright.distributed.loss.preference import PreferenceObjective
+from meshwright.distributed.loss.preference import CountedPairs, PreferenceObjective
 from meshwright.distributed.tensor.loss import LossOfLogits, vocabulary_parallel_cross_entropy_sum
 from meshwright.distributed.tensor.runtime import LossRequest, LossSite
 from meshwright.introspection.structure.tail import Tail
@@ -75,13 +75,13 @@ class Objective:
 def objective_of(
     model: nn.Module,
     plan: Plan,
-    loss: LossFunction | PreferenceLoss | DeclaredLosses | None,
+    loss: LossFunction | CountedPairs | DeclaredLosses | None,
     starts_backward: Callable[[Tensor], None],
 ) -> Objective | DeclaredObjective | PreferenceObjective:
     """Return the objective of a model; see ``Objective``."""
     if isinstance(loss, DeclaredLosses):
         return DeclaredObjective(loss, starts_backward)
-    if isinstance(loss, PreferenceLoss):
+    if isinstance(loss, CountedPairs):
         return PreferenceObjective(model, plan, loss)
     return Objective(model, plan, loss, starts_backward)
 

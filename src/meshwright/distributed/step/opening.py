@@ -33,6 +33,7 @@ class StepOpening:
         signature: the arguments of the model's forward.
         own_loss: the loss is a function of the user's, of logits and labels.
         of_pairs: the loss compares pairs of rows.
+        may_lack_reference: adapters can be switched off where a batch of pairs brings no reference.
         declared: the losses that the user declared, if any.
         context: runtimes of this rank's parts where rows are cut.
         data_groups: process groups whose ranks have other rows or other tokens of them.
@@ -45,6 +46,7 @@ class StepOpening:
     signature: Signature
     own_loss: bool
     of_pairs: bool
+    may_lack_reference: bool
     declared: DeclaredLosses | None
     context: Sequence[ContextRuntime]
     data_groups: list[dist.ProcessGroup]
@@ -69,7 +71,7 @@ class StepOpening:
         """
         pieces: list[step_batch.Batch] = []
         refusal: Exception | None = None
-        counted, rows_word, is_part = _Counted(), None, False
+        counted, rows_word, is_part, lacks = _Counted(), None, False, False
         try:
             pieces = bring()
             is_part = parts.are_parts(pieces, cuts_rows=bool(self.context))
@@ -79,9 +81,10 @@ class StepOpening:
             for context in () if is_part else self.context[:1]:  # a rank's stages have the same tokens
                 pieces = [context.cut(piece, self.signature) for piece in pieces]
             counted = self._count(pieces)
+            lacks = self.may_lack_reference and preference.lack_reference(pieces)
         except Exception as error:  # noqa: BLE001  (raised below, once the other ranks know)
             refusal = error
-        return self._agreed(pieces, counted, rows_word, refusal, is_part=is_part)
+        return self._agreed(pieces, counted, rows_word, refusal, is_part=is_part, lacks=lacks)
 
     def _agreed(
         self,
@@ -91,6 +94,7 @@ class StepOpening:
         refusal: Exception | None,
         *,
         is_part: bool = False,
+        lacks: bool = False,
     ) -> OpenedStep:
         """Return the step with the counts of all ranks, or raise on all what one of them refuses (collective)."""
         same_rows = agree.is_equal(rows_word if refusal is None else None, self.row_groups)
@@ -102,6 +106,7 @@ class StepOpening:
             len(pieces) ** 2,
             refusal is not None,
             *([is_part] if self.context else []),
+            *([lacks] if self.may_lack_reference else []),
         ]
         own = counted.losses if self.declared is None else (counted.losses or [0.0] * len(self.declared.losses))
         words = agree.total(torch.tensor([*counts, *own], dtype=torch.float64), self.data_groups).tolist()  # < 2^53
@@ -110,6 +115,8 @@ class StepOpening:
             agree.raise_first(refusal, self.data_groups)
         ranks = self.plan.shares.batch_ranks
         brought, declared = others[: len(others) - len(own)], others[len(others) - len(own) :]
+        if self.may_lack_reference:
+            preference.refuse_some(int(brought.pop()), ranks)
         parts.refuse_some(int(sum(brought)), ranks)
         if number * number != squares * ranks:
             raise ConfigError(
@@ -141,7 +148,7 @@ class StepOpening:
                 )
             return
         if self.of_pairs:
-            piece = preference.without_reference(piece)
+            piece = preference.without_reference(piece, may_lack=self.may_lack_reference)
         step_batch.check(piece, *known, own_loss=self.own_loss)
         if self.context and piece["labels"].shape != piece["tokens"].shape:
             raise ConfigError(

@@ -17,13 +17,15 @@ class StepLoss:
 
     ``tokens`` is the number that it is a mean over: tokens, other labels or rows. ``parts``: each loss's share of it,
     where several were declared. ``weight``: what the sum of losses was divided by: the number of real tokens, the sum
-    of their weights, or the number of pairs; 1 with declared losses, each of which has its own count.
+    of their weights, or the number of pairs; 1 with declared losses, each of which has its own count. ``figures``: of
+    pairs of answers, means over them by name (``loss.preference.FIGURES``).
     """
 
     loss: Tensor
     tokens: int
     parts: Mapping[str, Tensor] = field(default_factory=dict)
     weight: float = 1.0
+    figures: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __float__(self) -> float:
         return float(self.loss)

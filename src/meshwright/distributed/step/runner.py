@@ -8,9 +8,9 @@ from typing import cast
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.core.losses import PreferenceLoss
 from meshwright.distributed.experts.router_loss import SharedRouterLoss
 from meshwright.distributed.loss.declared import DeclaredLosses
+from meshwright.distributed.loss.preference import CountedPairs
 from meshwright.distributed.pipeline.run import Pipeline
 from meshwright.distributed.pipeline.split import StagePart
 from meshwright.planning.plan import Plan
@@ -24,7 +24,7 @@ def runner_of(
     parts: Sequence[ModelPart],
     plan: Plan,
     mesh: DeviceMesh | None,
-    loss_fn: LossFunction | PreferenceLoss | DeclaredLosses | None,
+    loss_fn: LossFunction | CountedPairs | DeclaredLosses | None,
     inputs: Inputs,
     device: torch.device,
     router_loss: SharedRouterLoss | None,

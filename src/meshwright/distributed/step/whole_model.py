@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from meshwright.core.losses import PreferenceLoss
 from meshwright.distributed.data import accumulation, fully_sharded, replicated
 from meshwright.distributed.experts.router_loss import SharedRouterLoss
 from meshwright.distributed.loss.declared import DeclaredLosses
+from meshwright.distributed.loss.preference import CountedPairs
 from meshwright.distributed.tensor.parallel import sums_of
 from meshwright.distributed.tensor.runtime import runtime_of
 from meshwright.distributed.tensor.sums import summing
@@ -28,7 +28,7 @@ class WholeModel:
     def __init__(
         self,
         part: ModelPart,
-        loss_fn: LossFunction | PreferenceLoss | DeclaredLosses | None,
+        loss_fn: LossFunction | CountedPairs | DeclaredLosses | None,
         inputs: Inputs,
         device: torch.device,
         router_loss: SharedRouterLoss | None = None,

@@ -37,6 +37,8 @@ class StepReport:
     """Set on the steps that were followed by a validation."""
     skipped: int = 0
     """Steps so far that were skipped for gradients that were not finite."""
+    pairs: tuple[float, float] | None = None
+    """On pairs of answers: mean margin of the rewards, and share of pairs whose chosen answer has the larger one."""
     busiest_expert: float | None = None
     """Tokens of the expert that received most in its layer, as a multiple of the layer's mean; None if not counted."""
     eta_seconds: float | None = None
@@ -47,6 +49,8 @@ class StepReport:
         pairs = [("loss", f"{self.loss:.4f}")]
         if self.validation_loss is not None:
             pairs.append(("val loss", f"{self.validation_loss:.4f}"))
+        if self.pairs is not None:
+            pairs += [("margin", f"{self.pairs[0]:.4f}"), ("accuracy", f"{100 * self.pairs[1]:.0f} %")]
         pairs.append(("lr", f"{self.learning_rate:.2e}"))
         if self.grad_norm is not None:
             pairs.append(("grad norm", f"{self.grad_norm:#.3g}".rstrip(".")))

@@ -11,6 +11,7 @@ from meshwright.core.config import to_dict
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.units import count_text
 from meshwright.distributed.experts.load import LayerLoad
+from meshwright.distributed.loss.preference import ACCURACIES, MARGINS
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import is_rank_zero
 from meshwright.distributed.step.results import StepLoss, StepResult
@@ -19,6 +20,7 @@ from meshwright.training.metrics.flops import mfu, peak_flops, training_flops_pe
 from meshwright.training.metrics.memory import read_memory
 from meshwright.training.metrics.throughput import Throughput
 from meshwright.training.metrics.trackers import Trackers, open_trackers
+from meshwright.training.preference import where_reference_comes_from
 from meshwright.training.run.checkpointing import Checkpointing, Position
 from meshwright.training.run.folder import RunFolder
 
@@ -34,9 +36,13 @@ class Validated:
 
     sums: dict[str, float] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
+    of_pairs: dict[str, float] = field(default_factory=dict)
+    """Figures of pairs of answers, summed over the pairs of all sources."""
 
-    def add(self, source: str, loss: float, weight: float) -> None:
+    def add(self, source: str, loss: float, weight: float, figures: Mapping[str, float] | None = None) -> None:
         """Count a batch, whose mean loss is ``loss``, over tokens (or pairs) of this weight."""
+        for name, mean in (figures or {}).items():
+            self.of_pairs[name] = self.of_pairs.get(name, 0.0) + mean * weight
         self.sums[source] = self.sums.get(source, 0.0) + loss * weight
         self.weights[source] = self.weights.get(source, 0.0) + weight
 
@@ -48,7 +54,9 @@ class Validated:
     def figures(self) -> dict[str, float]:
         """Return the validation figures; each source's own where there are several."""
         own = {f"validation_loss/{name}": self.sums[name] / (self.weights[name] or 1.0) for name in self.sums}
-        return {"validation_loss": self.loss, **(own if len(own) > 1 else {})}
+        total = sum(self.weights.values()) or 1.0
+        pairs = {f"validation_{name}": value / total for name, value in self.of_pairs.items()}
+        return {"validation_loss": self.loss, **(own if len(own) > 1 else {}), **pairs}
 
 
 class Teller:
@@ -66,6 +74,7 @@ class Teller:
         self.last_loss: float | None = None
         self.last_validation: float | None = None
         self.expert_figures: dict[str, float] = {}
+        self.pair_figures: dict[str, float] = {}
         facts = to_dict(self.config)
         wanted = (folder.path, self.config.logging, self.config.name, facts, self.say)
         opening = in_words(lambda: open_trackers(*wanted), f"cannot write in {folder.path}")
@@ -85,6 +94,7 @@ class Teller:
         c, plan = self.r.shape, self.r.plan
         size = f"{count_text(c.parameters)} parameters, {c.n_layers} blocks, dim {c.dim}, vocabulary {c.vocab_size:,}"
         axes = [*plan.mesh, *([("ep", plan.experts.ranks)] if plan.experts is not None else [])]
+        reference = where_reference_comes_from(self.r.feed, self.r.model)
         mesh = " × ".join(f"{axis}={n}" for axis, n in axes if n > 1) or "one process"
         whole, most = self.config.schedule.tokens or 0, most_tokens(self.config)
         early = f" (the run ends before, at token {most:,} at the latest)" if whole > most else ""
@@ -92,10 +102,11 @@ class Teller:
             f"meshwright · {self.config.name}",
             f"model: {size}",
             *([f"weights: {self.r.weights}"] if self.config.model.hf else []),
-            *([f"defaults: {self.r.chosen}, as usual in fine-tuning"] if self.r.chosen else []),
+            *([f"default: {self.r.chosen}, as usual in fine-tuning"] if self.r.chosen else []),
             f"layout: {mesh} · {plan.data.technique} · {plan.precision.compute} on {plan.device}",
             f"data: {self.r.feed.description}",
             *(f"note: {note}" for note in self.r.feed.notes),
+            *([f"note: reference of the pairs: {reference}"] if reference else []),
             f"rate: {self.r.schedule.describe()}{early} · {self.r.optimizer.implementation} {plan.optimizer.row.title}",
             *(
                 [f"MFU: (6N + 12·L·d·s) FLOPs per token over {self.peak / 1e12:,.0f} TFLOP/s (PaLM, appendix B)"]
@@ -112,6 +123,7 @@ class Teller:
         """Return the figures of the step that was just taken; ``loads`` are its experts' loads, if reported."""
         self.expert_figures = figures_of_experts(loads)
         self.last_loss = float(loss)
+        self.pair_figures = {name: float(value) for name, value in loss.figures.items()}
         self.throughput.add(loss.tokens, seconds)
         memory = read_memory(self.r.model.device)
         speed = self.throughput.tokens_per_second
@@ -127,6 +139,7 @@ class Teller:
             mfu=mfu(speed, self.flops, self.peak, self.r.plan.world),
             skipped=self.at.skipped,
             busiest_expert=self.expert_figures.get("experts.max_over_mean"),
+            pairs=(self.pair_figures[MARGINS], self.pair_figures[ACCURACIES]) if self.pair_figures else None,
             eta_seconds=self.throughput.eta_seconds(self.config.steps - self.at.step),
         )
 
@@ -155,7 +168,7 @@ class Teller:
             found = validated.figures() if validated else {}
             known = {} if report.mfu is None else {"mfu": report.mfu}
             known |= {} if self.r.model.loss_scale is None else {"loss_scale": self.r.model.loss_scale.value}
-            figures = values | self.expert_figures | dict(more) | found | known
+            figures = values | self.pair_figures | self.expert_figures | dict(more) | found | known
             self.note(lambda: self.trackers.log(self.at.step, figures))
 
     def event(self, name: str, values: Mapping[str, object], step: int | None = None) -> None:
