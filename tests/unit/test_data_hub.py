@@ -10,6 +10,7 @@ import pytest
 from meshwright.core.errors import ConfigError, MissingExtraError
 from meshwright.data.corpus.cache import open_corpus, prepare
 from meshwright.data.sources.hub import split_of
+from meshwright.data.sources.listing import resolved
 from meshwright.data.sources.scan import list_sources, scan_sources
 from meshwright.data.text.tokenizers import ByteTokenizer
 
@@ -85,19 +86,71 @@ def test_subsets_of_a_card_are_named_one_by_one(tmp_path):
     assert text_of(folder / "en", tmp_path) == "one"
 
 
-def test_a_name_on_the_hub_is_answered_with_the_snapshot_that_lies_in_its_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"'some/name' does not exist .*\)\. Name a file"):
+def cached(cache: Path, name: str, commit: str, files: dict[str, str]) -> Path:
+    """A snapshot as the hub's client leaves it: links to blobs."""
+    place = cache / f"datasets--{name.replace('/', '--')}"
+    snapshot = place / "snapshots" / commit
+    (place / "blobs").mkdir(parents=True, exist_ok=True)
+    for number, (file, text) in enumerate(files.items()):
+        blob = place / "blobs" / f"{commit * 16}{number:048x}"
+        blob.write_text(json.dumps({"text": text}) + "\n")
+        (snapshot / file).parent.mkdir(parents=True, exist_ok=True)
+        (snapshot / file).symlink_to(blob)
+    return snapshot
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    return tmp_path / "home/hub"
+
+
+def test_a_name_on_the_hub_is_read_from_its_cache(cache, tmp_path, monkeypatch):
+    first = cached(cache, "some/name", "a", {"train.jsonl": "old"})
+    cached(cache, "some/name", "b", {"train.jsonl": "new", "en/test-0.jsonl": "t", "en/train-0.jsonl": "e"})
+    main = cache / "datasets--some--name/refs/main"
+    main.parent.mkdir()
+    main.write_text("a")
+    assert text_of(Path("some/name"), tmp_path) == "old"
+    main.write_text("b")
+    assert text_of(Path("some/name/en/train"), tmp_path) == "e"
+    with pytest.raises(ConfigError, match="holds the splits test"):
         scan_sources("some/name")
-    snapshot = tmp_path / "datasets--some--name/snapshots/0123"
-    (tmp_path / "datasets--some--name/blobs").mkdir(parents=True)
-    blob = tmp_path / "datasets--some--name/blobs" / ("a" * 64)
-    blob.write_text('{"text": "a"}\n')
-    snapshot.mkdir(parents=True)
-    (snapshot / "train.jsonl").symlink_to(blob)
-    with pytest.raises(ConfigError, match=rf"The hub's cache has it: name {snapshot}\. Name a file"):
-        scan_sources("some/name")
-    assert text_of(snapshot, tmp_path) == "a"
+    assert text_of(first, tmp_path) == "old"
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
+    cached(tmp_path / "elsewhere", "some/name", "c", {"train.jsonl": "there"})
+    assert text_of(Path("some/name"), tmp_path) == "there"  # the one snapshot, without refs/main
+
+
+def test_a_folder_here_is_itself_and_what_a_run_keeps_names_the_snapshot(cache, tmp_path):
+    snapshot = cached(cache, "some/name", "a", {"train.jsonl": "cached"})
+    assert resolved("some/name/train") == str(snapshot / "train") and resolved("stdlib") == "stdlib"
+    assert text_of(Path(resolved("some/name/train")), tmp_path) == "cached"
+    assert resolved("chats.jsonl") == str(tmp_path / "chats.jsonl")
+    (tmp_path / "some").mkdir()
+    write(tmp_path / "some/name", train="here")
+    assert text_of(Path("some/name"), tmp_path) == "here" and resolved("some/name") == str(tmp_path / "some/name")
+
+
+def test_a_name_that_is_nowhere_is_answered_with_the_places_and_the_command(cache, tmp_path):
+    cached(cache, "some/name", "a", {"train.jsonl": "cached"})
+    with pytest.raises(ConfigError) as refused:
+        scan_sources("some/nmae")
+    said = str(refused.value)
+    assert f"looked at {tmp_path / 'some/nmae'}" in said and f"looked for in {cache / 'datasets--some--nmae'}" in said
+    assert "Did you mean 'some/name'?" in said and "hf download --repo-type dataset some/nmae'" in said
+    for source in ("data/chats.jsonl", "chats", "/some/name"):
+        with pytest.raises(ConfigError) as refused:
+            scan_sources(source)
+        assert "hub" not in str(refused.value)
+
+
+def test_a_name_leads_to_no_place_outside_its_snapshot(cache):
+    cached(cache, "some/name", "a", {"train.jsonl": "cached"})
+    with pytest.raises(ConfigError, match=r"no file in .*snapshots/a and is not read"):
+        scan_sources("some/name/../../../secret")
 
 
 def test_a_missing_package_is_a_sentence(tmp_path, monkeypatch):

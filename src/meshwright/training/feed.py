@@ -26,7 +26,7 @@ from meshwright.data import (
 from meshwright.data.corpus.building import TokenisingRecipe
 from meshwright.data.corpus.whole import Whole
 from meshwright.data.options import MixturePart
-from meshwright.data.sources.listing import STDLIB, TOKEN_FORMATS
+from meshwright.data.sources.listing import TOKEN_FORMATS, resolved
 from meshwright.data.sources.scan import list_sources
 from meshwright.data.streaming import StreamedSamples
 from meshwright.data.text.tokenizers import BYTES
@@ -344,7 +344,7 @@ def absolute_paths(data: DataConfig) -> dict[str, Any]:
 
     def source(values: SourceOptions) -> dict[str, Any]:
         return {
-            "source": tuple(path if path == STDLIB else absolute(path) for path in values.source),
+            "source": tuple(map(resolved, values.source)),
             "template": absolute(values.template),
         }
 

@@ -1,4 +1,4 @@
-"""Read a folder laid out as data sets on Hugging Face's hub are: a card, splits by file name, subsets."""
+"""Read folders laid out as data sets on Hugging Face's hub are (card, splits, subsets), also by name from its cache."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from meshwright.core.errors import ConfigError
+from meshwright.core.errors import ConfigError, nearest
+from meshwright.core.files import inside
 
 CARD = "README.md"
 _ABOUT = re.compile(r"(readme|licen[cs]e|citation|notice|changelog|contributing)\b.*", re.IGNORECASE)
@@ -26,6 +27,12 @@ _SPLITS = {
 }
 """The words in names of files and folders that stand for a split, as the hub reads them."""
 _SUBSET = re.compile(r"^\s*-?\s*config_name:\s*(.+?)\s*$", re.MULTILINE)
+
+
+_NAME = re.compile(r"(?P<owner>\w[\w.-]*)/(?P<name>\w[\w.-]*)(?:/(?P<rest>[^/].*?))?/?")
+"""A name on the hub, and what is named behind it."""
+_ENDINGS = (".txt", ".md", ".py", ".jsonl", ".json", ".ndjson", ".gz", ".parquet", ".npy", ".bin", ".toml", ".csv")
+"""Endings of files: whoever names one that is missing did not mean the hub."""
 
 
 def is_about(name: str) -> bool:
@@ -83,11 +90,44 @@ def _subsets(root: Path) -> list[str]:
     return list(dict.fromkeys(_SUBSET.findall(text[3:].partition("\n---")[0])))
 
 
-def in_cache(name: str) -> str:
-    """Return a clause that names the snapshot of a data set in the hub's cache; "" if there is none."""
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        return ""
-    home = os.environ.get("HF_HOME") or Path.home() / ".cache/huggingface"
-    place = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub") / f"datasets--{name.replace('/', '--')}"
+def cache() -> Path:
+    """Return the folder in which the hub's client keeps what it downloaded, as its environment variables say."""
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache/huggingface").expanduser()
+    return Path(os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or home / "hub").expanduser()
+
+
+def in_cache(source: str) -> Path | None:
+    """Return the place of ``owner/name``, or of a folder, file or split behind it, in the hub's cache, if it is there.
+
+    The snapshot is that of the branch ``main``, or where the cache does not say which that is, the newest.
+    """
+    if (found := _NAME.fullmatch(source)) is None:
+        return None
+    place = _folder_of(found["owner"], found["name"])
     snapshots = sorted((place / "snapshots").glob("*/"), key=lambda path: path.stat().st_mtime)
-    return f" The hub's cache has it: name {snapshots[-1]}." if snapshots else ""
+    if not snapshots:
+        return None
+    snapshot = snapshots[-1]
+    try:
+        named = place / "snapshots" / (place / "refs/main").read_text(encoding="utf-8").strip()
+        snapshot = named if named in snapshots else snapshot
+    except (OSError, ValueError):
+        pass
+    return inside(snapshot, found["rest"]) if found["rest"] else snapshot
+
+
+def absence(source: str) -> str:
+    """Say where a name of the hub was looked for, and how to get it; "" for a source that is no such name."""
+    if (found := _NAME.fullmatch(source)) is None or source.endswith(_ENDINGS):
+        return ""
+    name = f"{found['owner']}/{found['name']}"
+    held = [path.name.removeprefix("datasets--").replace("--", "/", 1) for path in cache().glob("datasets--*--*")]
+    return (
+        f" As a data set of the hub it was looked for in {_folder_of(found['owner'], found['name'])}, and is not"
+        f" there.{nearest(name, held)} Nothing is downloaded: fetch it with 'hf download --repo-type dataset {name}',"
+        f" and name it so again."
+    )
+
+
+def _folder_of(owner: str, name: str) -> Path:
+    return cache() / f"datasets--{owner}--{name}"

@@ -12,7 +12,7 @@ from meshwright.core.errors import ConfigError, nearest
 from meshwright.core.files import inside, refuse_links_out
 
 from .formats import RECORD_FORMATS, SUFFIXES, is_saved_dataset, suffix_of
-from .hub import in_cache, is_about, is_split, of_split
+from .hub import absence, in_cache, is_about, is_split, of_split
 
 STDLIB = "stdlib"
 """The word for the source code of the running Python's standard library."""
@@ -79,9 +79,25 @@ def kind_of(path: Path) -> str | None:
     return next((format for format, suffixes in SUFFIXES.items() if suffix in suffixes), None)
 
 
+def resolved(source: str) -> str:
+    """Return a source that does not depend on the working folder, nor on what the hub's cache holds later."""
+    path = Path(source).expanduser()
+    if not source or source == STDLIB:
+        return source
+    found = None if _is_here(path) else in_cache(source)
+    return str((found or path).absolute())
+
+
+def _is_here(path: Path) -> bool:
+    """Return whether a path is a file or folder, or names a split behind a folder."""
+    return path.exists() or (is_split(path.name) and path.parent.is_dir())
+
+
 def _place_of(source: str) -> tuple[str, str]:
     """Return the file or folder of a source and, where it is the name of a split behind a folder's, the split."""
     path = Path(source).expanduser()
+    if source != STDLIB and not _is_here(path) and (found := in_cache(source)) is not None:
+        path, source = found, str(found)
     if source != STDLIB and is_split(path.name) and not path.exists() and path.parent.is_dir():
         return str(path.parent), path.name
     return source, ""
@@ -97,7 +113,7 @@ def _format_of(source: str, wanted: str) -> str:
     if not source.strip() or not path.exists():
         raise ConfigError(
             f"data.source: {source!r} does not exist (looked at {path.absolute()}).{nearest(source, [STDLIB])}"
-            f"{in_cache(source)} Name a file, a folder, or '{STDLIB}'; patterns such as *.txt are not expanded"
+            f"{absence(source)} Name a file, a folder, or '{STDLIB}'; patterns such as *.txt are not expanded"
         )
     if wanted != "auto":
         return wanted
