@@ -78,7 +78,6 @@ class ParallelModel(PartsAsModule):
         self.module, self.plan, self.facts, self.mesh = parts[0].module, plan, facts, mesh
         self.microbatch_rows = microbatch_rows
         self._pairs = preference.PairsOfModel.of(loss_fn, [part.model for part in parts], facts, plan)
-        self._rows_together = 1 if self._pairs is None else 2
         self.skipped_steps = 0
         remember(self, Applied(applied(parts[0].model)))
         signature = Signature.of(parts[0].model)
@@ -116,7 +115,7 @@ class ParallelModel(PartsAsModule):
 
     @property
     def reference_refusal(self) -> str:
-        """The reason why batches of pairs need ``reference_log_probs``; "" where adapters are switched off for it."""
+        """Why batches of pairs need ``reference_log_probs``; "" where adapters are switched off for it."""
         return "the loss is not of pairs" if self._pairs is None else self._pairs.switch.refusal
 
     @property
@@ -232,14 +231,18 @@ class ParallelModel(PartsAsModule):
             named = step_batch.named(batch, self._opening.signature)
             return step_batch.microbatches(named, self.microbatch_rows or self._suggested_rows(named))  # type: ignore[arg-type]
 
-        step = self._opening.open(bring)
-        if self._pairs is not None and preference.lack_reference(step.pieces):
-            with self._evaluating():
-                step = step._replace(pieces=self._pairs.refer(step.pieces, self._runner.logits, self.device))
+        step = self.refer(self._opening.open(bring))
         is_judged = "tokens" in step.pieces[0] or not self.facts.measurements.premises().unknown
         if not self._is_checked and not (self._adds_up and is_judged):
             self._check_first(step.pieces)
         return step
+
+    def refer(self, step: OpenedStep) -> OpenedStep:
+        """Give pairs that bring no reference what the model without its adapters gives to them (collective)."""
+        if self._pairs is None or not preference.lack_reference(step.pieces):
+            return step
+        with self._evaluating():
+            return step._replace(pieces=self._pairs.refer(step.pieces, self._runner.row_log_probs))
 
     def _check_first(self, pieces: Sequence[step_batch.Batch]) -> None:
         """Raise ConfigError on all ranks if losses are not as declared, or rows depend on each other (collective)."""
@@ -267,24 +270,20 @@ class ParallelModel(PartsAsModule):
         tokens = batch.get("tokens") if isinstance(batch, dict) else None
         if self.plan.pipeline is None or not isinstance(tokens, Tensor) or not tokens.shape[:1].numel():
             return 0
-        together = self._rows_together
-        return self.plan.pipeline.rows_per_microbatch(max(len(tokens) // together, 1)) * together
+        return self.plan.pipeline.rows_per_microbatch(len(tokens), 1 if self._pairs is None else 2)
 
     def _of_all_ranks(self, value: Tensor, tokens: int, weight: float) -> StepLoss:
         """Sum a loss over ranks, and each of several declared ones, or the figures of pairs (collective)."""
-        names = [] if self._declared is None or len(self._declared.losses) < 2 else list(self._declared.losses)
-        totals = {} if self._declared is None else self._declared.totals
-        own = [totals[name] if name in totals else torch.zeros_like(value) for name in names]
+        own = {} if self._declared is None else self._declared.shares(value)
         if self._pairs is not None:
-            names, own = list(preference.FIGURES), self._pairs.counted.taken(value)
-        words = torch.stack([value, *own])
+            own = self._pairs.counted.taken(value)
+        words = torch.stack([value, *own.values()])
         for group in (*self._data_groups, *self._pipeline_groups):
             dist.all_reduce(words, group=group)
-        loss, *rest = words
+        found = dict(zip(own, words[1:], strict=True))
         if self._pairs is None:
-            return StepLoss(loss, tokens, dict(zip(names, rest, strict=True)), weight)
-        means = [sums / (weight or 1.0) for sums in rest]
-        return StepLoss(loss, tokens, {}, weight, dict(zip(names, means, strict=True)))
+            return StepLoss(words[0], tokens, found, weight)
+        return StepLoss(words[0], tokens, {}, weight, {name: sums / (weight or 1.0) for name, sums in found.items()})
 
     # --- without gradients
 
@@ -317,7 +316,7 @@ class ParallelModel(PartsAsModule):
         """
         pieces = step_batch.microbatches(step_batch.named(batch, self._opening.signature), self.microbatch_rows)  # type: ignore[arg-type]
         with self._evaluating():
-            return torch.cat([preference.log_probs(self._runner.logits, piece, self.device) for piece in pieces])
+            return torch.cat([self._runner.row_log_probs(piece) for piece in pieces])
 
     def generate(
         self, prompt: Sequence[int], tokens: int, *, temperature: float = 1.0, seed: int = 0, stop: int | None = None

@@ -245,7 +245,7 @@ def check_batch(plan: Plan, batch: Batch) -> None:
     if plan.context is not None:
         refuse_shorter(batch.seq_len, plan.context.ranks)
     if plan.pipeline is not None:
-        check_microbatches(plan.pipeline, rows // ranks, batch.microbatch_rows)
+        check_microbatches(plan.pipeline, rows // ranks, batch.microbatch_rows, batch.rows_together)
 
 
 def check_data(facts: ModelFacts, batch: Batch) -> None:

@@ -36,7 +36,8 @@ def resolved(plan: Plan, batch: Batch) -> Batch:
     """Fill in the number of rows in a pipeline's microbatch if the batch has none."""
     if plan.pipeline is None or batch.microbatch_rows:
         return batch
-    return replace(batch, microbatch_rows=plan.pipeline.rows_per_microbatch(batch.global_rows // plan.data_ranks))
+    rows = batch.global_rows // plan.data_ranks
+    return replace(batch, microbatch_rows=plan.pipeline.rows_per_microbatch(rows, batch.rows_together))
 
 
 def _rows(plan: Plan, batch: Batch) -> int:

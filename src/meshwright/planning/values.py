@@ -21,12 +21,19 @@ class Batch:
         seq_len: tokens per sequence.
         microbatch_rows: sequences per forward on one rank; 0: the rank's whole share.
         vocab_size: number of token ids that the data may hold; 0: unknown.
+        pairs: whether each two rows are a pair of answers, whose loss is ``PreferenceLoss``.
     """
 
     global_rows: int
     seq_len: int
     microbatch_rows: int = 0
     vocab_size: int = 0
+    pairs: bool = False
+
+    @property
+    def rows_together(self) -> int:
+        """Rows that stay in one microbatch."""
+        return 2 if self.pairs else 1
 
     def microbatches(self, data_ranks: int) -> int:
         """Return the number of forward passes per step on each of ``data_ranks`` ranks."""

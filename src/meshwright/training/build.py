@@ -51,7 +51,7 @@ from .neighbours import refuse_too_large
 from .optim import fine_tuning
 from .optim.build import BuiltOptimizer, make_optimizer
 from .optim.schedules import LearningRateSchedule
-from .preference import loss_of
+from .preference import expects_pairs, loss_of
 from .stopping import StopRequest
 from .tokenizer import in_chat_template, run_tokenizer, tokenizer_name
 from .views.progress import Progress
@@ -194,7 +194,8 @@ def facts_of(source: ModelSource) -> ModelFacts:
 
 
 def batch_of(config: Config, tokenizer: Tokenizer) -> Batch:
-    return Batch(config.batch.global_batch, config.data.seq_len, config.batch.microbatch, tokenizer.vocab_size)
+    b, pairs = config.batch, expects_pairs(config)
+    return Batch(b.global_batch, config.data.seq_len, b.microbatch, tokenizer.vocab_size, pairs)
 
 
 def build_optimizer(

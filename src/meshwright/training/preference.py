@@ -8,11 +8,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from meshwright.core.errors import ConfigError, IntegrityError, UnsupportedError
+from meshwright.core.errors import ConfigError, IntegrityError, MissingExtraError, UnsupportedError
 from meshwright.core.files import replacing
 from meshwright.core.losses import PreferenceLoss
 from meshwright.data.corpus.pairs import Pairs
 from meshwright.data.mixture import Samples
+from meshwright.data.sources.formats import RECORD_FORMATS, first_record
+from meshwright.data.sources.listing import list_files
+from meshwright.data.text.preference import TASK
+from meshwright.data.text.tasks import task_name
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import is_rank_zero
@@ -45,6 +49,29 @@ def loss_of(config: Config, feed: Feed) -> PreferenceLoss | None:
     if config.check_trace:
         raise UnsupportedError("check_trace compares with the cross entropy, and this run is on pairs: leave it out")
     return PreferenceLoss(config.dpo.beta, config.dpo.label_smoothing)
+
+
+def is_on_pairs(feed: Feed) -> bool:
+    """Return whether a run's data are pairs of answers."""
+    return any(_splits(feed))
+
+
+def expects_pairs(config: Config) -> bool:
+    """Return whether the first record of a config's data is a pair of answers, for what is planned before data is read.
+
+    Data that cannot be read here counts as none: whoever trains on it is told why.
+    """
+    for part in config.data.mixture or (config.data,):
+        if part.task != "auto":
+            return part.task == TASK
+        try:
+            listed, form, _ = list_files(part.source, part.format)
+            if form not in RECORD_FORMATS:
+                return False
+            return task_name(part, first_record([path for _, _, path in listed], form)) == TASK
+        except (ConfigError, MissingExtraError, IntegrityError, OSError):
+            return False
+    return False
 
 
 def give_references(
@@ -91,7 +118,7 @@ def give_references(
 
 def where_reference_comes_from(feed: Feed, model: ParallelModel) -> str:
     """Say how the log-probabilities under the first weights are found; "" for a run without pairs."""
-    if not any(_splits(feed)):
+    if not is_on_pairs(feed):
         return ""
     if model.reference_refusal:
         return f"computed before the first step, and kept in {FOLDER}/ ({model.reference_refusal})"

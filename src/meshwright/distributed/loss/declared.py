@@ -120,6 +120,11 @@ class DeclaredLosses:
         self.counts = {name: count or 1.0 for name, count in zip(self.losses, counts, strict=True)}
         self.totals = {}
 
+    def shares(self, like: Tensor) -> dict[str, Tensor]:
+        """Return this rank's share of each loss of the step, zeros without any; {} for a loss that is alone."""
+        names = self.losses if len(self.losses) > 1 else ()
+        return {name: self.totals[name] if name in self.totals else torch.zeros_like(like) for name in names}
+
     def __call__(self, output: Any, batch: Batch) -> Tensor:
         """Return a microbatch's share of the sum of the step's means, in at least float32."""
         shares, self.is_bare = [], not _has_graph(output)

@@ -18,6 +18,7 @@ from meshwright.distributed.step.batch import Batch, labels_of
 from meshwright.distributed.tensor.loss import vocabulary_parallel_row_log_probs
 from meshwright.introspection.adapted.names import is_adapter
 from meshwright.introspection.facts import ModelFacts
+from meshwright.introspection.outputs import logits_of
 from meshwright.introspection.signature import REFERENCE
 from meshwright.planning.plan import Plan
 
@@ -46,16 +47,17 @@ class CountedPairs:
     def __call__(self, log_probs: Tensor, reference: Tensor, labels: Tensor) -> Tensor:
         """Sum the losses of a microbatch's pairs, as ``PreferenceLoss`` does, and add up their figures."""
         rewards = self.loss.beta * (log_probs.detach() - reference.to(log_probs.dtype)).double().view(-1, 2)
-        chosen, rejected = rewards[have_labels(labels)].unbind(1)
+        counts = have_labels(labels)
+        chosen, rejected = (rewards * counts[:, None]).unbind(1)
         found = (chosen, rejected, chosen - rejected, (chosen > rejected).double())
         sums = [value.sum() for value in found]
         self.totals = [a + b for a, b in zip(self.totals, sums, strict=True)] if self.totals else sums
         return self.loss(log_probs, reference, labels)
 
-    def taken(self, like: Tensor) -> list[Tensor]:
-        """Return the sums of ``FIGURES``, zeros on a rank without pairs, and begin anew."""
-        found, self.totals = self.totals, []
-        return [total.to(like) for total in found] or [torch.zeros_like(like) for _ in FIGURES]
+    def taken(self, like: Tensor) -> dict[str, Tensor]:
+        """Return the sums by their names, zeros on a rank without pairs, and begin anew."""
+        found, self.totals = self.totals or [torch.zeros_like(like) for _ in FIGURES], []
+        return {name: total.to(like) for name, total in zip(FIGURES, found, strict=True)}
 
 
 class Switch:
@@ -97,10 +99,10 @@ class PairsOfModel:
             return None
         return cls(CountedPairs(loss_fn), Switch(models, facts, plan))
 
-    def refer(self, pieces: Sequence[Batch], logits: Callable[[Batch], Tensor], device: torch.device) -> list[Batch]:
+    def refer(self, pieces: Sequence[Batch], log_probs: Callable[[Batch], Tensor]) -> list[Batch]:
         """Give microbatches what the model without its adapters gives to their rows (collective)."""
         with self.switch.off():
-            return [{**piece, REFERENCE: log_probs(logits, piece, device)} for piece in pieces]
+            return [{**piece, REFERENCE: log_probs(piece)} for piece in pieces]
 
 
 class PreferenceObjective:
@@ -118,10 +120,14 @@ class PreferenceObjective:
         return to_device(labels_of(piece), device), to_device(piece[REFERENCE], device)
 
     def __call__(self, forward: Callable[[], Any], labels: Tensor, reference: Tensor) -> Tensor:
+        return self.loss(self.row_log_probs(forward, labels), reference, labels)
+
+    def row_log_probs(self, forward: Callable[[], Any], labels: Tensor) -> Tensor:
+        """Return the sum of the labels' log-probabilities in each row; over a cut vocabulary no logits are gathered."""
         logits, shard = self._logits(forward), self._logits.shard
         if shard is None:
-            return self.loss(row_log_probs(logits, labels), reference, labels)
-        return self.loss(vocabulary_parallel_row_log_probs(logits, labels, shard), reference, labels)
+            return row_log_probs(logits, labels)
+        return vocabulary_parallel_row_log_probs(logits, labels, shard)
 
 
 def refuse(loss_fn: object, plan: Plan) -> None:
@@ -219,6 +225,9 @@ def count(pieces: list[Batch]) -> int:
     return sum(int(have_labels(labels_of(piece)).sum()) for piece in pieces)
 
 
-def log_probs(logits: Callable[[Batch], Tensor], batch: Batch, device: torch.device) -> Tensor:
-    """Return the sum of the labels' log-probabilities in each row of a microbatch, by a function for its logits."""
-    return row_log_probs(logits(batch), to_device(labels_of(batch), device))
+def log_probs_of(objective: object, forward: Callable[[], Any], batch: Batch, device: torch.device) -> Tensor:
+    """Return the sum of the labels' log-probabilities in each row of a microbatch, by a forward of the model."""
+    labels = to_device(labels_of(batch), device)
+    if isinstance(objective, PreferenceObjective):
+        return objective.row_log_probs(forward, labels)
+    return row_log_probs(logits_of(forward()), labels)

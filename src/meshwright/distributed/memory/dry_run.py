@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.core.axes import Axis
 from meshwright.core.devices import CPU, is_accelerator
+from meshwright.core.losses import PreferenceLoss
 from meshwright.core.torch_private import FakeTensorMode, fake_mode
 from meshwright.distributed import order
 from meshwright.distributed.context.runtime import first_tokens
@@ -33,7 +34,7 @@ from meshwright.distributed.step.results import OpenedStep
 from meshwright.distributed.weights.shards import apply_to_tensors
 from meshwright.distributed.weights.weights import tie
 from meshwright.introspection.facts import ModelFacts, model_facts
-from meshwright.introspection.signature import Signature
+from meshwright.introspection.signature import REFERENCE, Signature
 from meshwright.planning.layout import Layout
 from meshwright.planning.memory.states import plan_memory
 from meshwright.planning.memory.step import MemoryEstimate, MemoryUse, RankMemory, assumptions
@@ -115,7 +116,7 @@ class DryRun:
         self.asked, self.copies_gradients = plan, plan.data.technique == "ddp"
         self.plan = _on_cpu(plan)
         own = max(1, batch.global_rows // plan.data_ranks)
-        suggested = own if plan.pipeline is None else plan.pipeline.rows_per_microbatch(own)
+        suggested = own if plan.pipeline is None else plan.pipeline.rows_per_microbatch(own, batch.rows_together)
         self.rows = min(own, batch.microbatch_rows or suggested)
         self.microbatches = -(-own // self.rows)
 
@@ -136,7 +137,7 @@ class DryRun:
         """Yield a rank's model on fake tensors, where every tensor is made fake."""
         mode = fake_mode()
         with self.laid_out(rank, mode) as laid, self.imagining(mode):
-            yield ParallelModel(*laid)
+            yield ParallelModel(*laid, loss_fn=PreferenceLoss() if self.batch.pairs else None)
 
     @contextmanager
     def laid_out(self, rank: int, mode: FakeTensorMode) -> Iterator[tuple[list[ModelPart], Plan, ModelFacts, Any]]:
@@ -163,7 +164,7 @@ class DryRun:
             keep_in_buckets(model.parts[0], microbatches, syncs=bool(self.plan.data.sync_grad_accum))
         account = MemoryAccount(model.parts, vocabulary, optimizer=optimizer, in_host=_in_host(self.asked))
         with _as_on(self.asked.device, account), account:
-            model.run_opened(step)
+            model.run_opened(model.refer(step))
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return _with_moving_state(RankMemory(dict(account.most), dict(account.peak)), self.asked)
@@ -178,7 +179,12 @@ class DryRun:
         """Return a step of so many microbatches of one document each."""
         piece = self._piece(self.rows, self.batch.seq_len, Signature.of(model.parts[0]))
         tokens = piece["tokens"].numel() * microbatches * self.plan.data_ranks
-        return OpenedStep([piece] * microbatches, tokens, float(tokens), tokens)
+        weight = tokens
+        if self.batch.pairs:
+            if model.reference_refusal or self.plan.pipeline is not None:  # the others of a pipeline are absent
+                piece = {**piece, REFERENCE: torch.zeros(len(piece["tokens"]), dtype=torch.float64)}
+            weight = tokens // (2 * self.batch.seq_len)
+        return OpenedStep([piece] * microbatches, tokens, float(weight), tokens)
 
     def _piece(self, rows: int, length: int, signature: Signature) -> Mapping[str, Tensor]:
         """Return a microbatch of whole rows of one document, or the first rank's tokens of it."""

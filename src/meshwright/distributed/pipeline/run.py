@@ -19,7 +19,7 @@ from meshwright.core.losses import IGNORED, PADDING
 from meshwright.distributed.data import fully_sharded
 from meshwright.distributed.exchange.ranks import share_of_sequence
 from meshwright.distributed.loss.declared import Blank, DeclaredLosses
-from meshwright.distributed.loss.preference import CountedPairs
+from meshwright.distributed.loss.preference import CountedPairs, log_probs_of
 from meshwright.distributed.step.deferred import DeferredGradients, defer_linear
 from meshwright.distributed.step.objective import LossFunction, objective_of
 from meshwright.distributed.step.part import Batch, Inputs
@@ -44,6 +44,9 @@ from meshwright.planning.plan import Plan
 from .messages import Mail, broadcast_object
 from .split import StagePart
 from .ties import Ties
+
+Take = Callable[[StagePart], Tensor]
+"""Run the last stage's forward, and return what is wanted of it."""
 
 
 @dataclass
@@ -119,9 +122,24 @@ class Pipeline:
         return total
 
     def logits(self, batch: Batch) -> Tensor:
+        return self._from_last(batch, lambda part: logits_of(part.module(**self._inputs(batch))))
+
+    def row_log_probs(self, batch: Batch) -> Tensor:
+        def of(part: StagePart) -> Tensor:
+            return log_probs_of(self._objective, lambda: part.module(**self._inputs(batch)), batch, self.device)
+
+        return self._from_last(batch, of)
+
+    def _from_last(self, batch: Batch, take: Callable[[StagePart], Tensor]) -> Tensor:
+        """Return what the last stage takes from its forward of a microbatch, on all ranks."""
         found: list[Tensor] = []
+
+        def taken(part: StagePart) -> Tensor:
+            found.append(take(part))
+            return found[0]
+
         for step in self._program(1, is_forward=True):
-            self._do(step, [batch], 1, found)
+            self._do(step, [batch], 1, taken)
         self._finish_forwards()
         return broadcast_object(found[0] if found else None, self.last_rank, self.group, self.device)
 
@@ -134,9 +152,7 @@ class Pipeline:
 
     # --- one step of the program
 
-    def _do(
-        self, step: Step, pieces: Sequence[Batch], weight: float, logits: list[Tensor] | None = None
-    ) -> Tensor | float:
+    def _do(self, step: Step, pieces: Sequence[Batch], weight: float, take: Take | None = None) -> Tensor | float:
         """Run one step of the program, and return its loss, or 0."""
         if isinstance(step, Receive):
             self._mail.receive(step.message, step.peer, self._room(pieces[step.message.microbatch]))
@@ -148,7 +164,7 @@ class Pipeline:
         given = None if message is None else self._mail.take(message)
         begin, loss = time.perf_counter(), 0.0
         if step.work is Work.FORWARD:
-            loss = self._forward(step, given, pieces[step.microbatch], weight, logits)
+            loss = self._forward(step, given, pieces[step.microbatch], weight, take)
         elif step.work is Work.WEIGHT:
             self._deferred[step.stage].do(step.microbatch)
             del self._kept[step.stage, step.microbatch]
@@ -161,7 +177,7 @@ class Pipeline:
         return loss
 
     def _forward(
-        self, action: Action, entered: Tensor | None, piece: Batch, weight: float, logits: list[Tensor] | None
+        self, action: Action, entered: Tensor | None, piece: Batch, weight: float, take: Take | None
     ) -> Tensor | float:
         part = self.parts[action.stage]
         if entered is not None and torch.is_grad_enabled():
@@ -176,9 +192,8 @@ class Pipeline:
             assert left is not None
             self._check(left, action.stage, piece)
             fully_sharded.begin_backward_at(part.module, left)
-        elif logits is not None:
-            left = logits_of(part.module(**self._inputs(piece)))
-            logits.append(left)
+        elif take is not None:
+            left = take(part)
         else:
             assert self._objective is not None
             targets = self._objective.targets(piece, self.device)

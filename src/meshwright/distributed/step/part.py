@@ -58,6 +58,10 @@ class Runner(Protocol):
         """Return (rows, seq, vocabulary), without gradients, on every rank that has these rows."""
         ...
 
+    def row_log_probs(self, batch: Batch) -> Tensor:
+        """Return (rows,) sums of the labels' log-probabilities, without gradients, on every rank with these rows."""
+        ...
+
     def action_times(self) -> list[tuple[Action, float, float]]:
         """List a pipeline rank's actions in the last step, with begin and end in seconds since the epoch."""
         ...

@@ -11,7 +11,7 @@ from torch import Tensor
 from meshwright.distributed.data import accumulation, fully_sharded, replicated
 from meshwright.distributed.experts.router_loss import SharedRouterLoss
 from meshwright.distributed.loss.declared import DeclaredLosses
-from meshwright.distributed.loss.preference import CountedPairs
+from meshwright.distributed.loss.preference import CountedPairs, log_probs_of
 from meshwright.distributed.tensor.parallel import sums_of
 from meshwright.distributed.tensor.runtime import runtime_of
 from meshwright.distributed.tensor.sums import summing
@@ -60,6 +60,10 @@ class WholeModel:
 
     def logits(self, batch: Batch) -> Tensor:
         return logits_of(self.part.model(**self._inputs(batch)))
+
+    def row_log_probs(self, batch: Batch) -> Tensor:
+        forward = lambda: self.part.model(**self._inputs(batch))  # noqa: E731
+        return log_probs_of(self._objective, forward, batch, self.device)
 
     def action_times(self) -> list[tuple[Action, float, float]]:
         return []

@@ -102,7 +102,11 @@ class PipelinePlan:
             return read_schedule(self.schedule)
         return schedule_kind(self.schedule).build(self.ranks, microbatches, len(self.stages) // self.ranks)
 
-    def rows_per_microbatch(self, rows: int) -> int:
-        """Return the default rows of a microbatch: two equal microbatches per rank, or as many as the rows allow."""
-        wanted = max(self.legal(2 * self.ranks), 1)
-        return next((rows // number for number in range(min(wanted, rows), 0, -1) if rows % number == 0), 1)
+    def rows_per_microbatch(self, rows: int, together: int = 1) -> int:
+        """Return the default rows of a microbatch: two equal microbatches per rank, or as many as the rows allow.
+
+        Args:
+            together: rows that stay in one microbatch.
+        """
+        wanted, rows = max(self.legal(2 * self.ranks), 1), max(rows // together, 1)
+        return together * next((rows // n for n in range(min(wanted, rows), 0, -1) if rows % n == 0), 1)

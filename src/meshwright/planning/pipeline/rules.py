@@ -93,13 +93,13 @@ def check_trained(facts: ModelFacts, plan: PipelinePlan) -> None:
             )
 
 
-def check_microbatches(plan: PipelinePlan, rows: int, microbatch_rows: int) -> None:
-    """Check that the rows of a rank make a number of microbatches that can be scheduled.
+def check_microbatches(plan: PipelinePlan, rows: int, microbatch_rows: int, together: int = 1) -> None:
+    """Check that the rows of a rank make a number of microbatches that can be scheduled; ``together`` stay in one.
 
     Raises:
         ConfigError: they do not; the message names that number, and the least that can be scheduled.
     """
-    size = microbatch_rows or plan.rows_per_microbatch(rows)
+    size = microbatch_rows or plan.rows_per_microbatch(rows, together)
     number = -(-rows // size)
     if (legal := plan.legal(number)) == number:
         return

@@ -15,6 +15,7 @@ from meshwright.planning.memory.step import MemoryEstimate, MemoryUse
 from meshwright.training.build import Run
 from meshwright.training.metrics.memory import read_memory
 from meshwright.training.metrics.memory_table import MemoryShares, is_out_of_memory, memory_table, out_of_memory
+from meshwright.training.preference import is_on_pairs
 
 
 class MemoryWatch:
@@ -95,6 +96,7 @@ def memory_shares(run: Run) -> MemoryShares:
     """Return the cut of this rank's part of a step into microbatches."""
     plan, batch = run.plan, run.config.batch
     own = max(1, batch.global_batch // plan.data_ranks)
-    suggested = plan.pipeline.rows_per_microbatch(own) if plan.pipeline is not None else own
+    together = 2 if is_on_pairs(run.feed) else 1
+    suggested = plan.pipeline.rows_per_microbatch(own, together) if plan.pipeline is not None else own
     rows = min(own, batch.microbatch or suggested)
     return MemoryShares(rows, math.ceil(own / rows))
