@@ -31,6 +31,7 @@ WAYS = {
     "FSDP 2 x tp 2": (Layout(dp_shard=2, tp=2), "llama", LORA),
     "pp 2": (Layout(dp_shard=1, pp=2), "llama", LORA),
     "ep 2": (Layout(dp_shard=2, ep=2), "qwen3_moe", LORA | {"targets": ["self_attn.*"]}),
+    "stacks of experts, FSDP 2": (Layout(dp_shard=2), "qwen3_moe", LORA | {"targets": ["experts.gate_up_proj"]}),
 }
 
 
@@ -130,6 +131,7 @@ def test_switching_leaves_no_trace():
     ("adapters", "techniques", "reason"),
     [
         (LORA | {"modules_to_save": ["lm_head"]}, {}, "lm_head.modules_to_save.default.weight is trained beside"),
+        (LORA | {"kind": "dora"}, {}, "DoRA's magnitudes are rounded"),
         (LORA, {"compile": True}, "techniques.compile fixes"),
     ],
 )

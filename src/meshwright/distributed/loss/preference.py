@@ -75,6 +75,8 @@ class Switch:
             self.refusal = "the model has no adapters"
         elif others:
             self.refusal = f"{others[0]} is trained beside the adapters"
+        elif any("lora_magnitude_vector" in p.name for p in facts.parameters):
+            self.refusal = "DoRA's magnitudes are rounded, so that without adapters the model differs by rounding"
         elif plan.compiled:
             self.refusal = "techniques.compile fixes whether adapters are added"
         else:
