@@ -115,7 +115,7 @@ def test_the_tree_stays_small_enough_to_read():
     repeated = [key for key in KEYS if key.replace("mixture[].", "") in KEYS and "mixture" in key]
     # of models that are one of a kind
     kinds = [key for key in KEYS if key.startswith(("model.rope_scaling.", "model.moe."))]
-    assert len(public_keys(Config)) - len(repeated) - len(kinds) <= 128
+    assert len(public_keys(Config)) - len(repeated) - len(kinds) <= 129
 
 
 def test_every_key_has_a_doc_of_its_own():

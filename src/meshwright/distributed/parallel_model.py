@@ -61,6 +61,7 @@ class ParallelModel(PartsAsModule):
         mesh: the device mesh, None in one process.
         skipped_steps: number of optimizer steps that were skipped so far.
         loss_scale: factor of the loss while gradients are computed in float16; None in other dtypes.
+        reference_refusal: why batches of pairs need ``reference_log_probs``; "" where adapters are switched off for it.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class ParallelModel(PartsAsModule):
         self.module, self.plan, self.facts, self.mesh = parts[0].module, plan, facts, mesh
         self.microbatch_rows = microbatch_rows
         self._pairs = preference.PairsOfModel.of(loss_fn, [part.model for part in parts], facts, plan)
+        self.reference_refusal = "the loss is not of pairs" if self._pairs is None else self._pairs.switch.refusal
         self.skipped_steps = 0
         remember(self, Applied(applied(parts[0].model)))
         signature = Signature.of(parts[0].model)
@@ -101,7 +103,7 @@ class ParallelModel(PartsAsModule):
             signature,
             loss_fn is not None,
             self._pairs is not None,
-            not self.reference_refusal,
+            self._pairs is not None and not self.reference_refusal,
             self._declared,
             self._context,
             self._data_groups,
@@ -112,11 +114,6 @@ class ParallelModel(PartsAsModule):
         self._runner = runner_of(
             self._parts, plan, mesh, loss, self._inputs, self.device, self._router_loss, self._enter
         )
-
-    @property
-    def reference_refusal(self) -> str:
-        """Why batches of pairs need ``reference_log_probs``; "" where adapters are switched off for it."""
-        return "the loss is not of pairs" if self._pairs is None else self._pairs.switch.refusal
 
     @property
     def device(self) -> torch.device:
@@ -274,9 +271,9 @@ class ParallelModel(PartsAsModule):
 
     def _of_all_ranks(self, value: Tensor, tokens: int, weight: float) -> StepLoss:
         """Sum a loss over ranks, and each of several declared ones, or the figures of pairs (collective)."""
-        own = {} if self._declared is None else self._declared.shares(value)
-        if self._pairs is not None:
-            own = self._pairs.counted.taken(value)
+        own = (
+            self._pairs.counted.taken(value) if self._pairs else self._declared.shares(value) if self._declared else {}
+        )
         words = torch.stack([value, *own.values()])
         for group in (*self._data_groups, *self._pipeline_groups):
             dist.all_reduce(words, group=group)

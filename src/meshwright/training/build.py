@@ -117,9 +117,7 @@ def build_run(config: Config, timeline: StartupTimeline, progress: Progress, sto
     rank, ranks = data_position(mesh)
     with timeline.phase("data"):
         feed = build_feed(config, tokenizer, rank, ranks, progress)
-    config = fine_tuning.with_prompt(
-        feed.config, feed.tasks, lambda message: in_chat_template(config, tokenizer, message)
-    )
+    config = fine_tuning.with_prompt(feed.config, feed.tasks, lambda ask: in_chat_template(feed.config, tokenizer, ask))
     schedule = build_schedule(config)
     loss_fn = loss_of(config, feed)
     with timeline.phase("model"):
