@@ -277,10 +277,9 @@ class ParallelModel(PartsAsModule):
         words = torch.stack([value, *own.values()])
         for group in (*self._data_groups, *self._pipeline_groups):
             dist.all_reduce(words, group=group)
-        found = dict(zip(own, words[1:], strict=True))
         if self._pairs is None:
-            return StepLoss(words[0], tokens, found, weight)
-        return StepLoss(words[0], tokens, {}, weight, {name: sums / (weight or 1.0) for name, sums in found.items()})
+            return StepLoss(words[0], tokens, dict(zip(own, words[1:], strict=True)), weight)
+        return StepLoss(words[0], tokens, {}, weight, dict(zip(own, words[1:] / (weight or 1.0), strict=True)))
 
     # --- without gradients
 
