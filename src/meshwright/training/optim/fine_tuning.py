@@ -39,7 +39,7 @@ RATES = Rates(2e-4, 1e-5)
 """Of QLoRA (arXiv 2305.14314) for adapters, and as instruction tuning of whole models commonly has it."""
 PREFERENCE_RATES = Rates(5e-5, 1e-6)
 """On pairs smaller ones, since beta holds the model to its first weights: the default of trl for whole models."""
-RATE_FACTORS = {"adamw": 1.0, "adam": 1.0, "muon": 1.0, "adafactor": 1.0, "lion": 0.2}
+RATE_FACTORS = {"adamw": 1.0, "adam": 1.0, "schedule_free_adamw": 1.0, "muon": 1.0, "adafactor": 1.0, "lion": 0.2}
 """By optimizer; those that are not listed (sgd) keep their default, since their steps have another scale."""
 EPOCHS = {PREFERENCE: 1.0, TEXT: 1.0}
 OTHER_EPOCHS = 3.0
