@@ -23,6 +23,7 @@ from meshwright.data.corpus.pairs import Pairs
 from meshwright.distributed.loss import preference
 from meshwright.distributed.process.world import get_world_info
 from meshwright.distributed.step import batch as step_batch
+from meshwright.distributed.step.opening import StepOpening
 from meshwright.distributed.tensor import loss as tensor_loss
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 
@@ -39,6 +40,10 @@ WAYS = {
     "pp 2, rows by default": Way(Layout(dp_shard=1, pp=2)),
     "pp 2 x tp 2": Way(Layout(dp_shard=1, pp=2, tp=2), microbatches="list"),
     "ep 2": Way(Layout(dp_shard=2, ep=2)),
+    "cp 2": Way(Layout(dp_shard=1, cp=2)),
+    "fsdp 2 x cp 2": Way(Layout(dp_shard=2, cp=2)),
+    "cp 2 x tp 2": Way(Layout(dp_shard=1, cp=2, tp=2)),
+    "pp 2 x cp 2": Way(Layout(dp_shard=1, pp=2, cp=2), microbatches="list"),
 }
 
 
@@ -118,7 +123,7 @@ def steps(problem: Problem, way: Way, mutant: str = ""):
 def two_steps(problem: Problem, way: Way):
     model = lay_out(problem, way, loss_fn=PreferenceLoss(BETA, SMOOTHING))
     ranks = way.layout.dp_replicate * way.layout.dp_shard
-    batch = share(rows(), get_world_info()[0] // way.layout.tp % ranks, ranks)
+    batch = share(rows(), get_world_info()[0] // (way.layout.tp * way.layout.cp) % ranks, ranks)
     batch["reference_log_probs"] = model.row_log_probs(batch)
     brought = batch
     if way.microbatches == "list":
@@ -194,6 +199,22 @@ def same_slope_for_all_tokens(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(tensor_loss._CrossEntropy, "backward", alike)
 
 
+def gradient_of_own_tokens(patch: pytest.MonkeyPatch) -> None:
+    """Each rank of cut rows takes the mean's gradient for its own."""
+    patch.setattr(preference._OverRanks, "backward", staticmethod(lambda ctx, gradient: (gradient, None)))
+
+
+def answers_of_own_tokens(patch: pytest.MonkeyPatch) -> None:
+    """Answers are compared by the tokens of one rank."""
+    patch.setattr(preference, "over_whole_rows", lambda log_probs, labels, group: (log_probs, labels))
+
+
+def pairs_of_every_rank(patch: pytest.MonkeyPatch) -> None:
+    """Each rank of cut rows counts the pairs of which it has a label."""
+    patch.setattr(StepOpening, "_pairs", lambda self, pieces, is_part: preference.count(pieces))
+
+
+OF_CUT_ROWS = dict.fromkeys(("gradient_of_own_tokens", "answers_of_own_tokens", "pairs_of_every_rank"), "cp 2")
 MUTANTS = {
     mutant.__name__: mutant
     for mutant in (
@@ -204,6 +225,9 @@ MUTANTS = {
         blank_pairs_count,
         mean_of_a_row,
         same_slope_for_all_tokens,
+        gradient_of_own_tokens,
+        answers_of_own_tokens,
+        pairs_of_every_rank,
     )
 }
 
@@ -211,7 +235,7 @@ MUTANTS = {
 @pytest.mark.kills("pairs", "mutant")
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_the_mutant_is_caught(spmd, mutant):
-    way = WAYS["fsdp 2 x tp 2" if mutant == "same_slope_for_all_tokens" else "one"]
+    way = WAYS[{"same_slope_for_all_tokens": "fsdp 2 x tp 2", **OF_CUT_ROWS}.get(mutant, "one")]
     _, gradient, _ = spmd(1, one_by_one, DENSE)[0]
     results = spmd(way.layout.world, steps, DENSE, way, mutant)
     assert max(relative_errors(everything(results), gradient).values()) > 1e6 * EXACT
@@ -248,6 +272,31 @@ def test_a_batch_that_holds_no_pairs_is_refused(changed, value, words):
         bring(changed, value)
 
 
+def apart(changed: str) -> str:
+    """The refusal of ranks of cut rows that bring a part of each row, or other rows."""
+    model = lay_out(DENSE, Way(Layout(dp_shard=1, cp=2)), loss_fn=PreferenceLoss())
+    batch = {**rows(), "reference_log_probs": torch.zeros(16)}
+    if changed == "places":
+        batch["places"] = torch.arange(SEQ).expand(16, SEQ).contiguous()
+    elif get_world_info()[0]:
+        batch["tokens"] = batch["tokens"].flip(1)
+    with pytest.raises(ConfigError) as caught:
+        (model.row_log_probs if changed == "log_probs" else model.forward_backward)(batch)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ("places", "PreferenceLoss counts pairs of whole rows: bring these"),
+        ("tokens", "brought different rows"),
+        ("log_probs", "brought different rows"),
+    ],
+)
+def test_ranks_of_cut_rows_bring_the_same_whole_rows(spmd, changed, words):
+    assert all(words in refusal for refusal in spmd(2, apart, changed))
+
+
 def refused(layout: Layout, **techniques) -> str:
     with pytest.raises(UnsupportedError) as caught:
         lay_out(DENSE, Way(layout, tuple(techniques.items())), loss_fn=PreferenceLoss())
@@ -258,8 +307,6 @@ def test_values_and_layouts_that_cannot_be_are_refused(spmd):
     for wrong in ({"beta": 0.0}, {"beta": float("nan")}, {"label_smoothing": 0.5}, {"label_smoothing": -0.1}):
         with pytest.raises(ConfigError, match=r"beta must be above 0, and label_smoothing 0 or more and below 0.5"):
             PreferenceLoss(**wrong)
-    for words in spmd(2, refused, Layout(dp_shard=1, cp=2)):
-        assert "layout.cp = 2 cuts rows over ranks: set layout.cp = 1" in words
     assert "loss_chunks = 4 computes a loss with its gradients in chunks" in refused(ONE, loss_chunks=4)
     beside = {"mean": Loss(F.cross_entropy, reduction="mean"), "pairs": PreferenceLoss()}
     with pytest.raises(ConfigError, match=r"loss_fn\['pairs'\] is a PreferenceLoss, .*: give it alone"):

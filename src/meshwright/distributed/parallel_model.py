@@ -310,7 +310,8 @@ class ParallelModel(PartsAsModule):
 
         Data ranks bring equally many rows. ``PreferenceLoss`` compares with those of the first weights.
         """
-        pieces = step_batch.microbatches(step_batch.named(batch, self._opening.signature), self.microbatch_rows)  # type: ignore[arg-type]
+        named = step_batch.named(batch, self._opening.signature)
+        pieces = self._opening.cut_alike(step_batch.microbatches(named, self.microbatch_rows))  # type: ignore[arg-type]
         with self._evaluating():
             return torch.cat([self._runner.row_log_probs(piece) for piece in pieces])
 
@@ -334,8 +335,7 @@ class ParallelModel(PartsAsModule):
     def action_times(self) -> tuple[int, list[tuple[Action, float, float]]] | None:
         """Return this rank on the pipeline axis, and its last step's actions with begin and end (epoch seconds).
 
-        None without a pipeline, and on ranks that are not the first of their stage.
-        """
+        None without a pipeline, and on ranks that are not the first of their stage."""
         if self.plan.pipeline is None or self.mesh is None or not is_first_of_stage(self.mesh):
             return None
         return get_pp_rank(self.mesh), self._runner.action_times()

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.core.axes import Axis
 from meshwright.core.devices import to_device
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.core.losses import PreferenceLoss, have_labels, row_log_probs
+from meshwright.core.losses import IGNORED, PreferenceLoss, have_labels, row_log_probs
+from meshwright.distributed.context.context_parallel import runtime_of
+from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.distributed.step.batch import Batch, labels_of
 from meshwright.distributed.tensor.loss import vocabulary_parallel_row_log_probs
 from meshwright.introspection.adapted.names import is_adapter
@@ -44,15 +45,19 @@ class CountedPairs:
         self.loss = loss
         self.totals: list[Tensor] = []
 
-    def __call__(self, log_probs: Tensor, reference: Tensor, labels: Tensor) -> Tensor:
-        """Sum the losses of a microbatch's pairs, as ``PreferenceLoss`` does, and add up their figures."""
+    def __call__(self, log_probs: Tensor, reference: Tensor, labels: Tensor, ranks: int = 1) -> Tensor:
+        """Sum the losses of a microbatch's pairs, as ``PreferenceLoss`` does, and add up their figures.
+
+        Args:
+            ranks: number of ranks that compute the same pairs, each of which counts for its part.
+        """
         rewards = self.loss.beta * (log_probs.detach() - reference.to(log_probs.dtype)).double().view(-1, 2)
         counts = have_labels(labels)
         chosen, rejected = (rewards * counts[:, None]).unbind(1)
         found = (chosen, rejected, chosen - rejected, (chosen > rejected).double())
-        sums = [value.sum() for value in found]
+        sums = [value.sum() / ranks for value in found]
         self.totals = [a + b for a, b in zip(self.totals, sums, strict=True)] if self.totals else sums
-        return self.loss(log_probs, reference, labels)
+        return self.loss(log_probs, reference, labels) / ranks
 
     def taken(self, like: Tensor) -> dict[str, Tensor]:
         """Return the sums by their names, zeros on a rank without pairs, and begin anew."""
@@ -116,20 +121,65 @@ class PreferenceObjective:
 
     def __init__(self, model: nn.Module, plan: Plan, loss: CountedPairs):
         self.loss, self._logits = loss, LogitsOfRank(model, plan, in_parts=True)
+        self._group = group_of_rows(model)
 
     def targets(self, piece: Batch, device: torch.device) -> tuple[Any, ...]:
         """Return labels, and the rows' log-probabilities under the reference, on the device of the computation."""
         return to_device(labels_of(piece), device), to_device(piece[REFERENCE], device)
 
     def __call__(self, forward: Callable[[], Any], labels: Tensor, reference: Tensor) -> Tensor:
-        return self.loss(self.row_log_probs(forward, labels), reference, labels)
+        log_probs, labels = over_whole_rows(self._own_log_probs(forward, labels), labels, self._group)
+        return self.loss(log_probs, reference, labels, 1 if self._group is None else self._group.size)
 
     def row_log_probs(self, forward: Callable[[], Any], labels: Tensor) -> Tensor:
         """Return the sum of the labels' log-probabilities in each row; over a cut vocabulary no logits are gathered."""
+        return over_whole_rows(self._own_log_probs(forward, labels), labels, self._group)[0]
+
+    def _own_log_probs(self, forward: Callable[[], Any], labels: Tensor) -> Tensor:
+        """Return the same over this rank's tokens of each row."""
         logits, shard = self._logits(forward), self._logits.shard
         if shard is None:
             return row_log_probs(logits, labels)
         return vocabulary_parallel_row_log_probs(logits, labels, shard)
+
+
+def group_of_rows(model: nn.Module) -> RankGroup | None:
+    """Return the ranks that have other tokens of the same rows; None where rows are whole."""
+    context = runtime_of(model)
+    return None if context is None else context.group
+
+
+def over_whole_rows(log_probs: Tensor, labels: Tensor, group: RankGroup | None) -> tuple[Tensor, Tensor]:
+    """Return sums over whole rows of what ranks have of them, and for each row a label that counts if any does.
+
+    Collective over the group. Every rank of it then computes the same loss, and is given the gradient of all of them.
+
+    Args:
+        log_probs: (rows,) sums over this rank's tokens.
+        labels: (rows, tokens) of this rank.
+
+    Returns:
+        (rows,), and (rows, 1); both as they are where rows are whole.
+    """
+    if group is None:
+        return log_probs, labels
+    counted = (labels != IGNORED).any(1).to(log_probs.dtype)
+    whole, found = _OverRanks.apply(torch.stack([log_probs, counted]), group).unbind()
+    return whole, torch.where(found.detach() > 0, 0, IGNORED)[:, None]
+
+
+class _OverRanks(torch.autograd.Function):
+    """Sums over ranks that go on alike: each rank's gradient is its part of a mean over them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:
+        ctx.ranks = group.size
+        return group.sum(x.clone())
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor):
+        (gradient,) = grad_outputs
+        return gradient * ctx.ranks, None
 
 
 def refuse(loss_fn: object, plan: Plan) -> None:
@@ -137,7 +187,7 @@ def refuse(loss_fn: object, plan: Plan) -> None:
 
     Raises:
         ConfigError: a ``PreferenceLoss`` stands among losses by name.
-        UnsupportedError: the plan cuts rows, or its head computes the loss of some tokens at a time.
+        UnsupportedError: the plan's head computes the loss of some tokens at a time.
     """
     if isinstance(loss_fn, Mapping):
         name = next((name for name, loss in loss_fn.items() if isinstance(loss, PreferenceLoss)), None)
@@ -148,11 +198,6 @@ def refuse(loss_fn: object, plan: Plan) -> None:
             )
     if not isinstance(loss_fn, PreferenceLoss):
         return
-    if plan.size(Axis.CP) > 1:
-        raise UnsupportedError(
-            f"PreferenceLoss adds up the log-probabilities of whole rows, and layout.cp = {plan.size(Axis.CP)} cuts"
-            f" rows over ranks: set layout.cp = 1 (layout.tp or layout.dp_shard save memory too)"
-        )
     if plan.loss is not None:
         raise UnsupportedError(
             f"techniques.loss_chunks = {plan.loss.chunks} computes a loss with its gradients in chunks of tokens, and"
@@ -227,9 +272,11 @@ def count(pieces: list[Batch]) -> int:
     return sum(int(have_labels(labels_of(piece)).sum()) for piece in pieces)
 
 
-def log_probs_of(objective: object, forward: Callable[[], Any], batch: Batch, device: torch.device) -> Tensor:
+def log_probs_of(
+    objective: object, model: nn.Module, forward: Callable[[], Any], batch: Batch, device: torch.device
+) -> Tensor:
     """Return the sum of the labels' log-probabilities in each row of a microbatch, by a forward of the model."""
     labels = to_device(labels_of(batch), device)
     if isinstance(objective, PreferenceObjective):
         return objective.row_log_probs(forward, labels)
-    return row_log_probs(logits_of(forward()), labels)
+    return over_whole_rows(row_log_probs(logits_of(forward()), labels), labels, group_of_rows(model))[0]

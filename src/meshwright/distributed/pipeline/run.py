@@ -126,7 +126,8 @@ class Pipeline:
 
     def row_log_probs(self, batch: Batch) -> Tensor:
         def of(part: StagePart) -> Tensor:
-            return log_probs_of(self._objective, lambda: part.module(**self._inputs(batch)), batch, self.device)
+            forward = lambda: part.module(**self._inputs(batch))  # noqa: E731
+            return log_probs_of(self._objective, part.model, forward, batch, self.device)
 
         return self._from_last(batch, of)
 

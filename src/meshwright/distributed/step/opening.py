@@ -12,13 +12,14 @@ import torch.distributed as dist
 from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError
 from meshwright.distributed.context import parts
+from meshwright.distributed.context.rows import PLACES, CutBatch
 from meshwright.distributed.context.runtime import ContextRuntime
 from meshwright.distributed.experts import routing
 from meshwright.distributed.loss import preference
 from meshwright.distributed.loss.declared import DeclaredLosses
 from meshwright.distributed.process import agree
 from meshwright.introspection.facts import ModelFacts
-from meshwright.introspection.signature import Signature
+from meshwright.introspection.signature import REFERENCE, Signature
 from meshwright.planning.plan import Plan
 
 from . import batch as step_batch
@@ -78,9 +79,10 @@ class StepOpening:
             for piece in pieces:
                 self._check(parts.without_places(piece))
             rows_word = None if is_part or not self.row_groups else step_batch.fingerprint(pieces)
+            pairs = self._pairs(pieces, is_part=is_part)
             for context in () if is_part else self.context[:1]:  # a rank's stages have the same tokens
-                pieces = [context.cut(piece, self.signature) for piece in pieces]
-            counted = self._count(pieces)
+                pieces = [cut(context, piece, self.signature) for piece in pieces]
+            counted = self._count(pieces, pairs)
             lacks = self.may_lack_reference and preference.lack_reference(pieces)
         except Exception as error:  # noqa: BLE001  (raised below, once the other ranks know)
             refusal = error
@@ -131,6 +133,20 @@ class StepOpening:
             weight = 1.0  # each loss is divided by its own count
         return OpenedStep(pieces, int(tokens), weight, int(routed))
 
+    def cut_alike(self, pieces: list[step_batch.Batch]) -> list[step_batch.Batch]:
+        """Return this rank's tokens of microbatches of whole rows, which all ranks that share rows bring (collective).
+
+        Raises:
+            ConfigError: they bring other rows, or parts of rows.
+        """
+        if parts.are_parts(pieces, cuts_rows=bool(self.context)):
+            raise ConfigError(f"whole rows are needed, and batch['{PLACES}'] says that a rank has a part of each")
+        if not agree.is_equal(step_batch.fingerprint(pieces) if self.row_groups else None, self.row_groups):
+            raise parts.other_rows(self.plan.size(Axis.CP))
+        for context in self.context[:1]:
+            pieces = [cut(context, piece, self.signature) for piece in pieces]
+        return pieces
+
     def _check(self, piece: step_batch.Batch) -> None:
         known = (self.signature, self.facts.max_seq_len, self.facts.vocab_size)
         if self.needs_tokens and "tokens" not in piece:
@@ -156,15 +172,33 @@ class StepOpening:
                 f" {tuple(piece['tokens'].shape)}, and layout.cp cuts rows over ranks: set layout.cp = 1"
             )
 
-    def _count(self, pieces: list[step_batch.Batch]) -> _Counted:
+    def _pairs(self, pieces: list[step_batch.Batch], *, is_part: bool) -> int:
+        """Count pairs with a label; of ranks that share rows, the first counts them."""
+        if not self.of_pairs:
+            return 0
+        if is_part:
+            raise ConfigError(
+                f"batch['{PLACES}'] says that a rank has a part of each row, and PreferenceLoss counts pairs of whole"
+                f" rows: bring these, the same on all ranks of the cp axis, without '{PLACES}'"
+            )
+        return 0 if any(context.group.rank for context in self.context) else preference.count(pieces)
+
+    def _count(self, pieces: list[step_batch.Batch], pairs: int) -> _Counted:
         routed = routing.count_routed(pieces) if self.counts_routed else 0
         if self.declared is None:
-            weight = preference.count(pieces) if self.of_pairs else step_batch.weight(pieces)
+            weight = pairs if self.of_pairs else step_batch.weight(pieces)
             return _Counted((step_batch.count(pieces), weight, routed))
         each = [[self.declared.count(name, piece) for name in self.declared.losses] for piece in pieces]
         self.declared.refuse_without_graph(pieces)
         sums = [float(sum(counts)) for counts in zip(*each, strict=True)]
         return _Counted((int(sums[0]), 0.0, routed), sums)
+
+
+def cut(context: ContextRuntime, piece: step_batch.Batch, signature: Signature) -> CutBatch:
+    """Return this rank's tokens of a microbatch of whole rows; a number for each row stays."""
+    made = context.cut({key: value for key, value in piece.items() if key != REFERENCE}, signature)
+    made.update({key: value for key, value in piece.items() if key == REFERENCE})
+    return made
 
 
 @dataclass

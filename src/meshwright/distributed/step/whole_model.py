@@ -63,7 +63,7 @@ class WholeModel:
 
     def row_log_probs(self, batch: Batch) -> Tensor:
         forward = lambda: self.part.model(**self._inputs(batch))  # noqa: E731
-        return log_probs_of(self._objective, forward, batch, self.device)
+        return log_probs_of(self._objective, self.part.model, forward, batch, self.device)
 
     def action_times(self) -> list[tuple[Action, float, float]]:
         return []
