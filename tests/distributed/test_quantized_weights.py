@@ -388,6 +388,149 @@ def test_bytes_are_not_read_into_plain_weights(spmd, base, tmp_path):
         load(plain, tmp_path / "saved")
 
 
+# --- other code around the layers
+
+
+class Net(nn.Module):
+    """Two residual blocks of one class, embedding and head."""
+
+    def __init__(self, block: type[nn.Module]):
+        super().__init__()
+        self.embedding = nn.Embedding(96, 64)
+        self.layers = nn.ModuleList(block() for _ in range(2))
+        self.head = nn.Linear(64, 96)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+class Plainly(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class ByItsDtype(Plainly):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)).to(self.down.weight.dtype))
+
+
+class ByItsShape(Plainly):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x))) * self.down.weight.shape[1] ** -0.5
+
+
+class ByItself(Plainly):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.gelu(self.up(x)), self.down.weight, self.down.bias)
+
+
+class InPlace(Plainly):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x), inplace=True))
+
+
+class OfOneToken(Plainly):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x.mean((0, 1))))).expand_as(x)
+
+
+def own(block: type[nn.Module], *freeze: str) -> Any:
+    torch.manual_seed(0)
+    return parallelize(Net(block), ONE, techniques={"quantize_frozen": "nf4", "freeze": freeze or ("weight$",)})
+
+
+ROWS = {"tokens": torch.arange(24).view(2, 12), "labels": torch.arange(24).view(2, 12)}
+
+
+@pytest.mark.parametrize("block", [ByItsDtype, ByItsShape, ByItself], ids=lambda block: block.__name__)
+def test_code_that_reads_the_bytes_is_refused_with_layer_and_reader(block):
+    """A dtype, a shape or a product of the bytes would be silently another model's."""
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.down\.weight rests in 4 bits, and .*: forward reads it"):
+        own(block, "layers.*weight").forward_backward(ROWS)
+
+
+@pytest.mark.parametrize("block", [InPlace, OfOneToken], ids=lambda block: block.__name__)
+def test_outputs_may_be_changed_in_place_and_inputs_have_one_dim(block):
+    model = own(block, "layers.*weight")
+    loss = model.forward_backward(ROWS)
+    torch.manual_seed(0)
+    plain = Net(block)
+    for layer in plain.layers:
+        for linear in (layer.up, layer.down):  # type: ignore[union-attr]
+            linear.weight = nn.Parameter(by_definition(linear.weight)[1].float(), requires_grad=False)  # type: ignore[union-attr,arg-type]
+    expected = F.cross_entropy(plain(ROWS["tokens"]).flatten(0, 1), ROWS["labels"].flatten())
+    expected.backward()
+    assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-6)
+    ours = dict(model.named_parameters())
+    for name, parameter in plain.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(ours[name].grad, parameter.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_frozen_adapters_stay_as_they_are():
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    wanted = LoraConfig(r=64, lora_alpha=8, target_modules=["up", "down"])
+    adapted: Any = get_peft_model(Net(Plainly), wanted)  # type: ignore[arg-type]
+    adapted.requires_grad_(False)
+    adapted.base_model.model.head.requires_grad_(True)
+    found = parallelize(adapted, ONE, techniques={"quantize_frozen": "nf4"}).plan.quantize
+    assert found is not None and len(found.modules) == 4 and all("base_layer" in path for path in found.modules)
+
+
+class Overwriting(Plainly):
+    """Its initialiser overwrites a part of what the layers inside wrote."""
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.up.weight[:, 0] = 0
+
+
+def test_weights_that_several_initialisers_write_are_rounded_once():
+    with torch.device("meta"):
+        packed, plain = Net(Overwriting), Net(Overwriting)
+    ours = parallelize(packed, ONE, techniques={"quantize_frozen": "nf4", "freeze": ["layers.*up.weight"]}, seed=3)
+    theirs = dict(parallelize(plain, ONE, seed=3).named_parameters())
+    for name, parameter in ours.named_parameters():
+        if name.endswith("up.weight"):
+            torch.testing.assert_close(
+                unpack(parameter.detach(), torch.float64), by_definition(theirs[name].detach())[1], rtol=1e-7, atol=0
+            )
+
+
+def test_adapters_are_not_read_beside_another_rounding(base, tmp_path):
+    made = {}
+    for kind, asked in {"nf4": QLORA, "none": {"adapters": LORA}}.items():
+        made[kind] = parallelize(config(), ONE, techniques=asked, weights=pretrained(base))
+        save(made[kind], tmp_path / kind, only_trained=True)
+    for kind, other in (("nf4", "none"), ("none", "nf4")):
+        with pytest.raises(ConfigError, match=rf"beside the same values\. Set techniques\.quantize_frozen = {kind}"):
+            load(made[other], tmp_path / kind)
+
+
+def test_another_base_of_the_same_embedding_is_refused(base, tmp_path, capsys):
+    from transformers import AutoModelForCausalLM
+
+    from meshwright.cli.main import main
+
+    save(parallelize(config(), ONE, techniques=QLORA, weights=pretrained(base)), tmp_path / "saved", only_trained=True)
+    other: Any = AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight[0, :8] += 0.5
+    other.save_pretrained(tmp_path / "other")
+    words = ["convert", tmp_path / "saved", "--to", "merged", tmp_path / "out", "--base", tmp_path / "other"]
+    assert main([str(word) for word in words]) == 2
+    assert "layers.1.mlp.up_proj.weight holds other numbers" in capsys.readouterr().err
+
+
 def averaged(layout: Layout) -> tuple[float, float]:
     """Return how far the outputs of an average of one model, and its state, are from the model's."""
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -413,7 +556,7 @@ def test_an_average_computes_with_the_frozen_bytes_and_not_with_their_mean(spmd,
 @pytest.mark.parametrize(
     ("source", "layout", "techniques", "error", "words"),
     [
-        (config(), ONE, {"quantize_frozen": "nf4"}, ConfigError, ["no linear layer", "is frozen", "[adapters]"]),
+        (config(), ONE, {"quantize_frozen": "nf4"}, ConfigError, ["no nn.Linear", "is frozen", "[adapters]"]),
         (
             config(),
             ONE,

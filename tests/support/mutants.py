@@ -211,18 +211,18 @@ def shards_lost_between_microbatches():
 @contextmanager
 def skip_not_agreed():
     """Every rank decides by its own loss; what it reports is right."""
-    reduced, stepped = ParallelModel._sum_of_losses, ParallelModel.optimizer_step
+    reduced, stepped = ParallelModel._of_all_ranks, ParallelModel.optimizer_step
     own = {}
 
-    def remember(self, value):
+    def remember(self, value, *counts):
         own["loss"] = value.clone()
-        return reduced(self, value)
+        return reduced(self, value, *counts)
 
     def step(self, *args, **verdict):
         self._last_loss = own["loss"]
         return stepped(self, *args, **verdict)
 
-    with patch.object(ParallelModel, "_sum_of_losses", remember), patch.object(ParallelModel, "optimizer_step", step):
+    with patch.object(ParallelModel, "_of_all_ranks", remember), patch.object(ParallelModel, "optimizer_step", step):
         yield
 
 

@@ -13,23 +13,40 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.core.torch_private import is_traceable_wrapper_subclass
 from meshwright.distributed.mesh import is_first_of_stage
 from meshwright.distributed.process import agree
+from meshwright.distributed.quantize.nf4 import pack
 from meshwright.distributed.weights.shards import pieces
+from meshwright.planning.quantize.format import BLOCK, BLOCK_BYTES
 
 LENGTH = 256
 """Numbers of a parameter that are compared, at most."""
 
 
-def runs_of(tensors: Mapping[str, Tensor], mesh: DeviceMesh | None) -> dict[str, Any]:
-    """Map names to a run of each tensor's numbers: where it begins, its length, dtype and checksum. Collective."""
-    mine = {}
+def runs_of(
+    tensors: Mapping[str, Tensor], mesh: DeviceMesh | None, in_4_bits: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Map names to a run of each tensor's numbers: where it begins, its length, dtype and checksum. Collective.
+
+    Args:
+        in_4_bits: names of weights in 4 bits, and the dtypes in which they were rounded.
+    """
+    mine, rounded = {}, in_4_bits or {}
     if tensors and (mesh is None or is_first_of_stage(mesh)):
-        mine = {name: run for name, tensor in tensors.items() if (run := run_of(tensor)) is not None}
+        mine = {name: run for name, tensor in tensors.items() if (run := run_of(tensor, rounded.get(name))) is not None}
     return {name: run for theirs in agree.everybody_says(mine) for name, run in theirs.items()} if tensors else {}
 
 
-def run_of(tensor: Tensor) -> dict[str, Any] | None:
-    """Describe the first numbers that this rank holds; None if it holds none, or something other than numbers."""
+def run_of(tensor: Tensor, rounded_in: str | None = None) -> dict[str, Any] | None:
+    """Describe the first numbers that this rank holds; None if it holds none, or something other than numbers.
+
+    Args:
+        rounded_in: dtype in which the numbers were rounded to the bytes of 4 bits that the tensor holds.
+    """
     here = next(iter(pieces(tensor)), None)
+    if here is not None and rounded_in is not None:
+        row, column = here.offset
+        blocks = min(LENGTH // BLOCK, here.local.shape[1] // BLOCK_BYTES)
+        at, crc32 = [row, column // BLOCK_BYTES * BLOCK], _checksum(here.local[0, : blocks * BLOCK_BYTES])
+        return {"at": at, "length": blocks * BLOCK, "dtype": rounded_in, "crc32": crc32, "in_4_bits": True}
     if here is None or not here.local.is_floating_point() or is_traceable_wrapper_subclass(here.local):
         return None
     length = min(LENGTH, here.local.shape[-1]) if here.local.dim() else 1
@@ -52,7 +69,8 @@ def differing(runs: Mapping[str, Any], read: Callable[[str], Tensor]) -> list[st
             found.append(name)
             continue
         row = tensor[tuple(at[:-1])][at[-1] : at[-1] + run["length"]] if at else tensor.reshape(1)
-        if _checksum(row.to(getattr(torch, run["dtype"]))) != run["crc32"]:
+        numbers = row.to(getattr(torch, run["dtype"]))
+        if _checksum(pack(numbers[None]) if run.get("in_4_bits") else numbers) != run["crc32"]:
             found.append(name)
     return found
 

@@ -70,6 +70,7 @@ def load(
     verify_files(path, manifest)
     wanted = _without_frozen(parallel_model, model_tensors(parallel_model), manifest)
     agree.together(lambda: _check_model(wanted, manifest, path, elsewhere=_all_names(parallel_model)))
+    agree.together(lambda: _check_rounding(parallel_model, manifest, path))
     state: dict[str, Tensor] = {}
     options: list[dict[str, Any]] = []
     if optimizer is not None:
@@ -152,6 +153,20 @@ def _check_model(wanted: dict[str, Tensor], manifest: Manifest, path: Path, else
         more = f" (and {len(problems) - 4} more)" if len(problems) > 4 else ""
         raise ConfigError(
             f"{path} is a checkpoint of another model: {'; '.join(sorted(problems)[:4])}{more}. Nothing was loaded."
+        )
+
+
+def _check_rounding(model: ParallelModel, manifest: Manifest, path: Path) -> None:
+    """Raise ConfigError if weights that were left out were in 4 bits and are plain here, or the other way round."""
+    frozen = set(manifest.left_out) & set(model.plan.frozen)
+    there = frozen & set(manifest.in_4_bits)
+    here = frozen & (model.plan.quantize.weights if model.plan.quantize is not None else frozenset())
+    if others := sorted(there ^ here):
+        was, now, key = ("in 4 bits", "plain", "nf4") if others[0] in there else ("plain", "in 4 bits", "none")
+        raise ConfigError(
+            f"{path}: {others[0]} was {was} in training and is {now} in this model ({len(others)} weights in all): what"
+            f" was trained belongs beside the same values. Set techniques.quantize_frozen = {key}. Nothing"
+            f" was loaded."
         )
 
 

@@ -86,9 +86,9 @@ def _save(
     entries = _entries(tensors, differ=parallel_model.plan.pipeline is not None)
     scale = parallel_model.loss_scale.state() if parallel_model.loss_scale is not None else {}
     origin = recall(parallel_model, ModelOrigin)
-    model, base = (origin.to_json() if origin is not None else {}), runs_of(frozen, parallel_model.mesh)
     plan = parallel_model.plan
     in_4_bits = dict.fromkeys(sorted(plan.quantize.weights), plan.precision.master) if plan.quantize else {}
+    model, base = (origin.to_json() if origin is not None else {}), runs_of(frozen, parallel_model.mesh, in_4_bits)
     manifest = Manifest(
         entries, files, kind, groups, extra or {}, plan.to_json(), scale, left_out, model, base, in_4_bits
     )

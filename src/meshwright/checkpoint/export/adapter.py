@@ -12,7 +12,7 @@ from torch import nn
 
 from meshwright.checkpoint.load import open_manifest, read_tensors, verify_files
 from meshwright.core.dtypes import torch_dtype
-from meshwright.core.errors import UnsupportedError
+from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.introspection.adapted.model import adapters_of
 from meshwright.introspection.adapted.names import ADAPTER, is_adapter, is_trained_copy, peft_name
 from meshwright.introspection.adapted.peft_private import rewritten
@@ -33,11 +33,16 @@ def export_adapter(checkpoint: Path, folder: Path, adapted: nn.Module, base: str
 
     Raises:
         IntegrityError: the checkpoint is damaged.
+        ConfigError: adapters were frozen, and the checkpoint leaves frozen parameters out.
         UnsupportedError: peft's config has no words for these adapters.
     """
     manifest = open_manifest(checkpoint)
     verify_files(checkpoint, manifest)
     names = [name for name, _ in adapted.named_parameters() if is_adapter(name) or is_trained_copy(name)]
+    if left_out := [name for name in names if name in manifest.left_out]:
+        raise ConfigError(
+            f"{checkpoint} was saved with only_trained=True and lacks {left_out[0]}, which was frozen: save it whole"
+        )
     entries = {name: manifest.tensors[f"model.{name}"] for name in names}
     read = {f"model.{name}": torch.empty(row.shape, dtype=getattr(torch, row.dtype)) for name, row in entries.items()}
     read_tensors(read, checkpoint)

@@ -9,6 +9,7 @@ between blocks as those of a plain weight are, and one message gathers both.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.core.errors import IntegrityError
+from meshwright.core.errors import IntegrityError, UnsupportedError
+from meshwright.core.record import recall
 from meshwright.planning.quantize.format import BLOCK, BLOCK_BYTES
 
 CODES = BLOCK // 2
@@ -98,17 +100,53 @@ def _pairs(device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class PlainDtype:
-    """The dtype that a layer's weight had before it was rounded, as the layer's record has it."""
+class Rounded:
+    """What a layer's record has of its weight before it was rounded.
 
+    Attributes:
+        path: path of the layer in the model.
+        dtype: dtype of the plain weight.
+    """
+
+    path: str
     dtype: torch.dtype
 
 
+MAY_READ = ("meshwright.", "torch.distributed.", "torch.nn.modules.module", "torch._", "torch.fx.")
+"""Modules whose code knows that the weight may be bytes, or does not compute with it."""
+
+
 class QuantizedLinear(nn.Linear):
-    """A linear layer with a frozen weight in 4 bits; ``weight`` holds its bytes."""
+    """A linear layer with a frozen weight in 4 bits; ``weight`` holds its bytes.
+
+    Other code that reads ``weight``, to compute with it or to follow its dtype, is refused.
+
+    Attributes:
+        local_weight: this rank's bytes as a plain tensor, where a forward around has put them there.
+    """
+
+    local_weight: Tensor | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight, self.bias)
+        own = self.local_weight
+        return linear(input, self._parameters["weight"] if own is None else own, self.bias)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            self._refuse_others(sys._getframe(1))
+        return super().__getattr__(name)
+
+    def _refuse_others(self, frame: Any) -> None:
+        weight, module = self.__dict__["_parameters"]["weight"], frame.f_globals.get("__name__", "")
+        if weight.dtype != torch.uint8 or f"{module}.".startswith(MAY_READ):
+            return
+        known = recall(self, Rounded)
+        raise UnsupportedError(
+            f"{known.path if known is not None else 'a linear layer'}.weight rests in 4 bits, and {module}:"
+            f" {frame.f_code.co_name} reads it: only the layer's own forward can compute with its bytes. Train that"
+            f" layer (leave it out of techniques.freeze), or set techniques.quantize_frozen = none. To look at its"
+            f" values: state_dict() of the model gives the bytes, under the same name."
+        )
 
 
 def linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
@@ -117,11 +155,21 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     The weight is unpacked for each product, in the dtype of ``x``. Only its bytes are saved for the backward, so one
     weight at a time is plain.
     """
-    return _Linear.apply(x, packed, bias)
+    made = _Product.apply(x, packed)
+    return made if bias is None else made + bias
 
 
 def output_of(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the output (..., out) of the input (..., in), without recording a graph."""
+    """Return the output (..., out) of the input (..., in), without recording a graph.
+
+    Raises:
+        IntegrityError: the input holds no real numbers: something cast it to the dtype of the bytes.
+    """
+    if not x.is_floating_point():
+        raise IntegrityError(
+            f"a layer with a weight in 4 bits is given {str(x.dtype).removeprefix('torch.')}: the model casts what it"
+            f" computes to the dtype of that weight. Set techniques.quantize_frozen = none"
+        )
     return F.linear(x, unpack(packed, x.dtype), bias)
 
 
@@ -130,14 +178,13 @@ def gradient_of_input(gradient: Tensor, packed: Tensor) -> Tensor:
     return gradient @ unpack(packed, gradient.dtype)
 
 
-class _Linear(torch.autograd.Function):
+class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, packed: Tensor) -> Tensor:
         ctx.save_for_backward(packed)
-        return output_of(x, packed, bias)
+        return output_of(x, packed, None)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor):
         (gradient,), (packed,) = grad_outputs, ctx.saved_tensors
-        grad_x = gradient_of_input(gradient, packed) if ctx.needs_input_grad[0] else None
-        return grad_x, None, gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        return gradient_of_input(gradient, packed) if ctx.needs_input_grad[0] else None, None

@@ -10,7 +10,7 @@ from meshwright.core.record import note, remember
 from meshwright.planning.plan import Plan
 from meshwright.planning.quantize.format import stored_shape
 
-from .nf4 import PlainDtype, QuantizedLinear, pack
+from .nf4 import QuantizedLinear, Rounded, pack
 
 
 def apply(model: nn.Module, plan: Plan) -> nn.Module:
@@ -29,13 +29,13 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
                 f"{path} has a forward that was put there from outside, and it would compute with the bytes of a weight"
                 f" in 4 bits. Apply quantize_frozen first."
             )
-        hold_packed(linear)
+        hold_packed(linear, path)
     remember(model, plan.quantize)
     return model
 
 
-def hold_packed(linear: nn.Module) -> None:
-    """Round one layer's weight, in place; its bias and class but for the forward stay."""
+def hold_packed(linear: nn.Module, path: str) -> None:
+    """Round the weight of the layer at ``path`` of a model, in place; its bias and class but for the forward stay."""
     weight = linear.get_parameter("weight").detach()
     packed = (
         torch.empty(stored_shape((weight.shape[0], weight.shape[1])), dtype=torch.uint8, device="meta")
@@ -43,6 +43,6 @@ def hold_packed(linear: nn.Module) -> None:
         else pack(weight)
     )
     linear.__class__ = QuantizedLinear
-    remember(linear, PlainDtype(weight.dtype))
+    remember(linear, Rounded(path, weight.dtype))
     linear._parameters["weight"] = nn.Parameter(packed, requires_grad=False)
     note(linear, "weight in 4 bits (nf4)")

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.core.calls import without_values
 from meshwright.core.record import recall, wrap
 from meshwright.distributed.exchange.ranks import RankGroup
+from meshwright.distributed.quantize.nf4 import QuantizedLinear
 from meshwright.distributed.torch_private import local_part, spec_of
 from meshwright.distributed.weights.parts_tensor import placed
 
@@ -167,6 +168,11 @@ class LocalView:
         names = [name for name, parameter in module._parameters.items() if parameter is not None]
         return [cls(module, name, group if name in summing else None, gradient_factor) for name in names]
 
+    @property
+    def key(self) -> str:
+        """The attribute that shows the part: of bytes one that other code does not read."""
+        return "local_weight" if isinstance(self.home, QuantizedLinear) and self.name == "weight" else self.name
+
     def part(self, parameter: Tensor | None) -> Tensor | None:
         part = local(parameter)
         if part is not None and self.gradient_factor != 1.0:
@@ -191,9 +197,9 @@ def use_local_parameters(module: nn.Module, views: Iterable[LocalView] | None = 
             try:
                 for view in found:
                     place, parameter = view.home.__dict__, view.home._parameters[view.name]
-                    if view.name not in place and (view.home is module or _is_gathered(parameter)):
-                        place[view.name] = view.part(parameter)
-                        held.append((place, view.name))
+                    if view.key not in place and (view.home is module or _is_gathered(parameter)):
+                        place[view.key] = view.part(parameter)
+                        held.append((place, view.key))
                 return forward(*args, **kwargs)
             finally:
                 for place, name in held:

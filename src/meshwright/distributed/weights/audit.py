@@ -19,7 +19,7 @@ from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.module_kinds import config_at
 from meshwright.planning.experts.plan import ExpertPlan
 from meshwright.planning.plan import Plan
-from meshwright.planning.quantize.format import STORED, stored_shape
+from meshwright.planning.quantize.format import NF4, STORED, stored_shape
 
 from .describe import placement_of
 
@@ -75,14 +75,16 @@ def _refuse(what: str, problems: list[str]) -> None:
 
 def _structure(found: dict[str, nn.Parameter], facts: ModelFacts, plan: Plan):
     frozen, packed = set(plan.frozen), plan.quantize.weights if plan.quantize is not None else ()
-    planned = {(p.pattern, p.shape): p for p in plan.parameters}
+    # of one pattern, frozen layers may rest in 4 bits beside trained ones
+    planned = {(p.pattern, p.shape, p.dtype == NF4): p for p in plan.parameters}
     for fact in facts.parameters:
         parameter = found.get(fact.name)
         if parameter is None:
             yield f"{fact.name} is gone"
             continue
-        request = planned.get((fact.name, fact.shape)) or planned.get((pattern(fact.name), fact.shape))
         is_packed = fact.name in packed
+        names = ((name, fact.shape, is_packed) for name in (fact.name, pattern(fact.name)))
+        request = next((planned[name] for name in names if name in planned), None)
         shape = stored_shape(fact.shape) if is_packed else fact.shape
         if tuple(parameter.shape) != shape:
             yield f"{fact.name} has shape {tuple(parameter.shape)} instead of {shape}"
@@ -91,7 +93,7 @@ def _structure(found: dict[str, nn.Parameter], facts: ModelFacts, plan: Plan):
         place = placement_of(parameter, plan)
         if request is not None and place != request.placements:
             yield f"{fact.name} is placed {dict(place)}, and the plan says {dict(request.placements)}"
-        dtype = request and (STORED if is_packed else plan.precision.master)
+        dtype = request and (STORED if is_packed else request.dtype)
         if dtype is not None and str(parameter.dtype) != f"torch.{dtype}":
             yield f"{fact.name} is kept in {str(parameter.dtype).removeprefix('torch.')}, and the plan says {dtype}"
         if parameter.requires_grad == (fact.name in frozen):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.core.record import recall
-from meshwright.distributed.quantize.nf4 import PlainDtype, pack, unpack
+from meshwright.distributed.quantize.nf4 import Rounded, pack, unpack
 from meshwright.distributed.torch_private import DTensorSpec, TensorMeta, local_part
 from meshwright.planning.quantize.format import plain_shape
 
@@ -22,7 +22,8 @@ class Destinations:
     """
 
     def __init__(self, *models: nn.Module):
-        found = ((module, recall(module, PlainDtype)) for model in models for module in model.modules())
+        found = ((module, recall(module, Rounded)) for model in models for module in model.modules())
+        self._begun: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self._plain = {id(layer._parameters["weight"]): plain.dtype for layer, plain in found if plain is not None}
 
     def is_packed(self, tensor: Tensor) -> bool:
@@ -39,25 +40,28 @@ class Destinations:
         return self._plain.get(id(tensor), tensor.dtype)
 
     @contextmanager
-    def opened(self, tensor: Tensor, *, keeps: bool = False) -> Iterator[Tensor]:
-        """Yield the tensor to write values into, placed as ``tensor`` is; packed on exit, unless the body raises.
+    def opened(self, tensor: Tensor) -> Iterator[Tensor]:
+        """Yield the tensor to write values into, placed as ``tensor`` is; packed on exit, unless the body raises."""
+        yield self.begun(tensor)
+        self.close([id(tensor)])
 
-        Args:
-            keeps: begin with the present values, for bodies that write some of them; else they are undefined.
-        """
+    def begun(self, tensor: Tensor) -> Tensor:
+        """Return the same tensor at each call until ``close``, for several writers of which each writes some values."""
         if not self.is_packed(tensor):
-            yield tensor
-            return
-        bytes_here = local_part(tensor)
-        dtype = self._plain[id(tensor)]
-        values = (
-            unpack(bytes_here.detach(), dtype)
-            if keeps
-            else torch.empty(plain_shape(bytes_here.shape), dtype=dtype, device=bytes_here.device)
-        )
-        yield self._placed_as(tensor, values)
-        with torch.no_grad():
-            bytes_here.copy_(pack(values))
+            return tensor
+        if id(tensor) not in self._begun:
+            here = local_part(tensor)
+            values = torch.empty(plain_shape(here.shape), dtype=self._plain[id(tensor)], device=here.device)
+            self._begun[id(tensor)] = here, values, self._placed_as(tensor, values)
+        return self._begun[id(tensor)][2]
+
+    def close(self, keys: Iterable[int]) -> None:
+        """Pack what was written into the tensors with these ids."""
+        for key in keys:
+            if key in self._begun:
+                here, values, _ = self._begun.pop(key)
+                with torch.no_grad():
+                    here.copy_(pack(values))
 
     def values_of(self, tensor: Tensor) -> Tensor:
         """Return a tensor's values, placed as the tensor is; the tensor itself if it does not rest in 4 bits."""

@@ -43,13 +43,21 @@ def initialise_by_modules(
     written: set[str] = set()
     every = model.named_buffers() if buffers_only else (*model.named_parameters(), *model.named_buffers())
     wanted = {id(tensor): name for raw, tensor in every if (name := clean(raw)) not in done}
+    asked: list[tuple[str, nn.Module, Callable[[], object]]] = []
+    last: dict[int, nn.Module] = {}
     for raw, module in reversed(list(model.named_modules())) if wanted else ():
         held = [
             tensor for inner in module.modules() for tensor in (*inner._parameters.values(), *inner._buffers.values())
         ]
         is_asked = any(id(tensor) in wanted for tensor in held) and (module._buffers or not buffers_only)
         if is_asked and callable(reset := resetting(module)):
-            written |= {wanted[key] for key in _run(module, reset, seed_of(seed, clean(raw))) if key in wanted}
+            asked.append((clean(raw), module, reset))
+            last |= {id(tensor): module for tensor in held}
+    destinations = Destinations(model)
+    for path, module, reset in asked:
+        found = _run(module, reset, seed_of(seed, path), destinations)
+        written |= {wanted[key] for key in found if key in wanted}
+        destinations.close(key for key, closing in last.items() if closing is module)
     left = [name for name in wanted.values() if name not in written]
     if left:
         path = owner(left[0])
@@ -67,9 +75,8 @@ def initialise_by_modules(
     return written
 
 
-def _run(module: nn.Module, reset: Callable[[], object], seed: int) -> set[int]:
+def _run(module: nn.Module, reset: Callable[[], object], seed: int, destinations: Destinations) -> set[int]:
     """Run one initialiser and copy the elements that it set; return the ids of the tensors that it set completely."""
-    destinations = Destinations(module)
     with _stand_ins(module, destinations) as pairs:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(seed)
@@ -80,10 +87,9 @@ def _run(module: nn.Module, reset: Callable[[], object], seed: int) -> set[int]:
         untouched = _untouched(value)
         if untouched.all():
             continue
-        with destinations.opened(tensor, keeps=True) as destination:
-            for piece in pieces(destination):
-                local, cut = piece.local, piece.slices
-                local.copy_(torch.where(untouched[cut].to(local.device), local, value[cut].to(local)))
+        for piece in pieces(destinations.begun(tensor)):
+            local, cut = piece.local, piece.slices
+            local.copy_(torch.where(untouched[cut].to(local.device), local, value[cut].to(local)))
         if not untouched.any():
             whole.add(id(tensor))
     return whole

@@ -11,6 +11,7 @@ from torch import nn
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import is_within, pattern
 from meshwright.core.parts import is_plain
+from meshwright.introspection.adapted.names import is_adapter
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.roles.linears import linears_of_blocks, routers_among
 from meshwright.introspection.structure.experts import find_stacks
@@ -78,7 +79,7 @@ def make_quantize_plan(facts: ModelFacts, requested: Techniques) -> tuple[Quanti
     left_out = tuple(_left_out(reasons))
     if not reasons:
         raise ConfigError(
-            f"{asked} holds frozen weights in 4 bits, and no linear layer in the blocks of {facts.kind} is frozen. Ask"
+            f"{asked} holds frozen weights in 4 bits, and no nn.Linear in the blocks of {facts.kind} is frozen. Ask"
             f" for adapters (a table [adapters]), freeze layers (techniques.freeze), or set"
             f" techniques.quantize_frozen = none."
         )
@@ -122,7 +123,7 @@ def _reasons(model: nn.Module, facts: ModelFacts) -> Iterator[tuple[str, str]]:
     routers = set(routers_among(model, linears))
     for path, module in linears.items():
         weight = known.get(f"{path}.weight")
-        if weight is None or weight.trainable:
+        if weight is None or weight.trainable or is_adapter(weight.name):
             continue
         if path in routers:
             yield path, "a router"

@@ -39,7 +39,10 @@ class Sampler:
         self.tokenizer = own_tokenizer(config, folder)
         source = model_source(config, self.tokenizer)
         master = config.techniques.precision.master
-        requested = Techniques(precision=Precision(master, master, master))
+        asked = config.techniques
+        requested = Techniques(
+            precision=Precision(master, master, master), freeze=asked.freeze, quantize_frozen=asked.quantize_frozen
+        )
         plan = make_plan(source, Layout(dp_shard=1), cluster=Cluster(1, 0, local_device()), techniques=requested)
         if weights is None and config.model.hf:
             weights = checkpoint.to_be_loaded
