@@ -4,6 +4,7 @@ with plain torch on every layout, bytes at rest and on the wire as planned; read
 
 from __future__ import annotations
 
+import re
 import zlib
 from contextlib import contextmanager
 from pathlib import Path
@@ -449,11 +450,43 @@ def own(block: type[nn.Module], *freeze: str) -> Any:
 ROWS = {"tokens": torch.arange(24).view(2, 12), "labels": torch.arange(24).view(2, 12)}
 
 
-@pytest.mark.parametrize("block", [ByItsDtype, ByItsShape, ByItself], ids=lambda block: block.__name__)
-def test_code_that_reads_the_bytes_is_refused_with_layer_and_reader(block):
+class WithMore(Net):
+    """Its forward takes what no small copy can be called with."""
+
+    def forward(self, tokens: Tensor, factor: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(tokens) * factor[:, None, None]
+
+
+READERS = pytest.mark.parametrize("block", [ByItsDtype, ByItsShape, ByItself], ids=lambda block: block.__name__)
+
+
+@READERS
+def test_layers_whose_weights_other_code_reads_are_left_as_they_are(block):
     """A dtype, a shape or a product of the bytes would be silently another model's."""
+    model = own(block, "layers.*weight")
+    assert model.plan.quantize is not None and model.plan.quantize.modules == ("layers.0.up", "layers.1.up")
+    assert any(
+        re.search(r"layers\.\*\.down stays as it is .*: .*: forward reads its weight", n) for n in model.plan.notes
+    )
+    assert float(model.forward_backward(ROWS)) == pytest.approx(rounded_by_hand(block, ("up",)), rel=1e-6)
+
+
+@READERS
+def test_code_that_reads_the_bytes_is_refused_where_no_copy_could_be_called(block):
+    torch.manual_seed(0)
+    techniques = {"quantize_frozen": "nf4", "freeze": ["layers.*weight"]}
+    model = parallelize(WithMore(block), ONE, techniques=techniques)
     with pytest.raises(UnsupportedError, match=r"layers\.0\.down\.weight rests in 4 bits, and .*: forward reads it"):
-        own(block, "layers.*weight").forward_backward(ROWS)
+        model.forward_backward(ROWS | {"factor": torch.ones(2)})
+
+
+def rounded_by_hand(block: type[nn.Module], layers: tuple[str, ...]) -> float:
+    torch.manual_seed(0)
+    plain = Net(block)
+    for layer in plain.layers:
+        for linear in (getattr(layer, name) for name in layers):
+            linear.weight = nn.Parameter(by_definition(linear.weight)[1].float(), requires_grad=False)
+    return float(F.cross_entropy(plain(ROWS["tokens"]).flatten(0, 1), ROWS["labels"].flatten()).detach())
 
 
 @pytest.mark.parametrize("block", [InPlace, OfOneToken], ids=lambda block: block.__name__)

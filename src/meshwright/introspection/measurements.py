@@ -18,6 +18,7 @@ from .mixing.values import Mixing
 from .premises import premises
 from .premises.hooks import lies_on_mesh
 from .premises.premises import Premises
+from .roles.readers import find_readers
 from .signature import Signature
 from .small.sample import Sample, samples_of
 from .structure import Measured, measured
@@ -108,6 +109,13 @@ class Measurements:
         if model is None:
             raise UnsupportedError("a small copy cannot be made: the model itself is not at hand")
         return self._once(("sample", ranks), lambda: next(iter(samples_of(model, Signature.of(model).takes, ranks))))
+
+    def weight_readers(self) -> dict[str, str]:
+        """Map patterns of linear layers to the code that reads their weights; empty where no copy can be called."""
+        try:
+            return self._once("weight readers", lambda: find_readers(self.sample()))
+        except UnsupportedError:
+            return {}
 
     def router_loss(self) -> RouterLoss | None:
         """Return the routers' loss that a transformers model's config includes in its loss; None where there is none.

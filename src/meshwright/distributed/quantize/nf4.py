@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from meshwright.core.errors import IntegrityError, UnsupportedError
 from meshwright.core.record import recall
+from meshwright.introspection.roles.readers import reader_of
 from meshwright.planning.quantize.format import BLOCK, BLOCK_BYTES
 
 CODES = BLOCK // 2
@@ -112,10 +113,6 @@ class Rounded:
     dtype: torch.dtype
 
 
-MAY_READ = ("meshwright.", "torch.distributed.", "torch.nn.modules.module", "torch._", "torch.fx.")
-"""Modules whose code knows that the weight may be bytes, or does not compute with it."""
-
-
 class QuantizedLinear(nn.Linear):
     """A linear layer with a frozen weight in 4 bits; ``weight`` holds its bytes.
 
@@ -137,13 +134,13 @@ class QuantizedLinear(nn.Linear):
         return super().__getattr__(name)
 
     def _refuse_others(self, frame: Any) -> None:
-        weight, module = self.__dict__["_parameters"]["weight"], frame.f_globals.get("__name__", "")
-        if weight.dtype != torch.uint8 or f"{module}.".startswith(MAY_READ):
+        reader = reader_of(frame)
+        if not reader or self.__dict__["_parameters"]["weight"].dtype != torch.uint8:
             return
         known = recall(self, Rounded)
         raise UnsupportedError(
-            f"{known.path if known is not None else 'a linear layer'}.weight rests in 4 bits, and {module}:"
-            f" {frame.f_code.co_name} reads it: only the layer's own forward can compute with its bytes. Train that"
+            f"{known.path if known is not None else 'a linear layer'}.weight rests in 4 bits, and {reader}"
+            f" reads it: only the layer's own forward can compute with its bytes. Train that"
             f" layer (leave it out of techniques.freeze), or set techniques.quantize_frozen = none. To look at its"
             f" values: state_dict() of the model gives the bytes, under the same name."
         )

@@ -18,7 +18,8 @@ from meshwright.planning.quantize.format import plain_shape
 class Destinations:
     """The tensors of models as writers of values see them: weights that rest in 4 bits are plain ones.
 
-    Only one of those exists in its plain form at a time, and only this rank's shard of it.
+    Only one of those exists in its plain form at a time, and only this rank's shard of it; more where several
+    initialisers write them.
     """
 
     def __init__(self, *models: nn.Module):

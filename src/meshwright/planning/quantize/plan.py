@@ -120,7 +120,7 @@ def _reasons(model: nn.Module, facts: ModelFacts) -> Iterator[tuple[str, str]]:
     """Yield each linear layer of the blocks whose weight is frozen, and the reason to leave it out, "" without one."""
     known = {name: p for p in facts.parameters for name in (p.name, *p.aliases)}
     linears = linears_of_blocks(model, facts.blocks)
-    routers = set(routers_among(model, linears))
+    routers, readers = set(routers_among(model, linears)), facts.measurements.weight_readers()
     for path, module in linears.items():
         weight = known.get(f"{path}.weight")
         if weight is None or weight.trainable or is_adapter(weight.name):
@@ -129,6 +129,8 @@ def _reasons(model: nn.Module, facts: ModelFacts) -> Iterator[tuple[str, str]]:
             yield path, "a router"
         elif type(module) is not nn.Linear:
             yield path, f"its class {type(module).__name__} may compute more than a linear layer does"
+        elif reader := readers.get(pattern(path)):
+            yield path, f"{reader} reads its weight"
         elif weight.aliases:
             yield path, f"its weight is tied to {', '.join(name for name in weight.aliases if name != weight.name)}"
         elif weight.shape[1] % BLOCK:
