@@ -385,7 +385,7 @@ def test_bytes_are_not_read_into_plain_weights(spmd, base, tmp_path):
     (tmp_path / "base").symlink_to(base)
     spmd(2, trained_and_saved, DATA2, str(tmp_path), False)
     plain = parallelize(config(), ONE, techniques={"adapters": LORA})
-    with pytest.raises(ConfigError, match=r"in 4 bits: set techniques\.quantize_frozen = nf4"):
+    with pytest.raises(ConfigError, match=r"uint8.* there \(in 4 bits, by techniques\.quantize_frozen = nf4"):
         load(plain, tmp_path / "saved")
 
 
@@ -589,7 +589,7 @@ def test_an_average_computes_with_the_frozen_bytes_and_not_with_their_mean(spmd,
 @pytest.mark.parametrize(
     ("source", "layout", "techniques", "error", "words"),
     [
-        (config(), ONE, {"quantize_frozen": "nf4"}, ConfigError, ["no nn.Linear", "is frozen", "[adapters]"]),
+        (config(), ONE, {"quantize_frozen": "nf4"}, ConfigError, ["no nn.Linear", "is frozen (", "[adapters]"]),
         (
             config(),
             ONE,
@@ -613,6 +613,12 @@ def test_what_cannot_rest_in_4_bits_is_refused_by_name(source, layout, technique
     with pytest.raises(error) as refused:
         plan(source, layout, techniques=techniques)
     assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_a_model_is_rounded_once():
+    laid_out = parallelize(config(), ONE, techniques=QLORA)
+    with pytest.raises(ConfigError, match="hold their weights in 4 bits already"):
+        plan(laid_out.parts[0], ONE, techniques={"quantize_frozen": "nf4"})
 
 
 def test_layers_that_cannot_are_left_as_they_are_and_named():

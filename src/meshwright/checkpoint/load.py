@@ -25,6 +25,7 @@ from meshwright.distributed.process import agree
 from meshwright.distributed.recompute.random_streams import restore_streams
 from meshwright.distributed.weights.destinations import Destinations
 from meshwright.distributed.weights.shards import pieces
+from meshwright.planning.quantize.format import STORED
 
 from .manifest import Manifest, damage, strangers
 from .pieces import WholePlanner, in_pieces
@@ -145,15 +146,18 @@ def _check_model(wanted: dict[str, Tensor], manifest: Manifest, path: Path, else
         here, there = shape_and_dtype(wanted[key]), (stored[key].shape, stored[key].dtype)
         if here != there:
             name = key.removeprefix("model.")
-            bits = " (in 4 bits: set techniques.quantize_frozen = nf4)" if name in manifest.in_4_bits else ""
-            problems.append(
-                f"{name} is {there[1]}{list(there[0])} there{bits} and {here[1]}{list(here[0])} in the model"
-            )
+            was, now = (_in_4_bits(is_so) for is_so in (name in manifest.in_4_bits, here[1] == STORED))
+            text = f"{name} is {there[1]}{list(there[0])} there{was} and {here[1]}{list(here[0])} in the model{now}"
+            problems.append(text)
     if problems:
         more = f" (and {len(problems) - 4} more)" if len(problems) > 4 else ""
         raise ConfigError(
             f"{path} is a checkpoint of another model: {'; '.join(sorted(problems)[:4])}{more}. Nothing was loaded."
         )
+
+
+def _in_4_bits(is_so: bool) -> str:
+    return " (in 4 bits, by techniques.quantize_frozen = nf4 and what was frozen)" if is_so else ""
 
 
 def _check_rounding(model: ParallelModel, manifest: Manifest, path: Path) -> None:

@@ -74,12 +74,18 @@ def make_quantize_plan(facts: ModelFacts, requested: Techniques) -> tuple[Quanti
     asked = f"techniques.quantize_frozen = {requested.quantize_frozen}"
     if facts.module is None:
         raise UnsupportedError(f"{asked}: the model itself ({facts.kind}) is not at hand")
+    if facts.applied_plan(QuantizePlan) is not None:
+        raise ConfigError(
+            f"{asked}: layers of this {facts.kind} hold their weights in 4 bits already: leave it out, or give a model"
+            f" that was not laid out"
+        )
     reasons = dict(_reasons(facts.module, facts))
     chosen = tuple(path for path, reason in reasons.items() if not reason)
     left_out = tuple(_left_out(reasons))
     if not reasons:
         raise ConfigError(
-            f"{asked} holds frozen weights in 4 bits, and no nn.Linear in the blocks of {facts.kind} is frozen. Ask"
+            f"{asked} holds frozen weights in 4 bits, and no nn.Linear in the blocks of {facts.kind} is frozen"
+            f" (transformers' Conv1D is none). Ask"
             f" for adapters (a table [adapters]), freeze layers (techniques.freeze), or set"
             f" techniques.quantize_frozen = none."
         )
