@@ -693,3 +693,10 @@ def test_a_manifest_keeps_what_it_is_given(tmp_path):
     )
     text = (tmp_path / NAME).read_text()
     assert json.loads(text)["crc32"] > 0
+
+
+@pytest.mark.parametrize("wrong", [["a"], {"a": 1}])
+def test_a_manifest_whose_rounded_weights_have_no_dtypes_is_refused(tmp_path, wrong):
+    Manifest({}, {}, in_4_bits=wrong).write(tmp_path)
+    with pytest.raises(IntegrityError, match="in_4_bits is of another type"):
+        Manifest.read(tmp_path)

@@ -137,8 +137,10 @@ def _check_types(tensors: dict[str, TensorEntry], files: dict[str, FileEntry], c
         and all(isinstance(name, str) for name in content.get("left_out", []))
         and isinstance(content.get("model", {}), dict)
         and isinstance(content.get("base", {}), dict)
+        and isinstance(in_4_bits := content.get("in_4_bits", {}), dict)
+        and all(isinstance(dtype, str) for dtype in in_4_bits.values())
     ):
-        raise TypeError("extra, optimizer, plan, left_out, model or base is of another type")
+        raise TypeError("extra, optimizer, plan, left_out, model, base or in_4_bits is of another type")
 
 
 def _checksum(content: dict[str, Any]) -> int:

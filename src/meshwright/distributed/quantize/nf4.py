@@ -86,7 +86,8 @@ def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
     if packed.dtype != torch.uint8:
         raise IntegrityError(
             f"a weight in 4 bits is stored as uint8, and was cast to {str(packed.dtype).removeprefix('torch.')} before"
-            f" a forward: keep frozen weights out of casts (torch's fully_shard casts them before torch 2.13)"
+            f" a forward: keep frozen weights out of casts (torch 2.13's fully_shard casts no bytes; older ones are"
+            f" untested)"
         )
     blocks = packed.unflatten(1, (-1, BLOCK_BYTES))
     scales = blocks[..., CODES:].contiguous().view(torch.float32)  # (rows, blocks, 1)
@@ -102,7 +103,7 @@ def _pairs(device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Rounded:
-    """What a layer's record has of its weight before it was rounded.
+    """Describes a layer's weight before it was rounded, in the record of the layer.
 
     Attributes:
         path: path of the layer in the model.
