@@ -12,6 +12,7 @@ PIECE ?=
 
 BIN = $(VENV)/bin
 SETUP = sh scripts/setup.sh "$(VENV)"
+TESTED = dev,adapters,eval,fabric,float8,hf,slurm,track,trl,vision
 
 .PHONY: help demo test test-all test-slurm gpu gpu-cluster docs matrix composition setup clean
 
@@ -34,16 +35,16 @@ demo:
 
 # With ARGS tests alone, and those of them that ARGS choose.
 test:
-	@$(SETUP) dev,adapters,float8,hf,slurm,track
+	@$(SETUP) $(TESTED)
 	@"$(BIN)/python" scripts/run_tests.py $(ARGS)
 
 test-all:
-	@$(SETUP) dev,adapters,float8,hf,slurm,track
+	@$(SETUP) $(TESTED)
 	@"$(BIN)/python" scripts/run_tests.py --all $(if $(PIECE),--piece $(PIECE)) $(ARGS)
 
 # Slurm itself comes from the system: 'python scripts/slurm_cluster.py install' gets Debian's packages.
 test-slurm:
-	@$(SETUP) dev,adapters,float8,hf,slurm,track
+	@$(SETUP) $(TESTED)
 	@"$(BIN)/python" scripts/slurm_cluster.py check
 	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest tests/slurm $(ARGS)
 
@@ -65,11 +66,11 @@ docs:
 
 # What was judged before is remembered in .cache/matrix, as long as nothing changes that it depends on.
 matrix:
-	@$(SETUP) dev,adapters,float8,hf,slurm,track
+	@$(SETUP) $(TESTED)
 	OMP_NUM_THREADS=1 "$(BIN)/python" -m benchmarks.survey matrix $(ARGS)
 
 composition:
-	@$(SETUP) dev,adapters,float8,hf,slurm,track
+	@$(SETUP) $(TESTED)
 	OMP_NUM_THREADS=1 "$(BIN)/python" -m benchmarks.survey composition
 
 setup:
