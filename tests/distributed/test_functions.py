@@ -359,7 +359,7 @@ def one_step(mode: str | None) -> tuple[dict, dict, list[str]]:
             ("selective_op", 6, 6),
             ("offload", 3, 3),
         ),
-        *((ActivationCheckpointing.FULL, 6, 6), (ActivationCheckpointing.SELECTIVE, 3, 6)),
+        *((ActivationCheckpointing.FULL, 6, 6), (ActivationCheckpointing.selective, 3, 6)),
     ],
 )
 def test_recomputation_repeats_what_the_mode_says_and_changes_no_gradient(mode, layers, mixers):

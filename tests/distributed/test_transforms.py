@@ -120,6 +120,9 @@ DDP, SHARD = (
         ("fully_shard", DDP, SHARD),
         ("first", {"text": 3}, "first: text = 3 is a whole number; expected text"),
         ("compile", [], "transform 'compile' takes a CompileTransformConfig or a dict of it, not list"),
+        (DDPTransformConfig(), None, "one config with its name under _name, not DDPTransformConfig("),
+        ({"_name": "ddp"}, {}, "takes a name and its config, or one config with its name"),
+        ({"_name": "dpd"}, None, "'dpd' is not a registered model transform. Did you mean 'ddp'"),
     ],
 )
 def test_a_config_that_is_wrong_is_refused(name, config, words):
@@ -131,6 +134,8 @@ def test_a_config_is_an_instance_a_dict_or_nothing():
     for config in (None, {}, DDPTransformConfig()):
         assert build_model_transform("ddp", config).config == DDPTransformConfig(False, True, False)
     assert build_model_transform("ddp", {"static_graph": True}, seed=3).context == {"seed": 3}
+    for config in ({"_name": "ddp", "static_graph": True}, DDPTransformConfig(_name="ddp", static_graph=True)):
+        assert build_model_transform(config).config == DDPTransformConfig(static_graph=True)
     default = build_model_transform("fully_shard").config
     assert default == FullyShardTransformConfig(False, None, None, True, False)
     mixed = build_model_transform(

@@ -42,7 +42,7 @@ def from_dict(
 
 def to_dict(instance: Any) -> dict[str, Any]:
     """Convert a dataclass to nested dicts, lists and scalars; ``from_dict`` restores it."""
-    return {f.name: plain(getattr(instance, f.name)) for f in dataclasses.fields(instance) if f.init}
+    return {name: plain(getattr(instance, name)) for name in field_types(type(instance))}
 
 
 def plain(value: Any) -> Any:

@@ -14,9 +14,9 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 @cache
 def field_types(cls: type) -> dict[str, Any]:
-    """Map the names of fields that the constructor takes to their resolved annotations, in field order."""
+    """Map the names of public fields that the constructor takes to their resolved annotations, in field order."""
     hints = get_type_hints(cls)
-    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init and not f.name.startswith("_")}
 
 
 def union_arms(annotation: Any) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.core.axes import Axis
+from meshwright.core.config import to_dict
 from meshwright.core.errors import ConfigError, UnsupportedError, nearest
 from meshwright.core.imports import import_classes_from_paths
 from meshwright.core.names import clean
@@ -139,13 +140,13 @@ class DDPTransform(PlannedTransform):
         if device_mesh is not None and any(sizes.get(axis.value, 1) > 1 for axis in (Axis.TP, Axis.PP)):
             return self._replicated(facts, device_mesh, sizes)
         plan = self.wanted(facts, device_mesh, Techniques(data_parallel="ddp"))
-        return replace(plan, data=replace(plan.data, ddp_options=tuple(vars(self.config).items())))
+        return replace(plan, data=replace(plan.data, ddp_options=tuple(to_dict(self.config).items())))
 
     def _replicated(self, facts: ModelFacts, device_mesh: DeviceMesh, sizes: dict[str, int]) -> Plan:
         where = " and ".join(
             f"{axis.value} = {sizes[axis.value]}" for axis in (Axis.TP, Axis.PP) if sizes.get(axis.value, 1) > 1
         )
-        changed = [name for name, value in vars(self.config).items() if value != getattr(DDPTransformConfig(), name)]
+        changed = [name for name, value in to_dict(self.config).items() if value != getattr(DDPTransformConfig(), name)]
         if changed:
             raise ConfigError(
                 f"ddp: {', '.join(changed)} is about DDP's buckets, and beside {where} there are none. Leave it out."

@@ -11,8 +11,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from meshwright.core.dtypes import canonical_dtype, torch_dtype
 
 
+@dataclass
 class ModelTransformConfig:
-    """Base class of transforms' configs, under Optimus-DL's name; any dataclass will do as well."""
+    """Base class of transforms' configs, under Optimus-DL's name; any dataclass will do as well.
+
+    Attributes:
+        _name: name of the transform, where a config alone is given to ``build_model_transform``.
+    """
+
+    _name: str = field(default="", kw_only=True, repr=False, compare=False)
 
 
 @dataclass

@@ -130,12 +130,16 @@ def _path(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def build_model_transform(name: str, config: Any = None, **context: Any) -> ModelTransform:
+def build_model_transform(name: str | Any, config: Any = None, **context: Any) -> ModelTransform:
     """Build the transform of that name with its config (its config class's instance, a dict, or None: defaults).
+
+    A config that says its name under ``_name``, as Optimus-DL's do, may be given alone, in the name's place.
 
     Raises:
         ConfigError: an unknown name or key (with the nearest valid one), or a value of the wrong type.
     """
+    if not isinstance(name, str):
+        name, config = _own_name(name, config)
     entry = _known(name)
     if config is None:
         config = {}
@@ -146,6 +150,18 @@ def build_model_transform(name: str, config: Any = None, **context: Any) -> Mode
             f"transform '{name}' takes a {entry.config_class.__name__} or a dict of it, not {type(config).__name__}"
         )
     return entry.transform(config, **context)
+
+
+def _own_name(config: Any, second: Any) -> tuple[str, Any]:
+    """Return the name that a config says itself, and the config."""
+    is_mapping = isinstance(config, Mapping)
+    name = config.get("_name") if is_mapping else getattr(config, "_name", None)
+    if second is not None or not isinstance(name, str) or not name:
+        raise ConfigError(
+            f"build_model_transform takes a name and its config, or one config with its name under _name, not"
+            f" {config!r}" + (f" and {second!r}" if second is not None else "")
+        )
+    return name, {key: value for key, value in config.items() if key != "_name"} if is_mapping else config
 
 
 def apply_model_transforms(

@@ -25,6 +25,10 @@ class ActivationCheckpointing(StrEnum):
     """Recompute nothing; store in host memory what blocks save for backward."""
     MEMORY_BUDGET = "memory_budget"
     """Recompute what the compiler chooses."""
+    # KempnerForge spells its three members like their values.
+    none = "none"
+    full = "full"
+    selective = "selective"
 
 
 def checkpointing_mode(mode: ActivationCheckpointing | str) -> ActivationCheckpointing:

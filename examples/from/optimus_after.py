@@ -1,0 +1,41 @@
+"""Train with the same transforms of meshwright: ``torchrun --nproc-per-node 2 examples/from/optimus_after.py``."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from setting import Decoder, batches
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from meshwright.distributed.transforms import FullyShardTransformConfig, build_model_transform
+
+
+class Model(Decoder):
+    """Shards its layers one by one."""
+
+    def fully_shard(self, **options):
+        for layer in self.layers.values():
+            fully_shard(layer, **options)
+
+
+dist.init_process_group()
+rank, ranks = dist.get_rank(), dist.get_world_size()
+mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp_shard",))
+config = FullyShardTransformConfig(_name="fully_shard", reshard_after_forward=True)
+model = build_model_transform(config, device_mesh=mesh, device=torch.device("cpu")).apply(Model())
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+for batch in batches(rank, ranks):
+    halves = [{key: value.chunk(2)[half] for key, value in batch.items()} for half in range(2)]
+    mean = torch.zeros(())
+    for half in halves:
+        with model.accumulation_context(half is halves[-1]):
+            loss = F.cross_entropy(model(half["input_ids"]).flatten(0, 1), half["labels"].flatten()) / 2
+            loss.backward()
+        mean += loss.detach() / ranks
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    dist.all_reduce(mean)
+    if rank == 0:
+        print(float(mean))
+dist.destroy_process_group()
