@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,14 +55,30 @@ def function_of(name: str, function: str = "train") -> Callable[..., Any]:
     """A function of a script, which is not started by this."""
     found = importlib.util.spec_from_file_location(f"from_{name}", script(name))
     assert found is not None and found.loader is not None
+    if str(SCRIPTS) not in sys.path:  # as a script finds its neighbours
+        sys.path.insert(0, str(SCRIPTS))
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
     return getattr(module, function)
 
 
-def losses_of(name: str, *args: Any, **options: Any) -> list[float]:
-    """Run ``train(*args, **options)`` of a script on this rank: a job for the pool (``spmd(2, losses_of, name)``)."""
-    return [float(loss) for loss in function_of(name)(*args, **options)]
+def losses_of(name: str, options: dict[str, Any] | None = None) -> list[float]:
+    """Run ``train(**options)`` of a script on this rank: a job for the pool (``spmd(2, losses_of, name)``).
+
+    The processes are those of torchrun to a tool: they have met.
+    """
+    meet()
+    return [float(loss) for loss in function_of(name)(**(options or {}))]
+
+
+def meet() -> None:
+    """Join this rank of the pool to the others, in its file store, before a tool looks for a port."""
+    import torch.distributed as dist
+
+    world = int(os.environ["WORLD_SIZE"])
+    if not dist.is_initialized():
+        store = dist.FileStore(os.environ["MESHWRIGHT_FILE_STORE"], world)
+        dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=world)
 
 
 def furthest(losses: list[float], others: list[float]) -> float:

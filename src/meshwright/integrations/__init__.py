@@ -1,0 +1,1 @@
+"""Let loops that others wrote (transformers.Trainer, TRL, accelerate, Lightning Fabric) step a laid-out model."""

@@ -1,0 +1,133 @@
+"""Let a loop that uses accelerate step a laid-out model: its loaders, trackers and gathers stay accelerate's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshwright.core.errors import ConfigError, MissingExtraError
+from meshwright.core.losses import Loss
+from meshwright.distributed.parallelize import parallelize
+from meshwright.distributed.setup import init_distributed
+from meshwright.planning.layout import Layout
+from meshwright.planning.techniques import Techniques
+
+from .rows import RowsOfRank, step_batch
+
+try:
+    from accelerate.data_loader import prepare_data_loader
+    from accelerate.utils import recursively_apply
+except ImportError as missing:
+    raise MissingExtraError("meshwright.integrations.accelerate", "accelerate", "hf") from missing
+
+__all__ = ["deal_rows", "lay_out", "refuse_other_sharding", "step_batch"]
+
+SHARDING = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
+
+
+def lay_out(
+    accelerator: Any,
+    model: nn.Module | Callable[[], nn.Module] | Any,
+    *loaders: Any,
+    layout: Layout | Any | None = None,
+    techniques: Techniques | dict | None = None,
+    loss_fn: Callable[[Tensor, Tensor], Tensor] | Loss | Mapping[str, Loss] | None = None,
+    weights: Any = None,
+    seed: int = 0,
+) -> Any:
+    """Lay a model out by ``parallelize``, and prepare loaders so that each data rank reads its own rows (collective).
+
+    The loop then calls ``model.forward_backward(step_batch(batch))`` and ``model.optimizer_step(optimizer)``; a step
+    of several microbatches is a list of them. Afterwards ``accelerator.prepare`` deals rows of other loaders in the
+    same way, and ``gather_for_metrics`` gathers one process of each data rank.
+
+    Args:
+        accelerator: an ``accelerate.Accelerator`` that shards nothing itself.
+        loaders: ``DataLoader`` objects, not yet prepared.
+
+    Returns:
+        The ParallelModel; with loaders, a tuple of it and them.
+
+    Raises:
+        ConfigError: accelerate is configured to shard, cast or accumulate itself.
+    """
+    refuse_other_sharding(accelerator)
+    if accelerator.mixed_precision not in (None, "no"):
+        raise ConfigError(
+            f"Accelerator(mixed_precision={accelerator.mixed_precision!r}) would be ignored here: leave it out, and set"
+            f" techniques={{'precision': {{'compute': 'bfloat16'}}}}"
+        )
+    if accelerator.gradient_accumulation_steps > 1:
+        raise ConfigError(
+            f"Accelerator(gradient_accumulation_steps={accelerator.gradient_accumulation_steps}) would be ignored here:"
+            f" leave it out, and give forward_backward the step's microbatches as a list"
+        )
+    mesh = mesh_of(layout, seed)
+    made = parallelize(model, mesh, loss_fn=loss_fn, techniques=techniques, weights=weights, seed=seed)
+    deal_rows(accelerator, RowsOfRank.of(made.mesh), seed)
+    return (made, *(accelerator.prepare(loader) for loader in loaders)) if loaders else made
+
+
+def mesh_of(layout: Layout | Any | None, seed: int) -> Layout | Any | None:
+    """Return a given mesh, or that of a layout over the processes that are there, and seed the random streams."""
+    if layout is not None and not isinstance(layout, Layout):
+        return layout
+    wanted = layout or Layout()
+    return init_distributed(wanted, seed) or wanted  # type: ignore[arg-type]
+
+
+def refuse_other_sharding(accelerator: Any) -> None:
+    """Raise ConfigError where accelerate itself would shard or wrap the model."""
+    found = next((name for name in SHARDING if os.environ.get(name, "false").lower() in ("1", "true", "yes")), None)
+    if found is None and accelerator.distributed_type.value not in ("NO", "MULTI_CPU", "MULTI_GPU"):
+        found = f"its distributed type {accelerator.distributed_type.value}"
+    if found is None and getattr(accelerator, "parallelism_config", None) is not None:
+        found = "its parallelism_config"
+    if found is not None:
+        raise ConfigError(
+            f"accelerate is configured to shard the model itself ({found}), which is laid out here already: start with"
+            f" torchrun, or with an accelerate config of distributed_type MULTI_GPU or MULTI_CPU"
+        )
+
+
+def deal_rows(accelerator: Any, rows: RowsOfRank, seed: int) -> None:
+    """Let an Accelerator deal rows to data ranks instead of all processes, and gather metrics from one of each."""
+    prepared: list[Any] = []
+
+    def prepare(data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None) -> Any:
+        if any(data_loader is loader for loader in prepared):
+            return data_loader
+        chosen = accelerator.dataloader_config.data_seed
+        prepared.append(
+            prepare_data_loader(
+                data_loader,
+                accelerator.device,
+                num_processes=rows.ranks,
+                process_index=rows.rank,
+                split_batches=accelerator.split_batches,
+                put_on_device=accelerator.device_placement if device_placement is None else device_placement,
+                rng_types=accelerator.rng_types.copy(),
+                dispatch_batches=False,
+                even_batches=accelerator.even_batches,
+                use_seedable_sampler=accelerator.use_seedable_sampler,
+                data_seed=seed if chosen is None else chosen,  # else each rank's own stream would order the rows
+                non_blocking=accelerator.non_blocking,
+                use_stateful_dataloader=accelerator.use_stateful_dataloader,
+            )
+        )
+        return prepared[-1]
+
+    def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
+        if use_gather_object:
+            raise ConfigError("gather_for_metrics(use_gather_object=True): only tensors are gathered here")
+        found = recursively_apply(rows.once, accelerator.gather(input_data))
+        state = accelerator.gradient_state
+        if state.end_of_dataloader and state.remainder > 0:
+            found = recursively_apply(lambda tensor: tensor[: state.remainder], found)
+        return found
+
+    accelerator.prepare_data_loader = prepare
+    accelerator.gather_for_metrics = gather_for_metrics

@@ -1,0 +1,303 @@
+"""Step a laid-out model in the loop of ``transformers.Trainer``, through the hooks that its loop calls."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+
+from meshwright.checkpoint import load
+from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.losses import Loss
+from meshwright.distributed.parallel_model import ParallelModel
+from meshwright.distributed.parallelize import parallelize
+from meshwright.planning.layout import Layout
+from meshwright.planning.techniques import Techniques, as_techniques
+
+from .accelerate import deal_rows, mesh_of, refuse_other_sharding
+from .handed_over import Handling
+from .rows import RowsOfRank, one_batch, step_batch
+from .trainer_files import read_scheduler, state_folder, write_model, write_small_files
+from .training_arguments import TRAINING_ARGUMENTS, handed_over, techniques_of
+
+LOSSES = ("compute_loss", "training_step")
+"""Methods that users override, and that nothing would call here."""
+
+
+class SteppedOptimizer(AcceleratedOptimizer):
+    """An optimizer whose step is that of the laid-out model: clipped by the norm of all ranks, skipped by all or none.
+
+    Args:
+        report: called with the norm before clipping.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, model: ParallelModel, max_norm: float, report: Callable[[float], None]
+    ):
+        super().__init__(optimizer, device_placement=False)
+        self.model, self.max_norm, self.report = model, max_norm, report
+        self._is_accelerate_prepared = True
+
+    def step(self, closure: Any = None) -> None:
+        result = self.model.optimizer_step(self.optimizer, max_norm=self.max_norm or None)
+        self._is_overflow = result.skipped
+        self.report(result.grad_norm)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        self.optimizer.zero_grad(set_to_none=set_to_none is not False)
+
+
+class LaidOutLoop:
+    """What a ``transformers.Trainer`` has to do otherwise for a laid-out model; stands before it among the bases.
+
+    Args:
+        layout: sizes of the mesh, or a mesh; by default all processes shard the model.
+        techniques: precision, recomputation, adapters …; typed, or a plain dict.
+        loss_fn: a loss of one's own, as of ``parallelize``; by default a causal model's cross entropy, else the loss
+            that the model itself returns, declared as a mean.
+        weights: where the weights of a model on meta come from, such as ``pretrained(folder)``.
+        model: a module with weights, or one on meta; of ``Trainer`` also the path of a folder of transformers' files,
+            of which each rank reads its share.
+
+    Attributes:
+        parallel: the laid-out model; also ``model``, which callbacks are given.
+        rows: the place of this process among those that train different rows.
+
+    Raises:
+        ConfigError: an argument that would be ignored, by name, with the change to make.
+    """
+
+    handling: Mapping[str, Handling] = TRAINING_ARGUMENTS
+
+    if TYPE_CHECKING:  # what the loop behind it has
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        *positional: Any,
+        layout: Layout | Any | None = None,
+        techniques: Techniques | dict | None = None,
+        loss_fn: Callable[[Tensor, Tensor], Tensor] | Loss | Mapping[str, Loss] | None = None,
+        weights: Any = None,
+        **options: Any,
+    ):
+        self._refuse(options, layout)
+        self.given_args = args if args is not None else self.default_arguments()
+        self.requested, self.layout, self.loss_fn, self.weights = as_techniques(techniques), layout, loss_fn, weights
+        self.rows = RowsOfRank()
+        self._microbatches: list[dict[str, Tensor]] = []
+        self._norm = torch.zeros(())
+        self._decayed: list[str] = []
+        self._weights_number = 0
+        loop: Any = super()
+        loop.__init__(model, handed_over(self.given_args, dict(self.handling)), *positional, **options)
+        if self.optimizer is not None or self.lr_scheduler is not None:  # given by place
+            raise self._other_optimizers()
+        self.lay_out()
+
+    def default_arguments(self) -> Any:
+        """Return the arguments of a call without any."""
+        from transformers import TrainingArguments
+
+        return TrainingArguments(output_dir="tmp_trainer")
+
+    def _refuse(self, options: Mapping[str, Any], layout: Any) -> None:
+        for name in LOSSES:
+            owner = next(kind for kind in type(self).__mro__ if name in vars(kind))
+            if owner is not LaidOutLoop and not owner.__module__.startswith(("transformers.", "trl.")):
+                raise ConfigError(
+                    f"{owner.__name__}.{name} is overridden, and forward_backward would not call it: give the loss as"
+                    f" loss_fn=, a sum over tokens of (logits, labels) or a meshwright.Loss of (output, batch)"
+                )
+        if options.get("compute_loss_func") is not None:
+            raise ConfigError(
+                "compute_loss_func would be ignored here: give loss_fn=, a sum over tokens of (logits, labels) or a"
+                " meshwright.Loss of (output, batch)"
+            )
+        if any(given is not None for given in options.get("optimizers") or ()):
+            raise self._other_optimizers()
+        cut = [name for name in ("pp", "cp") if isinstance(layout, Layout) and getattr(layout, name) > 1]
+        if options.get("compute_metrics") is not None and cut:
+            raise UnsupportedError(
+                f"compute_metrics reads whole logits, and layout.{cut[0]} gives each rank a part of them: leave it out"
+                f" (the evaluation's loss is there), or set layout.{cut[0]} = 1"
+            )
+
+    def _other_optimizers(self) -> ConfigError:
+        return ConfigError(
+            "optimizers= was made before the layout, for whole parameters: give optim= in the arguments, or"
+            " optimizer_cls_and_kwargs=(torch.optim.AdamW, {'lr': 1e-4})"
+        )
+
+    # --- the model
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        refuse_other_sharding(self.accelerator)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leave the model where it is: each rank moves its share."""
+
+    def lay_out(self) -> None:
+        """Lay the model out, unless it is (collective)."""
+        given: Any = self.model
+        if isinstance(given, ParallelModel):
+            return
+        if hasattr(given, "peft_config"):
+            raise ConfigError(
+                "the model has peft's adapters already: give the base model, and techniques={'adapters': {'rank': 16}}"
+            )
+        self._set_signature_columns_if_needed()
+        self._decayed = self.get_decay_parameter_names(given)
+        trained = [p for p in given.parameters() if p.is_floating_point()]
+        self._weights_number = sum(p.numel() for p in given.parameters()) - _embedded(given)
+        seed, dtype = self.args.seed, str(trained[0].dtype).removeprefix("torch.")
+        own_loss = None if self._loss_shifts_labels else Loss(reduction="mean")
+        self.parallel = parallelize(
+            given,
+            mesh_of(self.layout, seed),
+            loss_fn=self.loss_fn if self.loss_fn is not None else own_loss,
+            techniques=techniques_of(self.given_args, self.requested, dtype),
+            weights=self.weights,
+            seed=seed,
+        )
+        self.parallel.learn_documents()
+        for name in ("config", "generation_config"):  # read by callbacks and model cards
+            if hasattr(given, name):
+                setattr(self.parallel, name, getattr(given, name))
+        self.rows = RowsOfRank.of(self.parallel.mesh)
+        self.model = self.model_wrapped = self.parallel
+        self.callback_handler.model = self.parallel
+        deal_rows(self.accelerator, self.rows, seed)
+        self.accelerator.prepare_model = lambda model, *_, **__: model
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        found: Any = super()
+        return self._decayed if isinstance(model, ParallelModel) else found.get_decay_parameter_names(model)
+
+    # --- rows
+
+    def _get_dataloader(self, *args: Any, **options: Any) -> Any:
+        self.lay_out()  # a model_init made another model
+        found: Any = super()
+        return found._get_dataloader(*args, **options)
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        return self._train_batch_size * args.gradient_accumulation_steps * self.rows.ranks
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], None]:
+        """Return the microbatches of a step, uncounted: ``forward_backward`` counts the labels of all ranks."""
+        return list(itertools.islice(epoch_iterator, num_batches)), None
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        before, found = self.state.num_input_tokens_seen, super()
+        found._track_num_input_tokens(inputs)  # type: ignore[misc]
+        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.rows.copies
+
+    def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
+        tokens = inputs.get("input_ids")
+        return 0 if tokens is None else 6 * tokens.numel() * self._weights_number // self.rows.copies
+
+    # --- a step
+
+    def training_step(self, model: Any, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """Keep a microbatch; with the last one of a step run forward and backward of all, and return their loss."""
+        model.train()
+        self._microbatches.append(step_batch(self._prepare_inputs(inputs), shift=self._loss_shifts_labels))
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        step, self._microbatches = self._microbatches, []
+        brought = one_batch(step) if self.parallel.plan.pipeline is not None else step
+        return self.parallel.forward_backward(brought).loss.to(self.args.device)
+
+    def _clip_grad_norm(self, model: Any) -> Tensor:
+        """Return the tensor that the optimizer's step will write the norm into."""
+        self._norm = torch.zeros(())
+        return self._norm
+
+    def _get_grad_norm(self, model: Any, grad_norm: Tensor | None = None) -> Tensor:
+        return self._clip_grad_norm(model) if grad_norm is None else grad_norm
+
+    def _report(self, norm: float) -> None:
+        self._norm.fill_(norm)
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        """Make optimizer and scheduler for the laid-out model, and load a checkpoint into them."""
+        if self._created_lr_scheduler:
+            self.lr_scheduler: Any = None
+            self._created_lr_scheduler = False
+        self._microbatches = []
+        optimizer = self.create_optimizer()
+        if not isinstance(optimizer, SteppedOptimizer):
+            self.optimizer = SteppedOptimizer(optimizer, self.parallel, self.args.max_grad_norm, self._report)
+        self.accelerator.prepare_optimizer(self.optimizer)
+        self.create_scheduler(num_training_steps=max_steps)
+        if resume_from_checkpoint is not None:
+            load(self.parallel, state_folder(resume_from_checkpoint), optimizer=self.optimizer.optimizer)
+            read_scheduler(self.lr_scheduler, resume_from_checkpoint)
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = train_dataloader
+        return self.parallel, train_dataloader
+
+    # --- evaluation
+
+    def prediction_step(
+        self, model: Any, inputs: Mapping[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, Any, Any]:
+        """Return the loss of this batch on all ranks; logits and labels where somebody asks for them."""
+        inputs = self._prepare_inputs(inputs)
+        labels = inputs.get("labels")
+        loss = None
+        if labels is not None:
+            loss = self.parallel.evaluate(step_batch(inputs, shift=self._loss_shifts_labels)).loss.float()
+        if prediction_loss_only or (self.compute_metrics is None and labels is not None):
+            return loss, None, None
+        whole = {key: value for key, value in inputs.items() if key != "labels"}
+        output = self.parallel(**whole)
+        logits = output["logits"] if isinstance(output, Mapping) else output[0]
+        return loss, logits.detach(), labels
+
+    # --- files
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model as transformers reads it, and beside a checkpoint's the state to go on from (collective)."""
+        folder = Path(output_dir if output_dir is not None else self.args.output_dir)
+        keeps = _internal_call and not self.args.save_only_model
+        optimizer = self.optimizer.optimizer if keeps and isinstance(self.optimizer, SteppedOptimizer) else None
+        write_model(self.parallel, folder, self.requested, optimizer, keeps=keeps)
+        if self.args.should_save:
+            tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            write_small_files(folder, self.given_args, tokenizer)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Write the scheduler: the optimizer's state lies beside the model's shards."""
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Check a checkpoint's folder; it is read when the optimizer is there."""
+        state_folder(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        load(self.parallel, state_folder(self.state.best_model_checkpoint))
+
+    def hyperparameter_search(self, *args: Any, **options: Any) -> Any:
+        """Raise UnsupportedError: trials are runs of their own."""
+        raise UnsupportedError(
+            "hyperparameter_search lays a model out in each trial, and ranks agree on none: start a run for each trial"
+        )
+
+
+def _embedded(model: nn.Module) -> int:
+    """Count the numbers of embedding tables, which no product multiplies."""
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    return sum(table.numel() for table in tables)

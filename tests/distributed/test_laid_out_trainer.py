@@ -1,0 +1,224 @@
+"""Trainer over a layout is Trainer in one process: losses, evaluation, clipping, folders, resumed runs."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import Any
+
+import pytest
+import torch
+from support.from_pages import function_of, furthest, meet
+from support.tools import fresh_accelerate
+
+from meshwright import ConfigError, Layout, UnsupportedError
+
+CLOSE = 1e-6
+
+
+def arguments(folder: str, **options: Any) -> dict[str, Any]:
+    base = {"output_dir": folder, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 4}
+    base |= {"learning_rate": 1e-2, "logging_steps": 1, "report_to": "none", "disable_tqdm": True, "use_cpu": True}
+    return base | {"save_strategy": "no", "max_grad_norm": 0.5} | options
+
+
+def made(folder: str, layout: Layout, options: dict[str, Any], given: dict[str, Any] | None = None) -> Any:
+    """A trainer on this rank; ``given`` are its own keywords."""
+    from transformers import TrainingArguments
+
+    from meshwright.integrations.transformers import Trainer
+
+    model, rows, padded = (function_of("yours", name) for name in ("your_model", "your_rows", "padded"))
+    given = {"train_dataset": rows(), "data_collator": padded, "eval_dataset": rows(8), **(given or {})}
+    return Trainer(
+        given.pop("model", None) or model(), TrainingArguments(**arguments(folder, **options)), layout=layout, **given
+    )
+
+
+def losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def run(folder: str, layout: Layout, options: dict[str, Any], resume: str | None = None) -> dict[str, Any]:
+    """A job: train, evaluate, and tell."""
+    with fresh_accelerate(fsdp=False), contextlib.redirect_stdout(io.StringIO()):
+        meet()
+        trainer = made(folder, layout, options)
+        trainer.train(resume_from_checkpoint=resume)
+        norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+        found = {"losses": losses(trainer), "norms": norms, "eval": trainer.evaluate()["eval_loss"]}
+        found["weights"] = trainer.parallel.state_dict(rank0_only=True)
+        return found | {"tokens": trainer.state.num_input_tokens_seen, "epoch": trainer.state.epoch}
+
+
+def by_hand(steps: int) -> tuple[list[float], list[float]]:
+    """The same by plain torch in one process: the rows of Trainer's order, cut by none of our code or Trainer's."""
+    from accelerate.data_loader import SeedableRandomSampler
+
+    model, rows, padded = (function_of("yours", name) for name in ("your_model", "your_rows", "padded"))
+    model, rows = model(), rows()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    order = list(SeedableRandomSampler(rows, data_seed=42))
+    found, norms = [], []
+    for step in range(steps):
+        batch = padded([rows[index] for index in order[8 * step : 8 * (step + 1)]])
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        targets = batch["labels"][:, 1:].flatten()
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets, ignore_index=-100)
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * (1 - step / steps)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    return found, norms
+
+
+def evaluated_by_theirs(folder: str, rows: int) -> tuple[float, int]:
+    """A job: transformers' own Trainer (DDP) trains 4 steps; the evaluation's loss, and tokens."""
+    from transformers import Trainer, TrainingArguments
+
+    with fresh_accelerate(fsdp=False), contextlib.redirect_stdout(io.StringIO()):
+        meet()
+        model, own, padded = (function_of("yours", name) for name in ("your_model", "your_rows", "padded"))
+        options = {
+            "per_device_train_batch_size": rows,
+            "per_device_eval_batch_size": rows,
+            "include_num_input_tokens_seen": "non_padding",
+        }
+        args = TrainingArguments(**arguments(folder, **options))
+        trainer = Trainer(model(), args, train_dataset=own(), eval_dataset=own(8), data_collator=padded)
+        trainer.train()
+        return trainer.evaluate()["eval_loss"], trainer.state.num_input_tokens_seen
+
+
+LAYOUTS = {
+    "dp_shard=2": Layout(dp_shard=2),
+    "dp_shard=2,tp=2": Layout(dp_shard=2, tp=2),
+    "pp=2": Layout(pp=2, dp_shard=1),
+    "dp_replicate=2,cp=2": Layout(dp_replicate=2, dp_shard=1, cp=2),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_trains_as_one_process(spmd, tmp_path, name):
+    layout = LAYOUTS[name]
+    rows = 2 if layout.dp_shard * layout.dp_replicate == 2 else 4
+    options = {"per_device_train_batch_size": rows, "per_device_eval_batch_size": rows}
+    options |= {"include_num_input_tokens_seen": "non_padding"}
+    ranks = spmd(layout.world, run, str(tmp_path), layout, options)
+    expected, norms = spmd(1, by_hand, 4)[0]
+    held, tokens = spmd(4 // rows, evaluated_by_theirs, str(tmp_path), rows)[0]
+    for found in ranks:
+        assert furthest(found["losses"], expected) <= CLOSE
+        assert furthest(found["norms"], norms) <= CLOSE
+        assert abs(found["eval"] - held) <= CLOSE
+        assert found["tokens"] == tokens
+
+
+def whole_run(folder: str, layout: Layout, options: dict[str, Any], given: dict[str, Any], resume: str | None) -> Any:
+    """A job: a run of a model from a folder on meta, or resumed; (losses, norms, learning rates)."""
+    with fresh_accelerate(fsdp=False), contextlib.redirect_stdout(io.StringIO()):
+        meet()
+        trainer = made(folder, layout, options, given)
+        trainer.train(resume_from_checkpoint=resume)
+        if resume is None:
+            trainer.save_model()
+        return losses(trainer), [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_a_run_goes_on_in_another_layout_and_its_folders_are_transformers(spmd, tmp_path):
+    """Saved on dp_shard 2 at step 2 of 4; resumed on tp 2; from_pretrained reads checkpoint and model, as trained."""
+    from transformers import AutoModelForCausalLM
+
+    options = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2, "load_best_model_at_end": False}
+    expected, _ = spmd(1, by_hand, 4)[0]
+    first, rates = spmd(2, whole_run, str(tmp_path), Layout(dp_shard=2), options, {}, None)[0]
+    assert furthest(first, expected) <= CLOSE
+    checkpoint = tmp_path / "checkpoint-2"
+    assert {"config.json", "model.safetensors", "scheduler.pt", "trainer_state.json", "meshwright"} <= {
+        path.name for path in checkpoint.iterdir()
+    }
+    other = {**options, "per_device_train_batch_size": 4}
+    second, resumed = spmd(2, whole_run, str(tmp_path), Layout(dp_shard=1, tp=2), other, {}, str(checkpoint))[0]
+    assert furthest(second, expected) <= CLOSE and resumed == rates
+    batch = function_of("yours", "padded")(function_of("yours", "your_rows")(4))
+    last = AutoModelForCausalLM.from_pretrained(tmp_path)
+    resumed_last = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
+    middle = AutoModelForCausalLM.from_pretrained(checkpoint)
+    with torch.no_grad():
+        logits = [model(**batch).logits for model in (last, resumed_last, middle)]
+    assert (logits[0] - logits[1]).abs().max() <= 1e-5 < (logits[0] - logits[2]).abs().max()
+
+
+def test_a_model_is_read_from_its_folder(spmd, tmp_path):
+    """Each rank reads its slices: the same losses as of the module with weights."""
+    function_of("yours", "your_model")().save_pretrained(tmp_path / "model")
+    given = {"model": str(tmp_path / "model")}
+    found, _ = spmd(2, whole_run, str(tmp_path / "run"), Layout(dp_shard=2), {}, given, None)[0]
+    assert furthest(found, spmd(1, by_hand, 4)[0][0]) <= CLOSE
+
+
+def refused(folder: str, options: dict[str, Any], given: dict[str, Any], environment: dict[str, str]) -> str:
+    """A job: the words in which a trainer is refused."""
+    import os
+
+    with fresh_accelerate(fsdp=False):
+        meet()
+        os.environ.update(environment)
+        try:
+            made(folder, Layout(dp_shard=1), options, given)
+        except (ConfigError, UnsupportedError) as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            for name in environment:
+                os.environ.pop(name, None)
+    return ""
+
+
+def loss_of_ones_own(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    return outputs.logits.sum()
+
+
+REFUSED = {
+    "label_smoothing_factor": ({"label_smoothing_factor": 0.1}, {}, {}, "loss_fn="),
+    "optim": ({"optim": "adafactor"}, {}, {}, "adamw_torch_fused"),
+    "neftune_noise_alpha": ({"neftune_noise_alpha": 5.0}, {}, {}, "before it is handed over"),
+    "train_sampling_strategy": ({"train_sampling_strategy": "group_by_length"}, {}, {}, "random, sequential"),
+    "fsdp": ({"fsdp": "full_shard"}, {}, {}, "layout=Layout(...)"),
+    "auto_find_batch_size": ({"auto_find_batch_size": True}, {}, {}, "meshwright plan"),
+    "bf16": ({"bf16": True}, {"techniques": {"precision": {"compute": "float32"}}}, {}, "leave one of them out"),
+    "compute_loss_func": ({}, {"compute_loss_func": loss_of_ones_own}, {}, "loss_fn="),
+    "ACCELERATE_USE_FSDP": ({}, {}, {"ACCELERATE_USE_FSDP": "true"}, "torchrun"),
+    "dispatch_batches": ({"accelerator_config": {"dispatch_batches": True}}, {}, {}, "its own rows"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_be_ignored_is_refused_by_name(spmd, tmp_path, name):
+    options, given, environment, remedy = REFUSED[name]
+    said = spmd(1, refused, str(tmp_path), options, given, environment)[0]
+    assert said.startswith("ConfigError") and name in said and remedy in said, said
+    assert len(said) < 400
+
+
+def overriding(folder: str) -> str:
+    """A job: a subclass with a loss that nothing would call."""
+    from meshwright.integrations.transformers import Trainer
+
+    class Mine(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    with fresh_accelerate(fsdp=False):
+        try:
+            Mine(function_of("yours", "your_model")())
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+def test_a_loss_that_is_overridden_is_refused(spmd, tmp_path):
+    said = spmd(1, overriding, str(tmp_path))[0]
+    assert "Mine.compute_loss" in said and "loss_fn=" in said
