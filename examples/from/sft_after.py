@@ -1,4 +1,4 @@
-"""Fine-tune with TRL's SFTTrainer, laid out: ``torchrun --nproc-per-node 2 examples/from/sft_after.py``."""
+"""Fine-tune with TRL's SFTTrainer: ``torchrun --nproc-per-node 2`` this script."""
 
 from __future__ import annotations
 

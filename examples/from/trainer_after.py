@@ -1,4 +1,4 @@
-"""Train with transformers.Trainer, laid out: ``torchrun --nproc-per-node 2 examples/from/trainer_after.py``."""
+"""Train with transformers.Trainer: ``torchrun --nproc-per-node 2`` this script."""
 
 from __future__ import annotations
 

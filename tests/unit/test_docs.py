@@ -8,6 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOORS = ("meshwright.distributed.parallelizer", "meshwright.distributed.transforms")
+LOOPS = tuple(f"meshwright.integrations.{tool}" for tool in ("transformers", "trl", "accelerate", "fabric"))
 
 
 def documented() -> dict[str, set[str]]:
@@ -25,7 +26,7 @@ def documented() -> dict[str, set[str]]:
 
 def test_the_api_page_lists_exactly_the_public_names():
     pages = documented()
-    assert set(pages) == {"meshwright", "meshwright.data", "meshwright.distributed", *DOORS}
+    assert set(pages) == {"meshwright", "meshwright.data", "meshwright.distributed", *DOORS, *LOOPS}
     for module, names in pages.items():
         public = {name for name in import_module(module).__all__ if not name.startswith("__")}
         assert names == public, module

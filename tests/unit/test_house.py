@@ -270,6 +270,7 @@ PRIVATE_FILES = (
     "distributed/optimizer/foreach_private.py",
     "distributed/float8/torchao_private.py",
     "distributed/loss/peft_private.py",
+    "integrations/fabric_private.py",
     "integrations/trainer_private.py",
     "introspection/transformers_private.py",
     "testing/pretend_gpu/torch_private.py",

@@ -23,7 +23,7 @@ try:
 except ImportError as missing:
     raise MissingExtraError("meshwright.integrations.accelerate", "accelerate", "hf") from missing
 
-__all__ = ["deal_rows", "lay_out", "refuse_other_sharding", "step_batch"]
+__all__ = ["lay_out", "step_batch"]
 
 SHARDING = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
 

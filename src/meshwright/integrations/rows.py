@@ -71,10 +71,10 @@ def step_batch(inputs: Mapping[str, Any], *, shift: bool = True) -> dict[str, Te
         ConfigError: labels of another shape than the tokens.
     """
     batch = {key: value for key, value in inputs.items() if key not in OF_KERNELS and value is not None}
-    if "shift_labels" in batch:
-        return {**batch, "labels": batch.pop("shift_labels")}
     labels = batch.get("labels")
-    if shift and labels is not None:
+    if "shift_labels" in batch:
+        batch["labels"] = batch.pop("shift_labels")
+    elif shift and labels is not None:
         tokens = batch.get("input_ids")
         if labels.dim() != 2 or (tokens is not None and labels.shape != tokens.shape):
             raise ConfigError(

@@ -153,7 +153,9 @@ def _recompute(arguments: Any, given: Techniques) -> dict[str, Any]:
         )
     if offload:
         return {"activation_checkpointing": "offload"}
-    return {"activation_checkpointing": "full" if every == 1 else "every_n", "checkpoint_every": max(every, 1)}
+    return {"activation_checkpointing": "full"} | (
+        {"activation_checkpointing": "every_n", "checkpoint_every": every} if every != 1 else {}
+    )
 
 
 def handed_over(arguments: Any, table: dict[str, Handling]) -> Any:

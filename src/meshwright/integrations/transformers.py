@@ -19,7 +19,7 @@ except ImportError as missing:
 
 from .trainer_private import LaidOutLoop
 
-__all__ = ["LaidOutTrainer", "Trainer"]
+__all__ = ["Trainer"]
 
 
 class LaidOutTrainer(LaidOutLoop, transformers.Trainer):

@@ -14,7 +14,7 @@ except ImportError as missing:
 from .trainer_private import LaidOutLoop
 from .training_arguments import SFT_CONFIG
 
-__all__ = ["LaidOutSFTTrainer", "SFTTrainer"]
+__all__ = ["SFTTrainer"]
 
 
 class LaidOutSFTTrainer(LaidOutLoop, trl.SFTTrainer):

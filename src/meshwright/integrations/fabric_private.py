@@ -1,0 +1,190 @@
+"""Implement a strategy of Lightning Fabric, whose hooks are its own names."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning_fabric.plugins.precision import Precision
+from lightning_fabric.strategies.model_parallel import ModelParallelStrategy
+from lightning_fabric.strategies.parallel import ParallelStrategy
+from lightning_fabric.strategies.strategy import _BackwardSyncControl
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwright.checkpoint import load, save
+from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.distributed.doors.zero.optimizer_swap import OptimizerSwap
+from meshwright.distributed.mesh import build_mesh
+from meshwright.distributed.optimizer.grad_clip import clip_grad_norm_
+from meshwright.distributed.parallel_model import ParallelModel
+from meshwright.distributed.process.world import ranks_per_node
+from meshwright.planning.layout import Layout
+from meshwright.planning.techniques import Techniques, as_techniques
+
+from .averaged import lay_out_averaged
+from .rows import RowsOfRank
+
+DOOR = "MeshwrightStrategy"
+
+
+class MeshwrightStrategy(ModelParallelStrategy):
+    """Lays out what ``fabric.setup`` is given: ``Fabric(strategy=MeshwrightStrategy(Layout(dp_shard=2, tp=2)))``.
+
+    The loop stays: ``model(...)``, ``fabric.backward(loss)``, ``fabric.clip_gradients``, ``optimizer.step()``. A
+    rank's loss is a mean over its own rows, and gradients are their mean over data ranks (dp_replicate × dp_shard),
+    as with Fabric's own strategies; those that ranks of ``tp`` share are complete when backward ends. Loaders deal
+    rows to data ranks; ranks of ``tp`` read the same ones. The norm of ``clip_gradients`` is that of all ranks'
+    shards. ``fabric.save`` writes a folder of meshwright (``meshwright.load`` reads it in any layout), with what else
+    the state holds as JSON.
+
+    Args:
+        layout: sizes of the mesh; by default all processes shard the model. ``pp`` and ``cp`` are refused.
+        techniques: precision, recomputation, compilation …, typed or a plain dict. Fabric's ``precision`` stays
+            "32-true": the plan decides dtypes.
+        seed: seeds the weights of a module that is on meta.
+
+    Raises:
+        ConfigError: a precision of Fabric beside the plan's, a layout that does not fit the processes.
+        UnsupportedError: a layout that gives ranks parts of the forward.
+    """
+
+    def __init__(self, layout: Layout | None = None, techniques: Techniques | dict | None = None, seed: int = 0):
+        self.layout, self.techniques, self.seed = layout or Layout(), as_techniques(techniques), seed
+        self.rows, self._laid_out = RowsOfRank(), []
+        super().__init__(lambda module, mesh: module)
+        self._backward_sync_control = _Accumulation(self)
+
+    @property
+    def precision(self) -> Precision:
+        return Precision()
+
+    @precision.setter
+    def precision(self, precision: Precision | None) -> None:
+        if precision is not None and type(precision) is not Precision:
+            raise ConfigError(
+                f"Fabric(precision={precision.precision!r}) would cast beside the plan, which decides dtypes: leave it"
+                f" out, and set MeshwrightStrategy(techniques={{'precision': {{'compute': 'bfloat16'}}}})"
+            )
+
+    def setup_environment(self) -> None:
+        ParallelStrategy.setup_environment(self)
+        self._setup_distributed()
+        layout = self.layout.resolve(self.world_size, ranks_per_node=ranks_per_node() or None)
+        if self.world_size > 1:
+            self._device_mesh = build_mesh(layout, self.root_device.type)
+        self.rows = RowsOfRank.of(self._device_mesh)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.rows.ranks, "rank": self.rows.rank}
+
+    # --- setup
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Lay a module out in place (collective), and return what is to be called."""
+        made = lay_out_averaged(
+            module, self._device_mesh, self.root_device.type, self.techniques, door=DOOR, seed=self.seed
+        )
+        self._laid_out.append(made)
+        return made.module
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        swaps = [OptimizerSwap(module, optimizer) for optimizer in optimizers]
+        made = self.setup_module(module)
+        for swap in swaps:
+            swap.apply(made)
+        return made, optimizers, scheduler
+
+    def parallel(self, module: nn.Module) -> ParallelModel:
+        """Return the laid-out model of a module that ``fabric.setup`` was given, or of what it returned.
+
+        Raises:
+            ConfigError: the module was not set up.
+        """
+        inner = getattr(module, "_forward_module", module)
+        found = next((made for made in self._laid_out if inner in (made.module, made.parts[0])), None)
+        if found is None:
+            raise ConfigError(f"this {type(module).__name__} was not set up: model = fabric.setup(model)")
+        return found
+
+    # --- gradients
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float | int,
+        norm_type: float | int = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clip by the 2-norm of all ranks' gradients, and return it."""
+        if norm_type != 2.0:
+            raise UnsupportedError(
+                f"{DOOR}: clip_gradients(norm_type={norm_type}): the norm over shards is the 2-norm: leave it out"
+            )
+        norm = clip_grad_norm_(self.parallel(module), float(max_norm))
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise RuntimeError(
+                f"the gradients' norm is {float(norm)}; clip_gradients(error_if_nonfinite=False) goes on"
+            )
+        return norm
+
+    # --- files
+
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
+        """Write model, optimizer and the rest of the state, as JSON, to the folder ``path`` (collective)."""
+        if storage_options is not None or filter is not None:
+            raise ConfigError(f"{DOOR}: fabric.save takes neither storage_options nor filter: leave them out")
+        model, optimizer, rest = self._sorted(state)
+        kept = {key: value.state_dict() if hasattr(value, "state_dict") else value for key, value in rest.items()}
+        save(model, Path(self.broadcast(path)), optimizer=optimizer, extra=kept)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a folder that any layout wrote into the state; return what the state does not name."""
+        if not isinstance(state, dict):
+            raise ConfigError(f"{DOOR}: fabric.load(path, {{'model': model, ...}}) reads into a laid-out model")
+        model, optimizer, rest = self._sorted(state)
+        found = load(model, Path(self.broadcast(path)), optimizer=optimizer)
+        if strict and (lacking := sorted(set(rest) - set(found))):
+            raise ConfigError(
+                f"{path} holds no {lacking[0]!r}, but {sorted(found)}: leave it out, or give strict=False"
+            )
+        for key in rest.keys() & found.keys():
+            if hasattr(rest[key], "load_state_dict"):
+                rest[key].load_state_dict(found.pop(key))
+            else:
+                state[key] = found.pop(key)
+        return found
+
+    def _sorted(self, state: dict[str, Any]) -> tuple[ParallelModel, Optimizer | None, dict[str, Any]]:
+        models = [value for value in state.values() if isinstance(value, nn.Module)]
+        optimizers = [value for value in state.values() if isinstance(value, Optimizer)]
+        if len(models) != 1 or len(optimizers) > 1:
+            raise ConfigError(
+                f"{DOOR}: a checkpoint is of one model and at most one optimizer; the state holds {len(models)} and"
+                f" {len(optimizers)}: call fabric.save for each"
+            )
+        rest = {key: value for key, value in state.items() if not isinstance(value, (nn.Module, Optimizer))}
+        return self.parallel(models[0]), next(iter(optimizers), None), rest
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Tensor]:
+        return self.parallel(module).state_dict()
+
+
+class _Accumulation(_BackwardSyncControl):
+    """Delays the communication of gradients inside ``fabric.no_backward_sync``."""
+
+    def __init__(self, strategy: MeshwrightStrategy):
+        self.strategy = strategy
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        return self.strategy.parallel(module).accumulation_context(is_last_microbatch=not enabled)

@@ -1,0 +1,121 @@
+"""A strategy of Lightning Fabric over a layout: folders, loaders, clipping, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.from_pages import function_of, furthest, meet
+
+from meshwright import ConfigError, Layout, UnsupportedError
+
+ROWS = 4
+
+
+def started(layout: Layout, **options: Any) -> Any:
+    from lightning_fabric import Fabric
+
+    from meshwright.integrations.fabric import MeshwrightStrategy
+
+    meet()
+    strategy = MeshwrightStrategy(layout, **options.pop("strategy", {}))
+    fabric = Fabric(accelerator="cpu", devices=layout.world, strategy=strategy, **options)
+    fabric.launch()
+    return fabric
+
+
+def set_up(layout: Layout) -> tuple[Any, Any, Any, Any]:
+    """Model and optimizer together, and a loader of rows that are equally long: the mean of means is the mean."""
+    fabric = started(layout)
+    model = function_of("yours", "your_model")()
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    rows, padded = function_of("yours", "your_rows")(32, 8, 8), function_of("yours", "padded")
+    each = ROWS // (layout.dp_shard * layout.dp_replicate)
+    loader = torch.utils.data.DataLoader(rows, batch_size=each, collate_fn=padded)
+    return fabric, model, optimizer, fabric.setup_dataloaders(loader)
+
+
+def steps(layout: Layout, folder: str, first: int, last: int) -> list[float]:
+    """A job: steps ``first`` to ``last``, from the folder's state and into it."""
+    fabric, model, optimizer, loader = set_up(layout)
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    if first:
+        assert fabric.load(folder, state) == {} and state["step"] == first
+    found = []
+    for step, batch in enumerate(loader):
+        if first <= step < last:
+            loss = model(**batch).loss
+            fabric.backward(loss)
+            fabric.clip_gradients(model, optimizer, max_norm=0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(fabric.all_reduce(loss.detach())))
+    fabric.save(folder, {**state, "step": last})
+    return found
+
+
+def by_hand(count: int) -> list[float]:
+    model, rows = function_of("yours", "your_model")(), function_of("yours", "your_rows")(32, 8, 8)
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for step in range(count):
+        batch = function_of("yours", "padded")(rows[ROWS * step : ROWS * (step + 1)])
+        logits = model(input_ids=batch["input_ids"]).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    return found
+
+
+def test_steps_are_those_of_one_process_and_go_on_in_another_layout(spmd, tmp_path):
+    """Two on FSDP, two on tp from the folder that those wrote. A sampler deals rows in turn, so a step has the same."""
+    folder, expected = str(tmp_path / "state"), spmd(1, by_hand, 4)[0]
+    first = spmd(2, steps, Layout(dp_shard=2), folder, 0, 2)[0]
+    second = spmd(2, steps, Layout(dp_shard=1, tp=2), folder, 2, 4)[0]
+    assert furthest(first + second, expected) <= 1e-6
+
+
+def words_of(case: str) -> str:
+    """A job: in what words a strategy is refused."""
+    try:
+        if case == "precision":
+            started(Layout(dp_shard=1), precision="bf16-mixed")
+        elif case == "pp":
+            fabric = started(Layout(dp_shard=1, pp=2))
+            fabric.setup(function_of("yours", "your_model")())
+        elif case == "float16":
+            fabric = started(Layout(dp_shard=2), strategy={"techniques": {"precision": {"compute": "float16"}}})
+            fabric.setup(function_of("yours", "your_model")())
+        elif case == "stepped":
+            fabric, model = started(Layout(dp_shard=2)), function_of("yours", "your_model")()
+            optimizer = torch.optim.AdamW(model.parameters())
+            model(
+                input_ids=torch.ones(1, 4, dtype=torch.int64), labels=torch.ones(1, 4, dtype=torch.int64)
+            ).loss.backward()
+            optimizer.step()
+            fabric.setup(model, optimizer)
+        else:
+            fabric, model, optimizer, _ = set_up(Layout(dp_shard=2))
+            fabric.clip_gradients(model, optimizer, max_norm=1.0, norm_type=1.0)
+    except (ConfigError, UnsupportedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+REFUSED = {
+    "precision": (1, "ConfigError: Fabric(precision='bf16-mixed')", "techniques={'precision'"),
+    "pp": (2, "UnsupportedError: MeshwrightStrategy: layout.pp = 2", "parallelize(...)"),
+    "float16": (2, "ConfigError: MeshwrightStrategy: techniques.precision.compute = float16", "bfloat16"),
+    "stepped": (2, "ConfigError: optimizer: this AdamW has the state", "before the first step"),
+    "norm": (2, "UnsupportedError: MeshwrightStrategy: clip_gradients(norm_type=1.0)", "leave it out"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_layout_cannot_carry_is_refused(spmd, case):
+    world, begins, remedy = REFUSED[case]
+    for said in spmd(world, words_of, case):
+        assert said.startswith(begins) and remedy in said, said

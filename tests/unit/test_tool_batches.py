@@ -1,0 +1,70 @@
+"""Batches of other tools become ours: labels shifted once, padding without a loss, documents apart; rows of ranks."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+import pytest
+import torch
+
+from meshwright import ConfigError, MissingExtraError
+from meshwright.integrations.rows import RowsOfRank, one_batch, step_batch
+
+IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]])
+LABELS = torch.tensor([[5, 6, 7, 8], [9, 10, -100, -100]])
+
+
+def test_labels_are_shifted_once():
+    batch = step_batch({"input_ids": IDS, "labels": LABELS, "token_type_ids": None})
+    assert batch["labels"].tolist() == [[6, 7, 8, -100], [10, -100, -100, -100]]
+    assert set(batch) == {"input_ids", "labels"}
+    assert step_batch({"input_ids": IDS, "labels": LABELS}, shift=False)["labels"] is LABELS
+    given = step_batch({"input_ids": IDS, "labels": LABELS, "shift_labels": IDS})
+    assert given["labels"] is IDS and "shift_labels" not in given
+
+
+def test_labels_of_another_shape_are_refused():
+    with pytest.raises(ConfigError, match=r"shape \(2,\), .* \(2, 4\) input_ids"):
+        step_batch({"input_ids": IDS, "labels": torch.tensor([1, 0])})
+
+
+def test_packed_documents_are_kept_apart():
+    positions = torch.tensor([[0, 1, 2, 0, 1]])
+    batch = step_batch({"input_ids": positions + 5, "labels": positions, "position_ids": positions, "max_length_q": 3})
+    assert batch["document_ids"].tolist() == [[1, 1, 1, 2, 2]] and "max_length_q" not in batch
+    assert "document_ids" not in step_batch({"input_ids": IDS, "position_ids": torch.arange(4).expand(2, 4)})
+
+
+def test_microbatches_of_other_lengths_are_filled_up_without_a_loss():
+    short = {"input_ids": IDS[:, :2], "attention_mask": torch.ones(2, 2), "labels": IDS[:, :2]}
+    long = {"input_ids": IDS, "attention_mask": torch.ones(2, 4), "labels": IDS}
+    batch = one_batch([short, long])
+    assert batch["labels"][:2].tolist() == [[5, 6, -100, -100], [9, 10, -100, -100]]
+    assert batch["attention_mask"][:2].tolist() == [[1, 1, 0, 0]] * 2 and len(batch["input_ids"]) == 4
+    with pytest.raises(ConfigError, match=r"layout.pp = 1"):
+        one_batch([{**short, "document_ids": IDS[:, :2]}, {**long, "document_ids": IDS}])
+
+
+def test_one_process_of_each_place_is_taken():
+    rows = RowsOfRank(rank=1, ranks=2, first=(0, 2), world=4)
+    assert rows.copies == 2
+    assert rows.once(torch.tensor([1, 2, 1, 2, 3, 4, 3, 4])).tolist() == [1, 2, 3, 4]
+    assert RowsOfRank().once(torch.tensor(3)).item() == 3
+
+
+@pytest.mark.parametrize(
+    ("tool", "package", "extra"),
+    [
+        ("transformers", "transformers", "hf"),
+        ("trl", "trl", "trl"),
+        ("accelerate", "accelerate.data_loader", "hf"),
+        ("fabric", "lightning_fabric", "fabric"),
+    ],
+)
+def test_a_tool_that_is_not_installed_is_named_with_its_extra(monkeypatch, tool, package, extra):
+    name = f"meshwright.integrations.{tool}"
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(MissingExtraError, match=rf"pip install 'meshwright\[{extra}\]'"):
+        import_module(name)
