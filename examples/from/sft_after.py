@@ -21,7 +21,7 @@ def train(layout: Layout = Layout(dp_shard=2), **options: Any) -> list[float]:  
         args = SFTConfig(
             folder,
             bf16=False,
-            learning_rate=3e-3,
+            learning_rate=1e-3,
             **(sizes | quiet | options),
         )
         trainer = SFTTrainer(

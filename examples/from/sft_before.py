@@ -20,7 +20,7 @@ def train(**options: Any) -> list[float]:
         args = SFTConfig(
             folder,
             bf16=False,
-            learning_rate=3e-3,
+            learning_rate=1e-3,
             **(fsdp | sizes | quiet | options),
         )
         trainer = SFTTrainer(

@@ -222,3 +222,91 @@ def overriding(folder: str) -> str:
 def test_a_loss_that_is_overridden_is_refused(spmd, tmp_path):
     said = spmd(1, overriding, str(tmp_path))[0]
     assert "Mine.compute_loss" in said and "loss_fn=" in said
+
+
+def predicted(folder: str, layout: Layout) -> dict[str, Any]:
+    """A job: predictions of a few rows, handed to compute_metrics; and the best of three checkpoints at the end."""
+    seen: dict[str, Any] = {"rows": []}
+
+    def compute_metrics(prediction: Any) -> dict[str, float]:
+        seen["rows"].append(len(prediction.predictions))
+        seen.update(logits=prediction.predictions.copy(), labels=prediction.label_ids.copy())
+        return {"odd": float((prediction.predictions.argmax(-1) % 2).mean())}
+
+    options = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    options |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    with fresh_accelerate(fsdp=False), contextlib.redirect_stdout(io.StringIO()):
+        meet()
+        trainer = made(folder, layout, options, {"compute_metrics": compute_metrics})
+        trainer.train()
+        losses_seen = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+        after = trainer.evaluate()["eval_loss"]
+        return seen | {"losses": losses_seen, "after": after, "state": trainer.parallel.state_dict()}
+
+
+def test_metrics_see_every_row_once_and_the_best_checkpoint_is_read(spmd, tmp_path):
+    """The worst, as it is asked for: the first."""
+    ranks = spmd(4, predicted, str(tmp_path), Layout(dp_shard=2, tp=2))
+    model, batch = (
+        function_of("yours", "your_model")(),
+        function_of("yours", "padded")(function_of("yours", "your_rows")(8)),
+    )
+    for found in ranks:
+        assert found["rows"] == [8] * 4
+        assert abs(found["after"] - max(found["losses"])) <= CLOSE and found["losses"][0] > found["losses"][-1]
+        model.load_state_dict(found["state"])
+        with torch.no_grad():
+            logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        for row, length in enumerate(batch["attention_mask"].sum(1).tolist()):
+            assert torch.tensor(found["logits"][row, :length]).allclose(logits[row, :length], atol=1e-5)
+            assert found["labels"][row, :length].tolist() == batch["labels"][row, :length].tolist()
+
+
+def classified(folder: str, layout: Layout | None) -> list[float]:
+    """A job: a classifier's loss of each step, by transformers' Trainer where no layout is given.
+
+    All rows are one microbatch of one process then: it adds up the means of several.
+    """
+    from transformers import LlamaConfig, LlamaForSequenceClassification, Trainer, TrainingArguments
+
+    from meshwright.integrations.transformers import Trainer as LaidOut
+
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, pad_token_id=0)
+    config.num_attention_heads, config.num_key_value_heads, config.num_labels = 4, 2, 3
+    model, rows = LlamaForSequenceClassification(config), function_of("yours", "your_rows")(shortest=8, longest=8)
+    named = [{"input_ids": row["input_ids"], "labels": row["input_ids"][0] % 3} for row in rows]
+    with fresh_accelerate(fsdp=False), contextlib.redirect_stdout(io.StringIO()):
+        meet()
+        alone = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1} if layout is None else {}
+        args = TrainingArguments(**arguments(folder, **alone))
+        given = {} if layout is None else {"layout": layout}
+        trainer = (Trainer if layout is None else LaidOut)(model, args, train_dataset=named, **given)
+        trainer.train()
+        return losses(trainer)
+
+
+def test_a_model_with_another_loss_trains_its_own(spmd, tmp_path):
+    theirs = spmd(1, classified, str(tmp_path), None)[0]
+    assert furthest(spmd(2, classified, str(tmp_path), Layout(dp_shard=2))[0], theirs) <= CLOSE
+
+
+def adapted(folder: str) -> tuple[list[float], list[str]]:
+    """A job: adapters alone are trained, and written."""
+    with fresh_accelerate(fsdp=False), contextlib.redirect_stdout(io.StringIO()):
+        meet()
+        given = {"techniques": {"adapters": {"rank": 4, "targets": ["q_proj", "v_proj"]}}}
+        trainer = made(folder, Layout(dp_shard=2), {}, given)
+        trainer.train()
+        trainer.save_model()
+        return losses(trainer), [name for name, p in trainer.parallel.named_parameters() if p.requires_grad]
+
+
+def test_adapters_are_trained_and_written_as_peft_reads_them(spmd, tmp_path):
+    from peft import PeftModel
+
+    found, trained = spmd(2, adapted, str(tmp_path))[0]
+    assert found[-1] < found[0] + 0.1 and trained and all("lora_" in name for name in trained)
+    model = PeftModel.from_pretrained(function_of("yours", "your_model")(), tmp_path)
+    moved = [p.abs().max() for name, p in model.named_parameters() if "lora_B" in name]
+    assert len(moved) == 4 and min(moved) > 1e-3  # they begin at 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from types import SimpleNamespace as Fake
 
 import pytest
 import torch
@@ -68,3 +69,28 @@ def test_a_tool_that_is_not_installed_is_named_with_its_extra(monkeypatch, tool,
     monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(MissingExtraError, match=rf"pip install 'meshwright\[{extra}\]'"):
         import_module(name)
+
+
+def an_accelerator(kind: str = "MULTI_CPU", **options):
+    values = {"distributed_type": Fake(value=kind), "parallelism_config": None, "mixed_precision": "no"}
+    return Fake(**values | {"gradient_accumulation_steps": 1} | options)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "environment", "words"),
+    [
+        (an_accelerator("FSDP"), {}, r"distributed type FSDP.* torchrun"),
+        (an_accelerator("DEEPSPEED"), {}, "distributed type DEEPSPEED"),
+        (an_accelerator(), {"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP"),
+        (an_accelerator(parallelism_config=object()), {}, "parallelism_config"),
+        (an_accelerator(mixed_precision="bf16"), {}, r"mixed_precision='bf16'.* techniques="),
+        (an_accelerator(gradient_accumulation_steps=4), {}, r"gradient_accumulation_steps=4.* as a list"),
+    ],
+)
+def test_an_accelerator_that_would_do_the_same_is_refused(monkeypatch, accelerator, environment, words):
+    from meshwright.integrations.accelerate import lay_out
+
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=words):
+        lay_out(accelerator, torch.nn.Linear(2, 2))

@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from meshwright.core.devices import CPU, DEFAULT_BACKEND
 from meshwright.core.errors import ConfigError, MissingExtraError
 from meshwright.core.losses import Loss
 from meshwright.distributed.parallelize import parallelize
-from meshwright.distributed.setup import init_distributed
+from meshwright.distributed.setup import DistributedConfig, init_distributed
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import Techniques
 
@@ -65,18 +66,25 @@ def lay_out(
             f"Accelerator(gradient_accumulation_steps={accelerator.gradient_accumulation_steps}) would be ignored here:"
             f" leave it out, and give forward_backward the step's microbatches as a list"
         )
-    mesh = mesh_of(layout, seed)
+    mesh = mesh_of(layout, seed, accelerator.device.type)
     made = parallelize(model, mesh, loss_fn=loss_fn, techniques=techniques, weights=weights, seed=seed)
     deal_rows(accelerator, RowsOfRank.of(made.mesh), seed)
     return (made, *(accelerator.prepare(loader) for loader in loaders)) if loaders else made
 
 
-def mesh_of(layout: Layout | Any | None, seed: int) -> Layout | Any | None:
-    """Return a given mesh, or that of a layout over the processes that are there, and seed the random streams."""
+def mesh_of(layout: Layout | Any | None, seed: int, device: str) -> Layout | Any | None:
+    """Return a given mesh, or that of a layout over the processes that are there, and seed the random streams.
+
+    Args:
+        device: type of the tool's device, such as "cpu" where its arguments say so on a machine with GPUs.
+    """
     if layout is not None and not isinstance(layout, Layout):
         return layout
-    wanted = layout or Layout()
-    return init_distributed(wanted, seed) or wanted  # type: ignore[arg-type]
+    wanted = layout
+    if not isinstance(wanted, DistributedConfig):
+        backend = "gloo" if device == CPU else DEFAULT_BACKEND
+        wanted = DistributedConfig(**vars(layout or Layout()), backend=backend)
+    return init_distributed(wanted, seed) or wanted
 
 
 def refuse_other_sharding(accelerator: Any) -> None:

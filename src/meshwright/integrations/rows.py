@@ -83,7 +83,8 @@ def step_batch(inputs: Mapping[str, Any], *, shift: bool = True) -> dict[str, Te
             )
         batch["labels"] = shifted(labels)
     if "position_ids" in batch and "attention_mask" not in batch and bool((batch["position_ids"][:, 1:] == 0).any()):
-        batch["document_ids"] = (batch["position_ids"] == 0).cumsum(1)
+        batch["positions"] = batch.pop("position_ids")
+        batch["document_ids"] = (batch["positions"] == 0).cumsum(1)
     return batch
 
 

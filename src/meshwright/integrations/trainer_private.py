@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from meshwright.checkpoint import load
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.losses import Loss
+from meshwright.core.names import clean
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
 from meshwright.planning.layout import Layout
@@ -95,7 +96,6 @@ class LaidOutLoop:
         self.rows = RowsOfRank()
         self._microbatches: list[dict[str, Tensor]] = []
         self._norm = torch.zeros(())
-        self._decayed: list[str] = []
         self._weights_number = 0
         loop: Any = super()
         loop.__init__(model, handed_over(self.given_args, dict(self.handling)), *positional, **options)
@@ -156,20 +156,20 @@ class LaidOutLoop:
                 "the model has peft's adapters already: give the base model, and techniques={'adapters': {'rank': 16}}"
             )
         self._set_signature_columns_if_needed()
-        self._decayed = self.get_decay_parameter_names(given)
         trained = [p for p in given.parameters() if p.is_floating_point()]
         self._weights_number = sum(p.numel() for p in given.parameters()) - _embedded(given)
         seed, dtype = self.args.seed, str(trained[0].dtype).removeprefix("torch.")
         own_loss = None if self._loss_shifts_labels else Loss(reduction="mean")
         self.parallel = parallelize(
             given,
-            mesh_of(self.layout, seed),
+            mesh_of(self.layout, seed, self.args.device.type),
             loss_fn=self.loss_fn if self.loss_fn is not None else own_loss,
             techniques=techniques_of(self.given_args, self.requested, dtype),
             weights=self.weights,
             seed=seed,
         )
-        self.parallel.learn_documents()
+        if self._loss_shifts_labels:
+            self.parallel.learn_documents()
         for name in ("config", "generation_config"):  # read by callbacks and model cards
             if hasattr(given, name):
                 setattr(self.parallel, name, getattr(given, name))
@@ -178,10 +178,12 @@ class LaidOutLoop:
         self.callback_handler.model = self.parallel
         deal_rows(self.accelerator, self.rows, seed)
         self.accelerator.prepare_model = lambda model, *_, **__: model
+        self.gather_function = self.accelerator.gather_for_metrics
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         found: Any = super()
-        return self._decayed if isinstance(model, ParallelModel) else found.get_decay_parameter_names(model)
+        parts = model.parts if isinstance(model, ParallelModel) else [model]
+        return [clean(name) for part in parts for name in found.get_decay_parameter_names(part)]
 
     # --- rows
 
@@ -259,7 +261,7 @@ class LaidOutLoop:
         loss = None
         if labels is not None:
             loss = self.parallel.evaluate(step_batch(inputs, shift=self._loss_shifts_labels)).loss.float()
-        if prediction_loss_only or (self.compute_metrics is None and labels is not None):
+        if prediction_loss_only:
             return loss, None, None
         whole = {key: value for key, value in inputs.items() if key != "labels"}
         output = self.parallel(**whole)

@@ -177,6 +177,11 @@ def handed_over(arguments: Any, table: dict[str, Handling]) -> Any:
             f"{type(arguments).__name__}: accelerator_config.gradient_accumulation_kwargs.sync_each_batch would be"
             " ignored here. Set techniques={'sync_grad_accum': True}."
         )
+    if arguments.save_only_model and arguments.load_best_model_at_end:
+        raise ConfigError(
+            f"{type(arguments).__name__}: load_best_model_at_end reads a checkpoint's shards, which save_only_model ="
+            " True leaves out: set one of them to False"
+        )
     ours = copy.copy(arguments)
     off = {"bf16": False, "fp16": False, "mixed_precision": "no", "torch_compile": False, "torch_compile_backend": None}
     off |= dict.fromkeys(("activation_checkpointing", "gradient_checkpointing"), False)
