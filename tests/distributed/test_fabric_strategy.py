@@ -78,6 +78,24 @@ def test_steps_are_those_of_one_process_and_go_on_in_another_layout(spmd, tmp_pa
     assert furthest(first + second, expected) <= 1e-6
 
 
+def clipped_by_value() -> tuple[float, float]:
+    """A job: the largest element of all whole gradients, before and behind."""
+    fabric, model, optimizer, loader = set_up(Layout(dp_shard=2))
+    fabric.backward(model(**next(iter(loader))).loss)
+    largest = []
+    for limit in (None, 1e-3):
+        if limit is not None:
+            fabric.clip_gradients(model, optimizer, clip_val=limit)
+        whole = [parameter.grad.full_tensor().abs().max() for parameter in model.parameters()]
+        largest.append(float(max(whole)))
+    return largest[0], largest[1]
+
+
+def test_elements_of_shards_are_clipped_by_value(spmd):
+    for before, behind in spmd(2, clipped_by_value):
+        assert before > 1e-2 and behind == pytest.approx(1e-3)
+
+
 def words_of(case: str) -> str:
     """A job: in what words a strategy is refused."""
     try:

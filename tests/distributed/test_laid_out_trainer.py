@@ -128,6 +128,14 @@ def whole_run(folder: str, layout: Layout, options: dict[str, Any], given: dict[
         return losses(trainer), [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+def test_a_flag_of_precision_is_the_plans(spmd, tmp_path):
+    """bf16: weights stay float32, and losses those of bfloat16."""
+    found = spmd(2, run, str(tmp_path), Layout(dp_shard=2), {"bf16": True})
+    expected, _ = spmd(1, by_hand, 4)[0]
+    assert CLOSE < furthest(found[0]["losses"], expected) < 3e-2
+    assert {tensor.dtype for tensor in found[0]["weights"].values()} == {torch.float32}
+
+
 def test_a_run_goes_on_in_another_layout_and_its_folders_are_transformers(spmd, tmp_path):
     """Saved on dp_shard 2 at step 2 of 4; resumed on tp 2; from_pretrained reads checkpoint and model, as trained."""
     from transformers import AutoModelForCausalLM
