@@ -20,7 +20,8 @@ __all__ = ["SFTTrainer"]
 class LaidOutSFTTrainer(LaidOutLoop, trl.SFTTrainer):
     """``trl.SFTTrainer`` with keywords ``layout``, ``techniques``, ``loss_fn`` and ``weights`` (``LaidOutLoop``).
 
-    TRL prepares, packs and collates; entropy and token accuracy, which it reads off its own forward, are not logged.
+    TRL prepares, packs and collates; entropy, token accuracy and number of tokens, which its own forward counts, are
+    not logged.
 
     Raises:
         ConfigError: an argument that would be ignored, by name.
