@@ -3,19 +3,19 @@
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from setting import batches, build_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from yours import your_batches, your_model
 
 dist.init_process_group()
 rank, ranks = dist.get_rank(), dist.get_world_size()
 mesh = init_device_mesh("cpu", (ranks,))
-model = build_model()
+model = your_model()
 for layer in model.model.layers:
     fully_shard(layer, mesh=mesh)
 fully_shard(model, mesh=mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-for batch in batches(rank, ranks):
+for batch in your_batches(rank, ranks):
     logits = model(input_ids=batch["input_ids"]).logits
     loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
     loss.backward()

@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from setting import Decoder, batches
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from yours import YourDecoder, your_batches
 
 from meshwright.distributed import (
     ActivationCheckpointing,
@@ -19,11 +19,11 @@ from meshwright.distributed.utils import clip_grad_norm_
 
 mesh = init_distributed(DistributedConfig(dp_shard=2), seed=42)
 rank, _, ranks = get_world_info()
-model = Decoder()
+model = YourDecoder()
 apply_ac(model, ActivationCheckpointing.full)
 apply_fsdp2(model, mesh, mp_policy=MixedPrecisionPolicy())
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-for batch in batches(rank, ranks):
+for batch in your_batches(rank, ranks):
     loss = F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
     loss.backward()
     clip_grad_norm_(model, 1.0)

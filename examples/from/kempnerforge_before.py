@@ -6,16 +6,16 @@ import torch.nn.functional as F
 from kempnerforge.config.schema import ActivationCheckpointing, DistributedConfig
 from kempnerforge.distributed import apply_ac, apply_fsdp2, destroy_distributed, get_world_info, init_distributed
 from kempnerforge.distributed.utils import clip_grad_norm_
-from setting import Decoder, batches
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from yours import YourDecoder, your_batches
 
 mesh = init_distributed(DistributedConfig(dp_shard=2), seed=42)
 rank, _, ranks = get_world_info()
-model = Decoder()
+model = YourDecoder()
 apply_ac(model, ActivationCheckpointing.full)
 apply_fsdp2(model, mesh, mp_policy=MixedPrecisionPolicy())
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-for batch in batches(rank, ranks):
+for batch in your_batches(rank, ranks):
     loss = F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
     loss.backward()
     clip_grad_norm_(model, 1.0)

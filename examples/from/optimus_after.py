@@ -3,14 +3,14 @@
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from setting import Decoder, batches
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from yours import YourDecoder, your_batches
 
 from meshwright.distributed.transforms import FullyShardTransformConfig, build_model_transform
 
 
-class Model(Decoder):
+class Model(YourDecoder):
     """Shards its layers one by one."""
 
     def fully_shard(self, **options):
@@ -24,7 +24,7 @@ mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp_shard",))
 config = FullyShardTransformConfig(_name="fully_shard", reshard_after_forward=True)
 model = build_model_transform(config, device_mesh=mesh, device=torch.device("cpu")).apply(Model())
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-for batch in batches(rank, ranks):
+for batch in your_batches(rank, ranks):
     halves = [{key: value.chunk(2)[half] for key, value in batch.items()} for half in range(2)]
     mean = torch.zeros(())
     for half in halves:

@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from optimus_dl.modules.distributed.mesh import MeshCollective
 from optimus_dl.modules.model_transforms import build_model_transform
 from optimus_dl.modules.model_transforms.distributed import FullyShardTransformConfig
-from setting import Decoder, batches
 from torch.distributed.fsdp import fully_shard
+from yours import YourDecoder, your_batches
 
 
-class Model(Decoder):
+class Model(YourDecoder):
     """Shards its layers one by one."""
 
     def fully_shard(self, **options):
@@ -24,7 +24,7 @@ collective = MeshCollective(rank, ranks, ranks, rank, "cpu")
 config = FullyShardTransformConfig(_name="fully_shard", reshard_after_forward=True)
 model = build_model_transform(config, collective=collective, device=torch.device("cpu")).apply(Model())
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-for batch in batches(rank, ranks):
+for batch in your_batches(rank, ranks):
     halves = [{key: value.chunk(2)[half] for key, value in batch.items()} for half in range(2)]
     mean = torch.zeros(())
     for half in halves:

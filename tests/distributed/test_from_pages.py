@@ -26,11 +26,11 @@ from meshwright.training.config import Config
 TOLERANCE = 1e-6
 """Largest relative difference of a loss in float32."""
 PAGES = {
-    "fsdp2": (2, "build_model", "torch"),
-    "torchtitan": (4, "build_model", "torchtitan"),
-    "automodel": (2, "build_model", "nemo_automodel"),
-    "optimus": (2, "Decoder", "optimus_dl"),
-    "kempnerforge": (2, "Decoder", "kempnerforge"),
+    "fsdp2": (2, "your_model", "torch"),
+    "torchtitan": (4, "your_model", "torchtitan"),
+    "automodel": (2, "your_model", "nemo_automodel"),
+    "optimus": (2, "YourDecoder", "optimus_dl"),
+    "kempnerforge": (2, "YourDecoder", "kempnerforge"),
 }
 """Page -> its ranks, the model of its scripts, and the package that the first script needs."""
 
@@ -61,11 +61,11 @@ def printed_by(name: str) -> list[float]:
 @cache
 def of_one_process(model_name: str) -> list[float]:
     """The losses of plain torch on all rows."""
-    setting = runpy.run_path(str(script("setting")))
-    model = setting[model_name]()
+    yours = runpy.run_path(str(script("yours")))
+    model = yours[model_name]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
-    for batch in setting["batches"](0, 1):
+    for batch in yours["your_batches"](0, 1):
         output = model(batch["input_ids"])
         logits = output if isinstance(output, torch.Tensor) else output.logits
         loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
