@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -49,6 +50,8 @@ def main(argv: list[str] | None = None) -> int:
             wrong value of a flag leaves by SystemExit (2) instead.
     """
     is_the_process = argv is None
+    if is_the_process and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a narrow encoding costs a dot or an arrow, never the command
     try:
         try:
             status = _answer(argv)
