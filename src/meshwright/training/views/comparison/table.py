@@ -43,7 +43,7 @@ def _best(
 ) -> list[tuple[str, list[str]]]:
     """Return two rows: the lowest loss of each run, and its step."""
     values = [_of(run, name, best and best[1]) for run, best in zip(runs, found, strict=True)]
-    return [(title, values), ("… at step", [ABSENT if best is None else f"{best[0]:,}" for best in found])]
+    return [(title, values), (f"step of {title}", [ABSENT if best is None else f"{best[0]:,}" for best in found])]
 
 
 def _seconds(run: ComparedRun) -> str:
