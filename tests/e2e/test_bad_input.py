@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -221,7 +222,7 @@ def test_a_file_in_the_place_of_the_folder_is_refused_and_kept(flags, tmp_path, 
 def test_the_refusal_of_a_worker_reaches_the_terminal_as_a_sentence_and_a_status(meshwright, flags, tmp_path):
     asked = flags({"process.count": 2, "layout.dp_shard": 2, "techniques.reshard_after_forward": 7})
     done = meshwright("train", *asked)
-    assert done.status == CONFIG and done.out == ""
+    assert done.status == CONFIG and re.fullmatch(r"meshwright \S+ · demo · 2 processes · \S+\n", done.out)
     assert done.err.startswith("meshwright: techniques.reshard_after_forward = 7") and len(done.err.splitlines()) == 1
     assert not (tmp_path / "runs").exists() and not list((tmp_path / "tmp").glob("meshwright-*"))
 

@@ -11,11 +11,13 @@ import sys
 import pytest
 from e2e_runs import Job, assert_equal_checkpoints, finish, free_port, losses, metrics, only_run, start
 
+from meshwright import __version__
 from meshwright.cli.main import main
 from meshwright.core.config import to_toml
 from meshwright.core.errors import MeshwrightError
 from meshwright.planning.plan import Plan
 from meshwright.training.config import Config
+from meshwright.training.views.page.history import read_history
 
 ONE = {"layout.dp_shard": 1}
 DDP2 = {"layout.dp_replicate": 2, "layout.dp_shard": 1}
@@ -44,6 +46,7 @@ def test_the_default_run_on_four_processes_leaves_all_that_it_promises(
     done = meshwright("train", *wanted, cwd=here)
     assert (done.status, done.err) == (0, "")
     run = only_run(here / "my runs")
+    assert done.out.splitlines()[0] == f"meshwright {__version__} · demo · 4 processes · my runs/demo-…"
 
     rows = metrics(run)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -74,6 +77,8 @@ def test_the_default_run_on_four_processes_leaves_all_that_it_promises(
     )
     assert resolved.data.source == (str((here / relative).absolute()),)
     assert (run / "config.toml").read_text() == to_toml(resolved)
+    asked = Config.from_toml(run / "request.toml")
+    assert (asked.steps, asked.model.dim, asked.data.source) == (6, None, (relative,))
 
     assert main(["plan", str(run / "config.toml"), "--world", "4", "--json"]) == 0
     planned, written = capsys.readouterr().out, (run / "plan.json").read_text()
@@ -90,12 +95,18 @@ def test_the_default_run_on_four_processes_leaves_all_that_it_promises(
     )
     assert "\nsample\n  def " in done.out and f'meshwright generate my runs/{run.name} --prompt "def "' in done.out
     assert "done: 6 steps" in done.out and f"validation loss {rows[5]['validation_loss']:.4f}" in done.out
+    sample = read_history(run / "metrics.jsonl").sample
+    assert sample is not None and sample.step == 6 and sample.text.startswith(sample.prompt == "def " and "def ")
     events = list((run / "tensorboard").glob("events.out.tfevents.*")) if (run / "tensorboard").is_dir() else []
     assert len(events) == (1 if importlib.util.find_spec("tensorboard") else 0)
 
     again = train(4, job=Job({"out": str(tmp_path / "again")}, str(run / "config.toml")))
     assert again[0].status == 0 and losses(again[0].folder) == losses(run)
     spmd(1, assert_equal_checkpoints, run / "checkpoints/step-00000006", again[0].folder / "checkpoints/step-00000006")
+    assert main(["compare", str(run), str(again[0].folder), "--json"]) == 0
+    compared = json.loads(capsys.readouterr().out)
+    assert [one["loss"] for one in compared["runs"]] == [rows[-1]["loss"]] * 2
+    assert set(compared["differences"]) == {"out"}
 
 
 @pytest.fixture

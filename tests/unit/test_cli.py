@@ -148,6 +148,18 @@ def test_a_reader_that_has_seen_enough_is_no_error(words):
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
+@pytest.mark.parametrize("words", ["--help", "train --help layout", "train --steps=0"])
+def test_a_terminal_with_few_characters_is_served_too(words):
+    done = subprocess.run(
+        [sys.executable, "-m", "meshwright", *words.split()],
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == (2 if "=" in words else 0) and "Traceback" not in done.stderr
+    assert "meshwright" in done.stdout + done.stderr
+
+
 def test_a_suggestion_is_close_or_is_not_made():
     for word, told in (("--lora.rank=1", False), ("--optimizer.lrr=1", True), ("--layouts.tp=2", True)):
         with pytest.raises(ConfigError) as error:

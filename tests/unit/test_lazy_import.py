@@ -54,6 +54,28 @@ def test_train_help_needs_no_torch():
     assert not roots(modules) & set(HEAVY)
 
 
+def test_the_first_line_comes_before_torch():
+    """The launcher is replaced by one that looks at what was imported and printed until then."""
+    modules = modules_after(
+        "import meshwright.training.launch as launcher, io, sys\n"
+        "sys.stdout = io.StringIO()\n"
+        "launcher.launch = lambda config: sys.stdout.getvalue().startswith('meshwright ') - 1\n"
+        "from meshwright.cli.main import main\n"
+        "assert main(['train', '--name=x', '--process.count=2', '--out=o']) == 0\n"
+        "assert sys.stdout.getvalue().endswith(' · x · 2 processes · o/x-…\\n'), sys.stdout.getvalue()"
+    )
+    assert not roots(modules) & set(HEAVY)
+
+
+def test_a_comparison_and_completion_need_no_torch():
+    modules = modules_after(
+        "import meshwright.training.views.comparison.page, meshwright.cli.views.compare\n"
+        "from meshwright.cli.main import main\n"
+        "assert main(['completion', '--candidates', 'meshwright train --la']) == 0"
+    )
+    assert not roots(modules) & set(HEAVY)
+
+
 def test_a_wrong_config_is_refused_without_torch():
     modules = modules_after("from meshwright.cli.main import main; assert main(['train', '--steps=0']) == 2")
     assert not roots(modules) & set(HEAVY)

@@ -8,29 +8,30 @@ import json
 import math
 import os
 import re
-import shutil
 import subprocess
+from contextlib import ExitStack
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.browser import BROWSER, WHY_NOT
 
 from meshwright.cli.main import main
 from meshwright.core.config import to_toml
 from meshwright.core.errors import IntegrityError
+from meshwright.distributed.loss.preference import MARGINS
 from meshwright.planning.layout import Layout
 from meshwright.training.config import Config
 from meshwright.training.metrics.metrics import MetricsWriter, read_metrics
-from meshwright.training.views.page.charts import Chart, Curve, step_axis, value_axis
-from meshwright.training.views.page.document import MOST_POINTS, page
-from meshwright.training.views.page.history import MOST_SOURCES, Series, read_history, thinned
+from meshwright.training.run.occupancy import occupied
+from meshwright.training.run.request import keep_request
+from meshwright.training.views.page.charts import Chart, Curve, common_axis, value_axis
+from meshwright.training.views.page.document import page
+from meshwright.training.views.page.drawing import MOST_POINTS
+from meshwright.training.views.page.history import MOST_SOURCES, OF_PAIRS, Series, read_history, thinned
 
-BROWSER = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if (found := shutil.which(name))),
-    None,
-)
 EVIL = "</script><script>alert(1)</script><img src=http://x.y/z onerror=alert(1)>\"'&\u2028"
 
 
@@ -47,7 +48,7 @@ class Reader(HTMLParser):
     def handle_starttag(self, tag, attrs):
         attributes = {name: value or "" for name, value in attrs}
         self.tags.append((tag, attributes))
-        self._open = attributes.get("id") or tag
+        self._open = self._open if tag in ("wbr", "br") else attributes.get("id") or tag
         if tag == "td":
             self.cells.append("")
         if "data-name" in attributes:
@@ -60,12 +61,12 @@ class Reader(HTMLParser):
             self.cells[-1] += data
 
     def handle_endtag(self, tag):
-        self._open = ""
+        self._open = self._open if tag in ("wbr", "br") else ""
 
     def curve(self, title, name):
         chart = next(chart for chart in self.charts if chart["title"] == title)
         curve = next(curve for curve in chart["curves"] if curve["name"] == name)
-        return list(zip(curve["steps"], curve["values"], strict=True))
+        return list(zip(curve["at"], curve["values"], strict=True))
 
 
 def numbers(path: str) -> list[tuple[float, float]]:
@@ -132,7 +133,7 @@ def test_every_point_of_every_series_is_there_and_drawn_where_it_belongs(run):
         ("Loss", "training", "loss"),
         ("Loss", "validation", "validation_loss"),
         ("Loss", "code", "validation_loss/code"),
-        ("Tokens per second", "tokens/s", "tokens_per_second"),
+        ("Speed", "tokens/s", "tokens_per_second"),
         ("Memory of rank 0", "memory", "memory_bytes"),
         ("Gradient norm", "gradient norm", "grad_norm"),
         ("Learning rate", "learning rate", "learning_rate"),
@@ -141,14 +142,14 @@ def test_every_point_of_every_series_is_there_and_drawn_where_it_belongs(run):
         assert reader.curve(title, name) == wanted
         (drawn,) = reader.paths[name]
         assert len(numbers(drawn)) == sum(value is not None for _, value in wanted)
-        assert all(64 <= x <= 628 and 12 <= y <= 232 for x, y in numbers(drawn))
+        assert all(66 <= x <= 384 and 24 <= y <= 202 for x, y in numbers(drawn))
     falling = [y for _, y in numbers(reader.paths["training"][0])]
     # SVG counts downwards; the gap begins anew
     assert falling == sorted(falling) and reader.paths["training"][0].count("M") == 2
     assert sum(attributes.get("class") == "broken" for _, attributes in reader.tags) == 2
     marks = [attributes["class"] for _, attributes in reader.tags if attributes.get("class", "").startswith("mark")]
     assert marks.count("mark resume") == marks.count("mark skipped") == len(reader.charts) == 5
-    assert {"startup", "imports 1.5", "resume", "layout.dp_shard", "4", '"tiny"'} <= set(reader.cells)
+    assert {"startup", "imports 1.5 s", "resume", "layout.dp_shard", "4", '"tiny"'} <= set(reader.cells)
     assert is_harmless(reader)
 
 
@@ -196,7 +197,7 @@ def test_what_stands_in_the_files_cannot_act_in_the_page(tmp_path):
     assert reader.curve("Loss", "training") == [(1, 1.0), (2, None), (3, None)] and reader.curve("Loss", EVIL) == [
         (1, 2.0)
     ]
-    assert reader.curve("Tokens per second", "tokens/s") == [(2, -1e299), (3, 1e299)]
+    assert reader.curve("Speed", "tokens/s") == [(2, -1e299), (3, 1e299)]
     assert any(cell == EVIL for cell in reader.cells) and "plan.json cannot be read" in text
     assert "nan" not in "".join(path for paths in reader.paths.values() for path in paths)
 
@@ -259,11 +260,11 @@ def test_thinning_keeps_ends_and_extremes_in_order(values, most):
 )
 @example([1.0000000000000002e-300, 1e-300], "")
 def test_an_axis_holds_its_values_and_its_ticks_whatever_they_are(values, unit):
-    chart = Chart("t", [Curve("c", list(enumerate(values)))], str, unit=unit)
+    chart = Chart("t", [Curve("c", list(enumerate(values)))], str, scale=unit)
     axis = value_axis(chart)
     for value in [*values, *axis.ticks]:
-        assert 11.9 <= axis(value) <= 232.1
-    assert len(axis.ticks) <= 12 and 64 <= step_axis([chart])(0) <= 628
+        assert 23.9 <= axis(value) <= 202.1
+    assert len(axis.ticks) <= 12 and 66 <= common_axis([chart])(0) <= 384
 
 
 def test_inspect_writes_the_page_where_it_is_told_and_nothing_else(run, tmp_path, capsys):
@@ -302,7 +303,7 @@ def browse(path: Path, folder: Path, *flags) -> tuple[str, list[str]]:
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+@pytest.mark.skipif(BROWSER is None, reason=WHY_NOT)
 def test_a_browser_draws_every_curve_and_tells_values_without_an_error(run, tmp_path):
     text = page(run, Config.from_toml(run / "config.toml"))
     (tmp_path / "page.html").write_text(text, encoding="utf-8")
@@ -311,11 +312,14 @@ def test_a_browser_draws_every_curve_and_tells_values_without_an_error(run, tmp_
     curves = sum(len(paths) for paths in Reader(text).paths.values())
     assert curves == 8 and f'data-drawn="{curves}"' in became
 
-    # a pointer over the middle of the first chart; the policy forbids scripts that are not the page's own, so it is
+    # a pointer over step 18 of the first chart; the policy forbids scripts that are not the page's own, so it is
     # taken out here
     probe = """<script>
       const box = document.querySelector("svg").getBoundingClientRect();
-      const at = {clientX: box.left + box.width / 2, clientY: box.top + box.height / 2};
+      const [low, high, begins, ends] = JSON.parse(document.getElementById("data").textContent)[0].x;
+      const wide = document.querySelector("svg").viewBox.baseVal.width;
+      const there = (begins + (18 - low) / (high - low) * (ends - begins)) / wide;
+      const at = {clientX: box.left + box.width * there, clientY: box.top + box.height / 2};
       document.querySelector("svg").dispatchEvent(new PointerEvent("pointermove", at));
     </script></body>"""
     (tmp_path / "probe.html").write_text(text.replace("</body>", probe), encoding="utf-8")
@@ -326,4 +330,78 @@ def test_a_browser_draws_every_curve_and_tells_values_without_an_error(run, tmp_
     became, console = browse(tmp_path / "probe.html", tmp_path / "browser")
     tip = re.search(r'<div id="tip"[^>]*>([^<]*)</div>', became)
     assert console == [] and tip is not None
-    assert tip.group(1).splitlines()[:3] == ["step 19", "training  4.05", "validation  2.7  (step 30)"]
+    assert tip.group(1).splitlines()[:3] == [
+        "step 18",
+        "training  4.1 nats/token",
+        "validation  2.7 nats/token  (step 30)",
+    ]
+
+
+def test_a_live_page_is_rewritten_until_the_run_ends(run, tmp_path, capsys, monkeypatch):
+    """The run goes on for a step at each pause, and ends in the second; a browser is told to read again until then."""
+    target, steps, held = tmp_path / "live.html", iter([41, 42]), ExitStack()
+    held.enter_context(occupied(run))
+    seen = []
+
+    def pause(seconds: float) -> None:
+        seen.append((seconds, target.read_text(encoding="utf-8")))
+        with MetricsWriter(run) as writer:
+            writer.log(next(steps), figures(40))
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 43, "lo')
+        if len(seen) == 2:
+            held.close()
+
+    monkeypatch.setattr("meshwright.cli.inspect.time.sleep", pause)
+    assert main(["inspect", str(run), "--html", str(target), "--live=7"]) == 0
+    refresh = '<meta http-equiv="refresh" content="7"/>'
+    assert [seconds for seconds, _ in seen] == [7, 7]
+    assert all(refresh in text and "live at step" in text for _, text in seen)
+    assert [re.findall(r"live at step (\d+)", text)[0] for _, text in seen] == ["40", "41"]
+    last = target.read_text(encoding="utf-8")
+    assert refresh not in last and "complete, 40 steps" in last and "42 of 40 steps" in last
+    printed = capsys.readouterr().out
+    assert "it is rewritten every 7 s" in printed and "the run has ended" in printed
+
+
+def test_a_live_page_of_a_run_that_is_none_is_written_once(run, tmp_path, capsys):
+    target = tmp_path / "once.html"
+    assert main(["inspect", str(run), "--html", str(target), "--live"]) == 0
+    assert "is not being trained: its page is written once" in capsys.readouterr().out
+    assert 'http-equiv="refresh"' not in target.read_text(encoding="utf-8")
+    for words, says in ((["--live"], "give --html FILE too"), (["--html=x", "--live=0"], "at least 1 second")):
+        assert main(["inspect", str(run), *words]) == 2 and says in capsys.readouterr().err
+
+
+def test_an_interrupted_live_page_is_not_read_again(run, tmp_path, monkeypatch):
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("meshwright.cli.inspect.time.sleep", interrupted)
+    with occupied(run):
+        assert main(["inspect", str(run), "--html", str(tmp_path / "i.html"), "--live"]) == 130
+    assert 'http-equiv="refresh"' not in (tmp_path / "i.html").read_text(encoding="utf-8")
+
+
+def test_a_page_shows_the_last_sample_and_what_was_asked_for(run):
+    """Keys that models and data filled in stand in the config and not in the request."""
+    config = Config.from_toml(run / "config.toml")
+    assert "<h2>Sample</h2>" not in page(run, config)
+    keep_request(run, Config(steps=40, name="asked"))
+    with MetricsWriter(run) as writer:
+        writer.event("sample", {"prompt": "an <old>", "text": "an <old> one"}, 30)
+        writer.event("sample", {"prompt": "a <new>", "text": "a <new> one\x07"}, 40)
+    text = page(run, config)
+    assert "<mark>a &lt;new&gt;</mark> one\\x07</pre>" in text and "weights of step 40" in text
+    assert "an &lt;old" not in text and is_harmless(Reader(text))
+    asked = text.partition("<h2>Set for this run</h2>")[2].partition("<h2>Events</h2>")[0]
+    assert Reader(f'{asked}<script id="data">[]</script>').cells == ["name", '"asked"', '"demo"', "steps", "40", "400"]
+    with MetricsWriter(run) as writer:
+        writer.resumed(30)
+    assert "<h2>Sample</h2>" not in page(run, config)
+
+
+def test_a_run_on_pairs_has_its_loss_per_pair(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.log(1, {"loss": 0.69, MARGINS: 0.1})
+    assert OF_PAIRS == MARGINS and '<text class="unit" x="4" y="12">nats/pair</text>' in page(tmp_path, Config())

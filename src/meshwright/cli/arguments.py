@@ -40,7 +40,7 @@ def read_config(argv: list[str], *, prog: str, description: str) -> Config:
     default = Config()
     if argv and not argv[0].startswith("-"):
         file, argv = argv[0], argv[1:]
-        default = _from_path(Path(file)).without_job()
+        default = config_at(Path(file)).without_job()
         _refuse_code(default, file, argv, trusted)
     _refuse_unknown_flags(Config, argv)
     config = parse_flags(Config, argv, default=_without_other_length(default, argv), prog=prog, description=description)
@@ -67,7 +67,7 @@ def read_launch(argv: list[str], *, prog: str, description: str) -> LaunchConfig
             break
     if argv and not argv[0].startswith("-"):
         file, argv = argv[0], argv[1:]
-        default = _from_path(Path(file))
+        default = config_at(Path(file))
         _refuse_code(default, file, argv, trusted)
     _refuse_unknown_flags(LaunchConfig, argv)
     default = _without_other_length(default, argv)
@@ -108,7 +108,8 @@ def _refuse_unknown_flags(cls: type[Config], argv: list[str]) -> None:
             from_dict(cls, nested, where=word.partition("=")[0])
 
 
-def _from_path(path: Path) -> LaunchConfig:
+def config_at(path: Path) -> LaunchConfig:
+    """Read a config file, or the config of a run's folder with its job's. Raises ConfigError where there is none."""
     if not path.is_dir():
         return load_toml(LaunchConfig, path)
     if not (path / "config.toml").is_file():
@@ -159,7 +160,7 @@ def open_run(path: str, *, trusted: bool = True) -> tuple[Path, Config]:
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigError(f"{path} does not exist or is no folder; give the folder of a run, like runs/demo-…")
-    config = _from_path(folder).without_job()
+    config = config_at(folder).without_job()
     if not trusted:
         refuse_code(config, folder / "config.toml", keys=(MODEL_CODE,))
     return folder, config

@@ -1,18 +1,17 @@
 """``meshwright convert RUN --to hf|merged|adapter OUT``: write a run's model as a folder that transformers' or peft's
 from_pretrained reads. RUN is a run's folder, or one that meshwright.save wrote in your own loop.
 
---to hf            the whole model that was trained
---to merged        where adapters were trained: the model with the adapters added to its weights
---to adapter       the adapters alone, as peft and vLLM read them
---base FOLDER      the model that training began from: for merged, and for what save(only_trained=True) left out; of a
-                   saved folder, the tokenizer is copied from there too
+  --to hf            the whole model that was trained
+  --to merged        where adapters were trained: the model with the adapters added to its weights
+  --to adapter       the adapters alone, as peft and vLLM read them
+  --base FOLDER      the model that training began from: for merged, and for what save(only_trained=True) left out; of
+                     a saved folder, the tokenizer is copied from there too
 
---step N           a checkpoint other than the newest
---dtype bfloat16   of the weights (default: as the run keeps them)
---like NAME        of a run of meshwright's own decoder: the model type of transformers that computes the same. It is
-proven by equal
-                   logits before anything is written, or refused.
---trust            run the model code that the run keeps
+  --step N           a checkpoint other than the newest
+  --dtype bfloat16   of the weights (default: as the run keeps them)
+  --like NAME        of a run of meshwright's own decoder: the model type of transformers that computes the same. It
+                     is proven by equal logits before anything is written, or refused.
+  --trust            run the model code that the run keeps
 """
 
 from __future__ import annotations
@@ -35,9 +34,6 @@ FORMATS = ("hf", "merged", "adapter")
 
 def run(argv: list[str]) -> int:
     """Convert, and print where the result is and how to read it."""
-    if not argv or "--help" in argv or "-h" in argv:
-        print(__doc__)
-        return 0 if argv else 2
     form, argv = take_option(argv, "--to", str)
     step, argv = take_option(argv, "--step", int)
     dtype, argv = take_option(argv, "--dtype", str)

@@ -13,7 +13,7 @@ from meshwright.core.devices import is_accelerator
 from meshwright.core.errors import ConfigError
 
 from .arguments import take_option
-from .pages import check_page, write_page
+from .views.pages import check_page, write_page
 
 if TYPE_CHECKING:
     from meshwright.introspection.facts import ModelFacts

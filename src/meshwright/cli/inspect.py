@@ -1,17 +1,26 @@
-"""``meshwright inspect RUN|MODEL|DATA``: what a run folder holds, what a model is made of, or what data looks like to
-a model. ``meshwright inspect --schedule NAME|FILE.csv|RUN``: what the ranks of a pipeline do, and when.
+"""``meshwright inspect RUN|MODEL|DATA``: show what a run folder holds, what a model is made of, or what data looks like
+to a model.
 
-RUN is the folder of a run. ``--html`` draws its curves into a page, RUN/report.html, or into the file that follows it.
-MODEL is the name of a built-in size, the folder of a Hugging Face model (or its config.json; ``--trust`` runs code
-that lies there), or "package.module:factory" for a function or class that returns your own nn.Module. DATA is a file
-or folder, or a config file whose data is meant; any flag of ``meshwright train`` may follow it, such as
---data.tokenizer, and ``--documents N`` (default 3). Text that is only read, and not learnt, is grey, or stands in [[
-]]. ``--schedule`` takes --pp N (default 4), --microbatches N (default 8), --stages-per-rank N and --svg FILE; with a
-run it shows the run's last step as it was measured.
+  RUN --html [FILE]      draw a run's curves into a page, RUN/report.html or FILE
+  RUN --html FILE --live [SECONDS]
+                         rewrite the page every so many seconds (default 5) until the run ends; a browser that has it
+                         open reads it again by itself
+  MODEL [--trust]        a built-in size, the folder of a Hugging Face model or its config.json, or
+                         "package.module:factory" for a function or class that returns your own nn.Module; --trust runs
+                         code that lies in the folder
+  DATA [--documents N]   a file or folder, or a config file whose data is meant, and how many documents of it are shown
+                         (default 3); keys of meshwright train may follow, such as --data.tokenizer. Text that is only
+                         read, and not learnt, is grey, or stands in [[ ]].
+  --schedule NAME|FILE.csv|RUN
+                         what the ranks of a pipeline do, and when; with --pp N (default 4), --microbatches N (default
+                         8), --stages-per-rank N and --svg FILE; of a run, its last step as it was measured
+
+Sizes: debug, demo, 125M, 1B, 8B, 70B.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,24 +30,32 @@ from meshwright.core.imports import import_object
 from meshwright.models.decoder_config import SIZES
 
 from .arguments import open_run, read_config, refuse_rest, take_option, take_trust
-from .pages import write_page
+from .views.pages import write_page
+
+LIVE_SECONDS = 5
+"""Between two pages of a run that is being trained."""
 
 
 def run(argv: list[str]) -> int:
     """Print what a run, model, data or schedule is made of."""
-    if not argv or "--help" in argv or "-h" in argv:
-        print(f"{__doc__}\n\nSizes: {', '.join(SIZES)}")
-        return 0 if argv else 2
+    if not argv:
+        raise ConfigError(
+            "meshwright inspect needs the folder of a run, a model or data: meshwright inspect runs/demo-…; more with"
+            " --help"
+        )
     if argv[0] == "--schedule":
         return _schedule(argv)
     name = argv[0]
     path = Path(name).expanduser()
     if any((path / file).is_file() for file in ("config.toml", "identity.json", "plan.json")):
-        words = [*argv[1:], str(path / "report.html")] if argv[-1] == "--html" else argv[1:]
+        every, words = _take_live(argv[1:])
+        words = [*words, str(path / "report.html")] if words[-1:] == ["--html"] else words
         target, words = take_option(words, "--html", Path)
-        refuse_rest(words, "meshwright inspect RUN", "--html [FILE]")
+        refuse_rest(words, "meshwright inspect RUN", "--html [FILE], --live [SECONDS]")
+        if target is None and every:
+            raise ConfigError("--live rewrites a page: give --html FILE too")
         if target is not None:
-            return _page(name, target)
+            return _live_page(name, target, every) if every else _page(name, target)
         from meshwright.training.run.inspection import describe_run
 
         print(describe_run(*open_run(name)))
@@ -103,6 +120,38 @@ def _page(name: str, target: Path) -> int:
     from meshwright.training.views.page.document import page
 
     print(write_page(target, page(*open_run(name))))
+    return 0
+
+
+def _take_live(argv: list[str]) -> tuple[int, list[str]]:
+    """Split off ``--live``, ``--live N`` or ``--live=N``: return the seconds (0 without it), and the other words."""
+    if "--live" in argv:
+        place = argv.index("--live")
+        if not argv[place + 1 : place + 2] or not argv[place + 1].isdigit():
+            argv = [*argv[:place], f"--live={LIVE_SECONDS}", *argv[place + 1 :]]
+    every, rest = take_option(argv, "--live", int)
+    if every is not None and every < 1:
+        raise ConfigError(f"--live = {every}: at least 1 second lies between two pages")
+    return every or 0, rest
+
+
+def _live_page(name: str, target: Path, every: int) -> int:
+    """Rewrite a page until the run's folder is no longer held by a job; the last one is not read again."""
+    from meshwright.training.run.occupancy import is_occupied
+    from meshwright.training.views.page.document import page
+
+    folder, config = open_run(name)
+    if not is_occupied(folder):
+        print(f"{name} is not being trained: its page is written once")
+        return _page(name, target)
+    print(f"{write_page(target, page(folder, config, refresh=every))}; it is rewritten every {every} s", flush=True)
+    try:
+        while is_occupied(folder):
+            time.sleep(every)
+            write_page(target, page(folder, config, refresh=every))
+    finally:
+        write_page(target, page(folder, config))
+    print(f"the run has ended, and {target} is complete")
     return 0
 
 

@@ -1,4 +1,5 @@
-"""``meshwright launch``: submit a training run to Slurm, which requeues it until it is complete.
+"""``meshwright launch CONFIG.toml|RUN [--slurm.nodes=2] [--key=value …]``: submit a training run to
+Slurm, which requeues it until it is complete.
 
     meshwright launch run.toml --slurm.nodes=2 --slurm.gpus_per_node=8 --slurm.time=12:00:00
 
@@ -15,7 +16,7 @@ from .arguments import read_launch
 
 
 def run(argv: list[str]) -> int:
-    """Submit, and print the job and run folder; ``argv`` is what ``read_launch`` takes, and ``--dry-run``."""
+    """Submit, and print the job and run folder; ``argv`` is what ``read_launch`` takes, and the flag of a dry run."""
     is_dry, argv = "--dry-run" in argv, [word for word in argv if word != "--dry-run"]
     config = read_launch(argv, prog="meshwright launch", description=__doc__ or "")
     folder = folder_of(config)

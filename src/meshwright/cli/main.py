@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -19,15 +20,23 @@ VERBS = {
     "generate": ("meshwright.cli.generate:run", "continue a text with a trained model"),
     "convert": ("meshwright.cli.convert:run", "write a run's model for transformers"),
     "inspect": ("meshwright.cli.inspect:run", "show what a run or a checkpoint holds"),
+    "compare": ("meshwright.cli.views.compare:run", "lay runs side by side: figures, curves, config"),
+    "completion": ("meshwright.cli.shell.completion:run", "print or install completion for bash, zsh or fish"),
 }
 """Verb -> (module:function, its help)."""
 
 _WIDTH = max(map(len, VERBS))
-USAGE = f"""usage: meshwright <verb> [config.toml] [--any.key=value ...]
+USAGE = f"""usage: meshwright VERB [CONFIG.toml | RUN] [--key=value …]
 
 {chr(10).join(f"  {verb:<{_WIDTH}}  {does}" for verb, (_, does) in VERBS.items())}
 
-'meshwright <verb> --help' lists every key. MESHWRIGHT_DEBUG=1 shows the traceback of an error."""
+CONFIG.toml  a file of keys; without one, the small demo is meant
+RUN          the folder of a run, like runs/demo-…; its own config is read
+--key=value  a key over those of the file, like --layout.tp=2
+
+'meshwright VERB --help' tells what a verb takes; 'meshwright train --help' lists every key, '--help layout' one
+section. 'meshwright completion --install' lets the shell complete verbs, keys and runs.
+MESHWRIGHT_DEBUG=1 shows the traceback of an error."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,9 +47,11 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns:
         The exit status: 0 done, 2 config, 3 refused, 130 interrupted, 141 output no longer read, 1 anything else. A
-            wrong flag and a verb's --help leave by SystemExit (2 and 0) instead.
+            wrong value of a flag leaves by SystemExit (2) instead.
     """
     is_the_process = argv is None
+    if is_the_process and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a narrow encoding costs a dot or an arrow, never the command
     try:
         try:
             status = _answer(argv)
@@ -71,12 +82,17 @@ def _answer(argv: list[str] | None) -> int:
     if verb not in VERBS:
         print(f"meshwright: unknown verb '{verb}'.{nearest(verb, VERBS)} Verbs: {', '.join(VERBS)}.", file=sys.stderr)
         return 2
-    return _run(VERBS[verb][0], rest)
+    return _run(verb, VERBS[verb][0], rest)
 
 
-def _run(target: str, argv: list[str]) -> int:
+def _run(verb: str, target: str, argv: list[str]) -> int:
     module, _, function = target.partition(":")
     try:
+        if any(word in ("-h", "--help") or word.startswith("--help=") for word in argv):
+            from .shell.help import verb_help
+
+            print(verb_help(verb, target, argv))
+            return 0
         return getattr(import_module(module), function)(argv)
     except MeshwrightError as error:
         if os.environ.get("MESHWRIGHT_DEBUG"):

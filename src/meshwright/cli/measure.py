@@ -1,4 +1,12 @@
-"""``meshwright measure FILE``: the speeds of this machine, for the forecasts of ``plan``."""
+"""``meshwright measure FILE [--ranks N]``: measure the speeds of this machine, for the forecasts of plan.
+
+It takes a few minutes, and writes a profile: products, attention, memory, the host's time for operators, optimizers,
+and messages. 'meshwright plan CONFIG --gpus N --profile FILE' forecasts with it.
+
+  --ranks N   start N processes on this host, to measure their messages too
+
+Under torchrun or srun all ranks take part, and rank 0 writes. More: docs/measure.md.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +22,9 @@ from .arguments import take_option
 if TYPE_CHECKING:
     from meshwright.simulation.hardware.profile import MachineProfile
 
-USAGE = """usage: meshwright measure FILE [--ranks N]
-
-Measure this machine, in a few minutes, and write its profile: products, attention, memory, the host's time for
-operators, optimizers, and messages. meshwright plan CONFIG --gpus N --profile FILE forecasts with it.
-
-  --ranks N   start N processes on this host, to measure their messages too
-
-Under torchrun or srun all ranks take part, and rank 0 writes. More: docs/measure.md."""
-
 
 def run(argv: list[str]) -> int:
-    """Measure with one process, with ``--ranks N`` of them, or with those of a launcher, and write the profile."""
-    if not argv or {"-h", "--help"}.intersection(argv):
-        print(USAGE)
-        return 0
+    """Measure with one process, with several, or with those of a launcher, and write the profile."""
     ranks, argv = take_option(argv, "--ranks", int)
     if len(argv) != 1 or argv[0].startswith("-"):
         raise ConfigError(

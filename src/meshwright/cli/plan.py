@@ -1,4 +1,6 @@
-"""``meshwright plan``: what a config becomes on a mesh of any size, without process group, GPU or data."""
+"""``meshwright plan [CONFIG.toml | RUN] [--gpus 64 --gpu h100] [--key=value …]``: show what a config becomes on a
+mesh of any size, without process group, GPU or data.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""``meshwright rehearse CONFIG --gpus 512 --rank 37``: real steps of one rank of a run, on one device."""
+"""``meshwright rehearse [CONFIG.toml | RUN] [--gpus 512] --rank 37|--each-kind [--key=value …]``: take real steps of
+one rank of a run, on one device.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,7 @@ def run(argv: list[str]) -> int:
     as_json, argv = "--json" in argv, [word for word in argv if word != "--json"]
     file, argv = take_option(argv, "--json", str)
     each, argv = "--each-kind" in argv, [word for word in argv if word != "--each-kind"]
-    if not {"-h", "--help"}.intersection(argv):
-        _check(rank, each=each, numbers={"--gpus": gpus, "--steps": steps, "--per-node": per_node})
+    _check(rank, each=each, numbers={"--gpus": gpus, "--steps": steps, "--per-node": per_node})
     path = _writable(file)
     config = read_config(argv, prog="meshwright rehearse", description=f"{__doc__}\n\n{run.__doc__}")
     if gpus is None and not config.layout.is_resolved:

@@ -1,12 +1,19 @@
-"""``meshwright train``: train a model from a config, or continue a run.
+"""``meshwright train [CONFIG.toml | RUN] [--key=value …]``: train a model from a config, or continue a run.
 
-``--profile 10:13`` is short for --logging.profile, and ``--max-restarts N`` for --process.max-restarts.
-Values of the config that run code (a model's own, a function by its name) need ``--trust``, with each command anew.
+Without CONFIG.toml a small demo is trained. A flag changes a key of the file, as --layout.tp=2 does; RUN continues from
+its last checkpoint. --profile 10:13 is short for --logging.profile, and --max-restarts N for --process.max_restarts.
+Values of the config that run code (a model's own, a function by its name) need --trust, with each command anew.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from .arguments import read_config, take_option
+
+if TYPE_CHECKING:
+    from meshwright.training.config import Config
 
 
 def run(argv: list[str]) -> int:
@@ -18,8 +25,27 @@ def run(argv: list[str]) -> int:
     if steps is not None:
         argv = [*argv, f"--logging.profile={steps}"]
     config = read_config(argv, prog="meshwright train", description=__doc__ or "")
-    from meshwright.distributed.process.world import check_nodes_in_use
+    from meshwright.distributed.process.world import check_nodes_in_use, is_rank_zero
     from meshwright.training.launch import launch
 
     check_nodes_in_use()
+    if is_rank_zero():
+        print(first_line(config), flush=True)
     return launch(config)
+
+
+def first_line(config: Config) -> str:
+    """Return what is known of a run before torch is imported: version, name, processes and folder.
+
+    Raises:
+        ConfigError: the layout does not fit the number of processes.
+    """
+    from meshwright import __version__
+    from meshwright.distributed.process.world import get_world_info
+    from meshwright.training.launch import process_count
+
+    world = get_world_info()[2]
+    count = world if world > 1 else process_count(config)
+    processes = f"{count} process{'es' * (count > 1)}"
+    folder = config.run or f"{Path(config.out) / config.name}-…"
+    return f"meshwright {__version__} · {config.name} · {processes} · {folder}"

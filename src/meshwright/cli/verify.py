@@ -1,25 +1,26 @@
-"""``meshwright verify [config.toml] --layout "dp_shard=2,dp_replicate=2"``: prove that a layout equals one process,
-on this machine.
+"""``meshwright verify [CONFIG.toml | RUN] [--layout "dp_shard=2,dp_replicate=2"] [--key=value …]``: prove that a layout
+equals one process, on this machine.
 
 The model of the config is trained for a few steps by one process with plain torch, and by each layout over local
 processes, from the same weights and the same global batches; losses, norms, activations, gradients and parameters are
-compared in fp64 and fp32. Exit
-status 0: all equal within rounding; 1: a layout differs, and the first place where it does is named.
+compared in fp64 and fp32. Exit status 0: all equal within rounding; 1: a layout differs, and the first place where it
+does is named.
 
-  --layout "axis=size,…"  a layout to verify; may be given several times (default: the config's own)
-  --all [--max-world N]   every layout of the data axes on up to N ranks (default 8)
-  --model package.module:factory   your own model instead of the config's
-  --steps N               optimizer steps (default 3)
-  --dtypes fp64,fp32,bf16 what to compute in (default: fp64 and fp32, and bf16 where the config computes in it; with
-  float8 that or fp32) --shrink                a small model of the same structure: head ratios, ties and norms stay
-  --json                  everything, for machines --trust                 run code that the config names
-  --write-trace FILE      verify nothing: write what one process computes in the first steps of the config, on its own
-  data, for
-                          `meshwright train CONFIG --check-trace FILE` to compare a real run with; --steps is then the
-                          config's
-  --trace-steps N         steps of the trace (default 3)
+  --layout "axis=size,…"   a layout to verify; may be given several times (default: the config's own)
+  --all [--max-world N]    every layout of the data axes on up to N ranks (default 8)
+  --model MODULE:FACTORY   your own model instead of the config's
+  --steps N                optimizer steps (default 3)
+  --dtypes fp64,fp32,bf16  of the computation (default: fp64 and fp32, and bf16 where the config computes in it; with
+                           float8 that or fp32)
+  --shrink                 a small model of the same structure: head ratios, ties and norms stay
+  --json                   everything, for programs
+  --trust                  run code that the config names
+  --write-trace FILE       verify nothing: write the first steps of the config on its own data, as one process computes
+                           them, for 'meshwright train CONFIG --check-trace FILE' to compare a real run with; --steps is
+                           then the config's
+  --trace-steps N          steps of the trace (default 3)
 
-Any flag of ``meshwright train`` may follow, such as --techniques.activation_checkpointing=full.
+Any key of meshwright train may follow, such as --techniques.activation_checkpointing=full.
 """
 
 from __future__ import annotations
@@ -42,9 +43,6 @@ TRACE_STEPS = 3
 
 def run(argv: list[str]) -> int:
     """Verify and print reports; return 0 if all are equal, 1 if one differs, 3 if one is refused and none differs."""
-    if "--help" in argv or "-h" in argv:
-        print(__doc__)
-        return 0
     wanted, argv = _take_all(argv, "--layout")
     max_world, argv = take_option(argv, "--max-world", int)
     trace, argv = take_option(argv, "--write-trace", str)

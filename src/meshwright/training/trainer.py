@@ -34,6 +34,7 @@ from .preference import give_references
 from .run.checkpointing import Checkpointing, Position
 from .run.folder import RunFolder
 from .run.occupancy import occupied
+from .run.request import keep_request
 from .stopping import Interrupted, StopRequest
 from .tracing import TraceCheck
 from .views.display import build_progress
@@ -127,6 +128,7 @@ def _open_folder(run: Run, config: Config, held: ExitStack) -> RunFolder:
         held.enter_context(occupied(folder.path))
         if folder.is_new:
             folder.write_facts(run.config, run.identity, run.plan.to_json(), run.tokenizer)
+            keep_request(folder.path, config)
         elastic.remember("run", str(folder.path.absolute()))
         announce(folder.path)
         return folder

@@ -5,6 +5,7 @@ ConfigError that names the key, the place and the repair.
 """
 
 from .flags import parse_flags
+from .help import keys_text
 from .read import all_set, from_dict, to_dict
 from .schema import field_doc, public_keys
 from .toml import load_toml, to_toml
@@ -15,6 +16,7 @@ __all__ = [
     "field_doc",
     "from_dict",
     "is_unset",
+    "keys_text",
     "load_toml",
     "parse_flags",
     "public_keys",

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from meshwright.core.errors import ConfigError
 
+from .help import keys_text
 from .read import from_dict, plain
 from .schema import field_types, is_section, join, section_of
 from .words import toml_value
@@ -33,6 +34,9 @@ def parse_flags(cls: type[T], args: Sequence[str], *, default: T | None = None, 
         ConfigError: a list's flag is given twice.
         SystemExit: 0 after ``--help``; 2 for an unknown flag or a value of the wrong type, named on standard error.
     """
+    if any(arg in ("-h", "--help") for arg in args):
+        print(f"usage: {prog} [--key=value …]\n\n{description}\n\n{keys_text(cls, default)}")
+        raise SystemExit(0)
     import tyro
 
     flags = [_spelling(arg) for arg in args]
@@ -70,14 +74,13 @@ def _with_sections(config: Any, flags: list[str], prefix: str) -> Any:
     """Build from its defaults each absent optional section that a flag names.
 
     tyro would offer an ``X | None`` that is None as a subcommand; given a value, its keys are flags like any other.
-    --help builds every section, since it lists every key.
     """
     changes = {}
     for name, annotation in field_types(type(config)).items():
         section, value, key = section_of(annotation), getattr(config, name), join(prefix, name)
         if section is None:
             continue
-        if value is None and any(flag in ("-h", "--help") or flag.startswith(f"--{key}.") for flag in flags):
+        if value is None and any(flag.startswith(f"--{key}.") for flag in flags):
             value = section()
         if value is not None:
             changes[name] = _with_sections(value, flags, key)

@@ -27,8 +27,8 @@ IDENTITY = "identity.json"
 
 @dataclass(frozen=True)
 class RunFolder:
-    """``config.toml`` (resolved), ``plan.json``, ``identity.json``, ``metrics.jsonl``, ``checkpoints/``;
-    ``heartbeats/`` while it runs; ``reference/`` of a run on pairs of answers.
+    """``config.toml`` (resolved), ``request.toml`` (as asked for), ``plan.json``, ``identity.json``, ``metrics.jsonl``,
+    ``checkpoints/``; ``heartbeats/`` while it runs; ``reference/`` of a run on pairs of answers.
     """
 
     path: Path

@@ -37,6 +37,24 @@ def occupied(folder: Path) -> Iterator[None]:
             os.close(held)
 
 
+def is_occupied(folder: Path) -> bool:
+    """Return whether a job holds ``folder`` now. Changes nothing.
+
+    If files cannot be locked (some network file systems), the folder counts as held as long as the file is there.
+    """
+    try:
+        file = os.open(folder / NAME, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(file)
+    return False
+
+
 def _take(path: Path) -> int | None:
     end = time.monotonic() + _PATIENCE_SEC
     while True:

@@ -24,6 +24,7 @@ from meshwright.training.preference import where_reference_comes_from
 from meshwright.training.run.checkpointing import Checkpointing, Position
 from meshwright.training.run.folder import RunFolder
 
+from .page.history import SAMPLE
 from .progress import Progress, StepReport
 from .report import ClosingReport
 
@@ -213,6 +214,8 @@ class Teller:
             places=self.trackers.places,
             sample=sample,
         )
+        if sample is not None:
+            self.event(SAMPLE, {"prompt": str(self.config.sample.prompt), "text": sample}, self.at.step)
         self.trackers.close()
         self.progress.close()
         self.say("\n" + report.text())

@@ -1,4 +1,4 @@
 """Show a run as one HTML page: curves, events, config and plan.
 
-The page needs no network and trusts no file. Torch-free.
+The page needs no network and trusts no file.
 """

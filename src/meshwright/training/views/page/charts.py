@@ -8,13 +8,17 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
+from meshwright.core.units import count_text
+
 from .frame import legend
 
-Point = tuple[int, float]
+Point = tuple[float, float]
 
-WIDTH, HEIGHT = 640, 260
-LEFT, RIGHT, TOP, BOTTOM = 64, 28, 12, 28
+WIDTH, HEIGHT = 400, 240
+"""So small that its text can be read where the whole figure is as wide as a phone."""
+LEFT, RIGHT, TOP, BOTTOM = 66, 16, 24, 38
 COLOURS = 8
+BINARY = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 LOG_FROM = 1000.0
 """Positive values that differ by this factor or more are drawn on a logarithmic axis."""
 
@@ -25,6 +29,8 @@ class Curve:
 
     name: str
     points: Sequence[Point]
+    colour: int | None = None
+    """Number of the colour; None: its place in the chart."""
 
 
 @dataclass(frozen=True)
@@ -33,20 +39,22 @@ class Chart:
 
     Attributes:
         marks: (event, steps) that are drawn as vertical lines; "resume" and "skipped" have a style.
-        text: formats a value at the axis and in the hover's text.
+        text: formats a value at the axis.
+        unit: of the values, as it stands beside the axis and behind a value under the pointer.
+        scale: how the script formats values: "", "bytes" or "percent", which have their units with them.
     """
 
     title: str
     curves: Sequence[Curve]
     text: Callable[[float], str]
-    marks: Sequence[tuple[str, Sequence[int]]] = ()
+    marks: Sequence[tuple[str, Sequence[float]]] = ()
     unit: str = ""
-    """For the script that writes values on hover: "", "bytes", "percent" or "seconds"."""
+    scale: str = ""
 
 
 @dataclass(frozen=True)
 class ChartAxis:
-    """Maps values to places; ``ticks`` are the values to write."""
+    """Maps values to places; ``ticks`` are the values to write, each by ``text``, in units of ``title``."""
 
     low: float
     high: float
@@ -54,20 +62,48 @@ class ChartAxis:
     ends: float
     is_log: bool = False
     ticks: Sequence[float] = field(default=())
+    title: str = ""
+    text: Callable[[float], str] = str
 
     def __call__(self, value: float) -> float:
         low, high, here = (math.log10(v) if self.is_log else v for v in (self.low, self.high, value))
         return self.begins + (here - low) / (high - low) * (self.ends - self.begins)
 
 
-def step_axis(charts: Sequence[Chart]) -> ChartAxis:
-    """Build one axis of steps for all charts, so that they can be compared."""
-    steps = [point[0] for chart in charts for curve in chart.curves for point in curve.points]
-    low, high = (min(steps), max(steps)) if steps else (0, 1)
+AXES = ("steps", "tokens", "seconds")
+"""Quantities that curves may be drawn over."""
+_DURATIONS = ((3 * 86_400, 86_400, "days"), (3 * 3600, 3600, "hours"), (180, 60, "minutes"), (0, 1, "seconds"))
+
+
+def common_axis(charts: Sequence[Chart], by: str = "steps") -> ChartAxis:
+    """Build one axis for all charts, so that they can be compared: of steps, tokens or seconds."""
+    places = [point[0] for chart in charts for curve in chart.curves for point in curve.points]
+    low, high = (min(places), max(places)) if places else (0, 1)
     if low == high:
         low, high = low - 1, high + 1
-    ticks = [tick for tick in nice(low, high, 8) if tick == int(tick)]
-    return ChartAxis(low, high, LEFT, WIDTH - RIGHT, ticks=ticks)
+    if by == "tokens":
+        return ChartAxis(
+            low, high, LEFT, WIDTH - RIGHT, ticks=nice(low, high, 4), title="tokens trained on", text=count_text
+        )
+    if by == "seconds":
+        _, size, name = next(row for row in _DURATIONS if high >= row[0])
+        ticks = [tick * size for tick in nice(low / size, high / size, 5)]
+        ticks = [min(max(tick, low), high) for tick in ticks]  # clamped: it rounds
+        return ChartAxis(
+            low,
+            high,
+            LEFT,
+            WIDTH - RIGHT,
+            ticks=ticks,
+            title=f"{name} of training",
+            text=lambda value: f"{value / size:.6g}",
+        )
+    ticks = [tick for tick in nice(low, high, 5) if tick == int(tick)]
+    return ChartAxis(low, high, LEFT, WIDTH - RIGHT, ticks=ticks, title="optimizer steps", text=_steps)
+
+
+def _steps(value: float) -> str:
+    return f"{int(value):,}" if abs(value) < 100_000 else count_text(value)
 
 
 def value_axis(chart: Chart) -> ChartAxis:
@@ -80,7 +116,7 @@ def value_axis(chart: Chart) -> ChartAxis:
         return ChartAxis(low, high, HEIGHT - BOTTOM, TOP, True, ticks)
     room = 0.05 * (high - low) or abs(high) * 0.05 or 1.0
     low, high = low - room, high + room
-    unit = 1024.0 ** int(math.log(high, 1024)) if chart.unit == "bytes" and high > 1 else 1.0
+    unit = 1024.0 ** int(math.log(high, 1024)) if chart.scale == "bytes" and high > 1 else 1.0
     ticks = [min(max(tick * unit, low), high) for tick in nice(low / unit, high / unit, 5)]  # clamped: it rounds
     return ChartAxis(low, high, HEIGHT - BOTTOM, TOP, False, ticks)
 
@@ -89,10 +125,13 @@ def figure(chart: Chart, x: ChartAxis) -> str:
     """Return the chart as an HTML figure, readable without scripts."""
     y = value_axis(chart)
     title = chart.title + (" (logarithmic)" if y.is_log else "")
-    parts = [_grid(x, y, chart.text)]
+    parts = [_grid(x, y, chart)]
     parts += [_mark(what, x(step)) for what, steps in chart.marks for step in steps if x.low <= step <= x.high]
-    parts += [_curve(curve, number % COLOURS, x, y) for number, curve in enumerate(chart.curves)]
-    names = ((number % COLOURS, curve.name) for number, curve in enumerate(chart.curves))
+    colours = [
+        (number if curve.colour is None else curve.colour) % COLOURS for number, curve in enumerate(chart.curves)
+    ]
+    parts += [_curve(curve, colour, x, y) for colour, curve in zip(colours, chart.curves, strict=True)]
+    names = zip(colours, (curve.name for curve in chart.curves), strict=True)
     keys = legend(names) if len(chart.curves) > 1 else ""
     return (
         f'<figure><figcaption>{escape(title)}</figcaption>{keys}<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img"'
@@ -102,16 +141,23 @@ def figure(chart: Chart, x: ChartAxis) -> str:
 
 
 def hover_data(chart: Chart, x: ChartAxis) -> dict[str, Any]:
-    """Return the data that the script shows under the pointer: steps and values as drawn, null if not finite."""
+    """Return the data that the script shows under the pointer: places and values as drawn, null if not finite."""
     curves = [
         {
             "name": curve.name,
-            "steps": [step for step, _ in curve.points],
+            "at": [place for place, _ in curve.points],
             "values": [value if math.isfinite(value) else None for _, value in curve.points],
         }
         for curve in chart.curves
     ]
-    return {"title": chart.title, "unit": chart.unit, "x": [x.low, x.high, x.begins, x.ends], "curves": curves}
+    return {
+        "title": chart.title,
+        "unit": chart.unit,
+        "scale": chart.scale,
+        "by": x.title,
+        "x": [x.low, x.high, x.begins, x.ends],
+        "curves": curves,
+    }
 
 
 def _curve(curve: Curve, colour: int, x: ChartAxis, y: ChartAxis) -> str:
@@ -130,14 +176,44 @@ def _curve(curve: Curve, colour: int, x: ChartAxis, y: ChartAxis) -> str:
     return drawn + (f'<path class="broken" d="{"".join(crosses)}"><title>not finite</title></path>' if crosses else "")
 
 
-def _grid(x: ChartAxis, y: ChartAxis, text: Callable[[float], str]) -> str:
+def _grid(x: ChartAxis, y: ChartAxis, chart: Chart) -> str:
+    unit, labels = _labels(y.ticks, chart)
     rows = "".join(
         f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(v):.1f}" y2="{y(v):.1f}"/>'
-        f'<text class="value" x="{LEFT - 6}" y="{y(v) + 4:.1f}">{escape(text(v))}</text>'
-        for v in y.ticks
+        f'<text class="value" x="{LEFT - 6}" y="{y(v) + 4:.1f}">{escape(label)}</text>'
+        for v, label in zip(y.ticks, labels, strict=True)
     )
-    columns = "".join(f'<text class="step" x="{x(v):.1f}" y="{HEIGHT - 8}">{int(v):,}</text>' for v in x.ticks)
-    return rows + columns
+    bottom = HEIGHT - BOTTOM
+    columns = "".join(
+        f'<text class="step" x="{x(v):.1f}" y="{bottom + 15}">{escape(x.text(v))}</text>' for v in x.ticks
+    )
+    units = f'<text class="unit" x="4" y="12">{escape(unit)}</text>'
+    units += f'<text class="unit along" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 5}">{escape(x.title)}</text>'
+    return rows + columns + units
+
+
+def _labels(values: Sequence[float], chart: Chart) -> tuple[str, list[str]]:
+    """Return the unit of an axis, and its values as text: with as many digits as it takes to tell them apart."""
+    size, unit, letter = 1.0, chart.unit, ""
+    largest = max((abs(value) for value in values), default=0.0)
+    if chart.scale == "bytes":
+        power = min(int(math.log(largest, 1024)), len(BINARY) - 1) if largest > 1 else 0
+        size, unit = 1024.0**power, BINARY[power]
+    elif chart.scale == "percent":
+        size = 0.01
+    else:
+        texts = [chart.text(value) for value in values]
+        if len(set(texts)) == len(texts):
+            return unit, texts
+        if chart.text is count_text and 1000 <= largest < 1e15:
+            power = int(math.log10(largest) / 3)
+            size, letter = 1000.0**power, " KMBT"[power]
+    texts: list[str] = []
+    for digits in range(4, 16):
+        texts = [f"{value / size:.{digits}g}{letter}" for value in values]
+        if len(set(texts)) == len(texts):
+            break
+    return unit, texts
 
 
 def _mark(what: str, place: float) -> str:

@@ -1,9 +1,8 @@
-"""Write a run's page: its curves, events, plan and config in one HTML file."""
+"""Write a run's page: its curves, a text sample, what was set, its events, plan and config in one HTML file."""
 
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Iterable
 from html import escape
@@ -11,110 +10,87 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.core.config import to_dict
-from meshwright.core.errors import ConfigError
-from meshwright.core.units import bytes_text, count_text, duration_text
-from meshwright.planning.plan import Plan
+from meshwright.core.units import bytes_text, duration_text
 from meshwright.training.config import Config
 from meshwright.training.metrics.metrics import NAME
+from meshwright.training.run.request import read_request
 
-from .charts import Chart, Curve, figure, hover_data, step_axis
-from .frame import asset, framed, table, tiles
-from .history import BY_SOURCE, History, read_history, thinned
+from .charts import Chart, common_axis, figure, hover_data
+from .drawing import MOST_POINTS, charts_of_run, quantities
+from .frame import asset, breakable, framed, table, tiles
+from .history import History, read_history
+from .state import RunState, moment, state_of, time_left
 
-MOST_POINTS = 1500
-"""Most points of a curve; a longer one is thinned."""
-MOST_MARKS = 200
-
-COLLECTIVE = ("operation", "axis", "ranks", "unit", "elements", "dtype", "calls")
-"""Head of the table of collectives."""
+OWN = ("run",)
+"""Keys that name the run's own folder and say nothing of its training."""
 
 
-def page(folder: Path, config: Config) -> str:
+def page(folder: Path, config: Config, *, refresh: int = 0) -> str:
     """Return the run in ``folder`` as an HTML page.
+
+    Args:
+        refresh: seconds after which a browser reads the file again; 0: never.
 
     Raises:
         IntegrityError: a line of its metrics was not written by meshwright.
     """
+    from .plan_section import plan_section  # it imports torch, which a comparison of runs does without
+
     history = read_history(folder / NAME)
-    charts = _charts(history)
-    x = step_axis(charts)
+    state = state_of(folder, config, history)
+    charts = charts_of_run(history)
+    curves, data = curves_section(charts, "steps")
+    again = f" · this page is read again every {refresh} s" if refresh else ""
+    body = [
+        f"<h1>{breakable(config.name)}</h1>",
+        f'<p class="state {state.word}">{escape(f"{state}{again}")}</p>',
+        f'<p class="soft path">{breakable(str(folder))}<br/>read on {time.strftime("%Y-%m-%d %H:%M:%S")}</p>',
+        _tiles(history, state),
+        *_notes(history),
+        curves,
+        _sample(history),
+        _changed(read_request(folder) or config),
+        _events(history),
+        plan_section(folder),
+        _config(config),
+    ]
+    return framed(config.name, [*body, TIP], script=asset("page.js"), data=data, refresh=refresh)
+
+
+MARKS = {"resume": "dashed, the run was continued there", "skipped": "dotted, a step was skipped"}
+"""Kind of a mark -> how it looks, and what it means."""
+TIP = '<div id="tip" hidden=""></div>'
+
+
+def curves_section(charts: list[Chart], by: str) -> tuple[str, str]:
+    """Return figures on one axis as HTML, and the data for the script as JSON."""
+    x = common_axis(charts, by)
     drawn = (
         f'<div class="charts">{"".join(figure(chart, x) for chart in charts)}</div>'
         if charts
         else "<p>No step was taken yet.</p>"
     )
-    body = [
-        f"<h1>{escape(config.name)}</h1>",
-        f'<p class="soft path">{escape(str(folder))} · read on {time.strftime("%Y-%m-%d %H:%M")}</p>',
-        _tiles(history, config),
-        *_notes(history),
-        f"<h2>Curves</h2>{drawn}",
-        _events(history),
-        _plan(folder),
-        _config(config),
-    ]
     data = json.dumps([hover_data(chart, x) for chart in charts], allow_nan=False)
-    return framed(config.name, [*body, '<div id="tip" hidden=""></div>'], script=asset("page.js"), data=data)
+    kinds = {kind for chart in charts for kind, steps in chart.marks if steps}
+    lines = "; ".join(MARKS[kind] for kind in sorted(kinds & set(MARKS)))
+    note = f'<p class="soft">Vertical lines: {lines}.</p>' if lines else ""
+    return f"<h2>Curves</h2>{note}{drawn}", data
 
 
-def _charts(history: History) -> list[Chart]:
-    marks = [
-        (
-            "resume",
-            [event["step"] for event in history.events if event["event"] == "resume" and event["step"] > 0][
-                -MOST_MARKS:
-            ],
-        ),
-        ("skipped", history.rises("skipped")[:MOST_MARKS]),
-    ]
-    by_source = {name: name.removeprefix(BY_SOURCE) for name in history.sources}
-    wanted: list[tuple[str, dict[str, str], Any, str]] = [
-        ("Loss", {"loss": "training", "validation_loss": "validation", **by_source}, _plain, ""),
-        ("Tokens per second", {"tokens_per_second": "tokens/s"}, count_text, ""),
-        ("Memory of rank 0", {"memory_bytes": "memory"}, lambda value: bytes_text(max(0, round(value))), "bytes"),
-        ("Gradient norm", {"grad_norm": "gradient norm"}, _plain, ""),
-        ("Learning rate", {"learning_rate": "learning rate"}, _plain, ""),
-        ("Model FLOPs utilisation", {"mfu": "MFU"}, lambda value: f"{100 * value:.3g} %", "percent"),
-        (
-            "Own time of a step, of all ranks",
-            {"own_time_max": "slowest rank", "own_time_mean": "mean"},
-            lambda v: f"{v:.3g} s",
-            "seconds",
-        ),
-    ]
-    found = []
-    for title, names, text, unit in wanted:
-        curves = [
-            Curve(label, thinned(history.series[name], MOST_POINTS))
-            for name, label in names.items()
-            if name in history.series
-        ]
-        if curves:
-            found.append(Chart(title, curves, text, marks, unit))
-    return found
-
-
-def _plain(value: float) -> str:
-    return f"{value:.4g}"
-
-
-def _tiles(history: History, config: Config) -> str:
-    def figure_of(name: str, text: Any) -> str:
-        value = history.last(name)
-        if value is None:
-            return "–"
-        return text(value) if math.isfinite(value) else str(value)
-
-    begun, ended = history.seconds or (0.0, 0.0)
+def _tiles(history: History, state: RunState) -> str:
+    known = quantities(history)
+    skipped = history.last("skipped")
+    left = time_left(state, history)
     rows = [
-        ("step", f"{history.step:,} of {config.steps:,}"),
-        ("loss", figure_of("loss", _plain)),
-        ("validation loss", figure_of("validation_loss", _plain)),
-        ("tokens", figure_of("tokens", count_text)),
-        ("tokens/s", figure_of("tokens_per_second", count_text)),
-        ("memory of rank 0", figure_of("memory_bytes", lambda value: bytes_text(max(0, round(value))))),
-        ("steps skipped", figure_of("skipped", lambda value: f"{value:,.0f}")),
-        ("first to last line", duration_text(max(0.0, ended - begun))),
+        ("progress", f"{state.step:,} of {state.steps:,} steps"),
+        ("loss", known["loss"].words(history.last("loss"))),
+        ("validation loss", known["validation_loss"].words(history.last("validation_loss"))),
+        ("trained on", known["tokens"].words(history.last("tokens"))),
+        ("speed", known["tokens_per_second"].words(history.last("tokens_per_second"))),
+        ("memory of rank 0", known["memory_bytes"].words(history.last("memory_bytes"))),
+        ("skipped", "–" if skipped is None else f"{skipped:,.0f} step{'s' * (skipped != 1)}"),
+        ("time of training", duration_text(history.clock.last or 0.0)),
+        *([("time left", left)] if left else []),
     ]
     return tiles(rows)
 
@@ -132,88 +108,79 @@ def _notes(history: History) -> list[str]:
     return [f'<p class="soft">{escape(note)}</p>' for note in notes]
 
 
+def _sample(history: History) -> str:
+    found = history.sample
+    if found is None:
+        return ""
+    given = found.prompt if found.text.startswith(found.prompt) else ""
+    marked = f"<mark>{escape(_printable(given))}</mark>{escape(_printable(found.text[len(given) :]))}"
+    about = (
+        f"Written by the weights of step {found.step:,}; marked: the prompt."
+        if given
+        else (f"Written by the weights of step {found.step:,}.")
+    )
+    return f'<h2>Sample</h2><p class="soft">{about}</p><pre class="sample">{marked}</pre>'
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() or c == "\n" else f"\\x{ord(c):02x}" for c in text.replace("\t", "    "))
+
+
 def _events(history: History) -> str:
     if not history.events:
         return ""
     dropped = f'<p class="soft">{history.dropped:,} earlier ones are in the metrics.</p>' if history.dropped else ""
     rows = [
-        [_moment(event.get("time")), str(event.get("step", "")), str(event["event"]), _details(event)]
+        [moment(event.get("time")), str(event.get("step", "")), str(event["event"]), _details(event)]
         for event in history.events
     ]
-    return f"<h2>Events</h2>{dropped}{table(('time', 'step', 'event', ''), rows)}"
-
-
-def _moment(seconds: object) -> str:
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError, OSError):
-        return ""
+    return f"<h2>Events</h2>{dropped}{table(('time', 'step', 'event', 'details'), rows)}"
 
 
 def _details(event: dict[str, Any]) -> str:
+    """Return an event's values; those of a start are seconds, and those of a memory report bytes."""
     values = {name: value for name, value in event.items() if name not in ("event", "step", "time")}
-    return ", ".join(
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()
-    )[:2000]
+    kind = event["event"]
+    return ", ".join(f"{name} {_value(kind, value)}" for name, value in values.items())[:2000]
 
 
-def _plan(folder: Path) -> str:
-    path = folder / "plan.json"
-    if not path.is_file():
-        return ""
-    try:
-        plan = Plan.from_json(path.read_text(encoding="utf-8", errors="replace"))
-    except ConfigError as error:
-        return f"<details><summary>Plan</summary><p>{escape(f'{path.name} cannot be read: {error}')}</p></details>"
-    p = plan.precision
-    facts = [
-        ("model", plan.model),
-        ("ranks", f"{plan.world} ({plan.device})"),
-        ("mesh", " × ".join(f"{axis}={size}" for axis, size in plan.mesh)),
-        ("data parallel", plan.data.technique),
-        ("dtypes", f"master {p.master}, compute {p.compute}, reduce {p.reduce}, output {p.output or 'as computed'}"),
-        ("activation checkpointing", plan.activation_checkpointing),
-        ("compiled", f"{len(plan.compiled)} modules" if plan.compiled else "nothing"),
-        ("frozen", f"{len(plan.frozen)} parameters" if plan.frozen else "nothing"),
-        *(("note", note) for note in plan.notes),
-    ]
-    parameters = [
-        [
-            row.pattern,
-            str(row.count),
-            "×".join(map(str, row.shape)),
-            row.dtype,
-            ", ".join(f"{axis}: {how}" for axis, how in row.placements),
-        ]
-        for row in plan.parameters
-    ]
-    collectives = [
-        [
-            c.op,
-            c.axis,
-            str(c.ranks),
-            c.unit or "(root)",
-            f"{c.elements:,}",
-            c.dtype,
-            f"{c.calls or 'buckets'} per {c.per}",
-        ]
-        for c in plan.collectives
-    ]
-    return (
-        f"<details open><summary>Plan</summary>{table(('', ''), facts)}"
-        f"<h2>Parameters</h2>{table(('name', 'count', 'shape', 'dtype', 'placement'), parameters)}"
-        f"<h2>Collectives</h2>{table(COLLECTIVE, collectives)}</details>"
-    )
+def _value(kind: object, value: object) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if kind == "startup":
+        return duration_text(value)
+    if kind == "memory":
+        return bytes_text(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _changed(config: Config) -> str:
+    """Return the keys that the user set to other values than the defaults."""
+    rows = [[key, shown, usual] for key, shown, usual in config_rows(config) if shown != usual]
+    if not rows:
+        return '<h2>Set for this run</h2><p class="soft">Nothing: every key has its default.</p>'
+    return f"<h2>Set for this run</h2>{table(('key', 'value', 'default'), rows)}"
 
 
 def _config(config: Config) -> str:
-    rows, usual = dict(_leaves(to_dict(config))), dict(_leaves(to_dict(Config())))
-    cells = [(key, json.dumps(value, ensure_ascii=False, default=str)) for key, value in rows.items()]
-    changed = (usual.get(key) != value for key, value in rows.items())
+    rows = list(config_rows(config))
+    changed = (shown != usual for _, shown, usual in rows)
     return (
-        f'<details open><summary>Config</summary><p class="soft">In bold: what differs from the default.</p>'
-        f"{table(('key', 'value'), cells, changed)}</details>"
+        f'<details><summary>Config</summary><p class="soft">In bold: what differs from the default.</p>'
+        f"{table(('key', 'value'), [row[:2] for row in rows], changed)}</details>"
     )
+
+
+def config_rows(config: Config) -> Iterable[tuple[str, str, str]]:
+    """Yield (key, value, default) of a config as text; a dash where a section is absent."""
+    usual = dict(_leaves(to_dict(Config())))
+    for key, value in _leaves(to_dict(config)):
+        if key not in OWN:
+            yield key, _json(value), _json(usual[key]) if key in usual else "–"
+
+
+def _json(value: Any) -> str:
+    return "none" if value is None else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _leaves(tree: dict[str, Any], path: str = "") -> Iterable[tuple[str, Any]]:

@@ -12,6 +12,12 @@ from typing import Any
 
 from meshwright.training.metrics.metrics import metric_lines
 
+SAMPLE = "sample"
+"""Event that holds a text which the run's model wrote."""
+
+OF_PAIRS = "rewards/margins"
+"""A figure that only runs on pairs of answers have."""
+
 SINGLE = (
     "loss",
     "validation_loss",
@@ -25,6 +31,7 @@ SINGLE = (
     "tokens",
     "skipped",
     "slowest_rank",
+    OF_PAIRS,
 )
 BY_SOURCE = "validation_loss/"
 MOST_SOURCES = 12
@@ -55,6 +62,15 @@ class Series:
         return self.values[-1] if self.values else None
 
 
+@dataclass(frozen=True)
+class TextSample:
+    """A text that the model wrote: the step of its weights, its beginning that was given, and the whole of it."""
+
+    step: int
+    prompt: str
+    text: str
+
+
 @dataclass
 class History:
     """The metrics of a run, without abandoned steps.
@@ -64,6 +80,9 @@ class History:
         events: the last MOST_EVENTS lines without a step's figures; ``dropped`` counts earlier ones.
         left_out: validation sources beyond MOST_SOURCES.
         seconds: Unix time of the first line and of the last.
+        clock: seconds of training at each step that has figures, since the first line; pauses between a stop and the
+            next start, and steps that were abandoned, are left out.
+        sample: the last text that the model wrote.
     """
 
     series: dict[str, Series] = field(default_factory=dict)
@@ -71,6 +90,8 @@ class History:
     dropped: int = 0
     left_out: set[str] = field(default_factory=set)
     seconds: tuple[float, float] | None = None
+    clock: Series = field(default_factory=Series)
+    sample: TextSample | None = None
 
     @property
     def sources(self) -> list[str]:
@@ -101,19 +122,27 @@ def read_history(path: Path) -> History:
     Raises:
         IntegrityError: a line of the file was not written by meshwright.
     """
-    history = History()
+    history, began = History(), 0.0
     for line in metric_lines(path) if path.is_file() else ():
         when, step = _number(line.get("time")), line.get("step")
-        if when is not None and math.isfinite(when):
+        if when is not None and not math.isfinite(when):
+            when = None
+        if when is not None:
+            began = when if history.seconds is None else began
             history.seconds = (history.seconds[0] if history.seconds else when, when)
         if line.get("event") == "resume":
             _forget_after(history, line["step"])
-        if "event" in line:
+            began = began if when is None else when - (history.clock.last or 0.0)
+        if line.get("event") == SAMPLE:
+            history.sample = _sample(line)
+        elif "event" in line:
             history.events.append(line)
             if len(history.events) > MOST_EVENTS:
                 del history.events[0]
                 history.dropped += 1
         elif isinstance(step, int) and 0 <= step < 2**53:
+            if when is not None:
+                history.clock.add(step, max(when - began, history.clock.last or 0.0))
             for name, value in line.items():
                 if (number := _number(value)) is not None and _is_drawn(history, name):
                     history.series.setdefault(name, Series()).add(step, number)
@@ -122,9 +151,18 @@ def read_history(path: Path) -> History:
 
 
 def _forget_after(history: History, step: int) -> None:
-    for series in history.series.values():
+    for series in (*history.series.values(), history.clock):
         series.forget_after(step)
+    if history.sample is not None and history.sample.step > step:
+        history.sample = None
     history.events = [event for event in history.events if event.get("step", 0) <= step]
+
+
+def _sample(line: dict[str, Any]) -> TextSample | None:
+    step, prompt, text = (line.get(name) for name in ("step", "prompt", "text"))
+    if not isinstance(step, int) or not isinstance(text, str):
+        return None
+    return TextSample(step, prompt if isinstance(prompt, str) else "", text)
 
 
 def _is_drawn(history: History, name: str) -> bool:

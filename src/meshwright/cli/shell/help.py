@@ -1,0 +1,116 @@
+"""Write a verb's help: how it is called, what it does, and the keys that it takes, all of them or one section."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import textwrap
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+FLAGS = ("-h", "--help")
+KEYS = "[--key=value …]"
+"""Stands in the usage line of each verb that takes keys of the config."""
+LISTING = ("train", "launch")
+"""Verbs whose help lists every key; of the others, help names the sections."""
+WIDEST, NARROWEST = 100, 40
+
+
+def asked(argv: list[str]) -> bool:
+    """Return whether the words of a verb ask for its help."""
+    return any(word in FLAGS or word.startswith("--help=") for word in argv)
+
+
+def verb_help(verb: str, target: str, argv: list[str]) -> str:
+    """Return the help of a verb, or of the section or key that follows ``--help``.
+
+    Args:
+        verb: as typed.
+        target: module:function of the verb.
+        argv: the words behind the verb. A config file or a run's folder in front adds its values to those shown.
+
+    Raises:
+        ConfigError: no section and no key is called so, or the config cannot be read.
+    """
+    width = min(max(shutil.get_terminal_size().columns, NARROWEST), WIDEST)
+    usage, text = described(verb, target)
+    text = folded(text, width)
+    if KEYS not in usage:
+        return f"usage: {usage}\n\n{text}"
+    from meshwright.core.config import keys_text
+
+    cls, instance = config_of(verb), _given(verb, argv)
+    if wanted := _wanted(argv):
+        return f"usage: {usage}\n\n{keys_text(cls, instance, wanted=wanted, width=width)}"
+    parts = [f"usage: {usage}", text, folded(sections_text(verb, cls), width)]
+    return "\n\n".join([*parts, *([keys_text(cls, instance, width=width)] if verb in LISTING else [])])
+
+
+def described(verb: str, target: str) -> tuple[str, str]:
+    """Return a verb's usage line and the text of its help, from the docstrings of its module and function."""
+    module, _, function = target.partition(":")
+    found = import_module(module)
+    doc = (found.__doc__ or "").strip()
+    head = re.match(r"``(.+?)``:\s*", doc, re.DOTALL)
+    usage = " ".join(head.group(1).split()) if head else f"meshwright {verb} …"
+    text = doc[head.end() :] if head else doc
+    more = getattr(found, function).__doc__ or ""
+    if "``--" in more:
+        text += "\n\n" + "\n".join(line.removeprefix("    ") for line in more.strip().splitlines())
+    return usage, text[:1].upper() + text[1:].replace("``", "").rstrip()
+
+
+def folded(text: str, width: int) -> str:
+    """Fold paragraphs at ``width`` between words; lines that are indented stay as they are."""
+    paragraphs = text.split("\n\n")
+    return "\n\n".join(
+        paragraph
+        if any(line.startswith(" ") for line in paragraph.splitlines())
+        else textwrap.fill(" ".join(paragraph.split()), width, break_long_words=False, break_on_hyphens=False)
+        for paragraph in paragraphs
+    )
+
+
+def sections_text(verb: str, cls: type) -> str:
+    """Return the names of the config's sections, and how to see one."""
+    from meshwright.core.config.schema import sections
+
+    names = [path for path, _ in sections(cls) if path and "." not in path and "[]" not in path]
+    whole = "" if verb in LISTING else "; 'meshwright train --help' lists all keys"
+    return (
+        f"Sections: {', '.join(names)}.\n\n'meshwright {verb} --help layout' prints one section, '--help optimizer.lr'"
+        f" one key{whole}."
+    )
+
+
+def config_of(verb: str) -> type:
+    """Return the config whose keys a verb takes."""
+    if verb == "launch":
+        from meshwright.training.slurm.config import LaunchConfig
+
+        return LaunchConfig
+    from meshwright.training.config import Config
+
+    return Config
+
+
+def _given(verb: str, argv: list[str]) -> Any:
+    """Return the config that stands in front of the flags; None where there is none."""
+    if not argv or argv[0].startswith("-"):
+        return None
+    from meshwright.cli.arguments import config_at
+
+    config = config_at(Path(argv[0]))
+    return config if verb == "launch" else config.without_job()
+
+
+def _wanted(argv: list[str]) -> str:
+    """Return the section or key that follows ``--help``; empty without one."""
+    for place, word in enumerate(argv):
+        if word.startswith("--help="):
+            return word.partition("=")[2]
+        if word in FLAGS:
+            after = argv[place + 1] if place + 1 < len(argv) else ""
+            return after if after.startswith("--") or not after.startswith("-") else ""
+    return ""

@@ -1,0 +1,104 @@
+"""``meshwright compare RUN RUN… [--by steps|tokens|seconds] [--html FILE] [--json]``: lay 2 to 8 runs side by side.
+
+It prints each run's losses, tokens, seconds, speed and layout, and the keys in which their configs differ. A run
+that is being trained is read as it stands.
+
+  --by steps|tokens|seconds   over which the runs are compared: the x axis of curves, and where losses are compared
+                              (default: steps)
+  --html FILE                 draw one page: curves over each other, figures, and what differs
+  --json                      the figures for programs, in nats, tokens, seconds and bytes
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshwright.cli.arguments import open_run, take_option
+from meshwright.core.errors import ConfigError, nearest
+
+from .pages import check_page, write_page
+
+if TYPE_CHECKING:
+    from meshwright.training.views.comparison.runs import ComparedRun
+
+FLAGS = "--by, --html, --json"
+ABOVE = ("state", "steps", "layout")
+"""Figures that stand above the table, where a long one has room."""
+
+
+def run(argv: list[str]) -> int:
+    """Compare runs: print a table or JSON, and write the page."""
+    by, argv = take_option(argv, "--by", str)
+    html, argv = take_option(argv, "--html", Path)
+    as_json, argv = "--json" in argv, [word for word in argv if word != "--json"]
+    if flag := next((word for word in argv if word.startswith("-")), ""):
+        raise ConfigError(f"meshwright compare does not know '{flag}'. Flags: {FLAGS}.")
+    from meshwright.training.views.comparison.page import comparison_page
+    from meshwright.training.views.comparison.table import to_dict
+    from meshwright.training.views.page.charts import AXES
+
+    by = by or "steps"
+    if by not in AXES:
+        raise ConfigError(f"--by = {by!r} is none of {', '.join(AXES)}.{nearest(by, AXES)}")
+    if html is not None:
+        check_page(html)
+    runs = _read(argv)
+    if as_json:
+        print(json.dumps(to_dict(runs, by), indent=1, allow_nan=False))
+    else:
+        _print(runs, by)
+    if html is not None:
+        print(write_page(html, comparison_page(runs, by)), file=sys.stderr if as_json else sys.stdout)
+    return 0
+
+
+def _read(names: list[str]) -> list[ComparedRun]:
+    """Read the runs in the order in which they are named. Raises ConfigError where they cannot be compared."""
+    from meshwright.training.views.comparison.runs import FEWEST, MOST, labels_of, read_run
+
+    if not FEWEST <= len(names) <= MOST:
+        raise ConfigError(
+            f"meshwright compare takes {FEWEST} to {MOST} folders of runs, not {len(names)}: meshwright compare"
+            " runs/demo-… runs/demo-…"
+        )
+    folders = [Path(name).expanduser() for name in names]
+    places = [folder.resolve() for folder in folders]
+    for name, place in zip(names, places, strict=True):
+        if places.count(place) > 1:
+            raise ConfigError(f"{name} is named twice: a run is compared with others")
+    opened = [open_run(str(folder)) for folder in folders]
+    runs = [read_run(*each, label) for each, label in zip(opened, labels_of(folders), strict=True)]
+    if not any(one.history.series for one in runs):
+        raise ConfigError("none of these runs has figures yet: each writes its first line after its first step")
+    return runs
+
+
+def _print(runs: list[ComparedRun], by: str) -> None:
+    """Print the runs with a letter each, their figures, and the keys in which they differ."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from meshwright.training.views.comparison.runs import differences, letter_of
+    from meshwright.training.views.comparison.table import narrowed, rows
+
+    console = Console(highlight=False, soft_wrap=True)
+    letters = [letter_of(number) for number in range(len(runs))]
+    for letter, one in zip(letters, runs, strict=True):
+        note = "" if one.history.series else " (no step was taken yet)"
+        console.print(Text(f"{letter}  {one.folder}: {one.state}{note}, {one.layout}"))
+    figures = [row for row in rows(runs, by) if row[0] not in ABOVE]
+    for title, found in (("figure", narrowed(figures)), ("key", differences(runs))):
+        if not found:
+            console.print(Text("\ntheir configs are the same"))
+            continue
+        shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for head in (title, *letters):
+            shown.add_column(Text(head), overflow="fold")
+        for name, texts in found:
+            shown.add_row(Text(name), *map(Text, texts))
+        console.print()
+        console.print(shown, soft_wrap=False)
