@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -41,8 +41,8 @@ from .optimizer.loss_scale import LossScale
 from .order import Applied, applied
 from .process import agree
 from .step import batch as step_batch
-from .step import documents, generation
-from .step.module import PartsAsModule
+from .step import documents
+from .step.inference import Inference
 from .step.objective import LossFunction
 from .step.opening import StepOpening
 from .step.part import ModelPart
@@ -51,7 +51,7 @@ from .step.runner import runner_of
 from .weights import audit, describe
 
 
-class ParallelModel(PartsAsModule):
+class ParallelModel(Inference):
     """A model laid onto a mesh by a plan, made by ``parallelize``.
 
     Attributes:
@@ -281,50 +281,12 @@ class ParallelModel(PartsAsModule):
             return StepLoss(words[0], tokens, dict(zip(own, words[1:], strict=True)), weight)
         return StepLoss(words[0], tokens, {}, weight, dict(zip(own, words[1:] / (weight or 1.0), strict=True)))
 
-    # --- without gradients
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """Evaluate the average without gradients; then restore each module's mode, and free gathered parameters."""
-        modes = [(module, module.training) for part in self._parts for module in part.module.modules()]
-        for part in self._parts:
-            part.module.eval()
-        try:
-            with torch.no_grad(), self.averaged():
-                yield
-        finally:
-            for module, training in modes:
-                module.training = training
-            for model in self.parts:
-                fully_sharded.reshard(model)
-
     def evaluate(self, batch: step_batch.Batch | Sequence[step_batch.Batch]) -> StepLoss:
         """Compute the loss of a batch (as in ``forward_backward``) without gradients, in evaluation mode."""
         pieces, tokens, weight, _ = self._open_step(batch)
         with self._evaluating():
             total = self._runner.evaluate(pieces)
         return self._of_all_ranks(total / (weight or 1.0), tokens, weight)
-
-    def row_log_probs(self, batch: step_batch.Batch) -> Tensor:
-        """Return the sum of the labels' log-probabilities in each row, (rows,), without gradients (collective).
-
-        Data ranks bring equally many rows. ``PreferenceLoss`` compares with those of the first weights.
-        """
-        named = step_batch.named(batch, self._opening.signature)
-        pieces = self._opening.cut_alike(step_batch.microbatches(named, self.microbatch_rows))  # type: ignore[arg-type]
-        with self._evaluating():
-            return torch.cat([self._runner.row_log_probs(piece) for piece in pieces])
-
-    def generate(
-        self, prompt: Sequence[int], tokens: int, *, temperature: float = 1.0, seed: int = 0, stop: int | None = None
-    ) -> list[int]:
-        """Continue a prompt, on every rank with the same arguments, and return the same ids (see ``generation``)."""
-        options: dict[str, Any] = {"temperature": temperature, "seed": seed, "stop": stop}
-        with self._evaluating():
-            return generation.generate(self._next_logits, prompt, tokens, self.facts.max_seq_len, **options)
-
-    def _next_logits(self, window: Tensor) -> Tensor:
-        return self._runner.logits({"tokens": window})[0, -1]
 
     def expert_load(self) -> list[LayerLoad]:
         """Report the spread of training tokens over layers' experts, if any, since the last call (collective)."""
