@@ -131,14 +131,14 @@ def test_a_run_with_a_base_in_4_bits_is_sampled_by_the_model_that_it_trained(poo
     from transformers import AutoModelForCausalLM
 
     from meshwright.cli.arguments import open_run
-    from meshwright.training.run.sampling import Sampler
+    from meshwright.training.run.opened import Opened
 
     ran = pool.run(Job(shrunk("qlora", files, **{"optimizer.lr": 0.05, "steps": 3})), world=2, timeout=90)[0]
     assert ran.status == 0, ran.error
     words = ["convert", ran.folder, "--to", "merged", tmp_path / "tuned", "--base", files / "model"]
     assert main([str(word) for word in words]) == 0
     merged, base = (AutoModelForCausalLM.from_pretrained(folder) for folder in (tmp_path / "tuned", files / "model"))
-    sampled = Sampler(*open_run(str(ran.folder)), base=files / "model").model
+    sampled = Opened.of_run(*open_run(str(ran.folder)), base=files / "model").model()
     with torch.no_grad():
         logits = [model(input_ids=some_tokens()).logits for model in (merged, base, sampled)]
     assert (logits[0] - logits[1]).abs().max() > 1e-2 and (logits[0] - logits[2]).abs().max() < 1e-5

@@ -15,7 +15,7 @@ from support.families import save_tokenizer, saved, some_tokens
 from meshwright import ConfigError
 from meshwright.checkpoint.tensor_files import INDEX, TensorFiles
 from meshwright.cli.arguments import open_run
-from meshwright.training.run.sampling import Sampler
+from meshwright.training.run.opened import Opened
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def run(told, tmp_path) -> Path:
 
 def ours(run: Path, step: int | None = None) -> torch.Tensor:
     """The logits of a run's model."""
-    model = Sampler(*open_run(str(run)), step).model.parts[0].eval()
+    model = Opened.of_run(*open_run(str(run)), step).model().parts[0].eval()
     with torch.no_grad():
         made = model(some_tokens())
     return made if isinstance(made, torch.Tensor) else made.logits

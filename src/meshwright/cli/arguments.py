@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshwright.core.config import from_dict, load_toml, parse_flags, public_keys
+from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError
 from meshwright.core.files import refuse_links_out
-from meshwright.training.config import Config, check
+from meshwright.training.config import Config, ModelConfig, check
 from meshwright.training.optim.fine_tuning import before_data
 from meshwright.training.run.trust import FLAG as TRUST
 from meshwright.training.run.trust import MODEL_CODE, refuse_code
 from meshwright.training.slurm.config import LaunchConfig, check_job
 from meshwright.training.slurm.job_folder import FOLDER
+
+if TYPE_CHECKING:
+    from meshwright.training.run.opened import Opened
 
 Value = TypeVar("Value")
 AnyConfig = TypeVar("AnyConfig", bound=Config)
@@ -81,6 +85,11 @@ def read_launch(argv: list[str], *, prog: str, description: str) -> LaunchConfig
 def take_trust(argv: list[str]) -> tuple[bool, list[str]]:
     """Split off ``--trust``: return whether it is among the words, and the other words."""
     return TRUST in argv, [word for word in argv if word != TRUST]
+
+
+def take_flag(argv: list[str], name: str) -> tuple[bool, list[str]]:
+    """Split off a switch: return whether it is among the words, and the other words."""
+    return name in argv, [word for word in argv if word != name]
 
 
 def _refuse_code(config: Config, file: str, argv: list[str], trusted: bool) -> None:
@@ -164,3 +173,42 @@ def open_run(path: str, *, trusted: bool = True) -> tuple[Path, Config]:
     if not trusted:
         refuse_code(config, folder / "config.toml", keys=(MODEL_CODE,))
     return folder, config
+
+
+def open_model(
+    path: str,
+    *,
+    step: int | None = None,
+    base: Path | None = None,
+    tokenizer: str | None = None,
+    dtype: str | None = None,
+    trusted: bool = False,
+) -> Opened:
+    """Open the folder of a run, or one with the files of a model of transformers.
+
+    Raises:
+        ConfigError: it is neither, or a flag is for the other kind.
+    """
+    from meshwright.training.run.opened import Opened
+
+    folder = Path(path).expanduser()
+    if (folder / "config.toml").is_file() or not (folder / "config.json").is_file():
+        if folder.is_dir() and not (folder / "config.toml").is_file():
+            raise ConfigError(
+                f"{path} is a folder without a config.toml, so it is no run, and without a config.json, so it is no"
+                f" model of transformers either; give the folder of one of the two"
+            )
+        _refuse_given(path, "the folder of a run", {"--tokenizer": tokenizer, "--dtype": dtype})
+        return Opened.of_run(*open_run(path, trusted=trusted), step, base)
+    _refuse_given(path, "a model of transformers, no run", {"--step": step, "--base": base})
+    config = Config(model=ModelConfig(hf=str(folder), trust_remote_code=trusted))
+    if dtype is not None:
+        precision = replace(config.techniques.precision, master=canonical_dtype(dtype, where="--dtype"))
+        config = replace(config, techniques=replace(config.techniques, precision=precision))
+    return Opened.of_folder(folder, config, tokenizer or "")
+
+
+def _refuse_given(path: str, kind: str, flags: dict[str, object]) -> None:
+    for flag, value in flags.items():
+        if value is not None:
+            raise ConfigError(f"{flag} does not go with {path}, which is {kind}: leave {flag} out")

@@ -141,7 +141,7 @@ def build_feed(config: Config, tokenizer: Tokenizer, rank: int, ranks: int, prog
     parts = parts_of(data)
     if any(part.streaming for part in parts):
         return _streamed(config, parts, tokenizer, rank, ranks, progress)
-    prepared = [_prepare_once_per_node(config, part, tokenizer, progress) for part in parts]
+    prepared = [prepare_once_per_node(config, part, tokenizer, progress) for part in parts]
     opened = agree.together(lambda: _opened(config, parts, prepared, rank, ranks))
     assert opened is not None
     return opened
@@ -173,7 +173,7 @@ def _opened(config: Config, parts: tuple[MixturePart, ...], prepared: list[Prepa
             data.workers,
             skip_unreadable=any(p.on_bad_row == "skip" for p in parts),
         ),
-        tuple(_held_out(config, parts, corpora, stages)),
+        tuple(held_out_of(config, parts, corpora, stages)),
         _identity(parts, prepared, stages),
         _description(parts, corpora, epochs, config),
         tuple(_notes(parts, corpora, data.seq_len)),
@@ -239,7 +239,7 @@ def stages_of(config: Config, parts: tuple[MixturePart, ...]) -> list[Stage]:
     return [Stage(step * config.batch.global_batch, each) for step, each in zip(steps, weights, strict=True)]
 
 
-def _prepare_once_per_node(config: Config, part: MixturePart, tokenizer: Tokenizer, progress: Progress) -> Prepared:
+def prepare_once_per_node(config: Config, part: MixturePart, tokenizer: Tokenizer, progress: Progress) -> Prepared:
     """Prepare a part: one process of each node reads its sources, and the others use the result."""
     first = get_world_info()[1] == 0
     d = config.data
@@ -270,7 +270,7 @@ def _source(part: MixturePart, data: DataConfig) -> str:
     return f"the part '{part.name}' of data.mixture" if data.mixture else f"data.source = {list(part.source)}"
 
 
-def _held_out(
+def held_out_of(
     config: Config, parts: tuple[MixturePart, ...], corpora: list[Corpus], stages: list[Stage]
 ) -> Iterator[HeldOut]:
     """Yield each source's validation rows, in proportion to its last weight, so that the loss is the mixture's."""

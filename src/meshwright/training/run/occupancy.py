@@ -55,6 +55,20 @@ def is_occupied(folder: Path) -> bool:
     return False
 
 
+def held_by(folder: Path) -> str:
+    """Return the job that holds ``folder`` now, in words; "" where none does."""
+    if not is_occupied(folder):
+        return ""
+    try:
+        file = os.open(folder / NAME, os.O_RDONLY)
+    except OSError:
+        return ""
+    try:
+        return _holder(file)
+    finally:
+        os.close(file)
+
+
 def _take(path: Path) -> int | None:
     end = time.monotonic() + _PATIENCE_SEC
     while True:

@@ -1,56 +1,99 @@
-"""Sample text from a run's checkpoint, in one process."""
+"""Write text with an opened model, in one process, as it comes."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import meshwright.checkpoint as checkpoint
-from meshwright.core.devices import local_device
+import psutil
+import torch
+
 from meshwright.data.text.tokenizers import encode_prompt
-from meshwright.distributed.parallelize import parallelize
-from meshwright.introspection.cluster import Cluster
-from meshwright.planning.build import plan as make_plan
-from meshwright.planning.layout import Layout
-from meshwright.planning.techniques import Precision, Techniques
-from meshwright.training.config import Config
-from meshwright.training.model_source import model_source, with_kept_model
-from meshwright.training.tokenizer import own_tokenizer
+from meshwright.data.text.unfolding import Unfolding
+from meshwright.distributed.parallel_model import ParallelModel
 
-from .base import weights_beside_adapters
-from .folder import RunFolder
+from .opened import Opened
+
+PARAMETERS_PER_THREAD = 32_000_000
+"""Below so many, the threads of a product of one token wait for each other longer than they compute."""
+
+Write = Callable[[str], object]
 
 
-class Sampler:
-    """A run's model, read from its latest checkpoint (or that of ``step``) onto this machine's device, in the dtype
-    of its master weights.
+def use_threads(threads: int | None, parameters: int) -> None:
+    """Set torch's number of threads for products of one token.
 
     Args:
-        base: folder of the weights beside which the run's adapters stand.
+        threads: number that the user asks for; None: by the model's size, at most one for each physical core that
+            this process may use, or as ``OMP_NUM_THREADS`` says.
+    """
+    if threads is None and os.environ.get("OMP_NUM_THREADS", "").isdecimal():
+        return
+    torch.set_num_threads(threads if threads is not None else threads_for(parameters))
 
-    Raises:
-        ConfigError: the run has no checkpoint yet, or none of that step; or ``base`` is not of its adapters.
-        IntegrityError: the checkpoint is damaged.
+
+def threads_for(parameters: int) -> int:
+    """Return the number of threads that write with a model of so many parameters."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = min(allowed, psutil.cpu_count(logical=False) or allowed)
+    return max(1, min(cores, parameters // PARAMETERS_PER_THREAD))
+
+
+@dataclass
+class Sampler:
+    """A model that continues texts.
+
+    Attributes:
+        sampling: fields of ``Sampling``.
     """
 
-    def __init__(self, folder: Path, config: Config, step: int | None = None, base: Path | None = None):
-        path = RunFolder(folder).checkpoint(step)
-        weights = weights_beside_adapters(folder, config, base)
-        config = with_kept_model(config, folder)
-        self.tokenizer = own_tokenizer(config, folder)
-        source = model_source(config, self.tokenizer)
-        master = config.techniques.precision.master
-        asked = config.techniques
-        requested = Techniques(
-            precision=Precision(master, master, master), freeze=asked.freeze, quantize_frozen=asked.quantize_frozen
-        )
-        plan = make_plan(source, Layout(dp_shard=1), cluster=Cluster(1, 0, local_device()), techniques=requested)
-        if weights is None and config.model.hf:
-            weights = checkpoint.to_be_loaded
-        self.model = parallelize(source, None, plan=plan, weights=weights)
-        checkpoint.load(self.model, path)
+    opened: Opened
+    model: ParallelModel
+    sampling: dict[str, Any]
 
-    def continue_text(self, prompt: str, tokens: int, *, temperature: float, seed: int) -> str:
-        """Return the prompt and at most ``tokens`` more tokens, up to the end of the document."""
-        ids = [int(i) for i in encode_prompt(self.tokenizer, prompt)]
-        more = self.model.generate(ids, tokens, temperature=temperature, seed=seed, stop=self.tokenizer.end_of_document)
-        return self.tokenizer.decode([*ids, *more])
+    @classmethod
+    def of(cls, opened: Opened, threads: int | None = None, **sampling: Any) -> Sampler:
+        """Read an opened model onto this machine's device."""
+        use_threads(threads, 0)
+        model = opened.model()
+        use_threads(threads, model.facts.numel)
+        return cls(opened, model, sampling)
+
+    def continue_text(self, prompt: str, tokens: int, write: Write) -> None:
+        """Write the prompt and at most ``tokens`` more tokens, up to the end of the document.
+
+        Args:
+            write: called with each part of the text as soon as it is known.
+        """
+        ids = [int(i) for i in encode_prompt(self.opened.tokenizer, prompt)]
+        self.follow(ids, Unfolding(self.opened.tokenizer), tokens, write, shown=ids)
+
+    def follow(
+        self,
+        ids: Sequence[int],
+        text: Unfolding,
+        tokens: int,
+        write: Write,
+        *,
+        shown: Sequence[int] = (),
+        stop: Collection[int] = (),
+    ) -> list[int]:
+        """Write the text that follows ``ids``, and return its ids.
+
+        Args:
+            shown: those of ``ids`` that are written too.
+            stop: ids that end the text, besides the end of a document.
+        """
+
+        def give(part: str) -> None:
+            if part:
+                write(part)
+
+        if len(ids):
+            give(text.more(*shown))
+        stops = {self.opened.tokenizer.end_of_document, *stop}
+        found = self.model.generate(ids, tokens, stop=stops, heard=lambda new: give(text.more(new)), **self.sampling)
+        give(text.rest())
+        return found

@@ -1,0 +1,180 @@
+"""Open a run's checkpoint, or a folder of transformers' files, on any layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import meshwright.checkpoint as checkpoint
+from meshwright.checkpoint.huggingface import pretrained
+from meshwright.checkpoint.tensor_files import holds_weights
+from meshwright.core.dtypes import canonical_dtype
+from meshwright.core.errors import ConfigError
+from meshwright.data import Tokenizer, load_tokenizer
+from meshwright.distributed.parallel_model import ParallelModel
+from meshwright.distributed.parallelize import parallelize, single_process_mesh
+from meshwright.distributed.process.world import get_world_info, ranks_per_node
+from meshwright.distributed.setup import DistributedConfig, choose_backend, init_distributed
+from meshwright.distributed.weights.weights import Weights
+from meshwright.introspection.cluster import Cluster
+from meshwright.introspection.huggingface import CONFIG
+from meshwright.introspection.source import as_module
+from meshwright.planning.build import plan as make_plan
+from meshwright.planning.layout import Layout
+from meshwright.planning.techniques import Precision, Techniques
+from meshwright.training.config import Config
+from meshwright.training.model_source import ModelSource, causal_lm, model_source, with_kept_model
+from meshwright.training.tokenizer import own_tokenizer
+
+from .base import weights_beside_adapters
+from .folder import RunFolder
+from .occupancy import held_by
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model that was trained, and its tokenizer. Ranks get equal ones, and each builds its part of the model.
+
+    Attributes:
+        path: the folder that was opened.
+        config: the run's config; of a folder of transformers' files, one that names it.
+        checkpoint: folder of the run's checkpoint; None: the weights are transformers' files.
+        base: folder of the weights beside which the run's adapters stand.
+        named_tokenizer: tokenizer of a folder that holds none.
+    """
+
+    path: Path
+    config: Config
+    checkpoint: Path | None = None
+    base: Path | None = None
+    named_tokenizer: str = ""
+
+    @classmethod
+    def of_run(cls, folder: Path, config: Config, step: int | None = None, base: Path | None = None) -> Opened:
+        """Open a run's latest checkpoint, or that of ``step``.
+
+        Raises:
+            ConfigError: the run has no checkpoint yet, or none of that step; or ``base`` is not of its adapters.
+        """
+        found = checkpoint_of(folder, config, step)
+        weights_beside_adapters(folder, config, base)
+        return cls(folder, with_kept_model(config, folder), found, base)
+
+    @classmethod
+    def of_folder(cls, folder: Path, config: Config, tokenizer: str = "") -> Opened:
+        """Open a folder with the ``config.json``, weights and tokenizer of a model of transformers.
+
+        Args:
+            config: a config whose ``model.hf`` is that folder, in the dtype to compute in ("auto": as stored).
+
+        Raises:
+            ConfigError: it holds no weights, or no tokenizer and none is named.
+        """
+        if not holds_weights(folder):
+            raise ConfigError(f"{folder} has a {CONFIG} and no weights (model.safetensors): give the folder with both")
+        if not tokenizer and not (folder / "tokenizer.json").is_file():
+            raise ConfigError(
+                f"{folder} holds no tokenizer.json: name the tokenizer that the model was trained with, like"
+                f" --tokenizer bytes, or --tokenizer and a folder"
+            )
+        return cls(folder, config, named_tokenizer=tokenizer)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that the model was trained with."""
+        if self.checkpoint is None:
+            return load_tokenizer(self.named_tokenizer or str(self.path))
+        return own_tokenizer(self.config, self.path)
+
+    @cached_property
+    def source(self) -> ModelSource:
+        """The model, before any weight exists."""
+        if self.checkpoint is None:
+            return replace(causal_lm(self.config), dtype=self.dtype)
+        return model_source(self.config, self.tokenizer)
+
+    @cached_property
+    def dtype(self) -> str:
+        """The dtype of weights and computation, by name."""
+        master = self.config.techniques.precision.master
+        if master != "auto":
+            return canonical_dtype(master, where="--dtype")
+        if self.checkpoint is not None:
+            return "float32"
+        return _stored_dtype(causal_lm(self.config).stored or {})
+
+    @property
+    def words(self) -> str:
+        """The model in words: which step of which run."""
+        return str(self.path) if self.checkpoint is None else f"{self.path}, step {self.step}"
+
+    @property
+    def step(self) -> int | None:
+        """The step of the run's checkpoint."""
+        return None if self.checkpoint is None else int(self.checkpoint.name.removeprefix("step-"))
+
+    def model(self, layout: Layout | None = None) -> ParallelModel:
+        """Lay the model out, and read its weights (collective; under a launcher it brings the ranks up).
+
+        Weights, and what is computed from them, have the master dtype. The default layout is one process.
+
+        Raises:
+            ConfigError, UnsupportedError: the layout does not fit the model.
+            IntegrityError: the checkpoint is damaged.
+        """
+        layout = layout or Layout(dp_shard=1)
+        setup = layout if isinstance(layout, DistributedConfig) else DistributedConfig(**vars(layout))
+        world, device = get_world_info()[2], choose_backend(setup.backend)[1]
+        asked, module = self.config.techniques, as_module(self.source)
+        techniques = Techniques(
+            precision=Precision(self.dtype, self.dtype, self.dtype),
+            freeze=asked.freeze,
+            quantize_frozen=asked.quantize_frozen,
+        )
+        cluster = Cluster(world, ranks_per_node() if world > 1 else 0, device)
+        plan = make_plan(module, setup, cluster=cluster, techniques=techniques)
+        mesh = init_distributed(setup, self.config.seed) if world > 1 else None
+        if mesh is None and plan.data.technique == "fully_shard":
+            mesh = single_process_mesh(plan.device)
+        model = parallelize(module, mesh, plan=plan, weights=self._weights())
+        if self.checkpoint is not None:
+            checkpoint.load(model, self.checkpoint)
+        return model
+
+    def _weights(self) -> Weights | None:
+        if self.checkpoint is None:
+            return pretrained(self.path)
+        weights = weights_beside_adapters(self.path, self.config, self.base)
+        return checkpoint.to_be_loaded if weights is None and self.config.model.hf else weights
+
+
+def checkpoint_of(folder: Path, config: Config, step: int | None) -> Path:
+    """Return the newest complete checkpoint of a run, or that of a step, which a job may be training on.
+
+    Raises:
+        ConfigError: there is none; the text says what the run is about.
+    """
+    run = RunFolder(folder)
+    try:
+        return run.checkpoint(step)
+    except ConfigError as error:
+        raise ConfigError(f"{error}{_why_none(run, config)}") from None
+
+
+def _why_none(run: RunFolder, config: Config) -> str:
+    who, every = held_by(run.path), config.checkpoint.every
+    if who:
+        saves = f"saves every {every} steps and at the end" if every else "saves at its end"
+        return f". The run is being trained by {who} and {saves}: wait for that"
+    if left := run.checkpoints.half_written():
+        return f". {left[-1].name} is what an interrupted save left, and is never read"
+    return ""
+
+
+def _stored_dtype(keys: dict[str, Any]) -> str:
+    """Return the dtype that a model's config.json names, float32 where it names none."""
+    places = keys, keys.get("text_config") or {}
+    named = (place.get(key) for place in places for key in ("dtype", "torch_dtype"))
+    return canonical_dtype(next((name for name in named if name), "float32"), where=f"{CONFIG}: dtype")
