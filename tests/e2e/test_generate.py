@@ -170,6 +170,15 @@ def test_a_run_says_why_it_has_no_checkpoint_yet(ask, run):
     assert status == 2 and f"is being trained by another job (process {os.getpid()} on" in err and "wait" in err
 
 
+def test_a_run_that_is_being_trained_says_which_step_writes(ask, run):
+    with occupied(run):
+        status, out, err = ask("generate", run, "--tokens=2")
+    assert (
+        status == 0 and out.startswith("def ") and err == f"meshwright: {run}, step 2; the run is still being trained\n"
+    )
+    assert ask("generate", run, "--tokens=2") == (0, out, "")
+
+
 def test_a_closed_pipe_and_ctrl_c_end_it_cleanly(environment, run):
     words = [sys.executable, "-m", "meshwright", "generate", str(run), "--tokens=1000000"]
     started = [subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in "ab"]

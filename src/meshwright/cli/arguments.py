@@ -46,7 +46,7 @@ def read_config(argv: list[str], *, prog: str, description: str) -> Config:
         file, argv = argv[0], argv[1:]
         default = config_at(Path(file)).without_job()
         _refuse_code(default, file, argv, trusted)
-    _refuse_unknown_flags(Config, argv)
+    refuse_unknown_flags(Config, argv)
     config = parse_flags(Config, argv, default=_without_other_length(default, argv), prog=prog, description=description)
     check(config)
     _check_run(config.run)
@@ -73,7 +73,7 @@ def read_launch(argv: list[str], *, prog: str, description: str) -> LaunchConfig
         file, argv = argv[0], argv[1:]
         default = config_at(Path(file))
         _refuse_code(default, file, argv, trusted)
-    _refuse_unknown_flags(LaunchConfig, argv)
+    refuse_unknown_flags(LaunchConfig, argv)
     default = _without_other_length(default, argv)
     config = parse_flags(LaunchConfig, argv, default=default, prog=prog, description=description)
     check(config)
@@ -104,7 +104,7 @@ def _check_run(folder: str) -> None:
         refuse_links_out(Path(folder).expanduser(), but=("wandb",))
 
 
-def _refuse_unknown_flags(cls: type[Config], argv: list[str]) -> None:
+def refuse_unknown_flags(cls: type[Any], argv: list[str]) -> None:
     """Report an unknown flag as an unknown key of a file: with the nearest one, or where it belongs."""
     known = [key.partition("[]")[0] for key in public_keys(cls)]
     for word in argv:

@@ -122,7 +122,7 @@ class _Attempts:
         For a worker that died, the error names the step and the module.
         """
         if isinstance(trouble, WorkerFailed):
-            return _for_the_user(trouble)
+            return for_the_user(trouble)
         from .health.postmortem import find_stall, name_of, whereabouts
 
         records = read_all_records(self.pool.folder)
@@ -148,7 +148,7 @@ def _is_worth_a_restart(trouble: WorkerFailed | WorkerDied) -> bool:
     return isinstance(error, RankLost | RankStalled) or not isinstance(error, MeshwrightError | KeyboardInterrupt)
 
 
-def _for_the_user(failure: WorkerFailed) -> MeshwrightError | KeyboardInterrupt:
+def for_the_user(failure: WorkerFailed) -> MeshwrightError | KeyboardInterrupt:
     if isinstance(failure.error, ConfigError | MeshwrightError | KeyboardInterrupt):
         if os.environ.get("MESHWRIGHT_DEBUG"):
             print(failure, file=sys.stderr)

@@ -51,6 +51,10 @@ class Opened:
     base: Path | None = None
     named_tokenizer: str = ""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel to worker processes without what was read."""
+        return type(self), (self.path, self.config, self.checkpoint, self.base, self.named_tokenizer)
+
     @classmethod
     def of_run(cls, folder: Path, config: Config, step: int | None = None, base: Path | None = None) -> Opened:
         """Open a run's latest checkpoint, or that of ``step``.
@@ -114,6 +118,11 @@ class Opened:
     def step(self) -> int | None:
         """The step of the run's checkpoint."""
         return None if self.checkpoint is None else int(self.checkpoint.name.removeprefix("step-"))
+
+    @property
+    def is_being_trained(self) -> bool:
+        """Whether a job trains the run now, so that other checkpoints will follow."""
+        return self.checkpoint is not None and bool(held_by(self.path))
 
     def model(self, layout: Layout | None = None) -> ParallelModel:
         """Lay the model out, and read its weights (collective; under a launcher it brings the ranks up).

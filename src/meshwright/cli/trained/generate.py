@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshwright.cli.arguments import open_model, refuse_rest, take_flag, take_option, take_trust
 from meshwright.core.errors import ConfigError
-
-from .arguments import open_model, refuse_rest, take_flag, take_option, take_trust
 
 if TYPE_CHECKING:
     from meshwright.data.text.chat import ChatTemplate
@@ -83,6 +82,8 @@ def run(argv: list[str]) -> int:
         top_p=1.0 if top_p is None else top_p,
     )
     length = s.tokens if tokens is None else tokens
+    if opened.is_being_trained:
+        print(f"meshwright: {opened.words}; the run is still being trained", file=sys.stderr)
     try:
         if chat is not None:
             _converse(sampler, chat, prompt, length)

@@ -1,0 +1,1 @@
+"""Use a trained model: evaluate it, write with it."""
