@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from meshwright.cli.arguments import open_model, open_run
 from meshwright.data.text.chat import ChatTemplate
 from meshwright.data.text.tokenizers import FileTokenizer
+from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.training.run.conversation import Conversation, ends_of_turn
 from meshwright.training.run.occupancy import occupied
 from meshwright.training.run.opened import Opened
@@ -89,21 +90,37 @@ def test_a_folder_of_transformers_is_continued_as_transformers_does(ask, hf):
     assert (status, err) == (0, "") and expected.startswith(out.rstrip("\n"))
 
 
-def test_a_question_goes_through_the_chat_template_once(ask, hf):
+@pytest.fixture
+def asked(monkeypatch):
+    """The ids that models are asked to continue."""
+    found, generate = [], ParallelModel.generate
+
+    def recorded(model, ids, *words, **options):
+        found.append(list(ids))
+        return generate(model, ids, *words, **options)
+
+    monkeypatch.setattr(ParallelModel, "generate", recorded)
+    return found
+
+
+def test_a_question_goes_through_the_chat_template_once(ask, hf, asked):
     ids = of_template(hf, [{"role": "user", "content": "sum"}])
     expected = FileTokenizer(hf).decode(generated(hf, ids, 10))
     assert ask("generate", hf, "--chat", "--prompt=sum", "--tokens=10", "--temperature=0") == (0, expected + "\n", "")
+    assert asked == [ids]
 
 
-def test_a_conversation_keeps_its_turns(ask, hf, monkeypatch):
-    messages, expected = [], ""
+def test_a_conversation_keeps_its_turns(ask, hf, asked, monkeypatch):
+    messages, expected, prompts = [], "", []
     for question in ("sum", "axis"):
         messages.append({"role": "user", "content": question})
-        answer = FileTokenizer(hf).decode(generated(hf, of_template(hf, messages), 4))
+        prompts.append(of_template(hf, messages))
+        answer = FileTokenizer(hf).decode(generated(hf, prompts[-1], 4))
         messages.append({"role": "assistant", "content": answer})
         expected += answer + "\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO("sum\n\naxis\n/exit\nmore\n"))
     assert ask("generate", hf, "--chat", "--tokens=4", "--temperature=0") == (0, expected, "")
+    assert asked == prompts
 
 
 def test_an_answer_ends_with_its_turn(hf, tmp_path):
