@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOORS = ("meshwright.distributed.parallelizer", "meshwright.distributed.transforms")
-LOOPS = tuple(f"meshwright.integrations.{tool}" for tool in ("transformers", "trl", "accelerate", "fabric"))
+LOOPS = tuple(f"meshwright.integrations.{tool}" for tool in ("transformers", "trl", "accelerate", "fabric", "lm_eval"))
 
 
 def documented() -> dict[str, set[str]]:

@@ -32,6 +32,8 @@ try:
 except ImportError as error:
     raise MissingExtraError("evaluate --tasks", "lm-eval", "eval") from error
 
+__all__ = ["ParallelLM"]
+
 LONGEST = 2048
 """Longest row of a model that states none, as lm-eval takes it."""
 TOKENS = 256
