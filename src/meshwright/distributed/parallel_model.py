@@ -225,7 +225,7 @@ class ParallelModel(Inference):
             if isinstance(batch, Exception):
                 raise batch
             replicated.refuse_other_trained(self.module)
-            named = step_batch.named(batch, self._opening.signature)
+            named = self._opening.named(batch)
             return step_batch.microbatches(named, self.microbatch_rows or self._suggested_rows(named))  # type: ignore[arg-type]
 
         step = self.refer(self._opening.open(bring))

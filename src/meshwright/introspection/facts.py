@@ -16,6 +16,7 @@ from meshwright.core.torch_private import is_persistent
 from meshwright.models.moe import Router
 
 from .blocks import attention_modules, repeated_blocks
+from .images.arguments import ImageArguments
 from .measurements import Measurements, measurements_of, stated
 from .roles.hidden import hidden_matrices
 from .structure.experts import find_stacks
@@ -117,6 +118,11 @@ class ModelFacts:
     def balances_microbatches(self) -> bool:
         """Whether a loss depends on all tokens of a microbatch together."""
         return any(router.sums_batches for router in self.routers) or self.measurements.router_loss() is not None
+
+    @property
+    def images(self) -> ImageArguments | None:
+        """How the model takes images beside tokens; None if it takes none."""
+        return self.measurements.images()
 
     def of_unit(self, unit: str) -> tuple[ParameterFact, ...]:
         """Return the parameters of a block, or (``unit`` = "") those outside every block."""

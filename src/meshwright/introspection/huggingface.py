@@ -1,4 +1,4 @@
-"""Read causal language models of transformers from a folder, a config.json or a config object; download nothing.
+"""Read language models of transformers from a folder, a config.json or a config object; download nothing.
 
 All facts about such a model come from its module and its config; no family is known by name.
 """
@@ -20,7 +20,7 @@ from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError, MissingExtraError, UnsupportedError, nearest
 from meshwright.core.files import inside
 from meshwright.core.imports import quieten_torchao
-from meshwright.introspection.transformers_private import ABOUT_THE_FILE, KERNEL_KEYS
+from meshwright.introspection.transformers_private import ABOUT_THE_FILE, KERNEL_KEYS, has_model
 
 CONFIG = "config.json"
 KEY = "model.hf"
@@ -29,7 +29,7 @@ TRUST = "model.trust_remote_code"
 
 @dataclass(frozen=True)
 class CausalLM:
-    """A causal language model by its config; a call builds it on the device of the context.
+    """A language model by its config, causal or of images and text; a call builds it on the device of the context.
 
     Attributes:
         config: a ``PretrainedConfig``. Its ``dtype`` is that of the stored weights, not that of the model.
@@ -51,9 +51,9 @@ class CausalLM:
         With a cache, transformers neither keeps packed documents apart nor survives recomputation.
 
         Raises:
-            ConfigError: transformers has no causal language model for the config, or its values do not fit together.
+            ConfigError: transformers has no language model for the config, or its values do not fit together.
         """
-        auto = import_transformers().AutoModelForCausalLM
+        auto = self.auto_class
         config = copy.deepcopy(self.config)
         config.get_text_config().use_cache = False
         experts = self.experts or ("eager" if self.dtype == "float64" else "")
@@ -68,6 +68,13 @@ class CausalLM:
             ) from error
 
     @property
+    def auto_class(self) -> Any:
+        """transformers' class that builds the model: of images and text where there is no causal one."""
+        transformers = import_transformers()
+        causal, of_images = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
+        return of_images if takes_images(self.config, causal, of_images) else causal
+
+    @property
     def facts(self) -> dict[str, Any]:
         """The config as JSON values, without keys that describe its file: its writer, and the weights' storage.
 
@@ -75,6 +82,14 @@ class CausalLM:
         """
         values = self.stored or json.loads(self.config.to_json_string(use_diff=False))
         return {key: value for key, value in values.items() if key not in ABOUT_THE_FILE}
+
+
+def takes_images(config: Any, causal: Any, of_images: Any) -> bool:
+    """Return whether transformers builds a model of images and text from a config, and no causal language model."""
+    names = config.auto_map if isinstance(getattr(config, "auto_map", None), dict) else {}
+    if names:  # code beside the config
+        return of_images.__name__ in names and causal.__name__ not in names
+    return has_model(of_images, config) and not has_model(causal, config)
 
 
 def is_config(model: Any) -> bool:

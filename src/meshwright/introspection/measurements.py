@@ -13,6 +13,7 @@ from meshwright.core.record import recall, remember
 
 from .constructor.recording import seeded
 from .hints import NONE, hints_of
+from .images.arguments import ImageArguments
 from .mixing.measure import measure_mixing
 from .mixing.values import Mixing
 from .premises import premises
@@ -109,6 +110,11 @@ class Measurements:
         if model is None:
             raise UnsupportedError("a small copy cannot be made: the model itself is not at hand")
         return self._once(("sample", ranks), lambda: next(iter(samples_of(model, Signature.of(model).takes, ranks))))
+
+    def images(self) -> ImageArguments | None:
+        """Return how the model takes images beside tokens; None if it takes none."""
+        model = self.model
+        return None if model is None else self._once("images", lambda: ImageArguments.of(model))
 
     def weight_readers(self) -> dict[str, str]:
         """Map patterns of linear layers to the code that reads their weights; empty where no copy can be called."""

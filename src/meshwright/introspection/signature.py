@@ -17,8 +17,11 @@ from .wrapped import layers_of_wrapping
 REFERENCE = "reference_log_probs"
 """The key of a batch that a loss of pairs reads, and no model."""
 
-TARGETS = ("labels", "loss_mask", REFERENCE)
-"""Keys of a batch that a loss of logits reads, and not the model."""
+IMAGES_PER_ROW = "images_per_row"
+"""The key of a batch that deals its images to rows, and that no model reads."""
+
+TARGETS = ("labels", "loss_mask", REFERENCE, IMAGES_PER_ROW)
+"""Keys of a batch that are read by a loss of logits, or by what deals rows, and not by the model."""
 
 SPELLINGS = {
     "tokens": ("tokens", "input_ids"),

@@ -48,3 +48,8 @@ def compute_experts_one_by_one(config: Any) -> None:
 def names_to_ignore(model: nn.Module) -> Sequence[str]:
     """Return patterns of names in older files that the model has no tensors for. Waits for: a public list."""
     return getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+
+
+def has_model(auto: Any, config: Any) -> bool:
+    """Return whether an auto class builds a model of a config. Waits for: a public list of what it builds."""
+    return type(config) in auto._model_mapping

@@ -12,7 +12,9 @@ from torch import Tensor
 from meshwright.core.devices import to_device
 from meshwright.core.errors import ConfigError
 from meshwright.core.losses import IGNORED
-from meshwright.introspection.signature import SPELLINGS, Signature
+from meshwright.introspection.images.arguments import IMAGE_KEYS, ImageArguments
+from meshwright.introspection.images.dealing import counted, rows_of
+from meshwright.introspection.signature import IMAGES_PER_ROW, SPELLINGS, Signature
 
 Batch = Mapping[str, Tensor]
 Brought = Batch | Sequence[Batch] | Exception
@@ -37,14 +39,18 @@ def targets_of(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor | Non
     return to_device(labels_of(batch), device), None if weights is None else to_device(weights, device)
 
 
-def named(batch: Brought, signature: Signature) -> Brought:
-    """Return a batch, or microbatches, with tokens under ``tokens`` where they stand under the model's name."""
+def named(batch: Brought, signature: Signature, images: ImageArguments | None = None) -> Brought:
+    """Return a batch, or microbatches, with tokens under ``tokens`` where they stand under the model's name.
+
+    Args:
+        images: how the model takes images: batches then say how many each row has (``dealing.counted``).
+    """
     name = signature.takes["tokens"]
     if not isinstance(batch, Mapping):
-        return [named(piece, signature) for piece in batch] if isinstance(batch, (list, tuple)) else batch  # type: ignore[return-value]
-    if "tokens" in batch or name not in SPELLINGS["tokens"] or name not in batch:
-        return batch
-    return {("tokens" if key == name else key): value for key, value in batch.items()}
+        return [named(piece, signature, images) for piece in batch] if isinstance(batch, (list, tuple)) else batch  # type: ignore[return-value]
+    if "tokens" not in batch and name in SPELLINGS["tokens"] and name in batch:
+        batch = {("tokens" if key == name else key): value for key, value in batch.items()}
+    return counted(batch, images)
 
 
 def _refuse_others(batch: Batch) -> None:
@@ -57,6 +63,8 @@ def _refuse_others(batch: Batch) -> None:
 def refuse_other_rows(batch: Batch) -> None:
     """Raise ConfigError for values that are no tensors, and for tensors that disagree in their rows."""
     _refuse_others(batch)
+    if IMAGES_PER_ROW in batch:
+        batch = {key: value for key, value in batch.items() if key not in IMAGE_KEYS}
     if len({value.shape[:1] for value in batch.values()}) > 1 or any(not value.dim() for value in batch.values()):
         shapes = ", ".join(f"{key} {tuple(value.shape)}" for key, value in batch.items())
         raise ConfigError(
@@ -88,8 +96,9 @@ def check(
         raise ConfigError(f"batch['labels'] has shape {tuple(labels.shape)}, but {of} have {tuple(batch[of].shape)}")
     if (mask := batch.get("loss_mask")) is not None and mask.shape != labels.shape:
         raise ConfigError(f"batch['loss_mask'] has shape {tuple(mask.shape)}, but labels have {tuple(labels.shape)}")
+    of_images = (IMAGES_PER_ROW,) if "pixel_values" in signature.arguments else ()
     for key in batch:
-        if key not in ("labels", "loss_mask", *SPELLINGS) and key not in signature.arguments:
+        if key not in ("labels", "loss_mask", *SPELLINGS, *of_images) and key not in signature.arguments:
             raise ConfigError(
                 f"batch['{key}'] is not an argument of the model's forward{signature.arguments} and not a key that"
                 f" meshwright knows"
@@ -211,7 +220,7 @@ def microbatches(batch: Batch | Sequence[Batch], rows: int) -> list[Batch]:
     if not rows or total <= rows:
         return [batch]
     refuse_other_rows(batch)
-    return [{key: value[start : start + rows] for key, value in batch.items()} for start in range(0, total, rows)]
+    return [rows_of(batch, start, start + rows) for start in range(0, total, rows)]
 
 
 def _words(batch: object) -> str:
@@ -226,7 +235,8 @@ def fingerprint(pieces: list[Batch]) -> int:
     """Return a number that batches with other tokens (or tensors, without any) almost never share: a CRC of them."""
     value = 0
     for piece in pieces:
-        for tensor in [piece["tokens"]] if "tokens" in piece else [piece[key] for key in sorted(piece)]:
+        keys = ["tokens", *(key for key in IMAGE_KEYS if key in piece)] if "tokens" in piece else sorted(piece)
+        for tensor in [piece[key] for key in keys]:
             value = zlib.crc32(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes(), value)
     return value
 

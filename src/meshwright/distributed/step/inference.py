@@ -51,7 +51,7 @@ class Inference(PartsAsModule):
 
         Data ranks bring equally many rows. ``PreferenceLoss`` compares with those of the first weights.
         """
-        named = step_batch.named(batch, self._opening.signature)
+        named = self._opening.named(batch)
         pieces = self._opening.cut_alike(step_batch.microbatches(named, self.microbatch_rows))  # type: ignore[arg-type]
         with self._evaluating():
             return torch.cat([self._runner.row_log_probs(piece) for piece in pieces])
@@ -81,4 +81,4 @@ class Inference(PartsAsModule):
     def logits(self, batch: step_batch.Batch) -> Tensor:
         """Return the logits of whole rows, (rows, seq, vocabulary), on all ranks that have these rows (collective)."""
         with self._evaluating():
-            return self._runner.logits(step_batch.named(batch, self._opening.signature))  # type: ignore[arg-type]
+            return self._runner.logits(self._opening.named(batch))  # type: ignore[arg-type]

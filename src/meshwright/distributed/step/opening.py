@@ -62,6 +62,10 @@ class StepOpening:
         if self.counts_routed and not self.needs_tokens:
             self.needs_tokens = "the routers' loss"
 
+    def named(self, batch: step_batch.Brought) -> step_batch.Brought:
+        """Return a batch, or microbatches, under the keys of this library, with its images counted by rows."""
+        return step_batch.named(batch, self.signature, self.facts.images)
+
     def open(self, bring: Callable[[], list[step_batch.Batch]]) -> OpenedStep:
         """Check batches, agree, and count tokens that have a loss, their weight, and tokens that are no padding.
 
