@@ -1,16 +1,20 @@
 """Models of images and text on layouts: equal to one process of plain torch, in fp64, images dealt by rows."""
 
 import functools
+from contextlib import nullcontext
 
 import pytest
 import torch
+from support.laid_out import assert_estimated, counted, estimated
 from support.oracle import relative_errors
-from support.pictures import FAMILIES, ROWS, one_process, plain, rows_of_step, together
+from support.pictures import FAMILIES, ROWS, SEQ, one_process, plain, rows_of_step, together
 
 import meshwright
 from meshwright.distributed.mesh import data_position
+from meshwright.distributed.process.wire import WireCounter
 from meshwright.distributed.weights.wholes import whole_on_first
 from meshwright.planning.layout import Layout
+from meshwright.planning.values import Batch
 
 STEPS, BOUND = 2, 1e-6
 """The towers and the text models compute norms and rotary tables in float32."""
@@ -55,3 +59,112 @@ def assert_equal(found, wanted, bound=BOUND):
 def test_ranks_and_microbatches_without_images(spmd, family):
     found = spmd(2, trained, family, {"dp_shard": 2}, ROWS, 1, {})[0]
     assert_equal(found, oracle(family))
+
+
+LAYOUTS = {
+    "tp 2": (2, {"dp_shard": 1, "tp": 2}, {}),
+    "tp 2, whole sequences": (2, {"dp_shard": 1, "tp": 2}, {"sequence_parallel": False}),
+    "pp 2": (2, {"dp_shard": 1, "pp": 2}, {}),
+    "dp_shard 2, tp 2": (4, {"dp_shard": 2, "tp": 2}, {}),
+    "dp_shard 2, pp 2": (4, {"dp_shard": 2, "pp": 2}, {}),
+    "HSDP": (4, {"dp_shard": 2, "dp_replicate": 2}, {}),
+    "ddp 2": (2, {"dp_replicate": 2}, {"data_parallel": "ddp"}),
+    "pp 2, tp 2": (4, {"dp_shard": 1, "pp": 2, "tp": 2}, {}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layouts(spmd, family, name):
+    world, sizes, techniques = LAYOUTS[name]
+    found = spmd(world, trained, family, sizes, ROWS, 1, techniques)[0]
+    assert_equal(found, oracle(family))
+
+
+TOWERS = {"llava": "model.vision_tower", "qwen2_5_vl": "model.visual"}
+
+
+@pytest.mark.parametrize("family", TOWERS)
+def test_a_frozen_tower(spmd, family):
+    found = spmd(4, trained, family, {"dp_shard": 2, "tp": 2}, ROWS, 1, {"freeze": [TOWERS[family] + r"\."]})[0]
+    assert_equal(found, oracle(family, ROWS, TOWERS[family]))
+
+
+def test_a_frozen_tower_on_a_first_stage(spmd):
+    found = spmd(2, trained, "smolvlm", {"dp_shard": 1, "pp": 2}, ROWS, 1, {"freeze": [r"model\.vision_model\."]})[0]
+    assert_equal(found, oracle("smolvlm", ROWS, "model.vision_model"))
+
+
+@pytest.mark.parametrize("sizes", [{"dp_shard": 2, "tp": 2}, {"dp_shard": 2, "pp": 2}], ids=["tp", "pp"])
+@pytest.mark.parametrize("images", [(2, 1, 0, 0), (0, 0, 0, 0)], ids=["one rank has all", "none has any"])
+def test_a_rank_without_any_image(spmd, images, sizes):
+    found = spmd(4, trained, "qwen2_5_vl", sizes, images, 1, {})[0]
+    assert_equal(found, oracle("qwen2_5_vl", images))
+
+
+@pytest.mark.parametrize("family", ["llava", "smolvlm"])
+def test_rows_of_images_are_found_by_their_tokens(spmd, family):
+    found = spmd(2, trained, family, {"dp_shard": 2}, ROWS, 1, {}, False)[0]
+    assert_equal(found, oracle(family))
+
+
+def test_several_blocks_in_a_stage_and_the_schedules_of_several_stages(spmd):
+    techniques = {"pipeline_schedule": "interleaved_1f1b"}
+    changes = {"num_hidden_layers": 4}
+    found = spmd(2, trained, "gemma3", {"dp_shard": 1, "pp": 2}, ROWS, 1, techniques, True, changes)[0]
+    assert_equal(found, oracle("gemma3", **changes))
+
+
+def refused(family, sizes, wrong_rank):
+    """The refusal of a step in which one rank's row has an image too few."""
+    laid_out = meshwright.parallelize(plain(family), Layout(**sizes), microbatch_rows=1)
+    rank, _ = data_position(laid_out.mesh)
+    batch = together(family, rows_of_step(family, 0, (1, 1)))
+    if rank == wrong_rank:
+        batch["tokens"][1, 8:12] = 100
+    try:
+        laid_out.forward_backward(batch)
+    except meshwright.ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_row_of_one_rank_is_refused_on_all(spmd):
+    said = spmd(4, refused, "llava", {"dp_shard": 2, "tp": 2}, 1)
+    assert all("row 1 of the batch has 8 image tokens (id 100)" in text for text in said), said
+
+
+def evaluated(family):
+    """The loss of a list of microbatches, under the model's own name for tokens, before and after a step."""
+    techniques = {"precision": {"master": "float64", "compute": "float64"}}
+    laid_out = meshwright.parallelize(plain(family), Layout(dp_shard=1, tp=2), techniques=techniques)
+    rows = rows_of_step(family, 0)
+    pieces = [together(family, rows[:1]), together(family, rows[1:])]
+    pieces = [{("input_ids" if key == "tokens" else key): value for key, value in piece.items()} for piece in pieces]
+    return float(laid_out.evaluate(pieces).loss), float(laid_out.forward_backward(pieces).loss)
+
+
+def test_lists_of_microbatches_and_evaluation(spmd):
+    wanted = oracle("gemma3")[0][0]
+    assert spmd(2, evaluated, "gemma3")[0] == pytest.approx((wanted, wanted), rel=BOUND)
+
+
+def one_step(family, sizes):
+    """What the plan foresees for a step in which every rank has images, and what the second step sends."""
+    laid_out = meshwright.parallelize(plain(family), Layout(**sizes), microbatch_rows=1)
+    optimizer = torch.optim.SGD(laid_out.parameters(), lr=0.1)
+    rank, ranks = data_position(laid_out.mesh)
+    for number in range(2):
+        rows = rows_of_step(family, number, (1, 2, 1, 1))
+        own = len(rows) // ranks
+        with WireCounter() if number else nullcontext() as wire:
+            laid_out.forward_backward(together(family, rows[rank * own : (rank + 1) * own]))
+            laid_out.optimizer_step(optimizer, 1.0)
+    return estimated(laid_out.plan, Batch(4, SEQ, 1)), counted(wire)
+
+
+@pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"dp_shard": 2, "tp": 2}], ids=["dp_shard 2", "dp_shard 2, tp 2"])
+@pytest.mark.parametrize("family", ["smolvlm", "qwen2_5_vl"])  # LLaVA's last layer of the tower gets no gradient
+def test_the_plan_estimates_every_byte_of_steps_with_images(spmd, family, sizes):
+    for planned, sent in spmd(2 * sizes.get("tp", 1), one_step, family, sizes):
+        assert_estimated(planned, sent)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support import pictures
 from support.premises import MODELS
 from torch import nn
 
@@ -46,6 +47,10 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         for name, other in others.items():
             setattr(self, name, other)
+
+
+def of_images() -> nn.Module:
+    return pictures.plain("llava")
 
 
 def plain() -> nn.Module:
@@ -138,6 +143,11 @@ CASES = [
         *("context_companions", CAPPED, Layout(dp_shard=1, cp=2), {}, UnsupportedError),
         "model.moe.capacity_factor = 1.0 with layout.cp = 2: who is over an expert's capacity depends on the whole"
         " sequence, of which a rank has a part.",
+    ),
+    refuse(
+        *("context_companions", of_images, Layout(dp_shard=1, cp=2), {}, UnsupportedError),
+        "layout.cp = 2: LlavaForConditionalGeneration puts the features of a row's images in the places of its image"
+        " tokens, one after the other, before its blocks, and a rank has a part of these places. Set layout.cp = 1",
     ),
     refuse(
         *("experts_companions", STACKED, Layout(dp_shard=1, cp=2, ep=2), {"data_parallel": "ddp"}, UnsupportedError),

@@ -507,12 +507,15 @@ def big_bird() -> nn.Module:
 
 
 def with_a_tower() -> nn.Module:
-    from transformers import LlavaConfig, LlavaForConditionalGeneration
+    from transformers import LlavaNextConfig, LlavaNextForConditionalGeneration
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     text = sizes | {"model_type": "llama", "vocab_size": 96, "num_key_value_heads": 2}
     tower = sizes | {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14}
-    return LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=tower, image_token_index=90))
+    config = LlavaNextConfig(
+        text_config=text, vision_config=tower, image_token_index=90, image_grid_pinpoints=[[28, 28]]
+    )
+    return LlavaNextForConditionalGeneration(config)
 
 
 @pytest.mark.parametrize(
@@ -525,7 +528,7 @@ def with_a_tower() -> nn.Module:
         ),
         (
             with_a_tower,
-            r"the blocks model\.vision_tower\S*layers\.\* of LlavaForConditionalGeneration are not called",
+            r"LlavaNextForConditionalGeneration takes images in a way that is not known here.*model\.vision_tower",
         ),
     ],
 )

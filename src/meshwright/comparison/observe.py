@@ -235,13 +235,17 @@ def _noted(observed: Observed, name: str, part: PartOfModel | None, module: nn.M
 
 @contextmanager
 def observing(
-    *models: nn.Module, opaque: Collection[str] = (), tokens: TokensOfRank = TokensOfRank()
+    *models: nn.Module,
+    opaque: Collection[str] = (),
+    tokens: TokensOfRank = TokensOfRank(),
+    unobserved: Collection[str] = (),
 ) -> Iterator[Observed]:
     """Sketch the outputs of ``models``, a model or parts of one, inside the block.
 
     Args:
         opaque: modules whose inside is not observed.
         tokens: each row's tokens on this rank, where ranks share out sequences.
+        unobserved: modules whose outputs have no dim of rows, and neither have those inside: a tower of images.
 
     A compiled module is observed from outside: hooks on or in the module would be compiled with it, and break its
     graph.
@@ -250,11 +254,18 @@ def observing(
     with ExitStack() as stack:
         stack.enter_context(set_checkpoint_early_stop(False))  # else the module that is recomputed last does not end
         for part, model in enumerate(models):
-            _observe(model, observed, stack, part, opaque)
+            _observe(model, observed, stack, part, opaque, unobserved)
         yield observed
 
 
-def _observe(model: nn.Module, observed: Observed, stack: ExitStack, number: int, opaque: Collection[str]) -> None:
+def _observe(
+    model: nn.Module,
+    observed: Observed,
+    stack: ExitStack,
+    number: int,
+    opaque: Collection[str],
+    unobserved: Collection[str],
+) -> None:
     if not _is_compiled(model):
         stack.callback(model.register_forward_pre_hook(observed.begin, with_kwargs=True).remove)
     ended = [clean(raw) for raw, module in model.named_modules() if getattr(module, "ends_part", False)]
@@ -263,6 +274,8 @@ def _observe(model: nn.Module, observed: Observed, stack: ExitStack, number: int
     for raw, module in model.named_modules():
         name = clean(raw)
         if is_inside(name, (*observed.compiled, *opaque)) or isinstance(module, nn.ModuleList | nn.ModuleDict):
+            continue
+        if any(is_within(name, other) for other in unobserved):
             continue
         if isinstance(module, nn.Identity) and module is not model:
             continue  # it gives what it took: the tensor, and what comes back to it, are another module's

@@ -124,6 +124,15 @@ class ModelFacts:
         """How the model takes images beside tokens; None if it takes none."""
         return self.measurements.images()
 
+    def is_of_images(self, name: str) -> bool:
+        """Return whether a module or parameter is one that batches without images do not use."""
+        return any(is_within(name, module) for module in self.measurements.image_modules())
+
+    @property
+    def token_blocks(self) -> tuple[str, ...]:
+        """Paths of the repeated blocks that every token goes through: those of a vision tower are not among them."""
+        return tuple(block for block in self.blocks if not self.is_of_images(block))
+
     def of_unit(self, unit: str) -> tuple[ParameterFact, ...]:
         """Return the parameters of a block, or (``unit`` = "") those outside every block."""
         if unit:

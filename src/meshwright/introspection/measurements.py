@@ -116,6 +116,15 @@ class Measurements:
         model = self.model
         return None if model is None else self._once("images", lambda: ImageArguments.of(model))
 
+    def image_modules(self) -> tuple[str, ...]:
+        """List the outermost modules that a forward of tokens alone does not call, of a model that takes images."""
+        if self.images() is None:
+            return ()
+        try:
+            return self.sample().of_images
+        except UnsupportedError:
+            return ()
+
     def weight_readers(self) -> dict[str, str]:
         """Map patterns of linear layers to the code that reads their weights; empty where no copy can be called."""
         try:

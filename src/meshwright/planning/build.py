@@ -245,7 +245,7 @@ def _data_plan(
         requested.cpu_offload is True,
         pin_memory=is_accelerator(device),
         gathers_per_step=technique == "fully_shard" and gathers_per_step(requested, layout),
-        idle=_idle(facts) if shares_of(layout).batch_ranks > 1 and layout.pp == 1 else (),
+        idle=_idle(facts, layout) if shares_of(layout).batch_ranks > 1 else (),
         replicates_tokens=technique == "fully_shard" and layout.cp > 1 and requested.zero_stage == 0,
     )
 
@@ -255,13 +255,18 @@ def _without_skipped(facts: ModelFacts, layout: Layout) -> ModelFacts:
     if shares_of(layout).batch_ranks == 1:
         return facts
     idle = set(facts.measurements.premises().idle)
-    skipped = {block for block in facts.blocks if all(p.name in idle for p in facts.of_unit(block))}
+    skipped = {
+        block
+        for block in facts.blocks
+        if facts.is_of_images(block) or all(p.name in idle for p in facts.of_unit(block))
+    }
     return replace(facts, blocks=tuple(block for block in facts.blocks if block not in skipped)) if skipped else facts
 
 
-def _idle(facts: ModelFacts) -> tuple[str, ...]:
-    found = set(facts.measurements.premises().idle)
-    return tuple(p.name for p in facts.parameters if p.trainable and p.name in found)
+def _idle(facts: ModelFacts, layout: Layout) -> tuple[str, ...]:
+    """List the parameters that some ranks may leave without a gradient; in a pipeline, those of images alone."""
+    found = set(facts.measurements.premises().idle) if layout.pp == 1 else set()
+    return tuple(p.name for p in facts.parameters if p.trainable and (p.name in found or facts.is_of_images(p.name)))
 
 
 def _with_pipeline_collectives(facts: ModelFacts, plan: Plan, pipeline: PipelinePlan) -> Plan:

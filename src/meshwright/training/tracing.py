@@ -117,7 +117,8 @@ class TraceCheck:
         model = self.r.model
         context = model.plan.context
         opaque = (*stack_paths(*model.parts), *(() if context is None else context.whole_row_modules))
-        with observing(*model.parts, opaque=opaque, tokens=tokens) as self._observed:
+        of_images = model.facts.measurements.image_modules()
+        with observing(*model.parts, opaque=opaque, tokens=tokens, unobserved=of_images) as self._observed:
             yield
         self._gradients = sketches(
             {name: g for name, p in self.r.model.named_parameters() if (g := p.grad) is not None}

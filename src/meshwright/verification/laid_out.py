@@ -16,6 +16,7 @@ from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.process import agree
 from meshwright.distributed.setup import init_distributed
+from meshwright.introspection.facts import model_facts
 from meshwright.introspection.roles.hidden import hidden_matrices
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.source import as_module
@@ -75,6 +76,10 @@ class LaidOut:
         """Name modules whose output is another's in one process: sums of several layers are reduced at once."""
         return ()
 
+    def of_images(self) -> tuple[str, ...]:
+        """Name modules that compute images, which have no dim of rows."""
+        return model_facts(as_module(self.problem.source())).measurements.image_modules()
+
     def inside_unlike(self) -> tuple[str, ...]:
         """Name modules that compute other tokens or heads inside than one process does, and return the same."""
         return ()
@@ -103,6 +108,9 @@ class Ours(LaidOut):
     def summed_elsewhere(self) -> tuple[str, ...]:
         tensor = self.parallel.plan.tensor
         return () if tensor is None else tuple(path for kind in tensor.kinds for path in kind.summed_outputs())
+
+    def of_images(self) -> tuple[str, ...]:
+        return self.parallel.facts.measurements.image_modules()
 
     def inside_unlike(self) -> tuple[str, ...]:
         context = self.parallel.plan.context

@@ -20,6 +20,7 @@ from meshwright.distributed.experts.routing import count_routed, routed_tokens, 
 from meshwright.distributed.weights.weights import Weights, materialise
 from meshwright.introspection.constructor.recording import STREAM_ELEMENTS, built
 from meshwright.introspection.facts import model_facts
+from meshwright.introspection.images.dealing import rows_of
 from meshwright.introspection.premises.narrowing import narrows
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.source import as_module, builder_of
@@ -79,7 +80,8 @@ class OneProcess:
             generator = torch.Generator(self._device).manual_seed(seed)
             for module in self._computing.modules():
                 module.register_forward_hook(lambda module, args, output: _shaken(output, noise, generator))
-        self._router_loss = model_facts(model).measurements.router_loss()
+        measurements = model_facts(model).measurements
+        self._router_loss, self._of_images = measurements.router_loss(), measurements.image_modules()
         if self._router_loss is not None:
             self._logits = RouterLogits(self._computing, self._router_loss)
 
@@ -109,7 +111,9 @@ class OneProcess:
         needs_loads = self._router_loss is not None or any(r.config.batch_loss for r in self._routers)
         loads, shares = self._loads(batch, replay, microbatches) if needs_loads else ({}, torch.zeros(0))
         watched = (
-            observing(self._computing, opaque=stack_paths(self._computing)) if observe else nullcontext(Observed())
+            observing(self._computing, opaque=stack_paths(self._computing), unobserved=self._of_images)
+            if observe
+            else nullcontext(Observed())
         )
         with watched as observed, noting([self._computing]) as routes:
             for piece in _pieces(batch, self.rows or len(batch["tokens"])):
@@ -262,7 +266,7 @@ def row_losses(model: nn.Module, signature: Signature, batch: Batch, device: tor
 
 def _pieces(batch: Batch, rows: int) -> Iterator[dict[str, Tensor]]:
     for begin in range(0, len(batch["tokens"]), rows):
-        yield {key: value[begin : begin + rows] for key, value in batch.items()}
+        yield rows_of(batch, begin, begin + rows)
 
 
 def _shaken(output: Any, noise: float, generator: torch.Generator) -> Any:

@@ -240,7 +240,7 @@ def candidate(problem: Problem, layout: Layout, parallelize_fn: Parallelize | No
     seen.summed, seen.unlike = laid_out.summed_elsewhere(), laid_out.inside_unlike()
     _sketch_initial(seen, destinations.values(named), laid_out.buffers())
     stacks = stack_paths(*laid_out.models)
-    opaque = (*stacks, *seen.unlike)
+    opaque, of_images = (*stacks, *seen.unlike), laid_out.of_images()
     noted: list[Routes] = []
     tokens: list[TokensOfRank] = []
     for step in range(1, problem.steps + 1):
@@ -248,7 +248,7 @@ def candidate(problem: Problem, layout: Layout, parallelize_fn: Parallelize | No
         mine = share(batch, *laid_out.place)
         tokens.append(laid_out.tokens(mine))
         watched = (
-            observing(*laid_out.models, opaque=opaque, tokens=tokens[-1])
+            observing(*laid_out.models, opaque=opaque, tokens=tokens[-1], unobserved=of_images)
             if watches(problem, step)
             else nullcontext(Observed())
         )

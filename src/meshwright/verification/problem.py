@@ -19,6 +19,9 @@ from meshwright.distributed.optimizer.classes import optimizer_class
 from meshwright.distributed.optimizer.parameter_groups import split_by_role
 from meshwright.introspection.hints import Hinted, Hints
 from meshwright.introspection.huggingface import CausalLM, is_config
+from meshwright.introspection.images.arguments import IMAGE_KEYS
+from meshwright.introspection.images.dealing import rows_of
+from meshwright.introspection.signature import IMAGES_PER_ROW
 from meshwright.introspection.source import with_adapters
 from meshwright.planning.optimizer.kinds import kind_of
 from meshwright.planning.techniques import as_techniques
@@ -173,10 +176,12 @@ class Problem:
     def batch(self, step: int) -> dict[str, Tensor]:
         """Return the global batch of a step; ConfigError where the factory returns no valid batch."""
         batch = dict(self.batches(step))
-        if not {"tokens", "labels"} <= set(batch) or len({len(value) for value in batch.values()}) != 1:
+        apart = IMAGE_KEYS if IMAGES_PER_ROW in batch else ()
+        lengths = {len(value) for key, value in batch.items() if key not in apart}
+        if not {"tokens", "labels"} <= set(batch) or len(lengths) != 1:
             raise ConfigError(
                 f"the batch of step {step} must be a dict of tensors of equal numbers of rows, tokens and labels"
-                f" among them"
+                f" among them; beside {IMAGES_PER_ROW}, (rows,) int64, those of images have one entry for each"
             )
         return batch
 
@@ -222,9 +227,9 @@ def labels_of(batch: Batch) -> Tensor:
 
 
 def share(batch: Batch, rank: int, ranks: int) -> dict[str, Tensor]:
-    """Return the rows of one of ``ranks``."""
+    """Return the rows of one of ``ranks``, with their images."""
     rows = len(batch["tokens"]) // ranks
-    return {key: value[rank * rows : (rank + 1) * rows] for key, value in batch.items()}
+    return rows_of(batch, rank * rows, (rank + 1) * rows)
 
 
 def digests(problem: Problem) -> list[tuple[str, str]]:

@@ -31,6 +31,7 @@ from meshwright.planning.shares import shares_of
 from . import coverage
 from .aspects import sight
 from .aspects.float8 import refuse_unseen
+from .aspects.images import with_images
 from .aspects.random_numbers import Nature, draws, nature, random_differences
 from .aspects.routes import flips
 from .compare import differences, notes
@@ -166,11 +167,11 @@ def _optimizer(techniques: dict[str, Any]) -> str:
 def default_batches(model: Any, world: int) -> RandomBatches:
     """Make random batches that fit a model, with two rows for each rank.
 
-    They fit its vocabulary and its longest sequence, reach beyond its windows, and have documents where it takes
-    them.
+    They fit its vocabulary and its longest sequence, reach beyond its windows, and have documents or images where it
+    takes them.
 
     Raises:
-        ConfigError: the model does not state its number of token ids.
+        ConfigError: the model does not state its number of token ids, or no images can be made for it.
     """
     module = as_module(Problem(model, RandomBatches(1)).source())
     facts = model_facts(module)
@@ -179,9 +180,10 @@ def default_batches(model: Any, world: int) -> RandomBatches:
     takes = Signature.of(module).takes
     wanted = coverage.tokens_wanted(module)
     room = wanted if facts.max_seq_len is None else min(wanted, facts.max_seq_len - GAP - 3)
-    return RandomBatches(
+    plain = RandomBatches(
         facts.vocab_size, 2 * world, max(room, 1), tuple(key for key in ("positions", "document_ids") if takes[key])
     )
+    return with_images(plain, module, facts)
 
 
 def _compared(

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.core.names import clean
-from meshwright.core.torch_private import call_behind_backward
+from meshwright.core.torch_private import call_behind_backward, is_in_backward
 from meshwright.distributed.mesh import data_groups
 from meshwright.distributed.process.agree import word_device
 from meshwright.distributed.torch_private import gathered, has_partial_sums
@@ -54,9 +54,10 @@ class _Usage:
     def agree_behind_backward(self) -> None:
         if not self._is_waiting:
             self._is_waiting = True
-            call_behind_backward(self._agree)
+            call_behind_backward(self.agree)
 
-    def _agree(self) -> None:
+    def agree(self) -> None:
+        """Take the zeros of parameters that no rank used away again (collective)."""
         self._is_waiting = False
         words = torch.tensor(
             [self.used[id(parameter)] for parameter in self.parameters], dtype=torch.int64, device=word_device()
@@ -83,8 +84,10 @@ def _filling(group: Any, parameters: list[Any], usage: _Usage):
                 usage.note(parameter, begins, has_gradient)
                 if not has_gradient and whole is not None:
                     whole.grad = torch.zeros_like(whole)
-            if group.all_reduce_grads:
+            if group.all_reduce_grads and is_in_backward():
                 usage.agree_behind_backward()
         reduce(*unused)
+        if group.reduce_grads and group.all_reduce_grads and not is_in_backward():  # of a pipeline's stage
+            usage.agree()
 
     return post_backward

@@ -22,7 +22,7 @@ from meshwright.introspection.stages.between_blocks import read_outside
 from meshwright.planning.pipeline.plan import PipelinePlan, StagePlan
 
 from .absent import StageIO
-from .split import stage_of
+from .split import arguments_of, stage_of
 
 LARGEST_ERROR = 1e-6
 """Largest relative error, in fp64; models that compute in fp32 inside are not more exact."""
@@ -42,7 +42,7 @@ def prove(facts: ModelFacts, plan: PipelinePlan, ranks: int) -> None:
     small = replace(plan, stages=stages, dtype="float64")
     if small in facts.measurements.proven:
         return
-    for inputs in sample.inputs:
+    for inputs in (*sample.inputs, *filter(None, [sample.pictured])):
         try:
             errors = rehearse(sample.model, small, inputs)
         except Exception as error:
@@ -99,11 +99,11 @@ def _through_stages(model: nn.Module, plan: PipelinePlan, inputs: dict[str, Any]
             defer_linear(module.get_submodule(f"{stage.blocks[0]}.{path}"), transposed, deferred)
     left: list[Tensor] = []
     entered: list[Tensor | None] = []
-    for module, passage in zip(stages, passages, strict=True):
+    for number, (module, passage) in enumerate(zip(stages, passages, strict=True)):
         passage.shape = tuple(next(iter(inputs.values())).shape)
         passage.entering = left[-1].detach().requires_grad_() if left else None
         entered.append(passage.entering)
-        output = module(**inputs)
+        output = module(**arguments_of(number, inputs))
         left.append(_loss_of(output) if module is stages[-1] else _given(passage))
     gradient: Tensor | None = None
     for number in reversed(range(len(stages))):

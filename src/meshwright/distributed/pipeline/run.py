@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ from meshwright.planning.pipeline.schedules.program import (
 from meshwright.planning.plan import Plan
 
 from .messages import Mail, broadcast_object
-from .split import StagePart
+from .split import StagePart, arguments_of
 from .ties import Ties
 
 Take = Callable[[StagePart], Tensor]
@@ -122,11 +123,11 @@ class Pipeline:
         return total
 
     def logits(self, batch: Batch) -> Tensor:
-        return self._from_last(batch, lambda part: logits_of(part.module(**self._inputs(batch))))
+        return self._from_last(batch, lambda part: logits_of(part.module(**self._given(part, batch))))
 
     def row_log_probs(self, batch: Batch) -> Tensor:
         def of(part: StagePart) -> Tensor:
-            forward = lambda: part.module(**self._inputs(batch))  # noqa: E731
+            forward = lambda: part.module(**self._given(part, batch))  # noqa: E731
             return log_probs_of(self._objective, part.model, forward, batch, self.device)
 
         return self._from_last(batch, of)
@@ -188,7 +189,7 @@ class Pipeline:
         result: Tensor | float = 0.0
         left: Tensor | None
         if action.stage < len(self.pipeline.stages) - 1:
-            part.module(**self._inputs(piece))
+            part.module(**self._given(part, piece))
             left = part.passage.leaving
             assert left is not None
             self._check(left, action.stage, piece)
@@ -198,7 +199,7 @@ class Pipeline:
         else:
             assert self._objective is not None
             targets = self._objective.targets(piece, self.device)
-            left = self._objective(lambda: part.module(**self._inputs(piece)), *targets) / weight
+            left = self._objective(lambda: part.module(**self._given(part, piece)), *targets) / weight
             result = left.detach()
         part.passage.entering = part.passage.leaving = None
         if torch.is_grad_enabled():
@@ -270,6 +271,10 @@ class Pipeline:
                 for deferred in self._deferred.values():
                     deferred.forget()
                 raise
+
+    def _given(self, part: StagePart, piece: Batch) -> dict[str, Any]:
+        """Return the arguments of a stage's forward."""
+        return arguments_of(part.stage, self._inputs(piece))
 
     def _finish_forwards(self) -> None:
         self._mail.finish()

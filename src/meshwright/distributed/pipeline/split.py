@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import nn
 
@@ -12,6 +13,7 @@ from meshwright.core.names import clean, is_within, owner
 from meshwright.core.record import remember
 from meshwright.distributed.step.part import ModelPart
 from meshwright.introspection.facts import ModelFacts
+from meshwright.introspection.images.arguments import OF_TOWER
 from meshwright.planning.pipeline.plan import PipelinePlan
 from meshwright.planning.pipeline.stages import facts_of_stage, plan_of_stage
 from meshwright.planning.plan import Plan
@@ -38,6 +40,11 @@ class StagePart(ModelPart):
 
 
 _HOLDERS = (nn.ParameterDict, nn.ParameterList)
+
+
+def arguments_of(stage: int, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a stage's forward: images themselves go to the first alone, which has their modules."""
+    return inputs if not stage else {key: value for key, value in inputs.items() if key not in OF_TOWER}
 
 
 def split(model: nn.Module, plan: Plan, facts: ModelFacts, rank: int) -> list[StagePart]:

@@ -68,11 +68,13 @@ Logits = Literal["whole", "own", "never"]
 
 
 def _performances(sample: Sample) -> Iterator[tuple[dict[str, Any], Logits]]:
-    """Yield the cases to rehearse: every kind of loss, a padding mask, a length that does not divide."""
+    """Yield the cases to rehearse: every kind of loss, a padding mask, a length that does not divide, images."""
     yield sample.inputs[0], "own"
     yield sample.inputs[-1], "whole"
     name, tokens = next(iter(sample.inputs[0].items()))
     yield sample.inputs[0] | {name: tokens[:, :-1]}, "never"
+    if sample.pictured is not None:
+        yield sample.pictured, "own"
 
 
 def _refused(facts: ModelFacts, plan: TensorPlan, why: str) -> str:

@@ -134,7 +134,21 @@ def _narrow_others(config: Any, heads: int, size: int) -> dict[str, int]:
         found |= _scaled(config, counts, heads, of_all) | _scaled(
             config, (prefix + "head_dim", prefix + "v_head_dim"), size, of_head
         )
+    found |= _narrow_sections(config, size)
     return found | _scaled(config, LINEAR_HEADS, heads, of_all) | _scaled(config, LINEAR_SIZES, size, of_head)
+
+
+def _narrow_sections(config: Any, size: int) -> dict[str, Any]:
+    """Shrink the parts of a head that are rotated by positions of their own: by time, height and width."""
+    found: dict[str, Any] = {}
+    for key in ("rope_parameters", "rope_scaling"):
+        value = _own(config, key)
+        sections = value.get("mrope_section") if isinstance(value, dict) else None
+        if isinstance(sections, (list, tuple)) and 1 < len(sections) <= size // 2:
+            part = size // 2 // len(sections)
+            parts = [part] * (len(sections) - 1)
+            found[key] = {**value, "mrope_section": [*parts, size // 2 - sum(parts)]}
+    return found
 
 
 def _scaled(config: Any, names: tuple[str, ...], small: int, large: int) -> dict[str, int]:
@@ -188,6 +202,8 @@ def _value(config: Any, name: str) -> Any:
 def stated_width(model: Any) -> int | None:
     """Return the number of features of the residual stream, where the model's config states it."""
     config = getattr(model, "config", None)
+    if callable(of_text := getattr(config, "get_text_config", None)):
+        config = of_text()  # of a model of images and text, the language model's
     return None if config is None else _get(config, WIDTH)
 
 

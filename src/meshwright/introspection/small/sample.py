@@ -10,21 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.errors import UnsupportedError
-from meshwright.core.names import clean
+from meshwright.core.names import clean, is_within, owner
 from meshwright.core.record import recall, remember
 from meshwright.core.torch_private import resetting
 from meshwright.introspection.blocks import repeated_blocks
 from meshwright.introspection.constructor.meta import on_meta
 from meshwright.introspection.constructor.recording import built
 from meshwright.introspection.hints import Hints, hints_of
-from meshwright.introspection.signature import SWITCHED_OFF, Signature
+from meshwright.introspection.images.arguments import ImageArguments
+from meshwright.introspection.images.examples import length_for, pictured, sizes_of
+from meshwright.introspection.signature import IMAGES_PER_ROW, SWITCHED_OFF, Signature
 from meshwright.introspection.source import builder_of
 from meshwright.introspection.transformers_private import compute_experts_one_by_one
 from meshwright.introspection.wrapped import core_of
 
-from .configs import small_configs
 from .copies import copy_of
 from .grafted import grafted
+from .nested import key_of_text, smaller
 
 ROWS, SEQ = 2, 6
 REPEATED = 16
@@ -42,12 +44,16 @@ class Sample:
         blocks: paths of the sample's repeated blocks.
         inputs: keyword arguments of forwards to watch: plain, and (if the model takes one) with a padding mask.
         heads: ratio of the original model's number of heads to the sample's.
+        pictured: keyword arguments of a forward with images, of a model that takes them; None: none could be made.
+        of_images: paths of the outermost modules that a forward of tokens alone does not call.
     """
 
     model: nn.Module
     blocks: tuple[str, ...]
     inputs: tuple[dict[str, Any], ...]
     heads: int = 1
+    pictured: dict[str, Any] | None = None
+    of_images: tuple[str, ...] = ()
 
     @property
     def repeated(self) -> dict[str, Any]:
@@ -89,13 +95,58 @@ def _sample(made: nn.Module, arguments: dict[str, str | None], heads: int) -> Sa
             parameter.requires_grad_()  # frozen parameters are rehearsed too
     tokens = torch.randint(0, ids_of(made), (ROWS, SEQ), generator=generator)
     tokens[:, -1] = tokens[0, 0]  # an id that occurs twice: its gradients must add up
-    return Sample(made, repeated_blocks(made), tuple(_inputs(made, arguments["tokens"] or "tokens", tokens)), heads)
+    inputs = tuple(_inputs(made, arguments["tokens"] or "tokens", tokens))
+    images = ImageArguments.of(made)
+    if images is None:
+        return Sample(made, repeated_blocks(made), inputs, heads)
+    of_images = uncalled(made, inputs[0])
+    blocks = tuple(path for path in repeated_blocks(made) if not any(is_within(path, own) for own in of_images))
+    return Sample(made, blocks, inputs, heads, _pictured(made, inputs[0], images, generator), of_images)
+
+
+def uncalled(model: nn.Module, inputs: dict[str, Any]) -> tuple[str, ...]:
+    """List the outermost modules with parameters that a forward does not call, nor anything inside them."""
+    called: set[str] = set()
+    handles = [
+        module.register_forward_hook(lambda module, args, output, path=path: called.add(path))
+        for path, module in model.named_modules()
+    ]
+    try:
+        with torch.no_grad():
+            model(**inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    found: list[str] = []
+    for path, module in model.named_modules():
+        is_known = any(is_within(path, other) for other in found)
+        is_called = any(is_within(other, path) for other in called)
+        if not is_known and not is_called and next(module.parameters(), None) is not None:
+            found.append(path)
+    return tuple(clean(path) for path in found)
+
+
+def _pictured(
+    model: nn.Module, inputs: dict[str, Any], images: ImageArguments, generator: torch.Generator
+) -> dict[str, Any] | None:
+    """Return the arguments of a forward of two rows, with two images and one; None where no images can be made."""
+    sizes, counts = sizes_of(model, images), (2, 1)
+    if not sizes:
+        return None
+    name, plain = next(iter(inputs.items()))
+    length = length_for(counts, sizes) + len(plain[0])
+    tokens = torch.randint(0, ids_of(model), (len(counts), length), generator=generator)
+    made = pictured(tokens, counts, images, sizes, generator)
+    del made[IMAGES_PER_ROW]
+    return {name: made.pop("tokens"), **{key: value for key, value in inputs.items() if key != name}, **made}
 
 
 def ids_of(model: nn.Module) -> int:
     """Return the number of token ids that the config states, or that the smallest embedding takes."""
     tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
-    stated = getattr(getattr(model, "config", None), "vocab_size", None)
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if config is not None and key_of_text(config) else config
+    stated = getattr(config, "vocab_size", None)
     return stated if isinstance(stated, int) else min(tables, default=2)
 
 
@@ -118,8 +169,8 @@ def _constructed(
     if config is None:
         return
     names = _names(model)
-    needed = max(2, 1 + max((index for index, _ in kinds_of(model).values()), default=1))
-    for small in small_configs(config, needed, ranks, few_experts=few_experts):
+    needed = max(2, 1 + max((_place_in_stack(model, paths[0]) for _, paths in kinds_of(model).values()), default=1))
+    for small in smaller(config, needed, ranks, few_experts=few_experts):
         try:
             config = small.config
             with on_meta():
@@ -176,6 +227,14 @@ def kinds_of(model: nn.Module) -> dict[tuple, tuple[int, list[str]]]:
         key = (type(block), tuple(sorted((clean(name), tuple(p.shape)) for name, p in block.named_parameters())))
         found.setdefault(key, (index, []))[1].append(path)
     return found
+
+
+def _place_in_stack(model: nn.Module, block: str) -> int:
+    """Return a block's index among all blocks; of a model with a vision tower, among those of its own stack."""
+    blocks = repeated_blocks(model)
+    if not key_of_text(getattr(core_of(model), "config", None)):
+        return blocks.index(block)
+    return [path for path in blocks if owner(path) == owner(block)].index(block)
 
 
 def _copied(model: nn.Module, failed: list[Exception]) -> nn.Module:

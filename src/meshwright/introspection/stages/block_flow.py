@@ -82,18 +82,19 @@ def flow_of(model: nn.Module, measured: Measured) -> Flow:
         linears = tuple(measured.probes[kind.blocks[0]][0].linears.items())
         kinds.append(BlockFlow(kind.blocks, kind.hidden, isinstance(output, tuple), linears))
         width = first.shape[-1]
-    before, behind = _ends(sample.model, sample.blocks, structure.embedding, structure.head, structure.before)
+    apart = (*sample.blocks, *structure.of_images)
+    before, behind = _ends(sample.model, apart, structure.embedding, structure.head, structure.before)
     return Flow(tuple(kinds), before, behind, _real_width(model, sample, width), structure.counts_tokens_behind)
 
 
 def _ends(
-    model: nn.Module, blocks: tuple[str, ...], embedding: str | None, head: str | None, before: tuple[str, ...]
+    model: nn.Module, apart: tuple[str, ...], embedding: str | None, head: str | None, before: tuple[str, ...]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     first: list[str] = []
     last: list[str] = []
     for name, _ in model.named_parameters(remove_duplicate=False):
         path = owner(clean(name))
-        if any(is_within(path, block) for block in blocks):
+        if any(is_within(path, module) for module in apart):
             continue
         (first if path == embedding or (clean(name) in before and path != head) else last).append(path)
     return tuple(dict.fromkeys(first)), tuple(path for path in dict.fromkeys(last) if path not in first)

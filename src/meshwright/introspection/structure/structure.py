@@ -15,7 +15,7 @@ from meshwright.core.names import clean, is_within, pattern
 from meshwright.introspection.blocks import repeated_blocks
 from meshwright.introspection.hints import hints_of
 from meshwright.introspection.outputs import logits_of
-from meshwright.introspection.small.sample import SEQ, Sample, kinds_of
+from meshwright.introspection.small.sample import SEQ, Sample, kinds_of, uncalled
 
 from .adapters import find_others
 from .call import Call
@@ -58,7 +58,7 @@ class Structure:
     """The possible cuts of a model, by the model's paths.
 
     Attributes:
-        blocks: paths of all blocks, in forward order.
+        blocks: paths of all blocks that take tokens, in forward order.
         kinds: kinds of blocks.
         embedding: module that turns token ids into vectors, by rows of a weight; None where none was found.
         embedding_is_hidden: whether the embedding's output is the first block's input, unchanged.
@@ -66,6 +66,7 @@ class Structure:
         before: parameters outside the blocks on which the first block's input depends.
         head: linear layer that returns the logits; None where none was found.
         tail: operations on the logits after the head.
+        of_images: modules before the blocks that a forward of tokens alone does not call, with all inside them.
     """
 
     blocks: tuple[str, ...]
@@ -76,6 +77,7 @@ class Structure:
     before: tuple[str, ...]
     head: str | None
     tail: Tail
+    of_images: tuple[str, ...] = ()
 
     def kind_of(self, block: str) -> BlockKind:
         return next(kind for kind in self.kinds if block in kind.blocks)
@@ -91,10 +93,15 @@ def measure(sample: Sample, model: nn.Module) -> tuple[Structure, Tried]:
     residual = hints_of(model).residual
     runs = [record(sample.model, inputs, list(sample.blocks), wide, residual) for inputs in sample.inputs]
     first_probes, outside = runs[0]
-    paths = {key: paths for key, (_, paths) in _by_layout(model).items()}
+    _refuse_untried(sample, model)
+    blocks = tuple(path for path in repeated_blocks(model) if not _is_of_images(sample, path))
+    paths = {key: [path for path in paths if path in blocks] for key, (_, paths) in _by_layout(model).items()}
     kinds: list[BlockKind] = []
     tried: Tried = []
-    for key, (_, here) in _by_layout(sample.model).items():
+    for key, (_, every) in _by_layout(sample.model).items():
+        here = [path for path in every if path in sample.blocks]
+        if not here:
+            continue
         called = next((path for path in here if all(path in probes for probes, _ in runs)), None)
         if called is None:
             raise UnsupportedError(
@@ -113,18 +120,39 @@ def measure(sample: Sample, model: nn.Module) -> tuple[Structure, Tried]:
     entry = next(iter(first_probes.values())).call
     hidden = entry.tensors[kinds[0].hidden]
     structure = Structure(
-        blocks=repeated_blocks(model),
+        blocks=blocks,
         kinds=tuple(kinds),
         embedding=embedding,
-        embedding_is_hidden=embedding is not None and outside[embedding][0].output is hidden,
+        # images are put between the embedding and the first block
+        embedding_is_hidden=embedding is not None
+        and outside[embedding][0].output is hidden
+        and sample.pictured is None,
         counts_tokens_behind=head is not None and _counts_tokens_behind(sample, head),
         before=tuple(_before(sample, kinds[0].hidden)),
         head=head,
         tail=find_tail(sample.model, head, sample.inputs[0])
         if head is not None
         else Tail(obstacle="no linear layer gives the logits"),
+        of_images=sample.of_images,
     )
     return structure, tried
+
+
+def _is_of_images(sample: Sample, path: str) -> bool:
+    return any(is_within(path, module) for module in sample.of_images)
+
+
+def _refuse_untried(sample: Sample, model: nn.Module) -> None:
+    """Raise UnsupportedError for a model with blocks that made-up images do not reach, so that nothing is proven."""
+    if not sample.of_images:
+        return
+    left = sample.of_images if sample.pictured is None else uncalled(sample.model, sample.pictured)
+    if any(is_within(block, module) for block in repeated_blocks(sample.model) for module in left):
+        raise UnsupportedError(
+            f"{type(model).__name__} takes images in a way that is not known here, so what it computes of them cannot"
+            f" be rehearsed on a small copy: its modules {', '.join(left)} are not called in a forward of"
+            f" token ids alone. Set layout.tp = 1 and layout.pp = 1."
+        )
 
 
 def _by_layout(model: nn.Module) -> dict[tuple, tuple[int, list[str]]]:

@@ -15,7 +15,7 @@ def context_companions(case: Case) -> Found:
     """Refuse techniques and kinds of experts that do not go with rows cut over ranks."""
     kind = case.techniques.context_parallel_method
     if case.layout.cp > 1:
-        refused = [*_encoders(case), *_routers(case)]
+        refused = [*_encoders(case), *_images(case), *_routers(case)]
         yield from refused or _measured(case)
     elif kind != "auto":
         yield ConfigError(
@@ -30,6 +30,15 @@ def _encoders(case: Case) -> Found:
         yield UnsupportedError(
             f"layout.cp = {case.layout.cp}: {case.facts.kind} has an encoder and a decoder, whose rows are two, and one"
             f" of them is cut. Set layout.cp = 1."
+        )
+
+
+def _images(case: Case) -> Found:
+    if case.facts.images is not None:
+        yield UnsupportedError(
+            f"layout.cp = {case.layout.cp}: {case.facts.kind} puts the features of a row's images in the places of its"
+            f" image tokens, one after the other, before its blocks, and a rank has a part of these places. Set"
+            f" layout.cp = 1; layout.tp cuts long rows between the blocks too (techniques.sequence_parallel)."
         )
 
 

@@ -23,13 +23,14 @@ def make_pipeline_plan(
     assert facts.module is not None
     measured = facts.measurements.structure(layout.tp)
     flow = flow_of(facts.module, measured)
-    stages = count_stages(requested, layout.pp, len(facts.blocks))
+    own = measured.structure.blocks
+    stages = count_stages(requested, layout.pp, len(own))
     ranks = _rank_of(requested.pipeline_schedule, layout.pp, stages)
-    cuts = _cuts(facts, flow, requested, stages)
+    cuts = _cuts(facts, own, flow, requested, stages)
     return PipelinePlan(
         ranks=layout.pp,
         schedule=_name(requested.pipeline_schedule),
-        stages=tuple(StagePlan(rank, facts.blocks[start:end]) for rank, (start, end) in zip(ranks, cuts, strict=True)),
+        stages=tuple(StagePlan(rank, own[start:end]) for rank, (start, end) in zip(ranks, cuts, strict=True)),
         kinds=flow.kinds,
         before=flow.before,
         behind=flow.behind,
@@ -37,6 +38,7 @@ def make_pipeline_plan(
         width=flow.width,
         dtype=precision.compute,
         counts_tokens_behind=flow.counts_tokens_behind,
+        of_images=measured.structure.of_images,
     )
 
 
@@ -52,18 +54,21 @@ def _rank_of(request: str, ranks: int, stages: int) -> tuple[int, ...]:
     )
 
 
-def _cuts(facts: ModelFacts, flow: Flow, requested: Techniques, stages: int) -> list[tuple[int, int]]:
-    blocks = len(facts.blocks)
+def _cuts(
+    facts: ModelFacts, own: tuple[str, ...], flow: Flow, requested: Techniques, stages: int
+) -> list[tuple[int, int]]:
+    blocks = len(own)
     if requested.pipeline_cuts:
         return given_cuts(requested.pipeline_cuts, blocks, stages)
     if requested.layers_per_stage:
         size = requested.layers_per_stage
         return [(start, min(start + size, blocks)) for start in range(0, blocks, size)]
-    sizes = [float(sum(p.numel for p in facts.of_unit(block))) for block in facts.blocks]
+    sizes = [float(sum(p.numel for p in facts.of_unit(block))) for block in own]
     before, behind = (
         float(sum(p.numel for p in facts.parameters if any(owner(name) in modules for name in (p.name, *p.aliases))))
         for modules in (flow.before, flow.behind)
     )
+    before += sum(p.numel for p in facts.parameters if facts.is_of_images(p.name))
     return balanced(sizes, stages, head=behind, embedding=before)
 
 

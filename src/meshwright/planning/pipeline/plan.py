@@ -35,6 +35,7 @@ class PipelinePlan:
         width: number of features of the tensor between stages.
         dtype: dtype of the tensor between stages.
         counts_tokens_behind: whether the modules after the blocks cannot take fewer tokens than the sequence has.
+        of_images: modules of images, on the first stage with all inside them.
     """
 
     ranks: int
@@ -47,6 +48,7 @@ class PipelinePlan:
     width: int
     dtype: str
     counts_tokens_behind: bool = False
+    of_images: tuple[str, ...] = ()
 
     @property
     def _is_table(self) -> bool:
@@ -87,6 +89,8 @@ class PipelinePlan:
         """Return whether a stage has the module (or parameter) at ``path``."""
         if any(is_within(path, block) for block in self.blocks):
             return any(is_within(path, block) for block in self.stages[stage].blocks)
+        if any(is_within(path, module) for module in self.of_images):
+            return stage == 0
         ends = ((0, self.before), (len(self.stages) - 1, self.behind))
         return any(stage == number and (path in modules or owner(path) in modules) for number, modules in ends)
 

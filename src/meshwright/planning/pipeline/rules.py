@@ -25,7 +25,7 @@ def pipeline_requested(case: Case) -> Found:
                 f" layout.pp."
             )
         return
-    blocks = len(case.facts.blocks)
+    blocks = len(case.facts.token_blocks)
     if not blocks:
         yield ConfigError(no_blocks(f"layout.pp = {ranks}", case.facts))
         return

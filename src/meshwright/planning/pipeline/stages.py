@@ -94,6 +94,9 @@ def _of_rank(facts: ModelFacts, plan: Plan, rank: int) -> Iterator[Collective]:
         if plan.data.technique == "fully_shard":
             units = _units_of(own, part, shards)
             yield from sharded_units(units, part.data, part.precision, shares, part.experts, postponed=True)
+            idle = sum(p.name in part.data.idle for p in own.parameters if p.trainable)
+            per = "microbatch" if part.data.sync_grad_accum is True else "step"
+            yield from (replace(c, per=per) for c in over_batch(shares, "parameters used", idle, "int64") if idle)
         recomputed = recomputed_in(own.blocks, _sent_again(part))
         if part.tensor is not None:
             dense = without_experts(own, part.experts)

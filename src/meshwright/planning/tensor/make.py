@@ -65,6 +65,7 @@ def make_tensor_plan(
         tied=_other_names(measured, (embedding, head)),
         alike_behind=() if head else tuple(name for name in _outside(measured) if name not in structure.before),
         tail=structure.tail,
+        of_images=structure.of_images,
     )
     if words.own and not given:
         here: dict[str, ModuleKind] = {

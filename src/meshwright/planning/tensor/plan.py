@@ -101,6 +101,7 @@ class TensorPlan:
             the head is whole.
         tail: the model's operations on the logits.
         async_tensor_parallel: whether products overlap with the messages beside them.
+        of_images: modules before the blocks whose parameters, at any depth, all ranks compute with alike.
     """
 
     ranks: int
@@ -119,6 +120,7 @@ class TensorPlan:
     alike_behind: tuple[str, ...] = ()
     tail: Tail = field(default_factory=Tail)
     async_tensor_parallel: bool = False
+    of_images: tuple[str, ...] = ()
 
     @property
     def last_block(self) -> str:
@@ -181,7 +183,7 @@ class TensorPlan:
 
     def is_summed(self, name: str) -> bool:
         """Return whether the ranks' gradients of a whole parameter are partial."""
-        if name in self.before or name in self.alike_behind:
+        if name in self.before or name in self.alike_behind or any(is_within(name, p) for p in self.of_images):
             return False
         if self.sequence_parallel:
             return True

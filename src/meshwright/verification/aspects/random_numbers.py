@@ -134,9 +134,10 @@ def draws(problem: Problem, layout: Layout, parallelize_fn: Parallelize | None =
     """Compute the same rows in training mode on every rank, and return the results by rank. Collective."""
     laid_out = lay_out(problem, layout, parallelize_fn, dropout=True)
     rows = share(problem.batch(0), 0, laid_out.place[1])
-    with observing(*laid_out.models) as observed:
+    of_images = laid_out.of_images()
+    with observing(*laid_out.models, unobserved=of_images) as observed:
         laid_out.forward_backward(rows)
-    with observing(*laid_out.models) as again:
+    with observing(*laid_out.models, unobserved=of_images) as again:
         laid_out.forward_backward(rows)
     mine = Drawn(
         laid_out.place, laid_out.stage, observed.rows()[0], again.rows()[0], observed.shapes, observed.recomputed
