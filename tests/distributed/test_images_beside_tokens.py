@@ -5,9 +5,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.laid_out import assert_estimated, counted, estimated
 from support.oracle import relative_errors
-from support.pictures import FAMILIES, ROWS, SEQ, one_process, plain, rows_of_step, together
+from support.pictures import FAMILIES, ROWS, SEQ, config_of, one_process, plain, rows_of_step, together
 
 import meshwright
 from meshwright.distributed.mesh import data_position
@@ -19,12 +20,13 @@ from meshwright.planning.values import Batch
 STEPS, BOUND = 2, 1e-6
 """The towers and the text models compute norms and rotary tables in float32."""
 
+EXACT = {"precision": {"master": "float64", "compute": "float64"}}
+
 
 def trained(family, sizes, images, rows, techniques, given=True, changes=None):
     """Losses, first gradients and last weights on a layout; each data rank brings its own rows."""
     model = plain(family, **(changes or {}))
-    techniques = {"precision": {"master": "float64", "compute": "float64"}, **techniques}
-    laid_out = meshwright.parallelize(model, Layout(**sizes), techniques=techniques, microbatch_rows=rows)
+    laid_out = meshwright.parallelize(model, Layout(**sizes), techniques=EXACT | techniques, microbatch_rows=rows)
     rank, ranks = data_position(laid_out.mesh)
     trainable = [p for p in laid_out.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trainable, lr=0.1) if trainable else None
@@ -136,8 +138,7 @@ def test_a_row_of_one_rank_is_refused_on_all(spmd):
 
 def evaluated(family):
     """The loss of a list of microbatches, under the model's own name for tokens, before and after a step."""
-    techniques = {"precision": {"master": "float64", "compute": "float64"}}
-    laid_out = meshwright.parallelize(plain(family), Layout(dp_shard=1, tp=2), techniques=techniques)
+    laid_out = meshwright.parallelize(plain(family), Layout(dp_shard=1, tp=2), techniques=EXACT)
     rows = rows_of_step(family, 0)
     pieces = [together(family, rows[:1]), together(family, rows[1:])]
     pieces = [{("input_ids" if key == "tokens" else key): value for key, value in piece.items()} for piece in pieces]
@@ -168,3 +169,42 @@ def one_step(family, sizes):
 def test_the_plan_estimates_every_byte_of_steps_with_images(spmd, family, sizes):
     for planned, sent in spmd(2 * sizes.get("tp", 1), one_step, family, sizes):
         assert_estimated(planned, sent)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_verify_makes_images_itself(pool, family):
+    """By ``meshwright verify``'s own batches, with microbatches and ranks without any image."""
+    report = meshwright.verify(config_of(family), Layout(dp_shard=2), steps=2, dtypes=("float64",), pool=pool)
+    assert report, str(report)
+    assert "pixel_values" in report.coverage
+
+
+def test_adapters_beside_language_blocks(pool):
+    """Beside frozen weights, rows without an image give no gradient to what lies before the first adapter."""
+    adapters = {
+        "rank": 4,
+        "targets": ["language_model.layers.*.self_attn.q_proj", "language_model.layers.*.mlp.down_proj"],
+    }
+    for layout in (Layout(dp_shard=1, tp=2), Layout(dp_shard=1, pp=2)):
+        options = {"steps": 2, "dtypes": ("float64",), "techniques": {"adapters": adapters}}
+        report = meshwright.verify(config_of("llava"), layout, pool=pool, **options)
+        assert report, str(report)
+
+
+def summed(output, batch):
+    return F.cross_entropy(output.logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+
+
+def declared(family):
+    """The first loss of one that is declared, whose declaration is checked on halves of the first batch."""
+    loss = meshwright.Loss(summed, reduction="sum")
+    laid_out = meshwright.parallelize(plain(family), Layout(dp_shard=2), loss_fn=loss, techniques=EXACT)
+    rank, _ = data_position(laid_out.mesh)
+    rows = rows_of_step(family, 0)
+    batch = together(family, rows[2 * rank : 2 * rank + 2])
+    return float(laid_out.forward_backward({key: batch[key] for key in reversed(batch)}).loss)
+
+
+@pytest.mark.parametrize("family", ["llava", "smolvlm"])
+def test_a_declared_loss_is_checked_on_rows_with_their_images(spmd, family):
+    assert spmd(2, declared, family)[0] == pytest.approx(oracle(family)[0][0], rel=BOUND)

@@ -2,13 +2,17 @@
 
 import pytest
 import torch
-from support.pictures import EACH, FAMILIES, IMAGE, batch_of, config_of, rows_of_step, together
+from support.pictures import EACH, FAMILIES, IMAGE, batch_of, config_of, plain, rows_of_step, together
+from torch import nn
 
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.huggingface import read_causal_lm
 from meshwright.introspection.images.dealing import counted, rows_of
+from meshwright.introspection.premises.premises import play
 from meshwright.introspection.source import as_module
+from meshwright.planning.build import plan
+from meshwright.planning.layout import Layout
 
 FACTS = {}
 
@@ -116,3 +120,38 @@ def test_image_tokens_without_pixels_are_refused():
 def test_videos_are_refused():
     with pytest.raises(UnsupportedError, match="videos are not dealt"):
         counted(batch_of("qwen2_5_vl", 0) | {"pixel_values_videos": torch.zeros(1)}, images_of("qwen2_5_vl"))
+
+
+class NormedOverImages(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.norm = inner, nn.BatchNorm1d(24, track_running_stats=False).double()
+
+    def forward(self, x):
+        return self.inner(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+
+@pytest.mark.parametrize("is_normed", [False, True])
+def test_images_that_depend_on_those_of_other_rows_are_seen(is_normed):
+    model = plain("llava")
+    if is_normed:
+        model.model.multi_modal_projector = NormedOverImages(model.model.multi_modal_projector)
+    assert bool(play(model).mixes_rows) is is_normed
+
+
+def test_a_large_model_is_cut_as_its_small_copy_with_images_is():
+    """The sizes of LLaVA-1.5 7B: all 24 blocks of its tower lie on the first stage, before its 32 language blocks."""
+    import transformers
+
+    module = as_module(transformers.LlavaConfig(text_config={"model_type": "llama", "vocab_size": 32064}))
+    facts = model_facts(module)
+    made = plan(module, Layout(dp_shard=2, tp=2, pp=2))
+    assert (len(facts.blocks), len(facts.token_blocks)) == (56, 32)
+    assert facts.images.each == 576
+    last = "model.vision_tower.encoder.layers.23.mlp.fc1.weight"
+    assert not made.tensor.is_summed(last)
+    assert made.tensor.cut_of("model.language_model.layers.31.mlp.up_proj.weight", (11008, 4096)) is not None
+    assert [made.pipeline.has(stage, last) for stage in (0, 1)] == [True, False]
+    assert last in made.data.idle
+    assert made.units[0].name == ""
+    assert not any("vision_tower" in unit.name for unit in made.units)

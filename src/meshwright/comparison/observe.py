@@ -105,6 +105,10 @@ class Observed:
         forward = {name: torch.cat(parts) for name, parts in self.forward.items()}
         return forward, {name: torch.cat(parts) for name, parts in self.backward.items()}
 
+    def graphless(self) -> tuple[str, ...]:
+        """List the modules whose outputs had no graph in some microbatch."""
+        return tuple(sorted(self._without_graph))
+
     def begin(self, root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Begin a forward of the whole model (one per microbatch)."""
         if not _is_recomputing():

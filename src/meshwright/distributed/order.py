@@ -205,6 +205,7 @@ def lay_out(model: nn.Module, plan: Plan, site: Site, only: tuple[str, ...] = NA
     """
     if not site.facts.on_meta:
         refuse_unequal(model, groups_of(site.device_mesh, *WORLD_AXES))
+    site.facts.measurements.image_modules()  # asked for later: of a model that is laid out no copy can be made
     if plan.pipeline is None:
         return [ModelPart(apply(model, plan, site, only), plan, site.facts)]
     rank = _mesh(site).get_local_rank(Axis.PP.value)

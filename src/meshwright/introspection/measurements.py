@@ -117,11 +117,14 @@ class Measurements:
         return None if model is None else self._once("images", lambda: ImageArguments.of(model))
 
     def image_modules(self) -> tuple[str, ...]:
-        """List the outermost modules that a forward of tokens alone does not call, of a model that takes images."""
+        """List the outermost modules that a forward of tokens alone does not call, of a model that takes images.
+
+        A model that is laid out cannot be copied any more: ask before.
+        """
         if self.images() is None:
             return ()
         try:
-            return self.sample().of_images
+            return self._once("image modules", lambda: self.sample().of_images)
         except UnsupportedError:
             return ()
 

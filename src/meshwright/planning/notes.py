@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshwright.core.axes import Axis
-from meshwright.core.names import owner, pattern
+from meshwright.core.names import is_within, owner, pattern
 from meshwright.core.units import bytes_text
 from meshwright.introspection.constructor.recording import STREAM_ELEMENTS
 from meshwright.introspection.facts import ModelFacts
@@ -74,12 +74,18 @@ def _whole_on_tensor_ranks(facts: ModelFacts, layout: Layout, parameters: tuple[
     whole = [p for p in parameters if dict(p.placements).get(Axis.TP.value) == "Replicate()" and len(p.shape) > 1]
     stacks = {pattern(path) for path in find_stacks(facts.module)} if whole and facts.module is not None else set()
     sizes: dict[str, int] = {}
+    towers = facts.measurements.image_modules() if whole else ()
+    of_towers: dict[str, int] = {}
     for p in whole:
         size = p.bytes
-        if owner(p.pattern) in stacks:
+        if (tower := next((path for path in towers if is_within(p.pattern, path)), "")) != "":
+            of_towers[tower] = of_towers.get(tower, 0) + size
+        elif owner(p.pattern) in stacks:
             sizes[owner(p.pattern)] = sizes.get(owner(p.pattern), 0) + size
         else:
             yield f"{p.pattern} stays whole on every rank of the tensor axis: {bytes_text(size)} ({p.count} of them)"
+    for path, size in of_towers.items():
+        yield f"{path}, which computes images, stays whole on every rank of the tensor axis: {bytes_text(size)}"
     for path, size in sizes.items():
         note = (
             f"the experts of {path} are not tensor-sharded: every rank of the tensor axis has all of them,"

@@ -53,6 +53,9 @@ class Seen:
     """Modules whose outputs differ from one process's: see ``LaidOut.summed_elsewhere``."""
     unlike: tuple[str, ...] = ()
     """Modules whose insides differ from one process's: see ``LaidOut.inside_unlike``."""
+    graphless: dict[int, dict[str, bool]] = field(default_factory=dict)
+    """By step, modules whose outputs had no graph in some microbatch, of a model of images: beside frozen weights,
+    gradients may come back in microbatches with images alone."""
     products: Products = field(default_factory=dict)
     """Multiplications in float8, in the first step."""
     sketches: dict[tuple[str, int], Named] = field(default_factory=dict)
@@ -61,11 +64,14 @@ class Seen:
     They are of the initial state, and in float64 of every step's gradients, parameters, buffers and optimizer
     state."""
 
-    def observe(self, step: int, observed: Observed, backward_share: float = 1.0) -> None:
+    def observe(
+        self, step: int, observed: Observed, backward_share: float = 1.0, *, takes_images: bool = False
+    ) -> None:
         forward, backward = observed.rows()
         self.forward[step] = forward
         self.backward[step] = {name: rows * backward_share for name, rows in backward.items()}
         self.recomputed[step] = observed.recomputed
+        self.graphless[step] = dict.fromkeys(observed.graphless() if takes_images else (), True)
         self.shapes = self.shapes or observed.shapes
         self.compiled = tuple(observed.compiled)
 
@@ -75,6 +81,7 @@ class Seen:
             (self.forward, other.forward),
             (self.backward, other.backward),
             (self.recomputed, other.recomputed),
+            (self.graphless, other.graphless),
         ):
             for step, named in theirs.items():
                 mine[step] = {**named, **mine.get(step, {})}  # type: ignore[assignment]
@@ -258,7 +265,8 @@ def candidate(problem: Problem, layout: Layout, parallelize_fn: Parallelize | No
         noted.append(routes)
         gradients = _of_all(laid_out)
         if watches(problem, step):
-            seen.observe(step, observed, laid_out.backward_share(mine, batch) / problem.loss_scale)
+            factor = laid_out.backward_share(mine, batch) / problem.loss_scale
+            seen.observe(step, observed, factor, takes_images=bool(of_images))
         if step == 1:
             outcome.gradients = whole_on_first(gradients, differ=laid_out.is_staged)
         _sketch_backward(seen, step, problem, laid_out.buffers(), gradients)

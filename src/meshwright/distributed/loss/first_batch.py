@@ -16,6 +16,7 @@ from meshwright.core.losses import IGNORED
 from meshwright.distributed.step import batch as step_batch
 from meshwright.distributed.step.part import Batch, Runner
 from meshwright.introspection.constructor.recording import seeded
+from meshwright.introspection.images.dealing import rows_of
 from meshwright.introspection.premises.playing import FixedDraws
 from meshwright.planning.plan import Plan
 
@@ -73,10 +74,10 @@ class FirstBatch:
         Each rank runs three forwards, whatever its rows: others may wait for its messages.
         """
         piece = pieces[0]
-        if len(next(iter(piece.values()))) < 2:
+        if _rows(piece) < 2:
             piece = {key: torch.cat((value, value)) for key, value in piece.items()}
         whole = self._thinned(piece)
-        parts = [{key: value[rows] for key, value in whole.items()} for rows in (slice(0, 1), slice(1, None))]
+        parts = [rows_of(whole, 0, 1), rows_of(whole, 1, _rows(whole))]
         readings: list[dict[str, Reading]] = []
         problem: Exception | None = None
         for batch in (whole, *parts):
@@ -103,7 +104,7 @@ class FirstBatch:
             losses.latest = {}
         with seeded(0), still:
             total = self._runner.evaluate([batch])
-        labels, rows = batch.get("labels"), float(len(next(iter(batch.values()))))
+        labels, rows = batch.get("labels"), float(_rows(batch))
         real = math.nan if labels is None else float((labels != IGNORED).sum())
         if losses is None:
             return {PLAIN: Reading(float(total), step_batch.count([batch]), rows, real)}
@@ -154,3 +155,7 @@ class FirstBatch:
         is_so = next((law for law, over in laws.items() if law != said and adds_up(over)), "")
         is_what = f"it is {is_so}, not {said}" if is_so else f"it is not {said}"
         return f"{values}: {is_what}. {CHANGES[is_so]}."
+
+
+def _rows(batch: Batch) -> int:
+    return len(batch["tokens"] if "tokens" in batch else next(iter(batch.values())))

@@ -41,11 +41,19 @@ class Play:
     """Whether Python saw a number or a size that depends on the data."""
 
 
-def played(model: nn.Module, tokens: Tensor, *, offset: int | None = None, turned: Any = None) -> Play:
+def played(
+    model: nn.Module,
+    tokens: Tensor,
+    *,
+    offset: int | None = None,
+    turned: Any = None,
+    beside: Mapping[str, Tensor] | None = None,
+) -> Play:
     """Run one batch through a fresh copy of the model.
 
     Args:
         tokens: (rows, seq).
+        beside: what the batch has beside tokens: images.
         offset: index of the first row in the whole batch; None: ``tokens`` is the whole batch.
         turned: the place in the code whose number is inverted.
     """
@@ -54,8 +62,10 @@ def played(model: nn.Module, tokens: Tensor, *, offset: int | None = None, turne
     held = HeldRandomness(tokens, turned, {clean(path) for path in find_stacks(made)})
     hooks = [handle for path, module in made.named_modules() for handle in _watched(clean(path), module, held, seen)]
     with held:
-        output = called(made, tokens)
+        output = called(made, tokens, beside)
         rows, losses = parts(output, len(tokens))
+        if beside:  # features of images are given back too, which are no rows
+            rows = {name: value for name, value in rows.items() if name.startswith("logits.")} or rows
         target = torch.zeros((), dtype=torch.float64)
         for number, tensor in enumerate(value for value in rows.values() if value.requires_grad):
             generator = torch.Generator().manual_seed(number)
@@ -74,9 +84,9 @@ def played(model: nn.Module, tokens: Tensor, *, offset: int | None = None, turne
     return Play(outputs, gradients, losses, tuple(named), sparse, seen, kinds, tuple(held.reads), held.decides)
 
 
-def called(model: nn.Module, tokens: Tensor) -> Any:
+def called(model: nn.Module, tokens: Tensor, beside: Mapping[str, Tensor] | None = None) -> Any:
     with seeded(1), computing_flex():
-        return model(**Signature.of(model).inputs({"tokens": tokens}, tokens.device))
+        return model(**Signature.of(model).inputs({"tokens": tokens, **(beside or {})}, tokens.device))
 
 
 def parts(output: Any, rows: int) -> tuple[dict[str, Tensor], tuple[str, ...]]:

@@ -17,6 +17,9 @@ from torch import Tensor, nn
 
 from meshwright.core.names import clean
 from meshwright.core.torch_private import BatchNorm
+from meshwright.introspection.images.arguments import ImageArguments
+from meshwright.introspection.images.dealing import rows_of
+from meshwright.introspection.images.examples import length_for, pictured, sizes_of
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.copies import copy_of
 from meshwright.introspection.small.sample import ids_of, random_like, samples_of
@@ -146,7 +149,31 @@ def _seen(model: nn.Module, length: int) -> Premises:
         sparse=together.sparse,
         losses=together.losses,
     )
-    return _with_state(model, first, second, found)
+    return _with_images(model, first, _with_state(model, first, second, found))
+
+
+def _with_images(model: nn.Module, tokens: Tensor, found: Premises) -> Premises:
+    """Observe rows with images, of a model for which they can be made: whether they mix, and what they use."""
+    images = ImageArguments.of(model)
+    sizes = () if images is None else sizes_of(model, images)
+    if images is None or not sizes:
+        return found
+    counts = (2, 1, 1, 1)
+    need = length_for(counts, sizes) + 2
+    tokens = tokens.repeat(1, -(-need // tokens.shape[1]))[:, :need]
+    batch = pictured(tokens, counts, images, sizes, torch.Generator().manual_seed(0))
+
+    def play_of(first: int, last: int, offset: int | None = None) -> Play:
+        rows = rows_of(batch, first, last)
+        own = rows.pop("tokens")
+        return played(model, own, offset=offset, beside=rows)
+
+    together, halves = play_of(0, ROWS), [play_of(0, 2, 0), play_of(2, ROWS, 2)]
+    return replace(
+        found,
+        mixes_rows=found.mixes_rows or _mixing(together, halves),
+        unused=tuple(name for name in found.unused if name not in together.gradients),
+    )
 
 
 def _batches(ids: int, length: int) -> tuple[Tensor, Tensor]:

@@ -106,7 +106,7 @@ def convert(
         size = export_tensors(checkpoint, partial, model, counterpart.made_of, dtype)
         complete(partial, model, counterpart.config, dtype or dtype_of(checkpoint))
         has_tokenizer = _copy_small_files(folder, partial)
-    return ExportedModel(out, checkpoint, size, has_tokenizer)
+    return ExportedModel(out, checkpoint, size, has_tokenizer, counterpart.source.auto_class.__name__)
 
 
 def convert_merged(
@@ -128,7 +128,7 @@ def convert_merged(
         size = export_merged(checkpoint, partial, adapted, plain, weights, dtype)
         complete(partial, plain, counterpart.config, dtype or dtype_of(checkpoint))
         has_tokenizer = _copy_small_files(folder, partial)
-    return ExportedModel(out, checkpoint, size, has_tokenizer)
+    return ExportedModel(out, checkpoint, size, has_tokenizer, counterpart.source.auto_class.__name__)
 
 
 def convert_adapter(

@@ -46,6 +46,8 @@ class Rows:
                 and any(seen.shapes.get(name, one.shapes[name]) != one.shapes[name] for seen in found.seen)
             )
         }
+        if stage == "backward":
+            self.parts |= {name for seen in found.seen for name in seen.graphless.get(step, ())}
         given = one.forward[step]
         elsewhere = [given[path] for path in found.seen[0].summed if path in given]
         self.parts |= {
