@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from meshwright.core.errors import UnsupportedError
 from meshwright.introspection.transformers_private import brings_initialiser
@@ -110,10 +111,9 @@ def sources(model: nn.Module, known: Iterable[str], files: TensorFiles) -> dict[
     """
     if not brings_initialiser(model):
         return {name: Stored(files, name) for name in files.tensors}
-    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-    table = get_model_conversion_mapping(model)  # type: ignore[arg-type]
+    table = _conversions(model)
     renamings = [row for row in table if isinstance(row, WeightRenaming)]
     converters = [row for row in table if isinstance(row, WeightConverter)]
     names, prefix = dict.fromkeys(known, True), getattr(model, "base_model_prefix", "")
@@ -129,6 +129,20 @@ def sources(model: nn.Module, known: Iterable[str], files: TensorFiles) -> dict[
             collected.setdefault(name, {}).setdefault(matched, []).append(Stored(files, stored))
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     return direct | {name: _converted(by_pattern[next(iter(parts))], parts, name) for name, parts in collected.items()}
+
+
+def _conversions(model: nn.Module) -> list[Any]:
+    """Return transformers' table for a model, which it looks up by class: fully_shard derives classes of its own."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    derived = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
+    try:
+        for module, kind in derived:
+            module.__class__ = kind.__bases__[-1]
+        return get_model_conversion_mapping(model)  # type: ignore[arg-type]
+    finally:
+        for module, kind in derived:
+            module.__class__ = kind
 
 
 def _converted(converter: Any, parts: dict[str, list[Source]], name: str) -> Source:
