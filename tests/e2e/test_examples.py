@@ -10,6 +10,7 @@ import pytest
 import torch
 from e2e_runs import Job
 from support.families import save_tokenizer, saved, some_tokens
+from support.vision_models import asks, draw_image, model_folder, write_rows
 
 from meshwright.cli.main import main
 from meshwright.core.config import to_dict
@@ -46,6 +47,10 @@ def files(tmp_path_factory) -> Path:
     pair = {"prompt": "abc", "chosen": "cba", "rejected": "abc"}
     (folder / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 40)
     (folder / "corpus.txt").write_text("a short text to learn from\n" * 200)
+    pictured = folder / "pictured"
+    model_folder("llava", pictured / "model", weights=True)
+    draw_image(pictured / "cat.png", 30, 20)
+    write_rows(pictured / "chats.jsonl", [asks("cat.png")] * 40)
     return folder
 
 
@@ -55,6 +60,7 @@ def shrunk(name: str, files: Path, **changes: object) -> dict:
     of_hugging_face = "hf" in written["model"]
     small = SHRUNK | ({} if of_hugging_face else OF_OURS) | changes
     if of_hugging_face:
+        files = files / "pictured" if name.startswith("vision") else files
         small |= {"model.hf": str(files / "model"), "data.source": [str(files / written["data"]["source"][0])]}
     else:
         small["data.source"] = [str(files / "corpus.txt")]

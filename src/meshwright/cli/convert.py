@@ -66,12 +66,12 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _say(written: ExportedModel, form: str, beside: str, kind: str = "AutoModelForCausalLM") -> None:
+def _say(written: ExportedModel, form: str, beside: str) -> None:
     print(f"wrote {written.folder} ({bytes_text(written.bytes)} of weights) from {written.checkpoint}")
     if form == "adapter":
         print(f"read it with: peft.PeftModel.from_pretrained(model, {str(written.folder)!r}), beside {beside}")
     else:
-        print(f"read it with: transformers.{kind}.from_pretrained({str(written.folder)!r})")
+        print(f"read it with: transformers.{written.kind}.from_pretrained({str(written.folder)!r})")
 
 
 def _is_saved(path: Path) -> bool:
@@ -102,7 +102,7 @@ def _convert_saved(
         if value is not None:
             raise ConfigError(f"{flag} is for a run's folder, and {folder} is one checkpoint: leave {flag} out")
     written = convert_saved(folder, out, form, base, dtype=dtype)
-    _say(written, form, str(base or "the model that training began from"), written.kind)
+    _say(written, form, str(base or "the model that training began from"))
     if not written.has_tokenizer:
         source = "--base names a folder without one" if base is not None else "give the model's folder with --base"
         print(f"no tokenizer is there: {source}")

@@ -9,7 +9,7 @@ import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -22,6 +22,8 @@ from .corpus.packing import IGNORE_INDEX, Rows, Split
 
 if TYPE_CHECKING:
     import torch
+
+Finish = Callable[[Rows], Rows]
 
 _AHEAD = 2
 """Batches read ahead per worker."""
@@ -60,6 +62,8 @@ class Loader(Iterator["dict[str, torch.Tensor]"]):
         rank: this process's data rank, in [0, world).
         world: number of data ranks (D).
         workers: number of threads that read ahead; with 0, ``next`` reads.
+        finish: function that makes a batch of this rank's rows, such as one that opens their images; it runs where rows
+            are read.
         skip_unreadable: if True, a sample whose read raises an OSError or a MeshwrightError becomes a row without
             labels, recorded in ``unreadable``; otherwise ``next`` raises the error.
 
@@ -76,6 +80,7 @@ class Loader(Iterator["dict[str, torch.Tensor]"]):
         world: int = 1,
         workers: int = 0,
         *,
+        finish: Finish | None = None,
         skip_unreadable: bool = False,
     ):
         _check_rank(rank, world)
@@ -99,7 +104,7 @@ class Loader(Iterator["dict[str, torch.Tensor]"]):
                 f"data.workers = {workers}: the number of threads that read ahead is 0 (read when asked) or more"
             )
         rows = global_batch // world
-        self._read = _BatchReader(samples, rank * rows, rows, {} if skip_unreadable else None)
+        self._read = _BatchReader(samples, rank * rows, rows, {} if skip_unreadable else None, finish)
         self.global_batch = global_batch
         self._consumed = 0
         self._threads = _Threads(self._read, workers)
@@ -160,12 +165,19 @@ class Loader(Iterator["dict[str, torch.Tensor]"]):
 
 
 def validation_batches(
-    split: Split, seq_len: int, samples: int, rows: int, rank: int = 0, world: int = 1
+    split: Split,
+    seq_len: int,
+    samples: int,
+    rows: int,
+    rank: int = 0,
+    world: int = 1,
+    finish: Finish | None = None,
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Return an iterator over a fixed choice of at most ``samples`` samples, spread evenly over ``split``.
 
     Batches have ``rows`` rows per data rank. All ranks get the same number of batches of the same shape (so they can
     run collectives), and together the same samples for every ``world``. Padding rows have every label IGNORE_INDEX.
+    ``finish``: as for ``Loader``.
 
     Raises:
         ConfigError: at the call, for a size below 1, a rank outside [0, world), rows that would part pairs, or a split
@@ -192,7 +204,7 @@ def validation_batches(
         for indexes, is_real in zip(padded, real, strict=True):
             batch = split.rows(indexes, seq_len)
             batch["labels"][~is_real] = IGNORE_INDEX
-            yield _tensors(batch)
+            yield _tensors(finish(batch) if finish else batch)
 
     return batches()
 
@@ -206,24 +218,30 @@ class _BatchReader:
     n_rows: int
     unreadable: dict[int, str] | None
     """Index and error of each sample left out; None: raise errors instead."""
+    finish: Finish | None = None
 
     def __call__(self, consumed: int) -> Rows:
         indexes = consumed + self.first_row + np.arange(self.n_rows, dtype=np.int64)
         try:
-            return self.samples.rows(indexes)
+            return self._finished(self.samples.rows(indexes))
         except (OSError, MeshwrightError):
             if self.unreadable is None:
                 raise
         rows = [self._group(group) for group in indexes.reshape(-1, self.samples.rows_together)]
         others = {key: values for row in rows for key, values in row.items()}
         rows = [{key: row.get(key, np.zeros_like(others[key])) for key in others} for row in rows]
-        return {key: np.concatenate([row[key] for row in rows]) for key in others}
+        return self._finished({key: np.concatenate([row[key] for row in rows]) for key in others})
+
+    def _finished(self, rows: Rows) -> Rows:
+        return self.finish(rows) if self.finish else rows
 
     def _group(self, indexes: np.ndarray) -> Rows:
         """Read the samples that belong together, or return rows without labels if one cannot be read."""
         assert self.unreadable is not None
         try:
-            return self.samples.rows(indexes)
+            rows = self.samples.rows(indexes)
+            self._finished(rows)  # only to see whether it can be; groups are finished together
+            return rows
         except (OSError, MeshwrightError) as error:
             self.unreadable.update(dict.fromkeys(indexes.tolist(), f"{type(error).__name__}: {error}"))
         empty = np.zeros((len(indexes), self.samples.seq_len), dtype=np.int64)

@@ -39,13 +39,18 @@ class StreamedSamples:
         say: callback that receives a message when samples must be skipped, and one with the time it took.
 
     Raises:
-        UnsupportedError: the documents are pairs.
+        UnsupportedError: the documents are pairs, or have images.
         ConfigError: at the first read, for a source without a document or a conversation that is too long.
     """
 
     def __init__(self, recipe: TokenisingRecipe, seq_len: int, say: Callable[[str], None]):
         if recipe.task.name == PREFERENCE:
             raise UnsupportedError("data.streaming parts the pairs of the task 'preference': leave streaming out")
+        if recipe.task.pictured is not None:
+            raise UnsupportedError(
+                "data.streaming reads no images: leave streaming out (images are opened as their rows are needed, and"
+                " only their paths are kept)"
+            )
         self.recipe, self.seq_len, self._say, self.rows_together = recipe, seq_len, say, 1
         self._lock = threading.Lock()
         self._windows: deque[tuple[int, Rows]] = deque(maxlen=_WINDOWS)
@@ -96,7 +101,7 @@ class StreamedSamples:
         tellers = chain([self._say], repeat(lambda line: None))  # problems of rows are reported only in the first epoch
         for say in tellers:
             is_empty = True
-            for _, ids, learnt in self.recipe.encode(self.recipe.unsplit(say)):
+            for _, ids, learnt, _ in self.recipe.encode(self.recipe.unsplit(say)):
                 yield ids, learnt
                 is_empty = False
             self._epochs += 1

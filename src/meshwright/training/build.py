@@ -53,7 +53,7 @@ from .optim.build import BuiltOptimizer, make_optimizer
 from .optim.schedules import LearningRateSchedule
 from .preference import expects_pairs, loss_of
 from .stopping import StopRequest
-from .tokenizer import in_chat_template, run_tokenizer, tokenizer_name
+from .tokenizer import run_tokenizer, tokenizer_name
 from .views.progress import Progress
 
 
@@ -117,7 +117,7 @@ def build_run(config: Config, timeline: StartupTimeline, progress: Progress, sto
     rank, ranks = data_position(mesh)
     with timeline.phase("data"):
         feed = build_feed(config, tokenizer, rank, ranks, progress)
-    config = fine_tuning.with_prompt(feed.config, feed.tasks, lambda ask: in_chat_template(feed.config, tokenizer, ask))
+    config = fine_tuning.with_prompt(feed.config, feed.tasks, lambda ask: feed.asked(tokenizer, ask))
     schedule = build_schedule(config)
     loss_fn = loss_of(config, feed)
     with timeline.phase("model"):

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError
-from meshwright.core.units import count_text
 from meshwright.data import (
     Corpus,
     Interleave,
@@ -20,11 +19,12 @@ from meshwright.data import (
     Split,
     Stage,
     Tokenizer,
-    open_corpus,
     prepare,
 )
 from meshwright.data.corpus.building import TokenisingRecipe
 from meshwright.data.corpus.whole import Whole
+from meshwright.data.images.dealing import PixelReader, open_parts
+from meshwright.data.images.source import Vision, vision_of
 from meshwright.data.options import MixturePart
 from meshwright.data.sources.listing import TOKEN_FORMATS, resolved
 from meshwright.data.sources.scan import list_sources
@@ -34,7 +34,10 @@ from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import get_world_info
 
 from .config import Config, DataConfig
+from .model_source import FOLDER
 from .optim.fine_tuning import TEXT, with_length
+from .tokenizer import in_chat_template
+from .views.data_description import describe, notes_on
 
 if TYPE_CHECKING:
     from .views.progress import Progress
@@ -67,6 +70,8 @@ class Feed:
     """The run's config, with what follows from the data: its steps, where epochs say how long it is."""
     tasks: tuple[str, ...] = ()
     """Tasks of the sources."""
+    pixels: PixelReader | None = None
+    """Opens the images of a batch's rows; None where the sources have none."""
 
     def next_batch(self) -> Any:
         """Return this rank's part of the next global batch, or its read error; ``forward_backward`` accepts either."""
@@ -79,6 +84,11 @@ class Feed:
                 f"rank {get_world_info()[0]} cannot read its part of the step's samples, {first} to {last} of the run:"
                 f" {type(error).__name__}: {error}. Repair the file, or skip such samples with data.on_bad_row = 'skip'"
             )
+
+    def asked(self, tokenizer: Tokenizer, message: str) -> str | None:
+        """Write a user's message out as the data's conversations are; None without a chat template."""
+        text = in_chat_template(self.config, tokenizer, message)
+        return self.pixels.processor.begun(text) if text is not None and self.pixels else text
 
     def unreadable(self) -> list[str]:
         """List the samples that any rank left out because they could not be read. Collective."""
@@ -141,15 +151,30 @@ def build_feed(config: Config, tokenizer: Tokenizer, rank: int, ranks: int, prog
     parts = parts_of(data)
     if any(part.streaming for part in parts):
         return _streamed(config, parts, tokenizer, rank, ranks, progress)
-    prepared = [prepare_once_per_node(config, part, tokenizer, progress) for part in parts]
-    opened = agree.together(lambda: _opened(config, parts, prepared, rank, ranks))
+    vision = vision_for(config)
+    prepared = [prepare_once_per_node(config, part, tokenizer, progress, vision) for part in parts]
+    opened = agree.together(lambda: _opened(config, parts, prepared, rank, ranks, vision))
     assert opened is not None
     return opened
 
 
-def _opened(config: Config, parts: tuple[MixturePart, ...], prepared: list[Prepared], rank: int, ranks: int) -> Feed:
+def vision_for(config: Config) -> Vision:
+    """Return how a run's data is read where records have images: by the processor beside its model, if it has one."""
+    place, kept = Path(config.model.hf).expanduser(), Path(config.run) / FOLDER
+    is_gone = config.model.hf and config.run and not place.exists() and kept.is_dir()
+    return vision_of(str(kept) if is_gone else config.model.hf, trust_remote_code=config.model.trust_remote_code)
+
+
+def _opened(
+    config: Config,
+    parts: tuple[MixturePart, ...],
+    prepared: list[Prepared],
+    rank: int,
+    ranks: int,
+    vision: Vision,
+) -> Feed:
     data = config.data
-    corpora = [open_corpus(p.folder, part.too_long) for p, part in zip(prepared, parts, strict=True)]
+    corpora, pixels = open_parts(prepared, parts, vision)
     names = [part.name for part in parts]
     stages = stages_of(config, parts)
     samples = Samples.of([corpus.training for corpus in corpora], data.seq_len, config.seed, names, Interleave(stages))
@@ -171,14 +196,16 @@ def _opened(config: Config, parts: tuple[MixturePart, ...], prepared: list[Prepa
             rank,
             ranks,
             data.workers,
+            finish=pixels,
             skip_unreadable=any(p.on_bad_row == "skip" for p in parts),
         ),
         tuple(held_out_of(config, parts, corpora, stages)),
         _identity(parts, prepared, stages),
-        _description(parts, corpora, epochs, config),
-        tuple(_notes(parts, corpora, data.seq_len)),
+        describe(parts, corpora, epochs, config, stages[-1].weights),
+        tuple(notes_on(parts, corpora, data.seq_len)),
         config,
         tasks,
+        pixels,
     )
 
 
@@ -192,7 +219,7 @@ def _streamed(
         raise ConfigError(
             f"data.streaming: {scan.format} files hold token ids, which are read in place: leave streaming out"
         )
-    recipe = agree.together(lambda: TokenisingRecipe(scan, part, tokenizer, 0.0))
+    recipe = agree.together(lambda: TokenisingRecipe(scan, part, tokenizer, 0.0, vision_for(config)))
     assert recipe is not None
     if len(set(agree.everybody_says(recipe.key))) > 1:
         raise ConfigError(
@@ -239,7 +266,9 @@ def stages_of(config: Config, parts: tuple[MixturePart, ...]) -> list[Stage]:
     return [Stage(step * config.batch.global_batch, each) for step, each in zip(steps, weights, strict=True)]
 
 
-def prepare_once_per_node(config: Config, part: MixturePart, tokenizer: Tokenizer, progress: Progress) -> Prepared:
+def prepare_once_per_node(
+    config: Config, part: MixturePart, tokenizer: Tokenizer, progress: Progress, vision: Vision
+) -> Prepared:
     """Prepare a part: one process of each node reads its sources, and the others use the result."""
     first = get_world_info()[1] == 0
     d = config.data
@@ -252,7 +281,7 @@ def prepare_once_per_node(config: Config, part: MixturePart, tokenizer: Tokenize
         def tell(done: int, total: int) -> None:
             progress.portion(f"{prefix}reading", done, total)
 
-        return prepare(part, tokenizer, d.validation_fraction, d.cache or None, say, tell)
+        return prepare(part, tokenizer, d.validation_fraction, d.cache or None, say, tell, vision)
 
     mine = agree.together(prepared, here=first)
     reported = [(host, p) for host, p in agree.everybody_says((socket.gethostname(), mine)) if p is not None]
@@ -302,38 +331,6 @@ def _identity(parts: tuple[MixturePart, ...], prepared: list[Prepared], stages: 
         )
     rows = {part.name: {"data": p.key, "too_long": part.too_long} for part, p in zip(parts, prepared, strict=True)}
     return {"data": rows, "mixture": [asdict(stage) for stage in stages]}
-
-
-def _description(
-    parts: tuple[MixturePart, ...], corpora: list[Corpus], epochs: dict[str, float], config: Config
-) -> str:
-    tokens, documents = sum(c.meta.n_tokens for c in corpora), sum(c.meta.n_documents for c in corpora)
-    text = f"{count_text(tokens)} tokens of {documents:,} documents · {config.data.seq_len} per row"
-    text += f" · {config.batch.global_batch} rows per step"
-    if len(parts) == 1:
-        return f"{text} · {epochs[parts[0].name]:.2f} epochs"
-    weights = stages_of(config, parts)[-1].weights
-    rows = [
-        f"{part.name} {weight / sum(weights):.1%}, {epochs[part.name]:.2f} epochs"
-        for part, weight in zip(parts, weights, strict=True)
-    ]
-    return f"{text} · {len(parts)} sources: {'; '.join(rows)}"
-
-
-def _notes(parts: tuple[MixturePart, ...], corpora: list[Corpus], seq_len: int) -> Iterator[str]:
-    for part, corpus in zip(parts, corpora, strict=True):
-        if isinstance(corpus.training, Whole) and (n := corpus.training.n_too_long(seq_len)):
-            what = "left out" if part.too_long == "skip" else "cut short"
-            yield (
-                f"{n} of {corpus.training.n_documents} conversations are longer than data.seq_len = {seq_len} and"
-                f" are {what}"
-            )
-        skipped = sum(getattr(corpus.meta, "skipped", {}).values())
-        if skipped:
-            yield (
-                f"{skipped} rows of {', '.join(part.source)} could not be used and are left out (data.on_bad_row ="
-                f" 'skip')"
-            )
 
 
 def absolute_paths(data: DataConfig) -> dict[str, Any]:

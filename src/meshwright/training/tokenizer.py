@@ -96,7 +96,11 @@ def in_chat_template(config: Config, tokenizer: Tokenizer, message: str) -> str 
     files = [part.template for part in (config.data.mixture or (config.data,)) if part.template]
     try:
         template = load_template(files[0] if files else "", getattr(tokenizer, "folder", None))
-        return template.render([{"role": "user", "content": message}], prompts_answer=True)
+        found = template.render([{"role": "user", "content": message}], prompts_answer=True)
+        if message in found:
+            return found
+        parts = [{"type": "text", "text": message}]  # templates of models with images may know contents of parts alone
+        return template.render([{"role": "user", "content": parts}], prompts_answer=True)
     except (ConfigError, ValueError):
         return None
 

@@ -13,14 +13,18 @@ import numpy as np
 
 from meshwright.core.errors import ConfigError
 from meshwright.data.holdout import cut_point, hold_out, hold_out_rows
+from meshwright.data.images.files import ImageFile
+from meshwright.data.images.source import NO_IMAGES, Vision
 from meshwright.data.options import SourceOptions
 from meshwright.data.sources.formats import RECORD_FORMATS, digest_of, first_record
 from meshwright.data.sources.records import BadRow
 from meshwright.data.sources.scan import Scan, SourceFile
-from meshwright.data.text.tasks import Example, Task, choose_task
+from meshwright.data.text.tasks import Task, choose_task
 from meshwright.data.text.tokenizers import AligningTokenizer, Tokenizer, encode_batch
+from meshwright.data.text.turns import Example
 
 from .corpus import TRAINING, VALIDATION, VERSION, Encoded, Meta, find_damage, read_meta, write_corpus
+from .pictures import first_changed
 
 _BATCH_CHARACTERS = 1 << 20
 """Characters passed to the tokenizer per call: enough to keep all processors busy, few enough to fit in memory."""
@@ -39,8 +43,10 @@ class TokenisingRecipe:
         ConfigError: the records or the tokenizer do not support the task.
     """
 
-    def __init__(self, scan: Scan, options: SourceOptions, tokenizer: Tokenizer, fraction: float):
-        self.scan, self.options, self.tokenizer, self.fraction = scan, options, tokenizer, fraction
+    def __init__(
+        self, scan: Scan, options: SourceOptions, tokenizer: Tokenizer, fraction: float, vision: Vision = NO_IMAGES
+    ):
+        self.scan, self.options, self.tokenizer, self.fraction, self.vision = scan, options, tokenizer, fraction, vision
         self.task = self._choose_task()
         if self.task.is_whole and not isinstance(tokenizer, AligningTokenizer):
             raise ConfigError(
@@ -57,9 +63,8 @@ class TokenisingRecipe:
                     f" files are text"
                 )
             return choose_task(SourceOptions(task="text"), self.tokenizer, {})
-        return choose_task(
-            self.options, self.tokenizer, first_record([file.path for file in self.scan.files], self.scan.format)
-        )
+        sample = first_record([file.path for file in self.scan.files], self.scan.format)
+        return choose_task(self.options, self.tokenizer, sample, self.vision)
 
     @property
     def key(self) -> str:
@@ -83,10 +88,13 @@ class TokenisingRecipe:
 
         A corpus with another key counts as damaged (see ``corpus.find_damage``).
         """
-        trouble = find_damage(folder, contents=True)
-        if not trouble and (meta := read_meta(folder)).key != self.key:
+        if trouble := find_damage(folder, contents=True):
+            return trouble
+        meta = read_meta(folder)
+        if meta.key != self.key:
             return f"it was made of something else, with the tokenizer {meta.tokenizer}"
-        return trouble
+        changed = first_changed(folder, image_folders(self.scan)) if meta.pictures else None
+        return f"the image {changed} is not what it was" if changed else ""
 
     def read_meta(self, folder: Path) -> Meta:
         return read_meta(folder)
@@ -116,7 +124,8 @@ class TokenisingRecipe:
             "skipped": skipped,
         }
         examples = self._texts(progress) if self.scan.format == "text" else self._records(skipped, say, progress)
-        meta = write_corpus(folder, self.encode(examples), facts)
+        folders = image_folders(self.scan) if self.task.pictured else None
+        meta = write_corpus(folder, self.encode(examples), facts, folders)
         if not meta.training.n_learnt:
             why = f"{meta.validation.n_documents} held out (data.validation_fraction = {self.fraction})"
             n = meta.training.n_documents
@@ -181,7 +190,7 @@ class TokenisingRecipe:
             try:
                 if isinstance(record, BadRow):
                     raise record
-                examples = self.task.examples(record, where)
+                examples = self.task.examples_in(record, where, folder_of(file))
                 _check_text(examples, where)
                 yield place, examples
             except BadRow as bad:
@@ -198,15 +207,18 @@ class TokenisingRecipe:
             texts = ["".join(text for text, _ in example) for _, example in batch]
             if not self.task.is_whole:
                 for (split, _), ids in zip(batch, encode_batch(self.tokenizer, texts), strict=True):
-                    yield split, np.concatenate([ids, end]), None
+                    yield split, np.concatenate([ids, end]), None, ()
                 continue
             assert isinstance(self.tokenizer, AligningTokenizer)
             aligned = self.tokenizer.encode_aligned(texts, special=self.task.special)
             for (split, example), (ids, ends) in zip(batch, aligned, strict=True):
-                learnt = learnt_tokens(example, ends)
+                learnt, images = learnt_tokens(example, ends), places_of_images(example, ends)
+                if before := getattr(example, "ids_before", ()):
+                    ids = np.concatenate([np.array(before, dtype=ids.dtype), ids])
+                    learnt = np.concatenate([np.zeros(len(before), dtype=bool), learnt])
                 if self.task.ends:
                     ids, learnt = np.concatenate([ids, end]), np.append(learnt, True)
-                yield split, ids, learnt
+                yield split, ids, learnt, [(b + len(before), e + len(before), file) for b, e, file in images]
 
 
 def learnt_tokens(example: Example, ends: np.ndarray) -> np.ndarray:
@@ -218,6 +230,29 @@ def learnt_tokens(example: Example, ends: np.ndarray) -> np.ndarray:
     bounds = np.cumsum([len(text) for text, _ in example])
     is_learnt = np.array([learnt for _, learnt in example] + [False])
     return is_learnt[np.searchsorted(bounds, ends, side="right")]
+
+
+def places_of_images(example: Example, ends: np.ndarray) -> list[tuple[int, int, ImageFile]]:
+    """Return the first token of each image of an example, the token behind its last, and its file.
+
+    ``ends``: the index of the last character of each token.
+    """
+    images = getattr(example, "images", ())
+    if not images:
+        return []
+    bounds = np.cumsum([0, *(len(text) for text, _ in example)])
+    edges = [np.searchsorted(ends, bounds[[piece, piece + 1]]).tolist() for piece, _ in images]
+    return [(begin, end, file) for (begin, end), (_, file) in zip(edges, images, strict=True)]
+
+
+def folder_of(file: SourceFile) -> Path:
+    """Return the folder that the paths in a file's records are relative to."""
+    return file.path if file.path.is_dir() else file.path.parent
+
+
+def image_folders(scan: Scan) -> list[Path]:
+    """Return the folders of a scan's files, each once, in the order of the files."""
+    return list(dict.fromkeys(map(folder_of, scan.files)))
 
 
 def _check_text(examples: list[Example], where: str) -> None:

@@ -20,12 +20,13 @@ from typing import Any, Protocol
 from meshwright.core.errors import ConfigError
 from meshwright.core.files import sync_folder
 from meshwright.data.holdout import check_fraction
+from meshwright.data.images.source import NO_IMAGES, Vision
 from meshwright.data.options import SourceOptions
 from meshwright.data.sources.listing import TOKEN_FORMATS
 from meshwright.data.sources.scan import Scan, scan_sources
 from meshwright.data.text.tokenizers import Tokenizer
 
-from .building import TokenisingRecipe
+from .building import TokenisingRecipe, image_folders
 from .corpus import Corpus, Meta, TooLong, open_tokenised
 from .mapped import PREFIX, Index, IndexingRecipe, open_index
 
@@ -62,7 +63,7 @@ class Prepared:
 
     folder: Path
     key: str
-    """Digest that is equal wherever documents, tokenizer and fraction are equal; nodes can compare it."""
+    """Digest that is equal wherever documents, images, tokenizer and fraction are equal; nodes can compare it."""
     scan: Scan
     meta: Meta | Index
     was_built: bool
@@ -85,6 +86,7 @@ def prepare(
     cache_dir: str | Path | None = None,
     say: Say = _log.info,
     progress: Progress = lambda done, total: None,
+    vision: Vision = NO_IMAGES,
 ) -> Prepared:
     """Build the corpus of ``source`` in the cache, unless it is there already.
 
@@ -98,6 +100,7 @@ def prepare(
             are held out; for a single text, its end; for token ids, the last documents.
         cache_dir: cache folder; None or an empty string means ``default_cache_dir()``.
         say: callback that receives one line at a time: what was found, built, waited for, or found damaged.
+        vision: how records with images are read; by default they are refused.
 
     Raises:
         ConfigError: an unusable source or fraction (see ``scan_sources``); an unusable record or id (with its
@@ -113,8 +116,10 @@ def prepare(
     root = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
     scan = scan_sources(options.source, options.format, memory=root)
     say(f"sources: {scan}")
-    kind = IndexingRecipe if scan.format in TOKEN_FORMATS else TokenisingRecipe
-    recipe: Recipe = kind(scan, options, tokenizer, validation_fraction)
+    made_of = (scan, options, tokenizer, validation_fraction)
+    recipe: Recipe = (
+        IndexingRecipe(*made_of) if scan.format in TOKEN_FORMATS else TokenisingRecipe(*made_of, vision=vision)
+    )
     folder, was_built = root / recipe.folder_name, False
     try:
         if recipe.find_damage(folder):  # a whole one needs no lock: the cache may be read-only
@@ -127,7 +132,7 @@ def prepare(
             f" the sources; set data.cache to a folder that has room and can be written"
         ) from error
     meta = recipe.read_meta(folder)
-    return Prepared(folder, meta.key, scan, meta, was_built)
+    return Prepared(folder, getattr(meta, "identity", meta.key), scan, meta, was_built)
 
 
 def _build_unless_whole(folder: Path, alone: bool, recipe: Recipe, say: Say, progress: Progress) -> bool:
@@ -173,16 +178,20 @@ def _give_name(temporary: Path, folder: Path, recipe: Recipe) -> bool:
         return True
 
 
-def open_corpus(folder: str | Path, too_long: TooLong = "refuse") -> Corpus:
+def open_corpus(folder: str | Path, too_long: TooLong = "refuse", scan: Scan | None = None) -> Corpus:
     """Map a corpus (``Prepared.folder``) into memory, read-only.
 
-    ``too_long``: how to handle conversations longer than a sample; see SourceOptions.
+    Args:
+        too_long: how to handle conversations longer than a sample; see SourceOptions.
+        scan: ``Prepared.scan``, of which a corpus with images needs the folders.
 
     Raises:
         IntegrityError: ``folder`` holds no complete corpus.
     """
     folder = Path(folder)
-    return open_index(folder) if folder.name.startswith(PREFIX) else open_tokenised(folder, too_long)
+    if folder.name.startswith(PREFIX):
+        return open_index(folder)
+    return open_tokenised(folder, too_long, image_folders(scan) if scan else ())
 
 
 @contextlib.contextmanager

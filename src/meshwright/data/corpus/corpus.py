@@ -8,6 +8,8 @@ A corpus is a folder with these files for each split (``training``, ``validation
 - ``<split>.learnt``: uint8 per token, 1 where the token is learnt; only where samples hold whole documents
   (conversations)
 
+where conversations have images, the files of ``pictures`` (paths and sizes, no pixels),
+
 and ``meta.json``: Meta, written last.
 """
 
@@ -17,19 +19,23 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.core.files import sync_folder
+from meshwright.data.images.files import ImageFile
 from meshwright.data.text.preference import TASK as PREFERENCE
 
+from .arrays import array_file, mapped
 from .packing import Split, Stream
 from .pairs import Pairs
+from .pictured import Pictured
+from .pictures import Pictures, PicturesWriter, open_pictures
 from .whole import Whole
 
 VERSION = 2
@@ -38,8 +44,9 @@ TRAINING, VALIDATION = "training", "validation"
 
 TooLong = Literal["refuse", "truncate", "skip"]
 
-Encoded = tuple[str, np.ndarray, np.ndarray | None]
-"""A document: its split, its ids, and a mask of the ids that are learnt (None: all)."""
+Encoded = tuple[str, np.ndarray, np.ndarray | None, Sequence[tuple[int, int, ImageFile]]]
+"""A document: its split, its ids, a mask of the ids that are learnt (None: all), and its images, each with its first
+token and the token behind its last."""
 
 
 @dataclass
@@ -75,6 +82,13 @@ class Meta:
     """Number of unusable rows left out of each file."""
     training: SplitSize
     validation: SplitSize
+    pictures: Pictures | None = None
+    """The files of images; None where documents have none."""
+
+    @property
+    def identity(self) -> str:
+        """The key, with the digest of the images where there are any."""
+        return f"{self.key}-{self.pictures.digest}" if self.pictures else self.key
 
     @property
     def n_documents(self) -> int:
@@ -92,10 +106,10 @@ class Meta:
             sizes[f"{name}.offsets"] = (part.n_documents + 1) * 8
             if self.is_whole:
                 sizes[f"{name}.learnt"] = part.n_tokens
-        return sizes
+        return sizes | (self.pictures.sizes if self.pictures else {})
 
     def digests(self) -> dict[str, str]:
-        return self.training.digests | self.validation.digests
+        return self.training.digests | self.validation.digests | (self.pictures.digests if self.pictures else {})
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +122,7 @@ class Corpus:
     """May be empty, with no documents and no tokens."""
 
 
-def open_tokenised(folder: Path, too_long: TooLong = "refuse") -> Corpus:
+def open_tokenised(folder: Path, too_long: TooLong = "refuse", image_folders: Sequence[Path] = ()) -> Corpus:
     """Open a corpus that ``write_corpus`` wrote; see ``cache.open_corpus``."""
     trouble = find_damage(folder)
     if trouble:
@@ -118,18 +132,15 @@ def open_tokenised(folder: Path, too_long: TooLong = "refuse") -> Corpus:
     meta = read_meta(folder)
 
     def split(name: str) -> Split:
-        tokens, offsets = _mapped(folder / f"{name}.tokens", meta.dtype), _mapped(folder / f"{name}.offsets", "<i8")
+        tokens, offsets = mapped(folder / f"{name}.tokens", meta.dtype), mapped(folder / f"{name}.offsets", "<i8")
         if not meta.is_whole:
             return Stream(name, tokens, offsets)
-        kind = Pairs if meta.task == PREFERENCE else Whole
-        return kind(name, tokens, offsets, _mapped(folder / f"{name}.learnt", "u1"), too_long, meta.end_of_document)
+        whole = (name, tokens, offsets, mapped(folder / f"{name}.learnt", "u1"), too_long, meta.end_of_document)
+        if meta.pictures:
+            return Pictured(*whole, images=open_pictures(folder, name, image_folders))
+        return (Pairs if meta.task == PREFERENCE else Whole)(*whole)
 
     return Corpus(meta, split(TRAINING), split(VALIDATION))
-
-
-def _mapped(path: Path, dtype: str) -> np.ndarray:
-    """Map a file as an array; an empty file, which cannot be mapped, gives an empty array."""
-    return np.asarray(np.memmap(path, dtype=dtype, mode="r")) if path.stat().st_size else np.empty(0, dtype=dtype)
 
 
 def find_damage(folder: Path, *, contents: bool = False) -> str:
@@ -156,26 +167,39 @@ def find_damage(folder: Path, *, contents: bool = False) -> str:
     return ""
 
 
-def write_corpus(folder: Path, documents: Iterable[Encoded], facts: dict[str, Any]) -> Meta:
+def write_corpus(
+    folder: Path, documents: Iterable[Encoded], facts: dict[str, Any], image_folders: Sequence[Path] | None = None
+) -> Meta:
     """Write ``documents`` into the empty ``folder``, and flush them to disk.
 
-    ``facts`` holds the fields of Meta that are known beforehand.
+    ``facts`` holds the fields of Meta that are known beforehand; ``image_folders`` those of the documents' images
+    (None: documents have none).
 
     Raises:
         ConfigError: an id is outside [0, vocab_size); casting to a narrower dtype would turn it into another id.
     """
     dtype = np.dtype("<u2" if facts["vocab_size"] <= 1 << 16 else "<u4")
+    pictures = None if image_folders is None else PicturesWriter(image_folders)
     with contextlib.ExitStack() as stack:
         writers = {name: _SplitWriter(folder, name, dtype, facts["is_whole"], stack) for name in (TRAINING, VALIDATION)}
-        for name, ids, learnt in documents:
+        for name, ids, learnt, images in documents:
             if len(ids) and not (ids.min() >= 0 and ids.max() < facts["vocab_size"]):
                 raise ConfigError(
                     f"the tokenizer {facts['tokenizer']} gave ids from {ids.min()} to {ids.max()}, and its vocab_size"
                     f" is {facts['vocab_size']}: vocab_size must be one more than the largest id"
                 )
+            if pictures is not None:
+                pictures.add(name, images)
             writers[name].add(ids, learnt)
         parts = {name: writer.close() for name, writer in writers.items()}
-    meta = Meta(**facts, version=VERSION, dtype=dtype.str, training=parts[TRAINING], validation=parts[VALIDATION])
+    meta = Meta(
+        **facts,
+        version=VERSION,
+        dtype=dtype.str,
+        training=parts[TRAINING],
+        validation=parts[VALIDATION],
+        pictures=pictures.write(folder) if pictures else None,
+    )
     write_meta(folder, asdict(meta))
     return meta
 
@@ -212,28 +236,6 @@ class _SplitWriter:
         )
 
 
-class ArrayFile:
-    """A file that arrays are appended to, with the digest of its contents."""
-
-    def __init__(self, file: BinaryIO):
-        self.digest = hashlib.blake2b(digest_size=16)
-        self._file = file
-
-    def write(self, array: np.ndarray) -> None:
-        data = np.ascontiguousarray(array).view(np.uint8).data
-        self.digest.update(data)
-        self._file.write(data)
-
-
-@contextlib.contextmanager
-def array_file(path: Path) -> Iterator[ArrayFile]:
-    """Create ``path``, and flush its contents to disk when the block ends without an error."""
-    with open(path, "wb") as file:
-        yield ArrayFile(file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def write_meta(folder: Path, values: dict[str, Any]) -> None:
     """Write ``meta.json``, and flush the file and the folder's entries to disk."""
     with open(folder / META, "w", encoding="utf-8") as text:
@@ -249,7 +251,9 @@ def read_meta(folder: Path) -> Meta:
         return Meta(**{f.name: values.get(f.name) for f in fields(Meta)})
     for name in (TRAINING, VALIDATION):
         values[name] = SplitSize(**values[name])
-    return Meta(**{field.name: values[field.name] for field in fields(Meta)})
+    if values.get("pictures"):
+        values["pictures"] = Pictures(**values["pictures"])
+    return Meta(**{field.name: values[field.name] for field in fields(Meta) if field.name in values})
 
 
 def _digest_file(path: Path) -> str:

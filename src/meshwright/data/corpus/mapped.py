@@ -25,7 +25,8 @@ from meshwright.data.options import SourceOptions
 from meshwright.data.sources.scan import Scan
 from meshwright.data.text.tokenizers import Tokenizer
 
-from .corpus import META, TRAINING, VALIDATION, Corpus, SplitSize, array_file, write_meta
+from .arrays import array_file
+from .corpus import META, TRAINING, VALIDATION, Corpus, SplitSize, write_meta
 from .packing import Joined, Stream
 
 VERSION = 2

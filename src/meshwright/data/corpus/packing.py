@@ -176,7 +176,7 @@ def gather(pieces: Sequence[tuple[Split, np.ndarray, np.ndarray]], n_rows: int, 
     batch: Rows = {}
     for split, places, indexes in pieces:
         for key, value in split.rows(indexes, seq_len).items():
-            batch.setdefault(key, np.empty((n_rows, seq_len), dtype=np.int64))[places] = value
+            batch.setdefault(key, np.empty((n_rows, *value.shape[1:]), dtype=value.dtype))[places] = value
     return batch
 
 

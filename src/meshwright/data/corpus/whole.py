@@ -86,8 +86,10 @@ class Whole:
         for row, index in enumerate(indexes.tolist()):
             at = 0
             chosen = members[bounds[index] : bounds[index + 1]]
-            for begin, end in zip(self.offsets[chosen].tolist(), self.offsets[chosen + 1].tolist(), strict=True):
-                n = min(end - begin, seq_len)
+            for document, begin in zip(chosen.tolist(), self.offsets[chosen].tolist(), strict=True):
+                n = self._kept(document, seq_len)
+                if not n:
+                    continue
                 tokens[row, at : at + n] = self.tokens[begin : begin + n]
                 learnt[row, at : at + n - 1] = self.is_learnt[begin + 1 : begin + n]
                 at += n
@@ -100,6 +102,10 @@ class Whole:
         number_documents(np.array(row_of, dtype=np.int64), np.array(starts, dtype=np.int64), documents, positions)
         documents[np.arange(seq_len) >= np.array(ends)[:, None]] = PADDING
         return {"tokens": tokens, "labels": labels, "positions": positions, "document_ids": documents}
+
+    def _kept(self, document: int, seq_len: int) -> int:
+        """Return the number of a document's tokens that its sample holds."""
+        return min(int(self.lengths[document]), seq_len)
 
     def _bins(self, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the documents in the order of the samples, and the offset of each sample among them."""

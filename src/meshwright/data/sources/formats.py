@@ -12,7 +12,10 @@ from meshwright.core.errors import ConfigError, MissingExtraError
 from meshwright.core.files import inside
 
 from .json_files import JsonLines, JsonList
-from .records import BadRow, Record, RecordFormat
+from .records import MEDIA_COLUMNS, BadRow, Record, RecordFormat
+
+_INSIDE = {"bytes": b"in the data set"}
+"""The value of a column whose images lie in a data set, not in files; they are not decoded."""
 
 
 def without_filled_in(value: Any) -> Any:
@@ -63,9 +66,16 @@ class SavedDataset:
     def records(self, path: Path) -> Iterator[tuple[int, Record | BadRow]]:
         dataset = self._open(path)
         for begin in range(0, len(dataset), 1024):
-            columns = dataset[begin : begin + 1024]
+            columns = dict(dataset[begin : begin + 1024])
+            columns |= {name: [_INSIDE] * 1024 for name in self._images(path)}
             for i in range(min(1024, len(dataset) - begin)):
                 yield begin + i + 1, {name: without_filled_in(values[i]) for name, values in columns.items()}
+
+    def _images(self, path: Path) -> tuple[str, ...]:
+        """Return the columns that name images in records, and hold them here, where they are not read."""
+        kept = set(self._open(path).features)
+        names = json.loads((path / "dataset_info.json").read_text(encoding="utf-8")).get("features") or {}
+        return tuple(name for name in MEDIA_COLUMNS if name in names and name not in kept)
 
     def _open(self, path: Path) -> Any:
         try:

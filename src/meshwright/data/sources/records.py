@@ -12,6 +12,10 @@ Record = dict[str, Any]
 """A row: column names and values."""
 
 
+MEDIA_COLUMNS = ("images", "image")
+"""Columns that name a record's images, by their paths, in the order of their places in the text."""
+
+
 class BadRow(ConfigError):
     """A record that cannot be used; the text names its file and row."""
 

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from meshwright.core.errors import ConfigError
+from meshwright.data.images.source import ANSWERS, COLUMNS, NO_IMAGES, PROMPTS, Vision, names_images
 from meshwright.data.options import SourceOptions
 from meshwright.data.sources.records import BadRow, Record, column
 
-from .chat import ChatTemplate, Message, load_template
+from .chat import ChatTemplate, load_template
 from .messages import messages_of, text_of
 from .preference import SIDES, TASK, Preferences, holds_messages
 from .tokenizers import Tokenizer
+from .turns import Example, examples_of
 
-Piece = tuple[str, bool]
-"""Text, and whether it is learnt."""
-
-Example = tuple[Piece, ...]
-"""The pieces of one document."""
+if TYPE_CHECKING:
+    from meshwright.data.images.conversation import PicturedChat
 
 
 @dataclass(frozen=True)
@@ -37,17 +38,39 @@ class Task:
     """Whether special tokens spelt out in the text (as by a chat template) become tokens; otherwise they are text."""
     fingerprint: str = ""
     """Further settings that determine the examples."""
+    pictured: PicturedChat | None = None
+    """Makes the examples, in place of ``examples``, where records may have images."""
+    refusal: str = ""
+    """Why a record with images is refused, as the end of a sentence; "" where it is not."""
+
+    def examples_in(self, record: Record, where: str, folder: Path) -> list[Example]:
+        """Return the examples of a record of a file in ``folder``. Raises BadRow, also for images that are refused."""
+        if self.pictured is not None:
+            return self.pictured.examples(record, where, folder)
+        if self.refusal and names_images(record):
+            raise BadRow(f"{where}: the record has images, {self.refusal}")
+        return self.examples(record, where)
 
 
-def choose_task(options: SourceOptions, tokenizer: Tokenizer, sample: Record) -> Task:
+def choose_task(options: SourceOptions, tokenizer: Tokenizer, sample: Record, vision: Vision = NO_IMAGES) -> Task:
     """Return the task that ``options`` name, or that the columns of ``sample`` imply.
 
+    Where the model has a processor, conversations are read with their images, also those that have none.
+
     Raises:
-        ConfigError: a chat has no template, or another task has one.
+        ConfigError: a chat has no template, or another task has one; as ``VisionProcessor`` does.
     """
     name = task_name(options, sample)
+    key = "" if name == "completion" else options.column if options.column != "text" else _column_of_messages(sample)
+    if vision.folder and (name == "chat" or (name == "completion" and any(map(sample.get, COLUMNS)))):
+        return _pictured(options, tokenizer, key, vision)
+    task = _of_text(name, key, options, tokenizer, sample)
+    reads_none = f"and the task '{name}' reads none: write conversations (messages), or a prompt with its completion"
+    return replace(task, refusal=reads_none if vision.folder else vision.refusal) if task.is_whole else task
+
+
+def _of_text(name: str, key: str, options: SourceOptions, tokenizer: Tokenizer, sample: Record) -> Task:
     if name == "chat":
-        key = options.column if options.column != "text" else _column_of_messages(sample)
         template = load_template(options.template, getattr(tokenizer, "folder", None))
         chat = _Chat(key, template)
         decides = json.dumps([key, template.text, sorted(template.special_tokens.items())])
@@ -66,6 +89,24 @@ def choose_task(options: SourceOptions, tokenizer: Tokenizer, sample: Record) ->
     return Task("text", _Text(options.column).examples, is_whole=False, ends=True, fingerprint=options.column)
 
 
+def _pictured(options: SourceOptions, tokenizer: Tokenizer, key: str, vision: Vision) -> Task:
+    from meshwright.data.images.conversation import PicturedChat
+
+    processor = vision.processor
+    processor.check(tokenizer)
+    if options.template or processor.template is None:
+        template = load_template(options.template, getattr(tokenizer, "folder", None))
+    else:
+        template = ChatTemplate(processor.template, processor.special_tokens)
+    chat = PicturedChat(key, template, processor)
+
+    return Task("chat", _in_no_folder, True, ends=False, special=True, fingerprint=chat.fingerprint, pictured=chat)
+
+
+def _in_no_folder(record: Record, where: str) -> list[Example]:
+    raise AssertionError("paths of images are relative to a folder: call examples_in")
+
+
 def task_name(options: SourceOptions, sample: Record) -> str:
     """Return the name of the task; "auto" decides by the columns."""
     if options.task != "auto":
@@ -75,6 +116,8 @@ def task_name(options: SourceOptions, sample: Record) -> str:
     if all(side in sample for side in SIDES):
         return TASK
     if "prompt" in sample and "completion" in sample:
+        return "completion"
+    if any(map(sample.get, COLUMNS)) and any(map(sample.get, PROMPTS)) and any(map(sample.get, ANSWERS)):
         return "completion"
     if "instruction" in sample and "output" in sample:
         return "alpaca"
@@ -119,44 +162,12 @@ def _alpaca(record: Record, where: str) -> list[Example]:
 
 @dataclass(frozen=True)
 class _Chat:
-    """Conversations: only the assistant's turns are learnt, with the tokens that end them.
-
-    The template defines an answer: the text of the messages up to the answer, minus the text that prompts for it. A
-    template may render earlier turns differently once others follow (some drop an earlier answer's reasoning). Then
-    each answer becomes its own example, with the context that the model would read.
-    """
+    """Conversations: only the assistant's turns are learnt, with the tokens that end them (see ``turns``)."""
 
     column: str
     template: ChatTemplate
 
     def examples(self, record: Record, where: str) -> list[Example]:
-        messages = self._messages(record, where)
         others = {"tools": record["tools"]} if record.get("tools") else {}
-        answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
-        if not answers:
-            raise BadRow(f"{where}: the conversation has no turn of the role 'assistant', so there is nothing to learn")
-        try:
-            asked = [self.template.render(messages[:i], prompts_answer=True, **others) for i in answers]
-            answered = [self.template.render(messages[: i + 1], **others) for i in answers]
-            whole = self.template.render(messages, **others)
-        except ValueError as error:
-            raise BadRow(f"{where}: {error}") from error
-        for before, after in zip(asked, answered, strict=True):
-            if not after.startswith(before):
-                raise BadRow(
-                    f"{where}: the chat template writes an answer differently from how it asks for it: it asks with"
-                    f" {before[-40:]!r}, but the conversation with the answer does not begin like that"
-                )
-        ends = [0, *map(len, answered[:-1])]
-        if all(whole.startswith(after) for after in answered) and all(
-            end <= len(text) for end, text in zip(ends, asked, strict=True)
-        ):
-            pieces: list[Piece] = []
-            for end, before, after in zip(ends, asked, answered, strict=True):
-                pieces += [(after[end : len(before)], False), (after[len(before) :], True)]
-            # text after the last answer is left out: it is not learnt, nor is it context of an answer
-            return [tuple(pieces)]
-        return [((before, False), (after[len(before) :], True)) for before, after in zip(asked, answered, strict=True)]
-
-    def _messages(self, record: Record, where: str) -> list[Message]:
-        return messages_of(column(record, self.column, where), self.column, record, where)
+        messages = messages_of(column(record, self.column, where), self.column, record, where)
+        return examples_of(messages, self.template, others, where)

@@ -59,7 +59,7 @@ def evaluate_rows(
     total, tokens, weight, counted = 0.0, 0, 0.0, 0
     with model.averaged():
         for part in chosen:
-            for batch in validation_batches(part.split, seq_len, part.samples, batch_rows, *place):
+            for batch in validation_batches(part.split, seq_len, part.samples, batch_rows, *place, part.pixels):
                 loss = model.evaluate(batch)
                 total += float(loss) * loss.weight
                 weight += loss.weight

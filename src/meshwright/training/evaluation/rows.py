@@ -8,12 +8,13 @@ from typing import ClassVar
 import numpy as np
 
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.data import IGNORE_INDEX, Corpus, Prepared, SourceOptions, Split, Stream, Tokenizer, open_corpus
+from meshwright.data import IGNORE_INDEX, Corpus, Prepared, SourceOptions, Split, Stream, Tokenizer
 from meshwright.data.corpus.packing import Rows, check_length
+from meshwright.data.images.dealing import PixelReader, open_parts
 from meshwright.data.text.preference import TASK as PREFERENCE
 from meshwright.distributed.process import agree
 from meshwright.training.config import Config
-from meshwright.training.feed import held_out_of, parts_of, prepare_once_per_node, stages_of
+from meshwright.training.feed import held_out_of, parts_of, prepare_once_per_node, stages_of, vision_for
 from meshwright.training.views.progress import Progress, SilentProgress
 
 
@@ -25,12 +26,14 @@ class Rowful:
         name: name of their source.
         samples: number of rows, all of them read.
         source_bytes: size of the text, where all of it is read and nothing but text stands in its files.
+        pixels: opens the images of a batch's rows; None where they have none.
     """
 
     name: str
     split: Split
     samples: int
     source_bytes: int | None = None
+    pixels: PixelReader | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +97,7 @@ def own_rows(config: Config, tokenizer: Tokenizer, limit: int | None) -> list[Ro
     """
     if any(part.streaming for part in parts_of(config.data)):
         raise ConfigError("the run streamed its data, which holds nothing out: name a source with --data")
-    corpora = [corpus for _, corpus in _opened(config, tokenizer, config.data.validation_fraction)]
+    _, corpora, pixels = _opened(config, tokenizer, config.data.validation_fraction)
     config = replace(config, validation=replace(config.validation, samples=limit or 1))
     parts = parts_of(config.data)
     held = agree.together(lambda: list(held_out_of(config, parts, corpora, stages_of(config, parts)))) or []
@@ -104,7 +107,8 @@ def own_rows(config: Config, tokenizer: Tokenizer, limit: int | None) -> list[Ro
             f" (data.validation_fraction = {config.data.validation_fraction}): name a source with --data"
         )
     length = config.data.seq_len
-    return [Rowful(one.name, one.split, one.split.n_samples(length) if limit is None else one.samples) for one in held]
+    counts = [one.split.n_samples(length) if limit is None else one.samples for one in held]
+    return [Rowful(one.name, one.split, count, None, pixels) for one, count in zip(held, counts, strict=True)]
 
 
 def rows_of(config: Config, source: SourceOptions, tokenizer: Tokenizer, limit: int | None) -> list[Rowful]:
@@ -115,26 +119,27 @@ def rows_of(config: Config, source: SourceOptions, tokenizer: Tokenizer, limit: 
     """
     own = {name: getattr(source, name) for name in SourceOptions.__dataclass_fields__}
     config = replace(config, data=replace(config.data, mixture=(), curriculum=(), **{**own, "streaming": False}))
-    ((prepared, corpus),) = _opened(config, tokenizer, 0.0)
+    (prepared,), (corpus,), pixels = _opened(config, tokenizer, 0.0)
     split = ToTheEnd(corpus.training) if isinstance(corpus.training, Stream) else corpus.training
     count = agree.together(lambda: split.n_samples(config.data.seq_len)) or 0
     is_whole = limit is None or limit >= count
     size = getattr(corpus.meta, "n_source_bytes", None) if is_whole and prepared.scan.format == "text" else None
-    return [Rowful(", ".join(source.source), split, count if is_whole else int(limit or count), size)]
+    return [Rowful(", ".join(source.source), split, count if is_whole else int(limit or count), size, pixels)]
 
 
-def _opened(config: Config, tokenizer: Tokenizer, fraction: float) -> list[tuple[Prepared, Corpus]]:
+def _opened(
+    config: Config, tokenizer: Tokenizer, fraction: float
+) -> tuple[list[Prepared], list[Corpus], PixelReader | None]:
     parts = parts_of(config.data)
     config = replace(config, data=replace(config.data, validation_fraction=fraction))
     progress: Progress = SilentProgress()
-    prepared = [prepare_once_per_node(config, part, tokenizer, progress) for part in parts]
-    opened = agree.together(
-        lambda: [open_corpus(p.folder, part.too_long) for p, part in zip(prepared, parts, strict=True)]
-    )
+    vision = vision_for(config)
+    prepared = [prepare_once_per_node(config, part, tokenizer, progress, vision) for part in parts]
+    opened = agree.together(lambda: open_parts(prepared, parts, vision))
     assert opened is not None
-    if any(getattr(corpus.meta, "task", "") == PREFERENCE for corpus in opened):
+    if any(getattr(corpus.meta, "task", "") == PREFERENCE for corpus in opened[0]):
         raise UnsupportedError(
             "evaluate measures the cross entropy of text, and these records are pairs of answers (chosen and rejected):"
             " give text or conversations with --data"
         )
-    return list(zip(prepared, opened, strict=True))
+    return prepared, *opened

@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
 from rich.text import Text
 
 from meshwright.data import SourceOptions, Tokenizer, default_cache_dir, scan_sources
-from meshwright.data.corpus.building import TokenisingRecipe, learnt_tokens
+from meshwright.data.corpus.building import TokenisingRecipe
+from meshwright.data.corpus.corpus import TRAINING
 from meshwright.data.corpus.mapped import IndexingRecipe
+from meshwright.data.images.source import Vision
 from meshwright.data.sources.listing import TOKEN_FORMATS
 from meshwright.data.sources.scan import Scan
 from meshwright.data.text.tokenizers import AligningTokenizer
 from meshwright.training.config import Config
-from meshwright.training.feed import parts_of
+from meshwright.training.feed import parts_of, vision_for
 from meshwright.training.tokenizer import run_tokenizer
 
 _SHOWN = 2000
 """Tokens of a document that are shown."""
 
-Run = tuple[bool, np.ndarray]
-"""Whether a run of token ids is trained on, and the ids."""
+
+class ShownRun(NamedTuple):
+    """A run of token ids that are trained on or are not, or those of one image."""
+
+    is_learnt: bool
+    ids: np.ndarray
+    image: str = ""
+    """Name and size of the image."""
 
 
 def show_data(config: Config, documents: int, console: Console) -> None:
@@ -41,20 +50,23 @@ def show_data(config: Config, documents: int, console: Console) -> None:
         title = f"{part.name} · " if config.data.mixture else ""
         console.print(Text(f"{title}{', '.join(part.source)}", style="bold"))
         console.print(f"  format     {scan.format}, {scan}", markup=False, highlight=False)
-        task, shown = _documents(scan, part, tokenizer)
+        task, shown = _documents(scan, part, tokenizer, vision_for(config))
         console.print(f"  task       {task}", markup=False, highlight=False)
         console.print(f"  tokenizer  {tokenizer!r}, vocabulary {tokenizer.vocab_size:,}", markup=False, highlight=False)
         for number, runs in enumerate(islice(shown, documents), 1):
             _show(number, list(runs), tokenizer, console)
 
 
-def _show(number: int, runs: list[Run], tokenizer: Tokenizer, console: Console) -> None:
-    total, learnt = (sum(len(ids) for is_learnt, ids in runs if is_learnt or every) for every in (True, False))
-    console.print(f"\n  document {number}: {total} tokens, {learnt} of them learnt", markup=False, highlight=False)
+def _show(number: int, runs: list[ShownRun], tokenizer: Tokenizer, console: Console) -> None:
+    total, learnt = (sum(len(run.ids) for run in runs if run.is_learnt or every) for every in (True, False))
+    images = sum(bool(run.image) for run in runs)
+    pictured = f", {images} image{'s' * (images != 1)}" if images else ""
+    line = f"\n  document {number}: {total} tokens, {learnt} of them learnt{pictured}"
+    console.print(line, markup=False, highlight=False)
     text, left = Text(), _SHOWN
     spelt = getattr(tokenizer, "spell_out", tokenizer.decode)
-    for is_learnt, ids in runs:
-        piece = spelt(ids[:left])
+    for is_learnt, ids, image in runs:
+        piece = f"<{image}: {len(ids)} tokens>" if image and left else spelt(ids[:left])
         if is_learnt:
             text.append(piece)
         elif console.is_terminal:
@@ -66,30 +78,32 @@ def _show(number: int, runs: list[Run], tokenizer: Tokenizer, console: Console) 
     console.print(text)
 
 
-def _documents(scan: Scan, options: SourceOptions, tokenizer: Tokenizer) -> tuple[str, Iterator[list[Run]]]:
+def _documents(
+    scan: Scan, options: SourceOptions, tokenizer: Tokenizer, vision: Vision
+) -> tuple[str, Iterator[list[ShownRun]]]:
     """Return the task, and the documents in order."""
     if scan.format in TOKEN_FORMATS:
         return "text, as token ids", _mapped(IndexingRecipe(scan, options, tokenizer, 0.0))
-    recipe = TokenisingRecipe(scan, options, tokenizer, 0.0)
+    recipe = TokenisingRecipe(scan, options, tokenizer, 0.0, vision)
     return recipe.task.name, _tokenised(recipe, tokenizer)
 
 
-def _mapped(recipe: IndexingRecipe) -> Iterator[list[Run]]:
+def _mapped(recipe: IndexingRecipe) -> Iterator[list[ShownRun]]:
     for file in recipe.files:
         ids = file.open()[: 1 << 20]
         recipe.check(file, 0, ids)
-        yield from ([(True, document)] for document in recipe.documents(file, ids))
+        yield from ([ShownRun(True, document)] for document in recipe.documents(file, ids))
 
 
-def _tokenised(recipe: TokenisingRecipe, tokenizer: Tokenizer) -> Iterator[list[Run]]:
-    end = (True, np.array([tokenizer.end_of_document]))
+def _tokenised(recipe: TokenisingRecipe, tokenizer: Tokenizer) -> Iterator[list[ShownRun]]:
+    end = ShownRun(True, np.array([tokenizer.end_of_document]))
     for _, example in recipe.unsplit():
-        text = "".join(piece for piece, _ in example)
         if not recipe.task.is_whole or not isinstance(tokenizer, AligningTokenizer):
-            yield [(True, tokenizer.encode(text)), end]
+            yield [ShownRun(True, tokenizer.encode("".join(piece for piece, _ in example))), end]
             continue
-        ids, ends = tokenizer.encode_aligned([text], special=recipe.task.special)[0]
-        learnt = learnt_tokens(example, ends)
-        edges = np.flatnonzero(np.diff(learnt, prepend=~learnt[:1]))
-        runs = [(bool(learnt[a]), ids[a:b]) for a, b in zip(edges, [*edges[1:], len(ids)], strict=True)]
-        yield [*runs, end] if recipe.task.ends else runs
+        ((_, ids, learnt, images),) = recipe.encode(iter([(TRAINING, example)]))
+        assert learnt is not None
+        named = {begin: f"{file.name} {file.width} x {file.height}" for begin, _, file in images}
+        turns = np.flatnonzero(np.diff(learnt, prepend=~learnt[:1])).tolist()
+        edges = sorted({*turns, *named, *(last for _, last, _ in images)} - {len(ids)})
+        yield [ShownRun(bool(learnt[a]), ids[a:b], named.get(a, "")) for a, b in pairwise([*edges, len(ids)])]

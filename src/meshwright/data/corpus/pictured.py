@@ -1,0 +1,81 @@
+"""Give conversations with images a row each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from meshwright.core.errors import UnsupportedError
+
+from .packing import Rows, Split
+from .pictures import NO_PICTURES, PictureList
+from .whole import Whole
+
+if TYPE_CHECKING:
+    from .corpus import Corpus
+
+IMAGES = "images"
+"""The key of rows that holds a tuple of ``ImageFile`` for each row; an object array of shape (rows,)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pictured(Whole):
+    """A split of documents with images, each in a row of its own, followed by padding.
+
+    Models that take images keep packed documents apart in no common way, and count positions by images.
+    A document that is cut short is cut before an image that would not be whole.
+    """
+
+    images: PictureList = NO_PICTURES
+
+    def rows(self, indexes: np.ndarray, seq_len: int) -> Rows:
+        """See ``Split``; with ``images``, the files of each row's images in order."""
+        found = super().rows(indexes, seq_len)
+        members, _ = self._bins(seq_len)
+        files = np.empty(len(found["tokens"]), dtype=object)
+        for row, document in enumerate(members[np.asarray(indexes).reshape(-1)].tolist()):
+            kept = self._kept(document, seq_len)
+            places = self.images.of(document)
+            files[row] = tuple(self.images.file(number) for number in places[places[:, 2] <= kept, 3].tolist())
+        return found | {IMAGES: files}
+
+    def _kept(self, document: int, seq_len: int) -> int:
+        kept = super()._kept(document, seq_len)
+        for begin, end in self.images.of(document)[:, 1:3].tolist():
+            if begin < kept < end:
+                return begin
+        return kept
+
+    def _bins(self, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+        if seq_len not in self._packed:
+            fits = (self.lengths <= seq_len) | (self.too_long != "skip")
+            documents = np.flatnonzero(fits)
+            self._packed[seq_len] = documents, np.arange(len(documents) + 1)
+        return self._packed[seq_len]
+
+
+def beside_images(corpora: Sequence[Corpus], names: Sequence[str]) -> list[Corpus]:
+    """Return the parts of a mixture; where one has images, with each conversation of the others in a row of its own.
+
+    Raises:
+        UnsupportedError: another part is plain text, which is packed into rows.
+    """
+    if not any(isinstance(corpus.training, Pictured) for corpus in corpora):
+        return list(corpora)
+    for corpus, name in zip(corpora, names, strict=True):
+        if not isinstance(corpus.training, Whole):
+            raise UnsupportedError(
+                f"the part '{name}' of data.mixture is plain text, of which a row packs several documents, and other"
+                f" parts have images, with one conversation a row: leave it out, or write it as conversations"
+            )
+    return [replace(c, training=_alone(c.training), validation=_alone(c.validation)) for c in corpora]
+
+
+def _alone(split: Split) -> Split:
+    """Return a split of whole documents with each in a row of its own."""
+    if isinstance(split, Pictured) or not isinstance(split, Whole):
+        return split
+    return Pictured(split.name, split.tokens, split.offsets, split.is_learnt, split.too_long, split.padding)

@@ -1,0 +1,146 @@
+"""Keep which images the documents of a corpus have: their places among the tokens, their paths, sizes and digests.
+
+- ``<split>.images``: little-endian int64 of shape (images, 4), in the order of the documents: the document, the first
+  token of the image within it, the token behind its last, and the number of the file
+- ``images.files``: int64 (files, 6): the number of the folder, the end of its path in ``images.names``, width and
+  height in pixels, bytes, and the time of the last change in nanoseconds
+- ``images.names``: the paths, UTF-8, one behind the other; ``images.digests``: uint8 (files, 16)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from meshwright.data.images.files import ImageFile, has_changed
+
+from .arrays import array_file, mapped
+
+_FILES, _NAMES, _DIGESTS = "images.files", "images.names", "images.digests"
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """The sizes and digests of a corpus's files of images.
+
+    Attributes:
+        sizes: bytes of each array file.
+        digests: blake2b digest of each array file.
+        digest: of the images' paths and contents, the same wherever they lie.
+    """
+
+    sizes: dict[str, int]
+    digests: dict[str, str]
+    digest: str
+
+
+@dataclass(frozen=True, eq=False)
+class PictureList:
+    """The images of a split.
+
+    Attributes:
+        places: rows of ``<split>.images``.
+        files: rows of ``images.files``.
+        names: bytes of ``images.names``.
+        folders: of the data files, on this machine.
+    """
+
+    places: np.ndarray
+    files: np.ndarray
+    names: np.ndarray
+    folders: Sequence[Path] = field(default=())
+
+    def of(self, document: int) -> np.ndarray:
+        """Return the rows of a document's images in ``places``."""
+        first, last = np.searchsorted(self.places[:, 0], [document, document + 1])
+        return self.places[first:last]
+
+    def file(self, number: int) -> ImageFile:
+        folder, end, width, height, n_bytes, mtime_ns = self.files[number].tolist()
+        begin = int(self.files[number - 1, 1]) if number else 0
+        name = self.names[begin:end].tobytes().decode("utf-8", "surrogateescape")
+        return ImageFile(self.folders[folder], name, width, height, n_bytes, mtime_ns)
+
+
+NO_PICTURES = PictureList(np.empty((0, 4), np.int64), np.empty((0, 6), np.int64), np.empty(0, np.uint8))
+
+
+class PicturesWriter:
+    """Collects the images of a corpus's documents, in their order.
+
+    Args:
+        folders: of the data files, as ``ImageFile.folder`` has them.
+    """
+
+    def __init__(self, folders: Sequence[Path]):
+        self._folders = {folder: number for number, folder in enumerate(folders)}
+        self._numbers: dict[tuple[Path, str], int] = {}
+        self._files: list[ImageFile] = []
+        self._places: dict[str, list[tuple[int, int, int, int]]] = {}
+        self._documents: dict[str, int] = {}
+
+    def add(self, split: str, images: Sequence[tuple[int, int, ImageFile]]) -> None:
+        """Note the images of a split's next document: (first token, token behind the last, file) of each."""
+        document = self._documents.get(split, 0)
+        self._documents[split] = document + 1
+        rows = self._places.setdefault(split, [])
+        rows += [(document, begin, end, self._number(file)) for begin, end, file in images]
+
+    def _number(self, file: ImageFile) -> int:
+        number = self._numbers.setdefault((file.folder, file.name), len(self._files))
+        if number == len(self._files):
+            self._files.append(file)
+        return number
+
+    def write(self, folder: Path, splits: Sequence[str] = ("training", "validation")) -> Pictures:
+        """Write the files, and flush them to disk."""
+        names = [file.name.encode("utf-8", "surrogateescape") for file in self._files]
+        ends = np.cumsum([len(name) for name in names]).tolist()
+        facts = [
+            (self._folders[file.folder], end, file.width, file.height, file.n_bytes, file.mtime_ns)
+            for file, end in zip(self._files, ends, strict=True)
+        ]
+        arrays = {f"{split}.images": _table(self._places.get(split, []), 4) for split in splits}
+        arrays |= {_FILES: _table(facts, 6), _NAMES: np.frombuffer(b"".join(names), dtype=np.uint8)}
+        arrays[_DIGESTS] = np.frombuffer(bytes.fromhex("".join(f.digest for f in self._files)), dtype=np.uint8)
+        digests = {}
+        for name, array in arrays.items():
+            with array_file(folder / name) as written:
+                written.write(array)
+            digests[name] = written.digest.hexdigest()
+        whole = hashlib.blake2b(digest_size=16)
+        for file, name in zip(self._files, names, strict=True):
+            whole.update(name + b"\0" + bytes.fromhex(file.digest))
+        return Pictures({name: array.nbytes for name, array in arrays.items()}, digests, whole.hexdigest())
+
+
+def open_pictures(folder: Path, split: str, folders: Sequence[Path]) -> PictureList:
+    """Map the images of a corpus's split into memory.
+
+    Args:
+        folders: of the data files, in the order in which they were written.
+    """
+    return PictureList(
+        mapped(folder / f"{split}.images", "<i8").reshape(-1, 4),
+        mapped(folder / _FILES, "<i8").reshape(-1, 6),
+        mapped(folder / _NAMES, "u1"),
+        folders,
+    )
+
+
+def first_changed(folder: Path, folders: Sequence[Path]) -> Path | None:
+    """Return an image that is gone, or has other bytes than when the corpus was made; None if there is none."""
+    known, digests = open_pictures(folder, "training", folders), mapped(folder / _DIGESTS, "u1").reshape(-1, 16)
+    for number in range(len(known.files)):
+        file = known.file(number)
+        if has_changed(ImageFile(**{**vars(file), "digest": digests[number].tobytes().hex()})):
+            return file.path
+    return None
+
+
+def _table(rows: Sequence[tuple[int, ...]], columns: int) -> np.ndarray:
+    return np.array(rows, dtype="<i8").reshape(-1, columns)

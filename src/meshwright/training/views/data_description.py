@@ -1,0 +1,57 @@
+"""Describe a run's data in a line, and note what of it is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from meshwright.core.units import count_text
+from meshwright.data import Corpus
+from meshwright.data.corpus.pictured import Pictured
+from meshwright.data.corpus.whole import Whole
+from meshwright.data.options import MixturePart
+from meshwright.training.config import Config
+
+
+def describe(
+    parts: tuple[MixturePart, ...],
+    corpora: list[Corpus],
+    epochs: dict[str, float],
+    config: Config,
+    weights: Sequence[float],
+) -> str:
+    """Return a line with the sizes of a run's data.
+
+    Args:
+        epochs: of each part, by its name.
+        weights: of the parts at the end of the run.
+    """
+    tokens, documents = sum(c.meta.n_tokens for c in corpora), sum(c.meta.n_documents for c in corpora)
+    text = f"{count_text(tokens)} tokens of {documents:,} documents · {config.data.seq_len} per row"
+    splits = [split for corpus in corpora for split in (corpus.training, corpus.validation)]
+    if n_images := sum(len(split.images.places) for split in splits if isinstance(split, Pictured)):
+        text += f" · {n_images:,} images"
+    text += f" · {config.batch.global_batch} rows per step"
+    if len(parts) == 1:
+        return f"{text} · {epochs[parts[0].name]:.2f} epochs"
+    rows = [
+        f"{part.name} {weight / sum(weights):.1%}, {epochs[part.name]:.2f} epochs"
+        for part, weight in zip(parts, weights, strict=True)
+    ]
+    return f"{text} · {len(parts)} sources: {'; '.join(rows)}"
+
+
+def notes_on(parts: tuple[MixturePart, ...], corpora: list[Corpus], seq_len: int) -> Iterator[str]:
+    """Yield a note on each part of which conversations or rows are left out or cut."""
+    for part, corpus in zip(parts, corpora, strict=True):
+        if isinstance(corpus.training, Whole) and (n := corpus.training.n_too_long(seq_len)):
+            what = "left out" if part.too_long == "skip" else "cut short"
+            yield (
+                f"{n} of {corpus.training.n_documents} conversations are longer than data.seq_len = {seq_len} and"
+                f" are {what}"
+            )
+        skipped = sum(getattr(corpus.meta, "skipped", {}).values())
+        if skipped:
+            yield (
+                f"{skipped} rows of {', '.join(part.source)} could not be used and are left out (data.on_bad_row ="
+                f" 'skip')"
+            )
