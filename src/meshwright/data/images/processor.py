@@ -17,12 +17,11 @@ from meshwright.data.text.tokenizers import AligningTokenizer, Tokenizer
 from meshwright.introspection.huggingface import KEY, TRUST, import_transformers
 
 from .files import import_pillow
+from .source import FILES
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-FILES = ("processor_config.json", "preprocessor_config.json")
-"""Files of a model's folder that describe its processor; it has at least one of them."""
 _NAMES_CLASS = (*FILES, "tokenizer_config.json")
 _KNOWN_PARTS = {"tokenizer", "image_processor", "video_processor"}
 _PER_TOKEN = ("token_type_ids", "mm_token_type_ids")
