@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meshwright.data.corpus.cache import Prepared, open_corpus
+from meshwright.data.corpus.corpus import Corpus
 from meshwright.data.corpus.packing import Rows
-from meshwright.data.corpus.pictured import IMAGES
+from meshwright.data.corpus.pictured import IMAGES, Pictured, beside_images
+from meshwright.data.options import MixturePart
 
 from .files import open_image
 from .processor import VisionProcessor
+from .source import Vision
 
 PER_ROW = "images_per_row"
 """The key of a batch that holds the number of each row's images, int64 (rows,)."""
