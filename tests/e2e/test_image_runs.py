@@ -164,6 +164,16 @@ def test_a_run_is_exported_with_its_processor_and_generates(train, told, ask, tm
         read(**processor(text=["user: <image>what?"], images=[[image]], return_tensors="pt"))
 
 
+def test_a_run_is_evaluated_on_the_images_that_it_held_out(ask, one, tmp_path, data):
+    run = shutil.copytree(one.folder, tmp_path / "run")
+    (validated,) = (row["validation_loss"] for row in metrics(run) if row.get("step") == 4 and "validation_loss" in row)
+    for flags in ([], ["--layout.tp=2", "--batch=1"]):
+        status, said, err = ask("evaluate", run, "--json", *flags)
+        assert (status, err) == (0, "") and json.loads(said)["loss"] == pytest.approx(validated, rel=1e-6)
+    status, said, err = ask("evaluate", run, "--json", "--data", data / "rows.jsonl")
+    assert (status, err) == (0, "") and json.loads(said)["rows"] == 20
+
+
 def test_data_is_shown_with_its_images(ask, model, data):
     status, said, err = ask("inspect", data / "rows.jsonl", "--model.hf", model)
     assert (status, err) == (0, "") and "document 3: " in said and "learnt, 2 images" in said
