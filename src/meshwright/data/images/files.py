@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 EXTRA = "vision"
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+"""Files of a model's folder that describe its processor; it has at least one of them."""
 _ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://|data:")
 _ORIENTATION, _ON_ITS_SIDE = 0x0112, frozenset({5, 6, 7, 8})
 """The EXIF tag of a photograph's orientation, and its values that swap width and height."""

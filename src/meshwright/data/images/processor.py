@@ -16,13 +16,12 @@ from meshwright.core.files import inside, refuse_links_out
 from meshwright.data.text.tokenizers import AligningTokenizer, Tokenizer
 from meshwright.introspection.huggingface import KEY, TRUST, import_transformers
 
-from .files import import_pillow
-from .source import FILES
+from .files import PROCESSOR_FILES, import_pillow
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_NAMES_CLASS = (*FILES, "tokenizer_config.json")
+_NAMES_CLASS = (*PROCESSOR_FILES, "tokenizer_config.json")
 _KNOWN_PARTS = {"tokenizer", "image_processor", "video_processor"}
 _PER_TOKEN = ("token_type_ids", "mm_token_type_ids")
 """Outputs that mark the tokens of images; the others of a text are made here."""

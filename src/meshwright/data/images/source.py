@@ -12,13 +12,13 @@ from meshwright.core.errors import ConfigError
 from meshwright.data.sources.records import MEDIA_COLUMNS as COLUMNS
 from meshwright.data.sources.records import Record
 
+from .files import PROCESSOR_FILES
+
 if TYPE_CHECKING:
     from .processor import VisionProcessor
 
 CONFIG, TOWER = "config.json", "vision_config"
 """A model's config, and its key that describes the part for images."""
-FILES = ("processor_config.json", "preprocessor_config.json")
-"""Files of a model's folder that describe its processor; it has at least one of them."""
 IMAGE_PARTS = {"image": ("image", "path", "url"), "image_url": ("image_url",)}
 """Types of a message's parts that are images, and the keys that hold their path."""
 PROMPTS, ANSWERS = ("prompt", "question"), ("completion", "answer")
@@ -74,9 +74,9 @@ def vision_of(model: str, *, trust_remote_code: bool = False) -> Vision:
     keys = _keys(folder / CONFIG if folder.is_dir() else folder)
     if not isinstance(keys.get(TOWER), dict):
         return Vision(refusal=f"and the model of model.hf = {model} takes no images (its config has no {TOWER})")
-    if not folder.is_dir() or not any((folder / name).is_file() for name in FILES):
+    if not folder.is_dir() or not any((folder / name).is_file() for name in PROCESSOR_FILES):
         return Vision(
-            refusal=f"and beside the model of model.hf = {model} lies no processor ({' or '.join(FILES)}), which turns"
+            refusal=f"and beside the model of model.hf = {model} lies no processor ({' or '.join(PROCESSOR_FILES)}), which turns"
             f" them into tokens and pixels: copy it there from the model's folder"
         )
     return Vision(folder, "", trust_remote_code)
