@@ -76,8 +76,8 @@ def vision_of(model: str, *, trust_remote_code: bool = False) -> Vision:
         return Vision(refusal=f"and the model of model.hf = {model} takes no images (its config has no {TOWER})")
     if not folder.is_dir() or not any((folder / name).is_file() for name in PROCESSOR_FILES):
         return Vision(
-            refusal=f"and beside the model of model.hf = {model} lies no processor ({' or '.join(PROCESSOR_FILES)}), which turns"
-            f" them into tokens and pixels: copy it there from the model's folder"
+            refusal=f"and beside the model of model.hf = {model} lies no processor ({' or '.join(PROCESSOR_FILES)}),"
+            f" which turns them into tokens and pixels: copy it there from the model's folder"
         )
     return Vision(folder, "", trust_remote_code)
 
