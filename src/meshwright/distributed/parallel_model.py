@@ -229,7 +229,7 @@ class ParallelModel(Inference):
             return step_batch.microbatches(named, self.microbatch_rows or self._suggested_rows(named))  # type: ignore[arg-type]
 
         step = self.refer(self._opening.open(bring))
-        is_judged = "tokens" in step.pieces[0] or not self.facts.measurements.premises().unknown
+        is_judged = "tokens" in step.pieces[0] or self.plan.premises_known
         if not self._is_checked and not (self._adds_up and is_judged):
             self._check_first(step.pieces)
         return step

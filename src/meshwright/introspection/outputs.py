@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,6 +35,22 @@ def logits_of(output: Any) -> Tensor:
         " (rows, seq, vocabulary). Return the logits alone, or in an object or a dict under the name logits, or as the"
         " only floating tensor of three dims."
     )
+
+
+def with_logits(output: Any, logits: Tensor) -> Any:
+    """Return a forward's output with other logits in the place of those that ``logits_of`` finds."""
+    found = logits_of(output)
+    if found is output:
+        return logits
+    if isinstance(output, (tuple, list)):
+        return type(output)(logits if value is found else value for value in output)
+    if not isinstance(output, Mapping):
+        output = copy.copy(output)
+        output.logits = logits
+        return output
+    output = copy.copy(output)
+    output[next(key for key, value in output.items() if value is found)] = logits  # type: ignore[index]
+    return output
 
 
 def _words(output: Any) -> str:

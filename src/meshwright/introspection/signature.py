@@ -23,6 +23,9 @@ IMAGES_PER_ROW = "images_per_row"
 TARGETS = ("labels", "loss_mask", REFERENCE, IMAGES_PER_ROW)
 """Keys of a batch that are read by a loss of logits, or by what deals rows, and not by the model."""
 
+KEEPING = ("logits_to_keep", "num_logits_to_keep")
+"""Arguments of transformers' models that choose the tokens whose logits are computed, by number or by place."""
+
 SPELLINGS = {
     "tokens": ("tokens", "input_ids"),
     "positions": ("positions", "position_ids"),

@@ -169,6 +169,7 @@ def _assemble(
         float8=float8,
         quantize=quantize,
         optimizer=optimizer,
+        premises_known=layout.world > 1 and not facts.measurements.premises().unknown,
         notes=(
             *tensor_notes,
             *about_weights,

@@ -22,7 +22,12 @@ from .values import Collective, DataParallel, LossPlan, ParameterPlan, Precision
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything decided about a layout, for any batch; ``stage_units``: the units of each pipeline stage."""
+    """Everything decided about a layout, for any batch.
+
+    Attributes:
+        stage_units: the units of each pipeline stage.
+        premises_known: whether a small copy showed what the forward does besides each row's own output.
+    """
 
     model: str
     device: str
@@ -50,6 +55,7 @@ class Plan:
     float8: Float8Plan | None = None
     quantize: QuantizePlan | None = None
     optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
+    premises_known: bool = False
     notes: tuple[str, ...] = field(default=())
 
     def size(self, axis: Axis | str) -> int:

@@ -15,7 +15,7 @@ from meshwright.core.torch_private import call_behind_backward, tree_leaves
 from meshwright.distributed.exchange.ranks import ProcessGroupRanks
 from meshwright.distributed.process import agree
 from meshwright.distributed.step.batch import fingerprint
-from meshwright.introspection.signature import SPELLINGS, Signature
+from meshwright.introspection.signature import KEEPING, SPELLINGS, Signature
 from meshwright.introspection.wrapped import layers_of_wrapping
 
 from . import parts
@@ -170,6 +170,12 @@ def _without_cache(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple
             f"{type(model).__name__} is given labels with a part of each row: a loss inside the model would shift them"
             f" across the ends of that part. Shift labels before rows are cut (labels[:, t] = tokens[:, t + 1], the"
             f" last -100), take them out of the arguments (own.pop('labels')), and compute the loss from logits"
+        )
+    kept = next((name for name in KEEPING if not isinstance(kwargs.get(name, 0), int) or kwargs.get(name, 0)), None)
+    if kept is not None:
+        raise UnsupportedError(
+            f"{type(model).__name__} is given {kept} = {kwargs[kept]} with a part of each row, and would choose among"
+            f" the tokens of that part: leave it out, and choose among the logits of whole rows"
         )
     if CACHE not in Signature.of(model).arguments:
         return args, kwargs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,8 @@ from meshwright.core.record import note, wrap
 from meshwright.distributed.float8.products import PLAIN
 from meshwright.distributed.recompute.random_streams import drawn_number, restore_streams, streams
 from meshwright.distributed.weights.shards import seed_of
+from meshwright.introspection.outputs import logits_of, with_logits
+from meshwright.introspection.signature import KEEPING
 
 from . import functions
 from .loss import VocabularyShard, head_loss_sum
@@ -119,6 +122,31 @@ def vocabulary_head(module: nn.Module, runtime: Runtime, rows: int, *, takes_who
         return head_forward
 
     wrap(module, make, f"vocabulary-parallel tp {runtime.group.size}")
+
+
+def kept_logits(model: nn.Module, runtime: Runtime) -> None:
+    """Let a model that is asked for the logits of some tokens compute all, and keep these of the output.
+
+    transformers' models choose the tokens before the head (``logits_to_keep``), where a rank has a part of the
+    sequence.
+    """
+    name = next((name for name in KEEPING if name in inspect.signature(model.forward).parameters), None)
+    if name is None:
+        return
+
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def keeping_forward(*args: Any, **kwargs: Any) -> Any:
+            wanted = kwargs.get(name, 0)
+            if not runtime.sequence.cut or (isinstance(wanted, int) and not wanted):
+                return forward(*args, **kwargs)
+            output = forward(*args, **{**kwargs, name: 0})
+            return with_logits(
+                output, logits_of(output)[:, slice(-wanted, None) if isinstance(wanted, int) else wanted]
+            )
+
+        return keeping_forward
+
+    wrap(model, make, f"chooses logits behind the head, tp {runtime.group.size}")
 
 
 def loss_computing_head(module: nn.Module, runtime: LossSite) -> None:

@@ -120,6 +120,8 @@ def wrap_modules(
         takes_whole = plan.sequence_parallel and plan.gathers_after_blocks
         ends.vocabulary_head(module, runtime, weight.shape[0], takes_whole=takes_whole)
         done.add(module)
+        if plan.sequence_parallel and not takes_whole:
+            ends.kept_logits(model, runtime)
     for path, module in model.named_modules():
         if module not in done and module._parameters:
             layers.shared_linear(module, plan.parts_of(clean(path)), runtime)
