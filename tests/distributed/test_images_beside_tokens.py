@@ -97,6 +97,20 @@ def test_a_frozen_tower_on_a_first_stage(spmd):
     assert_equal(found, oracle("smolvlm", ROWS, "model.vision_model"))
 
 
+FROZEN = {
+    "the token embedding": r"model\.language_model\.embed_tokens",
+    "all but the projector": r"(?!.*multi_modal_projector)",
+}
+
+
+@pytest.mark.parametrize("images", [(2, 1, 0, 0), (2, 0, 1, 0)], ids=["one rank has all", "microbatches without"])
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_ranks_with_and_without_images_end_backward_alike(spmd, frozen, images):
+    """Where nothing in front of the blocks is trained but what makes images' features."""
+    found = spmd(2, trained, "llava", {"dp_shard": 2}, images, 1, {"freeze": [FROZEN[frozen]]})[0]
+    assert_equal(found, oracle("llava", images, FROZEN[frozen]))
+
+
 @pytest.mark.parametrize("sizes", [{"dp_shard": 2, "tp": 2}, {"dp_shard": 2, "pp": 2}], ids=["tp", "pp"])
 @pytest.mark.parametrize("images", [(2, 1, 0, 0), (0, 0, 0, 0)], ids=["one rank has all", "none has any"])
 def test_a_rank_without_any_image(spmd, images, sizes):

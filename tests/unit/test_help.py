@@ -5,7 +5,9 @@ a section alone has its own keys, and a name that is none is answered with the n
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
+from importlib import import_module
 
 import pytest
 
@@ -33,6 +35,14 @@ def test_every_verb_begins_with_its_usage_and_says_what_it_does(verb, capsys):
         first, empty, does, *_ = helped(capsys, verb, flag).splitlines()
         assert first.startswith(f"usage: meshwright {verb} ") and empty == ""
         assert does[0].isupper() and "``" not in does
+
+
+@pytest.mark.parametrize("verb", [verb for verb in cli.VERBS if verb not in ("train", "launch")])
+def test_help_names_every_flag_that_a_verb_reads(verb, capsys):
+    module = import_module(cli.VERBS[verb][0].partition(":")[0])
+    read = re.findall(r"""take_(?:option|flag)\(\w+, "(--[\w-]+)\"""", inspect.getsource(module))
+    told = helped(capsys, verb, "--help")
+    assert [flag for flag in read if flag not in told] == []
 
 
 def test_train_names_what_it_takes(capsys):

@@ -49,6 +49,9 @@ class Model(nn.Module):
             setattr(self, name, other)
 
 
+LANGUAGE = "model.language_model"
+
+
 def of_images() -> nn.Module:
     return pictures.plain("llava")
 
@@ -333,6 +336,10 @@ CASES = [
         *("ddp_fits", DEBUG, Layout(dp_replicate=3, dp_shard=2), {"data_parallel": "ddp"}, ConfigError),
         "techniques.data_parallel = ddp keeps whole parameters on every rank, but layout.dp_shard = 2 cuts them.",
         "Set layout.dp_shard = 1 and layout.dp_replicate = 6, or techniques.data_parallel = fully_shard.",
+    ),
+    refuse(
+        *("ddp_fits", of_images, DDP2, {"data_parallel": "ddp", "freeze": (LANGUAGE, "lm_head")}, UnsupportedError),
+        "techniques.data_parallel = ddp with LlavaForConditionalGeneration, of which modules for images alone are",
     ),
     refuse(
         *("ddp_fits", DEBUG, DDP2, {"data_parallel": "ddp", "precision": {"compute": "bf16"}}, UnsupportedError),

@@ -72,6 +72,7 @@ class Technique:
 def _fully_shard(model: nn.Module, plan: Plan, site: Site) -> nn.Module:
     sharded = fully_sharded.apply(model, plan, _mesh(site))
     if plan.data.idle:
+        freezing.join_backward(sharded, plan, site.facts)
         idle_parameters.fill(sharded, plan, _mesh(site))
     return sharded
 
@@ -205,7 +206,8 @@ def lay_out(model: nn.Module, plan: Plan, site: Site, only: tuple[str, ...] = NA
     """
     if not site.facts.on_meta:
         refuse_unequal(model, groups_of(site.device_mesh, *WORLD_AXES))
-    site.facts.measurements.image_modules()  # asked for later: of a model that is laid out no copy can be made
+    if site.facts.measurements.image_modules():  # asked here: of a model that is laid out no copy can be made
+        freezing.join_backward(model, plan, site.facts)
     if plan.pipeline is None:
         return [ModelPart(apply(model, plan, site, only), plan, site.facts)]
     rank = _mesh(site).get_local_rank(Axis.PP.value)

@@ -111,6 +111,20 @@ def ddp_fits(case: Case) -> Found:
                 f"techniques.{key} does not go with techniques.data_parallel = ddp; fully_shard does it for"
                 f" layout.dp_shard = 1 too. Set techniques.data_parallel = fully_shard."
             )
+    trained = _trained(case)
+    if trained and case.facts.images is not None and all(case.facts.is_of_images(name) for name in trained):
+        yield UnsupportedError(
+            f"techniques.data_parallel = ddp with {case.facts.kind}, of which modules for images alone are trained"
+            f" ({trained[0]}, …): torch's DDP fails in a microbatch without images, which gives no parameter a"
+            f" gradient. Set techniques.data_parallel = fully_shard, which gives zeros."
+        )
+
+
+def _trained(case: Case) -> list[str]:
+    """List the names of the parameters that the request leaves trained."""
+    names = [p.name for p in case.facts.parameters]
+    frozen = matching(case.techniques.freeze, names, "techniques.freeze") if case.techniques.freeze else set()
+    return [p.name for p in case.facts.parameters if p.trainable and p.name not in frozen]
 
 
 def resharding(case: Case) -> Found:
@@ -165,12 +179,10 @@ def compile_matches(case: Case) -> Found:
 
 
 def something_trains(case: Case) -> Found:
-    names = [p.name for p in case.facts.parameters]
-    frozen = matching(case.techniques.freeze, names, "techniques.freeze") if case.techniques.freeze else set()
-    if all(not p.trainable or p.name in frozen for p in case.facts.parameters):
+    if not _trained(case):
         yield ConfigError(
-            f"all {len(names)} parameters of {case.facts.kind} are frozen: nothing would be trained (see"
-            f" techniques.freeze)"
+            f"all {len(case.facts.parameters)} parameters of {case.facts.kind} are frozen: nothing would be trained"
+            f" (see techniques.freeze)"
         )
 
 

@@ -56,7 +56,7 @@ def described(verb: str, target: str) -> tuple[str, str]:
     usage = " ".join(head.group(1).split()) if head else f"meshwright {verb} …"
     text = doc[head.end() :] if head else doc
     more = getattr(found, function).__doc__ or ""
-    if "``--" in more:
+    if "--" in more:
         text += "\n\n" + "\n".join(line.removeprefix("    ") for line in more.strip().splitlines())
     return usage, text[:1].upper() + text[1:].replace("``", "").rstrip()
 

@@ -38,9 +38,6 @@ def run(argv: list[str]) -> int:
     --threads N            of torch on a CPU (default: by the model's size; OMP_NUM_THREADS counts too)
     --trust                run the model code that the folder keeps
     """
-    if "--help" in argv or "-h" in argv:
-        print(f"{__doc__}\n\n{run.__doc__}")
-        return 0
     prompt, argv = take_option(argv, "--prompt", str)
     is_chat, argv = take_flag(argv, "--chat")
     template, argv = take_option(argv, "--template", str)

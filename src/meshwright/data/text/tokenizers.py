@@ -61,7 +61,14 @@ class AligningTokenizer(Tokenizer, Protocol):
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """Return the ids of a prompt, in which special tokens may be spelt out, as a chat template writes them."""
+    """Return the ids of a prompt, in which special tokens may be spelt out, as a chat template writes them.
+
+    Raises:
+        ConfigError: the text holds bytes that are not UTF-8, which Python keeps as lone surrogates.
+    """
+    wrong = next((place for place, letter in enumerate(text) if "\ud800" <= letter <= "\udfff"), None)
+    if wrong is not None:
+        raise ConfigError(f"the text to continue is not UTF-8 behind {text[max(0, wrong - 20) : wrong]!r}: write it so")
     aligned = getattr(tokenizer, "encode_aligned", None)
     return tokenizer.encode(text) if aligned is None else aligned([text], special=True)[0][0]
 
