@@ -96,6 +96,55 @@ def test_elements_of_shards_are_clipped_by_value(spmd):
         assert before > 1e-2 and behind == pytest.approx(1e-3)
 
 
+def two_optimizers(layout: Layout | None) -> list[float]:
+    """A job: the norms of two steps, each of two optimizers clipped by its own; by plain torch without a layout."""
+    model, rows = function_of("yours", "your_model")(), function_of("yours", "your_rows")(8, 8, 8)
+    batches = [function_of("yours", "padded")(rows[first : first + 4]) for first in (0, 4)]
+    table = [model.model.embed_tokens.weight]
+    rest = [parameter for parameter in model.parameters() if parameter is not table[0]]
+    optimizers = [torch.optim.AdamW(table, lr=1e-2), torch.optim.SGD(rest, lr=1e-1)]
+    if layout is not None:
+        fabric = started(layout)
+        model, *optimizers = fabric.setup(model, *optimizers)
+    norms = []
+    for batch in batches:
+        loss = model(**batch).loss
+        loss.backward() if layout is None else fabric.backward(loss)
+        for optimizer in optimizers:
+            if layout is None:
+                norms.append(torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.2))
+            else:
+                norms.append(fabric.clip_gradients(model, optimizer, max_norm=0.2))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [float(norm) for norm in norms]
+
+
+@pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(dp_shard=1, tp=2)], ids=["dp_shard", "tp"])
+def test_each_optimizer_is_clipped_by_the_norm_of_its_own_gradients(spmd, layout):
+    expected = two_optimizers(None)
+    assert abs(expected[0] - expected[1]) > 0.1
+    assert furthest(spmd(2, two_optimizers, layout)[0], expected) <= 2e-6
+
+
+def plain_weights(layout: Layout, folder: str) -> dict[str, Any]:
+    """A job: read a file of whole weights behind ``setup``, and return them whole."""
+    fabric = started(layout)
+    model = fabric.setup(function_of("yours", "your_model")())
+    fabric.load_raw(f"{folder}/model.pt", model)
+    return fabric.strategy.parallel(model).state_dict(rank0_only=True)
+
+
+@pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(dp_shard=1, tp=2)], ids=["dp_shard", "tp"])
+def test_whole_weights_are_read_and_returned(spmd, tmp_path, layout):
+    given = {name: torch.randn_like(value) for name, value in function_of("yours", "your_model")().state_dict().items()}
+    torch.save(given, tmp_path / "model.pt")
+    first, second = spmd(2, plain_weights, layout, str(tmp_path))
+    assert not second and first.keys() == given.keys()
+    assert all(torch.equal(first[name], value) for name, value in given.items())
+
+
 def words_of(case: str) -> str:
     """A job: in what words a strategy is refused."""
     try:
@@ -115,6 +164,18 @@ def words_of(case: str) -> str:
             ).loss.backward()
             optimizer.step()
             fabric.setup(model, optimizer)
+        elif case == "streams":
+            fabric, model, _, loader = set_up(Layout(dp_shard=1, tp=2))
+            torch.manual_seed(1 + fabric.global_rank)
+            model.eval()(**next(iter(loader)))  # nothing is drawn
+            model.train()(**next(iter(loader)))
+        elif case == "other optimizer":
+            fabric, model, _, _ = set_up(Layout(dp_shard=2))
+            other = torch.optim.SGD(function_of("yours", "your_model")().parameters())
+            fabric.clip_gradients(model, other, max_norm=1.0)
+        elif case == "raw optimizer":
+            fabric, _, optimizer, _ = set_up(Layout(dp_shard=2))
+            fabric.load_raw("optimizer.pt", optimizer)
         else:
             fabric, model, optimizer, _ = set_up(Layout(dp_shard=2))
             fabric.clip_gradients(model, optimizer, max_norm=1.0, norm_type=1.0)
@@ -128,6 +189,13 @@ REFUSED = {
     "pp": (2, "UnsupportedError: MeshwrightStrategy: layout.pp = 2", "parallelize(...)"),
     "float16": (2, "ConfigError: MeshwrightStrategy: techniques.precision.compute = float16", "bfloat16"),
     "stepped": (2, "ConfigError: optimizer: this AdamW has the state", "before the first step"),
+    "streams": (2, "ConfigError: MeshwrightStrategy: ranks of layout.tp have different", "seed + fabric.strategy.rows"),
+    "other optimizer": (
+        2,
+        "ConfigError: MeshwrightStrategy: 21 of the 21 parameters of this SGD",
+        "fabric.setup(model,",
+    ),
+    "raw optimizer": (2, "ConfigError: MeshwrightStrategy: fabric.load(path", "fabric.load_raw(path, model)"),
     "norm": (2, "UnsupportedError: MeshwrightStrategy: clip_gradients(norm_type=1.0)", "leave it out"),
 }
 

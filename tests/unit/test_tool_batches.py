@@ -94,3 +94,12 @@ def test_an_accelerator_that_would_do_the_same_is_refused(monkeypatch, accelerat
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=words):
         lay_out(accelerator, torch.nn.Linear(2, 2))
+
+
+def test_a_checkpoint_that_does_not_exist_is_not_taken_for_another_trainers(tmp_path):
+    from meshwright.integrations.trainer_files import state_folder
+
+    with pytest.raises(ConfigError, match=r"checkpoint-9 does not exist.* resume_from_checkpoint"):
+        state_folder(tmp_path / "checkpoint-9")
+    with pytest.raises(ConfigError, match=r"has no folder meshwright: .* another Trainer"):
+        state_folder(tmp_path)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from meshwright.core.devices import CPU, DEFAULT_BACKEND
 from meshwright.core.errors import ConfigError, MissingExtraError
 from meshwright.core.losses import Loss
+from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.setup import DistributedConfig, init_distributed
 from meshwright.planning.layout import Layout
@@ -20,7 +21,7 @@ from .rows import RowsOfRank, step_batch
 
 try:
     from accelerate.data_loader import prepare_data_loader
-    from accelerate.utils import recursively_apply
+    from accelerate.utils import gather_object, recursively_apply
 except ImportError as missing:
     raise MissingExtraError("meshwright.integrations.accelerate", "accelerate", "hf") from missing
 
@@ -69,6 +70,7 @@ def lay_out(
     mesh = mesh_of(layout, seed, accelerator.device.type)
     made = parallelize(model, mesh, loss_fn=loss_fn, techniques=techniques, weights=weights, seed=seed)
     deal_rows(accelerator, RowsOfRank.of(made.mesh), seed)
+    _refuse_its_steps(accelerator, made)
     return (made, *(accelerator.prepare(loader) for loader in loaders)) if loaders else made
 
 
@@ -129,13 +131,55 @@ def deal_rows(accelerator: Any, rows: RowsOfRank, seed: int) -> None:
         return prepared[-1]
 
     def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
-        if use_gather_object:
-            raise ConfigError("gather_for_metrics(use_gather_object=True): only tensors are gathered here")
-        found = recursively_apply(rows.once, accelerator.gather(input_data))
-        state = accelerator.gradient_state
-        if state.end_of_dataloader and state.remainder > 0:
-            found = recursively_apply(lambda tensor: tensor[: state.remainder], found)
-        return found
+        state, gathers_objects = accelerator.gradient_state, use_gather_object or not _is_of_tensors(input_data)
+        found: Any
+        if not gathers_objects:
+            found = recursively_apply(rows.once, accelerator.gather(input_data))
+        elif rows.world == 1:
+            found = input_data
+        else:
+            brought = gather_object([input_data])
+            found = [item for process in rows.first for item in brought[process]]
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return found
+        if gathers_objects:
+            return found[: state.remainder]
+        return recursively_apply(lambda tensor: tensor[: state.remainder], found)
 
     accelerator.prepare_data_loader = prepare
     accelerator.gather_for_metrics = gather_for_metrics
+
+
+def _is_of_tensors(value: Any) -> bool:
+    try:
+        recursively_apply(lambda tensor: tensor, value, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
+
+
+def _refuse_its_steps(accelerator: Any, made: ParallelModel) -> None:
+    """Let an Accelerator refuse the calls that would wrap, step or store the laid-out model otherwise."""
+    prepare_model = accelerator.prepare_model
+
+    def prepare(model: nn.Module, *args: Any, **options: Any) -> Any:
+        if model is made or any(model is part for part in (made.module, *made.parts)):
+            raise ConfigError(
+                "accelerator.prepare would wrap a model that is laid out and on its device already: leave it out of the"
+                " call, which takes loaders and schedulers"
+            )
+        return prepare_model(model, *args, **options)
+
+    def refusing(call: str, instead: str) -> Callable[..., Any]:
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise ConfigError(f"accelerator.{call} does not know the laid-out model: call {instead}")
+
+        return refuse
+
+    accelerator.prepare_model = prepare
+    accelerator.backward = refusing(
+        "backward",
+        "model.forward_backward(step_batch(batch)), which runs backward too; for another model loss.backward()",
+    )
+    accelerator.save_state = refusing("save_state", "meshwright.save(model, folder, optimizer=optimizer)")
+    accelerator.load_state = refusing("load_state", "meshwright.load(model, folder, optimizer=optimizer)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,10 @@ from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.distributed import order
 from meshwright.distributed.doors.lay_out import lay_out_module
-from meshwright.distributed.mesh import axis_sizes, plan_sizes
+from meshwright.distributed.mesh import axis_sizes, data_position, groups_of, plan_sizes
 from meshwright.distributed.parallel_model import ParallelModel
+from meshwright.distributed.process import agree
+from meshwright.distributed.recompute.random_streams import streams
 from meshwright.distributed.step.part import ModelPart
 from meshwright.introspection.facts import model_facts
 from meshwright.planning.build import plan_for_mesh_sizes
@@ -59,3 +62,32 @@ def lay_out_averaged(
         )
     made = lay_out_module(module, facts, plan, mesh, order.NAMES, door=door, seed=seed)
     return ParallelModel([ModelPart(made, plan, facts)], plan, facts, mesh)
+
+
+def compare_streams_once(module: nn.Module, mesh: Any, door: str) -> None:
+    """Compare the random streams of tp peers before the module's first forward in training (collective).
+
+    Dropout of what these ranks hold alike, such as embeddings, draws from them: other numbers would make the copies
+    drift apart.
+
+    Raises:
+        ConfigError: raised by that forward on every rank, where some tp peers were seeded differently.
+    """
+
+    def compare(called: nn.Module, inputs: Any) -> None:
+        if not called.training:
+            return
+        hook.remove()
+        digest = hashlib.blake2b(digest_size=7)
+        for _, state in sorted(streams().items()):
+            digest.update(state.cpu().numpy().tobytes())
+        word = int.from_bytes(digest.digest(), "big")
+        if agree.any_rank(not agree.is_equal(word, groups_of(mesh, Axis.TP))):
+            rank, ranks = data_position(mesh)
+            raise ConfigError(
+                f"{door}: ranks of layout.tp have different random streams, and dropout would make the parameters that"
+                f" they hold alike drift apart: seed by data rank, the same on tp peers, such as torch.manual_seed("
+                f"seed + fabric.strategy.rows.rank) ({rank} of {ranks} here)"
+            )
+
+    hook = module.register_forward_pre_hook(compare)

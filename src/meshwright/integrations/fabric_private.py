@@ -17,14 +17,14 @@ from torch.optim import Optimizer
 from meshwright.checkpoint import load, save
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.distributed.doors.zero.optimizer_swap import OptimizerSwap
-from meshwright.distributed.mesh import build_mesh
-from meshwright.distributed.optimizer.grad_clip import clip_grad_norm_
+from meshwright.distributed.mesh import build_mesh, tensor_position
+from meshwright.distributed.optimizer.grad_clip import clip_gradients_
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process.world import ranks_per_node
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import Techniques, as_techniques
 
-from .averaged import lay_out_averaged
+from .averaged import compare_streams_once, lay_out_averaged
 from .rows import RowsOfRank
 
 DOOR = "MeshwrightStrategy"
@@ -88,6 +88,8 @@ class MeshwrightStrategy(ModelParallelStrategy):
         made = lay_out_averaged(
             module, self._device_mesh, self.root_device.type, self.techniques, door=DOOR, seed=self.seed
         )
+        if tensor_position(self._device_mesh)[1] > 1:
+            compare_streams_once(made.module, self._device_mesh, DOOR)
         self._laid_out.append(made)
         return made.module
 
@@ -122,12 +124,21 @@ class MeshwrightStrategy(ModelParallelStrategy):
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip by the 2-norm of all ranks' gradients, and return it."""
+        """Clip the gradients of the optimizer's parameters by their 2-norm over all ranks, and return it."""
         if norm_type != 2.0:
             raise UnsupportedError(
                 f"{DOOR}: clip_gradients(norm_type={norm_type}): the norm over shards is the 2-norm: leave it out"
             )
-        norm = clip_grad_norm_(self.parallel(module), float(max_norm))
+        self.parallel(module)
+        laid_out = {id(parameter) for made in self._laid_out for parameter in made.parameters()}
+        clipped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if unknown := sum(id(parameter) not in laid_out for parameter in clipped):
+            raise ConfigError(
+                f"{DOOR}: {unknown} of the {len(clipped)} parameters of this {type(optimizer).__name__} belong to no"
+                f" module that was set up: model, optimizer = fabric.setup(model, optimizer), or make the optimizer"
+                f" from the parameters of what fabric.setup_module returned"
+            )
+        norm = clip_gradients_(clipped, float(max_norm))
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(
                 f"the gradients' norm is {float(norm)}; clip_gradients(error_if_nonfinite=False) goes on"
@@ -149,9 +160,19 @@ class MeshwrightStrategy(ModelParallelStrategy):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a folder that any layout wrote into the state; return what the state does not name."""
+        """Read a folder that any layout wrote into the state; return what the state does not name.
+
+        Of ``fabric.load_raw`` the path is a file of ``torch.save(module.state_dict(), path)``, and the state a module.
+        """
+        if isinstance(state, nn.Module):  # fabric.load_raw: a file of whole tensors
+            whole = torch.load(self.broadcast(path), map_location="cpu", mmap=True, weights_only=weights_only)
+            self.parallel(state).load_state_dict(whole, strict)
+            return {}
         if not isinstance(state, dict):
-            raise ConfigError(f"{DOOR}: fabric.load(path, {{'model': model, ...}}) reads into a laid-out model")
+            raise ConfigError(
+                f"{DOOR}: fabric.load(path, {{'model': model, 'optimizer': optimizer}}) reads a folder of fabric.save,"
+                f" and fabric.load_raw(path, model) a file of whole weights; neither reads an optimizer alone"
+            )
         model, optimizer, rest = self._sorted(state)
         found = load(model, Path(self.broadcast(path)), optimizer=optimizer)
         if strict and (lacking := sorted(set(rest) - set(found))):

@@ -25,8 +25,13 @@ def state_folder(checkpoint: str | Path) -> Path:
     """Return the folder with the state of a checkpoint.
 
     Raises:
-        ConfigError: another Trainer wrote the checkpoint, or one with save_only_model.
+        ConfigError: there is no checkpoint; another Trainer wrote it, or one with save_only_model.
     """
+    if not Path(checkpoint).is_dir():
+        raise ConfigError(
+            f"{checkpoint} does not exist, or is no folder: give resume_from_checkpoint a folder checkpoint-N that this"
+            f" Trainer wrote into output_dir, or True for its last one"
+        )
     folder = Path(checkpoint) / STATE
     if not folder.is_dir():
         raise ConfigError(

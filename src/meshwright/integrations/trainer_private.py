@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.trainer_pt_utils import nested_detach
 
 from meshwright.checkpoint import load
 from meshwright.core.errors import ConfigError, UnsupportedError
@@ -156,6 +159,7 @@ class LaidOutLoop:
                 "the model has peft's adapters already: give the base model, and techniques={'adapters': {'rank': 16}}"
             )
         self._set_signature_columns_if_needed()
+        self._loss_shifts_labels = self._loss_shifts_labels or falls_back_to_causal(given)
         trained = [p for p in given.parameters() if p.is_floating_point()]
         self._weights_number = sum(p.numel() for p in given.parameters()) - _embedded(given)
         seed, dtype = self.args.seed, str(trained[0].dtype).removeprefix("torch.")
@@ -255,18 +259,33 @@ class LaidOutLoop:
     def prediction_step(
         self, model: Any, inputs: Mapping[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
-        """Return the loss of this batch on all ranks; logits and labels where somebody asks for them."""
-        inputs = self._prepare_inputs(inputs)
-        labels = inputs.get("labels")
+        """Return the loss of this batch on all ranks; outputs but the loss, and labels, where somebody asks for them.
+
+        Both are tuples where there are several, as Trainer has it.
+        """
+        inputs, names = self._prepare_inputs(inputs), self.label_names
+        brought = tuple(inputs.get(name) for name in names)
+        has_loss = (
+            all(label is not None for label in brought) if names else inputs.get("return_loss", self.can_return_loss)
+        )
+        labels = (brought[0] if len(brought) == 1 else brought) if names and has_loss else None
         loss = None
-        if labels is not None:
+        if has_loss:
             loss = self.parallel.evaluate(step_batch(inputs, shift=self._loss_shifts_labels)).loss.float()
         if prediction_loss_only:
             return loss, None, None
-        whole = {key: value for key, value in inputs.items() if key != "labels"}
-        output = self.parallel(**whole)
-        logits = output["logits"] if isinstance(output, Mapping) else output[0]
-        return loss, logits.detach(), labels
+        dropped = {"labels", "shift_labels"} if self._loss_shifts_labels else set()  # the loss is there already
+        if ignore_keys is None:
+            config = getattr(self.parallel, "config", None)
+            ignore_keys = list(getattr(config, "keys_to_ignore_at_inference", ["past_key_values"]))
+        with torch.no_grad():
+            output = self.parallel(**{key: value for key, value in inputs.items() if key not in dropped})
+        if isinstance(output, Mapping):
+            found = tuple(value for key, value in output.items() if key not in (*ignore_keys, "loss"))
+        else:
+            found = output[1:] if isinstance(output, tuple) and has_loss and not dropped else output
+        logits = nested_detach(found)
+        return loss, logits[0] if isinstance(logits, tuple) and len(logits) == 1 else logits, labels
 
     # --- files
 
@@ -303,3 +322,16 @@ def _embedded(model: nn.Module) -> int:
     """Count the numbers of embedding tables, which no product multiplies."""
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     return sum(table.numel() for table in tables)
+
+
+def falls_back_to_causal(model: Any) -> bool:
+    """Return whether the model's forward computes transformers' causal loss, though its class's name names none.
+
+    Such are ``GPT2LMHeadModel`` and ``BertLMHeadModel``. Models that compute another loss themselves have that
+    property too, and never read it.
+    """
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return False
+    forward = inspect.unwrap(type(model).forward)
+    reads = getattr(getattr(forward, "__code__", None), "co_names", ())
+    return "loss_function" in reads and getattr(model, "loss_function", None) is ForCausalLMLoss

@@ -158,8 +158,23 @@ def clip_grad_norm_(
     Raises:
         ConfigError: stage modules with no ranks specified for them, or not all of this rank's.
     """
-    parts = local_gradients(model.parameters())
-    norm = total_norm(parts, _ranks_of_stages(model, device_mesh))
+    return clip_gradients_(model.parameters(), max_norm, foreach, over=_ranks_of_stages(model, device_mesh))
+
+
+def clip_gradients_(
+    parameters: Iterable[nn.Parameter], max_norm: float, foreach: bool = True, *, over: Sequence[dist.ProcessGroup] = ()
+) -> Tensor:
+    """Scale the gradients of some parameters in place so that their 2-norm over all ranks is at most ``max_norm``.
+
+    Args:
+        parameters: the same ones on every rank.
+        over: groups whose ranks have other parameters (pipeline stages).
+
+    Returns:
+        The norm before clipping: 0-dim, at least fp32, equal on every rank.
+    """
+    parts = local_gradients(parameters)
+    norm = total_norm(parts, over)
     factor = (max_norm / (norm + EPSILON)).clamp(max=1.0)
     if foreach:
         scale_gradients(parts, factor)
