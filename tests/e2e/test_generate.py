@@ -148,6 +148,7 @@ def test_an_answer_ends_with_its_turn(hf, tmp_path):
         (["{run}", "--chat", "--template=gone.jinja"], "--template gone.jinja does not exist"),
         (["{run}", "--template=gone.jinja"], "--template is for --chat"),
         (["{run}", "--tokens=-1"], "--tokens = -1 is out of range: it must be 0 or more"),
+        (["{run}", "--prompt=bad \udcff byte"], "the text to continue is not UTF-8 behind 'bad '"),
         (["{run}", "--top_p=0"], "--top_p = 0.0 is out of range"),
         (["{run}", "--threads=0"], "--threads = 0 is out of range"),
         (["{run}", "--dtype=bf16"], "--dtype does not go with {run}, which is the folder of a run"),

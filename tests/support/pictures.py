@@ -160,7 +160,12 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def one_process(
-    family: str, steps: int, images: tuple[int, ...] = ROWS, frozen: str = "", rate: float = 0.1, **changes: Any
+    family: str,
+    steps: int,
+    images: tuple[int, ...] = ROWS,
+    frozen: str | tuple[str, ...] = "",
+    rate: float = 0.1,
+    **changes: Any,
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     """Return losses, first gradients and last weights of some steps of SGD, whole batches at once."""
     model = plain(family, **changes)

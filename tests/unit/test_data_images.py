@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -239,7 +240,27 @@ def test_images_without_a_place_come_before_the_first_question(llava, data):
     )
 
 
-def test_a_photograph_that_lies_on_its_side_is_stood_up(tmp_path):
+def test_an_image_that_the_processor_refuses_is_refused_with_its_row_or_skipped(tmp_path):
+    folder = model_folder("qwen2_5_vl", tmp_path / "model")
+    draw_image(tmp_path / "data" / "pictures" / "line.png", 400, 1)
+    draw_image(tmp_path / "data" / "pictures" / "wide.png", 60, 24)
+    rows = [asks(picture("line.png")), asks(picture("wide.png"))]
+    with pytest.raises(
+        ConfigError, match=r"rows\.jsonl, row 1: the image .*line\.png cannot be used: .*400 x 1 pixels"
+    ):
+        opened(tmp_path / "data", folder, rows)
+    split, _ = opened(tmp_path / "data", folder, rows, on_bad_row="skip")
+    assert split.n_documents == 1
+
+
+def test_a_pipe_is_no_image(llava, data):
+    os.mkfifo(data / picture("pipe.png"))
+    with pytest.raises(ConfigError, match=r"row 1: the image .*pipe\.png is no file"):
+        opened(data, llava, [asks(picture("pipe.png"))])
+
+
+@pytest.mark.parametrize("kind", ["jpg", "tiff"])
+def test_a_photograph_that_lies_on_its_side_is_stood_up(tmp_path, kind):
     """Its header says 60 x 24, and the processor is handed 24 x 60."""
     from PIL import Image
 
@@ -248,8 +269,8 @@ def test_a_photograph_that_lies_on_its_side_is_stood_up(tmp_path):
     image = Image.open(tmp_path / "data" / "pictures" / "wide.png")
     exif = image.getexif()
     exif[0x0112] = 6
-    image.save(tmp_path / "data" / "pictures" / "turned.jpg", exif=exif)
-    row = asks(picture("turned.jpg"))
+    image.save(tmp_path / "data" / "pictures" / f"turned.{kind}", exif=exif)
+    row = asks(picture(f"turned.{kind}"))
     split, pixels = opened(tmp_path / "data", folder, [row])
     batch = pixels(split.rows(np.array([0]), SEQ))
     wanted = asked_of_the_processor(folder, tmp_path / "data", row, "qwen2_5_vl")

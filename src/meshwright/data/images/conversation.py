@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from meshwright.core.errors import ConfigError
 from meshwright.data.sources.records import BadRow, Record, column
 from meshwright.data.text.chat import ChatTemplate, Message
 from meshwright.data.text.messages import messages_of
@@ -103,7 +104,11 @@ class PicturedChat:
             for after in others:
                 file = next(left)
                 images.append((len(pieces), file))
-                pieces += [(self.processor.text_of(file.width, file.height), False), (after, learnt)]
+                try:
+                    tokens = self.processor.text_of(file.width, file.height)
+                except ConfigError as error:
+                    raise BadRow(f"{where}: the image {file.path} cannot be used: {error}") from error
+                pieces += [(tokens, False), (after, learnt)]
         written = {place for place, _ in images}
         for place, (text, _) in enumerate(pieces):
             if place not in written and (found := next((token for token in spelt if token in text), "")):

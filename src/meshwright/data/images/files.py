@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,6 +70,8 @@ def find_image(folder: Path, name: Any, where: str) -> ImageFile:
     path = _locate(folder, name, where)
     try:
         status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise BadRow(f"{where}: the image {path} is no file")
         size = _seen_size(path)
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
@@ -142,7 +145,10 @@ def _locate(folder: Path, name: Any, where: str) -> Path:
 
 
 def _seen_size(path: Path) -> tuple[int, int]:
-    with import_pillow(f"the image {path}").Image.open(path) as opened:
+    pillow = import_pillow(f"the image {path}")
+    with pillow.Image.open(path) as opened:
+        if opened.format == "TIFF":  # whether its header is turned already differs between releases of Pillow
+            return pillow.ImageOps.exif_transpose(opened).size
         width, height = opened.size
         is_on_its_side = opened.getexif().get(_ORIENTATION) in _ON_ITS_SIDE
     return (height, width) if is_on_its_side else (width, height)
