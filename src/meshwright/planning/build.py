@@ -127,7 +127,6 @@ def _assemble(
     device: str,
     reduction: str,
 ) -> Plan:
-    mesh = {axis.value: layout.size(axis) for axis in WORLD_AXES}
     facts = _frozen(facts, requested)
     data = _data_plan(facts, requested, layout, technique, device, reduction)
     tensor, tensor_notes = _tensor_plan(facts, layout, requested)
@@ -147,7 +146,7 @@ def _assemble(
     made = Plan(
         model=facts.kind,
         device=device,
-        mesh=tuple(mesh.items()),
+        mesh=tuple((axis.value, layout.size(axis)) for axis in WORLD_AXES),
         parameters=parameters,
         units=units,
         data=data,
