@@ -165,7 +165,7 @@ def test_lists_of_microbatches_and_evaluation(spmd):
 
 
 def one_step(family, sizes):
-    """What the plan foresees for a step in which every rank has images, and what the second step sends."""
+    """The plan's estimate of a step in which every rank has images, and the bytes of the second step."""
     laid_out = meshwright.parallelize(plain(family), Layout(**sizes), microbatch_rows=1)
     optimizer = torch.optim.SGD(laid_out.parameters(), lr=0.1)
     rank, ranks = data_position(laid_out.mesh)

@@ -26,7 +26,7 @@ PLACE = {
     "qwen2_5_vl": "<|vision_start|><|image_pad|>",
     "smolvlm": "<image>",
 }
-"""What a template writes for an image."""
+"""The text that a template writes for an image."""
 LLAVA = {"patch_size": 8, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
 """Of LLaVA-1.5: the tower's class token is counted, and left out again."""
 COLOURS = ("red", "green", "blue", "white")

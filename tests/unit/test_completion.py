@@ -1,4 +1,4 @@
-"""What a shell completes is what the command takes: asked of the function, and of bash, zsh and fish themselves."""
+"""Shells complete the words that the command takes: asked of the function, and of bash, zsh and fish themselves."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from meshwright.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Handling:
-    """What becomes of one argument.
+    """The handling of one argument.
 
     Attributes:
         kind: "carried": the tool acts on it as ever; "mapped": it becomes a request of ours; "refused": nothing would

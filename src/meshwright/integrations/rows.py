@@ -16,7 +16,7 @@ from meshwright.distributed.mesh import data_position
 from meshwright.distributed.process import agree
 
 OF_KERNELS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""What collators without padding add for some kernels: restarting positions say the same."""
+"""Keys that collators without padding add for some kernels: restarting positions say the same."""
 
 
 @dataclass(frozen=True)

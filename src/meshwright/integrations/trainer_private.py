@@ -57,7 +57,7 @@ class SteppedOptimizer(AcceleratedOptimizer):
 
 
 class LaidOutLoop:
-    """What a ``transformers.Trainer`` has to do otherwise for a laid-out model; stands before it among the bases.
+    """Adapts ``transformers.Trainer`` to a laid-out model; stands before it among the bases.
 
     Args:
         layout: sizes of the mesh, or a mesh; by default all processes shard the model.
