@@ -173,7 +173,7 @@ def nothing_is_filled_up():
 
 
 def zeros_for_what_nobody_used():
-    return patch.object(idle_parameters._Usage, "_agree", lambda self: setattr(self, "_is_waiting", False))
+    return patch.object(idle_parameters._Usage, "agree", lambda self: setattr(self, "_is_waiting", False))
 
 
 FAULTS = {"nothing_is_filled_up": "ForOneToken", "zeros_for_what_nobody_used": "ForOneToken"}
