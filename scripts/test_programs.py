@@ -16,6 +16,8 @@ import sys
 
 PROGRAMS = {"chromium": ("chromium", "chromium-browser", "google-chrome", "chrome"), "zsh": ("zsh",), "fish": ("fish",)}
 """Debian's package -> commands, any of which will do."""
+PATIENCE_SEC = 300
+"""Longest that apt-get may take, where no network answers."""
 
 
 def main(words: list[str]) -> int:
@@ -51,9 +53,11 @@ def install() -> str:
         return f"{what_is_missing()}, and packages cannot be installed here (that takes apt-get and root)"
     for words in (["update", "-q"], ["install", "-q", "-y", "--no-install-recommends", *missing()]):
         quiet = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-        done = subprocess.run(["apt-get", *words], env=quiet, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        command = ["timeout", str(PATIENCE_SEC), "apt-get", *words]
+        done = subprocess.run(command, env=quiet, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if done.returncode:
-            return f"{what_is_missing()}; apt-get {words[0]} failed: {(done.stderr or done.stdout).strip()[-300:]}"
+            why = (done.stderr or done.stdout).strip()[-300:] or f"status {done.returncode}"
+            return f"{what_is_missing()}; apt-get {words[0]} failed: {why}"
     return what_is_missing()
 
 
