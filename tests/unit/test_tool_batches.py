@@ -103,3 +103,19 @@ def test_a_checkpoint_that_does_not_exist_is_not_taken_for_another_trainers(tmp_
         state_folder(tmp_path / "checkpoint-9")
     with pytest.raises(ConfigError, match=r"has no folder meshwright: .* another Trainer"):
         state_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "lacking"),
+    [
+        ({"input_ids": 6}, {"input_ids": 6, "pixel_values": 6}, "pixel_values"),
+        ({"input_ids": 6, "attention_mask": 6}, {"input_ids": 6}, "attention_mask"),
+        ({"inputs_embeds": 6}, {"inputs_embeds": 6}, "input_ids"),
+    ],
+)
+def test_microbatches_with_other_keys_are_not_joined(first, second, lacking):
+    pieces = [
+        {key: torch.ones(2, length, dtype=torch.int64) for key, length in each.items()} for each in (first, second)
+    ]
+    with pytest.raises(ConfigError, match=f"microbatches of the step lack '{lacking}'"):
+        one_batch(pieces)

@@ -92,8 +92,13 @@ def one_batch(pieces: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Join the microbatches of a step, for a pipeline to cut: shorter rows are filled up with tokens without a loss.
 
     Raises:
-        ConfigError: rows of several documents, whose positions cannot be filled up.
+        ConfigError: rows of several documents, whose positions cannot be filled up; microbatches with other keys.
     """
+    if lacking := sorted(set().union(*pieces) - set.intersection(*map(set, pieces)) | {"input_ids"} - set(pieces[0])):
+        raise ConfigError(
+            f"some microbatches of the step lack {lacking[0]!r}, and layout.pp cuts them as one batch: let the collator"
+            f" return the same keys always, input_ids among them, or set layout.pp = 1"
+        )
     longest = max(piece["input_ids"].shape[1] for piece in pieces)
     if len({piece["input_ids"].shape[1] for piece in pieces}) > 1:
         if any("document_ids" in piece for piece in pieces):
