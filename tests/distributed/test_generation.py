@@ -138,7 +138,9 @@ def reasons():
 
 def test_models_without_a_cache_say_so_and_compute_whole_windows(spmd):
     ((plain, is_equal), (capacity, is_same)), *_ = spmd(1, reasons)
-    assert plain == "Plain.forward takes no past_key_values" and "capacity_factor" in capacity
+    assert (
+        plain == "Plain.forward takes no keys and values (cache or past_key_values)" and "capacity_factor" in capacity
+    )
     assert is_equal and is_same
 
 

@@ -33,7 +33,8 @@ from meshwright.distributed.parallelizer import (
 )
 from meshwright.distributed.tensor import parallel
 from meshwright.distributed.transforms import apply_model_transforms, build_model_transform
-from meshwright.distributed.weights.placement import PartsShard, distribute
+from meshwright.distributed.weights.parts_tensor import distribute
+from meshwright.distributed.weights.placement import PartsShard
 
 KEPT = MixedPrecisionPolicy()
 FP32_INSIDE = 1e-6

@@ -155,14 +155,6 @@ def accumulation_hooks(parameter: Tensor) -> list[Callable[..., Any]]:
     return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
-def forget_accumulation_hooks(parameter: Any) -> None:
-    """Drop the hooks that a parameter lists but no longer calls, its memory being another.
-
-    This is needed until ``nn.Module._apply`` does so.
-    """
-    parameter._post_accumulate_grad_hooks = None
-
-
 # --- modules
 
 

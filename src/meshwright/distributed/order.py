@@ -33,7 +33,6 @@ from .step.part import ModelPart
 from .tensor import parallel as tensor_parallel
 from .weights import freezing
 from .weights.audit import refuse_unequal
-from .weights.parts_tensor import keep_parts
 from .weights.shards import apply_to_tensors, move_buffers
 from .weights.weights import Weights, materialise
 
@@ -177,7 +176,6 @@ def apply(model: nn.Module, plan: Plan, site: Site, only: tuple[str, ...] = NAME
             if row.name != "weights":
                 refuse_misorder(row.name, done, type(model).__name__)
             before, model = model, row.apply(model, plan, site)
-            keep_parts(model)  # a technique makes new parameters
             for module in (before, model):  # two where the technique wraps: neither may be laid out again
                 remember(module, Applied((*done, row.name)))
             watch_steps()

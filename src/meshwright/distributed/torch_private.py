@@ -20,17 +20,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
-from torch.distributed.tensor.placement_types import _StridedShardOffsetMode as StridedShardOffsetMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from meshwright.core.devices import CUDA
 
-__all__ = ["DTensorSpec", "FSDPParam", "StridedShard", "StridedShardOffsetMode", "TensorMeta"]
+__all__ = ["DTensorSpec", "FSDPParam", "StridedShard", "TensorMeta"]
 
 
 # --- DTensor
@@ -84,8 +84,9 @@ def ranks_in(mesh: DeviceMesh) -> Tensor:
 
 
 def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """Set the time limit of a group's collectives. Waits for: a public form."""
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+    """Set the time limit of a group's collectives; torch >= 2.14: ``set_timeout``."""
+    c10d: Any = dist.distributed_c10d
+    (getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout)(timedelta(seconds=seconds), group)
 
 
 @contextmanager
@@ -224,8 +225,12 @@ def begin_backward_at(root: FSDPModule, tensor: Tensor) -> None:
 
 
 def end_backward(root: FSDPModule) -> None:
-    """Run FSDP2's work after a last backward. Waits for: a public call that reduces postponed gradients."""
-    _state(root)._root_post_backward_final_callback()
+    """Run FSDP2's work after a last backward; torch >= 2.15: ``finalize_backward``."""
+    state = _state(root)
+    context: Any = state._state_ctx
+    if getattr(context, "manual_backward_finalization_active", False) is None:  # torch >= 2.15 sets it in a backward
+        context.manual_backward_finalization_active = context.manual_backward_finalization
+    state._root_post_backward_final_callback()
 
 
 def mixed_precision_of(module: FSDPModule) -> MixedPrecisionPolicy:
@@ -261,9 +266,29 @@ def drop_partial_sums(group: Any) -> None:
 # --- FSDP2: parameters
 
 
+def let_fsdp_make(tensors: Callable[[Tensor, DTensorSpec], DTensor]) -> None:
+    """Let FSDP2 make the DTensors of its shards, gathered parameters and gradients by ``tensors(local, spec)``.
+
+    Waits for: FSDP2 keeping the class of a parameter that is a subclass of DTensor.
+    """
+    assert callable(getattr(_fsdp_param, "_from_local_no_grad", None)), "FSDP2 makes its DTensors elsewhere"
+    _fsdp_param._from_local_no_grad = tensors
+
+
 def gathered(parameter: Any) -> Tensor | None:
     """Return the whole parameter that forward and backward compute with; None before the first all-gather."""
     return getattr(parameter, "_unsharded_param", None)
+
+
+def drop_accumulated(parameter: Any) -> None:
+    """Drop a parameter's gradient of several microbatches, which torch >= 2.15 keeps at the gathered parameter alone.
+
+    Waits for: ``reset_iter_state`` doing so, as torch documents.
+    """
+    if not isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property):
+        parameter.unsharded_accumulated_grad = None
+    if (whole := gathered(parameter)) is not None:
+        whole.grad = None
 
 
 def layer_of(parameter: FSDPParam) -> tuple[nn.Module, str]:

@@ -277,7 +277,7 @@ class LaidOutLoop:
         dropped = {"labels", "shift_labels"} if self._loss_shifts_labels else set()  # the loss is there already
         if ignore_keys is None:
             config = getattr(self.parallel, "config", None)
-            ignore_keys = list(getattr(config, "keys_to_ignore_at_inference", ["past_key_values"]))
+            ignore_keys = list(getattr(config, "keys_to_ignore_at_inference", ["cache", "past_key_values"]))
         with torch.no_grad():
             output = self.parallel(**{key: value for key, value in inputs.items() if key not in dropped})
         if isinstance(output, Mapping):

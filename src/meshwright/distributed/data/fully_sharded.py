@@ -250,12 +250,8 @@ def recover(model: nn.Module) -> None:
     for module in sharded_modules(model):
         for group in groups_of_parameters(module):
             torch_private.drop_partial_sums(group)
-            for (
-                parameter
-            ) in group.fsdp_params:  # torch documents that it drops these, but does not; zero_grad cannot reach them
-                parameter.unsharded_accumulated_grad = None
-                if (whole := torch_private.gathered(parameter)) is not None:
-                    whole.grad = None
+            for parameter in group.fsdp_params:
+                torch_private.drop_accumulated(parameter)
     reshard(model)
 
 

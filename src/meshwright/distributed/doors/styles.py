@@ -24,7 +24,8 @@ from meshwright.distributed.exchange.ranks import ProcessGroupRanks
 from meshwright.distributed.tensor import ends, functions, layers
 from meshwright.distributed.tensor.runtime import LocalView, Runtime, use_local_parameters
 from meshwright.distributed.tensor.sequence import Sequence
-from meshwright.distributed.weights.placement import distribute, placement_of_cut
+from meshwright.distributed.weights.parts_tensor import distribute
+from meshwright.distributed.weights.placement import placement_of_cut
 from meshwright.planning.float8.operand_parts import ROW
 from meshwright.planning.tensor.styles import STYLES, unknown_style
 

@@ -25,7 +25,7 @@ from meshwright.core.record import remember, wrap
 from meshwright.core.torch_private import has_no_values
 from meshwright.distributed.recompute.kept import exchanged
 from meshwright.distributed.tensor.runtime import LocalView, use_local_parameters
-from meshwright.distributed.weights.placement import distribute
+from meshwright.distributed.weights.parts_tensor import distribute
 from meshwright.introspection.structure.experts import Stack
 from meshwright.models.moe import tokens_per_expert
 from meshwright.planning.plan import Plan

@@ -10,7 +10,8 @@ from meshwright.core.names import clean, owner
 from meshwright.core.parts import FusedPart
 from meshwright.core.record import remember
 from meshwright.distributed.exchange.ranks import ProcessGroupRanks, RankGroup
-from meshwright.distributed.weights.placement import distribute, placement_of_cut
+from meshwright.distributed.weights.parts_tensor import distribute
+from meshwright.distributed.weights.placement import placement_of_cut
 from meshwright.introspection.structure.region import Cut, Region
 from meshwright.planning.experts.plan import ExpertPlan
 from meshwright.planning.plan import Plan

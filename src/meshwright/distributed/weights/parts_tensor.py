@@ -6,18 +6,25 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from meshwright.core.parts import FusedPart, ranges
-from meshwright.core.torch_private import accumulation_hooks, schema_of, tree_leaves, tree_map
-from meshwright.distributed.torch_private import DTensorSpec, TensorMeta, local_part, spec_of
+from meshwright.core.parts import FusedPart, take
+from meshwright.core.torch_private import schema_of, tree_leaves, tree_map
+from meshwright.distributed.torch_private import (
+    DTensorSpec,
+    TensorMeta,
+    let_fsdp_make,
+    local_part,
+    spec_of,
+)
 
+from .placement import PartsShard
 from .shards import Piece, pieces, with_local
+from .torch_2_11 import PASSES_OVER_SUBCLASSES, PassedOver
 from .wholes import whole_everywhere
 
 aten = torch.ops.aten
@@ -42,7 +49,7 @@ WHOLE_LISTS = ("norm", "max")
 """Endings of the names of list operators that are not elementwise."""
 
 
-class PartsTensor(DTensor):
+class PartsTensor(*((PassedOver, DTensor) if PASSES_OVER_SUBCLASSES else (DTensor,))):  # type: ignore[misc]
     """A DTensor in parts: a rank's shard is not one run of the whole, or another rank holds it too.
 
     Elementwise operators compute on the ranks' shards, without messages. All others receive the whole tensor,
@@ -51,27 +58,6 @@ class PartsTensor(DTensor):
     """
 
     __slots__: list[str] = []
-
-    @classmethod
-    def of(cls, tensor: DTensor, *, requires_grad: bool = False) -> DTensor:
-        """Return the tensor in this class with the same memory, or as it is if it is not in parts."""
-        if isinstance(tensor, cls) or not lies_in_parts(tensor):
-            return tensor
-        return cls(local_part(tensor), spec_of(tensor), requires_grad=requires_grad)  # type: ignore[return-value]
-
-    @classmethod
-    def parameter_of(cls, parameter: nn.Parameter) -> nn.Parameter:
-        """Return a parameter in parts as a PartsTensor, with gradients that are PartsTensors; others as they are."""
-        if not isinstance(parameter, DTensor) or not lies_in_parts(parameter):
-            return parameter
-        made: Any = parameter
-        if not isinstance(parameter, cls):
-            kept: Any = parameter
-            made = nn.Parameter(cls.of(kept.detach()), requires_grad=parameter.requires_grad)
-            made.__dict__.update(kept.__dict__)
-        if made.requires_grad and _place_gradient not in accumulation_hooks(made):
-            made.register_post_accumulate_grad_hook(_place_gradient)
-        return made
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -84,6 +70,11 @@ class PartsTensor(DTensor):
             if all(_goes_with(leaf, like) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)):
                 return _on_shares(func, args, kwargs, like)
         return _on_wholes(func, args, kwargs)
+
+    @staticmethod
+    def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> Any:
+        plain = DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
+        return PartsTensor(local_part(plain), spec_of(plain), requires_grad=plain.requires_grad)  # type: ignore[call-arg]
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         return _Share.apply(self) if torch.is_grad_enabled() else local_part(self)
@@ -107,45 +98,28 @@ class PartsTensor(DTensor):
         )
 
 
-def lies_in_parts(tensor: Tensor) -> bool:
-    return isinstance(tensor, DTensor) and _has_parts(spec_of(tensor))
-
-
-def _has_parts(spec: DTensorSpec) -> bool:
-    return any(hasattr(place, "parts") for place in spec.placements)
-
-
 def placed(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """Return a PartsTensor if the placements have parts, else a DTensor."""
-    return (PartsTensor if _has_parts(spec) else DTensor)(local, spec, requires_grad=False)
+    """Return a PartsTensor if the placements have parts, else a DTensor: no other DTensor ever has parts."""
+    kind: Any = PartsTensor if any(isinstance(place, PartsShard) for place in spec.placements) else DTensor
+    return kind(local, spec, requires_grad=local.requires_grad)
 
 
-def keep_parts(model: nn.Module) -> None:
-    """Turn parameters in parts into PartsTensors again, after a technique replaced them; tied ones stay tied."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and lies_in_parts(parameter):
-                if parameter not in made:
-                    made[parameter] = PartsTensor.parameter_of(parameter)
-                module._parameters[name] = made[parameter]
+def distribute(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+    """Return a full parameter as a DTensor over the one axis of ``mesh``, with a copy of this rank's shard.
 
-
-def gathered(
-    local: Tensor, shape: torch.Size, dim: int, parts: Sequence[FusedPart], mesh: DeviceMesh, axis: int
-) -> Tensor:
-    """Return the whole of a tensor in parts that one axis of a mesh shards. Collective over that axis."""
-    rank, ranks = mesh.get_local_rank(axis), mesh.size(axis)
-    whole = torch.zeros(shape, dtype=local.dtype, device=local.device)
-    runs = ranges(parts, rank, ranks)
-    for share, (low, high), part in zip(
-        local.split([high - low for low, high in runs], dim=dim), runs, parts, strict=True
-    ):
-        if rank % part.copies(ranks) == 0:
-            whole.narrow(dim, low, high - low).copy_(share)
-    if not local.is_meta:
-        dist.all_reduce(whole, group=mesh.get_group(axis))
-    return whole
+    No communication; a parameter on meta stays on meta.
+    """
+    rank, size = mesh.get_local_rank(), mesh.size()
+    local = parameter.detach()
+    if isinstance(placement, (Shard, PartsShard)):
+        whole = FusedPart(local.shape[placement.dim], local.shape[placement.dim])
+        local = take(local, placement.dim, getattr(placement, "parts", (whole,)), rank, size)
+    local = local.contiguous() if local.is_meta else local.clone(memory_format=torch.contiguous_format)
+    if isinstance(placement, PartsShard):
+        let_fsdp_make(placed)
+    meta = TensorMeta(parameter.shape, torch.empty(parameter.shape, device="meta").stride(), local.dtype)
+    made = placed(local, DTensorSpec(mesh, (placement,), tensor_meta=meta))
+    return nn.Parameter(made, requires_grad=parameter.requires_grad)
 
 
 class _Share(torch.autograd.Function):
@@ -172,16 +146,6 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         return _share_of(gradients[0], ctx.like)
-
-
-def _place_gradient(parameter: Tensor) -> None:
-    """Give a gradient from FSDP or autograd, which know only DTensors, the class and placements of its parameter."""
-    if (
-        parameter.grad is not None
-        and isinstance(parameter, PartsTensor)
-        and not isinstance(parameter.grad, PartsTensor)
-    ):
-        parameter.grad = _share_of(parameter.grad, parameter)
 
 
 def _goes_with(tensor: Tensor, like: PartsTensor) -> bool:

@@ -14,11 +14,13 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 
 from meshwright.comparison.sketch import TENSOR_WIDTH, sketch_part
 from meshwright.core.parts import LocalRange, runs_of_chunk, runs_of_parts
-from meshwright.core.torch_private import forget_accumulation_hooks, is_traceable_wrapper_subclass
+from meshwright.core.torch_private import is_traceable_wrapper_subclass
 from meshwright.distributed.process import agree
 from meshwright.distributed.torch_private import DTensorSpec, StridedShard, TensorMeta, local_part
 
-SHARDS = (Shard, StridedShard)
+from .placement import PartsShard
+
+SHARDS = (Shard, StridedShard, PartsShard)
 
 
 def seed_of(*parts: object) -> int:
@@ -73,9 +75,6 @@ def apply_to_tensors(model: nn.Module, change: Callable[[Tensor], Tensor]) -> No
     model._apply(
         lambda tensor: with_local(tensor, change(local_part(tensor))) if isinstance(tensor, DTensor) else change(tensor)
     )
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
-            forget_accumulation_hooks(parameter)
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
@@ -148,8 +147,8 @@ def first_copies(tensor: Tensor) -> list[Piece]:
 def runs_at(tensor: DTensor, where: Sequence[int]) -> list[list[LocalRange]]:
     """Return the ranges of each dim that the rank at ``where`` on the tensor's mesh holds, in memory order.
 
-    If two axes shard a dim, FSDP2's strided shard is a chunk of the inner axis's shard; two plain shards apply
-    outermost first.
+    If two axes shard a dim, parts are taken from the whole before other axes cut what a rank holds; then plain shards
+    apply, outermost first; FSDP2's strided shard is a chunk of the inner axis's shard.
     """
     runs: list[list[LocalRange]] = [[LocalRange(0, size)] for size in tensor.shape]
     placed = [
@@ -157,14 +156,16 @@ def runs_at(tensor: DTensor, where: Sequence[int]) -> list[list[LocalRange]]:
         for i, place in enumerate(tensor.placements)
         if isinstance(place, SHARDS)
     ]
-    for place, rank, size in sorted(placed, key=lambda entry: _is_cut_last(entry[0])):
-        parts = getattr(place, "parts", None)
-        runs[place.dim] = runs_of_parts(parts, rank, size) if parts else runs_of_chunk(runs[place.dim], rank, size)
+    for place, rank, size in sorted(placed, key=lambda entry: _turn(entry[0])):
+        if isinstance(place, PartsShard):
+            runs[place.dim] = runs_of_parts(place.parts, rank, size)
+        else:
+            runs[place.dim] = runs_of_chunk(runs[place.dim], rank, size)
     return runs
 
 
-def _is_cut_last(place: Placement) -> bool:
-    return isinstance(place, StridedShard) and not hasattr(place, "parts")
+def _turn(place: Placement) -> int:
+    return 0 if isinstance(place, PartsShard) else 2 if isinstance(place, StridedShard) else 1
 
 
 def sketches(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from meshwright.core.names import is_within
 from meshwright.core.parts import take
@@ -101,6 +102,18 @@ def _changes(numbers: dict[tuple[str, str], list[tuple[int, int]]]) -> Iterator[
                 yield tuple(LocalNumber(*key, *value) for key, value in zip(chosen, values, strict=True))
 
 
+class _NoEmptyAttention(TorchFunctionMode):
+    """Refuse attention without heads: torch 2.11 divides by their number, which ends the process."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        given = (*args, *(kwargs or {}).values())
+        if func is nn.functional.scaled_dot_product_attention and any(
+            isinstance(value, Tensor) and not value.numel() for value in given
+        ):
+            raise ValueError("attention without heads")
+        return func(*args, **(kwargs or {}))
+
+
 class _Rehearsal:
     """A region's container, copied by rank: producers return slices of recorded outputs, latent layers the whole."""
 
@@ -173,7 +186,7 @@ class _Rehearsal:
         for key, value in given.items():
             (args if isinstance(key, int) else kwargs)[key] = value  # type: ignore[index]
         self.entered = None
-        with changed(module, self.region.container, numbers):
+        with changed(module, self.region.container, numbers), _NoEmptyAttention():
             try:
                 left = Call.of((), {}, module(*args, **kwargs)).left
             except Exception:  # noqa: BLE001  (whatever the model's code raises when its sizes do not fit)

@@ -21,8 +21,8 @@ from meshwright.planning.plan import Plan
 
 log = logging.getLogger("meshwright")
 
-PAST = "past_key_values"
-"""Argument and output of transformers' models that hold keys and values."""
+PASTS = ("cache", "past_key_values")
+"""Argument and output of transformers' models that hold keys and values: since 5.24, and before."""
 BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Largest difference between logits with and without a cache, relative to their norm; narrower dtypes: ``COARSE``."""
 COARSE = 0.1
@@ -92,21 +92,22 @@ class DecoderCache:
 
 
 class OwnCache:
-    """Keys and values in the model's own object (``past_key_values`` of transformers).
+    """Keys and values in the model's own object.
 
     Args:
         forward: the arguments of a forward -> its output.
+        name: the argument and output that hold the object, one of ``PASTS``.
     """
 
-    def __init__(self, forward: Callable[..., Any], inputs: Inputs):
-        self._forward, self._inputs, self.seen, self.is_on = forward, inputs, 0, True
+    def __init__(self, forward: Callable[..., Any], inputs: Inputs, name: str):
+        self._forward, self._inputs, self._name, self.seen, self.is_on = forward, inputs, name, 0, True
         self._past: Any = None
 
     def __call__(self, new: Tensor) -> Tensor:
         """Return the logits of (1, seq) ids that follow those of earlier calls."""
-        past = {} if self._past is None else {PAST: self._past}
+        past = {} if self._past is None else {self._name: self._past}
         output = self._forward(**{**self._inputs({"tokens": new}), "use_cache": True, **past})
-        self._past, self.seen = getattr(output, PAST, None), self.seen + new.shape[1]
+        self._past, self.seen = getattr(output, self._name, None), self.seen + new.shape[1]
         self.is_on = self._past is not None
         return logits_of(output)
 
@@ -141,7 +142,7 @@ class Cached:
         begins = self.cache.seen == 0
         logits = self.cache(torch.tensor([ids[self.cache.seen :]]))[0, -1]
         if not self.cache.is_on:
-            self._is_used, self._judged.reason = False, f"its forward returns no {PAST}"
+            self._is_used, self._judged.reason = False, "its forward returns no keys and values"
         return logits if begins or self._judged.reason is not None else self._proven(logits, ids)
 
     def _proven(self, logits: Tensor, ids: Sequence[int]) -> Tensor:
@@ -179,7 +180,10 @@ def next_logits(
     if judged.reason:
         yield whole
         return
-    cache = DecoderCache(model, logits) if isinstance(model, Decoder) else OwnCache(model, inputs)
+    if isinstance(model, Decoder):
+        cache: DecoderCache | OwnCache = DecoderCache(model, logits)
+    else:
+        cache = OwnCache(model, inputs, next(name for name in PASTS if name in signature.arguments))
     bound = BOUNDS.get(torch_dtype(plan.precision.compute), COARSE)
     try:
         yield Cached(cache, whole, bound, judged)
@@ -200,9 +204,9 @@ def why_none(model: nn.Module, plan: Plan, signature: Signature) -> str:
     moe = model.config.moe if isinstance(model, Decoder) else None
     if moe is not None and moe.capacity_factor:
         return "model.moe.capacity_factor: an expert's capacity follows from all ids at once"
-    if isinstance(model, Decoder) or {PAST, "use_cache"} <= set(signature.arguments):
+    if isinstance(model, Decoder) or any({name, "use_cache"} <= set(signature.arguments) for name in PASTS):
         return ""
-    return f"{type(model).__name__}.forward takes no {PAST}"
+    return f"{type(model).__name__}.forward takes no keys and values ({' or '.join(PASTS)})"
 
 
 def _with_room(old: Tensor, seen: int, room: int) -> Tensor:

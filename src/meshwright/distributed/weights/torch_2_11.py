@@ -1,0 +1,65 @@
+"""Give operators on tensors in parts to their class on torch 2.11, which gives them to DTensor's own dispatch.
+
+Delete this file, and its two uses, when torch 2.12 is the oldest release that is supported.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.core.torch_private import EagerDispatchMode, is_in_backward, tree_leaves
+from meshwright.core.versions import is_at_least
+from meshwright.distributed.torch_private import local_part, spec_of
+
+PASSES_OVER_SUBCLASSES = not is_at_least("torch", "2.12")
+
+
+def may_hash() -> bool:
+    """Return whether torch's dispatch may look placements up: autograd's own copies of gradients need it."""
+    return PASSES_OVER_SUBCLASSES and is_in_backward()
+
+
+class PassedOver:
+    """Adds to a subclass of DTensor that a dispatch mode is asked first, and that gradients are summed in Python.
+
+    Autograd sums gradients below Python. So before it would, the sum is taken here and passed on as the only gradient;
+    what it stores, a plain DTensor, gets the class of its parameter.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass(), _ToSubclass(cls):
+            result = func(*args, **(kwargs or {}))
+        if func is Tensor.requires_grad_ and isinstance(result, cls) and result.requires_grad:
+            found: Any = result
+            parameter = weakref.ref(found)
+            found.register_hook(lambda gradient: _sum_of_gradients(cls, parameter(), gradient))
+            found.register_post_accumulate_grad_hook(lambda changed: _restore_class(cls, changed))
+        return result
+
+
+class _ToSubclass(EagerDispatchMode):
+    def __init__(self, kind: Any):
+        super().__init__()
+        self._kind = kind
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if any(isinstance(leaf, self._kind) for leaf in tree_leaves((args, kwargs))):
+            return self._kind.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+def _sum_of_gradients(kind: Any, parameter: Any, gradient: Any) -> Tensor:
+    if parameter is None or parameter.grad is None:
+        return gradient
+    before, parameter.grad = parameter.grad, None
+    return kind(local_part(gradient) + local_part(before), spec_of(gradient), requires_grad=False)
+
+
+def _restore_class(kind: Any, parameter: Any) -> None:
+    if parameter.grad is not None and not isinstance(parameter.grad, kind):
+        parameter.grad = kind(local_part(parameter.grad), spec_of(parameter.grad), requires_grad=False)
