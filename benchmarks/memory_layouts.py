@@ -19,6 +19,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -30,6 +31,8 @@ from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.planning.layout import Layout
 from meshwright.planning.memory.step import RankMemory
 from meshwright.planning.values import Batch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # support
 
 MEDIAN, MOST = 0.01, 0.03
 VOCABULARY, SEQ = 1003, 96
@@ -159,6 +162,8 @@ def keys_of(drawn: Drawn) -> tuple[str, ...]:
 
 def compare(drawn: Drawn) -> tuple[int, RankMemory, RankMemory, str]:
     """Return this rank's pipeline rank, the memory that a later step holds, the estimate, and what is not known."""
+    from support.unhurried import Unhurried, least_of
+
     from meshwright.distributed.memory.account import MemoryAccount, dims_of_logits
     from meshwright.distributed.memory.dry_run import estimate_memory
     from meshwright.distributed.mesh import get_pp_rank
@@ -167,7 +172,6 @@ def compare(drawn: Drawn) -> tuple[int, RankMemory, RankMemory, str]:
     from meshwright.introspection.source import as_module
     from meshwright.models.moe import Router
     from meshwright.planning.build import plan
-    from meshwright.testing.unhurried import Unhurried, least_of
 
     source = made(drawn.model)
     facts = model_facts(as_module(source))

@@ -7,7 +7,7 @@ drift hits both alike. Each round gives a ratio; the median and a 95 % bound (bo
 
 The exit status is 1 where the median is above 1.02, the bound above 1.04, or there are more than 1 % more operations.
 
-With --device pretend both train on the pretend accelerator (meshwright.testing.pretend_gpu): the host's time is then
+With --device pretend both train on the pretend accelerator (tests/support/pretend_gpu): the host's time is then
 that of Python and of issuing kernels, and kernels, copies, messages and waits of one step are counted, too.
 
     OMP_NUM_THREADS=1 python benchmarks/overhead.py [--rounds 200] [--dims 128 512] [--device pretend]
@@ -18,7 +18,11 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # support
 
 
 def bare_loop(model_config, mesh, seed):
@@ -95,7 +99,7 @@ def measure(dim: int, rounds: int, steps: int, device: str):
 
     watching = nullcontext
     if device == "pretend":
-        from meshwright.testing import pretend_gpu
+        from support import pretend_gpu
 
         pretend_gpu.install()
         watching = pretend_gpu.watching

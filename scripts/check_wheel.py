@@ -1,21 +1,25 @@
 """Build the sdist, from it the wheel, and try the wheel as its users meet it: first in an environment that holds
 nothing else.
 
-Run by ``make test`` with the development environment's Python, whose third-party packages the second half borrows, so
-that torch is not installed again. Exits 1 and says what is wrong with the wheel.
+python scripts/check_wheel.py [FOLDER]      FOLDER: gets the two, in place of an earlier version's, if all is well
+
+Run by ``make test`` and ``make wheel`` with the development environment's Python, whose third-party packages the second
+half borrows, so that torch is not installed again. Exits 1 and says what is wrong with the wheel.
 """
 
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import venv
 import zipfile
-from email.parser import HeaderParser
 from pathlib import Path
+
+from packaging.metadata import Metadata
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -54,9 +58,7 @@ def check_contents(wheel: Path) -> str:
     """What is in the wheel and what its metadata says; returns the version."""
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-        metadata = HeaderParser().parsestr(
-            archive.read(next(n for n in names if n.endswith(".dist-info/METADATA"))).decode()
-        )
+        fields = archive.read(next(n for n in names if n.endswith(".dist-info/METADATA")))
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     require(tops == {"meshwright"}, f"the wheel puts {sorted(tops)} beside each other; only meshwright belongs there")
     require(
@@ -66,15 +68,29 @@ def check_contents(wheel: Path) -> str:
     require(any(n.endswith("/licenses/LICENSE") for n in names), "the wheel has no LICENSE")
     sources = {p.relative_to(ROOT / "src").as_posix() for p in (ROOT / "src" / "meshwright").rglob("*.py")}
     require(sources <= names, f"the wheel lacks {sorted(sources - names)}; is a pattern of .gitignore too wide?")
-    torch = [line for line in metadata.get_all("Requires-Dist", []) if re.match(r"torch\s*[<>=!~(;]|torch$", line)]
+    metadata = Metadata.from_email(fields, validate=True)  # what an index would refuse
+    require(
+        metadata.description_content_type == "text/markdown" and metadata.description, "the wheel's page lacks a text"
+    )
+    torch = [str(each) for each in metadata.requires_dist or () if each.name == "torch"]
     require(
         len(torch) == 1 and re.fullmatch(r"torch>=[\d.]+", torch[0]),
         f"torch wants one lower bound and no pin, not {torch}",
     )
-    return metadata["Version"]
+    return str(metadata.version)
 
 
-def main() -> None:
+def keep(built: Path, folder: Path) -> None:
+    """Put the sdist and the wheel into a folder, where older ones would be uploaded with them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("meshwright-*"):
+        old.unlink()
+    for file in sorted(built.glob("meshwright-*")):
+        shutil.copy(file, folder)
+        print(folder / file.name)
+
+
+def main(folder: Path | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="meshwright-wheel-") as scratch:
         run(sys.executable, "-m", "build", "--no-isolation", "--outdir", scratch, ROOT)
         (wheel,) = Path(scratch).glob("*.whl")
@@ -94,8 +110,10 @@ def main() -> None:
         require(Path(where).is_relative_to(place.resolve()), f"tried {where}, which is not the wheel's")
         usage = run(place / "bin" / "meshwright", "--help")
         require("train" in usage, f"`meshwright --help` does not name the verb train:\n{usage}")
+        if folder is not None:
+            keep(Path(scratch), folder)
     print(f"wheel: meshwright {version} installs, imports with nothing beside it, and its command runs")
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(Path, sys.argv[1:2]))

@@ -104,9 +104,11 @@ install() {
             ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL" --index-strategy unsafe-best-match} ||
             die "uv could not install (above). INSTALLER=pip asks pip instead${UV_TORCH_BACKEND:+, which takes the default torch, not the CPU build}."
     else
+        # all of torch's bytecode takes longer to write than that of the part which a run imports
         "$venv/bin/python" -m pip install --disable-pip-version-check --constraint constraints.txt --editable ".${extras:+[$extras]}" \
-            ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"}
+            $([ -n "$extras" ] || echo --no-compile) ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"}
     fi
+    [ -n "$extras" ] || PYTHONDONTWRITEBYTECODE= "$venv/bin/python" -c 'import meshwright.training.trainer'
 }
 
 [ -z "${PYTHON:-}" ] || check_asked_python

@@ -137,7 +137,7 @@ def profiled(step: Step) -> dict[str, Any]:
     """Return the kernels of one step: their number, seconds in which one runs, and from the first to the last."""
     here = machine()
     if here.is_dry:
-        from meshwright.testing import pretend_gpu
+        from support import pretend_gpu
 
         begun = time.perf_counter()
         with pretend_gpu.watching() as seen:

@@ -8,7 +8,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))  # support
 
 DRY, WITHOUT = "FIRST_CONTACT_DRY", "FIRST_CONTACT_WITHOUT"
 """Environment variables: steps run on the pretend device; packages that steps find missing, separated by commas."""
@@ -75,7 +78,7 @@ def machine() -> Machine:
     import torch
 
     if os.environ.get(DRY):
-        from meshwright.testing import pretend_gpu
+        from support import pretend_gpu
 
         pretend_gpu.install()
         return Machine(PRETEND, True)

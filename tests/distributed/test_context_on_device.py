@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support import families
+from support import families, pretend_gpu
 from support.mixing import VOCABULARY, Model, causal
 from test_context_doors import fsdp2
 from torch import Tensor, nn
@@ -34,7 +34,6 @@ from meshwright.introspection.outputs import logits_of
 from meshwright.introspection.signature import Signature
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig
-from meshwright.testing import pretend_gpu
 
 LENGTH, ROWS, RATE = 13, 2, 0.1
 CPU = torch.device("cpu")

@@ -7,18 +7,17 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from support import device_mutants
+from support import device_mutants, pretend_gpu
 from support.asked import answers
 from support.device_asked import device_faults
 from support.order import order_faults
 from support.pretend import DEVICE, watched_record
+from support.pretend_gpu import CollectiveCall, Line
 from support.ways import Way
 from torch import nn
 
 from meshwright.distributed.process.workers import WorkerFailed
 from meshwright.distributed.recompute.host_activations import HostActivations, offload
-from meshwright.testing import pretend_gpu
-from meshwright.testing.pretend_gpu import CollectiveCall, Line
 
 OFFLOADED, EXPERTS = "dp=fsdp recompute=offload", "dp=fsdp ep=2 model=softmax"
 DIES = {

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.core.torch_private import FakeTensorMode
+from meshwright.core.torch_private import fake_mode
 from meshwright.distributed import DistributedConfig, init_distributed
 from meshwright.distributed import torch_private as private
 from meshwright.training.health import torch_frames
@@ -37,14 +37,14 @@ def tensors_and_groups() -> None:
     meta = private.TensorMeta(spec.shape, tensor.stride(), tensor.dtype)
     again = DTensor(local, private.DTensorSpec(mesh["a"], (Shard(0),), tensor_meta=meta), requires_grad=False)
     assert torch.equal(again.full_tensor(), whole)
-    assert private.StridedShard(0, split_factor=2) != Shard(0)
+    (strided,) = private.STRIDED
+    assert strided(0, split_factor=2) != Shard(0)
     assert private.flattened(mesh, "both").size() == 2
-    with FakeTensorMode():
+    with fake_mode():
         assert private.ranks_in(mesh).tolist() == [[0], [1]]
     private.forget_meshes()
     assert torch.equal((tensor + 1).full_tensor(), whole + 1)
     group = mesh["a"].get_group()
-    assert private.knows_cpu(group)
     private.set_group_timeout(group, 77)
     assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
     name = dist.distributed_c10d._get_process_group_name(group)
@@ -65,16 +65,19 @@ def fully_sharded() -> None:
     mesh = init_distributed(DistributedConfig(dp_shard=2))["dp_shard"]
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model: nn.Module = fully_shard(nn.Linear(3, 3, bias=False), mesh=mesh, mp_policy=policy)
-    assert private.mixed_precision_of(model) is policy
+    assert private.mixed_precision_of(model) == policy
     assert not private.has_begun(model)
     private.begin_forward(model)
     assert private.has_begun(model)
     (group,) = private.groups_of_parameters(model)
     (parameter,) = group.fsdp_params
-    assert isinstance(parameter, private.FSDPParam)
-    assert private.layer_of(parameter) == (model, "weight") and private.name_of(parameter) == "weight"
-    assert private.spec_of_gathered(parameter) is None and private.arriving(group) is None
-    assert private.padded_shard(parameter).shape == (2, 3), "3 rows on 2 ranks are filled up to 2 on each"
+    assert parameter.sharded_param is model.weight
+    assert private.gathered(parameter) is None and private.arriving(group) is None
+    assert not private.cuts_beside(parameter)
+    shard = private.padded_shard(parameter)
+    assert shard.shape == (2, 3), "3 rows on 2 ranks are filled up to 2 on each"
+    own = private.local_part(model.weight)
+    assert torch.equal(shard[: len(own)], own) and not shard[len(own) :].any()
     assert not private.has_partial_sums(group)
     private.drop_partial_sums(group)
     model.set_requires_gradient_sync(False)
@@ -132,8 +135,9 @@ def cut_and_sharded() -> None:
     model: nn.Module = fully_shard(layer, mesh=mesh["dp_shard"])
     (group,) = private.groups_of_parameters(model)
     (parameter,) = group.fsdp_params
-    spec = private.spec_of_gathered(parameter)
-    assert spec is not None and spec.placements == (Shard(0),) and spec.placements != (Replicate(),)
+    ((placement, ranks),) = private.cuts_beside(parameter)
+    assert placement == Shard(0) and placement != Replicate()
+    assert dist.get_process_group_ranks(ranks) == dist.get_process_group_ranks(mesh["tp"].get_group())
 
 
 @pytest.mark.parametrize(

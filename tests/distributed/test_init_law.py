@@ -19,7 +19,7 @@ from support.train import collect
 from torch import nn
 
 from meshwright import ConfigError, UnsupportedError, parallelize
-from meshwright.distributed.weights.drawing import BLOCK_ELEMENTS
+from meshwright.distributed.weights.shards import BLOCK_ELEMENTS
 from meshwright.models.decoder_config import DecoderConfig, parameter_count
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.families import config_of
 from support.laid_out import own_rows
+from support.unhurried import Unhurried, least_of
 from torch import Tensor, nn
 
 from meshwright import Layout
@@ -37,7 +38,6 @@ from meshwright.planning.memory.states import plan_memory
 from meshwright.planning.memory.step import MemoryEstimate, MemoryUse, RankMemory
 from meshwright.planning.plan import Plan
 from meshwright.planning.values import Batch, DataParallel
-from meshwright.testing.unhurried import Unhurried, least_of
 from meshwright.verification.problem import RandomBatches
 
 VOCABULARY, SEQ, ROWS = 258, 64, 4

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.laid_out import own_rows
+from support.unhurried import Unhurried, least_of
 from test_memory_estimate import FULL, MODEL, SEQ, VOCABULARY, family, off
 
 from meshwright import Config, Layout, PreferenceLoss, parallelize
@@ -23,7 +24,6 @@ from meshwright.introspection.source import as_module, with_adapters
 from meshwright.planning.build import plan
 from meshwright.planning.memory.step import RankMemory
 from meshwright.planning.values import Batch
-from meshwright.testing.unhurried import Unhurried, least_of
 from meshwright.training.preference import expects_pairs
 
 LORA: dict[str, Any] = {"adapters": {"rank": 4}}

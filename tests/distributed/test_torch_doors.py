@@ -29,7 +29,7 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from torch.utils._pytree import tree_leaves
 
 from meshwright import Layout
-from meshwright.core.versions import is_at_least
+from meshwright.core.host.versions import is_at_least
 from meshwright.distributed import (
     apply_expert_parallel,
     apply_fsdp2,
@@ -308,9 +308,8 @@ def saved_and_loaded(model, plain):
 
 
 READING = (
-    *(
-        [vector] if is_at_least("torch", "2.12") else []
-    ),  # before, torch itself refuses a view of any columns that are cut
+    # torch itself refuses it before 2.13, with no parts either: a view of cut columns, a list of two kinds of shards
+    *([vector] if is_at_least("torch", "2.13") else []),
     full_tensor,
     redistributed,
     copies,

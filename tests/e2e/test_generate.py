@@ -35,7 +35,8 @@ TEMPLATE = (
 def ran(pool, corpus, cache, tmp_path_factory):
     """A run of the decoder on bytes."""
     config = {"model.size": "debug", "data.source": [str(corpus)], "data.cache": str(cache), "data.seq_len": 32}
-    rest = {"out": str(tmp_path_factory.mktemp("runs")), "steps": 2, "sample.tokens": 20, "validation.every": 0}
+    rest = {"out": str(tmp_path_factory.mktemp("runs")), "steps": 2, "sample.tokens": 20, "sample.prompt": "def "}
+    rest |= {"validation.every": 0}
     return pool.run(Job(config | rest), world=1, timeout=60)[0].folder
 
 

@@ -93,10 +93,10 @@ def test_the_default_run_on_four_processes_leaves_all_that_it_promises(
         kept == ["latest", "step-00000004", "step-00000006"]
         and (run / "checkpoints/latest").read_text() == "step-00000006\n"
     )
-    assert "\nsample\n  def " in done.out and f'meshwright generate my runs/{run.name} --prompt "def "' in done.out
+    assert "\nsample\n  The " in done.out and f"meshwright generate 'my runs/{run.name}' --prompt 'The '\n" in done.out
     assert "done: 6 steps" in done.out and f"validation loss {rows[5]['validation_loss']:.4f}" in done.out
     sample = read_history(run / "metrics.jsonl").sample
-    assert sample is not None and sample.step == 6 and sample.text.startswith(sample.prompt == "def " and "def ")
+    assert sample is not None and sample.step == 6 and sample.text.startswith(sample.prompt == "The " and "The ")
     events = list((run / "tensorboard").glob("events.out.tfevents.*")) if (run / "tensorboard").is_dir() else []
     assert len(events) == (1 if importlib.util.find_spec("tensorboard") else 0)
 
@@ -277,5 +277,5 @@ def test_tensorboard_that_is_asked_for_and_missing_is_refused_before_a_folder_is
     assert main(["train", *flags({"logging.tensorboard": "on", "process.count": 1})]) == 2
     error = capsys.readouterr().err
     assert error.startswith("meshwright: logging.tensorboard = 'on' needs the package 'tensorboard'")
-    assert "pip install 'meshwright[track]'" in error
+    assert "pip install 'tensorboard" in error
     assert not (tmp_path / "runs").exists()

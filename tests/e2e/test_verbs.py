@@ -26,6 +26,7 @@ def told(pool, corpus, cache, tmp_path_factory):
     rest = {
         "batch.global_batch": 8,
         "sample.tokens": 30,
+        "sample.prompt": "def ",
         "checkpoint.every": 2,
         "validation.every": 3,
         "logging.tensorboard": "off",

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from graphlib import CycleError, TopologicalSorter
 
-from meshwright.testing.pretend_gpu import CollectiveCall
+from .pretend_gpu import CollectiveCall
 
 POINT_TO_POINT = ("send", "recv_")
 

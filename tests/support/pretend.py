@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from meshwright.distributed.process.world import STORE
-from meshwright.testing import pretend_gpu
+
+from . import pretend_gpu
 
 DEVICE = pretend_gpu.DEVICE_TYPE
 BACKEND = f"cpu:gloo,{DEVICE}:{DEVICE}"

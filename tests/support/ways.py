@@ -426,8 +426,9 @@ def _went_on(way: Way, folder: str, trained: ParallelModel) -> list[str]:
     """This rank's parameters, and buffers, that are not what ``trained`` has."""
     model, optimizer = _lay_out(way)
     load(model, folder, optimizer=optimizer)
-    model.forward_backward(own_rows(model, way.problem.data.step(way.steps - 1)))
-    model.optimizer_step(optimizer, way.problem.max_norm)
+    with WireCounter():  # as the step was counted: beside a dispatch mode torch may run a compiled block uncompiled
+        model.forward_backward(own_rows(model, way.problem.data.step(way.steps - 1)))
+        model.optimizer_step(optimizer, way.problem.max_norm)
     there = dict(trained.named_parameters()) | dict(trained.named_buffers())
     here = dict(model.named_parameters()) | dict(model.named_buffers())
     assert here.keys() == there.keys()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshwright import Layout, plan
 from meshwright.core import torch_private
-from meshwright.core.torch_private import FakeTensorMode
+from meshwright.core.torch_private import fake_mode
 from meshwright.distributed.context.kernels import fused as kernels
 from meshwright.distributed.context.kernels.blocks import Scores, block_attention
 from meshwright.distributed.context.kernels.fused import FUSED, Fused, fused_kernel
@@ -122,7 +122,7 @@ def test_narrow_parts_are_merged_in_fp32(monkeypatch):
 @pytest.mark.parametrize(("name", "dtype"), [("cuda flash", torch.bfloat16), ("cuda efficient", torch.float32)])
 def test_kernels_of_cuda_have_the_shapes_that_are_expected_of_them(name, dtype):
     """Their numbers need a GPU (tests/gpu); shapes and dtypes are those of torch's fake tensors."""
-    with FakeTensorMode():
+    with fake_mode():
         query = torch.empty(2, 4, 40, 64, dtype=dtype, device="cuda")
         key, value = (torch.empty(2, 4, 72, 64, dtype=dtype, device="cuda") for _ in range(2))
         options = {"is_causal": False, "scale": 0.1}

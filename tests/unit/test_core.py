@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import math
 import pickle
+import shlex
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from importlib import metadata
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -17,8 +24,12 @@ from meshwright.core.errors import (
     MissingExtraError,
     NonFiniteError,
     UnsupportedError,
+    command,
+    install_command,
 )
 from meshwright.core.units import bytes_text, count_text, duration_text
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -125,8 +136,47 @@ def test_every_error_is_ours_and_pythons(error, sibling, status):
     assert isinstance(error, MeshwrightError) and isinstance(error, sibling) and error.exit_status == status
 
 
-def test_a_missing_extra_says_how_to_install_it():
-    assert "pip install 'meshwright[track]'" in str(MissingExtraError("TensorBoard", "tensorboard", "track"))
+def test_a_missing_extra_names_its_packages_and_no_index_is_asked_for_meshwright(monkeypatch):
+    wanted = "pip install 'tensorboard>=2.18' 'wandb>=0.22'"
+    assert wanted in str(MissingExtraError("TensorBoard", "tensorboard", "track"))
+    listed = set(shlex.split(install_command("lm-eval", "eval").partition(" install ")[2]))
+    requirements = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert listed == {one for one in requirements["eval"] + requirements["hf"] if not one.startswith("meshwright")}
+    assert install_command("pyarrow").endswith(" install pyarrow")
+
+    def absent(name: str):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", absent)  # imported from a source tree that nobody installed
+    assert install_command("lm-eval", "eval").endswith(" install lm-eval")
+
+
+def test_advised_commands_run_where_they_are_pasted(tmp_path, monkeypatch):
+    scripts, other = tmp_path / "my env" / "bin", tmp_path / "other"
+    for folder in (scripts, other):
+        folder.mkdir(parents=True)
+    for program in ("python", "meshwright"):
+        (scripts / program).write_text(f'#!/bin/sh\necho {program} "$@"\n')
+        (scripts / program).chmod(0o755)
+    (other / "meshwright").symlink_to("/bin/false")
+    monkeypatch.setattr(sys, "executable", str(scripts / "python"))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name, scheme="": str(scripts))
+
+    def said(line: str) -> str:
+        return subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=True).stdout
+
+    for path, folder, begins in (
+        (f"{scripts}:/usr/bin:/bin", "/", "meshwright generate"),  # the environment is active
+        ("/usr/bin:/bin", "/", f"'{scripts}/meshwright' generate".replace("'/", "'", 1)),
+        (f"{other}:/usr/bin:/bin", tmp_path, "'my env/bin/meshwright' generate"),  # another's meshwright is found
+    ):
+        monkeypatch.setenv("PATH", path)
+        monkeypatch.chdir(folder)
+        line = command("generate", Path("my runs/x"), "--prompt", "a 'b' $c")
+        assert line.startswith(begins) and said(line) == "meshwright generate my runs/x --prompt a 'b' $c\n"
+        assert said(install_command("torchao")) == "python -m pip install torchao\n"
+    (scripts / "meshwright").unlink()
+    assert said(command("plan")) == "python -m meshwright plan\n"
 
 
 @pytest.mark.parametrize(

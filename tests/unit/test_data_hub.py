@@ -156,5 +156,5 @@ def test_a_name_leads_to_no_place_outside_its_snapshot(cache):
 def test_a_missing_package_is_a_sentence(tmp_path, monkeypatch):
     (tmp_path / "train-00000-of-00001.parquet").write_text("x")
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(MissingExtraError, match=r"pyarrow.*pip install 'meshwright\[hf\]'"):
+    with pytest.raises(MissingExtraError, match=r"pyarrow.*pip install .*datasets"):
         scan_sources(str(tmp_path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sysconfig
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.data.sources import scan as sources
+from meshwright.data.sources.farmyard import ANIMALS, MODULE, Farmyard
 from meshwright.data.sources.scan import scan_sources
 
 
@@ -70,6 +72,24 @@ def test_stdlib_counts_what_is_not_utf8(tmp_path, monkeypatch):
     assert names(scan) == ["good.py"] and str(scan).endswith("(passed over: 1 not UTF-8)")
 
 
+def test_the_demos_text_is_the_same_everywhere_and_true_of_its_animals(tmp_path, monkeypatch):
+    (tmp_path / "farmyard").mkdir()
+    write(tmp_path / "farmyard", a_dot_txt="mine")
+    monkeypatch.chdir(tmp_path)
+    assert str(scan_sources("farmyard")) == "12000 documents about animals" and names(scan_sources("./farmyard")) == [
+        "a.txt"
+    ]
+    texts = [record["text"] for _, record in Farmyard().records(MODULE)]
+    assert hashlib.sha256("".join(texts).encode()).hexdigest()[:16] == "3c3d27b3ba3d800d"
+    for sentence in "\n".join(texts[:300]).splitlines():
+        words = sentence.removesuffix(".").split()
+        food, sound = ANIMALS[next(word for word in words if word in ANIMALS)]
+        assert words[-1] in (food, sound) and ("says" not in words or words[-1] == sound)
+        assert "eats" not in words or words[words.index("eats") + 1] == food
+    with pytest.raises(ConfigError, match=r"data.format = 'jsonl': 'farmyard' is text"):
+        scan_sources("farmyard", "jsonl")
+
+
 def test_bytes_that_are_not_utf8_name_the_file_the_offset_and_the_way_out(tmp_path):
     (tmp_path / "latin.txt").write_bytes(b"a caf\xe9 there")
     with pytest.raises(
@@ -81,7 +101,7 @@ def test_bytes_that_are_not_utf8_name_the_file_the_offset_and_the_way_out(tmp_pa
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ([], "data.source is empty: name at least one file or folder, or 'stdlib'"),
+        ([], "data.source is empty: name at least one file or folder, or 'farmyard' or 'stdlib'"),
         ([""], "'' does not exist"),
         (["stdlb"], "'stdlb' does not exist .*Did you mean 'stdlib'"),
         (["{root}/*.txt"], "does not exist .*patterns such as \\*.txt are not expanded"),

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from meshwright import Precision, Techniques
 from meshwright.core import devices
 from meshwright.core.errors import ConfigError
-from meshwright.core.torch_private import FakeTensorMode
+from meshwright.core.torch_private import fake_mode
 from meshwright.distributed import order
 from meshwright.distributed.optimizer.state_offload import at_rest
 from meshwright.distributed.process import agree
@@ -272,7 +272,7 @@ def test_replicas_on_several_devices_are_compared_device_by_device(monkeypatch):
 
     monkeypatch.setattr(agree, "equal_over", equal_over)
     monkeypatch.setattr(audit, "fingerprint", lambda tensor: torch.empty((), device=tensor.device))
-    with FakeTensorMode():
+    with fake_mode():
         model = torch.nn.Linear(4, 4)
         model.register_buffer("mean", torch.empty(4, device="cuda"))
         problems = list(audit._replicas(model, [object()]))

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import tomllib
 from importlib import import_module
 from pathlib import Path
 
@@ -42,6 +43,23 @@ def test_links_between_documents_lead_somewhere():
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} -> {target}"
+
+
+def test_no_page_and_no_message_asks_an_index_for_meshwright():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    asks = re.compile(r"pip\s+install\s+['\"]?meshwright(?:\[[\w,]+\])?+(?! @ git|` finds nothing)")
+    for page in [*pages, *(ROOT / "src").rglob("*.py")]:
+        assert page.name == "journal.md" or not asks.search(page.read_text()), page
+
+
+def test_every_extra_is_listed_with_how_to_install_it():
+    listed = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", install_section(), re.MULTILINE)))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(listed) == extras.keys() - {"docs", "dev", "all"}
+
+
+def install_section() -> str:
+    return (ROOT / "docs/index.md").read_text().split("## Install")[1]
 
 
 def test_the_list_of_rooms_is_that_of_the_house():

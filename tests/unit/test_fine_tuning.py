@@ -60,8 +60,8 @@ def test_what_nobody_set_is_chosen_by_what_is_trained(model, changes, tasks, exp
 SET = {
     "optimizer": {"lr": 3e-3, "weight_decay": 0.1},
     "data": {"seq_len": 128},
-    "steps": 400,
-    "sample": {"prompt": "def "},
+    "steps": 200,
+    "sample": {"prompt": "The "},
 }
 """What everybody has who sets nothing: set by hand, it is no default."""
 
@@ -73,8 +73,8 @@ def test_a_value_that_was_set_wins_even_if_it_is_the_usual_one(model):
         "--optimizer.lr=0.003",
         "--data.seq-len",
         "128",
-        "--steps=400",
-        "--sample.prompt=def ",
+        "--steps=200",
+        "--sample.prompt=The ",
         "--optimizer.weight_decay=0.1",
     ]
     config = read_config(flags, prog="meshwright train", description="")
@@ -99,7 +99,7 @@ def test_without_weights_nothing_changes(tmp_path):
     for changes in ({}, {"model": {"hf": str(tmp_path)}}, {"model": {"size": "125M"}}):
         config = Config.from_dict(changes)
         made = with_prompt(with_length(before_data(config), 640, ("text",)), ("text",), str)
-        assert values(made) == (3e-3, 0.1, 128, 400, "def ") and made == config and chosen(made) == ""
+        assert values(made) == (3e-3, 0.1, 128, 200, "The ") and made == config and chosen(made) == ""
         assert not length_follows(config)
     assert with_length(Config.from_dict({"epochs": 2.0}), 640, ("text",)).steps == 40  # as many as were asked for
 
@@ -151,4 +151,4 @@ def test_steps_and_epochs_are_one_or_the_other(model, tmp_path):
 
 
 def test_a_stream_has_no_end_to_count(model):
-    assert with_length(before_data(Config.from_dict({"model": {"hf": str(model)}})), 0, ("chat",)).steps == 400
+    assert with_length(before_data(Config.from_dict({"model": {"hf": str(model)}})), 0, ("chat",)).steps == 200

@@ -181,13 +181,13 @@ def test_without_torchao_its_extra_is_named(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(
-        MissingExtraError, match=r"techniques.float8 = 'rowwise' needs the package 'torchao'.*meshwright\[float8\]"
+        MissingExtraError, match=r"techniques.float8 = 'rowwise' needs the package 'torchao'.*pip install .*torchao"
     ):
         parallelize(DENSE, Layout(dp_shard=1), techniques={"float8": "rowwise"})
 
 
 def test_an_old_gpu_is_refused_by_name(monkeypatch):
-    pytest.importorskip("torchao", reason="float8 is torchao's: pip install 'meshwright[float8]'")
+    pytest.importorskip("torchao", reason="float8 is torchao's: make setup")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "an old one")
@@ -229,7 +229,7 @@ def test_verify_refuses_what_it_cannot_see():
 
 
 def test_activations_of_a_plan_for_gpus_are_estimated_where_there_are_none():
-    pytest.importorskip("torchao", reason="float8 is torchao's: pip install 'meshwright[float8]'")
+    pytest.importorskip("torchao", reason="float8 is torchao's: make setup")
     made = planned(DENSE, "cuda", float8="tensorwise")
     estimate = estimate_memory(model_facts(as_module(DENSE)), made, Batch(2, 16))
     assert not made.float8.emulated and estimate.why_not == "" and estimate.of().total > 0

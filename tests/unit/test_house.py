@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import meshwright
+from meshwright.core.private_names import TABLE
 
 HOUSE = Path(meshwright.__file__).parent
 FILES = {path.relative_to(HOUSE).as_posix(): path for path in sorted(HOUSE.rglob("*.py"))}
@@ -141,11 +142,8 @@ def test_circles_are_found():
 
 
 def test_torch_distributed_stays_on_its_floors():
-    """Outside distributed/ and checkpoint/, ranks agree through distributed/process/agree.
-
-    The pretend device stands below torch.distributed, and sends its messages.
-    """
-    above = [place for place in FILES if not place.startswith(("distributed/", "checkpoint/", "testing/pretend_gpu/"))]
+    """Outside distributed/ and checkpoint/, ranks agree through distributed/process/agree."""
+    above = [place for place in FILES if not place.startswith(("distributed/", "checkpoint/"))]
     reached = {
         place: sorted(name for name in names_in(place) if is_under(name, "torch.distributed")) for place in above
     }
@@ -273,11 +271,12 @@ PRIVATE_FILES = (
     "integrations/fabric_private.py",
     "integrations/trainer_private.py",
     "introspection/transformers_private.py",
-    "testing/pretend_gpu/torch_private.py",
+    "distributed/weights/torch_2_11.py",
     "training/slurm/job.py",  # submitit's script and its submission
 )
 REGISTRIES = {"_parameters", "_buffers", "_modules", "_apply"}
 """Of nn.Module, the same since its first release."""
+PRIVATE = re.compile(r"(?<!\w)_[a-zA-Z]\w*")
 OF_PYTHON = {"_replace", "_getframe", "_exit", "_current_frames"}
 OF_TORCH = {
     name for kind in (Tensor, nn.Module, DTensor, FSDPModule, Optimizer, DeviceMesh) for name in dir(kind)
@@ -329,6 +328,8 @@ def private_uses(code: str, own: set[str]) -> Iterator[str]:
             mine = ast.unparse(node.value) in ("self", "cls") or node.attr not in OF_TORCH
             if not (mine and node.attr in own) and not node.attr.startswith("_meshwright"):
                 yield ast.unparse(node)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("found", "found_or_none"):
+            yield from (ast.unparse(node) for path in node.args if isinstance(path, ast.Constant | ast.JoinedStr))
         elif (
             isinstance(node, ast.Call)
             and ast.unparse(node.func) in ("getattr", "hasattr", "setattr")
@@ -347,6 +348,35 @@ def test_what_others_keep_private_is_reached_in_one_file_for_each_library():
     assert all(found[place] for place in PRIVATE_FILES), "a file for private names reaches none"
 
 
+def words_of(code: str) -> set[str]:
+    """Names that code imports, reads, defines or writes as a string; of a path also its last part."""
+    found = set()
+    for node in ast.walk(ast.parse(code)):
+        names = {
+            ast.alias: "name",
+            ast.Attribute: "attr",
+            ast.Constant: "value",
+            ast.FunctionDef: "name",
+        }.get(type(node))
+        word = getattr(node, names) if names else None
+        if isinstance(word, str):
+            found |= {word, word.rpartition(".")[2]}
+    return found
+
+
+def test_every_private_name_has_a_row_and_every_row_is_reached():
+    own, known = own_names(), {part for row in TABLE for part in row.path.split(".")}
+    codes = {
+        place: path.read_text(encoding="utf-8")
+        for place, path in FILES.items()
+        if not place.startswith("core/private_names/")
+    }
+    used = {name for place in PRIVATE_FILES for use in private_uses(codes[place], own) for name in PRIVATE.findall(use)}
+    assert used - known - own - OF_PYTHON == set(), "add a row to core/private_names"
+    written = {word for code in codes.values() for word in words_of(code)}
+    assert [row.path for row in TABLE if row.name not in written] == [], "nothing reaches these: delete their rows"
+
+
 @pytest.mark.parametrize(
     "code",
     [
@@ -357,6 +387,7 @@ def test_what_others_keep_private_is_reached_in_one_file_for_each_library():
         "getattr(state, '_fsdp_param_groups', None)",
         "torch._foreach_norm(x)",
         "parameter._version",
+        "found('torch._foreach_norm')(x)",
     ],
 )
 def test_a_private_use_is_seen(code):

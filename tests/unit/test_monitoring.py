@@ -8,6 +8,8 @@ import io
 import json
 import math
 import mmap
+import re
+import shlex
 import sys
 import time
 from dataclasses import replace
@@ -21,7 +23,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from meshwright.cli.arguments import read_config
 from meshwright.core.errors import ConfigError, IntegrityError
+from meshwright.models.decoder_config import SIZES
+from meshwright.planning.build import plan
+from meshwright.planning.layout import Layout
+from meshwright.training.config import Config
 from meshwright.training.metrics.flops import mfu, peak_flops, training_flops_per_token
 from meshwright.training.metrics.memory import read_memory
 from meshwright.training.metrics.metrics import MetricsWriter, read_metrics
@@ -30,6 +37,7 @@ from meshwright.training.metrics.timeline import StartupTimeline
 from meshwright.training.views.curve import LossCurve
 from meshwright.training.views.display import build_progress
 from meshwright.training.views.live import LiveProgress
+from meshwright.training.views.next_steps import next_steps
 from meshwright.training.views.progress import PlainProgress, SilentProgress, StepReport
 from meshwright.training.views.report import ClosingReport
 
@@ -431,6 +439,23 @@ def test_the_closing_report_says_what_came_of_it_and_where_everything_is():
     sample = text.split("sample\n")[1]
     assert "  To be,\n  or \\x1b[31mnot to be" in sample and max(len(line) for line in sample.splitlines()) <= 60
     assert "\x1b" not in text
+
+
+def test_behind_the_demo_stands_what_the_model_wrote_before_and_what_to_try():
+    report = ClosingReport(Path("r"), step=1, total_steps=1, loss=1.0, sample="The cow", untrained="The x").text()
+    assert report.endswith("\n\nsample before training\n  The x\n\nsample after training\n  The cow")
+    demo, four = Config(), plan(SIZES["debug"], Layout(dp_shard=4))
+    commands = [
+        shlex.split(line) for line in next_steps(Path("my runs/x"), demo, four).splitlines() if "meshwright" in line
+    ]
+    assert [words[-1] for words in commands] == ["The ", "My sleepy owl", "--layout.tp=2", "--data.seq_len=4096"]
+    for flags in (commands[2][2:], commands[3][6:]):
+        assert read_config(flags, prog="", description="")
+    cut = plan(SIZES["debug"], Layout(dp_shard=2, tp=2))
+    assert "--layout.pp=2" in next_steps(Path("r"), demo, cut)
+    assert "--layout" not in next_steps(Path("r"), demo, plan(SIZES["debug"], Layout(dp_shard=1)))
+    other = Config.from_dict({"data": {"source": ["stdlib"]}, "sample": {"prompt": "a\nb"}})
+    assert re.fullmatch(r"sample again with: \S*meshwright generate r", next_steps(Path("r"), other, four))
 
 
 def test_a_stopped_run_without_a_checkpoint_says_so():

@@ -32,7 +32,7 @@ def test_without_torchao_its_extra_is_named(monkeypatch, techniques, asked):
     monkeypatch.setitem(sys.modules, "torchao", None)
     refuse_absent(OptimizerPlan(in_host_memory=True))
     with pytest.raises(
-        MissingExtraError, match=re.escape(asked) + r" needs the package 'torchao'.*meshwright\[float8\]"
+        MissingExtraError, match=re.escape(asked) + r" needs the package 'torchao'.*pip install .*torchao"
     ):
         refuse_absent(made)
 

@@ -6,10 +6,9 @@ from itertools import combinations
 import pytest
 import torch
 import torch.nn.functional as F
+from support import pretend_gpu
 from support.pretend import DEVICE, on
 from torch import nn
-
-from meshwright.testing import pretend_gpu
 
 # --- numbers
 

@@ -5,8 +5,10 @@ A failure here says what another version moved.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,7 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from meshwright.core import torch_private as private
 from meshwright.distributed.memory.storage_private import noting_resizes
 from meshwright.distributed.optimizer import foreach_private
+from meshwright.distributed.process.wire import name_of_operator
 from meshwright.introspection import transformers_private
+from meshwright.planning.recompute.operators import OPERATOR, OVERLOADED
 from meshwright.training.health import torch_frames
 
 
@@ -32,22 +36,33 @@ def test_extension_points():
         with private.without_modes():
             plain = two.neg()
     assert squared.item() == 4 and plain.item() == -2
-    with private.FakeTensorMode():
-        assert isinstance(torch.ones(2), private.FakeTensor)
-    assert private.tree_leaves({"a": [1, (2,)]}) == [1, 2] and private.tree_map(lambda x: x + 1, [1]) == [2]
+
+
+def test_leaves_of_nests():
+    tensor = torch.ones(1)
+    nest = {"a": [1, (tensor,)]}
+    assert private.tree_leaves(nest) == [1, tensor] and private.tree_map(lambda x: x + 1, [1]) == [2]
     assert private.tree_map_only(int, lambda x: x + 1, [1, "a"]) == [2, "a"]
-    assert isinstance(torch.ops.aten.mm, private.OpOverloadPacket) and isinstance(
-        torch.ops.aten.mm.default, private.OpOverload
-    )
-    assert isinstance(nn.Dropout2d(), private.Dropout) and isinstance(nn.BatchNorm1d(2), private.BatchNorm)
-    assert "cpu" in private.devices_with_fused() and "cuda" in private.devices_with_foreach()
-    assert not private.is_traceable_wrapper_subclass(torch.ones(1))
+    assert private.tensors_by_path(nest) == {"['a'][1][0]": tensor}
+    assert private.tree_map_with_path(lambda path, leaf: path, [nest, 2]) == [
+        {"a": ["[0]['a'][0]", ("[0]['a'][1][0]",)]},
+        "[1]",
+    ]
 
 
-def test_storages_are_told_apart_without_memory():
-    a, b = torch.empty(2, device="meta"), torch.empty(2, device="meta")
-    assert private.address_of(a.untyped_storage()) == private.address_of(a.view(1, 2).untyped_storage())
-    assert private.address_of(a.untyped_storage()) != private.address_of(b.untyped_storage())
+@pytest.mark.parametrize("mode", [nullcontext, private.fake_mode])
+def test_a_storage_is_one_object_for_as_long_as_tensors_lie_in_it(mode):
+    """``id`` of a storage tells storages apart, also those without memory."""
+    with mode():
+        a, b = torch.empty(2, device="meta"), torch.empty(2)
+        number = id(a.untyped_storage())
+        gc.collect()
+        assert number == id(a.view(1, 2).untyped_storage()) != id(b.untyped_storage())
+
+
+def test_classes_of_operators_are_those_of_any_operator():
+    assert isinstance(torch.ops.aten.add, OVERLOADED) and isinstance(torch.ops.aten.add.Tensor, OPERATOR)
+    assert not isinstance(torch.ops.aten.add.Tensor, OVERLOADED) and not isinstance(torch.add, OPERATOR)
 
 
 def test_storages_that_python_resizes_are_seen():
@@ -60,8 +75,9 @@ def test_storages_that_python_resizes_are_seen():
 
 def test_tensors_of_a_dry_run_have_no_values():
     assert not private.has_no_values(torch.ones(1))
-    with private.FakeTensorMode():
+    with private.fake_mode():
         assert private.has_no_values(torch.ones(1))
+    assert not private.has_no_values(None)
 
 
 def test_writes_are_counted():
@@ -76,8 +92,9 @@ def test_operators_tell_their_schema_and_name():
         and not private.schema_of(torch.ops.aten.add.Tensor).is_mutable
     )
     assert private.schema_of(len) is None
-    assert private.name_of_operator(torch.ops.aten.add.Tensor) == "add"
-    assert private.GROUPED_PRODUCT.namespace == "aten"
+    assert name_of_operator(torch.ops.aten.add.Tensor) == "add" and name_of_operator(torch.ops.aten.mm.default) == "mm"
+    assert private.is_grouped_product(torch.ops.aten._grouped_mm.default)
+    assert not private.is_grouped_product(torch.ops.aten.mm.default)
 
 
 def test_operators_on_many_tensors():

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.core.torch_private import is_traceable_wrapper_subclass
 from meshwright.distributed.mesh import is_first_of_stage
 from meshwright.distributed.process import agree
 from meshwright.distributed.quantize.nf4 import pack
@@ -47,7 +46,7 @@ def run_of(tensor: Tensor, rounded_in: str | None = None) -> dict[str, Any] | No
         blocks = min(LENGTH // BLOCK, here.local.shape[1] // BLOCK_BYTES)
         at, crc32 = [row, column // BLOCK_BYTES * BLOCK], _checksum(here.local[0, : blocks * BLOCK_BYTES])
         return {"at": at, "length": blocks * BLOCK, "dtype": rounded_in, "crc32": crc32, "in_4_bits": True}
-    if here is None or not here.local.is_floating_point() or is_traceable_wrapper_subclass(here.local):
+    if here is None or not here.local.is_floating_point() or hasattr(here.local, "__tensor_flatten__"):
         return None
     length = min(LENGTH, here.local.shape[-1]) if here.local.dim() else 1
     local = here.local[(0,) * (here.local.dim() - 1)][:length] if here.local.dim() else here.local.reshape(1)

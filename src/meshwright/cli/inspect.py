@@ -27,6 +27,7 @@ from typing import Any
 
 from meshwright.core.errors import ConfigError, nearest
 from meshwright.core.imports import import_object
+from meshwright.data.options import BUILT_IN
 from meshwright.models.decoder_config import SIZES
 
 from .arguments import open_run, read_config, refuse_rest, take_option, take_trust
@@ -67,7 +68,7 @@ def run(argv: list[str]) -> int:
 
         print(describe_hugging_face(path, trusted=trusted))
         return 0
-    if path.exists() or name == "stdlib":
+    if path.exists() or name in BUILT_IN:
         return _data(name, argv[1:])
     refuse_rest(argv[1:], "meshwright inspect", "none")
     if name not in SIZES and ":" not in name:

@@ -20,11 +20,15 @@ VERBS = {
     "evaluate": ("meshwright.cli.trained.evaluate:run", "measure a trained model's loss, or its figures on tasks"),
     "generate": ("meshwright.cli.trained.generate:run", "continue a text with a trained model"),
     "convert": ("meshwright.cli.convert:run", "write a run's model for transformers"),
+    "doctor": ("meshwright.cli.doctor:run", "tell what works on this machine, and how to repair the rest"),
     "inspect": ("meshwright.cli.inspect:run", "show what a run or a checkpoint holds"),
     "compare": ("meshwright.cli.views.compare:run", "lay runs side by side: figures, curves, config"),
     "completion": ("meshwright.cli.shell.completion:run", "print or install completion for bash, zsh or fish"),
 }
 """Verb -> (module:function, its help)."""
+
+WITHOUT_TORCH = ("compare", "completion", "doctor")
+"""Verbs that need no torch."""
 
 _WIDTH = max(map(len, VERBS))
 USAGE = f"""usage: meshwright VERB [CONFIG.toml | RUN] [--key=value …]
@@ -94,6 +98,10 @@ def _run(verb: str, target: str, argv: list[str]) -> int:
 
             print(verb_help(verb, target, argv))
             return 0
+        if verb not in WITHOUT_TORCH:
+            from meshwright.core.host.versions import refuse_unfit_torch
+
+            refuse_unfit_torch()
         return getattr(import_module(module), function)(argv)
     except MeshwrightError as error:
         if os.environ.get("MESHWRIGHT_DEBUG"):

@@ -6,6 +6,8 @@ any accelerator can do is asked of ``torch.get_device_module(device)``; this fil
 
 from __future__ import annotations
 
+import glob
+import os
 from typing import TYPE_CHECKING
 
 from .errors import ConfigError
@@ -63,6 +65,37 @@ def device_memory(device_type: str, index: int = 0) -> int | None:
     module = torch.get_device_module(device_type)
     properties = module.get_device_properties(index % max(1, module.device_count()))
     return getattr(properties, "total_memory", None)
+
+
+def gpu_count() -> int:
+    """Count the NVIDIA GPUs of this host that this process may use, without torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    return len(glob.glob("/dev/nvidia[0-9]*"))
+
+
+def cuda_release() -> str | None:
+    """Return the release of CUDA that this torch was built with; None for another build."""
+    import torch
+
+    return getattr(torch.version, CUDA, None)
+
+
+def why_cuda_is_unusable() -> str:
+    """Return why torch cannot use the NVIDIA GPUs that this process may use; empty where it can, or has none."""
+    import torch
+
+    module = torch.get_device_module(CUDA)
+    if not gpu_count() or module.is_available():
+        return ""
+    if cuda_release() is None:
+        return f"torch {torch.__version__} is a build without CUDA: install one with it (pytorch.org/get-started)"
+    try:
+        module.init()
+    except (RuntimeError, AssertionError) as error:  # torch's own words name the driver's version
+        return " ".join(str(error).split())
+    return ""
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -1,6 +1,12 @@
-"""Define the one error family; each class tells its reader whose move it is."""
+"""Define the one error family; each class tells its reader whose move it is, and by which command to make it."""
 
 from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import sys
 
 
 class MeshwrightError(Exception):
@@ -36,13 +42,52 @@ class MissingExtraError(MeshwrightError, ImportError):
 
     def __init__(self, what: str, package: str, extra: str):
         super().__init__(
-            f"{what} needs the package '{package}', which is not installed. Install it with: pip install"
-            f" 'meshwright[{extra}]'"
+            f"{what} needs the package '{package}', which is not installed. Install it with:"
+            f" {install_command(package, extra)}"
         )
         self._made_of = what, package, extra
 
     def __reduce__(self):
         return type(self), self._made_of  # errors travel from workers to the command
+
+
+def command(*words: object) -> str:
+    """Return a command line of meshwright that runs as it stands in the user's shell, in any environment.
+
+    It begins with ``meshwright`` if the shell finds this installation's script by that name, else with its path.
+    """
+    import sysconfig
+
+    folders = [sysconfig.get_path("scripts", sysconfig.get_preferred_scheme(key)) for key in ("prefix", "user")]
+    script = next(filter(os.path.isfile, (os.path.join(folder, "meshwright") for folder in folders)), None)
+    program = [_as_typed(script)] if script else [_as_typed(sys.executable), "-m", "meshwright"]
+    return shlex.join([*program, *map(str, words)])
+
+
+def install_command(package: str, extra: str = "") -> str:
+    """Return the command that installs what an extra consists of, or a package alone, beside this meshwright.
+
+    Packages are called by their own names: an extra's would need meshwright on a package index.
+    """
+    from importlib import metadata, util
+
+    try:
+        lines = metadata.requires("meshwright") or []
+    except metadata.PackageNotFoundError:  # imported from a source tree
+        lines = []
+    python = _as_typed(sys.executable)
+    pip = [python, "-m", "pip", "install"] if util.find_spec("pip") else ["uv", "pip", "install", "--python", python]
+    wanted = [line.partition(";")[0].strip() for line in lines if re.search(rf"""extra == ['"]{extra}['"]""", line)]
+    return shlex.join([*pip, *(wanted or [package])])
+
+
+def _as_typed(program: str) -> str:
+    """Return the shortest word by which a shell starts a program: its name, or a path from the working folder."""
+    found = shutil.which(os.path.basename(program))
+    if found is not None and os.path.abspath(found) == os.path.abspath(program):
+        return os.path.basename(program)
+    is_below = program.startswith(os.path.join(os.getcwd(), ""))
+    return os.path.relpath(program) if is_below else program
 
 
 def nearest(word: str, choices) -> str:

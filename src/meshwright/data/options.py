@@ -9,6 +9,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 Format = Literal["auto", "text", "jsonl", "json", "parquet", "dataset", "npy", "bin", "megatron"]
+FARMYARD = "farmyard"
+"""The word for the demo's text (``sources/farmyard``)."""
+STDLIB = "stdlib"
+"""The word for the source code of the running Python's standard library."""
+BUILT_IN = (FARMYARD, STDLIB)
+"""Words for sources that are no files of the user's."""
+
 Task = Literal["auto", "text", "completion", "chat", "alpaca", "preference"]
 
 
@@ -16,8 +23,9 @@ Task = Literal["auto", "text", "completion", "chat", "alpaca", "preference"]
 class SourceOptions:
     """One source of samples."""
 
-    source: tuple[str, ...] = ("stdlib",)
-    """Files or folders; "stdlib" is the source code of Python's own standard library."""
+    source: tuple[str, ...] = (FARMYARD,)
+    """Files or folders; "farmyard" is the demo's text, short sentences about animals; "stdlib" is the source code of
+    Python's own standard library."""
     format: Format = "auto"
     """How they are written; auto: by the names of the files. json: a list of records; dataset: a folder of Hugging
     Face datasets' save_to_disk; npy, bin and megatron hold token ids, and are read where they lie.

@@ -6,8 +6,13 @@ These functions keep torch's averaging of gradients over data ranks, because the
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import Any
+
+from meshwright.core.host.versions import refuse_older
+
+refuse_older("torch")
 
 _HOME = {
     "doors.functions": (
@@ -46,9 +51,21 @@ __all__ = sorted(_WHERE)  # pyright: ignore[reportUnsupportedDunderAll]
 
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
+        if _WHERE[name] != "process.world":  # which needs no torch
+            _refuse_unfit()
         return getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _refuse_unfit() -> None:
+    from .process.fitness import refuse_without_distributed
+
+    refuse_without_distributed()
+
+
+if "torch" in sys.modules:  # of the launcher of local workers, which has no torch, each worker asks
+    _refuse_unfit()

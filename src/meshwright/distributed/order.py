@@ -26,6 +26,7 @@ from .float8 import float8
 from .mesh import get_expert_mesh, groups_of
 from .optimizer.rehearsal import watch_steps
 from .pipeline.split import split
+from .process.fitness import warn_of_newer_releases
 from .quantize import quantize
 from .recompute import compilation, recompute
 from .step import fused_loss
@@ -170,6 +171,7 @@ def apply(model: nn.Module, plan: Plan, site: Site, only: tuple[str, ...] = NAME
     Raises:
         ConfigError: a technique is on the model already, or one that must come later is.
     """
+    warn_of_newer_releases()
     for row in ORDER:
         if row.name in only and row.wanted(plan, site):
             done = applied(model)

@@ -15,14 +15,23 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.core.devices import CPU, DEFAULT_BACKEND, current_device, is_accelerator, local_device
+from meshwright.core.devices import (
+    CPU,
+    DEFAULT_BACKEND,
+    current_device,
+    is_accelerator,
+    local_device,
+    why_cuda_is_unusable,
+)
 from meshwright.core.errors import ConfigError
+from meshwright.core.host.interfaces import refuse_absent_interfaces
 from meshwright.distributed.torch_private import forget_meshes
 from meshwright.planning.layout import Layout
 
 from .mesh import axis_sizes, build_mesh, data_position, get_expert_mesh
 from .mesh import get_dp_mesh as get_dp_mesh  # KempnerForge's users import it, and is_rank_zero, from here
 from .process import agree
+from .process.fitness import warn_of_small_shared_memory
 from .process.world import STORE, get_world_info, ranks_per_node
 from .process.world import is_rank_zero as is_rank_zero
 
@@ -74,7 +83,10 @@ def init_distributed(
     if is_accelerator(device_type):
         module = torch.get_device_module(device_type)
         module.set_device(torch.device(device_type, local_rank % module.device_count()))
+        if rank == 0:
+            warn_of_small_shared_memory(ranks_per_node())
     if not dist.is_initialized():
+        refuse_absent_interfaces()
         _record_flight()
         dist.init_process_group(
             backend,
@@ -150,13 +162,15 @@ def choose_backend(request: str) -> tuple[str, str]:
         have = ", ".join(sorted(name for name in known if _is_available(name, here)))
         raise ConfigError(
             f"backend '{request}': '{name}' for {device} is not available in this torch on this machine. Available:"
-            f" {have}."
+            f" {have}. {why_cuda_is_unusable()}".rstrip()
         )
     kept = {device: name for device, name in pairs.items() if device not in missing}
     if missing:
         log.info(
             "back ends that this machine lacks were dropped: %s", ", ".join(f"{d}:{n}" for d, n in missing.items())
         )
+        if is_rank_zero() and (why := why_cuda_is_unusable()):
+            log.warning("this host has GPUs, and ranks compute on its CPU: %s", why)
     device_type = here if here in kept else CPU
     if len(kept) == 1:  # torch warns about back ends "of type 0" when a list of one is given
         return next(iter(kept.values())), device_type

@@ -1,7 +1,7 @@
 """Reach private parts of torch.distributed (DTensor, FSDP2, process groups), which no other module touches.
 
-Each function names the public way that it waits for, or the release of torch with another one. The tests in
-``tests/distributed/test_distributed_private.py`` exercise every one.
+The table of ``meshwright.core.private_names`` says what needs each name, and which public way would replace it. The
+tests in ``tests/distributed/test_distributed_private.py`` exercise every function.
 """
 
 from __future__ import annotations
@@ -11,27 +11,41 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import _disable_current_modes
 
 from meshwright.core.devices import CUDA
+from meshwright.core.private_names import found, found_or_none, needs
+from meshwright.core.torch_private import by_values
 
-__all__ = ["DTensorSpec", "FSDPParam", "StridedShard", "TensorMeta"]
+if TYPE_CHECKING:
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+else:
+    DTensorSpec = found("torch.distributed.tensor._dtensor_spec.DTensorSpec")
+    TensorMeta = found("torch.distributed.tensor._dtensor_spec.TensorMeta")
 
+__all__ = ["STRIDED", "DTensorSpec", "TensorMeta"]
+
+_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState"
+_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"
+_PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam"
+
+STRIDED: tuple[type[Shard], ...] = tuple(
+    filter(None, [found_or_none("torch.distributed.tensor.placement_types._StridedShard")])
+)
+"""torch's placement of a dim that FSDP2 cuts after another axis did; empty where torch has none of its own."""
+
+_CACHED = type(functools.cache(len))
 
 # --- DTensor
 
@@ -39,45 +53,45 @@ __all__ = ["DTensorSpec", "FSDPParam", "StridedShard", "TensorMeta"]
 def local_part(tensor: Tensor) -> Tensor:
     """Return a DTensor's local tensor, outside autograd; any other tensor itself.
 
-    Waits for: a public form. ``to_local`` records a node whose backward derives placements anew, and a subclass may
-    change it.
+    ``to_local`` would record a node whose backward derives placements anew, and a subclass may change it.
     """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def spec_of(tensor: DTensor) -> DTensorSpec:
-    """Return mesh, placements and global shape as one value. Waits for: a public constructor of DTensor from them."""
+    """Return mesh, placements and global shape as one value."""
     return tensor._spec
 
 
 def forget_meshes() -> None:
-    """Empty torch's caches of DTensor operations. Waits for: ``destroy_process_group`` doing so.
+    """Empty torch's caches of DTensor operations, which ``destroy_process_group`` leaves.
 
-    The caches pass an old process group's equal meshes to tensors of the next one, and keep its threads.
+    They pass an old process group's equal meshes to tensors of the next one, and keep its threads.
     """
-    for forget in (
-        lambda: DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear(),  # type: ignore[attr-defined]
-        lambda: torch._C._clear_DTensor_sharding_propagator_cache(),  # type: ignore[attr-defined]
-        lambda: _redistribute.clear_redistribute_planner_cache(),
-        lambda: _redistribute._gen_transform_infos.cache_clear(),
-        lambda: _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear(),  # type: ignore[attr-defined]
-    ):
-        with suppress(AttributeError):  # another torch may keep them elsewhere
-            forget()
+    for module in [m for name, m in sys.modules.items() if name.startswith("torch.distributed.tensor")]:
+        for name, value in list(vars(module).items()):
+            if name.startswith("clear_") and name.endswith("_cache"):
+                value()
+            for held in (value, *(vars(value).values() if isinstance(value, type) else ())):
+                cached = getattr(held, "__func__", held) if isinstance(held, staticmethod) else held
+                if isinstance(cached, _CACHED):
+                    cached.cache_clear()
+    if (rules := found_or_none("torch.distributed.tensor.DTensor._op_dispatcher")) is not None:
+        rules.sharding_propagator.propagate_op_sharding.cache_clear()
+    if (clear := found_or_none("torch._C._clear_DTensor_sharding_propagator_cache")) is not None:
+        clear()
 
 
+@needs("torch.distributed.device_mesh.DeviceMesh._flatten")
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Flatten a mesh's axes into one. Waits for: a public ``flatten``."""
+    """Flatten a mesh's axes into one."""
     return mesh._flatten(name)
 
 
+@by_values
 def ranks_in(mesh: DeviceMesh) -> Tensor:
-    """Return a mesh's ranks as a tensor with values, also where new tensors are fake.
-
-    Waits for: a mesh that answers in plain numbers.
-    """
-    with _disable_current_modes():
-        return mesh.mesh
+    """Return a mesh's ranks as a tensor with values, also where new tensors are fake."""
+    return mesh.mesh
 
 
 # --- process groups
@@ -85,145 +99,124 @@ def ranks_in(mesh: DeviceMesh) -> Tensor:
 
 def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Set the time limit of a group's collectives; torch >= 2.14: ``set_timeout``."""
-    c10d: Any = dist.distributed_c10d
-    (getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout)(timedelta(seconds=seconds), group)
+    public = getattr(dist.distributed_c10d, "set_timeout", None)
+    (public or found("torch.distributed.distributed_c10d._set_pg_timeout"))(timedelta(seconds=seconds), group)
 
 
 @contextmanager
 def other_groups() -> Iterator[None]:
-    """Set all process groups aside, and restore them on exit; those made inside are forgotten.
-
-    Waits for: worlds that are values, and not the state of a module.
-    """
-    c10d: Any = dist.distributed_c10d
-    world = c10d._world
-    tables = (
-        world.pg_map,
-        world.pg_names,
-        world.pg_group_ranks,
-        world.pg_backend_config,
-        world.tags_to_pg,
-        world.pg_to_tag,
-    )
-    before, count, default = [dict(table) for table in tables], world.group_count, world.default_pg
-    tags = {tag: list(groups) for tag, groups in world.tags_to_pg.items()}
+    """Set all process groups aside, and restore them on exit; those made inside are destroyed."""
+    world, update_default = (found(f"torch.distributed.distributed_c10d.{x}") for x in ("_world", "_update_default_pg"))
+    before, count, default = set(world.pg_names), world.group_count, world.default_pg
     world.default_pg = None
     try:
         yield
     finally:
-        for group, name in list(world.pg_names.items()):
-            if group not in before[1]:
-                c10d._unregister_process_group(name)
-        for table, old in zip(tables, before, strict=True):
-            table.clear()
-            table.update(old)
-        world.tags_to_pg.update(tags)
+        update_default(default)
+        for group in [group for group in world.pg_names if group not in before]:
+            dist.destroy_process_group(group)
         world.group_count = count
-        c10d._update_default_pg(default)
 
 
 def silent_store() -> dist.Store:
-    """Return a store for torch's fake backend, and register that backend. Waits for: a public form of both."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    return FakeStore()
+    """Return a store for torch's fake backend, and register that backend."""
+    return found("torch.testing._internal.distributed.fake_pg").FakeStore()
 
 
 def finished_work(result: list[Tensor]) -> Any:
-    """Return the work of a message that has ended. Waits for: a public constructor."""
+    """Return the work of a message that has ended."""
     devices: list[int | str | torch.device] = [*{t.device for t in result if t.device.type != "cpu"}]
     future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=devices)
     future.set_result(result)
-    from torch._C import _distributed_c10d
-
-    made: Any = _distributed_c10d
-    return made._create_work_from_future(future)
+    return found("torch._C._distributed_c10d._create_work_from_future")(future)
 
 
 @contextmanager
 def other_kernels(operators: str, kernels: Mapping[str, Callable[..., Any]], devices: Iterable[str]) -> Iterator[None]:
-    """Replace the kernels of a namespace's operators on these devices. Waits for: a library that can be closed."""
+    """Replace the kernels of a namespace's operators on these devices."""
     library = torch.library.Library(operators, "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"(?s).*verriding a previously registered kernel")
-        for device in devices:
-            for name, kernel in kernels.items():
-                library.impl(name, _unseen(kernel), torch._C._dispatch_key_for_device(device))
+        for name, kernel in kernels.items():
+            torch.library.impl(f"{operators}::{name}", tuple(devices), _unseen(kernel), lib=library)
     try:
         yield
     finally:
-        library._destroy()
+        del library  # its finalizer takes the kernels back
 
 
 def _unseen(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Hide a kernel's operators from autograd, which would count their writes."""
+    guard = found("torch._C._AutoDispatchBelowADInplaceOrView")
 
     @functools.wraps(kernel)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._AutoDispatchBelowADInplaceOrView():  # type: ignore[attr-defined]
+        with guard():
             return kernel(*args, **kwargs)
 
     return run
 
 
 def map_memory(group: dist.ProcessGroup) -> None:
-    """Let ranks read each other's GPU memory, for torch's fused operators. Waits for: a public symmetric memory.
+    """Let ranks read each other's GPU memory, for torch's fused operators.
 
     Raises:
         ImportError, RuntimeError: the ranks cannot.
     """
-    import torch.distributed._symmetric_memory as symmetric
-
-    symmetric.get_symm_mem_workspace(group.group_name, min_size=1)
-
-
-def knows_cpu(group: dist.ProcessGroup) -> bool:
-    """Return whether a group has a backend for host memory. Waits for: a public list of a group's devices."""
-    return "cpu" in {device.type for device in group._device_types}
+    found("torch.distributed._symmetric_memory").get_symm_mem_workspace(group.group_name, min_size=1)
 
 
 def group_of_recorder(name: str) -> dist.ProcessGroup | None:
-    """Find a group by its name in the flight recorder. Waits for: records that hold the ranks."""
-    return next((group for group, known in dist.distributed_c10d._world.pg_names.items() if known == name), None)
+    """Find a group by its name in the flight recorder."""
+    world = found("torch.distributed.distributed_c10d._world")
+    return next((group for group, known in world.pg_names.items() if known == name), None)
 
 
 def recorder_dumps() -> list[Callable[..., bytes]]:
-    """List this build's flight recorder dumps; none before torch.distributed is imported. Waits for: public ones."""
-    module = sys.modules.get("torch._C._distributed_c10d")
-    found = (getattr(module, name, None) for name in ("_dump_fr_trace", "_dump_nccl_trace"))
-    return [dump for dump in found if dump is not None]
+    """List this build's flight recorder dumps; none before torch.distributed is imported."""
+    if "torch._C._distributed_c10d" not in sys.modules:
+        return []
+    known = ("_dump_fr_trace", "_dump_nccl_trace")
+    dumps = (found_or_none(f"torch._C._distributed_c10d.{name}") for name in known)
+    return [dump for dump in dumps if dump is not None]
 
 
 # --- DDP
 
 
+@needs("torch.nn.parallel.DistributedDataParallel._static_graph_delay_allreduce_enqueued")
 def has_recorded_graph(wrapped: DistributedDataParallel) -> bool:
-    """Return whether DDP has seen the first backward of a static graph. Waits for: a public flag."""
+    """Return whether DDP has seen the first backward of a static graph."""
     return wrapped._static_graph_delay_allreduce_enqueued
 
 
 # --- FSDP2: modules
 
 
+@needs("torch.distributed.fsdp.FSDPModule._get_fsdp_state")
 def _state(module: Any) -> Any:
     return module._get_fsdp_state()
 
 
+@needs(f"{_STATE}._lazy_init")
 def begin_forward(root: FSDPModule) -> None:
-    """Set up the state that FSDP2 creates at the first forward. Waits for: a public set-up."""
+    """Set up the state that FSDP2 creates at the first forward."""
     _state(root)._lazy_init()
 
 
+@needs(f"{_STATE}._is_root")
 def has_begun(root: FSDPModule) -> bool:
     """Return whether a forward has set up the state."""
     return _state(root)._is_root is not None
 
 
+@needs(f"{_STATE}._register_pre_backward_hook")
 def begin_backward_at(root: FSDPModule, tensor: Tensor) -> None:
-    """Start the root's backward at this tensor's gradient. Waits for: hooks for outputs that FSDP2 cannot search."""
+    """Start the root's backward at this tensor's gradient, which FSDP2 does not find in the output."""
     _state(root)._register_pre_backward_hook(tensor)
 
 
+@needs(f"{_STATE}._state_ctx", f"{_STATE}._root_post_backward_final_callback")
 def end_backward(root: FSDPModule) -> None:
     """Run FSDP2's work after a last backward; torch >= 2.15: ``finalize_backward``."""
     state = _state(root)
@@ -233,26 +226,31 @@ def end_backward(root: FSDPModule) -> None:
     state._root_post_backward_final_callback()
 
 
+@needs(f"{_STATE}._mp_policy")
 def mixed_precision_of(module: FSDPModule) -> MixedPrecisionPolicy:
-    """Return the policy that a module was sharded with. Waits for: a public attribute."""
+    """Return the policy that a module was sharded with."""
     return _state(module)._mp_policy
 
 
 # --- FSDP2: the groups of parameters that travel together
 
 
+@needs(f"{_STATE}._fsdp_param_group")
 def groups_of_parameters(module: FSDPModule) -> list[Any]:
-    """List a module's own groups, renamed in torch 2.12. Waits for: a public list."""
+    """List a module's own groups, renamed in torch 2.12."""
     state = _state(module)
-    return list(getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]))
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return list(filter(None, [state._fsdp_param_group])) if groups is None else list(groups)
 
 
+@needs(f"{_GROUP}._all_gather_result")
 def arriving(group: Any) -> Tensor | None:
     """Return the buffer into which a group's parameters are being gathered."""
-    result = getattr(group, "_all_gather_result", None)
+    result = group._all_gather_result
     return None if result is None else result.all_gather_output
 
 
+@needs(f"{_GROUP}._partial_reduce_output")
 def has_partial_sums(group: Any) -> bool:
     """Return whether a group holds gradients that are reduced within a replica only."""
     return group._partial_reduce_output is not None
@@ -269,21 +267,22 @@ def drop_partial_sums(group: Any) -> None:
 def let_fsdp_make(tensors: Callable[[Tensor, DTensorSpec], DTensor]) -> None:
     """Let FSDP2 make the DTensors of its shards, gathered parameters and gradients by ``tensors(local, spec)``.
 
-    Waits for: FSDP2 keeping the class of a parameter that is a subclass of DTensor.
+    By itself FSDP2 does not keep the class of a parameter that is a subclass of DTensor.
     """
-    assert callable(getattr(_fsdp_param, "_from_local_no_grad", None)), "FSDP2 makes its DTensors elsewhere"
-    _fsdp_param._from_local_no_grad = tensors
+    found("torch.distributed.fsdp._fully_shard._fsdp_param._from_local_no_grad")
+    module: Any = sys.modules["torch.distributed.fsdp._fully_shard._fsdp_param"]
+    module._from_local_no_grad = tensors
 
 
 def gathered(parameter: Any) -> Tensor | None:
     """Return the whole parameter that forward and backward compute with; None before the first all-gather."""
-    return getattr(parameter, "_unsharded_param", None)
+    return getattr(parameter, "unsharded_param", None)
 
 
 def drop_accumulated(parameter: Any) -> None:
     """Drop a parameter's gradient of several microbatches, which torch >= 2.15 keeps at the gathered parameter alone.
 
-    Waits for: ``reset_iter_state`` doing so, as torch documents.
+    torch documents that ``reset_iter_state`` does so, and it does not.
     """
     if not isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property):
         parameter.unsharded_accumulated_grad = None
@@ -291,48 +290,48 @@ def drop_accumulated(parameter: Any) -> None:
         whole.grad = None
 
 
-def layer_of(parameter: FSDPParam) -> tuple[nn.Module, str]:
-    """Return the module that has a parameter, and its name in that module."""
-    return parameter._module_info.module, parameter._module_info.param_name
+def cuts_beside(parameter: Any) -> list[tuple[Any, dist.ProcessGroup]]:
+    """List the placement on each axis beside FSDP2's own that a sharded parameter lies on, with its group."""
+    shard: DTensor = parameter.sharded_param
+    axes = range(parameter.mesh_info.mesh.ndim, shard.device_mesh.ndim)
+    return [(shard.placements[axis], shard.device_mesh.get_group(axis)) for axis in axes]
 
 
-def name_of(parameter: FSDPParam) -> str | None:
-    """Return a parameter's path."""
-    return parameter._param_fqn
-
-
-def spec_of_gathered(parameter: FSDPParam) -> DTensorSpec | None:
-    """Return the gathered parameter's layout on axes that cut it too; None if no axis does."""
-    return parameter._unsharded_dtensor_spec
-
-
-def padded_shard(parameter: FSDPParam) -> Tensor:
+def padded_shard(parameter: Any) -> Tensor:
     """Return this rank's shard as it is gathered, padded to the size of the other ranks' shards."""
-    return parameter._sharded_param_data.view(parameter.padded_sharded_param_size)
+    shard = local_part(parameter.sharded_param).detach()
+    wanted = zip(parameter.padded_sharded_param_size, shard.shape, strict=True)
+    lacking = [whole - own for whole, own in wanted]
+    return pad(shard, [end for size in reversed(lacking) for end in (0, size)]) if any(lacking) else shard
 
 
-def gather_through(parameter: FSDPParam, extension: Any) -> None:
+@needs(f"{_PARAMETER}._init_extensions")
+def gather_through(parameter: Any, extension: Any) -> None:
     """Let an object serve FSDP2's hooks on a parameter's shard (``fsdp_pre_all_gather``, ``fsdp_post_all_gather``).
 
-    Waits for: extensions registered for a parameter. Today torch calls the shard itself, which would have to be a
-    subclass of Tensor at rest.
+    torch calls the shard itself, which would have to be a subclass of Tensor at rest.
     """
-    parameter.__class__ = _GatheredThrough
+    parameter.__class__ = _gathered_through()
     parameter.__dict__["_meshwright_extension"] = extension
     parameter._init_extensions()
 
 
-class _GatheredThrough(FSDPParam):
-    @property
-    def _sharded_local_tensor(self) -> Any:
-        return self.__dict__["_meshwright_extension"]
+@functools.cache
+def _gathered_through() -> type:
+    kind: Any = found(_PARAMETER)
+    found(f"{_PARAMETER}._sharded_local_tensor")
+
+    class GatheredThrough(kind):
+        @property
+        def _sharded_local_tensor(self) -> Any:
+            return self.__dict__["_meshwright_extension"]
+
+    return GatheredThrough
 
 
+@needs(f"torch.{CUDA}._sleep")
 def occupy_stream(device: torch.device, seconds: float) -> None:
-    """Keep a CUDA device's current stream busy without memory or products; elsewhere the host sleeps.
-
-    Waits for: a public ``torch.cuda._sleep``.
-    """
+    """Keep a CUDA device's current stream busy without memory or products; elsewhere the host sleeps."""
     if device.type != CUDA:
         time.sleep(seconds)
         return

@@ -12,6 +12,9 @@ from meshwright.core.names import clean, selected
 
 from .transformers_private import tensor_plan_of
 
+BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+DROPOUTS = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout
+
 ModuleKind = Literal["linear layer", "embedding", "norm", "container", "parameter", "module of its own kind"]
 
 

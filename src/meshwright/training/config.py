@@ -224,7 +224,7 @@ class ProcessConfig:
 class SampleConfig:
     """Text that the model writes at the end of the run."""
 
-    prompt: str = unset("def ")
+    prompt: str = unset("The ")
     """The text to continue; unset beside weights from files: a greeting in the chat template, where one is trained."""
     tokens: int = 200
     """Tokens to write; 0: none."""
@@ -244,7 +244,7 @@ class Config:
     """The run's own folder, instead of a new one in out; continued where it holds a checkpoint."""
     seed: int = 0
     """Of initial weights, order of samples, dropout and sampling."""
-    steps: int = unset(400)
+    steps: int = unset(200)
     """Optimizer steps of the whole run; unset beside weights from files: as many as epochs takes."""
     epochs: float | None = None
     """Passes over the data, instead of steps; unset beside weights from files, where steps is too: 3 on conversations

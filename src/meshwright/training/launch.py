@@ -5,7 +5,6 @@ Torch-free.
 
 from __future__ import annotations
 
-import glob
 import os
 import signal
 import sys
@@ -14,7 +13,9 @@ from contextlib import closing
 from dataclasses import replace
 from types import FrameType
 
+from meshwright.core.devices import gpu_count
 from meshwright.core.errors import ConfigError, MeshwrightError
+from meshwright.distributed.process.fitness import refuse_without_distributed
 from meshwright.distributed.process.workers import WorkerDied, WorkerFailed, WorkerPool
 from meshwright.distributed.process.world import get_world_info
 
@@ -51,6 +52,7 @@ def launch(config: Config) -> int:
 
 def train(config: Config, started: float) -> int:
     """Run one rank's part of the run."""
+    refuse_without_distributed()
     from .trainer import Trainer
 
     return Trainer(config, started=started).run()
@@ -67,14 +69,6 @@ def process_count(config: Config) -> int:
         count = layout.world if layout.is_resolved else gpu_count() or CPU_PROCESSES
     layout.resolve(count, ranks_per_node=count)
     return count
-
-
-def gpu_count() -> int:
-    """Count the GPUs of this host that this process may use, without torch."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
-    return len(glob.glob("/dev/nvidia[0-9]*"))
 
 
 class _Attempts:

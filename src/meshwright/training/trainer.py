@@ -39,6 +39,7 @@ from .stopping import Interrupted, StopRequest
 from .tracing import TraceCheck
 from .views.display import build_progress
 from .views.memory_watch import MemoryWatch
+from .views.next_steps import is_demo
 from .views.progress import Progress, StepReport
 from .views.schedule_view import keep_times
 from .views.telling import Teller, Validated, in_words
@@ -46,6 +47,8 @@ from .views.watching import Watch, check_watching
 
 TROUBLE = 1 << 16
 """The value that a rank reports when it cannot continue; above every signal's number."""
+UNTRAINED_TOKENS = 60
+"""Of the text that the demo's model writes before its first step; noise needs no more."""
 
 
 class Trainer:
@@ -157,6 +160,7 @@ class _Loop:
         self.watch = Watch(run, folder, self.teller, trace)
         self.memory = MemoryWatch(run)
         self.guard: LossGuard | None = None
+        self.untrained: str | None = None
         self.rank, self.ranks = data_position(run.model.mesh)
 
     def train(self) -> int:
@@ -170,6 +174,9 @@ class _Loop:
             )
             return self._close(0)
         self._begin()
+        tokens = min(self.config.sample.tokens, UNTRAINED_TOKENS)
+        if is_demo(self.config) and tokens and not self.at.step and not self.r.plan.compiled:
+            self.untrained = self._continue_prompt(tokens)
         if (guards := self.config.optimizer).max_loss_deviation:
             self.guard = LossGuard(guards.max_loss_deviation, guards.loss_window, self.at.losses)
         stopped, validates = self._refer(), self._validates()
@@ -322,20 +329,24 @@ class _Loop:
         self.r.feed.loader.close()
         self.teller.left_out(self.r.feed.unreadable())
         sample = None if stopped or self.checkpoints.latest is None else self._sample()
-        self.teller.close(stopped, time.time() - self.started, self.checkpoints, sample)
+        self.teller.close(stopped, time.time() - self.started, self.checkpoints, sample, self.untrained)
         return 128 + stopped if stopped else 0
 
     def _sample(self) -> str | None:
         """Generate text from the checkpoint on disk, which shows that it can be read back."""
-        s, saved = self.config.sample, self.checkpoints.latest
-        if not s.tokens or saved is None:
+        saved = self.checkpoints.latest
+        if not self.config.sample.tokens or saved is None:
             return None
         checkpoint.load(self.r.model, saved)
+        return self._continue_prompt(self.config.sample.tokens)
+
+    def _continue_prompt(self, tokens: int) -> str:
+        s = self.config.sample
         prompt = encode_prompt(self.r.tokenizer, s.prompt)
         options: dict[str, Any] = {
             "temperature": s.temperature,
             "seed": self.config.seed,
             "stop": self.r.tokenizer.end_of_document,
         }
-        ids = self.r.model.generate([int(i) for i in prompt], s.tokens, **options)
+        ids = self.r.model.generate([int(i) for i in prompt], tokens, **options)
         return self.r.tokenizer.decode([*prompt, *ids])

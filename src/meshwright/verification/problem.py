@@ -14,13 +14,13 @@ from meshwright.comparison.equality import HALVES
 from meshwright.core.errors import ConfigError
 from meshwright.core.imports import import_object
 from meshwright.core.losses import PADDING
-from meshwright.core.torch_private import Dropout
 from meshwright.distributed.optimizer.classes import optimizer_class
 from meshwright.distributed.optimizer.parameter_groups import split_by_role
 from meshwright.introspection.hints import Hinted, Hints
 from meshwright.introspection.huggingface import CausalLM, is_config
 from meshwright.introspection.images.arguments import IMAGE_KEYS
 from meshwright.introspection.images.dealing import rows_of
+from meshwright.introspection.module_kinds import DROPOUTS
 from meshwright.introspection.signature import IMAGES_PER_ROW
 from meshwright.introspection.source import with_adapters
 from meshwright.planning.optimizer.kinds import kind_of
@@ -200,7 +200,7 @@ class Problem:
 def without_dropout(model: nn.Module) -> nn.Module:
     """Switch off the model's dropout layers: their random draws are not compared."""
     for module in model.modules():
-        if isinstance(module, Dropout):
+        if isinstance(module, DROPOUTS):
             module.p = 0.0
     return model
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from meshwright.comparison.equality import farthest, relative_errors, sum_floor
 from meshwright.comparison.trace import Sketches, Trace, TracedStep, fingerprints
 from meshwright.core.dtypes import torch_dtype
-from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.errors import ConfigError, UnsupportedError, command
 from meshwright.core.names import clean
 from meshwright.distributed.process.world import get_world_info
 from meshwright.distributed.setup import choose_backend
@@ -240,6 +240,6 @@ def summary(trace: Trace, path: Path) -> str:
     kept = f"{len(trace.steps)} steps, {modules} modules, {len(trace.initial.names)} parameters"
     size = f"{path.stat().st_size / 2**20:.1f} MiB"
     return (
-        f"wrote {path} ({size}): {kept}; loss {losses}\ncompare a run with it: meshwright train CONFIG"
-        f" --check-trace {path}"
+        f"wrote {path} ({size}): {kept}; loss {losses}\ncompare a run with it:"
+        f" {command('train', 'CONFIG', '--check-trace', path)}"
     )

@@ -6,7 +6,7 @@ RUN is a run's folder; FOLDER holds the files of a model of transformers.
 --data PATH           text, records or token ids, as data.source takes them (default: the run's own validation part);
                       --data.format, --data.column and the like say how they are read, --data.seq_len how long rows are
 --rows N              at most N rows, spread evenly (default: all; the run's own validation reads validation.samples)
---tasks A,B           tasks of lm-eval (pip install 'meshwright[eval]') instead of a loss
+--tasks A,B           tasks of lm-eval, which the extra eval installs, instead of a loss
 --tasks_path FOLDER   a folder with tasks of your own
 --shots N             examples before each question (default: as the task says)
 --limit N             questions of each task (default: all)
@@ -39,6 +39,7 @@ from meshwright.cli.arguments import (
 )
 from meshwright.core.config import parse_flags
 from meshwright.core.errors import ConfigError
+from meshwright.data.options import BUILT_IN
 from meshwright.distributed.process.world import is_rank_zero
 from meshwright.training.evaluation.ranks import DataOptions, EvaluationOptions, on_ranks, resolved_layout
 
@@ -134,8 +135,8 @@ def _loss(placed: ModelOnRanks, given: dict[str, Any], data: DataOptions, count:
     opened, path = placed.opened, given["--data"]
     if path is None and opened.checkpoint is None:
         raise ConfigError(f"{opened.path} is a model without a run, so it has no validation part: give --data PATH")
-    if path is not None and path != "stdlib" and not Path(path).expanduser().exists() and "://" not in path:
-        raise ConfigError(f"--data {path} does not exist: give a file, a folder, or stdlib")
+    if path is not None and path not in BUILT_IN and not Path(path).expanduser().exists() and "://" not in path:
+        raise ConfigError(f"--data {path} does not exist: give a file, a folder, or {' or '.join(BUILT_IN)}")
     request = TextRequest(
         placed, _source(path, data), data.seq_len, data.cache, given["--rows"], given["--batch"] or ROWS
     )

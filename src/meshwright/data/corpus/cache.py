@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from meshwright.core.errors import ConfigError
 from meshwright.core.files import sync_folder
+from meshwright.core.host.folders import default_cache_dir
 from meshwright.data.holdout import check_fraction
 from meshwright.data.images.source import NO_IMAGES, Vision
 from meshwright.data.options import SourceOptions
@@ -68,15 +69,6 @@ class Prepared:
     meta: Meta | Index
     was_built: bool
     """False if the corpus was already in the cache."""
-
-
-def default_cache_dir() -> Path:
-    """Return ``$XDG_CACHE_HOME/meshwright``, or ``~/.cache/meshwright`` where the variable is unset.
-
-    The XDG specification says to ignore a relative path, so it counts as unset.
-    """
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "meshwright"
 
 
 def prepare(

@@ -10,7 +10,9 @@ from typing import Any
 
 from meshwright.core.errors import ConfigError, MissingExtraError
 from meshwright.core.files import inside
+from meshwright.data.options import FARMYARD
 
+from .farmyard import Farmyard
 from .json_files import JsonLines, JsonList
 from .records import MEDIA_COLUMNS, BadRow, Record, RecordFormat
 
@@ -116,6 +118,7 @@ RECORD_FORMATS: dict[str, RecordFormat] = {
     "json": JsonList(),
     "parquet": Parquet(),
     "dataset": SavedDataset(),
+    FARMYARD: Farmyard(),
 }
 
 SUFFIXES = {

@@ -10,12 +10,13 @@ from pathlib import Path
 
 from meshwright.core.errors import ConfigError, nearest
 from meshwright.core.files import inside, refuse_links_out
+from meshwright.data.options import BUILT_IN, FARMYARD, STDLIB
 
+from .farmyard import MODULE
 from .formats import RECORD_FORMATS, SUFFIXES, is_saved_dataset, suffix_of
 from .hub import absence, in_cache, is_about, is_split, of_split
 
-STDLIB = "stdlib"
-"""The word for the source code of the running Python's standard library."""
+_WORDS = " or ".join(f"'{word}'" for word in BUILT_IN)
 
 _PROSE = frozenset({".txt", ".text", ".md", ".rst", ".org", ".tex"})
 _CODE = frozenset(
@@ -52,7 +53,7 @@ _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "id
 def list_files(sources: tuple[str, ...], format: str) -> tuple[list[tuple[str, str, Path]], str, int]:
     """Return (source, name, path) of every file, their format, and the number of files of other formats."""
     if not sources:
-        raise ConfigError(f"data.source is empty: name at least one file or folder, or '{STDLIB}'")
+        raise ConfigError(f"data.source is empty: name at least one file or folder, or {_WORDS}")
     listed, n_other = [], 0
     formats: dict[str, str] = {}
     for source in sources:
@@ -82,7 +83,7 @@ def kind_of(path: Path) -> str | None:
 def resolved(source: str) -> str:
     """Return a source that does not depend on the working folder, nor on what the hub's cache holds later."""
     path = Path(source).expanduser()
-    if not source or source == STDLIB:
+    if not source or source in BUILT_IN:
         return source
     found = None if _is_here(path) else in_cache(source)
     return str((found or path).absolute())
@@ -96,24 +97,26 @@ def _is_here(path: Path) -> bool:
 def _place_of(source: str) -> tuple[str, str]:
     """Return the file or folder of a source and, where it is the name of a split behind a folder's, the split."""
     path = Path(source).expanduser()
-    if source != STDLIB and not _is_here(path) and (found := in_cache(source)) is not None:
+    if source in BUILT_IN:
+        return source, ""
+    if not _is_here(path) and (found := in_cache(source)) is not None:
         path, source = found, str(found)
-    if source != STDLIB and is_split(path.name) and not path.exists() and path.parent.is_dir():
+    if is_split(path.name) and not path.exists() and path.parent.is_dir():
         return str(path.parent), path.name
     return source, ""
 
 
 def _format_of(source: str, wanted: str) -> str:
     """Return the format of one source."""
-    if source == STDLIB:
+    if source in BUILT_IN:
         if wanted not in ("auto", "text"):
-            raise ConfigError(f"data.format = '{wanted}': '{STDLIB}' is text")
-        return "text"
+            raise ConfigError(f"data.format = '{wanted}': '{source}' is text")
+        return "text" if source == STDLIB else source
     path = Path(source).expanduser()
     if not source.strip() or not path.exists():
         raise ConfigError(
-            f"data.source: {source!r} does not exist (looked at {path.absolute()}).{nearest(source, [STDLIB])}"
-            f"{absence(source)} Name a file, a folder, or '{STDLIB}'; patterns such as *.txt are not expanded"
+            f"data.source: {source!r} does not exist (looked at {path.absolute()}).{nearest(source, BUILT_IN)}"
+            f"{absence(source)} Name a file, a folder, or {_WORDS}; patterns such as *.txt are not expanded"
         )
     if wanted != "auto":
         return wanted
@@ -150,6 +153,8 @@ def _files_of(source: str, format: str, split: str) -> tuple[list[tuple[str, Pat
             if path.suffix == ".py"
         ]
         return sorted(files), 0
+    if source == FARMYARD:
+        return [(source, MODULE)], 0
     root = Path(source).expanduser().absolute()  # cached scans must be valid in every working folder
     if format == "dataset":
         refuse_links_out(root)

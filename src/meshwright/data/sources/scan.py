@@ -12,9 +12,10 @@ from pathlib import Path
 
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.core.files import replace_text
+from meshwright.data.options import FARMYARD, STDLIB
 
 from .formats import RECORD_FORMATS, digest_of
-from .listing import STDLIB, TOKEN_FORMATS, list_files, unreadable
+from .listing import TOKEN_FORMATS, list_files, unreadable
 
 _SETTLED_SEC = 2.0
 """A file changed more recently than this may change again within the resolution of its time stamp."""
@@ -92,6 +93,8 @@ class Scan:
         return sum(file.n_bytes for file in self.files)
 
     def __str__(self) -> str:
+        if self.format == FARMYARD:
+            return f"{sum(file.n_records for file in self.files)} documents about animals"
         notes = (
             (self.n_empty, "empty"),
             (self.n_other, "not text"),
@@ -127,7 +130,8 @@ def scan_sources(sources: str | Sequence[str], format: str = "auto", memory: Pat
 
     Each source is a file, a folder (searched recursively for files of the format, following links inside it, without
     names that begin with a dot), or the word ``stdlib``: the ``*.py`` files of the running Python's standard library,
-    without its tests and installed packages (name a folder ``stdlib`` as ``./stdlib``).
+    without its tests and installed packages; or ``farmyard``, the demo's text (name a folder of that name as
+    ``./stdlib``).
 
     Args:
         format: see SourceOptions; "auto" decides by suffix, and treats a file of unknown suffix, if named itself, as

@@ -22,9 +22,9 @@ from meshwright.core.names import owner
 from meshwright.core.parts import FusedPart, ranges, take
 from meshwright.core.record import wrap
 from meshwright.core.torch_private import (
-    FakeTensor,
-    tree_flatten_with_path,
-    tree_unflatten,
+    has_no_values,
+    tensors_by_path,
+    tree_map_with_path,
     uncompiled,
     version_of,
 )
@@ -91,9 +91,7 @@ def _whole(
 
 def _with_leaves(value: Any, change: Callable[[str, Tensor], Tensor | None]) -> Any:
     """Return a value with the tensors inside it changed, by their paths."""
-    found, structure = tree_flatten_with_path(value)
-    made = [change("".join(map(str, path)), leaf) if isinstance(leaf, Tensor) else leaf for path, leaf in found]
-    return tree_unflatten(made, structure)
+    return tree_map_with_path(lambda path, leaf: change(path, leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def _whole_padding(leaf: Tensor, key: str, mixer: Mixer, rows: CutRows) -> Tensor | None:
@@ -102,7 +100,7 @@ def _whole_padding(leaf: Tensor, key: str, mixer: Mixer, rows: CutRows) -> Tenso
     Raises:
         UnsupportedError: the tensor is another one.
     """
-    if isinstance(leaf, FakeTensor) and leaf.dim() == 2:
+    if has_no_values(leaf) and leaf.dim() == 2:
         return None  # models leave out a mask that is all ones where they see its values
     whole, of, version = rows.memo.get("whole padding", (None, lambda: None, 0))
     if of() is not leaf or version != version_of(leaf):  # layers are given one tensor, which is read once
@@ -205,9 +203,7 @@ class _Traded:
     def _is_as_measured(self, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Return whether there are no other tensors than those that were there when heads were measured."""
         known = {each.key for each in self.planned.mixer.inputs}
-        found, _ = tree_flatten_with_path((args, kwargs))
-        given = [("".join(map(str, path)), leaf) for path, leaf in found if isinstance(leaf, Tensor)]
-        return all(key in known or isinstance(leaf, FakeTensor) for key, leaf in given)
+        return all(path in known or has_no_values(leaf) for path, leaf in tensors_by_path((args, kwargs)).items())
 
     def _arguments(
         self, args: tuple, kwargs: dict[str, Any], rows: CutRows

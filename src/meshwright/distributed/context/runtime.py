@@ -15,7 +15,7 @@ from meshwright.core.devices import is_accelerator, to_device
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean
 from meshwright.core.record import remember, wrap
-from meshwright.core.torch_private import FakeTensor, by_values, version_of
+from meshwright.core.torch_private import by_values, has_no_values, version_of
 from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.distributed.process.verdicts import Verdicts
 from meshwright.introspection.mixing.arithmetic import allowed_of
@@ -217,7 +217,7 @@ class ContextRuntime:
     def _refuse_other_mask(self, call: AttentionCall, caller: Caller, rule: MaskRule, rows: CutRows) -> None:
         """Compare the mask that the model made, of this rank's tokens alone, with the measured rule."""
         own = call.query.shape[2]
-        if isinstance(call.mask, FakeTensor) or self._is_compared(call, rule, rows):
+        if has_no_values(call.mask) or self._is_compared(call, rule, rows):
             return
         device = call.mask.device if isinstance(call.mask, Tensor) else torch.device("cpu")
         documents = None if rows.documents is None else to_device(rows.take(rows.documents), device)

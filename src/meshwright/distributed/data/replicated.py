@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean
 from meshwright.core.record import recall, remember
-from meshwright.core.torch_private import address_of, foreach_zero_, tree_leaves
+from meshwright.core.torch_private import foreach_zero_, tree_leaves
 from meshwright.distributed.memory.live import LiveStorages
 from meshwright.distributed.mesh import replica_axis
 from meshwright.distributed.torch_private import has_recorded_graph
@@ -50,7 +50,7 @@ class GradientBuckets:
 
     def note(self, storage: torch.UntypedStorage) -> None:
         """Add a storage, which may be known already."""
-        self._seen[address_of(storage)] = weakref.ref(storage)
+        self._seen[id(storage)] = weakref.ref(storage)
 
     def storages(self) -> list[torch.UntypedStorage]:
         """List those that have not been freed."""

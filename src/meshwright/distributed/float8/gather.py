@@ -20,6 +20,7 @@ from torch.distributed.tensor import Replicate
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from meshwright.core.errors import IntegrityError
+from meshwright.core.names import clean
 from meshwright.core.torch_private import version_of
 from meshwright.distributed.float8.torchao_private import (
     codes_of,
@@ -29,32 +30,28 @@ from meshwright.distributed.float8.torchao_private import (
     set_scale,
     weight_in_float8,
 )
-from meshwright.distributed.torch_private import (
-    FSDPParam,
-    begin_forward,
-    gather_through,
-    layer_of,
-    local_part,
-    name_of,
-    padded_shard,
-    spec_of_gathered,
-)
+from meshwright.distributed.torch_private import begin_forward, cuts_beside, gather_through, local_part, padded_shard
 from meshwright.introspection.module_kinds import config_at
 
 STALE = -1
 """A version that no parameter has."""
 
 
-def apply(root: nn.Module, parameters: Sequence[FSDPParam]) -> None:
+def apply(root: nn.Module, parameters: Sequence[Any]) -> None:
     """Gather in float8 the weights of converted layers among FSDP2's ``parameters`` of the sharded module ``root``.
 
     Every forward of ``root`` begins by computing their scales: one message over the ranks of FSDP's shards, and one
     over the tensor axis.
     """
-    weights = [p for p in parameters if layer_of(p)[1] == "weight" and config_at(layer_of(p)[0]) is not None]
-    shards = [Shard(parameter) for parameter in weights]
-    for parameter, shard in zip(weights, shards, strict=True):
-        gather_through(parameter, shard)
+    sharded = {id(parameter.sharded_param): parameter for parameter in parameters}
+    converted: dict[str, Any] = {path: m for path, m in root.named_modules() if config_at(m) is not None}
+    shards = [
+        Shard(sharded.pop(id(linear.weight)), linear, clean(path))
+        for path, linear in converted.items()
+        if id(linear.weight) in sharded
+    ]
+    for shard in shards:
+        gather_through(shard.parameter, shard)
     if shards:
         _live.update(shards)
         _watch_optimizers()
@@ -89,14 +86,18 @@ def _begin(root: Any, shards: Sequence[Shard]) -> None:
 class Shard:
     """This rank's shard of a weight, with FSDP2's all-gather hooks.
 
+    Args:
+        parameter: FSDP2's record of the weight.
+        linear: the converted layer.
+        path: path of the layer.
+
     Attributes:
         scale: scale of the whole weight, (), float32; None before the first forward.
         version: version of the parameter when the scale was computed; ``STALE`` after an optimizer step.
     """
 
-    def __init__(self, parameter: FSDPParam):
-        linear: Any = layer_of(parameter)[0]
-        self.parameter, self.kernels = parameter, kernels_of(linear)
+    def __init__(self, parameter: Any, linear: Any, path: str):
+        self.parameter, self.path, self.kernels = parameter, path, kernels_of(linear)
         self.dtype: torch.dtype = linear.config.cast_config_weight.target_dtype
         self.scale: Tensor | None = None
         self.version = STALE
@@ -104,8 +105,7 @@ class Shard:
     @property
     def is_cut(self) -> bool:
         """Whether the tensor axis shards the weight too."""
-        spec = spec_of_gathered(self.parameter)
-        return spec is not None and not all(isinstance(placement, Replicate) for placement in spec.placements)
+        return any(not isinstance(placement, Replicate) for placement, _ in cuts_beside(self.parameter))
 
     def values(self) -> Tensor:
         """Return (rows, columns) in the compute dtype; rows are padded to the size of the other ranks' shards."""
@@ -126,7 +126,7 @@ class Shard:
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor]]:
         if self.scale is None or self.version != version_of(self.parameter.sharded_param):
             raise IntegrityError(
-                f"{name_of(self.parameter)} is gathered in float8, and its scale is not that of its values now: they"
+                f"{self.path}.weight is gathered in float8, and its scale is not that of its values now: they"
                 f" were changed after the model's forward began, or a part of the model was called by itself. Call the"
                 f" whole model."
             )
@@ -152,8 +152,8 @@ def agree(shards: Sequence[Shard]) -> None:
     _largest(found, info.shard_process_group)
     cut = [number for number, shard in enumerate(shards) if shard.is_cut]
     if cut:
-        spec: Any = spec_of_gathered(shards[cut[0]].parameter)
-        found[cut] = _largest(found[cut], spec.mesh.get_group())
+        ((_, tensor_group),) = cuts_beside(shards[cut[0]].parameter)
+        found[cut] = _largest(found[cut], tensor_group)
     for shard, largest in zip(shards, found.unbind(), strict=True):
         shard.take(largest)
 

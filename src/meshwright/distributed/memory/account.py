@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.record import recall
-from meshwright.core.torch_private import TorchDispatchMode, address_of
+from meshwright.core.torch_private import TorchDispatchMode
 from meshwright.distributed.data.fully_sharded import parameter_groups
 from meshwright.distributed.data.replicated import GradientBuckets
 from meshwright.distributed.torch_private import arriving, gathered
@@ -105,7 +105,7 @@ class MemoryAccount(TorchDispatchMode):
     def note_messages(self, tensors: Iterable[Tensor]) -> None:
         """Count these tensors as send or receive buffers."""
         for tensor in tensors:
-            if address_of(storage_of(tensor)) not in self._resting:
+            if id(storage_of(tensor)) not in self._resting:
                 self._note(tensor, MemoryUse.COMMUNICATION)
 
     def note_host(self, tensor: Tensor) -> None:
@@ -140,12 +140,12 @@ class MemoryAccount(TorchDispatchMode):
     def look(self) -> None:
         """Look up which live storages are gradients and gathered parameters, and compare each kind with its maximum."""
         gathered = [storage_of(tensor) for tensor in self._of_gathered()]
-        owned = {address_of(storage) for storage in gathered}
+        owned = {id(storage) for storage in gathered}
         for address in self._gathered - owned:  # a gathered buffer that has been read, and waits to be freed
             self._storages.change(address, MemoryUse.PARAMETERS, MemoryUse.COMMUNICATION)
         self._gathered = owned
         for storage, held in self._of_gradients():
-            if address_of(storage) not in owned:
+            if id(storage) not in owned:
                 self._storages.follow(storage, held)
         for storage in gathered:
             self._storages.follow(storage, MemoryUse.PARAMETERS)
@@ -163,11 +163,11 @@ class MemoryAccount(TorchDispatchMode):
         ):
             for tensor in tensors:
                 self._note(tensor, self._place(held))
-                self._resting.add(address_of(storage_of(tensor)))
+                self._resting.add(id(storage_of(tensor)))
         for buckets in self._gradient_buckets:
             for storage in buckets.storages():
                 self._storages.follow(storage, MemoryUse.GRADIENTS)
-                self._resting.add(address_of(storage))
+                self._resting.add(id(storage))
 
     def _of_gathered(self) -> Iterator[Tensor]:
         for group in self._groups:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.core.axes import Axis
 from meshwright.core.devices import CPU, is_accelerator
 from meshwright.core.losses import PreferenceLoss
-from meshwright.core.torch_private import FakeTensorMode, fake_mode
+from meshwright.core.torch_private import fake_mode
 from meshwright.distributed import order
 from meshwright.distributed.context.runtime import first_tokens
 from meshwright.distributed.mesh import build_mesh
@@ -47,6 +47,9 @@ from .buckets import keep_in_buckets
 from .fake import DryRunError, imagining, same_random_numbers, untouched
 from .optimizers import BuildOptimizer, default_optimizer, make_states
 from .pipeline_ranks import along_pipeline
+
+if TYPE_CHECKING:
+    from meshwright.core.torch_private import FakeTensorMode
 
 KEYS = ("tokens", "labels", "positions", "document_ids")
 """Keys of the batches that loaders return."""

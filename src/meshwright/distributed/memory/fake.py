@@ -5,17 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from meshwright.core.torch_private import GROUPED_PRODUCT, FakeTensorMode, TorchDispatchMode, fake_mode
+from meshwright.core.torch_private import TorchDispatchMode, fake_mode, is_grouped_product
 
-GROUPED = {GROUPED_PRODUCT}
-"""Operators that torch limits to bfloat16 on fake tensors, although their kernels take other dtypes too."""
-
+if TYPE_CHECKING:
+    from meshwright.core.torch_private import FakeTensorMode
 
 PATIENCE, PATIENCE_PER_BLOCK = 100_000, 4_000
 """Largest number of operators in a dry run, about ten seconds, and how many each repeated block adds: three
@@ -95,10 +94,13 @@ class _Patience(TorchDispatchMode):
 
 
 class _GroupedProducts(TorchDispatchMode):
-    """Gives grouped products their shapes in every dtype, without computing them."""
+    """Gives grouped products their shapes in every dtype, without computing them.
+
+    torch limits them to bfloat16 on fake tensors, although their kernels take other dtypes too.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func not in GROUPED:
+        if not is_grouped_product(func):
             return func(*args, **(kwargs or {}))
         first, second = args[:2]
         if first.dim() == second.dim() == 2:  # a weight's gradient: as many products as there are groups

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from meshwright.core.torch_private import TorchDispatchMode, address_of
+from meshwright.core.torch_private import TorchDispatchMode
 from meshwright.distributed.torch_private import local_part
 
 Purpose = TypeVar("Purpose")
@@ -29,7 +29,7 @@ class Storages(Generic[Purpose]):
 
     def follow(self, storage: torch.UntypedStorage, purpose: Purpose) -> None:
         """Track a storage; ``purpose`` replaces an earlier one."""
-        address = address_of(storage)
+        address = id(storage)
         if (known := self._followed.get(address)) is None:
             reference, size = weakref.ref(storage, lambda _: self._forget(address)), storage.nbytes()
         elif known[2] == purpose:
@@ -55,10 +55,10 @@ class Storages(Generic[Purpose]):
 
     def keep_size(self, storage: torch.UntypedStorage) -> None:
         """Note the size of a storage that was resized, if it is tracked."""
-        if (known := self._followed.get(address_of(storage))) is not None:
+        if (known := self._followed.get(id(storage))) is not None:
             reference, before, purpose = known
             self.bytes[purpose] += storage.nbytes() - before
-            self._followed[address_of(storage)] = reference, storage.nbytes(), purpose
+            self._followed[id(storage)] = reference, storage.nbytes(), purpose
 
     def _forget(self, address: int) -> None:
         _, size, purpose = self._followed.pop(address)
@@ -100,17 +100,17 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def newly_made(given: set[int], made: Any) -> list[Tensor]:
     """Return the tensors in ``made`` that are not views of the storages at the addresses ``given``."""
-    return [tensor for tensor in tensors_in(made) if address_of(storage_of(tensor)) not in given]
+    return [tensor for tensor in tensors_in(made) if id(storage_of(tensor)) not in given]
 
 
 def addresses(tensors: Iterable[Tensor]) -> set[int]:
     """Return the addresses of storages; while a storage lives, no other has its address."""
-    return {address_of(storage_of(tensor)) for tensor in tensors}
+    return {id(storage_of(tensor)) for tensor in tensors}
 
 
 def stored(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Return the address and bytes of each storage of these tensors."""
-    return {address_of(storage): storage.nbytes() for storage in map(storage_of, tensors)}
+    return {id(storage): storage.nbytes() for storage in map(storage_of, tensors)}
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:

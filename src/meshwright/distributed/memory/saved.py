@@ -17,7 +17,7 @@ from meshwright.planning.values import Batch
 
 from .dry_run import KEYS, DryRun
 from .fake import same_random_numbers, untouched
-from .live import address_of, addresses, storage_of
+from .live import addresses, storage_of
 from .optimizers import default_optimizer
 
 
@@ -99,7 +99,7 @@ class _BlockSaves:
 
     def _save(self, tensor: Tensor) -> Tensor:
         storage = storage_of(tensor)
-        key = address_of(storage)
+        key = id(storage)
         if self._block and key not in self._parameters and key not in self._known:
             self._known[key] = storage
             self.bytes[self._block] += storage.nbytes()

@@ -17,7 +17,7 @@ from meshwright.core.devices import current_device, local_device
 from meshwright.core.errors import ConfigError
 from meshwright.distributed.doors.stage_module import PipelineStageModule
 from meshwright.distributed.mesh import groups_of
-from meshwright.distributed.torch_private import knows_cpu, local_part
+from meshwright.distributed.torch_private import local_part
 from meshwright.distributed.weights.shards import SHARDS, pieces
 
 from .foreach_private import foreach_multiply_, foreach_norm
@@ -111,9 +111,13 @@ def _norm_of_stage(parts: list[GradientPart]) -> Tensor:
     return torch.stack([first, *(s.to(first) for s in others)]).sum().sqrt() if others else first.sqrt()
 
 
+def _has_cpu(group: dist.ProcessGroup) -> bool:
+    return any(backend.startswith("cpu:") for backend in dist.get_backend_config(group).split(","))
+
+
 def _summed(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-reduce a scalar, on the accelerator if the group has no CPU backend (offloaded gradients live on the CPU)."""
-    if value.device.type == "cpu" and not knows_cpu(group):
+    if value.device.type == "cpu" and not _has_cpu(group):
         moved = value.to(current_device(local_device()))
         dist.all_reduce(moved, group=group)
         return moved.cpu()

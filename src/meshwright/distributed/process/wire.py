@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.core.torch_private import TorchDispatchMode, name_of_operator
+from meshwright.core.torch_private import TorchDispatchMode
 from meshwright.distributed.torch_private import group_of_recorder
 from meshwright.planning.traffic import wire_bytes
 
@@ -70,6 +70,11 @@ class WireCounter(TorchDispatchMode):
         sent = sent_by(name, args)
         if sent is not None:
             self.sent.append(sent)
+
+
+def name_of_operator(operator: Any) -> str:
+    """Return an operator's name without namespace and overload: "add" of aten::add.Tensor."""
+    return operator.name().partition("::")[2].partition(".")[0]
 
 
 def sent_by(name: str, args: tuple) -> Sent | None:

@@ -25,10 +25,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from meshwright.core.errors import ConfigError, MeshwrightError
+from meshwright.core.host.interfaces import GLOO, LOOPBACK
 
+from .fitness import refuse_without_distributed
 from .world import STORE
 
 PRELOAD = "meshwright.distributed.process.preload"
@@ -67,15 +69,16 @@ class WorkerPool:
 
     Args:
         threads: intra-op threads per worker; 0: an even share of the cores.
+        method: "fork" makes workers from this process itself, which then has imported torch and has no threads.
 
     Attributes:
         folder: a temporary folder that is removed with the pool; workers find it by ``meeting_place``.
     """
 
-    def __init__(self, size: int, *, threads: int = 0):
+    def __init__(self, size: int, *, threads: int = 0, method: Literal["forkserver", "fork"] = "forkserver"):
         self.size = size
         self.threads = threads or max(1, (os.cpu_count() or 1) // size)
-        self._context = mp.get_context("forkserver")
+        self._context: Any = mp.get_context(method)
         _keep_socket_paths_short()
         self._context.set_forkserver_preload([PRELOAD])
         self._processes: list[Any] = []
@@ -240,7 +243,7 @@ def _serve(pipe: Connection, rank: int, threads: int) -> None:
     import torch
 
     torch.set_num_threads(threads)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    os.environ.setdefault(GLOO, LOOPBACK)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     gc.freeze()  # imported objects stay, so collections between jobs need not scan them
     while True:
@@ -262,6 +265,11 @@ def _end_with_parent() -> None:
 
 def _perform(path: list[str], job: bytes, pipe: Connection) -> None:
     """Run a job and report; report failures before the group closes, which takes a moment and fails peers too."""
+    try:
+        refuse_without_distributed()
+    except MeshwrightError as error:
+        pipe.send_bytes(_pickled(error))
+        return
     from meshwright.distributed.setup import destroy_distributed
 
     try:

@@ -21,16 +21,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from meshwright.core.devices import is_accelerator
 from meshwright.core.record import wrap
-from meshwright.core.torch_private import FakeTensor, address_of, version_of
+from meshwright.core.torch_private import has_no_values, version_of
 from meshwright.distributed.memory.live import addresses, storage_of, tensors_in
 
 OFFLOADED = "activations in host memory"
 """The change that is noted on a module."""
 LEAST_BYTES = 1024
 """Smallest size of an offloaded tensor; smaller ones stay on the device."""
-
-PLAIN = (Tensor, FakeTensor)
-"""Types of tensors that can be offloaded; fake tensors occur in a dry run."""
 
 notice: ContextVar[Callable[[Tensor], None] | None] = ContextVar("notice", default=None)
 """Called with each copy in host memory: a dry run has one memory for both."""
@@ -112,7 +109,7 @@ class BlockForward:
         """Copy the tensor to its slot and return the slot's key; the same tensor has one slot."""
         version = version_of(tensor)
         key = (
-            address_of(storage_of(tensor)),
+            id(storage_of(tensor)),
             version,
             tensor.storage_offset(),
             tensor.shape,
@@ -195,8 +192,11 @@ def offload(module: nn.Module, number: int, store: HostActivations) -> None:
             passage = store.begin(number)
 
             def pack(tensor: Tensor) -> Tensor | tuple[BlockForward, Key]:
-                stays = type(tensor) not in PLAIN or tensor.numel() * tensor.element_size() < LEAST_BYTES
-                if stays or (address := address_of(storage_of(tensor))) in given or address in _lying_elsewhere(module):
+                stays = (
+                    not (type(tensor) is Tensor or has_no_values(tensor))
+                    or tensor.numel() * tensor.element_size() < LEAST_BYTES
+                )
+                if stays or (address := id(storage_of(tensor))) in given or address in _lying_elsewhere(module):
                     return tensor
                 return passage, passage.keep(tensor.detach())
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
-from meshwright.core.torch_private import TorchDispatchMode, address_of, schema_of, tree_map
+from meshwright.core.torch_private import TorchDispatchMode, schema_of, tree_map
 from meshwright.distributed.memory.live import storage_of, tensors_in
 
 from .operator_policy import SAVED, OperatorPolicy
@@ -281,7 +281,7 @@ class HandingBack(_Mode):
 
 def _address(tensor: Tensor) -> int:
     """Return the address of a tensor's storage."""
-    return address_of(storage_of(tensor))
+    return id(storage_of(tensor))
 
 
 @functools.cache

@@ -8,8 +8,7 @@ from typing import Any
 from torch.utils.checkpoint import CheckpointPolicy
 
 from meshwright.core.errors import UnsupportedError
-from meshwright.core.torch_private import OpOverload
-from meshwright.planning.recompute.operators import is_fresh, operators, policy_function
+from meshwright.planning.recompute.operators import OPERATOR, is_fresh, operators, policy_function
 from meshwright.planning.recompute.plan import KEPT
 
 Policy = Callable[..., CheckpointPolicy]
@@ -86,7 +85,7 @@ class OperatorPolicy:
                     f" recompute. For host memory set techniques.activation_checkpointing = offload."
                 )
             if answer is True or answer in SAVED:
-                if not (isinstance(operator, OpOverload) and is_fresh(operator)):
+                if not (isinstance(operator, OPERATOR) and is_fresh(operator)):
                     raise UnsupportedError(
                         f"techniques.checkpoint_keep: {function.__name__} wants to save {operator}, which has no result"
                         f" of its own: it writes into its inputs or gives a view of them"

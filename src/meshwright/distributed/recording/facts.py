@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.core.torch_private import name_of_operator, tree_leaves
+from meshwright.core.torch_private import tree_leaves
+from meshwright.distributed.process.wire import name_of_operator
 from meshwright.planning.step.operators import OperatorKind, OperatorWork, Phase
 
 K = OperatorKind

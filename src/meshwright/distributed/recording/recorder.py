@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshwright.core.torch_private import address_of, name_of_operator, tree_leaves
+from meshwright.core.torch_private import tree_leaves
 from meshwright.distributed.memory.live import storage_of
-from meshwright.distributed.process.wire import WireCounter, ranks_in
+from meshwright.distributed.process.wire import WireCounter, name_of_operator, ranks_in
 from meshwright.planning.step.operators import Event, MessageBegin, MessageWait, OperatorKind, OperatorWork, Phase
 
 from .facts import work_of
@@ -87,7 +87,7 @@ class StepRecorder(WireCounter):
         begun = [self.begin(*each) for each in self._begun(name, args, before)]
         for leaf in tree_leaves(made):
             if begun and isinstance(leaf, Tensor):
-                self._storages[address_of(storage_of(leaf))] = storage_of(leaf), begun[-1]
+                self._storages[id(storage_of(leaf))] = storage_of(leaf), begun[-1]
             elif begun and isinstance(leaf, torch.ScriptObject):
                 self._follow(leaf, begun)
         return made
@@ -133,7 +133,7 @@ class StepRecorder(WireCounter):
         kind.wait = noting  # type: ignore[attr-defined]
 
     def _await_storage(self, tensor: Tensor) -> None:
-        _, number = self._storages.get(address_of(storage_of(tensor)), (None, 0))
+        _, number = self._storages.get(id(storage_of(tensor)), (None, 0))
         if number:
             self.wait(number)
 

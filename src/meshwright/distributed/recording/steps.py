@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from meshwright.core.axes import Axis
 from meshwright.core.errors import UnsupportedError
-from meshwright.core.torch_private import FakeTensorMode, fake_mode
+from meshwright.core.torch_private import fake_mode
 from meshwright.distributed.context.runtime import first_tokens
 from meshwright.distributed.memory.dry_run import KEYS, DryRun, quiet
 from meshwright.distributed.memory.fake import DryRunError, imagining, same_random_numbers, untouched
@@ -27,6 +27,9 @@ from meshwright.planning.values import Batch
 
 from .buckets import reduce_in_buckets
 from .recorder import StepRecorder
+
+if TYPE_CHECKING:
+    from meshwright.core.torch_private import FakeTensorMode
 
 CLIPPED = 1e-6
 """Norm of the gradients above which they are clipped, where clipping is on: always."""

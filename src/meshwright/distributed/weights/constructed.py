@@ -31,8 +31,7 @@ from meshwright.introspection.source import builder_of
 from meshwright.introspection.transformers_private import brings_initialiser, build_again
 
 from .destinations import Destinations
-from .drawing import draw_rows
-from .shards import pieces, seed_of
+from .shards import draw_rows, pieces, seed_of
 
 
 def write_constructed(

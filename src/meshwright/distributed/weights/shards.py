@@ -1,10 +1,11 @@
-"""Locate a rank's shards of a tensor in the whole, and derive seeds that do not depend on the layout."""
+"""Locate a rank's shards of a tensor in the whole, and draw their random values by seeds that no layout changes."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,13 +15,14 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 
 from meshwright.comparison.sketch import TENSOR_WIDTH, sketch_part
 from meshwright.core.parts import LocalRange, runs_of_chunk, runs_of_parts
-from meshwright.core.torch_private import is_traceable_wrapper_subclass
 from meshwright.distributed.process import agree
-from meshwright.distributed.torch_private import DTensorSpec, StridedShard, TensorMeta, local_part
+from meshwright.distributed.torch_private import STRIDED, DTensorSpec, TensorMeta, local_part
 
 from .placement import PartsShard
 
-SHARDS = (Shard, StridedShard, PartsShard)
+SHARDS = (Shard, *STRIDED, PartsShard)
+BLOCK_ELEMENTS = 2**20
+"""Most elements that one generator draws, whatever the layout."""
 
 
 def seed_of(*parts: object) -> int:
@@ -114,21 +116,19 @@ def memory_of(tensor: Tensor) -> list[Tensor]:
 
     These are the tensor itself, a DTensor's local tensor, or the codes and scales of a torchao tensor.
     """
-    local = local_part(tensor)
-    if is_traceable_wrapper_subclass(local):
+    local: Any = local_part(tensor)
+    if hasattr(local, "__tensor_flatten__"):
         return [plain for name in local.__tensor_flatten__()[0] for plain in memory_of(getattr(local, name))]
     return [local]
 
 
-def in_memory(like: Tensor, memory: Sequence[Tensor]) -> Tensor:
+def in_memory(like: Any, memory: Sequence[Tensor]) -> Tensor:
     """Return a tensor like ``like`` that is stored in other plain tensors, in the order of ``memory_of``."""
     if isinstance(like, DTensor):
         return with_local(like, in_memory(local_part(like), memory))
-    if is_traceable_wrapper_subclass(like):
-        names, context = like.__tensor_flatten__()
-        return type(like).__tensor_unflatten__(
-            dict(zip(names, memory, strict=True)), context, like.shape, like.stride()
-        )
+    if hasattr(like, "__tensor_flatten__"):
+        kind, (names, context) = type(like), like.__tensor_flatten__()
+        return kind.__tensor_unflatten__(dict(zip(names, memory, strict=True)), context, like.shape, like.stride())
     (plain,) = memory
     return plain
 
@@ -165,7 +165,7 @@ def runs_at(tensor: DTensor, where: Sequence[int]) -> list[list[LocalRange]]:
 
 
 def _turn(place: Placement) -> int:
-    return 0 if isinstance(place, PartsShard) else 2 if isinstance(place, StridedShard) else 1
+    return 0 if isinstance(place, PartsShard) else 2 if isinstance(place, STRIDED) else 1
 
 
 def sketches(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -191,3 +191,37 @@ def sketches(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for groups, parts in by_groups.items():
         found |= zip(parts, agree.total(torch.stack([*parts.values()]), list(groups)), strict=True)
     return {name: found[name] for name in tensors}
+
+
+def draw_rows(
+    local: Tensor,
+    offset: tuple[int, ...],
+    shape: tuple[int, ...],
+    draw: Callable[[Tensor, torch.Generator], object],
+    seed: int,
+    name: str,
+    draw_on: str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Draw the shard ``local``, which begins at ``offset`` in a parameter of global ``shape``, by blocks of whole rows.
+
+    A block has at most ``BLOCK_ELEMENTS`` elements (but at least one row). ``draw`` fills it from a generator seeded by
+    (seed, name, number of the block).
+    """
+    if local.numel() == 0:
+        return
+    row = max(1, int(torch.Size(shape[1:]).numel()))
+    rows_per_block = max(1, BLOCK_ELEMENTS // row)
+    device = local.device if draw_on in (None, local.device.type) else torch.device(draw_on)
+    generator = torch.Generator(device)
+    local, offset, shape = (local, offset, shape) if shape else (local.view(1), (0,), (1,))
+    first, last = offset[0], offset[0] + local.shape[0]
+    rest = tuple(slice(o, o + n) for o, n in zip(offset[1:], local.shape[1:], strict=True))
+    for number in range(first // rows_per_block, -(-last // rows_per_block)):
+        start = number * rows_per_block
+        rows = min(rows_per_block, shape[0] - start)
+        generator.manual_seed(seed_of(seed, name, number))
+        block = torch.empty((rows, *shape[1:]), dtype=dtype, device=device)
+        draw(block, generator)
+        low, high = max(first, start), min(last, start + rows)
+        local[low - first : high - first].copy_(block[(slice(low - start, high - start), *rest)])

@@ -5,14 +5,13 @@ Delete this file, and its two uses, when torch 2.12 is the oldest release that i
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from meshwright.core.host.versions import is_at_least
 from meshwright.core.torch_private import EagerDispatchMode, is_in_backward, tree_leaves
-from meshwright.core.versions import is_at_least
 from meshwright.distributed.torch_private import local_part, spec_of
 
 PASSES_OVER_SUBCLASSES = not is_at_least("torch", "2.12")
@@ -33,12 +32,10 @@ class PassedOver:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass(), _ToSubclass(cls):
-            result = func(*args, **(kwargs or {}))
-        if func is Tensor.requires_grad_ and isinstance(result, cls) and result.requires_grad:
-            found: Any = result
-            parameter = weakref.ref(found)
-            found.register_hook(lambda gradient: _sum_of_gradients(cls, parameter(), gradient))
-            found.register_post_accumulate_grad_hook(lambda changed: _restore_class(cls, changed))
+            result: Any = func(*args, **(kwargs or {}))
+        if func is Tensor.requires_grad_ and type(result) is cls and result.requires_grad:
+            result.register_hook(lambda gradient: _sum_of_gradients(cls, gradient))
+            result.register_post_accumulate_grad_hook(lambda parameter: _restore_class(cls, parameter))
         return result
 
 
@@ -53,8 +50,10 @@ class _ToSubclass(EagerDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _sum_of_gradients(kind: Any, parameter: Any, gradient: Any) -> Tensor:
-    if parameter is None or parameter.grad is None:
+def _sum_of_gradients(kind: Any, gradient: Any) -> Tensor:
+    node: Any = torch._C._current_autograd_node()
+    parameter = node.variable  # a reference that the hook holds would keep modules from swapping tensors
+    if parameter.grad is None:
         return gradient
     before, parameter.grad = parameter.grad, None
     return kind(local_part(gradient) + local_part(before), spec_of(gradient), requires_grad=False)

@@ -25,9 +25,8 @@ from meshwright.introspection.adapted.names import base_name, host_of_magnitude,
 
 from .constructed import write_constructed
 from .destinations import Destinations
-from .drawing import draw_rows
 from .module_weights import initialise_by_modules
-from .shards import apply_to_tensors, pieces
+from .shards import apply_to_tensors, draw_rows, pieces
 from .wholes import whole_everywhere
 
 Weights = Callable[[nn.Module], set[str]]

@@ -27,9 +27,8 @@ from meshwright.core.names import clean
 from meshwright.core.torch_private import (
     SAMPLES_NORMAL,
     EagerDispatchMode,
-    FakeTensor,
-    address_of,
     fake_mode,
+    has_no_values,
     schema_of,
     tree_leaves,
     tree_map_only,
@@ -144,7 +143,7 @@ def _to_meta(model: nn.Module, inner: set[str]) -> None:
     for module in model.modules():
         places: Any = (module._parameters, module._buffers, vars(module))
         for held in places:
-            held.update({name: of(tensor) for name, tensor in held.items() if isinstance(tensor, FakeTensor)})
+            held.update({name: of(tensor) for name, tensor in held.items() if has_no_values(tensor)})
 
 
 class _ConstructorRecorder(EagerDispatchMode):
@@ -229,11 +228,11 @@ class _ConstructorRecorder(EagerDispatchMode):
         if tensor.is_conj() or tensor.is_neg():
             raise NotRecordedError("it has a conjugate that is not computed yet")
         storage = tensor.untyped_storage()
-        number = self._numbers.setdefault(address_of(storage), len(self._numbers))
+        number = self._numbers.setdefault(id(storage), len(self._numbers))
         if number == len(self._kept):
             self._kept.append(storage)
             self._recording.bytes_of[number] = storage.nbytes()
-            if not isinstance(tensor, FakeTensor):
+            if not has_no_values(tensor):
                 with without_modes():
                     flat = torch.empty(0, dtype=tensor.dtype).set_(storage)
                     self._recording.constants[number] = flat.clone()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.core.torch_private import address_of, schema_of, tree_leaves, tree_map_only
+from meshwright.core.torch_private import schema_of, tree_leaves, tree_map_only
 
 BLANK = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 """Operators whose result is uninitialised memory."""
@@ -159,7 +159,7 @@ class Values:
         lies_alike = (
             tensor.stride() == view.stride and tensor.storage_offset() == view.offset and storage.nbytes() == size
         )
-        if lies_alike and all(address_of(storage) != address_of(other) for other in self._storages.values()):
+        if lies_alike and all(id(storage) != id(other) for other in self._storages.values()):
             self._storages[view.storage] = storage
         else:
             self._storages[view.storage] = torch.UntypedStorage(size)

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean, pattern
+from meshwright.core.torch_private import tensors_by_path
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.copies import copy_of, meta_copy_of
 from meshwright.introspection.structure.experts import find_stacks
@@ -19,7 +20,7 @@ from meshwright.introspection.structure.experts import find_stacks
 from .calls import LENGTHS, Recorder, batches, caller_of, record, small_copy, stated_rule
 from .interception import AttentionCall, intercept_transformers, sdpa_call
 from .masks import MaskFunction, TokenMask, dense, in_segments, segments_of
-from .mixers import find_mixers, leaves
+from .mixers import find_mixers
 from .reach import rule_of
 from .values import Caller, MaskRule, Mixer, Mixing, Sizes
 
@@ -195,7 +196,7 @@ class _Real:
 
 def _noting(features: dict[str, int]) -> Callable[..., None]:
     def note(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        features.update({key: leaf.numel() // 2 for key, leaf in leaves((args, kwargs)).items()})
+        features.update({key: leaf.numel() // 2 for key, leaf in tensors_by_path((args, kwargs)).items()})
 
     return note
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from meshwright.core.calls import without_values
 from meshwright.core.names import clean, is_within
 from meshwright.core.record import remember
-from meshwright.core.torch_private import tree_flatten_with_path, tree_map
+from meshwright.core.torch_private import tensors_by_path, tree_map
 from meshwright.introspection.signature import Signature
 
 from .interception import AttentionCall, Handled, SdpaCalls, handling
@@ -56,7 +56,7 @@ class _Call:
     @property
     def given(self) -> dict[str, Tensor]:
         """The tensors among the arguments, by their paths."""
-        return leaves((self.args, self.kwargs))
+        return tensors_by_path((self.args, self.kwargs))
 
 
 @dataclass
@@ -93,7 +93,7 @@ class _Watch:
             return
         number = self._seen[path] = self._seen.get(path, -1) + 1
         calls = self.calls.get(path, [])
-        before, given = calls[number] if number < len(calls) else None, leaves((args, kwargs))
+        before, given = calls[number] if number < len(calls) else None, tensors_by_path((args, kwargs))
         is_judged = before is not None and not bool((self._moved(given, before.given) > MOVED).any())
         self._begun.append((before, is_judged))
         if before is not None:
@@ -109,7 +109,7 @@ class _Watch:
             before.output = tree_map(_copied, output)
         if self._seen is None or before is None or not is_judged:
             return None
-        found, old = leaves(output), leaves(before.output)
+        found, old = tensors_by_path(output), tensors_by_path(before.output)
         moved = self._moved(found, old)
         if not bool((moved > MOVED).any()):
             return None
@@ -152,12 +152,6 @@ class _Watch:
 
 def _copied(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
-
-
-def leaves(value: Any) -> dict[str, Tensor]:
-    """Return the tensors inside a value, by their paths in it."""
-    found, _ = tree_flatten_with_path(value)
-    return {"".join(map(str, path)): leaf for path, leaf in found if isinstance(leaf, Tensor)}
 
 
 def find_mixers(model: nn.Module, batches: Collection[dict[str, Tensor]], callers: Collection[str]) -> Iterator[Mixer]:
@@ -250,10 +244,10 @@ def _gives_other(module: nn.Module, call: _Call, watch: _Watch, part: Tensor, *,
     try:
         with torch.no_grad():
             whole = module.forward(*given[0], **given[1]) if far else call.output
-            found = leaves(module.forward(*taken[0], **taken[1]))
+            found = tensors_by_path(module.forward(*taken[0], **taken[1]))
     except Exception:  # noqa: BLE001  (whatever a module raises that is called with other sizes or numbers)
         return False
-    for key, leaf in leaves(whole).items():
+    for key, leaf in tensors_by_path(whole).items():
         if watch.dim_of_output(leaf) is None or not leaf.is_floating_point():
             continue
         expected = _taken(leaf, part, watch)
@@ -306,7 +300,7 @@ def _mixer(model: nn.Module, watch: _Watch, path: str, why: str) -> Mixer | None
         for key, leaf in call.given.items()
         if key not in pairs and (dim := watch.token_dim(leaf)) is not None
     )
-    found = leaves(call.output).items()
+    found = tensors_by_path(call.output).items()
     outputs = tuple(MixerInput(key, dim) for key, leaf in found if (dim := watch.dim_of_output(leaf)) is not None)
     return Mixer(path, why, inputs, outputs) if inputs and outputs else None
 
@@ -325,7 +319,7 @@ def _is_unread(module: nn.Module, call: _Call, key: str) -> bool:
     args, kwargs = tree_map(other, (call.args, call.kwargs))
     try:
         with torch.no_grad():
-            found, expected = leaves(module.forward(*args, **kwargs)), leaves(call.output)
+            found, expected = tensors_by_path(module.forward(*args, **kwargs)), tensors_by_path(call.output)
     except Exception:  # noqa: BLE001  (a module that looks at the values)
         return False
     return all(key in expected and torch.equal(leaf, expected[key]) for key, leaf in found.items())

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.core.names import clean
-from meshwright.core.torch_private import EagerDispatchMode, address_of, tree_leaves
+from meshwright.core.torch_private import EagerDispatchMode, tree_leaves
 from meshwright.introspection.constructor.recording import READING, seeded
 from meshwright.introspection.mixing.flex import computing_flex
 from meshwright.introspection.signature import Signature
@@ -159,13 +159,13 @@ class HeldRandomness(EagerDispatchMode):
     def _note(self, tensor: Tensor) -> None:
         if not tensor.is_sparse:
             self._held.append(tensor.detach())
-            self._depends.add(address_of(tensor.untyped_storage()))
+            self._depends.add(id(tensor.untyped_storage()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         draws = _draws(func)
-        depends = draws or any(not t.is_sparse and address_of(t.untyped_storage()) in self._depends for t in given)
+        depends = draws or any(not t.is_sparse and id(t.untyped_storage()) in self._depends for t in given)
         out = func(*args, **kwargs)
         if func.overloadpacket.__name__ in READING:
             return self._read(out) if depends else out

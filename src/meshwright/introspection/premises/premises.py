@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.names import clean
-from meshwright.core.torch_private import BatchNorm
 from meshwright.introspection.images.arguments import ImageArguments
 from meshwright.introspection.images.dealing import rows_of
 from meshwright.introspection.images.examples import length_for, pictured, sizes_of
+from meshwright.introspection.module_kinds import BATCH_NORMS
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.copies import copy_of
 from meshwright.introspection.small.sample import ids_of, random_like, samples_of
@@ -118,7 +118,7 @@ def _on_copies(model: nn.Module) -> Premises:
         (
             f"{clean(path)} ({type(m).__name__})"
             for path, m in model.named_modules()
-            if isinstance(m, BatchNorm) and m.training
+            if isinstance(m, BATCH_NORMS) and m.training
         ),
         "",
     )

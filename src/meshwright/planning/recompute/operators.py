@@ -9,9 +9,12 @@ import torch
 
 from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError, nearest
 from meshwright.core.imports import import_object
-from meshwright.core.torch_private import OpOverload, OpOverloadPacket, schema_of
+from meshwright.core.torch_private import schema_of
 
 from .plan import KEPT
+
+OPERATOR, OVERLOADED = type(torch.ops.aten.mm.default), type(torch.ops.aten.mm)
+"""torch's classes of one form of an operator, and of an operator with all its forms."""
 
 
 def check_kept(words: tuple[str, ...], where: str) -> Iterator[MeshwrightError]:
@@ -60,7 +63,7 @@ def operators(name: str, where: str) -> tuple[Any, ...]:
             found = getattr(found, part)
     except (AttributeError, RuntimeError):
         found = None
-    if not isinstance(found, OpOverload | OpOverloadPacket) or len(parts) not in (2, 3):
+    if not isinstance(found, OPERATOR | OVERLOADED) or len(parts) not in (2, 3):
         raise ConfigError(
             f"{where}: '{name}' is neither a word nor an operator.{nearest(name, KEPT)} Legal: {', '.join(KEPT)}; an"
             f" operator of torch such as aten.mm.default; or module:function, a policy."
@@ -70,7 +73,7 @@ def operators(name: str, where: str) -> tuple[Any, ...]:
             f"{where}: '{name}' sends into a buffer that it is given. Say collectives, which keeps all that is"
             f" received."
         )
-    forms = [getattr(found, form) for form in found.overloads()] if isinstance(found, OpOverloadPacket) else [found]
+    forms = [getattr(found, form) for form in found.overloads()] if isinstance(found, OVERLOADED) else [found]
     fresh = tuple(form for form in forms if is_fresh(form))
     if not fresh:
         raise UnsupportedError(

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from meshwright.core.errors import ConfigError, UnsupportedError, nearest
 from meshwright.core.names import clean, is_within, selected
-from meshwright.core.torch_private import Dropout
+from meshwright.introspection.module_kinds import DROPOUTS
 from meshwright.introspection.structure.experts import find_stacks
 from meshwright.planning.case import Case, Found
 from meshwright.planning.techniques import Techniques
@@ -154,4 +154,4 @@ def _dropout_in_blocks(case: Case) -> str | None:
         return None
     names = modules_of_blocks(case.facts)
     layers = ((clean(name), layer) for name, layer in module.named_modules())
-    return next((name for name, layer in layers if isinstance(layer, Dropout) and layer.p > 0 and name in names), None)
+    return next((name for name, layer in layers if isinstance(layer, DROPOUTS) and layer.p > 0 and name in names), None)

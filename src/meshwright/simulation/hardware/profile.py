@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.core.config import from_dict
-from meshwright.core.errors import ConfigError
+from meshwright.core.errors import ConfigError, command
 
 from .curves import ProductGrid, SecondsCurve
 
@@ -122,8 +122,8 @@ def read_profile(path: Path) -> MachineProfile:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(
-            f"--profile {path}: there is no such file. Write one with meshwright measure {path}, or take xeon-2-cores,"
-            f" which comes along"
+            f"--profile {path}: there is no such file. Write one with {command('measure', path)}, or take"
+            f" xeon-2-cores, which comes along"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--profile {path} cannot be read: {error}") from None

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, chain, repeat, takewhile
 from operator import attrgetter, call, itemgetter
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
+Read = TypeVar("Read")
 Place = tuple[str, int, str]
 """File, line and function of a frame."""
 
@@ -21,11 +22,18 @@ _HEADER = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)\b.*:$")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)$')
 
 
+DUMP_IS_SAFE = sys.version_info < (3, 13)
+"""Whether faulthandler may dump a running thread; Python 3.13.0 then reads frames that are no longer there."""
+DEEPEST = 100
+"""Number of frames that are read, the innermost ones: as many as faulthandler dumps."""
+
+
 class ThreadStack:
     """Reads one thread's stack from another thread, by faulthandler's dump, which makes no frame objects.
 
     To make a frame object of a running thread is unsafe in Python 3.11: its allocation may start a garbage collection,
-    whose finalizers let the watched thread go on and leave the frame, which is then written to and read regardless.
+    whose finalizers let the watched thread go on and leave the frame, which is then written to and read regardless. So
+    where frame objects are made, one call of C makes all of them, without collections.
 
     Args:
         thread: the watched thread's ``threading.get_ident()``. It is not found behind 99 younger threads.
@@ -40,28 +48,34 @@ class ThreadStack:
         """Return the innermost hundred frames, the innermost first, and whether they are the same as at the last read
         (the thread waits, most likely).
         """
-        os.lseek(self._file, 0, os.SEEK_SET)
-        os.ftruncate(self._file, 0)
-        faulthandler.dump_traceback(self._file)
-        stack = parse(os.pread(self._file, 1 << 22, 0).decode(errors="replace"), self.thread)
+        stack = self._dump() if DUMP_IS_SAFE else self._of_frames(lambda frames: list(map(PLACE, frames[:DEEPEST])), [])
         is_still = bool(stack) and stack == self._before
         self._before = stack
         return stack, is_still
 
     def first_word(self, word_of: Callable[[FrameType], str]) -> str:
-        """Return the first word that a function has for a frame object of a thread that waits, from the innermost on.
+        """Return the first word that a function has for a frame of a thread that waits, from the innermost on.
 
-        One call of C makes all frame objects, without collections, so that no other thread runs before it ends. "" if
-        no frame has a word, or if the collector is off: whoever stopped it may start it again in between.
+        "" if no frame has a word, or if the collector is off: whoever stopped it may start it again in between.
         """
+        return self._of_frames(lambda frames: first_word(frames, word_of), "")
+
+    def _dump(self) -> list[Place]:
+        os.lseek(self._file, 0, os.SEEK_SET)
+        os.ftruncate(self._file, 0)
+        faulthandler.dump_traceback(self._file)
+        return parse(os.pread(self._file, 1 << 22, 0).decode(errors="replace"), self.thread)
+
+    def _of_frames(self, read: Callable[[list[FrameType]], Read], otherwise: Read) -> Read:
+        """Return what a function reads off the frames, innermost first; no other thread runs while they are made."""
         if not gc.isenabled():
-            return ""
+            return otherwise
         top = map(itemgetter(self.thread), map(call, [sys._current_frames]))
         gc.disable()
         try:
-            return first_word(list(_outwards(top)), word_of)
+            return read(list(_outwards(top)))
         except KeyError:  # the thread has ended
-            return ""
+            return otherwise
         finally:
             gc.enable()
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.core.errors import ConfigError, MissingExtraError
+from meshwright.core.errors import ConfigError, MissingExtraError, install_command
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
@@ -37,7 +37,7 @@ def why_not(mode: str) -> str:
     return (
         ""
         if _is_installed()
-        else "not written: the package 'tensorboard' is not installed (pip install 'meshwright[track]')"
+        else f"not written: the package 'tensorboard' is not installed ({install_command('tensorboard')})"
     )
 
 

@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
+from meshwright.core.devices import CPU, is_accelerator
 from meshwright.core.errors import ConfigError, nearest
-from meshwright.core.torch_private import devices_with_foreach, devices_with_fused
 from meshwright.distributed.optimizer.classes import optimizer_class
 from meshwright.distributed.optimizer.parameter_groups import split_by_role
 from meshwright.distributed.optimizer.torchao_adamw import TorchaoAdamW
@@ -156,12 +156,12 @@ def _split_by_mesh(params: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
 def _choose(row: OptimizerKind, params: Sequence[nn.Parameter]) -> tuple[Implementation, str]:
     devices = sorted({p.device.type for p in params})
     odd_dtypes = sorted({str(p.dtype) for p in params if not p.is_floating_point()})
-    no_fused = [d for d in devices if d not in devices_with_fused()]
+    no_fused = [d for d in devices if d != CPU and not is_accelerator(d)]
     if "fused" not in row.kernels:
         no_fused = [f"{row.title} on sharded parameters"]
     if not no_fused and not odd_dtypes:
         return "fused", f"{row.title}, fused"
     why = f"torch has no fused kernel for {', '.join(no_fused or odd_dtypes)}"
-    if "foreach" in row.kernels and all(d in devices_with_foreach() for d in devices):
+    if "foreach" in row.kernels and all(map(is_accelerator, devices)):
         return "foreach", f"{row.title}, foreach ({why})"
     return "plain", f"{row.title}, one parameter at a time ({why}, nor a foreach one)"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from meshwright.core.config import to_dict
-from meshwright.core.errors import MeshwrightError
+from meshwright.core.errors import MeshwrightError, command
 from meshwright.core.units import count_text
 from meshwright.distributed.experts.load import LayerLoad
 from meshwright.distributed.loss.preference import ACCURACIES, MARGINS
@@ -24,6 +24,7 @@ from meshwright.training.preference import where_reference_comes_from
 from meshwright.training.run.checkpointing import Checkpointing, Position
 from meshwright.training.run.folder import RunFolder
 
+from .next_steps import next_steps
 from .page.history import SAMPLE
 from .progress import Progress, StepReport
 from .report import ClosingReport
@@ -195,11 +196,21 @@ class Teller:
         if self.trouble is not None:
             raise MeshwrightError(
                 f"cannot write {self.folder.path / 'metrics.jsonl'}: {self.trouble}. Make room, then continue with:"
-                f" meshwright train {self.folder.path}"
+                f" {command('train', self.folder.path)}"
             )
 
-    def close(self, stopped: int, seconds: float, checkpoints: Checkpointing, sample: str | None) -> None:
-        """Print the closing report, and the command to continue or to sample."""
+    def close(
+        self,
+        stopped: int,
+        seconds: float,
+        checkpoints: Checkpointing,
+        sample: str | None,
+        untrained: str | None = None,
+    ) -> None:
+        """Print the closing report, and the command to continue or to sample.
+
+        ``untrained``: what the model wrote in place of ``sample`` before its first step, if it was asked.
+        """
         report = ClosingReport(
             run_folder=self.folder.path,
             step=self.at.step,
@@ -213,6 +224,7 @@ class Teller:
             config=self.folder.config,
             places=self.trackers.places,
             sample=sample,
+            untrained=untrained,
         )
         if sample is not None:
             self.event(SAMPLE, {"prompt": str(self.config.sample.prompt), "text": sample}, self.at.step)
@@ -220,17 +232,10 @@ class Teller:
         self.progress.close()
         self.say("\n" + report.text())
         if stopped:
-            self.say(
-                f"\nstopped by {signal.Signals(stopped).name}, saved. Continue with: meshwright train"
-                f" {self.folder.path}"
-            )
+            again = command("train", self.folder.path)
+            self.say(f"\nstopped by {signal.Signals(stopped).name}, saved. Continue with: {again}")
         else:
-            prompt = self.config.sample.prompt
-            spelt = f' --prompt "{prompt}"' if prompt.isprintable() and not set(prompt) & set('"$`\\!') else ""
-            self.say(
-                f"\nsample again with: meshwright generate {self.folder.path}{spelt}"
-                + (f" --base {self.config.model.hf}" if self.config.adapters is not None else "")
-            )
+            self.say("\n" + next_steps(self.folder.path, self.config, self.r.plan))
 
 
 def figures_of_experts(loads: Sequence[LayerLoad]) -> dict[str, float]:

@@ -9,9 +9,9 @@ import functools
 import re
 import sys
 from dataclasses import dataclass
-from importlib import metadata
+from importlib import metadata, util
 
-from .errors import UnsupportedError
+from meshwright.core.errors import MissingExtraError, UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,18 @@ def refuse_older(package: str) -> None:
             f"{package} {here} is here; meshwright is tested with {package} {tested} and needs {tested.oldest}: pip"
             f" install '{package}>={tested.oldest}'. {DOCTOR}"
         )
+
+
+def refuse_unfit_torch() -> None:
+    """Refuse to go on without torch, or with one that is older than the tested range.
+
+    Raises:
+        MissingExtraError: the command that installs torch.
+        UnsupportedError: what is tested, and what is here.
+    """
+    if installed("torch") is None and util.find_spec("torch") is None:
+        raise MissingExtraError("meshwright", f"torch>={TESTED['torch'].oldest}", "")
+    refuse_older("torch")
 
 
 def newer_than_tested() -> list[str]:

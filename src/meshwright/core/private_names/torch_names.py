@@ -1,0 +1,217 @@
+"""List the private names of torch."""
+
+from __future__ import annotations
+
+from meshwright.core.devices import CUDA
+from meshwright.core.host.versions import Range
+
+from .row import EVERYTHING, PrivateName, names_in
+
+_FSDP = "torch.distributed.fsdp._fully_shard"
+_STATE = f"{_FSDP}._fsdp_state.FSDPState"
+_GROUP = f"{_FSDP}._fsdp_param_group.FSDPParamGroup"
+_PARAM = f"{_FSDP}._fsdp_param.FSDPParam"
+_FLOAT8 = "fully_shard that gathers weights in float8"
+_CP_CPU = "context parallelism on the CPU"
+_CP_CUDA = "context parallelism on CUDA in bf16 and fp16"
+_CP_FP32 = "context parallelism on CUDA in fp32"
+_FOREACH = "Lion, Muon and schedule-free optimizers"
+_DRY = "estimates of memory, recorded steps and constructors, which run a model without values"
+_ABSENT = "rehearsals of one rank of a world, and estimates of memory"
+_COMPILE = "techniques.compile"
+_FLEX = "flex_attention of a model that a layout cuts"
+_PARTS = "weights in several parts under torch 2.11"
+_PREMISES = "layouts of models with hooks on parameters"
+
+TORCH: tuple[PrivateName, ...] = (
+    # --- tensors, modes and operators
+    *names_in(
+        "torch",
+        ("_disable_dynamo", "a fast start: the compiler is imported with the models", "a lazy torch.compiler.disable"),
+    ),
+    *names_in(
+        "torch.utils._python_dispatch",
+        ("TorchDispatchMode", EVERYTHING, "a public module"),
+        ("_disable_current_modes", _DRY, "a public one"),
+    ),
+    *names_in(
+        "torch.utils._python_dispatch.TorchDispatchMode",
+        ("_should_skip_dynamo", "fast measurements: the compiler is imported for them", "a public attribute of modes"),
+    ),
+    *names_in(
+        "torch.utils._pytree",
+        ("tree_leaves", EVERYTHING, "torch.utils.pytree"),
+        ("tree_map", EVERYTHING, "torch.utils.pytree"),
+        ("tree_map_with_path", "context parallelism of models with mixers beside attention", "torch.utils.pytree"),
+    ),
+    *names_in(
+        "torch._subclasses.fake_tensor",
+        ("FakeTensor", _DRY, "a public FakeTensor"),
+        ("FakeTensorMode", _DRY, "a public FakeTensorMode"),
+    ),
+    PrivateName(
+        "torch.Tensor._version", "context parallelism, float8 gathers and traces", "a public counter of writes"
+    ),
+    PrivateName("torch._ops.OpOverload._schema", "recorded constructors and checkpoint_keep", "a public schema"),
+    PrivateName("torch._C.DisableTorchFunctionSubclass", _PARTS, "torch 2.12, which needs no help", documented=True),
+    PrivateName("torch._C._current_autograd_node", _PARTS, "torch 2.12, which needs no help"),
+    # --- autograd
+    PrivateName("torch._C._current_graph_task_id", "idle parameters, mixtures of experts and traces", "a public query"),
+    PrivateName(
+        "torch.autograd.Variable._execution_engine",
+        "idle parameters, context parallelism in a loop of one's own and checked ZeRO strategies",
+        "a public queue_callback",
+    ),
+    *names_in(
+        "torch.Tensor",
+        ("_backward_hooks", _PREMISES, "a public list of hooks"),
+        ("_post_accumulate_grad_hooks", _PREMISES, "a public list of hooks"),
+    ),
+    # --- modules and optimizers
+    *names_in(
+        "torch.nn.Module",
+        ("_parameters", EVERYTHING, "a public view that shows absent parameters too"),
+        ("_buffers", EVERYTHING, "a public view that shows absent buffers too"),
+        ("_modules", EVERYTHING, "a public view that shows absent modules too"),
+        ("_apply", EVERYTHING, "a public form that maps parameters and buffers"),
+        ("_non_persistent_buffers_set", "facts of a model and files of Hugging Face", "a public flag of buffers"),
+        ("_forward_hooks", "small copies of models and compiled blocks", "a public table of hooks"),
+        ("_forward_pre_hooks", "small copies of models and compiled blocks", "a public table of hooks"),
+        ("_compiled_call_impl", _COMPILE, "a public attribute"),
+        ("_wrapped_call_impl", "the module's name in a hanging rank's report", "public frames of modules"),
+    ),
+    PrivateName("torch.nn.MultiheadAttention._reset_parameters", "nn.MultiheadAttention on meta", "reset_parameters"),
+    PrivateName("torch.nn.init._no_grad_trunc_normal_", "recorded constructors", "trunc_normal_ as one operator"),
+    *names_in(
+        "torch.optim.Optimizer",
+        ("_optimizer_step_pre_hooks", "cpu_offload = optimizer", "a public list of hooks"),
+        ("_optimizer_step_post_hooks", "cpu_offload = optimizer", "a public list of hooks"),
+    ),
+    *names_in(
+        "torch",
+        ("_foreach_sqrt", _FOREACH, "a public function"),
+        ("_foreach_reciprocal_", _FOREACH, "a public function"),
+        ("_foreach_zero_", "gradient accumulation under DDP", "a public function"),
+        documented=True,
+    ),
+    *names_in(
+        "torch",
+        ("_foreach_add_", _FOREACH, "a public function"),
+        ("_foreach_addcmul_", _FOREACH, "a public function"),
+        ("_foreach_lerp", _FOREACH, "a public function"),
+        ("_foreach_lerp_", _FOREACH, "a public function"),
+        ("_foreach_mul_", "Lion, schedule-free optimizers and fast clipping", "a public function"),
+        ("_foreach_norm", "fast clipping of gradients", "a public function"),
+        ("_foreach_sign_", _FOREACH, "a public function"),
+    ),
+    # --- the compiler and memory
+    PrivateName("torch._dynamo.utils.counters", _COMPILE, "public counts of graph breaks"),
+    PrivateName(
+        "torch._dynamo.utils.disable_cache_limit", "AdamW of torchao", "a limit for each function (torch >= 2.12)"
+    ),
+    PrivateName("torch._functorch.config", "techniques.memory_budget", "an option of torch.compile"),
+    *names_in(
+        f"torch.{CUDA}.memory",
+        ("_record_memory_history", "profiles of CUDA's memory", "a public name"),
+        ("_dump_snapshot", "profiles of CUDA's memory", "a public name"),
+        documented=True,
+    ),
+    PrivateName(f"torch.{CUDA}._sleep", "rehearsals that take messages' time", "a public kernel that waits"),
+    # --- kernels
+    *names_in(
+        "torch.ops.aten",
+        ("_scaled_dot_product_flash_attention_for_cpu", _CP_CPU, "attention that returns logarithms"),
+        ("_scaled_dot_product_flash_attention_for_cpu_backward", _CP_CPU, "attention that returns logarithms"),
+        ("_scaled_dot_product_flash_attention", _CP_CUDA, "attention that returns logarithms"),
+        ("_scaled_dot_product_flash_attention_backward", _CP_CUDA, "attention that returns logarithms"),
+        ("_scaled_dot_product_efficient_attention", _CP_FP32, "attention that returns logarithms"),
+        ("_scaled_dot_product_efficient_attention_backward", _CP_FP32, "attention that returns logarithms"),
+        ("_grouped_mm", "estimates of memory of mixtures of experts", "a public operator"),
+        ("_unsafe_view", "sequence parallelism", "a public operator"),
+    ),
+    *names_in(
+        "torch.nn.attention.flex_attention",
+        ("_identity", _FLEX, "an operator that takes no function of scores"),
+        ("_validate_device", _FLEX, "a backward on the CPU"),
+    ),
+    # --- DTensor and meshes
+    *names_in(
+        "torch.distributed.tensor.DTensor",
+        ("_local_tensor", EVERYTHING, "a public form that records nothing"),
+        ("_spec", EVERYTHING, "a public constructor from mesh, placements and shape"),
+        ("_op_dispatcher", "a second process group in one process", "destroy_process_group clearing caches"),
+    ),
+    *names_in(
+        "torch.distributed.tensor._dtensor_spec",
+        ("DTensorSpec", EVERYTHING, "a public constructor of DTensor"),
+        ("TensorMeta", EVERYTHING, "a public constructor of DTensor"),
+    ),
+    PrivateName(
+        "torch.distributed.tensor.placement_types._StridedShard",
+        "fully_shard with tensor parallelism",
+        "a public class",
+    ),
+    PrivateName(
+        "torch._C._clear_DTensor_sharding_propagator_cache",
+        "a second process group in one process",
+        "destroy_process_group clearing caches",
+    ),
+    PrivateName(
+        "torch.distributed.device_mesh.DeviceMesh._flatten", "hybrid sharding, Muon and megatron", "a public flatten"
+    ),
+    # --- process groups
+    *names_in(
+        "torch.distributed.distributed_c10d",
+        ("_world", _ABSENT, "worlds that are values"),
+        ("_update_default_pg", _ABSENT, "worlds that are values"),
+        ("_set_pg_timeout", "time limits of messages", "set_timeout (torch >= 2.14)"),
+    ),
+    *names_in(
+        "torch._C._distributed_c10d",
+        ("_create_work_from_future", _ABSENT, "a public constructor"),
+        ("_dump_fr_trace", "reports of ranks that wait", "public records of messages"),
+    ),
+    PrivateName(
+        "torch._C._distributed_c10d._dump_nccl_trace",
+        "reports of ranks that wait on CUDA",
+        "public records of messages",
+        cuda_only=True,
+    ),
+    PrivateName("torch._C._AutoDispatchBelowADInplaceOrView", _ABSENT, "kernels that autograd does not count"),
+    PrivateName("torch.testing._internal.distributed.fake_pg", _ABSENT, "a public backend without messages"),
+    PrivateName("torch.distributed._symmetric_memory", "async_tensor_parallel", "a public symmetric memory"),
+    PrivateName(
+        "torch.nn.parallel.DistributedDataParallel._static_graph_delay_allreduce_enqueued",
+        "gradient accumulation under DDP with a static graph",
+        "a public flag",
+    ),
+    # --- FSDP2
+    PrivateName("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "fully_shard", "a public list of groups"),
+    *names_in(
+        _STATE,
+        ("_fsdp_param_group", "fully_shard", "a public list of groups"),
+        ("_is_root", "recovery of fully_shard from a failed step", "a reset that may come early"),
+        ("_lazy_init", _FLOAT8, "a public set-up"),
+        ("_mp_policy", "torch's pipeline stages over fully_shard", "a public attribute"),
+        ("_register_pre_backward_hook", "models that return an object of their own", "hooks for such objects"),
+        ("_root_post_backward_final_callback", "pipelines over fully_shard", "finalize_backward (torch >= 2.15)"),
+        ("_state_ctx", "pipelines over fully_shard", "finalize_backward (torch >= 2.15)"),
+    ),
+    *names_in(_STATE, ("_fsdp_param_groups", "fully_shard", "a public list of groups"), seen=Range("2.12", "2.15")),
+    *names_in(
+        _GROUP,
+        ("_all_gather_result", "accounts of memory", "a public buffer"),
+        ("_partial_reduce_output", "hybrid sharding", "reset_iter_state (torch >= 2.12)"),
+    ),
+    PrivateName(_PARAM, _FLOAT8, "extensions registered for a parameter"),
+    *names_in(
+        _PARAM,
+        ("_init_extensions", _FLOAT8, "extensions registered for a parameter"),
+        ("_sharded_local_tensor", _FLOAT8, "extensions registered for a parameter"),
+    ),
+    PrivateName(
+        f"{_FSDP}._fsdp_param._from_local_no_grad",
+        "fully_shard over weights in several parts",
+        "FSDP2 keeping the class of a parameter",
+    ),
+)
