@@ -274,7 +274,7 @@ PRIVATE_FILES = (
     "distributed/weights/torch_2_11.py",
     "training/slurm/job.py",  # submitit's script and its submission
 )
-REGISTRIES = {"_parameters", "_buffers", "_modules", "_apply"}
+REGISTRIES = {"_parameters", "_buffers", "_apply"}
 """Of nn.Module, the same since its first release."""
 PRIVATE = re.compile(r"(?<!\w)_[a-zA-Z]\w*")
 OF_PYTHON = {"_replace", "_getframe", "_exit", "_current_frames"}

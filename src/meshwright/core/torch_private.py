@@ -176,19 +176,24 @@ def resetting(module: nn.Module) -> Callable[[], object] | None:
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
-@needs("torch.nn.Module._forward_pre_hooks", "torch.nn.Module._forward_hooks")
 def forward_hooks(
     module: nn.Module,
 ) -> tuple[MutableMapping[int, Callable[..., Any]], MutableMapping[int, Callable[..., Any]]]:
     """Return the mutable tables of a module's forward pre-hooks and hooks."""
-    return module._forward_pre_hooks, module._forward_hooks
+    return _table(module.register_forward_pre_hook), _table(module.register_forward_hook)
 
 
-@needs("torch.optim.Optimizer._optimizer_step_pre_hooks", "torch.optim.Optimizer._optimizer_step_post_hooks")
 def optimizer_has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether hooks are registered around an optimizer's step."""
-    made: Any = optimizer
-    return bool(made._optimizer_step_pre_hooks or made._optimizer_step_post_hooks)
+    return bool(_table(optimizer.register_step_pre_hook) or _table(optimizer.register_step_post_hook))
+
+
+def _table(register: Callable[..., Any]) -> MutableMapping[int, Callable[..., Any]]:
+    """Return the table of hooks that a method registers in, which the handle of a hook refers to."""
+    handle = register(lambda *args: None)
+    table = handle.hooks_dict_ref()
+    handle.remove()
+    return table
 
 
 # --- the compiler

@@ -58,6 +58,12 @@ def is_rounded(tensor: Tensor) -> bool:
     return loaded is not None and isinstance(tensor, loaded.Float8TrainingTensor)
 
 
+def children_of(module: nn.Module) -> dict[str, nn.Module]:
+    """Return a module's children by name; one that has two names is there twice."""
+    inside = module.named_modules(remove_duplicate=False)
+    return {name: child for name, child in inside if name and "." not in name}
+
+
 def config_at(module: nn.Module) -> Any:
     """Return torchao's config of a module that was converted to float8; None for any other."""
     loaded = sys.modules.get("torchao.float8.float8_linear")

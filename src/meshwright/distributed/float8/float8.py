@@ -11,6 +11,7 @@ from torch import nn
 from meshwright.core.devices import CUDA
 from meshwright.core.errors import ConfigError, MissingExtraError, UnsupportedError
 from meshwright.core.imports import quieten_torchao
+from meshwright.core.names import owner
 from meshwright.core.record import remember
 from meshwright.planning.float8.plan import Float8Plan
 from meshwright.planning.plan import Plan
@@ -37,8 +38,9 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
                 f"{path} has a forward that was put there from outside, and float8 would drop it. Apply float8 first."
             )
         made[linear] = _converted(linear, config)
-    for parent in list(model.modules()):
-        parent._modules.update({name: made[child] for name, child in parent._modules.items() if child in made})
+    for path, module in list(model.named_modules(remove_duplicate=False)):
+        if module in made:
+            model.get_submodule(owner(path)).add_module(path.rpartition(".")[2], made[module])
     remember(model, plan.float8)
     return model
 

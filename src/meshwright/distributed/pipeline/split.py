@@ -14,6 +14,7 @@ from meshwright.core.record import remember
 from meshwright.distributed.step.part import ModelPart
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.images.arguments import OF_TOWER
+from meshwright.introspection.module_kinds import children_of
 from meshwright.planning.pipeline.plan import PipelinePlan
 from meshwright.planning.pipeline.stages import facts_of_stage, plan_of_stage
 from meshwright.planning.plan import Plan
@@ -114,9 +115,8 @@ def stage_of(model: nn.Module, pipeline: PipelinePlan, stage: int, passage: Stag
 
     def _with_children(module: nn.Module, path: str) -> nn.Module:
         shell = _shell(module)
-        for name, child in module._modules.items():
-            if child is not None:
-                shell._modules[name] = cut(child, clean(f"{path}.{name}" if path else name))
+        for name, child in children_of(module).items():
+            shell.add_module(name, cut(child, clean(f"{path}.{name}" if path else name)))
         return shell
 
     return cut(model, "")
@@ -124,7 +124,7 @@ def stage_of(model: nn.Module, pipeline: PipelinePlan, stage: int, passage: Stag
 
 def _uses(module: nn.Module, path: str) -> list[str]:
     """List the paths of a module's own parameters, in dicts or lists too, as adapters of an embedding have them."""
-    inside = {name: child for name, child in module._modules.items() if isinstance(child, _HOLDERS)}
+    inside = {name: child for name, child in children_of(module).items() if isinstance(child, _HOLDERS)}
     held = {path: module} | {clean(f"{path}.{name}"): child for name, child in inside.items()}
     return [path for path, one in held.items() if any(tensor is not None for tensor in one._parameters.values())]
 

@@ -33,7 +33,7 @@ class PassedOver:
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass(), _ToSubclass(cls):
             result: Any = func(*args, **(kwargs or {}))
-        if func is Tensor.requires_grad_ and type(result) is cls and result.requires_grad:
+        if func is Tensor.requires_grad_ and isinstance(args[0], cls) and result.requires_grad:
             result.register_hook(lambda gradient: _sum_of_gradients(cls, gradient))
             result.register_post_accumulate_grad_hook(lambda parameter: _restore_class(cls, parameter))
         return result

@@ -31,9 +31,9 @@ def grafted(large: nn.Module, small: nn.Module) -> nn.Module:
 def _graft(large: nn.Module, small: nn.Module, memo: dict[int, Any]) -> nn.Module:
     if type(large) is type(small):
         for name, child in small.named_children():
-            if large._modules.get(name) is None:
+            if (counterpart := getattr(large, name, None)) is None:
                 raise UnlikeError(f"{type(large).__name__} has no {name}")
-            small._modules[name] = _graft(large._modules[name], child, memo)  # type: ignore[arg-type]
+            small.add_module(name, _graft(counterpart, child, memo))
         memo[id(large)] = small
         if hasattr(large, "config"):
             memo[id(large.config)] = getattr(small, "config", None)
