@@ -102,7 +102,7 @@ def foreseen(setting: Setting) -> tuple[int, str]:
     microbatches = setting.rows // setting.microbatch
     kept = estimate_memory(facts, eager, Batch(setting.rows, setting.seq, setting.microbatch))
     note = kept.why_not or ("activations as if not compiled" if made.compiled else "")
-    return plan_memory(made, microbatches=microbatches).at_peak + sum(kept.of().values()), note
+    return plan_memory(made, microbatches=microbatches).at_peak + kept.of().total, note
 
 
 def measure(name: str) -> Outcome:

@@ -107,14 +107,17 @@ def placed(local: Tensor, spec: DTensorSpec) -> DTensor:
 def distribute(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
     """Return a full parameter as a DTensor over the one axis of ``mesh``, with a copy of this rank's shard.
 
-    No communication; a parameter on meta stays on meta.
+    No communication. The shard is on the mesh's device; a parameter on meta stays on meta.
     """
     rank, size = mesh.get_local_rank(), mesh.size()
     local = parameter.detach()
     if isinstance(placement, (Shard, PartsShard)):
         whole = FusedPart(local.shape[placement.dim], local.shape[placement.dim])
         local = take(local, placement.dim, getattr(placement, "parts", (whole,)), rank, size)
-    local = local.contiguous() if local.is_meta else local.clone(memory_format=torch.contiguous_format)
+    if local.is_meta:
+        local = local.contiguous()
+    else:
+        local = local.to(mesh.device_type, copy=True, memory_format=torch.contiguous_format)
     if isinstance(placement, PartsShard):
         let_fsdp_make(placed)
     meta = TensorMeta(parameter.shape, torch.empty(parameter.shape, device="meta").stride(), local.dtype)
