@@ -256,5 +256,5 @@ def test_peft_is_named_where_it_is_missing(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ImportError, match=r"meshwright\[adapters\]"):
+    with pytest.raises(ImportError, match=r"pip install .*peft"):
         plan(llama(), ONE, techniques={"adapters": LORA})

@@ -58,7 +58,7 @@ def test_a_mixture_is_the_same_on_every_layout_and_says_its_epochs(train, questi
     ]
     told = {
         "data.mixture": parts,
-        "data.source": ["stdlib"],
+        "data.source": ["farmyard"],
         "validation.every": 4,
         "steps": 4,
         "schedule.kind": "constant",
@@ -115,7 +115,7 @@ def test_what_the_config_alone_shows_is_refused_before_the_ranks_meet(small, cha
     monkeypatch.setattr(build, "init_distributed", lambda *_: pytest.fail("a process group came first"))
     monkeypatch.setattr(build, "run_tokenizer", lambda *_: pytest.fail("something was read first"))
     with pytest.raises(error, match=words):
-        Trainer(nested({"data.source": ["stdlib"], **changes})).run()
+        Trainer(nested({"data.source": ["farmyard"], **changes})).run()
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_refusals_teach(train, questions, ids, changes, words, tmp_path):
             else value
         )
 
-    told = {"data.source": ["stdlib"] if "data.mixture" in changes else [questions]} | {
+    told = {"data.source": ["farmyard"] if "data.mixture" in changes else [questions]} | {
         key: filled(value) for key, value in changes.items()
     }
     for result in train(2, told):
@@ -233,7 +233,7 @@ def test_a_held_out_conversation_that_is_too_long_does_not_switch_validation_off
 
 def test_inspect_tells_each_source_of_a_mixture(train, questions, corpus, capsys):
     parts = [{"name": "prose", "source": [str(corpus)]}, {"name": "sums", "source": [questions], "weight": 2.0}]
-    run = train(1, {"data.mixture": parts, "data.source": ["stdlib"], "steps": 1, "layout.dp_shard": 1})[0].folder
+    run = train(1, {"data.mixture": parts, "data.source": ["farmyard"], "steps": 1, "layout.dp_shard": 1})[0].folder
     assert main(["inspect", str(run)]) == 0
     out = capsys.readouterr().out
     assert f"data        prose: {corpus}, weight 1 (" in out and f"data        sums: {questions}, weight 2 (" in out

@@ -137,7 +137,7 @@ def test_every_error_is_ours_and_pythons(error, sibling, status):
 
 
 def test_a_missing_extra_names_its_packages_and_no_index_is_asked_for_meshwright(monkeypatch):
-    wanted = "pip install 'tensorboard>=2.18' 'wandb>=0.22'"
+    wanted = "pip install 'tensorboard>=2.21' 'wandb>=0.30'"
     assert wanted in str(MissingExtraError("TensorBoard", "tensorboard", "track"))
     listed = set(shlex.split(install_command("lm-eval", "eval").partition(" install ")[2]))
     requirements = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

@@ -395,7 +395,7 @@ def test_a_page_shows_the_last_sample_and_what_was_asked_for(run):
     assert "<mark>a &lt;new&gt;</mark> one\\x07</pre>" in text and "weights of step 40" in text
     assert "an &lt;old" not in text and is_harmless(Reader(text))
     asked = text.partition("<h2>Set for this run</h2>")[2].partition("<h2>Events</h2>")[0]
-    assert Reader(f'{asked}<script id="data">[]</script>').cells == ["name", '"asked"', '"demo"', "steps", "40", "400"]
+    assert Reader(f'{asked}<script id="data">[]</script>').cells == ["name", '"asked"', '"demo"', "steps", "40", "200"]
     with MetricsWriter(run) as writer:
         writer.resumed(30)
     assert "<h2>Sample</h2>" not in page(run, config)
