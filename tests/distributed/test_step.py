@@ -113,10 +113,10 @@ WORDS = {
     "no labels": "no 'labels'",
     "unknown key": "'colour'",
     "too long": "22 tokens, more than the model's maximum of 16",
-    "token too large": "to 257, but the model knows 0 to 256",
-    "token below zero": "from -1 to",
-    "label too large": "to 257, but the model knows 0 to 256 (model.vocab_size); a token without a loss has the label"
-    " -100",
+    "token too large": "holds 257 in row 0, but the model knows the ids 0 to 256",
+    "token below zero": "holds -1 in row 0",
+    "label too large": "holds 257 in row 0, but the model knows the ids 0 to 256 (model.vocab_size): a token without a"
+    " loss, such as padding, has the label -100",
     "labels of other shape": "['labels'] has shape",
     "labels are a list": "['labels'] is a list",
     "labels are int32": "['labels'] holds torch.int32",

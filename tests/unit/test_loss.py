@@ -97,12 +97,12 @@ def of_head(case: Case, group: Thread) -> list[Tensor]:
     parts = [hidden.requires_grad_(), weight[mine].clone().requires_grad_()]
     own_bias = None if bias is None else bias[mine].clone().requires_grad_()
 
-    def loss_of(logits: Tensor, chunk: Tensor) -> Tensor:
+    def loss_of(logits: Tensor, tokens: slice) -> Tensor:
         return vocabulary_parallel_cross_entropy_sum(
-            logits, chunk, shard, label_smoothing=case.smoothing, z_loss=case.z_loss
+            logits, labels.flatten()[tokens], shard, label_smoothing=case.smoothing, z_loss=case.z_loss
         )
 
-    loss = 0.7 * head_loss_sum(parts[0], parts[1], labels, loss_of, bias=own_bias, chunks=case.chunks)
+    loss = 0.7 * head_loss_sum(parts[0], parts[1], loss_of, bias=own_bias, chunks=case.chunks)
     loss.backward()
     gradients = [part.grad for part in (*parts, own_bias) if part is not None]
     assert all(g is not None for g in gradients)
@@ -219,7 +219,9 @@ def test_gradients_of_a_fused_head_are_used_up():
     hidden, weight, _, labels = tensors(Case(ranks=1))
     shard = VocabularyShard.of(37, None)
     loss = head_loss_sum(
-        hidden.requires_grad_(), weight, labels, lambda x, y: vocabulary_parallel_cross_entropy_sum(x, y, shard)
+        hidden.requires_grad_(),
+        weight,
+        lambda x, tokens: vocabulary_parallel_cross_entropy_sum(x, labels.flatten()[tokens], shard),
     )
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="used up by their first backward"):
@@ -230,12 +232,12 @@ def test_only_what_needs_a_gradient_gets_one():
     hidden, weight, bias, labels = tensors(Case(ranks=1))
     shard = VocabularyShard.of(37, None)
 
-    def loss_of(logits: Tensor, chunk: Tensor) -> Tensor:
-        return vocabulary_parallel_cross_entropy_sum(logits, chunk, shard)
+    def loss_of(logits: Tensor, tokens: slice) -> Tensor:
+        return vocabulary_parallel_cross_entropy_sum(logits, labels.flatten()[tokens], shard)
 
     assert bias is not None
-    head_loss_sum(hidden, weight, labels, loss_of, bias=bias.requires_grad_()).backward()
+    head_loss_sum(hidden, weight, loss_of, bias=bias.requires_grad_()).backward()
     assert hidden.grad is None and weight.grad is None and bias.grad is not None
     with torch.no_grad():
-        loss = head_loss_sum(hidden, weight, labels, loss_of, bias=bias)
+        loss = head_loss_sum(hidden, weight, loss_of, bias=bias)
     assert error(loss, plain(Case(ranks=1))[0] / 0.7) <= 1e-13

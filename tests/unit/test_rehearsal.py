@@ -24,7 +24,8 @@ from meshwright.distributed.exchange import ranks as exchange
 from meshwright.distributed.exchange import threads
 from meshwright.distributed.tensor import ends, functions, layers, loss, normed, rehearsal
 from meshwright.introspection.facts import ModelFacts
-from meshwright.introspection.structure.tail import Tail
+from meshwright.introspection.logits.tail import Tail
+from meshwright.introspection.logits.tape import LogitsTape
 from meshwright.planning.tensor.plan import BlocksPlan, RegionPlan, TensorPlan
 
 ROUND_INSIDE = {
@@ -433,10 +434,12 @@ def test_threads_carry_what_process_groups_carry():
         assert torch.equal(features, whole[..., 0].expand(4, 2, 7)) and torch.equal(largest, 3 * whole[0, 0])
 
 
-def test_a_forgotten_soft_cap_is_refused():
-    """A head that computes the loss itself does to its logits what the plan says, and nothing else would notice."""
+def test_a_forgotten_soft_cap_is_refused(monkeypatch):
+    """The model's operations behind its head are computed by the tape alone, and nothing else would notice."""
     facts = family("gemma2")
     plan, _ = cut(facts, 2)
     assert plan.tail.steps
+    monkeypatch.setattr(facts.measurements, "proven", set())
+    monkeypatch.setattr(LogitsTape, "replay", lambda self, logits, piece, **_: piece)
     with pytest.raises(UnsupportedError, match="is wrong"):
-        rehearsal.prove(facts, replace(plan, tail=Tail()))
+        rehearsal.prove(facts, plan)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from meshwright.core.calls import computed
 from meshwright.core.names import clean, is_within
 from meshwright.core.torch_private import compiled_call, is_in_backward, set_compiled_call, version_of
 
@@ -122,7 +123,7 @@ class Observed:
             part: the part of the model that runs a module without parameters. An output without values belongs to
                 another part, and one that several parts compute belongs to the first.
         """
-        tensor = _tensor_of(output)
+        tensor = computed(_tensor_of(output))
         if tensor is None or len(tensor) != self._n_rows:
             return
         if part is not None and (

@@ -39,3 +39,13 @@ def with_arguments(args: tuple, kwargs: dict[str, Any], given: dict[int | str, T
 def without_values(like: Tensor, shape: Iterable[int]) -> Tensor:
     """Return a tensor of the given shape that takes no memory; its values are NaN, so that reading them shows."""
     return like.detach().new_full((1,), float("nan")).expand(*shape)
+
+
+def show_computed(deferred: Tensor, part: Tensor) -> None:
+    """Keep on a tensor without values what a module computed in its place, for whom observes the module."""
+    deferred.__dict__["computed"] = part
+
+
+def computed(output: Any) -> Any:
+    """Return what was computed in the place of a module's output, or the output itself."""
+    return getattr(output, "__dict__", {}).get("computed", output)

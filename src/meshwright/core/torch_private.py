@@ -119,6 +119,23 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def wrapper(kind: type, like: Tensor, device: torch.device) -> Any:
+    """Return a tensor of a subclass without storage, that has the sizes, strides and dtype of ``like``."""
+    return found("torch.Tensor._make_wrapper_subclass")(
+        kind,
+        like.shape,
+        strides=like.stride(),
+        storage_offset=like.storage_offset(),
+        dtype=like.dtype,
+        device=device,
+    )
+
+
+def without_subclass_functions() -> AbstractContextManager[Any]:
+    """Call torch's functions in a context as if no subclass answered them; operators still reach the subclass."""
+    return found("torch._C.DisableTorchFunctionSubclass")()
+
+
 def schema_of(operator: Any) -> Any:
     """Return an operator's schema, None of other functions."""
     return getattr(operator, "_schema", None)

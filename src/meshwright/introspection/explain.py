@@ -59,7 +59,7 @@ def _structure_text(structure: Structure, legal: list[int]) -> str:
     if structure.tail.obstacle:
         lines.append(f"  behind the head: {structure.tail.obstacle}")
     elif structure.tail.steps:
-        lines.append(f"  behind the head: {', '.join(map(str, structure.tail.steps))}")
+        lines.append(f"  behind the head: {', '.join(structure.tail.steps)}")
     return "\n".join(lines)
 
 

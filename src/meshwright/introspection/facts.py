@@ -81,7 +81,7 @@ class ModelFacts:
         blocks: paths of the repeated blocks that can be units of their own, in forward order.
         attentions: paths of the attention modules inside those blocks.
         max_seq_len: longest sequence that the model takes, where its config states one.
-        vocab_size: number of token ids that the model takes, where its config states one.
+        vocab_size: number of token ids that the model takes: as its config states, or as its embedding has rows.
         on_meta: whether the weights do not exist yet.
     """
 
@@ -92,6 +92,8 @@ class ModelFacts:
     attentions: tuple[str, ...]
     max_seq_len: int | None = None
     vocab_size: int | None = None
+    label_ids: int | None = None
+    """Number of ids that a label can be: those of tokens, or more where a layer outside the blocks has more rows."""
     has_experts: bool = False
     """Whether some module inside the model's blocks looks like a stack of experts."""
     routers: tuple[RouterFact, ...] = ()
@@ -168,6 +170,9 @@ def model_facts(model: nn.Module) -> ModelFacts:
         for key, found in names.items()
     )
     blocks = repeated_blocks(model)
+    token_ids = measurements_of(model).token_ids()
+    outside = [m for n, m in model.named_modules() if not any(is_within(clean(n), block) for block in blocks)]
+    heads = [m.out_features for m in outside if isinstance(m, nn.Linear)]
     return ModelFacts(
         kind=type(model).__name__,
         parameters=parameters,
@@ -175,7 +180,8 @@ def model_facts(model: nn.Module) -> ModelFacts:
         blocks=blocks,
         attentions=attention_modules(model, blocks),
         max_seq_len=stated(model, "max_seq_len", "max_position_embeddings", "n_positions"),
-        vocab_size=stated(model, "vocab_size"),
+        vocab_size=token_ids,
+        label_ids=token_ids if token_ids is None or stated(model, "vocab_size") else max(token_ids, *heads, 0),
         has_experts=bool(find_stacks(model)),
         routers=tuple(
             RouterFact(

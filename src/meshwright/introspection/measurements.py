@@ -22,6 +22,7 @@ from .premises.premises import Premises
 from .roles.readers import find_readers
 from .signature import Signature
 from .small.sample import Sample, samples_of
+from .small.token_table import rows_of_token_table
 from .structure import Measured, measured
 from .structure.experts import Stack, measure_stacks
 from .structure.router_loss import RouterLoss, asks_for_router_loss, measure_router_loss
@@ -60,6 +61,13 @@ class Measurements:
     def model(self) -> nn.Module | None:
         """The model, as long as other code holds a reference to it."""
         return None if self._model is None else self._model()
+
+    def token_ids(self) -> int | None:
+        """Return the number of token ids that the model takes, as stated or by its table; None where nobody knows."""
+        model = self.model
+        if model is None:
+            return None
+        return self._once("token ids", lambda: stated(model, "vocab_size") or rows_of_token_table(model))
 
     def structure(self, ranks: int) -> Measured:
         """Measure on a small copy how the model can be cut among ``ranks``.

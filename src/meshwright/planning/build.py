@@ -305,7 +305,7 @@ def _loss_plan(facts: ModelFacts, layout: Layout, requested: Techniques) -> Loss
         return None
     structure = facts.measurements.structure(layout.tp).structure
     assert structure.head is not None
-    return LossPlan(structure.head, structure.tail, requested.loss_chunks)
+    return LossPlan(structure.head, requested.loss_chunks)
 
 
 def _parameters(

@@ -8,7 +8,6 @@ from typing import Literal
 
 from meshwright.core.dtypes import dtype_bytes
 from meshwright.introspection.mixing.values import MaskRule
-from meshwright.introspection.structure.tail import Tail
 from meshwright.planning.quantize.format import NF4, stored_shape
 
 
@@ -73,12 +72,10 @@ class LossPlan:
 
     Attributes:
         head: path of the linear layer that computes the logits.
-        tail: the model's operations on the logits.
         chunks: number of chunks of a microbatch's tokens.
     """
 
     head: str
-    tail: Tail
     chunks: int
 
 

@@ -52,8 +52,9 @@ TORCH: tuple[PrivateName, ...] = (
     PrivateName(
         "torch.Tensor._version", "context parallelism, float8 gathers and traces", "a public counter of writes"
     ),
-    PrivateName("torch._ops.OpOverload._schema", "recorded constructors and checkpoint_keep", "a public schema"),
-    PrivateName("torch._C.DisableTorchFunctionSubclass", _PARTS, "torch 2.12, which needs no help", documented=True),
+    PrivateName("torch._ops.OpOverload._schema", "recorded constructors, logits in parts", "a public schema"),
+    PrivateName("torch.Tensor._make_wrapper_subclass", "logits in parts", "a public constructor", documented=True),
+    PrivateName("torch._C.DisableTorchFunctionSubclass", "logits in parts", "a public context", documented=True),
     PrivateName("torch._C._current_autograd_node", _PARTS, "torch 2.12, which needs no help"),
     # --- autograd
     PrivateName("torch._C._current_graph_task_id", "idle parameters, mixtures of experts and traces", "a public query"),

@@ -21,7 +21,7 @@ class LogitsOfRank:
         in_parts: the loss can be computed from parts of the logits.
 
     Attributes:
-        shard: this rank's part of the vocabulary; None: logits are whole.
+        shard: this rank's part of the vocabulary that the last logits are of; None: logits are whole.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, *, in_parts: bool):
@@ -29,7 +29,7 @@ class LogitsOfRank:
         tensor = plan.tensor
         if not in_parts or tensor is None or self._runtime is None:
             return
-        if tensor.head and not tensor.tail.obstacle:
+        if tensor.head and not tensor.tail.obstacle_if_cut:
             rows = model.get_submodule(tensor.head).get_parameter("weight").shape[0]
             self.shard = VocabularyShard.of(rows, self._runtime.group)
 
@@ -39,6 +39,8 @@ class LogitsOfRank:
             return logits_of(forward())
         self._runtime.logits = "own"
         try:
-            return logits_of(forward())
+            logits = logits_of(forward())
         finally:
             self._runtime.logits = "whole"
+        self.shard = self._runtime.shard
+        return logits

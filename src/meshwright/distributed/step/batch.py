@@ -74,7 +74,13 @@ def refuse_other_rows(batch: Batch) -> None:
 
 
 def check(
-    batch: Batch, signature: Signature, max_seq_len: int | None, vocab_size: int | None, *, own_loss: bool = False
+    batch: Batch,
+    signature: Signature,
+    max_seq_len: int | None,
+    vocab_size: int | None,
+    *,
+    label_ids: int | None = None,
+    own_loss: bool = False,
 ) -> None:
     """Raise ConfigError for a batch that the model or the loss (``own_loss``: a user's) cannot take."""
     if "labels" not in batch:
@@ -103,8 +109,14 @@ def check(
                 f"batch['{key}'] is not an argument of the model's forward{signature.arguments} and not a key that"
                 f" meshwright knows"
             )
-    if vocab_size and of is not None and labels.dim() > 1:
-        _check_ids("labels", real_labels(batch), vocab_size, f"; a token without a loss has the label {IGNORED}")
+    if label_ids and of is not None and labels.dim() > 1:
+        _check_ids(
+            "labels",
+            _view(labels_of(batch)),
+            label_ids,
+            f"a token without a loss, such as padding, has the label {IGNORED}; or the tokenizer has more ids than the"
+            f" model",
+        )
     _check_weights(batch, own_loss=own_loss)
     _check_documents(batch, signature)
 
@@ -152,7 +164,9 @@ def _check_tokens(batch: Batch, max_seq_len: int | None, vocab_size: int | None)
             f" shorten them"
         )
     if vocab_size:
-        _check_ids("tokens", _view(tokens).ravel(), vocab_size, "")
+        _check_ids(
+            "tokens", _view(tokens), vocab_size, "padding needs an id of the vocabulary; or the tokenizer has more ids"
+        )
 
 
 def _check_weights(batch: Batch, *, own_loss: bool) -> None:
@@ -185,11 +199,23 @@ def _check_documents(batch: Batch, signature: Signature) -> None:
         )
 
 
-def _check_ids(key: str, ids: Any, vocab_size: int, hint: str) -> None:
-    if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
+def _check_ids(key: str, ids: Any, vocab_size: int, cause: str) -> None:
+    """Refuse ids outside the vocabulary, which some layouts would look up nowhere and others crash on.
+
+    Args:
+        ids: (rows, seq), numpy on the CPU; ``IGNORED`` among labels is none.
+    """
+    if not len(ids) or (ids.min() >= 0 and ids.max() < vocab_size):
+        return
+    strange = (ids < 0) | (ids >= vocab_size)
+    if key == "labels":
+        strange &= ids != IGNORED
+    if strange.any():
+        row = int(strange.any(1).argmax()) if strange.ndim > 1 else 0
+        value = int((ids[row] if strange.ndim > 1 else ids)[strange[row] if strange.ndim > 1 else strange][0])
         raise ConfigError(
-            f"batch['{key}'] holds ids from {int(ids.min())} to {int(ids.max())}, but the model knows 0 to"
-            f" {vocab_size - 1} (model.vocab_size){hint}"
+            f"batch['{key}'] holds {value} in row {row}, but the model knows the ids 0 to {vocab_size - 1}"
+            f" (model.vocab_size): {cause}"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from meshwright.core.record import recall, remember
-from meshwright.distributed.tensor.ends import loss_computing_head
+from meshwright.distributed.tensor.ends import answer_behind, loss_computing_head
 from meshwright.distributed.tensor.runtime import LossSite, runtime_of
 from meshwright.planning.plan import Plan
 
@@ -17,6 +17,7 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
     if runtime is None or (plan.tensor is not None and not plan.tensor.head):
         site = runtime or LossSite()
         loss_computing_head(model.get_submodule(plan.loss.head), site)
+        answer_behind(model, site)
         remember(model, site)
     return model
 

@@ -58,6 +58,28 @@ class PartsAsModule(nn.Module):
         """The local modules: one for each of this rank's pipeline stages."""
         return [part.model for part in self._parts]
 
+    # --- attributes of the user's
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what the model keeps under this name (``model.temperature = 0.5``) on every local part."""
+        for model in self._keeping(name):
+            setattr(model, name, value)
+        if not self._keeping(name):
+            super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a plain attribute of the model; its methods would see parts of the model, and are left out."""
+        for model in self._keeping(name):
+            return getattr(model, name)
+        return super().__getattr__(name)
+
+    def _keeping(self, name: str) -> list[nn.Module]:
+        """List the local parts that keep a value under a name that this module does not have itself."""
+        own = self.__dict__
+        if name.startswith("_") or "_runner" not in own or name in own or hasattr(type(self), name):
+            return []
+        return [model for model in self.parts if name in model.__dict__ and not callable(model.__dict__[name])]
+
     # --- names
 
     def named_parameters(

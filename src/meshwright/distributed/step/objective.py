@@ -14,9 +14,8 @@ from meshwright.core.losses import cross_entropy_sum
 from meshwright.distributed.loss.declared import DeclaredLosses, DeclaredObjective
 from meshwright.distributed.loss.logits import LogitsOfRank
 from meshwright.distributed.loss.preference import CountedPairs, PreferenceObjective
-from meshwright.distributed.tensor.loss import LossOfLogits, vocabulary_parallel_cross_entropy_sum
+from meshwright.distributed.tensor.loss import vocabulary_parallel_cross_entropy_sum
 from meshwright.distributed.tensor.runtime import LossRequest, LossSite
-from meshwright.introspection.structure.tail import Tail
 from meshwright.planning.plan import Plan
 
 from .batch import targets_of
@@ -50,7 +49,7 @@ class Objective:
     def __call__(self, forward: Callable[[], Any], labels: Tensor, weights: Tensor | None = None) -> Tensor:
         """Compute the loss, with (rows, seq) labels and weights of tokens' losses (none with a user's loss)."""
         if self._fused and self.plan.loss is not None and self._site is not None:
-            request = LossRequest(labels, self._of_chunk(self.plan.loss.tail), self.plan.loss.chunks, weights)
+            request = LossRequest(labels, self.plan.loss.chunks, weights)
             with _asking(self._site, request):
                 forward()
             assert request.result is not None
@@ -62,14 +61,6 @@ class Objective:
         if self._logits.shard is not None:
             return vocabulary_parallel_cross_entropy_sum(logits, labels, self._logits.shard, weights=weights)
         return self.loss_fn(logits, labels) if weights is None else cross_entropy_sum(logits, labels, weights)
-
-    def _of_chunk(self, tail: Tail) -> LossOfLogits:
-        shard = self._logits.shard
-        if shard is None:
-            return lambda logits, labels, weights=None: cross_entropy_sum(tail(logits), labels, weights)
-        return lambda logits, labels, weights=None: vocabulary_parallel_cross_entropy_sum(
-            tail(logits), labels, shard, weights=weights
-        )
 
 
 def objective_of(

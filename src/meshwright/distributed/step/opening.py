@@ -169,7 +169,7 @@ class StepOpening:
             return
         if self.of_pairs:
             piece = preference.without_reference(piece, may_lack=self.may_lack_reference)
-        step_batch.check(piece, *known, own_loss=self.own_loss)
+        step_batch.check(piece, *known, label_ids=self.facts.label_ids, own_loss=self.own_loss)
         if self.context and piece["labels"].shape != piece["tokens"].shape:
             raise ConfigError(
                 f"batch['labels'] has shape {tuple(piece['labels'].shape)}, but tokens have"

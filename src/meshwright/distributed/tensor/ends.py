@@ -9,16 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.core.calls import argument, with_arguments, without_values
+from meshwright.core.calls import argument, show_computed, with_arguments, without_values
+from meshwright.core.losses import cross_entropy_sum
 from meshwright.core.record import note, wrap
 from meshwright.distributed.float8.products import PLAIN
 from meshwright.distributed.recompute.random_streams import drawn_number, restore_streams, streams
 from meshwright.distributed.weights.shards import seed_of
+from meshwright.introspection.logits.deferred import DeferredLogits
+from meshwright.introspection.logits.operation import begin
+from meshwright.introspection.logits.pieces import within
 from meshwright.introspection.outputs import logits_of, with_logits
 from meshwright.introspection.signature import KEEPING
 
 from . import functions
-from .loss import VocabularyShard, head_loss_sum
+from .loss import VocabularyShard, head_loss_sum, vocabulary_parallel_cross_entropy_sum
 from .runtime import LossRequest, LossSite, Runtime, local
 
 
@@ -88,7 +92,9 @@ def vocabulary_embedding(module: nn.Module, runtime: Runtime, rows: int, *, is_h
             finally:
                 if padding is not None:
                     module.__dict__["padding_idx"] = padding
-            summand = found.masked_fill(elsewhere.unsqueeze(-1), 0)
+            nowhere = (tokens < 0) | (tokens >= rows)  # no rank has such an id: a vector of zeros would be silent
+            fill = found.new_zeros(tokens.shape).masked_fill_(nowhere, torch.nan)
+            summand = torch.where(elsewhere.unsqueeze(-1), fill.unsqueeze(-1), found)
             sequence = runtime.sequence
             if not (is_hidden and sequence.cut):
                 return functions.summed(summand, group)
@@ -107,17 +113,21 @@ def vocabulary_head(module: nn.Module, runtime: Runtime, rows: int, *, takes_who
     Args:
         takes_whole: whether the input is already the whole sequence, whose gradient is then summed elsewhere.
     """
+    group = runtime.group
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         def head_forward(x: Tensor) -> Tensor:
             if runtime.request is not None:
-                return _answered(runtime.request, module, x if takes_whole else functions.gathered(x, runtime.sequence))
+                whole = x if takes_whole else functions.gathered(x, runtime.sequence)
+                return _loss_deferred(runtime, runtime.request, module, whole, VocabularyShard.of(rows, group))
             weight, bias = _held(module)
             if takes_whole:
                 own = nn.functional.linear(x, weight, bias)
             else:
                 (own,) = functions.column_parallel(x, [(weight, bias, PLAIN)], runtime.sequence)
-            return own if runtime.logits == "own" else functions.whole_vocabulary(own, rows, runtime.group)
+            if runtime.logits == "own":
+                return _own_deferred(runtime, own, VocabularyShard.of(rows, group))
+            return functions.whole_vocabulary(own, rows, group)
 
         return head_forward
 
@@ -154,20 +164,84 @@ def loss_computing_head(module: nn.Module, runtime: LossSite) -> None:
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         def loss_forward(x: Tensor) -> Tensor:
-            return forward(x) if runtime.request is None else _answered(runtime.request, module, x)
+            return forward(x) if runtime.request is None else _loss_deferred(runtime, runtime.request, module, x, None)
 
         return loss_forward
 
     wrap(module, make, "loss in chunks")
 
 
-def _answered(request: LossRequest, head: nn.Module, x: Tensor) -> Tensor:
-    """Compute the requested loss in place of the logits, and return logits of no tokens."""
+def answer_behind(model: nn.Module, runtime: LossSite) -> None:
+    """Let a model do to the logits of some tokens or ids, or before a requested loss, what its code does to all."""
+
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def answering_forward(*args: Any, **kwargs: Any) -> Any:
+            try:
+                output = forward(*args, **kwargs)
+                return output if runtime.answer is None else with_logits(output, runtime.answer(logits_of(output)))
+            finally:
+                runtime.answer = None
+
+        return answering_forward
+
+    wrap(model, make, "logits in parts")
+
+
+def _loss_deferred(
+    runtime: LossSite, request: LossRequest, head: nn.Module, x: Tensor, shard: VocabularyShard | None
+) -> Tensor:
+    """Return deferred logits; the requested loss is computed once it is known what the model does to them."""
     weight, bias = _held(head)
-    request.result = head_loss_sum(
-        x, weight, request.labels, request.loss, bias=bias, chunks=request.chunks, weights=request.weights
+    rows = weight.shape[0] if shard is None else shard.whole
+    tape, begun = begin(x, rows, "Set techniques.loss_chunks = 1.")
+    show_computed(begun, x.new_empty((x.shape[0], 0, rows)))
+    labels = request.labels.flatten()
+    weights = None if request.weights is None else request.weights.flatten()
+
+    def answer(logits: Tensor) -> Tensor:
+        made = tape.finish(logits, cut=shard is not None)
+        first, part = (0, None) if shard is None else (shard.first, _part_of(made, shard))
+
+        def loss(piece: Tensor, tokens: slice) -> Tensor:
+            found = tape.replay(made, piece.clone() if tape.writes else piece, start=tokens.start, first=first)
+            own = None if weights is None else weights[tokens]
+            if part is None:
+                return cross_entropy_sum(found, labels[tokens], own)
+            return vocabulary_parallel_cross_entropy_sum(found, labels[tokens], part, weights=own)
+
+        request.result = head_loss_sum(x, weight, loss, bias=bias, chunks=request.chunks)
+        return x.new_empty((x.shape[0], 0, made.shape[-1]))
+
+    runtime.answer = answer
+    return begun
+
+
+def _own_deferred(runtime: LossSite, own: Tensor, shard: VocabularyShard) -> Tensor:
+    """Return deferred logits in place of this rank's, to which the model then does its part of what it does to all."""
+    tape, begun = begin(
+        own,
+        shard.whole,
+        "Give a loss of whole logits: loss_fn=lambda logits, labels: torch.nn.functional.cross_entropy("
+        "logits.flatten(0, 1).float(), labels.flatten(), reduction='sum').",
     )
-    return x.new_empty((x.shape[0], 0, weight.shape[0]))
+
+    show_computed(begun, own)
+
+    def answer(logits: Tensor) -> Tensor:
+        made = tape.finish(logits, cut=True)
+        runtime.shard = _part_of(made, shard)
+        return tape.replay(made, own.flatten(0, -2), first=shard.first).view(*made.shape[:-1], runtime.shard.size)
+
+    runtime.answer = answer
+    return begun
+
+
+def _part_of(logits: DeferredLogits, shard: VocabularyShard) -> VocabularyShard:
+    """Return this rank's part of the ids that a model kept of its vocabulary."""
+    columns = logits.columns
+    assert columns is not None
+    mine = within(columns, range(shard.first, shard.first + shard.size))
+    return VocabularyShard(mine.start - columns.start, len(mine), len(columns), shard.group)
 
 
 def _held(module: nn.Module) -> tuple[Tensor, Tensor | None]:

@@ -60,7 +60,7 @@ def vocabulary_parallel_cross_entropy_sum(
 
     Args:
         logits: (..., shard.size) of this rank's ids. Their gradient is this rank's part of the whole one.
-        labels: (...) int64, ``IGNORED`` where there is no loss.
+        labels: (...) int64, ``IGNORED`` where there is no loss. The loss of an id outside the vocabulary is NaN.
         label_smoothing: share of the target that is spread evenly over the vocabulary (arXiv 1512.00567).
         z_loss: factor of the squared log of the sum of exponentials (PaLM, arXiv 2204.02311).
         weights: (...) floats by which the tokens' losses are multiplied.
@@ -109,6 +109,8 @@ class _CrossEntropy(torch.autograd.Function):
         losses = log_sum - (1 - smoothing) * sums[1]
         if smoothing:
             losses = losses - smoothing / shard.whole * sums[2]
+        # no rank has such an id: a loss of nothing would be silent
+        losses = torch.where(is_real & ((flat < 0) | (flat >= shard.whole)), torch.nan, losses)
         whole_log_sum = log_sum + top
         if z_loss:
             losses = losses + z_loss * whole_log_sum.square()
@@ -133,24 +135,17 @@ class _CrossEntropy(torch.autograd.Function):
         return (gradient * by_token).to(ctx.dtype).view(ctx.shape), None, None, None, None, None, None
 
 
-LossOfLogits = Callable[..., Tensor]
-"""Type of a loss: (logits (n, own vocabulary), labels (n,), optional weights (n,)) → 0-dim sum over real tokens.
+LossOfLogits = Callable[[Tensor, slice], Tensor]
+"""Type of a loss: (logits (n, own vocabulary), which n of all tokens) → 0-dim sum over real tokens.
 
-It includes the operations of the model between its head and its logits.
+It includes what the model does between its head and its logits.
 """
 
 
 def head_loss_sum(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    loss: LossOfLogits,
-    *,
-    bias: Tensor | None = None,
-    chunks: int = 8,
-    weights: Tensor | None = None,
+    hidden: Tensor, weight: Tensor, loss: LossOfLogits, *, bias: Tensor | None = None, chunks: int = 8
 ) -> Tensor:
-    """Compute ``loss(hidden @ weight.T + bias, labels)`` in chunks of tokens.
+    """Sum ``loss`` of ``hidden @ weight.T + bias`` over chunks of tokens.
 
     At most 1/chunks of the logits exist at a time. Gradients are computed with the loss, chunk by chunk, and stored
     until the backward asks for them.
@@ -158,14 +153,14 @@ def head_loss_sum(
     Args:
         hidden: (..., dim).
         weight: (vocabulary, dim), or a rank's part of it; its gradient is added up in at least fp32.
-        labels: (...) int64.
-        weights: (...) floats by which the tokens' losses are multiplied.
 
     Returns:
         0-dim, in at least fp32. The gradient of ``hidden`` covers only the given part of the vocabulary: a caller with
         a part sums it over the ranks.
     """
-    return _HeadLoss.apply(hidden, weight, bias, labels, loss, chunks, weights)
+    if not torch.is_grad_enabled():  # which a Function is not told
+        hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
+    return _HeadLoss.apply(hidden, weight, bias, loss, chunks)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -175,13 +170,11 @@ class _HeadLoss(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        labels: Tensor,
         loss: LossOfLogits,
         chunks: int,
-        weights: Tensor | None,
     ) -> Tensor:
         needs = ctx.needs_input_grad[:3]
-        flat, flat_labels = hidden.detach().flatten(0, -2), labels.flatten()
+        flat = hidden.detach().flatten(0, -2)
         wide = torch.promote_types(weight.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         grad_hidden = torch.empty_like(flat) if needs[0] else None
@@ -193,8 +186,7 @@ class _HeadLoss(torch.autograd.Function):
             piece = flat[start : start + size]
             logits = F.linear(piece, fixed_weight, fixed_bias).requires_grad_(any(needs))
             with torch.enable_grad():
-                own = () if weights is None else (weights.flatten()[start : start + size],)
-                part = loss(logits, flat_labels[start : start + size], *own)
+                part = loss(logits, slice(start, min(start + size, len(flat))))
             total += part.detach()
             if not any(needs):
                 continue
@@ -223,8 +215,6 @@ class _HeadLoss(torch.autograd.Function):
             grad_hidden if grad_hidden is None else grad_hidden.view(ctx.shape),
             grad_weight,
             grad_bias,
-            None,
-            None,
             None,
             None,
         )

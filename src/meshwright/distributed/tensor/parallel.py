@@ -123,6 +123,7 @@ def wrap_modules(
         done.add(module)
         if plan.sequence_parallel and not takes_whole:
             ends.kept_logits(model, runtime)
+        ends.answer_behind(model, runtime)
     for path, module in model.named_modules():
         if module not in done and module._parameters:
             layers.shared_linear(module, plan.parts_of(clean(path)), runtime)

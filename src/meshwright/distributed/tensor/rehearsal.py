@@ -25,7 +25,7 @@ from meshwright.introspection.small.copies import copy_of
 from meshwright.introspection.small.sample import Sample
 from meshwright.planning.tensor.plan import TensorPlan
 
-from .loss import VocabularyShard, vocabulary_parallel_cross_entropy_sum
+from .loss import vocabulary_parallel_cross_entropy_sum
 from .parallel import wrap_modules
 from .runtime import LossRequest, Runtime
 
@@ -102,7 +102,7 @@ def rehearse(
     expected_loss = _loss_of(expected_logits)
     expected_loss.backward()
     by_token = expected_logits.dim() == 3  # a classifier of whole rows has no loss of tokens
-    logits = logits if plan.head and not plan.tail.obstacle and by_token else "whole"
+    logits = logits if plan.head and not plan.tail.obstacle_if_cut and by_token else "whole"
     found = on_threads(plan.ranks, lambda group: _on_rank(copy_of(model), plan, inputs, group, logits, sums_at_once))
     losses = torch.tensor([loss for loss, _ in found], dtype=torch.float64)
     # NaN if one of them is NaN
@@ -152,10 +152,7 @@ def _on_rank(
         loss = _loss_of(logits_of(model(**inputs)))
     else:
         labels = _labels((*next(iter(inputs.values())).shape, vocabulary))
-        loss = (
-            _loss_of_parts(model, plan, inputs, runtime, labels, VocabularyShard.of(vocabulary, group), logits)
-            / labels.numel()
-        )
+        loss = _loss_of_parts(model, inputs, runtime, labels, logits) / labels.numel()
     loss.backward()
     gradients = {}
     for name, parameter in model.named_parameters():
@@ -167,21 +164,15 @@ def _on_rank(
 
 
 def _loss_of_parts(
-    model: nn.Module,
-    plan: TensorPlan,
-    inputs: dict[str, Any],
-    runtime: Runtime,
-    labels: Tensor,
-    shard: VocabularyShard,
-    logits: Logits,
+    model: nn.Module, inputs: dict[str, Any], runtime: Runtime, labels: Tensor, logits: Logits
 ) -> Tensor:
     """Return the sum of the losses, computed from this rank's part of the vocabulary."""
     if logits == "own":
         runtime.logits = "own"
-        return vocabulary_parallel_cross_entropy_sum(logits_of(model(**inputs)), labels, shard)
-    request = LossRequest(
-        labels, lambda piece, own: vocabulary_parallel_cross_entropy_sum(plan.tail(piece), own, shard), chunks=2
-    )
+        own = logits_of(model(**inputs))
+        assert runtime.shard is not None
+        return vocabulary_parallel_cross_entropy_sum(own, labels, runtime.shard)
+    request = LossRequest(labels, chunks=2)
     runtime.request = request
     model(**inputs)
     runtime.request = None

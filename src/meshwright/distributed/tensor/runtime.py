@@ -22,7 +22,7 @@ from meshwright.distributed.torch_private import local_part, spec_of
 from meshwright.distributed.weights.parts_tensor import placed
 
 from . import functions
-from .loss import LossOfLogits
+from .loss import VocabularyShard
 from .sequence import Sequence
 
 
@@ -32,14 +32,12 @@ class LossRequest:
 
     Attributes:
         labels: (rows, seq).
-        loss: function of a chunk's logits and labels.
         chunks: number of chunks into which the tokens are cut.
         weights: (rows, seq) factors of the tokens' losses.
-        result: the summed loss, after the head was called.
+        result: the summed loss, after the model was called.
     """
 
     labels: Tensor
-    loss: LossOfLogits
     chunks: int
     weights: Tensor | None = None
     result: Tensor | None = None
@@ -51,9 +49,14 @@ class LossSite:
 
     Attributes:
         request: the loss to compute instead of logits, or None.
+        answer: what the model returns in place of the deferred logits that its head gave it, as a function of what it
+            made of these; None where the head computed logits.
+        shard: this rank's part of the vocabulary that the last answer is of; None: all of it.
     """
 
     request: LossRequest | None = None
+    answer: Callable[[Tensor], Tensor] | None = None
+    shard: VocabularyShard | None = None
 
 
 @dataclass

@@ -14,6 +14,7 @@ from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean, is_within, pattern
 from meshwright.introspection.blocks import repeated_blocks
 from meshwright.introspection.hints import hints_of
+from meshwright.introspection.logits.tail import Tail, find_tail
 from meshwright.introspection.outputs import logits_of
 from meshwright.introspection.small.sample import SEQ, Sample, kinds_of, uncalled
 
@@ -25,7 +26,6 @@ from .normed import side_by_side
 from .probe import Probe, record
 from .region import Region, resized, shapes_of
 from .regions import find_regions
-from .tail import Tail, find_tail
 
 
 @dataclass(frozen=True)

@@ -250,7 +250,7 @@ def _head(count: _Counts, loss: LossPlan | None, flows: bool) -> Iterator[Collec
             yield count.one("all_gather", "head", width, 2 if again else 1)
         if flows:
             yield count.one("reduce_scatter" if plan.sequence_parallel else "all_reduce", "head", width)
-    if not plan.tail.obstacle:
+    if not plan.tail.obstacle_if_cut:
         wide = "float64" if count.dtype == "float64" else "float32"
         chunks = 1 if loss is None else loss.chunks
         yield count.one("all_reduce", "loss: maxima", 1, chunks, wide, share=1 / chunks)

@@ -88,8 +88,8 @@ def tensor_companions(case: Case) -> Found:
         )
     elif t.loss_chunks > 1:
         structure = case.facts.measurements.structure(case.layout.tp).structure
-        if structure.head is None or structure.tail.obstacle:
-            why = structure.tail.obstacle
+        why = structure.tail.obstacle_if_cut if case.layout.tp > 1 else structure.tail.obstacle
+        if structure.head is None or why:
             yield UnsupportedError(
                 f"techniques.loss_chunks = {t.loss_chunks}: what {case.facts.kind} does to its logits cannot be done"
                 f" piece by piece ({why}). Set techniques.loss_chunks = 1."

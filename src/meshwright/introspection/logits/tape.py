@@ -1,0 +1,205 @@
+"""Keep the operators between a head and the logits, and do them to a piece of the head's output."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.core.errors import UnsupportedError
+from meshwright.core.torch_private import schema_of, version_of
+
+from .deferred import DeferredLogits
+from .pieces import Beside, Ids, Value, columns_of, ids_here, within
+
+
+@dataclass(frozen=True)
+class LogitsStep:
+    """One operator: its arguments with values in their places, the values that it gives, how it is computed."""
+
+    operator: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    gives: tuple[int, ...]
+    writes: bool
+    with_gradient: bool
+    drops_dim: bool = False
+    across: str = ""
+
+
+@dataclass
+class LogitsTape:
+    """The operators between a head and the logits, in order.
+
+    Attributes:
+        lead: the dims of the logits before the last one.
+        columns: the number of the vocabulary's ids.
+        operate: answers an operator, of its arguments and keyword arguments.
+        instead: what to do where an operator cannot be carried, for messages.
+        groups: for each value, the number of the storage that it is in.
+        obstacles: of storages, what was done to them that cannot be carried.
+        beside: other tensors that operators take, the number of writes to each, and the line.
+        closed: the model's forward has ended.
+    """
+
+    lead: tuple[int, ...]
+    columns: int
+    operate: Callable[..., Any]
+    instead: str = ""
+    steps: list[LogitsStep] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)
+    obstacles: dict[int, str] = field(default_factory=dict)
+    beside: list[tuple[Tensor, int, str]] = field(default_factory=list)
+    closed: bool = False
+
+    def value(self, meta: Tensor, columns: range | None, dropped: bool, device: torch.device, group: int | None) -> Any:
+        """Return a new deferred tensor, in a storage of its own where no ``group`` is given."""
+        self.groups.append(len(self.groups) if group is None else group)
+        return DeferredLogits(self, len(self.groups) - 1, meta, columns, dropped, device)
+
+    def stop(self, values: Iterable[DeferredLogits], why: str) -> None:
+        """Note that storages hold what cannot be carried."""
+        for value in values:
+            self.obstacles.setdefault(self.groups[value.place], why)
+
+    def finish(self, logits: Tensor, *, cut: bool = False) -> DeferredLogits:
+        """Return the model's logits, once they are known to be made of what can be carried.
+
+        Args:
+            cut: the ranks share the vocabulary.
+
+        Raises:
+            UnsupportedError: the reason, with the line.
+        """
+        self.closed = True
+        if not isinstance(logits, DeferredLogits) or logits.tape is not self:
+            raise self.refusal("something that does not follow from the head's output alone")
+        if why := self.obstacle(logits, cut):
+            raise self.refusal(why)
+        return logits
+
+    def refusal(self, why: str) -> UnsupportedError:
+        if not self.instead:
+            return UnsupportedError(why)
+        return UnsupportedError(
+            f"what the model does to its logits cannot be done piece by piece: {why}. {self.instead}"
+        )
+
+    def obstacle(self, logits: DeferredLogits, cut: bool) -> str:
+        if (group := self.groups[logits.place]) in self.obstacles:
+            return self.obstacles[group]
+        if logits.dropped or math.prod(logits.shape[:-1]) != math.prod(self.lead):
+            return f"logits of shape {tuple(logits.shape)} of a head's {(*self.lead, self.columns)}"
+        for tensor, writes, line in self.beside:
+            if version_of(tensor) != writes:
+                return f"a tensor that is written to behind its use{line}"
+        if cut and (across := next((step.across for step in self._needed(logits.place) if step.across), "")):
+            return across
+        if cut and (logits.columns is None or logits.columns.step != 1):
+            return f"logits of shape {tuple(logits.shape)} that are not a run of the head's columns"
+        return self._own_derivative(logits)
+
+    def _own_derivative(self, logits: DeferredLogits) -> str:
+        """Return why autograd would not take the way back that replaying takes."""
+        if not torch.is_grad_enabled():
+            return ""
+        if not logits.requires_grad:
+            return "logits that carry no gradient"
+        seen, waiting = set(), [logits.grad_fn]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if isinstance(node, torch.autograd.function.BackwardCFunction):
+                return f"{type(node).__name__.removesuffix('Backward')}, a function with a derivative of its own"
+            waiting += [following for following, _ in node.next_functions]
+        return ""
+
+    # --- on pieces
+
+    def replay(self, logits: DeferredLogits, piece: Tensor, *, start: int = 0, first: int = 0) -> Tensor:
+        """Do to a piece of the head's output what the model did.
+
+        Args:
+            logits: what ``finish`` returned.
+            piece: (tokens, ids): rows ``start`` and behind of all tokens, the vocabulary's ids ``first`` and behind.
+                Written into if the model writes.
+
+        Returns:
+            (tokens, ids of the result that are in the piece).
+        """
+        here = range(first, first + piece.shape[-1])
+        values: dict[int, Tensor] = {0: piece}
+
+        def given(argument: Any) -> Any:
+            match argument:
+                case Value(place):
+                    return values[place]
+                case Beside(rows, columns):
+                    if len(rows) > 1:
+                        rows = rows[start : start + len(piece)]
+                    if columns is None or rows.shape[-1] == 1:
+                        return rows
+                    mine = within(columns, here)
+                    begin = (mine.start - columns.start) // columns.step
+                    return rows[:, begin : begin + len(mine)]
+                case Ids(ids, columns):
+                    return ids_here(ids, columns, here)
+                case tuple() | list():
+                    return type(argument)(given(one) for one in argument)
+                case _:
+                    return argument
+
+        for step in self._needed(logits.place):
+            with torch.set_grad_enabled(step.with_gradient and torch.is_grad_enabled()):
+                if step.operator is columns_of:
+                    value, held, kept = step.args
+                    results: Any = columns_of(values[value.place], held, kept, here)
+                else:
+                    results = step.operator(*map(given, step.args), **{k: given(v) for k, v in step.kwargs.items()})
+            listed = results if isinstance(results, (tuple, list)) else (results,)
+            for place, result in zip(step.gives, listed, strict=True):
+                values[place] = result.unsqueeze(-1) if step.drops_dim else result
+        return values[logits.place]
+
+    def shown(self, logits: DeferredLogits) -> tuple[str, ...]:
+        """Return the operators that change the logits, in order, in words."""
+        return tuple(_words(step) for step in self._needed(logits.place) if _words(step))
+
+    @property
+    def writes(self) -> bool:
+        return any(step.writes for step in self.steps)
+
+    def _needed(self, place: int) -> list[LogitsStep]:
+        needed, kept = {self.groups[place]}, list[LogitsStep]()
+        for step in reversed(self.steps):
+            if {self.groups[given] for given in step.gives} & needed:
+                kept.append(step)
+                needed |= {self.groups[value.place] for value in _values(step)}
+        return kept[::-1]
+
+
+def _values(step: LogitsStep) -> list[Value]:
+    def walk(argument: Any) -> list[Value]:
+        if isinstance(argument, Value):
+            return [argument]
+        if isinstance(argument, (tuple, list)):
+            return [value for one in argument for value in walk(one)]
+        return []
+
+    return walk(step.args) + walk(list(step.kwargs.values()))
+
+
+def _words(step: LogitsStep) -> str:
+    if step.operator is columns_of:
+        return ""
+    name = schema_of(step.operator).name.partition("::")[2]
+    if name in ("alias", "detach", "clone", "_to_copy", "slice"):
+        return ""
+    listed = [str(value) for value in step.args if isinstance(value, (int, float, bool))]
+    return f"{name}({', '.join(listed)})" if listed else name
