@@ -33,7 +33,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ROOT / "tests" / "versions"
 RESULTS, PAGE = FILES / "results.json", ROOT / "docs" / "versions.md"
-EXTRAS = ("adapters", "eval", "fabric", "float8", "hf", "trl", "vision")
+EXTRAS = ("adapters", "eval", "fabric", "float8", "hf", "slurm", "track", "trl", "vision")
 TOOLS = ("grimp", "hypothesis", "pytest", "pytest-xdist")
 SHOWN = (
     "torch transformers tokenizers accelerate datasets peft trl lightning-fabric lm-eval torchao numpy tyro rich"

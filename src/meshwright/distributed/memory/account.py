@@ -16,6 +16,7 @@ from meshwright.distributed.data.fully_sharded import parameter_groups
 from meshwright.distributed.data.replicated import GradientBuckets
 from meshwright.distributed.torch_private import arriving, gathered
 from meshwright.distributed.weights.shards import memory_of
+from meshwright.introspection.logits.deferred import DeferredLogits
 from meshwright.planning.memory.step import MemoryUse
 
 from .live import Storages, addresses, newly_made, storage_of, tensors_in
@@ -120,7 +121,7 @@ class MemoryAccount(TorchDispatchMode):
         return tensor.dim() > 1 and tensor.shape[-1] in self._vocabulary
 
     def _note(self, tensor: Tensor, held: MemoryUse) -> None:
-        if tensor.device.type != "meta":  # takes no memory
+        if tensor.device.type != "meta" and not isinstance(tensor, DeferredLogits):  # which take no memory
             self._storages.follow(storage_of(tensor), held)
 
     def _compare(self) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,26 +136,7 @@ class LogitsTape:
         """
         here = range(first, first + piece.shape[-1])
         values: dict[int, Tensor] = {0: piece}
-
-        def given(argument: Any) -> Any:
-            match argument:
-                case Value(place):
-                    return values[place]
-                case Beside(rows, columns):
-                    if len(rows) > 1:
-                        rows = rows[start : start + len(piece)]
-                    if columns is None or rows.shape[-1] == 1:
-                        return rows
-                    mine = within(columns, here)
-                    begin = (mine.start - columns.start) // columns.step
-                    return rows[:, begin : begin + len(mine)]
-                case Ids(ids, columns):
-                    return ids_here(ids, columns, here)
-                case tuple() | list():
-                    return type(argument)(given(one) for one in argument)
-                case _:
-                    return argument
-
+        given = partial(_given, values, slice(start, start + len(piece)), here)
         for step in self._needed(logits.place):
             with torch.set_grad_enabled(step.with_gradient and torch.is_grad_enabled()):
                 if step.operator is columns_of:
@@ -182,6 +164,26 @@ class LogitsTape:
                 kept.append(step)
                 needed |= {self.groups[value.place] for value in _values(step)}
         return kept[::-1]
+
+
+def _given(values: Mapping[int, Tensor], tokens: slice, here: range, argument: Any) -> Any:
+    """Return an argument's part for some tokens and the ids ``here``."""
+    match argument:
+        case Value(place):
+            return values[place]
+        case Beside(rows, columns):
+            rows = rows[tokens] if len(rows) > 1 else rows
+            if columns is None or rows.shape[-1] == 1:
+                return rows
+            mine = within(columns, here)
+            begin = (mine.start - columns.start) // columns.step
+            return rows[:, begin : begin + len(mine)]
+        case Ids(ids, columns):
+            return ids_here(ids, columns, here)
+        case tuple() | list():
+            return type(argument)(_given(values, tokens, here, one) for one in argument)
+        case _:
+            return argument
 
 
 def _values(step: LogitsStep) -> list[Value]:
