@@ -456,7 +456,9 @@ def test_behind_the_demo_stands_what_the_model_wrote_before_and_what_to_try():
     assert "--layout.pp=2" in next_steps(Path("r"), demo, cut)
     assert "--layout" not in next_steps(Path("r"), demo, plan(SIZES["debug"], Layout(dp_shard=1)))
     other = Config.from_dict({"data": {"source": ["stdlib"]}, "sample": {"prompt": "a\nb"}})
-    assert re.fullmatch(r"sample again with: (\S*python\S* -m )?\S*meshwright generate r", next_steps(Path("r"), other, four))
+    assert re.fullmatch(
+        r"sample again with: (\S*python\S* -m )?\S*meshwright generate r", next_steps(Path("r"), other, four)
+    )
 
 
 def test_a_stopped_run_without_a_checkpoint_says_so():

@@ -29,6 +29,7 @@ from typing import Any, Literal
 
 from meshwright.core.errors import ConfigError, MeshwrightError
 from meshwright.core.host.interfaces import GLOO, LOOPBACK
+from meshwright.core.host.processes import refuse_too_many
 
 from .fitness import refuse_without_distributed
 from .world import STORE
@@ -70,12 +71,25 @@ class WorkerPool:
     Args:
         threads: intra-op threads per worker; 0: an even share of the cores.
         method: "fork" makes workers from this process itself, which then has imported torch and has no threads.
+        oversubscribe: start them however few cores and little memory there are.
+
+    Raises:
+        ConfigError: this host does not carry so many, and ``oversubscribe`` is not set.
 
     Attributes:
         folder: a temporary folder that is removed with the pool; workers find it by ``meeting_place``.
     """
 
-    def __init__(self, size: int, *, threads: int = 0, method: Literal["forkserver", "fork"] = "forkserver"):
+    def __init__(
+        self,
+        size: int,
+        *,
+        threads: int = 0,
+        method: Literal["forkserver", "fork"] = "forkserver",
+        oversubscribe: bool = False,
+    ):
+        if not oversubscribe:
+            refuse_too_many(size)
         self.size = size
         self.threads = threads or max(1, (os.cpu_count() or 1) // size)
         self._context: Any = mp.get_context(method)
