@@ -169,6 +169,44 @@ class CountsIds(Sound):
         return x
 
 
+class CountsTokens(Sound):
+    """What was seen, in a buffer that nobody reads."""
+
+    def add(self) -> None:
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        if self.training:
+            self.seen += tokens.numel()
+        return x
+
+
+class CountsRowsInABlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rows.add_(len(x))
+        return super().forward(x)
+
+
+class BlocksCountRows(Sound):
+    def block(self) -> nn.Module:
+        return CountsRowsInABlock()
+
+
+class WarmsByTokens(Sound):
+    """A number of Python's that grows by the tokens, and that the forward reads."""
+
+    def add(self) -> None:
+        self.tokens_seen = 0
+
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        self.tokens_seen += tokens.numel()
+        return x * min(1.0, 0.5 + self.tokens_seen / 1000)
+
+
 class Warm(Sound):
     """Counts its calls in a buffer; so it is equal where ranks call it equally often."""
 

@@ -31,7 +31,10 @@ SEEN: dict[str, dict[str, str]] = {
     "ChoosesByFirstRow": {"mixes_rows": "ChoosesByFirstRow itself", "conditional": "even.weight"},
     "Clipped": {"parameters": "embedding.weight"},
     "Contrastive": {"mixes_rows": "Contrastive itself"},
+    "BlocksCountRows": {"buffers": "layers.1.rows"},
     "CountsIds": {"buffers": "seen"},
+    "CountsTokens": {"buffers": "seen"},
+    "WarmsByTokens": {"changes": "tokens_seen", "counts_rows": "tokens_seen"},
     "Detached": {"unused": "probe.weight"},
     "EarlyExit": {"conditional": "layers.1.first.weight"},
     "ExpertList": {"conditional": "experts.0.up.weight"},
@@ -121,6 +124,9 @@ LAYOUTS = {
 REFUSED: dict[str, str] = {
     **dict.fromkeys(("BatchNormOfNow", "Centred", "Contrastive", "Shared", "SortedByBatch"), "ddp fsdp pp"),
     **dict.fromkeys(("BatchNorm", "CountsIds", "RunningMean"), "ddp fsdp pp tp"),
+    "CountsTokens": "ddp fsdp pp",
+    "BlocksCountRows": "ddp fsdp pp tp recomputed",
+    "WarmsByTokens": "ddp fsdp pp tp recomputed",
     "ByFrequency": "ddp fsdp pp tp",
     "Carries": "ddp fsdp pp tp recomputed",
     "ChoosesByFirstRow": "ddp fsdp pp tp",
@@ -166,6 +172,11 @@ def test_what_a_layout_would_change_is_refused_and_nothing_else(name):
 # --- faults
 
 
+def numbers_of_rows_are_alike():
+    kind = premises.WrittenState
+    return patch.object(premises, "WrittenState", lambda *args, by_number, **more: kind(*args, **more))
+
+
 def random_draws_run_on():
     return patch.object(playing, "_still", lambda func, args, out: out)
 
@@ -179,6 +190,7 @@ def rows_are_never_compared():
 
 
 FAULTS = {
+    "numbers_of_rows_are_alike": "CountsTokens",
     "random_draws_run_on": "Dropping",
     "conditions_as_they_are": "ForOneToken",
     "rows_are_never_compared": "Centred",
@@ -191,6 +203,7 @@ def test_a_fault_of_the_rehearsal_is_caught(fault):
     name = FAULTS[fault]
     with globals()[fault](), pytest.raises(AssertionError):
         test_what_a_forward_does_is_seen(name)
+        test_what_a_layout_would_change_is_refused_and_nothing_else(name)
 
 
 # --- the model that is looked at stays as it is

@@ -64,6 +64,14 @@ def state_stays(case: Case) -> Found:
             f" have other rows each, so their models would drift apart. Compute it outside forward, from values that"
             f" all ranks have, or use one data rank."
         )
+    counts = _some([*(w.name for w in seen.buffers if w.by_number), *seen.counts_rows])
+    in_blocks = any(w.by_number and is_within(w.name, block) for w in seen.buffers for block in case.facts.blocks)
+    cut = case.layout.cp > 1 or (case.layout.tp > 1 and case.techniques.sequence_parallel and in_blocks)
+    if counts and not by_data and (case.batch_ranks > 1 or cut):
+        yield UnsupportedError(
+            f"a forward of {kind} counts its rows or tokens: {counts}. Each rank has a part of them, and would count"
+            f" these alone. Count calls, or count outside forward, from what all ranks have (StepLoss.tokens)."
+        )
     if case.layout.pp > 1 and state:
         yield UnsupportedError(
             f"a forward of {kind} keeps state: {state}. A pipeline calls its parts once per microbatch and for rows"

@@ -44,10 +44,17 @@ FAR = 1_000_000
 
 @dataclass(frozen=True)
 class WrittenState:
-    """A parameter or buffer that a forward writes; ``by_data``: by its rows; ``again``: anew in each call."""
+    """A parameter or buffer that a forward writes.
+
+    Attributes:
+        by_data: what is written depends on what the rows are.
+        by_number: it depends on how many there are.
+        again: it is written anew in each call.
+    """
 
     name: str
     by_data: bool
+    by_number: bool = False
     again: bool = True
 
 
@@ -60,6 +67,7 @@ class Premises:
         parameters: parameters that a forward writes.
         buffers: buffers that a forward writes.
         changes: attributes (or "outputs") by which a later call differs from the first, other than by buffers.
+        counts_rows: those of ``changes`` that grow by the number of rows.
         remembers: whether an earlier batch changes a later one's results, other than by buffers.
         conditional: parameters to which some rows give a gradient and others give none.
         unused: parameters to which no row that was tried gives a gradient.
@@ -72,6 +80,7 @@ class Premises:
     parameters: tuple[WrittenState, ...] = ()
     buffers: tuple[WrittenState, ...] = ()
     changes: tuple[str, ...] = ()
+    counts_rows: tuple[str, ...] = ()
     remembers: bool = False
     conditional: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
@@ -281,20 +290,25 @@ def _redrawn(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _with_state(model: nn.Module, first: Tensor, second: Tensor, found: Premises) -> Premises:
-    made, other = copy_of(model), copy_of(model)
+    made, other, fewer = copy_of(model), copy_of(model), copy_of(model)
     before = _state(made)
     once, counted = _outputs(made, first), _numbers(made)
     after = _state(made)
     twice, state = _outputs(made, first), _state(made)
     counts = tuple(path for path, value in _numbers(made).items() if path in counted and value != counted[path])
+    _outputs(fewer, second[: ROWS // 2])  # the same row, less often
+    by_number = tuple(path for path, value in _numbers(fewer).items() if value != counted.get(path, value))
     _outputs(made, second)
     later = _outputs(made, first)
     _outputs(other, second)
-    instead = _state(other)
+    instead, of_fewer = _state(other), _state(fewer)
     behind_another = _outputs(other, first)
     written = {
         name: WrittenState(
-            name, _differ(instead.get(name, value), after[name]), name in state and _differ(state[name], after[name])
+            name,
+            by_data=_differ(instead.get(name, value), after[name]),
+            by_number=name in of_fewer and name in instead and _differ(of_fewer[name], instead[name]),
+            again=name in state and _differ(state[name], after[name]),
         )
         for name, value in before.items()
         if name in after and _differ(after[name], value)
@@ -310,6 +324,7 @@ def _with_state(model: nn.Module, first: Tensor, second: Tensor, found: Premises
         parameters=tuple(w for name, w in written.items() if name in parameters),
         buffers=buffers,
         changes=(counts or ("outputs",)) if changed and not explained else (),
+        counts_rows=tuple(path for path in counts if path in by_number) if changed else (),
         remembers=_unlike(twice, behind_another) and not explained,
     )
 
