@@ -199,10 +199,10 @@ def test_memory_is_read_from_the_accelerators_allocator(monkeypatch):
 
 
 def test_an_accelerator_computes_in_bf16_by_default():
-    assert rules.resolve_precision(Techniques(), "float32", "xpu").compute == "bfloat16"
-    assert rules.resolve_precision(Techniques(precision=Precision(compute="float32")), "float32", "xpu").compute == (
-        "float32"
-    )
+    assert rules.resolve_precision(Techniques(), {"float32": 1}, "xpu").compute == "bfloat16"
+    assert rules.resolve_precision(
+        Techniques(precision=Precision(compute="float32")), {"float32": 1}, "xpu"
+    ).compute == ("float32")
 
 
 def test_state_rests_in_pinned_memory_where_it_travels_to_an_accelerator(monkeypatch):

@@ -386,12 +386,13 @@ CASES = [
         "parameter 'scale' has no dims and cannot be sharded; give it the shape (1,)",
     ),
     refuse(
-        *("shardable_parameters", mixed_block, FSDP2, {}, UnsupportedError),
-        "block 'blocks.1' mix the dtypes bfloat16, float32; fully_shard needs one dtype. Convert the model first.",
+        *("one_dtype", mixed_block, FSDP2, {}, UnsupportedError),
+        "weights that are sharded, and activations that travel between ranks, have one dtype. Set"
+        " techniques.precision.master = float32 (all weights and",
     ),
     refuse(
-        *("shardable_parameters", mixed_rest, FSDP2, {}, UnsupportedError),
-        "the parameters outside the blocks mix the dtypes float32, float64",
+        *("one_dtype", mixed_rest, FSDP2, {}, UnsupportedError),
+        "is float64, and most elements of Model are float32 (",
     ),
     refuse(
         *("rows_stand_alone", MODELS["BatchNorm"], Layout(dp_replicate=2, dp_shard=3), {}, UnsupportedError),
@@ -813,7 +814,7 @@ def test_requests_that_cannot_be_read_are_refused(techniques, words):
 
 def test_auto_precision_follows_device_and_model():
     resolved = {
-        (dtype, device): rules.resolve_precision(Techniques(), dtype, device)
+        (dtype, device): rules.resolve_precision(Techniques(), {dtype: 1}, device)
         for dtype in ("float32", "bfloat16", "float64")
         for device in ("cpu", "cuda")
     }
@@ -826,7 +827,7 @@ def test_auto_precision_follows_device_and_model():
         ("float64", "cuda"): ("float64", "float64", "float64"),
     }
     given = rules.resolve_precision(
-        Techniques(precision=Precision("fp32", "double", "bf16", "half")), "float64", "cuda"
+        Techniques(precision=Precision("fp32", "double", "bf16", "half")), {"float64": 1}, "cuda"
     )
     assert (given.master, given.compute, given.reduce, given.output) == ("float32", "float64", "bfloat16", "float16")
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import torch
 
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
+FLOATING = frozenset(_BYTES)
 _ALIASES = {
     "fp32": "float32",
     "fp16": "float16",

@@ -95,7 +95,11 @@ def _cast(model: nn.Module, plan: Plan, site: Site) -> nn.Module:
 
 ORDER: tuple[Technique, ...] = (
     Technique(
-        "master_dtype", lambda plan, site: any(p.dtype != plan.precision.master for p in site.facts.parameters), _cast
+        "master_dtype",
+        lambda plan, site: (
+            not plan.precision.is_kept and any(p.dtype != plan.precision.master for p in site.facts.parameters)
+        ),
+        _cast,
     ),
     Technique("freeze", lambda plan, site: bool(plan.frozen), lambda model, plan, site: freezing.apply(model, plan)),
     Technique(

@@ -52,7 +52,7 @@ def lay_out_averaged(
     facts = model_facts(module)
     precision = techniques.precision
     if precision.compute == "auto":  # as the tool does: in the model's dtype, also on an accelerator
-        own = facts.parameters[0].dtype if precision.master == "auto" else precision.master
+        own = max(facts.floating, key=facts.floating.__getitem__) if precision.master == "auto" else precision.master
         techniques = replace(techniques, precision=replace(precision, compute=own))
     plan = plan_for_mesh_sizes(facts, plan_sizes(mesh), device, techniques, "mean")
     if plan.precision.loss_scale:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from meshwright.core.dtypes import FLOATING
 from meshwright.core.errors import ConfigError
 from meshwright.core.names import clean, is_within
 from meshwright.core.record import values_of
@@ -115,6 +116,15 @@ class ModelFacts:
     @property
     def numel(self) -> int:
         return sum(p.numel for p in self.parameters)
+
+    @property
+    def floating(self) -> dict[str, int]:
+        """The floating dtypes of the parameters, with the number of elements of each."""
+        found: dict[str, int] = {}
+        for p in self.parameters:
+            if p.dtype in FLOATING:
+                found[p.dtype] = found.get(p.dtype, 0) + p.numel
+        return found
 
     @property
     def balances_microbatches(self) -> bool:

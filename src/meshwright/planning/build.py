@@ -82,7 +82,7 @@ def plan(
     layout = layout.resolve(cluster.world, ranks_per_node=cluster.ranks_per_node or None)
     requested = _with_schedule_of(layout, requested)
     requested = with_zero_stage(requested, layout)
-    precision = resolve_precision(requested, facts.parameters[0].dtype, cluster.device)
+    precision = resolve_precision(requested, facts.floating, cluster.device)
     technique = _data_technique(requested, layout, precision)
     check(Case(facts, layout, requested, precision, technique, cluster.device, reduction))
     made = _assemble(facts, layout, requested, precision, technique, cluster.device, reduction)
@@ -332,7 +332,7 @@ def _parameters(
             placements = experts.placements(p.shape)
         summed = tensor is not None and cut is None and tensor.is_summed(p.name)
         is_alike = places_of.setdefault((pattern(p.name), p.shape), placements) == placements  # else: a separate row
-        dtype = NF4 if p.name in narrow.in_4_bits else precision.master
+        dtype = NF4 if p.name in narrow.in_4_bits else p.dtype if precision.is_kept else precision.master
         key = (pattern(p.name) if is_alike else p.name, p.shape, dtype, p.trainable, placements, summed)
         before = rows.get(key)
         count = 1 if before is None else before.count + 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, get_args, get_type_hints
 
 from meshwright.core.axes import Axis
@@ -163,14 +163,24 @@ def shardable_parameters(case: Case) -> Found:
     for p in case.facts.parameters:
         if not p.shape:
             yield UnsupportedError(f"parameter '{p.name}' has no dims and cannot be sharded; give it the shape (1,)")
-    for unit in ("", *case.facts.blocks):
-        dtypes = {p.dtype for p in case.facts.of_unit(unit)}
-        if len(dtypes) > 1:
-            where = f"block '{unit}'" if unit else "the parameters outside the blocks"
-            yield UnsupportedError(
-                f"{where} mix the dtypes {', '.join(sorted(dtypes))}; fully_shard needs one dtype. Convert the model"
-                f" first."
-            )
+
+
+def one_dtype(case: Case) -> Found:
+    """Refuse to keep several dtypes where weights are gathered together, or activations travel in one."""
+    sizes = case.layout.tp, case.layout.cp, case.layout.pp, case.layout.ep
+    if not case.precision.is_kept or (case.technique != "fully_shard" and max(sizes) == 1):
+        return
+    most = case.precision.master
+    odd = [p for p in case.facts.parameters if p.dtype in case.facts.floating and p.dtype != most]
+    others = sorted({p.dtype for p in odd} | {most})
+    wide = "float64" if "float64" in others else "float32"
+    yield UnsupportedError(
+        f"parameter '{odd[0].name}' is {odd[0].dtype}, and most elements of {case.facts.kind} are {most} ({len(odd)}"
+        f" of {len(case.facts.parameters)} parameters are in others than that): weights that are sharded, and"
+        f" activations that travel between ranks, have one dtype. Set techniques.precision.master = {wide} (all"
+        f" weights and their optimizer state are converted to it; precision.compute may stay {most}), or convert the"
+        f" model."
+    )
 
 
 def compile_matches(case: Case) -> Found:
@@ -187,6 +197,7 @@ def something_trains(case: Case) -> Found:
 
 
 RULES: tuple[Callable[[Case], Found], ...] = (
+    one_dtype,
     legal_words,
     tensor_words,
     context_companions,
@@ -275,8 +286,13 @@ def check_data(facts: ModelFacts, batch: Batch) -> None:
         )
 
 
-def resolve_precision(techniques: RunTechniques, model_dtype: str, device: str) -> PrecisionPlan:
-    """Resolve the dtypes that "auto" stands for; ConfigError for names that are no dtype."""
+def resolve_precision(techniques: RunTechniques, held: Mapping[str, int], device: str) -> PrecisionPlan:
+    """Resolve the dtypes that "auto" stands for; ConfigError for names that are no dtype.
+
+    Args:
+        held: the dtypes of the model's parameters, with the elements of each.
+    """
+    model_dtype = max(held, key=lambda dtype: held[dtype], default="float32")
     request = techniques.precision
     master = (
         canonical_dtype(request.master, where="techniques.precision.master")
@@ -295,5 +311,10 @@ def resolve_precision(techniques: RunTechniques, model_dtype: str, device: str) 
     )
     output = canonical_dtype(request.output, where="techniques.precision.output") if request.output else None
     return PrecisionPlan(
-        master, compute, reduce, output, loss_scale=request.loss_scale if compute == "float16" else 0.0
+        master,
+        compute,
+        reduce,
+        output,
+        loss_scale=request.loss_scale if compute == "float16" else 0.0,
+        is_kept=request.master == "auto" and len(held) > 1,
     )

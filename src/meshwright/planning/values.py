@@ -154,6 +154,8 @@ class PrecisionPlan:
     """dtypes of parameters at rest (with optimizer state), compute, gradient reduction, output (None: as computed).
 
     ``loss_scale``: the initial loss factor, 0 if the loss is not scaled; see ``distributed/optimizer/loss_scale``.
+    ``is_kept``: parameters have several dtypes and nobody asked for one: each keeps its own, and ``master`` is that of
+    most elements.
     """
 
     master: str
@@ -162,6 +164,7 @@ class PrecisionPlan:
     output: str | None = None
     cast_forward_inputs: bool = True
     loss_scale: float = 0.0
+    is_kept: bool = False
 
     @property
     def is_mixed(self) -> bool:

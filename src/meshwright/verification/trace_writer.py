@@ -64,7 +64,7 @@ def write_trace(config: Config, path: Path, steps: int, progress: Progress) -> T
     refuse_contradictions(config)
     refuse_untraced(config)
     device = choose_backend(config.process.backend)[1]
-    master = resolve_precision(config.techniques, "float32", device).master
+    master = resolve_precision(config.techniques, {"float32": 1}, device).master
     if master not in COMPUTED:
         raise UnsupportedError(
             f"techniques.precision.master = {master}: a trace is written for weights in {' or '.join(COMPUTED)}"
