@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import os
 import re
 import sys
 import types
@@ -34,10 +33,9 @@ class MyModel(nn.Module):
 
 
 def my_batches():
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     generator = torch.Generator().manual_seed(3)
     for _ in range(4):
-        rows = torch.randint(0, 64, (8, 17), generator=generator).chunk(world)[rank]
+        rows = torch.randint(0, 64, (8, 17), generator=generator)
         yield {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
 
 

@@ -129,8 +129,8 @@ def test_the_plan_estimates_every_byte_of_any_shape(pool, case):
 # --- the closed formulas, from nothing but parameter counts
 
 EVEN = DecoderConfig(256, 64, 3, 4, 2, 128, 64)
-SCALARS = 124
-"""Bytes per rank of the words that open and close a step: six counts and the loss over both data axes, a norm, and
+SCALARS = 156
+"""Bytes per rank of the words that open and close a step: eight counts and the loss over both data axes, a norm, and
 the norm of copies.
 """
 

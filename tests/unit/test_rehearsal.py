@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from support.attentions import spelled
 from support.cutting import cut, family, measured, user
 from support.families import MORE, OWN
 from support.users import MODELS
@@ -23,7 +24,7 @@ from meshwright.core.parts import FusedPart
 from meshwright.distributed.exchange import ranks as exchange
 from meshwright.distributed.exchange import threads
 from meshwright.distributed.tensor import ends, functions, layers, loss, normed, rehearsal
-from meshwright.introspection.facts import ModelFacts
+from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.logits.tail import Tail
 from meshwright.introspection.logits.tape import LogitsTape
 from meshwright.planning.tensor.plan import BlocksPlan, RegionPlan, TensorPlan
@@ -189,6 +190,12 @@ BROKEN: dict[str, tuple[Callable[[], ModelFacts], int, bool, Change]] = {
         2,
         True,
         lambda plan: replace(plan, tail=Tail()),
+    ),
+    "features of all heads": (
+        lambda: model_facts(spelled("NanoGPT").double()),
+        2,
+        True,
+        on_form(narrow=False),
     ),
     "numbers left unchanged": (lambda: family("opt"), 2, True, on_form(numbers=())),
     "a bias by heads left whole": (lambda: family("mpt"), 2, True, on_form(arguments=())),

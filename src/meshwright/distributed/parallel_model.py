@@ -34,7 +34,7 @@ from .experts.router_loss import SharedRouterLoss
 from .loss import preference
 from .loss.declared import DeclaredLosses
 from .loss.first_batch import FirstBatch
-from .mesh import data_groups, get_pp_rank, groups_of, is_first_of_stage, tensor_position
+from .mesh import data_groups, data_position, get_pp_rank, groups_of, is_first_of_stage, tensor_position
 from .optimizer import step as optimizer_step
 from .optimizer.grad_clip import EPSILON, gradients_times, local_gradients, scale_gradients, total_norm
 from .optimizer.loss_scale import LossScale
@@ -119,6 +119,16 @@ class ParallelModel(Inference):
     def device(self) -> torch.device:
         """The device of the computation."""
         return current_device(self.plan.device)
+
+    @property
+    def data_rank(self) -> int:
+        """The place of this rank among those that bring other rows; ranks that share rows have the same."""
+        return data_position(self.mesh)[0]
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of shares that a step's rows are dealt to."""
+        return data_position(self.mesh)[1]
 
     def learn_documents(self) -> None:
         """Learn whether positions alone keep packed documents apart in this model (collective: a small forward)."""

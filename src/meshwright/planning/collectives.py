@@ -12,7 +12,7 @@ from .experts.plan import ExpertPlan
 from .shares import BATCH, REPLICAS, TOKENS, Shares
 from .values import Collective, DataParallel, PrecisionPlan, Unit
 
-COUNT_ELEMENTS = 6
+COUNT_ELEMENTS = 8
 """Number of float64 values in the all-reduce that opens a step.
 
 They are: real tokens, their weight, routed tokens, microbatches, their square, ranks with a bad batch; where rows are

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,6 +54,8 @@ class StepOpening:
     data_groups: list[dist.ProcessGroup]
     row_groups: list[dist.ProcessGroup]
     counts_routed: bool
+    is_first: bool = field(default=True, init=False)
+    """Whether no step was opened yet: the first one's batches are compared."""
     needs_tokens: str = field(init=False)
     """The part of the layout that knows batches by their tokens, or ""."""
 
@@ -106,20 +109,27 @@ class StepOpening:
         same_rows = agree.is_equal(rows_word if refusal is None else None, self.row_groups)
         if refusal is None and not same_rows:
             refusal = parts.other_rows(self.plan.size(Axis.CP))
+        is_compared = self.is_first and refusal is None and not is_part
+        mark = step_batch.fingerprint(pieces) % 2**20 if is_compared else 0
+        self.is_first = False
         counts = [
             *counted.words,
             len(pieces),
             len(pieces) ** 2,
             refusal is not None,
+            mark,
+            mark**2,
             *([is_part] if self.context else []),
             *([lacks] if self.may_lack_reference else []),
         ]
         own = counted.losses if self.declared is None else (counted.losses or [0.0] * len(self.declared.losses))
         words = agree.total(torch.tensor([*counts, *own], dtype=torch.float64), self.data_groups).tolist()  # < 2^53
-        tokens, weight, routed, number, squares, refused, *others = words
+        tokens, weight, routed, number, squares, refused, marks, mark_squares, *others = words
         if refused:
             agree.raise_first(refusal, self.data_groups)
         ranks = self.plan.shares.batch_ranks
+        if mark and ranks > 1 and int(marks) ** 2 == int(mark_squares) * ranks:
+            self._say_that_rows_are_alike(ranks)
         brought, declared = others[: len(others) - len(own)], others[len(others) - len(own) :]
         if self.may_lack_reference:
             preference.refuse_some(int(brought.pop()), ranks)
@@ -136,6 +146,16 @@ class StepOpening:
             self.declared.begin(declared)
             weight = 1.0  # each loss is divided by its own count
         return OpenedStep(pieces, int(tokens), weight, int(routed))
+
+    def _say_that_rows_are_alike(self, ranks: int) -> None:
+        if dist.get_rank() == 0:
+            warnings.warn(
+                f"all {ranks} data ranks brought the same rows in the first step, so each computes the same gradients:"
+                f" the losses are right, and the work is done {ranks} times. Give each rank its share of a batch:"
+                f" {{key: rows[model.data_rank :: model.data_ranks] for key, rows in batch.items()}}, or a"
+                f" DistributedSampler(data, model.data_ranks, model.data_rank)",
+                stacklevel=2,
+            )
 
     def cut_alike(self, pieces: list[step_batch.Batch]) -> list[step_batch.Batch]:
         """Return this rank's tokens of microbatches of whole rows, which all ranks that share rows bring (collective).

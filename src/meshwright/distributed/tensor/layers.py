@@ -200,8 +200,9 @@ def container(module: nn.Module, path: str, form: LocalForm, runtime: Runtime) -
         def container_forward(*args: Any, **kwargs: Any) -> Any:
             given: dict[int | str, Tensor] = {}
             made = None
-            if form.hidden and runtime.sequence.cut:
-                made = runtime.stand_in(argument(args, kwargs, form.hidden[0]))
+            if form.hidden and (runtime.sequence.cut or form.narrow):
+                parts = runtime.group.size if form.narrow else 1
+                made = runtime.stand_in(argument(args, kwargs, form.hidden[0]), parts)
                 given |= dict.fromkeys(form.hidden, made)
             for shared in form.arguments:
                 whole = argument(args, kwargs, shared.key)

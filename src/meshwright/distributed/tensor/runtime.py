@@ -83,17 +83,19 @@ class Runtime(LossSite):
     def group(self) -> RankGroup:
         return self.sequence.group
 
-    def stand_in(self, part: Tensor) -> Tensor:
+    def stand_in(self, part: Tensor, parts: int = 1) -> Tensor:
         """Return a tensor with the shape of the whole sequence that takes no memory, for code that only reads shapes.
 
-        Its values are NaN.
+        Its values are NaN. It has one of ``parts`` parts of the features.
         """
         sequence = self.sequence
-        if part.dim() == 2:
+        if not sequence.cut:
+            shape = part.shape
+        elif part.dim() == 2:
             shape = (sequence.rows * sequence.length(part.shape[0] // sequence.rows), part.shape[-1])
         else:
             shape = (part.shape[0], sequence.length(part.shape[1]), *part.shape[2:])
-        made = without_values(part, shape)
+        made = without_values(part, (*shape[:-1], shape[-1] // parts))
         self._standing_for.append((made, part))
         return made
 

@@ -66,11 +66,14 @@ class LocalForm:
     Attributes:
         hidden: arguments of the container that its producers take unchanged and no other module reads; else none.
         numbers, arguments: the numbers and arguments that change while the region runs.
+        narrow: what stands in for ``hidden`` has a rank's share of the features: the region divides their number by
+            its heads (``C // self.n_head``).
     """
 
     hidden: tuple[int | str, ...] = ()
     numbers: tuple[LocalNumber, ...] = ()
     arguments: tuple[LocalArgument, ...] = ()
+    narrow: bool = False
 
 
 def local_form(probes: list[Probe], region: Region, ranks: int) -> LocalForm | None:
@@ -89,8 +92,11 @@ def local_form(probes: list[Probe], region: Region, ranks: int) -> LocalForm | N
         for arguments in ((), *((argument,) for argument in rehearsals[0].arguments())):
             for changes in _changes(numbers):
                 if all(rehearsal.succeeds(changes, arguments) for rehearsal in rehearsals):
-                    alone = all(rehearsal.succeeds(changes, arguments, without_hidden=True) for rehearsal in rehearsals)
+                    alone = all(rehearsal.succeeds(changes, arguments, features=1) for rehearsal in rehearsals)
                     return LocalForm(rehearsals[0].hidden if alone else (), changes, arguments)
+        for changes in _changes(numbers):
+            if all(rehearsal.succeeds(changes, (), features=ranks) for rehearsal in rehearsals):
+                return LocalForm(rehearsals[0].hidden, changes, narrow=True)
     return None
 
 
@@ -152,17 +158,22 @@ class _Rehearsal:
         return made
 
     def succeeds(
-        self, numbers: tuple[LocalNumber, ...], arguments: tuple[LocalArgument, ...], *, without_hidden: bool = False
+        self, numbers: tuple[LocalNumber, ...], arguments: tuple[LocalArgument, ...], *, features: int = 0
     ) -> bool:
-        """Return whether on every rank's copy the consumer's input is that rank's slice of the recorded one."""
-        if without_hidden and not self.hidden:
+        """Return whether on every rank's copy the consumer's input is that rank's slice of the recorded one.
+
+        Args:
+            features: something without values stands in for the hidden argument, with one of so many parts of its
+                features; 0: the argument itself.
+        """
+        if features and not self.hidden:
             return False
         cut = self.region.cut_of(f"{self.region.consumer}.weight")
         assert cut is not None
         whole = self.probe.calls[self.region.consumer][0].entered
         assert whole is not None
         for rank, module in enumerate(self.copies):
-            found = self._run(module, rank, numbers, arguments, without_hidden)
+            found = self._run(module, rank, numbers, arguments, features)
             expected = take(whole, -1, cut.parts, rank, self.ranks)
             if found is None or found.shape != expected.shape or not _close(found, expected):
                 return False
@@ -174,15 +185,16 @@ class _Rehearsal:
         rank: int,
         numbers: tuple[LocalNumber, ...],
         arguments: tuple[LocalArgument, ...],
-        without_hidden: bool,
+        features: int,
     ) -> Tensor | None:
         args, kwargs = list(self.call.args), dict(self.call.kwargs)
         rows = self._rows()
         given: dict[int | str, Tensor] = {
             a.key: share_of(self.call.tensors[a.key], a, rows, rank, self.ranks) for a in arguments
         }
-        if without_hidden:
-            given |= {key: torch.full_like(self.call.tensors[key], torch.nan) for key in self.hidden}
+        for key in self.hidden if features else ():
+            value = self.call.tensors[key]
+            given[key] = value.new_full((*value.shape[:-1], value.shape[-1] // features), torch.nan)
         for key, value in given.items():
             (args if isinstance(key, int) else kwargs)[key] = value  # type: ignore[index]
         self.entered = None
@@ -191,7 +203,7 @@ class _Rehearsal:
                 left = Call.of((), {}, module(*args, **kwargs)).left
             except Exception:  # noqa: BLE001  (whatever the model's code raises when its sizes do not fit)
                 return None
-        if without_hidden and left is not None and left.isnan().any():  # the container adds its input to its output
+        if features and left is not None and left.isnan().any():  # the container adds its input to its output
             return None
         return self.entered
 

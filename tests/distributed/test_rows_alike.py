@@ -1,0 +1,32 @@
+"""Rows that every data rank brings: right, and the same work several times; said once, with the way out."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from support.users import User
+
+from meshwright import Layout, parallelize
+
+
+def warned(share):
+    torch.manual_seed(0)
+    model = parallelize(User(), Layout(dp_shard=-1), audit=False)
+    tokens = torch.arange(32).view(8, 4)
+    given = {"tokens": tokens, "labels": tokens}
+    if share:
+        given = {key: rows[model.data_rank :: model.data_ranks] for key, rows in given.items()}
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        losses = [float(model.forward_backward(given).loss) for _ in range(2)]
+    return [str(one.message) for one in found if "the same rows" in str(one.message)], losses
+
+
+def test_rows_that_every_rank_brings_are_said_once_with_the_way_out(spmd):
+    alike, shares = spmd(4, warned, False), spmd(4, warned, True)
+    assert [len(said) for said, _ in alike] == [1, 0, 0, 0], "once, by the first rank"
+    assert "all 4 data ranks brought the same rows" in alike[0][0][0] and "model.data_rank :: " in alike[0][0][0]
+    assert all(not said for said, _ in shares)
+    assert [losses for _, losses in shares] == [pytest.approx(alike[0][1], rel=1e-6)] * 4
