@@ -2,12 +2,54 @@
 
 from __future__ import annotations
 
-import pytest
-from support.attentions import SPELLINGS, spelled
+import importlib
+import re
+from unittest.mock import patch
 
-from meshwright import Layout, plan
+import pytest
+from support.attentions import SPELLINGS, Spelled, spelled
+
+from meshwright import Layout, parallelize, plan
 from meshwright.distributed.tensor import rehearsal
 from meshwright.introspection.facts import model_facts
+
+parallelize_module = importlib.import_module("meshwright.distributed.parallelize")
+
+
+class Literal(Spelled):
+    """The number of heads stands in the code."""
+
+    fused = False
+
+    def heads(self, x):
+        b, t, _ = x.shape
+        return tuple(layer(x).view(b, t, 4, 4).transpose(1, 2) for layer in (self.q, self.k, self.v))
+
+
+def literal():
+    model = spelled("NanoGPT")
+    model.config.attention = "Literal"
+    for layer in model.layers:
+        layer.attention = Literal()
+    return model
+
+
+def test_what_is_left_whole_comes_first_with_its_line_and_the_change(caplog):
+    note = plan(literal(), Layout(dp_shard=1, tp=2)).notes[0]
+    assert "layers.*.attention: its heads could not be computed apart" in note
+    assert re.search(r"at test_attention_spellings.py:\d+, 'return tuple\(layer\(x\).view\(b, t, 4, 4\)", note)
+    assert "view(b, t, -1, head_dim)" in note
+
+
+def warned():
+    with patch.object(parallelize_module.log, "warning") as warning:
+        parallelize(literal(), Layout(dp_shard=1, tp=2), audit=False)
+    return [str(call.args) for call in warning.call_args_list]
+
+
+def test_it_is_said_at_the_start_by_one_rank(spmd):
+    first, second = spmd(2, warned)
+    assert len(first) == 1 and "layers.*.attention" in first[0] and not second
 
 
 @pytest.mark.parametrize("is_cut_along_sequence", [True, False])

@@ -356,10 +356,8 @@ def test_a_bias_of_each_head_is_cut_though_most_of_its_distances_do_not_occur():
 def test_a_region_that_has_no_local_form_stays_whole_and_says_so():
     plan, notes = cut(user("fixed slopes"))
     assert [p.region.kind for p in plan.kinds[0].regions] == ["feed_forward"] and not plan.sequence_parallel
-    assert (
-        notes[0]
-        == "layers.*.attention: its heads could not be computed apart, so every rank computes this attention whole"
-    )
+    said = "layers.*.attention: its heads could not be computed apart, so every rank computes this attention whole"
+    assert notes[0].startswith(said)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from logging import getLogger
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +28,7 @@ from meshwright.planning.build import plan_for_mesh_sizes
 from meshwright.planning.layout import Layout
 from meshwright.planning.plan import Plan
 from meshwright.planning.techniques import Techniques, as_techniques
+from meshwright.planning.tensor.make import LEFT_TO_EVERY_RANK
 
 from . import order
 from .context.rehearsal import keep_for_batches
@@ -42,6 +44,8 @@ from .setup import DistributedConfig, bound_device, choose_backend, init_distrib
 from .step import own_loss
 from .tensor.rehearsal import prove
 from .weights.weights import Weights
+
+log = getLogger("meshwright")
 
 Result = TypeVar("Result")
 
@@ -121,6 +125,9 @@ def parallelize(
             _refuse_other_sizes(plan, {axis.value: wanted.size(axis) for axis in (*WORLD_AXES, Axis.EP)})
         _refuse_early(plan, loss_fn)
         mesh = _bring_up(plan, config, seed)
+    for note in plan.notes if get_world_info()[0] == 0 else ():
+        if LEFT_TO_EVERY_RANK in note:
+            log.warning("layout.tp = %d: %s", plan.size(Axis.TP), note)
     adds_up = own_loss.check(loss_fn, facts.vocab_size, torch.device(plan.device), plan)
     refused = _once(mesh, partial(_prove, facts, plan, loss_fn))
     if plan.context is not None:

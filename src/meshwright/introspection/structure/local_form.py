@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import copy
 import itertools
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from .call import Call
 from .probe import Probe
 from .region import Region
 
+TORCH = str(Path(torch.__file__).parent)
 TOLERANCE = 1e-5
 """Relative; models that compute norms or softmax in fp32 whatever their dtype are not exact in fp64."""
 MOST_CHANGES = 4
@@ -100,6 +103,17 @@ def local_form(probes: list[Probe], region: Region, ranks: int) -> LocalForm | N
     return None
 
 
+def line_that_stops(probe: Probe, region: Region, ranks: int) -> str:
+    """Return the model's line that does not compute on one rank's slices as it stands; "" if none stops.
+
+    Where other tensors than expected come out, no line stops.
+    """
+    rehearsal = _Rehearsal(probe, region, ranks)
+    with torch.no_grad():
+        rehearsal.succeeds((), ())
+    return rehearsal.stopped
+
+
 def _changes(numbers: dict[tuple[str, str], list[tuple[int, int]]]) -> Iterator[tuple[LocalNumber, ...]]:
     """Yield every way to change some of the numbers, fewest first."""
     for count in range(min(len(numbers), MOST_CHANGES) + 1):
@@ -128,6 +142,7 @@ class _Rehearsal:
         self.call = probe.calls[region.container][0]
         self.hidden = self._hidden()
         self.entered: Tensor | None = None
+        self.stopped = ""
         self.copies = [self._copy(rank) for rank in range(ranks)]
 
     def _hidden(self) -> tuple[int | str, ...]:
@@ -201,7 +216,10 @@ class _Rehearsal:
         with changed(module, self.region.container, numbers), _NoEmptyAttention():
             try:
                 left = Call.of((), {}, module(*args, **kwargs)).left
-            except Exception:  # noqa: BLE001  (whatever the model's code raises when its sizes do not fit)
+            except Exception as error:  # noqa: BLE001  (whatever the model's code raises when its sizes do not fit)
+                frames = traceback.extract_tb(error.__traceback__)
+                own = [f for f in frames if not f.filename.startswith((TORCH, str(Path(__file__).parent)))]
+                self.stopped = f"{Path(own[-1].filename).name}:{own[-1].lineno}, '{own[-1].line}'" if own else ""
                 return None
         if features and left is not None and left.isnan().any():  # the container adds its input to its output
             return None

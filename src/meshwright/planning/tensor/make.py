@@ -8,7 +8,7 @@ from meshwright.core.units import bytes_text
 from meshwright.introspection.module_kinds import ModuleKind
 from meshwright.introspection.structure import Measured
 from meshwright.introspection.structure.adapters import SCALED
-from meshwright.introspection.structure.local_form import LocalForm
+from meshwright.introspection.structure.local_form import LocalForm, line_that_stops
 from meshwright.introspection.structure.structure import BlockKind
 
 from .plan import BlocksPlan, RegionPlan, TensorPlan
@@ -97,7 +97,10 @@ def _blocks_plan(measured: Measured, kind: BlockKind, words: Words, notes: list[
                 f"tensor plan: {name}.{region.container}: {LEFT_WHOLE[region.kind]}. Leave its layers out of the plan."
             )
         if form is None:
-            notes.append(f"{name}.{region.container}: {LEFT_WHOLE[region.kind]}")
+            line = line_that_stops(measured.probes[first][0], region, measured.ranks)
+            change = f" (at {line}; a number of heads that is -1 there, as in view(b, t, -1, head_dim), fits any rank)"
+            is_attention = bool(line) and region.kind == "attention"
+            notes.append(f"{name}.{region.container}: {LEFT_WHOLE[region.kind]}{change if is_attention else ''}")
         else:
             kept.append(RegionPlan(region, form))
     built = given.built(kind, measured.ranks) if given is not None else ()
@@ -146,9 +149,10 @@ def _cut_modules(plan: TensorPlan) -> dict[str, str]:
     return found
 
 
+LEFT_TO_EVERY_RANK = "so every rank computes"
 LEFT_WHOLE = {
-    "attention": "its heads could not be computed apart, so every rank computes this attention whole",
-    "feed_forward": "it could not be computed in parts, so every rank computes it whole",
+    "attention": f"its heads could not be computed apart, {LEFT_TO_EVERY_RANK} this attention whole",
+    "feed_forward": f"it could not be computed in parts, {LEFT_TO_EVERY_RANK} it whole",
 }
 
 
