@@ -593,3 +593,25 @@ def test_arguments_are_bound_by_what_is_installed(spmd):
     assert found["lacking"].startswith(
         "UnsupportedError: nccl_ub = True: megatron-fsdp 0.1 has no such argument (module, device_mesh,"
     )
+
+
+# --- the older order, each argument one place earlier
+
+
+def in_the_older_order():
+    mesh = init_distributed(DP2)
+    model = nvfsdp_strategy_parallelize(copy.deepcopy(built()), mesh, ["torch.nn.Linear"], None, "optim_grads")
+    said = []
+    for wrong in (("optim_grads", True), (7,), (None, 3)):
+        try:
+            nvfsdp_strategy_parallelize(copy.deepcopy(built()), mesh, ["torch.nn.Linear"], None, *wrong)
+        except ConfigError as refusal:
+            said.append(str(refusal))
+    return isinstance(next(model.parameters()), torch.distributed.tensor.DTensor), said
+
+
+def test_the_older_order_is_read_whole(spmd):
+    for is_sharded, said in spmd(2, in_the_older_order):
+        assert isinstance(is_sharded, bool) and len(said) == 3
+        assert "given by name, and here True stands there" in said[0]
+        assert said[1].startswith("tp_shard_plan is a int") and said[2].startswith("data_parallel_sharding_strategy is")

@@ -103,6 +103,11 @@ class _ConfigReader:
             found = self._arm(arm, value, key)
             if found is not _NO:
                 return found
+        texts = [
+            get_origin(arm) for arm in union_arms(wanted) if get_args(arm)[:1] == (str,) and get_origin(arm) is not dict
+        ]
+        if isinstance(value, str) and texts:
+            return texts[0]([value])  # a list of one
         raise self._mismatch(wanted, value, key)
 
     def _arm(self, arm: Any, value: Any, key: str) -> Any:
@@ -170,8 +175,6 @@ def _hint(wanted: Any, value: Any, key: str) -> str:
     leaf = key.rpartition(".")[2]
     members = union_arms(wanted)
     if isinstance(value, str):
-        if any(get_origin(arm) in (tuple, list) and str in get_args(arm) for arm in members):
-            return f" Write: {leaf} = [{shown(value)}]"
         if any(_reads_as(arm, value) for arm in members):
             return f" Write it without quotes: {leaf} = {value.strip().lower()}"
         return nearest(value, [choice for arm in members for choice in _choices(arm)])

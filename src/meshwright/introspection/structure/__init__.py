@@ -12,7 +12,7 @@ from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean
 from meshwright.introspection.small.sample import Sample, samples_of
 
-from .local_form import LocalForm, local_form
+from .local_form import LocalForm, line_that_stops, local_form
 from .probe import Probe
 from .region import Region, resized, shapes_of
 from .structure import Structure, forms, measure
@@ -50,8 +50,18 @@ class Measured:
         known = {path for probe in probes for path in probe.calls}
         if not probes or not known.issuperset((region.container, *region.linears)):
             return None
-        small = resized(region, self.shapes[block], shapes_of(probes[0].block), Fraction(1, self.sample.heads))
-        return local_form(probes, small, self.ranks)
+        return local_form(probes, self._small(block, region), self.ranks)
+
+    def line_that_stops(self, block: str, region: Region) -> str:
+        """Return the model's line at which a region of these sizes does not compute on one rank; "" if none stops."""
+        small = self._small(block, region)
+        fits = region.fits(self.ranks) and small.fits(self.ranks)
+        return line_that_stops(self.probes[block][0], small, self.ranks) if fits else ""
+
+    def _small(self, block: str, region: Region) -> Region:
+        """Return a region in the sample's sizes."""
+        shapes = shapes_of(self.probes[block][0].block)
+        return resized(region, self.shapes[block], shapes, Fraction(1, self.sample.heads))
 
 
 def measured(model: nn.Module, arguments: dict[str, str | None], ranks: int) -> Measured:

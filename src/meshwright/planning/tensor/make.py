@@ -8,7 +8,7 @@ from meshwright.core.units import bytes_text
 from meshwright.introspection.module_kinds import ModuleKind
 from meshwright.introspection.structure import Measured
 from meshwright.introspection.structure.adapters import SCALED
-from meshwright.introspection.structure.local_form import LocalForm, line_that_stops
+from meshwright.introspection.structure.local_form import LocalForm
 from meshwright.introspection.structure.structure import BlockKind
 
 from .plan import BlocksPlan, RegionPlan, TensorPlan
@@ -97,7 +97,7 @@ def _blocks_plan(measured: Measured, kind: BlockKind, words: Words, notes: list[
                 f"tensor plan: {name}.{region.container}: {LEFT_WHOLE[region.kind]}. Leave its layers out of the plan."
             )
         if form is None:
-            line = line_that_stops(measured.probes[first][0], region, measured.ranks)
+            line = measured.line_that_stops(first, region)
             change = f" (at {line}; a number of heads that is -1 there, as in view(b, t, -1, head_dim), fits any rank)"
             is_attention = bool(line) and region.kind == "attention"
             notes.append(f"{name}.{region.container}: {LEFT_WHOLE[region.kind]}{change if is_attention else ''}")

@@ -47,6 +47,7 @@ from .units import unit_classes, with_units
 
 log = logging.getLogger("meshwright")
 DOOR = "nvfsdp_strategy_parallelize"
+DEFAULT_STRATEGY = "optim_grads_params"
 
 
 def nvfsdp_strategy_parallelize(
@@ -55,7 +56,7 @@ def nvfsdp_strategy_parallelize(
     optimizer: torch.optim.Optimizer | Sequence[str | type] | None = None,
     nvfsdp_unit_modules: Sequence[str | type] | Mapping[str, str | ParallelStyle] | None = None,
     tp_shard_plan: Mapping[str, str | ParallelStyle] | None = None,
-    data_parallel_sharding_strategy: str = "optim_grads_params",
+    data_parallel_sharding_strategy: str = DEFAULT_STRATEGY,
     init_nvfsdp_with_meta_device: bool = False,
     grad_reduce_in_fp32: bool = False,
     preserve_fp32_weights: bool = False,
@@ -108,9 +109,11 @@ def nvfsdp_strategy_parallelize(
             nccl_ub, fsdp_double_buffer), and features that the engine lacks.
     """
     given = locals()
-    optimizer, units, tp_shard_plan = _by_kind(optimizer, nvfsdp_unit_modules, tp_shard_plan)
+    optimizer, units, tp_shard_plan, strategy = _by_kind(
+        optimizer, nvfsdp_unit_modules, tp_shard_plan, data_parallel_sharding_strategy
+    )
     device_mesh = known_mesh(device_mesh, NEMO_NAMES)
-    options = ZeroOptions.of(given | {"nvfsdp_unit_modules": units})
+    options = ZeroOptions.of(given | {"nvfsdp_unit_modules": units, "data_parallel_sharding_strategy": strategy})
     options.check()
     facts = model_facts(model)
     _check_meta(facts, options)
@@ -144,9 +147,25 @@ def nvfsdp_strategy_parallelize(
 
 
 def _by_kind(
-    third: Any, fourth: Any, tp_shard_plan: Mapping[str, str | ParallelStyle] | None
-) -> tuple[torch.optim.Optimizer | None, Sequence[str | type] | None, Mapping[str, str | ParallelStyle] | None]:
+    third: Any, fourth: Any, tp_shard_plan: Any, strategy: Any
+) -> tuple[torch.optim.Optimizer | None, Sequence[str | type] | None, Mapping[str, str | ParallelStyle] | None, str]:
     """Sort the arguments after the mesh, in the current order or the older one without the optimizer."""
+    if isinstance(tp_shard_plan, str) and isinstance(third, (list, tuple)):  # each one place earlier
+        if strategy != DEFAULT_STRATEGY:
+            raise ConfigError(
+                f"without an optimizer in third place, what follows '{tp_shard_plan}' is given by name, and here"
+                f" {strategy!r} stands there: init_nvfsdp_with_meta_device=..., grad_reduce_in_fp32=..."
+            )
+        tp_shard_plan, strategy = None, tp_shard_plan
+    if tp_shard_plan is not None and not isinstance(tp_shard_plan, Mapping):
+        raise ConfigError(
+            f"tp_shard_plan is a {type(tp_shard_plan).__name__}: it maps names of layers to styles, such as"
+            f" {{'model.layers.*.mlp.up_proj': 'colwise'}}"
+        )
+    if not isinstance(strategy, str):
+        raise ConfigError(
+            f"data_parallel_sharding_strategy is a {type(strategy).__name__}: it is a word, such as 'optim_grads'"
+        )
     optimizer, units = third, fourth
     if isinstance(third, (list, tuple)):
         optimizer, units = None, third
@@ -163,7 +182,7 @@ def _by_kind(
         raise ConfigError(
             f"nvfsdp_unit_modules is a {type(units).__name__}: it is a list of classes, or of their paths"
         )
-    return optimizer, units, tp_shard_plan
+    return optimizer, units, tp_shard_plan, strategy
 
 
 def _lay_out(
