@@ -8,6 +8,7 @@ import pytest
 import torch
 from support import families
 from support.mixing import WIDTH, Model, by_hand, causal, shifted
+from support.releases import TRANSFORMERS, not_of_517
 from torch import Tensor, nn
 
 from meshwright import Layout, UnsupportedError, plan
@@ -151,6 +152,7 @@ def test_a_model_without_mixing_is_refused():
         plan(Alone(), Layout(dp_shard=1, cp=2))
 
 
+@not_of_517
 def test_parts_of_whole_rows_on_tensor_ranks_are_refused():
     model = families.on_cpu(families.config_of("mamba2"))
     with pytest.raises(UnsupportedError, match="Set techniques.sequence_parallel = false, or layout.tp = 1"):
@@ -198,6 +200,8 @@ FAULTS = [
 
 @pytest.mark.parametrize(("fault", "family"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
 def test_a_broken_mixer_is_refused_by_the_rehearsal(monkeypatch, fault, family):
+    if fault is heads_of_the_next_rank and TRANSFORMERS == (5, 17):
+        pytest.skip("transformers 5.17's Mamba-2 has no heads that ranks share")
     facts = model_facts(families.on_cpu(families.config_of(family)))
     made = plan(facts, Layout(dp_shard=1, cp=2)).context
     assert made is not None

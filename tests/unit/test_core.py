@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.releases import installed
 
 from meshwright.core.dtypes import canonical_dtype, dtype_bytes, torch_dtype
 from meshwright.core.errors import (
@@ -136,6 +137,7 @@ def test_every_error_is_ours_and_pythons(error, sibling, status):
     assert isinstance(error, MeshwrightError) and isinstance(error, sibling) and error.exit_status == status
 
 
+@installed
 def test_a_missing_extra_names_its_packages_and_no_index_is_asked_for_meshwright(monkeypatch):
     wanted = "pip install 'tensorboard>=2.21' 'wandb>=0.30'"
     assert wanted in str(MissingExtraError("TensorBoard", "tensorboard", "track"))

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support.releases import installed
 
 from meshwright.core.errors import ConfigError, MissingExtraError
 from meshwright.data.corpus.cache import open_corpus, prepare
@@ -153,6 +154,7 @@ def test_a_name_leads_to_no_place_outside_its_snapshot(cache):
         scan_sources("some/name/../../../secret")
 
 
+@installed
 def test_a_missing_package_is_a_sentence(tmp_path, monkeypatch):
     (tmp_path / "train-00000-of-00001.parquet").write_text("x")
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)

@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from support.releases import installed
 
 from meshwright.cli import main as cli
 from meshwright.core.errors import ConfigError
@@ -118,6 +119,7 @@ def test_damage_is_refused_in_words(change, words):
         from_json(damaged(change), "machine.json")
 
 
+@installed
 def test_files_that_are_no_profile_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"there is no such file. Write one with \S*meshwright measure"):
         read_profile(tmp_path / "none.json")

@@ -16,6 +16,7 @@ import torch
 from support.attentions import spelled
 from support.cutting import cut, family, measured, user
 from support.families import MORE, OWN
+from support.releases import TRANSFORMERS
 from support.users import MODELS
 from torch import Tensor
 
@@ -226,6 +227,8 @@ BROKEN: dict[str, tuple[Callable[[], ModelFacts], int, bool, Change]] = {
 @pytest.mark.kills("plans", "name")
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_plan_is_refused(name):
+    if name == "numbers left unchanged" and TRANSFORMERS == (5, 17):
+        pytest.skip("transformers 5.17's OPT is refused for another reason: it draws whether a block is skipped")
     facts, ranks, cut_sequences, change = BROKEN[name]
     plan, _ = cut(facts(), ranks, sequence_parallel=cut_sequences)
     rehearsal.prove(facts(), plan)

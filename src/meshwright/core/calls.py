@@ -43,7 +43,7 @@ def without_values(like: Tensor, shape: Iterable[int]) -> Tensor:
 
 def show_computed(deferred: Tensor, part: Tensor) -> None:
     """Keep on a tensor without values what a module computed in its place, for whom observes the module."""
-    deferred.__dict__["computed"] = part
+    deferred.computed = part  # type: ignore[attr-defined]
 
 
 def computed(output: Any) -> Any:

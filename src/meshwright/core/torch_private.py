@@ -94,9 +94,6 @@ SAMPLES_NORMAL = "_no_grad_trunc_normal_"
 """Name of torch.nn.init's function that redraws out-of-bounds numbers."""
 
 
-# --- tensors and operators
-
-
 def has_no_values(value: Any) -> bool:
     """Return whether a value is a tensor of a dry run."""
     return _FAKE is not None and isinstance(value, _FAKE)
@@ -121,14 +118,8 @@ def version_of(tensor: Tensor) -> int:
 
 def wrapper(kind: type, like: Tensor, device: torch.device) -> Any:
     """Return a tensor of a subclass without storage, that has the sizes, strides and dtype of ``like``."""
-    return found("torch.Tensor._make_wrapper_subclass")(
-        kind,
-        like.shape,
-        strides=like.stride(),
-        storage_offset=like.storage_offset(),
-        dtype=like.dtype,
-        device=device,
-    )
+    make = found("torch.Tensor._make_wrapper_subclass")
+    return make(kind, like.shape, like.stride(), like.storage_offset(), dtype=like.dtype, device=device)
 
 
 def without_subclass_functions() -> AbstractContextManager[Any]:

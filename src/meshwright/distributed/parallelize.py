@@ -114,7 +114,7 @@ def parallelize(
         if plan is None:
             sizes, device = plan_sizes(mesh), mesh.device_type
             plan = _once(mesh, lambda: plan_for_mesh_sizes(facts, sizes, device, requested, "sum"))
-        _refuse_early(plan, loss_fn)
+        _check_early(plan, loss_fn)
     else:
         config = mesh if isinstance(mesh, DistributedConfig) else DistributedConfig(**vars(mesh or Layout()))
         if plan is None:
@@ -123,11 +123,8 @@ def parallelize(
         elif mesh is not None:
             wanted = config.resolve(plan.world)
             _refuse_other_sizes(plan, {axis.value: wanted.size(axis) for axis in (*WORLD_AXES, Axis.EP)})
-        _refuse_early(plan, loss_fn)
+        _check_early(plan, loss_fn)
         mesh = _bring_up(plan, config, seed)
-    for note in plan.notes if get_world_info()[0] == 0 else ():
-        if LEFT_TO_EVERY_RANK in note:
-            log.warning("layout.tp = %d: %s", plan.size(Axis.TP), note)
     adds_up = own_loss.check(loss_fn, facts.vocab_size, torch.device(plan.device), plan)
     refused = _once(mesh, partial(_prove, facts, plan, loss_fn))
     if plan.context is not None:
@@ -143,9 +140,12 @@ def parallelize(
     return made
 
 
-def _refuse_early(plan: Plan, loss_fn: object) -> None:
+def _check_early(plan: Plan, loss_fn: object) -> None:
     refuse_absent(plan)
     preference.refuse(loss_fn, plan)
+    for note in plan.notes if get_world_info()[0] == 0 else ():
+        if LEFT_TO_EVERY_RANK in note:
+            log.warning("layout.tp = %d: %s", plan.size(Axis.TP), note)
 
 
 def _once(mesh: DeviceMesh | None, decide: Callable[[], Result]) -> Result:

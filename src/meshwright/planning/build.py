@@ -33,6 +33,7 @@ from .pipeline.plan import PipelinePlan
 from .pipeline.rules import check_trained
 from .pipeline.stages import pipeline_collectives, recomputed_in, units_of_stages
 from .plan import Plan
+from .premise_rules import may_be_idle
 from .quantize.format import NF4
 from .quantize.plan import rounded_weights
 from .recompute.plan import checkpointed_modules, sent_again
@@ -254,7 +255,7 @@ def _without_skipped(facts: ModelFacts, layout: Layout) -> ModelFacts:
     """Drop blocks that some batches skip: all ranks gather or none, so their weights join those outside blocks."""
     if shares_of(layout).batch_ranks == 1:
         return facts
-    idle = set(facts.measurements.premises().idle)
+    idle = may_be_idle(facts)
     skipped = {
         block
         for block in facts.blocks
@@ -265,7 +266,7 @@ def _without_skipped(facts: ModelFacts, layout: Layout) -> ModelFacts:
 
 def _idle(facts: ModelFacts, layout: Layout) -> tuple[str, ...]:
     """List the parameters that some ranks may leave without a gradient; in a pipeline, those of images alone."""
-    found = set(facts.measurements.premises().idle) if layout.pp == 1 else set()
+    found = may_be_idle(facts) if layout.pp == 1 else set()
     return tuple(p.name for p in facts.parameters if p.trainable and (p.name in found or facts.is_of_images(p.name)))
 
 

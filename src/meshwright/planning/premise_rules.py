@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from meshwright.core.errors import UnsupportedError
-from meshwright.core.names import is_within
+from meshwright.core.names import is_within, pattern
+from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.premises.hooks import hooks_of
 from meshwright.introspection.premises.premises import GRADIENT
 
@@ -183,3 +184,16 @@ def _some(names: Iterable[str]) -> str:
     known = list(dict.fromkeys(names))
     more = f" and {len(known) - 3} more" if len(known) > 3 else ""
     return ", ".join(known[:3]) + more
+
+
+def may_be_idle(facts: ModelFacts) -> set[str]:
+    """Return the parameters that may get no gradient: those seen on the small copy, and in blocks that it lacks."""
+    idle = facts.measurements.premises().idle
+    if not idle:
+        return set()
+    try:
+        has_all = len(facts.measurements.sample().blocks) >= len(facts.token_blocks)
+    except UnsupportedError:
+        has_all = True
+    alike = set() if has_all else {pattern(n) for n in idle if any(is_within(n, block) for block in facts.blocks)}
+    return {p.name for p in facts.parameters if p.name in idle or pattern(p.name) in alike}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import random
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -23,6 +25,8 @@ from meshwright.introspection.structure.experts import find_stacks
 
 ROWS = 4
 """Rows of a batch."""
+MIDDLE, EXTREMES = 0.5, (0.0, 1.0 - 2.0**-20)
+"""Values of a held uniform draw: by itself, and to toss a coin both ways, unless one side has no chance."""
 
 
 @dataclass
@@ -39,6 +43,8 @@ class Play:
     reads: tuple[Any, ...] = ()
     decides: bool = False
     """Whether Python saw a number or a size that depends on the data."""
+    tosses: bool = False
+    """Whether Python saw a number that depends on random draws alone, its own generator's among them."""
 
 
 def played(
@@ -47,6 +53,8 @@ def played(
     *,
     offset: int | None = None,
     turned: Any = None,
+    level: float = MIDDLE,
+    seed: int = 1,
     beside: Mapping[str, Tensor] | None = None,
 ) -> Play:
     """Run one batch through a fresh copy of the model.
@@ -56,13 +64,15 @@ def played(
         beside: what the batch has beside tokens: images.
         offset: index of the first row in the whole batch; None: ``tokens`` is the whole batch.
         turned: the place in the code whose number is inverted.
+        level: the value of every uniform draw of torch.
+        seed: of Python's generator and numpy's.
     """
     made = copy_of(model)
     seen: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
-    held = HeldRandomness(tokens, turned, {clean(path) for path in find_stacks(made)})
+    held = HeldRandomness(tokens, turned, {clean(path) for path in find_stacks(made)}, level)
     hooks = [handle for path, module in made.named_modules() for handle in _watched(clean(path), module, held, seen)]
     with held:
-        output = called(made, tokens, beside)
+        output, by_python = called(made, tokens, beside, seed)
         rows, losses = parts(output, len(tokens))
         if beside:  # features of images are given back too, which are no rows
             rows = {name: value for name, value in rows.items() if name.startswith("logits.")} or rows
@@ -81,12 +91,23 @@ def played(
     gradients = {name: gradient.to_dense() if name in sparse else gradient for name, gradient in found.items()}
     kinds = {clean(path): type(module).__name__ for path, module in made.named_modules()}
     outputs = {name: value.detach() for name, value in rows.items()}
-    return Play(outputs, gradients, losses, tuple(named), sparse, seen, kinds, tuple(held.reads), held.decides)
+    reads, tosses = tuple(held.reads), held.tosses or by_python
+    return Play(outputs, gradients, losses, tuple(named), sparse, seen, kinds, reads, held.decides, tosses)
 
 
-def called(model: nn.Module, tokens: Tensor, beside: Mapping[str, Tensor] | None = None) -> Any:
-    with seeded(1), computing_flex():
-        return model(**Signature.of(model).inputs({"tokens": tokens, **(beside or {})}, tokens.device))
+class Called(NamedTuple):
+    """A forward's output, and whether it drew from generators of Python or numpy."""
+
+    output: Any
+    draws: bool
+
+
+def called(model: nn.Module, tokens: Tensor, beside: Mapping[str, Tensor] | None = None, seed: int = 1) -> Called:
+    """Call a model under a seed."""
+    with seeded(seed), computing_flex():
+        before = random.getstate(), numpy.random.get_state(legacy=False)["state"]["pos"]
+        output = model(**Signature.of(model).inputs({"tokens": tokens, **(beside or {})}, tokens.device))
+        return Called(output, before != (random.getstate(), numpy.random.get_state(legacy=False)["state"]["pos"]))
 
 
 def parts(output: Any, rows: int) -> tuple[dict[str, Tensor], tuple[str, ...]]:
@@ -140,43 +161,49 @@ class HeldRandomness(EagerDispatchMode):
         tokens: the input on which the numbers depend.
         turned: the read number to invert: true becomes false, an integer becomes 0, and 0 becomes 1.
         stacks: modules of stacked experts, which share one gradient: reads in them decide over none.
+        level: the value of every uniform draw.
 
     Attributes:
+        tosses: whether a number was read that depends on draws alone.
         decides: whether a number was read, or an operator returned a tensor whose size depends on the data.
         within: paths of the modules whose forwards run, the innermost last.
         reads: numbers that were read: file and line, the module, and the count of reads there so far.
     """
 
-    def __init__(self, tokens: Tensor, turned: Any = None, stacks: Collection[str] = ()):
+    def __init__(self, tokens: Tensor, turned: Any = None, stacks: Collection[str] = (), level: float = MIDDLE):
         super().__init__()
+        self.level, self.tosses = level, False
         self.turned, self.stacks, self.reads, self.within = turned, stacks, list[tuple](), [""]
         self.decides = False
         self._times: dict[tuple, int] = {}
         self._held: list[Tensor] = []  # else freed memory could become another tensor's
-        self._depends: set[int] = set()
-        self._note(tokens)
+        self._by_tokens, self._by_draws = set[int](), set[int]()
+        self._note(tokens, self._by_tokens)
 
-    def _note(self, tensor: Tensor) -> None:
+    def _note(self, tensor: Tensor, dependent: set[int]) -> None:
         if not tensor.is_sparse:
             self._held.append(tensor.detach())
-            self._depends.add(id(tensor.untyped_storage()))
+            dependent.add(id(tensor.untyped_storage()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         draws = _draws(func)
-        depends = draws or any(not t.is_sparse and id(t.untyped_storage()) in self._depends for t in given)
+        storages = {id(t.untyped_storage()) for t in given if not t.is_sparse}
+        by_tokens, by_draws = bool(storages & self._by_tokens), draws or bool(storages & self._by_draws)
+        depends = by_tokens or by_draws
         out = func(*args, **kwargs)
         if func.overloadpacket.__name__ in READING:
-            return self._read(out) if depends else out
+            self.tosses = self.tosses or (by_draws and not by_tokens and self.within[-1] not in self.stacks)
+            return self._read(out) if by_tokens else out
         if depends and torch.Tag.dynamic_output_shape in func.tags and self.within[-1] not in self.stacks:
             self.decides = True
         if draws:
-            out = _still(func, args, out)
-        if depends:
-            for leaf in tree_leaves(out):
-                if isinstance(leaf, Tensor):
-                    self._note(leaf)
+            out = _still(func, args, out, self.level)
+        for leaf in tree_leaves(out) if depends else ():
+            for dependent, is_so in ((self._by_tokens, by_tokens), (self._by_draws, by_draws)):
+                if is_so and isinstance(leaf, Tensor):
+                    self._note(leaf, dependent)
         return out
 
     def _read(self, value: Any) -> Any:
@@ -230,12 +257,12 @@ def _draws(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags and not name.startswith("_scaled_dot_product")
 
 
-def _still(func: Any, args: tuple, out: Any) -> Any:
+def _still(func: Any, args: tuple, out: Any, level: float = MIDDLE) -> Any:
     """Fill results with values that ignore earlier draws; integers and permutations keep the values of the seed."""
     name = func.overloadpacket.__name__
     if name == "native_dropout":
         return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
     for leaf in tree_leaves(out):
         if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.dtype == torch.bool):
-            leaf.fill_(1 if name.startswith(("bernoulli", "_fused_dropout")) else 0.5)
+            leaf.fill_(1 if name.startswith(("bernoulli", "_fused_dropout")) else level)
     return out

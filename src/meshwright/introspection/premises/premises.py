@@ -24,7 +24,8 @@ from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.copies import copy_of
 from meshwright.introspection.small.sample import ids_of, random_like, samples_of
 
-from .playing import ROWS, HeldRandomness, Play, called, parts, played
+from .counters import forward_to, numbers
+from .playing import EXTREMES, ROWS, HeldRandomness, Play, called, parts, played
 
 LENGTHS = (32, 6, 2)
 """Tokens per row to try, longest first: together, rows should have every id of a small vocabulary."""
@@ -38,8 +39,8 @@ READS = 24
 """The largest number of inverted numbers, one at a time."""
 GRADIENT = "the gradient of"
 """Prefix of the place where rows mix in a gradient alone."""
-FAR = 1_000_000
-"""Increment of a counter of calls, to see a behaviour that begins late."""
+SEEDS = range(2, 26)
+"""Seeds under which coins of Python's generators fall on both sides, unless one has hardly a chance."""
 
 
 @dataclass(frozen=True)
@@ -260,6 +261,12 @@ def _more_plays(model: nn.Module, first: Tensor, together: Play) -> Iterator[Pla
 
     A run that the model's code cannot take is skipped.
     """
+    tosses: list[dict[str, Any]] = [{"level": level} for level in EXTREMES] + [{"seed": seed} for seed in SEEDS]
+    for toss in tosses if together.tosses else ():
+        try:
+            yield played(model, first, **toss)
+        except Exception:  # noqa: BLE001  (whatever a model's code raises of a coin that always falls on one side)
+            continue
     if not together.decides:
         return
     few = [token.expand(1, 2).clone() for token in (first[:1, :1], first[-1:, 1:2])]
@@ -292,12 +299,12 @@ def _redrawn(model: nn.Module) -> Iterator[nn.Module]:
 def _with_state(model: nn.Module, first: Tensor, second: Tensor, found: Premises) -> Premises:
     made, other, fewer = copy_of(model), copy_of(model), copy_of(model)
     before = _state(made)
-    once, counted = _outputs(made, first), _numbers(made)
+    once, counted = _outputs(made, first), numbers(made)
     after = _state(made)
     twice, state = _outputs(made, first), _state(made)
-    counts = tuple(path for path, value in _numbers(made).items() if path in counted and value != counted[path])
+    counts = tuple(path for path, value in numbers(made).items() if path in counted and value != counted[path])
     _outputs(fewer, second[: ROWS // 2])  # the same row, less often
-    by_number = tuple(path for path, value in _numbers(fewer).items() if value != counted.get(path, value))
+    by_number = tuple(path for path, value in numbers(fewer).items() if value != counted.get(path, value))
     _outputs(made, second)
     later = _outputs(made, first)
     _outputs(other, second)
@@ -317,7 +324,7 @@ def _with_state(model: nn.Module, first: Tensor, second: Tensor, found: Premises
     buffers = tuple(w for name, w in written.items() if name not in parameters and (w.by_data or w.again))
     changed, explained = _unlike(once, twice) or _unlike(twice, later), bool(buffers)
     if counts and not changed:
-        _forward_to(made, counts)
+        forward_to(made, counts)
         changed = _unlike(later, _outputs(made, first))
     return replace(
         found,
@@ -331,7 +338,7 @@ def _with_state(model: nn.Module, first: Tensor, second: Tensor, found: Premises
 
 def _outputs(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
     with HeldRandomness(tokens), torch.no_grad():
-        return {name: value.clone() for name, value in parts(called(model, tokens), len(tokens))[0].items()}
+        return {name: value.clone() for name, value in parts(called(model, tokens).output, len(tokens))[0].items()}
 
 
 def _unlike(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
@@ -342,20 +349,3 @@ def _unlike(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
 def _state(model: nn.Module) -> dict[str, Tensor]:
     both = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {clean(name): tensor.detach().clone() for name, tensor in both}
-
-
-def _numbers(model: nn.Module) -> dict[str, float]:
-    """Return the numbers that modules hold as attributes."""
-    return {
-        f"{clean(path)}.{name}".lstrip("."): value
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if type(value) in (int, float)
-    }
-
-
-def _forward_to(model: nn.Module, counters: tuple[str, ...]) -> None:
-    for path, module in model.named_modules():
-        for name, value in list(vars(module).items()):
-            if f"{clean(path)}.{name}".lstrip(".") in counters:
-                setattr(module, name, value + FAR)

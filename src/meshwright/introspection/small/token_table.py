@@ -30,13 +30,13 @@ def rows_of_token_table(model: nn.Module) -> int | None:
 
     def look(table: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        if given is tokens or (given is not None and given._is_view() and given._base is tokens):
+        if given is not None and given.device == tokens.device and torch.equal(given, tokens):
             found.append(int(table.num_embeddings))  # type: ignore[arg-type]
             raise _Found
 
     # whatever a model's code or torch raises of tensors without values: then nothing is known
     with contextlib.suppress(Exception), torch.no_grad():
-        tokens = torch.zeros((2, 3), dtype=torch.int64, device="meta")
+        tokens = torch.tensor([[1, 0, 1], [0, 1, 1]])  # on the CPU, with values: neither positions nor types
         copy = meta_copy_of(model)
         for module in copy.modules():
             if isinstance(module, nn.Embedding):

@@ -1,0 +1,70 @@
+"""Layers that a coin skips: no hang on any layout, whoever tosses it; refused where stages or tokens are cut."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from support.users import VOCABULARY, User
+
+from meshwright import Layout, UnsupportedError, parallelize, plan
+from meshwright.distributed.mesh import data_position
+
+COINS = {
+    "torch": lambda: float(torch.rand(())),
+    "python": lambda: random.random(),
+    "numpy": lambda: float(np.random.rand()),
+}
+FP64 = {"precision": {"master": "float64", "compute": "float64", "reduce": "float64"}}
+
+
+class Skips(User):
+    def __init__(self, coin: str, blocks: int, chance: float = 0.5):
+        super().__init__(blocks=blocks)
+        self.coin, self.chance = COINS[coin], chance
+        self.config.coin = (coin, chance)
+
+    def forward(self, tokens):
+        x = self.embedded(tokens)
+        for layer in self.layers:
+            if self.training and self.coin() < self.chance:
+                continue
+            x = layer(x)
+        return self.logits(x)
+
+
+def trained(coin, blocks, sizes):
+    torch.manual_seed(0)
+    model = parallelize(Skips(coin, blocks).double(), Layout(**sizes), techniques=FP64, audit=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    rank, ranks = data_position(model.mesh)
+    random.seed(rank), np.random.seed(rank), torch.manual_seed(rank)
+    losses = []
+    for step in range(6):
+        tokens = torch.randint(0, VOCABULARY, (4, 6), generator=torch.Generator().manual_seed(step))
+        given = {"tokens": tokens, "labels": tokens.roll(-1, 1)}
+        losses.append(float(model.forward_backward({k: v.chunk(ranks)[rank] for k, v in given.items()}).loss))
+        model.optimizer_step(optimizer)
+    return losses
+
+
+@pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1}], ids=str)
+@pytest.mark.parametrize("blocks", [2, 6])
+@pytest.mark.parametrize("coin", COINS)
+def test_nothing_hangs(coin, blocks, sizes, spmd):
+    first, second = spmd(2, trained, coin, blocks, sizes, timeout=60.0)
+    assert first == second and all(0 < loss < 10 for loss in first)
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2, "dp_shard": 1}, {"pp": 2, "dp_shard": 1}], ids=str)
+@pytest.mark.parametrize("coin", COINS)
+def test_cut_stages_and_tokens_are_refused(coin, sizes):
+    with pytest.raises(UnsupportedError, match="only some rows use layers.0"):
+        plan(Skips(coin, 6), Layout(**sizes))
+
+
+@pytest.mark.parametrize("coin", COINS)
+def test_a_coin_without_a_chance_skips_nothing(coin):
+    assert plan(Skips(coin, 2, chance=0.0), Layout(tp=2, dp_shard=1)).tensor is not None
