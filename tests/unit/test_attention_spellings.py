@@ -7,7 +7,11 @@ import re
 from unittest.mock import patch
 
 import pytest
+import torch
+import torch.nn.functional as F
 from support.attentions import SPELLINGS, Spelled, spelled
+from support.users import DIM, HEADS, FeedForward, User
+from torch import nn
 
 from meshwright import Layout, parallelize, plan
 from meshwright.distributed.tensor import rehearsal
@@ -60,3 +64,45 @@ def test_every_spelling_is_cut_and_proven(name, is_cut_along_sequence):
     assert made is not None and made.sequence_parallel == is_cut_along_sequence
     assert [planned.region.kind for kind in made.kinds for planned in kind.regions] == ["attention", "feed_forward"]
     rehearsal.prove(facts, made)
+
+
+# --- attention that stands in the block's own forward
+
+
+class Inline(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.n_head = HEADS
+        self.norm, self.c_attn, self.c_proj = nn.LayerNorm(DIM), nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+        self.norm_2, self.feed_forward = nn.LayerNorm(DIM), FeedForward()
+
+    def heads(self, x, b, t, c):
+        return self.c_attn(x).view(b, t, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)
+
+    def forward(self, x):
+        q, k, v = self.heads(self.norm(x), *x.shape)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.c_proj(y.transpose(1, 2).flatten(2))
+        return x + self.feed_forward(self.norm_2(x))
+
+
+class InlineByWidth(Inline):
+    def heads(self, x, b, t, c):
+        return (part.view(b, t, self.n_head, c // self.n_head).transpose(1, 2) for part in self.c_attn(x).split(c, 2))
+
+
+def inline(kind):
+    torch.manual_seed(0)
+    model = User(kind)
+    model.config.attention = kind.__name__
+    return model_facts(model.double())
+
+
+@pytest.mark.parametrize("kind", [Inline, InlineByWidth])
+def test_what_a_block_counts_itself_is_left_whole_with_its_line(kind):
+    facts = inline(kind)
+    found = plan(facts, Layout(dp_shard=1, tp=2))
+    assert [planned.region.kind for kind in found.tensor.kinds for planned in kind.regions] == ["feed_forward"]
+    assert "its heads could not be computed apart" in found.notes[0]
+    assert kind is Inline or re.search(r"test_attention_spellings.py:\d+, '.*self.n_head", found.notes[0])
+    rehearsal.prove(facts, found.tensor)

@@ -85,10 +85,10 @@ def local_form(probes: list[Probe], region: Region, ranks: int) -> LocalForm | N
     Args:
         probes: probes of one block, called in different ways (with a padding mask, without); the form must fit all.
     """
-    if region.container == "":
-        return LocalForm()
     with torch.no_grad():
         rehearsals = [_Rehearsal(probe, region, ranks) for probe in probes]
+        if region.container == "":  # the block itself, whose numbers and width are not those of a region alone
+            return LocalForm() if all(rehearsal.succeeds((), ()) for rehearsal in rehearsals) else None
         numbers: dict[tuple[str, str], list[tuple[int, int]]] = {}
         for rehearsal in rehearsals:
             numbers |= rehearsal.numbers_that_matter()
@@ -152,7 +152,7 @@ class _Rehearsal:
     def _copy(self, rank: int) -> nn.Module:
         probe, region = self.probe, self.region
         made = copy.deepcopy(probe.module(region.container))
-        inside = region.container + "."
+        inside = f"{region.container}." if region.container else ""
         stubs: dict[str, nn.Module] = {}
         for path in (*region.producers, *region.spanning):
             cut = region.cut_of(f"{path}.weight")
