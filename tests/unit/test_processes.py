@@ -29,7 +29,7 @@ def test_the_bound_is_of_cores_and_memory(monkeypatch, cores, free_mib, most):
         refuse_too_many(most + 1)
 
 
-@pytest.mark.parametrize("argv", [["train"], ["train", "--process.count=1000"], ["verify"]])
+@pytest.mark.parametrize("argv", [["train"], ["verify"]])
 def test_a_layout_for_a_cluster_starts_no_process_here(monkeypatch, capsys, tmp_path, argv):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(workers.WorkerPool, "start", lambda self: pytest.fail("started"))
@@ -42,6 +42,6 @@ def test_a_layout_for_a_cluster_starts_no_process_here(monkeypatch, capsys, tmp_
 
 def test_who_insists_is_served(monkeypatch):
     host(monkeypatch, 1, 10)
-    with pytest.raises(ConfigError, match="process.oversubscribe = true"):
+    with pytest.raises(ConfigError, match="process.count = 20"):
         workers.WorkerPool(20)
     workers.WorkerPool(20, oversubscribe=True).close()

@@ -205,9 +205,8 @@ class ProcessConfig:
     """The processes on this host; under torchrun or Slurm they exist already and count is theirs."""
 
     count: int = 0
-    """Processes to start here; 0: as many as the layout has ranks, else one per GPU, or 4 on a host without."""
-    oversubscribe: bool = False
-    """Start more processes than this host's cores serve and its free memory holds."""
+    """Processes to start here, however many; 0: as many as the layout has ranks, if this host carries them, else one
+    per GPU, or 4 on a host without."""
     backend: str = DEFAULT_BACKEND
     """Back ends of torch.distributed per device type; one that this build of torch lacks is dropped and said."""
     startup_timeout_sec: int = 300

@@ -41,7 +41,7 @@ def launch(config: Config) -> int:
     count = 1 if world > 1 else process_count(config)
     if world > 1 or (count == 1 and not config.process.max_restarts):
         return train(config, started)
-    pool = WorkerPool(count, oversubscribe=config.process.oversubscribe)
+    pool = WorkerPool(count, oversubscribe=bool(config.process.count))
     # in this order: a Ctrl-C while the pool is closing must not leave its folder behind
     with (
         _Signals(pool) as signals,

@@ -29,5 +29,5 @@ def refuse_too_many(count: int) -> None:
         f"{count:,} processes on this host: its {cores} cores serve {for_cores}, and its free memory of"
         f" {free / 2**30:.1f} GiB holds {for_memory}, at {MIB} MiB each. If that layout is for a cluster, see what it"
         f" would do with 'meshwright plan' or 'meshwright rehearse', which start none of them, and start it there"
-        f" (torchrun, or 'meshwright launch' for Slurm). To start them here all the same: process.oversubscribe = true"
+        f" (torchrun, or 'meshwright launch' for Slurm). To train over them here all the same: process.count = {count}"
     )
