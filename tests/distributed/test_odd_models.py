@@ -114,6 +114,7 @@ REFUSED_AS = (
     *(
         "rows of a batch depend on each other",
         "keeps state",
+        "counts its rows or tokens",
         "writes its parameters",
         "only some rows use",
         "a loss of its own",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from meshwright import ConfigError
@@ -16,7 +17,7 @@ from meshwright.distributed.process import workers
 
 def host(monkeypatch, cores, free_mib):
     monkeypatch.setattr(processes.os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
-    monkeypatch.setattr(processes.psutil, "virtual_memory", lambda: SimpleNamespace(available=free_mib << 20))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free_mib << 20))
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-import psutil
-
 from meshwright.core.errors import ConfigError
 
 PER_CORE, ON_FEW_CORES, ALWAYS = 8, 16, 4
@@ -20,6 +18,8 @@ def refuse_too_many(count: int) -> None:
     Raises:
         ConfigError: the text says what was probably meant, and which key insists.
     """
+    import psutil  # which the first line of a run does not wait for
+
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     free = psutil.virtual_memory().available
     for_cores, for_memory = max(ON_FEW_CORES, PER_CORE * cores), free // (MIB << 20)
