@@ -20,6 +20,8 @@ from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process.workers import WorkerDied
 
 ROWS, SEQ, STEPS, RATE = 4, 6, 3, 0.05
+EPS = 1e-6
+"""AdamW's: a gradient that is rounding alone, as of a bias before a normalisation, is not made a step of."""
 CLOSE = 1e-9
 """Relative, in fp64."""
 LAYOUTS: dict[str, tuple[Layout, dict[str, Any], int]] = {
@@ -49,7 +51,7 @@ def one_process(build, ranks: int, rows: int) -> tuple[list[float], dict[str, Te
     """Losses, and parameters and buffers at the end, with ``rows`` of each data rank per forward (0: all)."""
     torch.manual_seed(0)
     model = build().double()
-    optimizer = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), RATE, eps=EPS, weight_decay=0.1)
     losses = []
     for batch in batches():
         total = 0.0
@@ -75,7 +77,7 @@ def trained(build, layout: Layout, requested: dict[str, Any], rows: int) -> tupl
         return build().double()
 
     model = parallelize(in_double, layout, techniques=requested, microbatch_rows=rows)
-    optimizer = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), RATE, eps=EPS, weight_decay=0.1)
     rank, ranks = data_position(model.mesh)
     own = slice(rank * ROWS // ranks, (rank + 1) * ROWS // ranks)
     losses = []
