@@ -25,6 +25,8 @@ LAYOUTS = {
 }
 OF_THE_LENGTH = ("by length", "if long", "by position")
 """Context parallelism gives a model a part of the length."""
+OF_ONE_STAGE = ("number of a parameter", "keeps one token")
+"""A stage without the head has neither; a model that is built so is refused by the rehearsal of stages."""
 TREATMENTS = {**CARRIED, **OVER_THE_VOCABULARY, **REFUSED}
 
 
@@ -95,18 +97,29 @@ def of_one_model(names, sizes, chunks):
 
 
 def of_own_models(names, sizes, chunks):
-    return {name: error(laid_out(name, sizes, chunks), name) for name in names}
+    found = {}
+    for name in names:
+        try:
+            found[name] = error(laid_out(name, sizes, chunks), name)
+        except UnsupportedError as refusal:
+            found[name] = str(refusal)
+    return found
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_treatment_is_that_of_its_own_step(layout, chunks, spmd):
     world, sizes = LAYOUTS[layout]
-    left_out = {"cp": OF_THE_LENGTH, "pp": ("number of a parameter",)}.get(layout, ())  # pp: which lies elsewhere
+    left_out = {"cp": OF_THE_LENGTH, "pp": OF_ONE_STAGE}.get(layout, ())
     names = [name for name in CARRIED if name not in left_out]
     for found in spmd(world, of_one_model, names, sizes, chunks, timeout=300.0):
         bounds = {name: 1e-6 if name == "float" else EXACT for name in found}
         assert {name: value for name, value in found.items() if not (value <= bounds[name])} == {}
+
+
+def test_what_a_stage_without_the_head_lacks_is_refused_or_moved(spmd):
+    for found in spmd(2, of_own_models, OF_ONE_STAGE, {"pp": 2, "dp_shard": 1}, 1):
+        assert all(isinstance(value, str) or value <= EXACT for value in found.values()), found
 
 
 @pytest.mark.parametrize("layout", ["tp", "cp"])
@@ -120,6 +133,31 @@ def test_what_was_not_seen_before_the_first_step_is_refused_in_the_step(spmd):
     for chunks, instead in ((1, "loss_fn=lambda logits"), (3, "techniques.loss_chunks = 1")):
         for found in spmd(2, of_one_model, ["centred"], {"tp": 2, "dp_shard": 1}, chunks):
             assert "mean over the vocabulary at tails.py:" in found["centred"] and instead in found["centred"]
+
+
+def hooked(chunks):
+    """What a hook of the whole model does to logits, and what a later forward is given behind one that failed."""
+    user, plain_model = made("nothing"), made("nothing")
+    for model in (user, plain_model):
+        model.register_forward_hook(lambda module, args, logits: logits.index_fill(-1, torch.tensor([50]), 3.0))
+    model = parallelize(user, Layout(tp=2, dp_shard=1), techniques={**FP64, "loss_chunks": chunks}, audit=False)
+    given = batch(0)
+    user.treatment = REFUSED["mean of all"]
+    with pytest.raises(UnsupportedError, match="mean over all tokens"):
+        model.forward_backward(given)
+    user.treatment = TREATMENTS["nothing"]
+    expected = F.cross_entropy(plain_model(given["tokens"]).flatten(0, 1), given["labels"].flatten())
+    logits = model.logits({"tokens": given["tokens"]})
+    return [
+        float(abs(model.forward_backward(given).loss - expected) / expected),
+        float((logits - plain_model(given["tokens"])).abs().max()),
+    ]
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_hooks_of_the_whole_model_are_carried_too(chunks, spmd):
+    for found in spmd(2, hooked, chunks):
+        assert max(found) <= EXACT
 
 
 def whole_logits():

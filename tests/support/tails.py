@@ -74,10 +74,35 @@ def hooked(model: Tailed, y: Tensor) -> Tensor:
     return y
 
 
-def written_behind(model: Tailed, y: Tensor) -> Tensor:
-    offset = model.prior.clone()
-    y = y + offset
-    offset.zero_()
+def written_behind(make: Callable[[Tailed], Tensor], use: Callable[[Tensor, Tensor], Tensor]) -> Treatment:
+    """Return a treatment by a tensor that is written to once it was used."""
+
+    def treated(model: Tailed, y: Tensor) -> Tensor:
+        beside = make(model)
+        y = use(y, beside)
+        beside.zero_()
+        return y
+
+    return treated
+
+
+def put_beside(y: Tensor, value: Tensor) -> Tensor:
+    y[..., [1, 2]] = value
+    return y
+
+
+def by_lists(model: Tailed, y: Tensor) -> Tensor:
+    torch._foreach_mul_([y], 2.0)
+    return y
+
+
+def one_token_kept(model: Tailed, y: Tensor) -> Tensor:
+    model.__dict__["last"] = y[:, -1].detach()
+    return y * 2
+
+
+def one_token_written(model: Tailed, y: Tensor) -> Tensor:
+    y[:, 1:].mul_(3)
     return y
 
 
@@ -120,6 +145,7 @@ CARRIED: dict[str, Treatment] = {
     "temperature": lambda model, y: y / model.temperature,
     "number of a parameter": lambda model, y: y * float(model.unused),
     "number of the head": lambda model, y: y * float(model.prior.abs().sum()),
+    "keeps one token": one_token_kept,
     "reads the best": lambda model, y: (y.argmax(-1), y * 2)[1],
 }
 OVER_THE_VOCABULARY: dict[str, Treatment] = {
@@ -142,6 +168,17 @@ REFUSED: dict[str, Treatment] = {
     "asked": lambda model, y: y * 2 if bool((y > 0).any()) else y,
     "dropped": lambda model, y: F.dropout(y, 0.5, model.training),
     "turned round": lambda model, y: y.flip(1),
-    "beside what changes": written_behind,
+    "some tokens": one_token_written,
+    "by lists": by_lists,
+    "beside what changes": written_behind(lambda model: model.prior.clone(), torch.add),
+    "beside a number that changes": written_behind(lambda model: torch.tensor(2.0).double(), torch.mul),
+    "beside an element that changes": written_behind(lambda model: torch.tensor([0.5]).double(), put_beside),
+    "beside an order that changes": written_behind(
+        lambda model: torch.arange(VOCABULARY - 1, -1, -1), lambda y, order: y[..., order]
+    ),
+    "beside columns that change": written_behind(
+        lambda model: torch.full((1, 1, 3), -9.0).double(),
+        lambda y, columns: torch.cat([y[..., :50], columns.expand(*y.shape[:2], 3)], -1),
+    ),
 }
 """Not done piece by piece; without ``loss_chunks`` equal to one process, where randomness allows a comparison."""

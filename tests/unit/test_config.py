@@ -416,3 +416,10 @@ def test_field_doc_reads_the_text_below_the_field():
 
 def test_a_lone_word_is_a_list_of_one():
     assert from_dict(Adapters, {"targets": "q_proj"}).targets == ("q_proj",)
+
+    @dataclass
+    class Pair:
+        both: tuple[str, str] = ("a", "b")
+
+    with pytest.raises(ConfigError, match="both"):
+        from_dict(Pair, {"both": "a"})

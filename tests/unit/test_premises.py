@@ -169,6 +169,45 @@ def test_what_a_layout_would_change_is_refused_and_nothing_else(name):
     assert " ".join(refused) == REFUSED.get(name, "")
 
 
+# --- coins
+
+COINS = {
+    "bernoulli": lambda: bool(torch.bernoulli(torch.tensor(0.3))),
+    "bernoulli_": lambda: bool(torch.zeros(()).bernoulli_(0.3)),
+    "normal": lambda: float(torch.randn(())) > 1.2,
+    "band": lambda: 0.3 < float(torch.rand(())) < 0.4,
+    "integer": lambda: int(torch.randint(0, 3, ())) == 0,
+    "python": lambda: random.choice([0, 0, 0, 1]) == 1,
+    "numpy": lambda: np.random.randint(3) == 0,
+}
+NEVER = {
+    "bernoulli": lambda: bool(torch.bernoulli(torch.tensor(0.0))),
+    "uniform": lambda: float(torch.rand(())) < 0.0,
+    "python": lambda: random.random() < 0.0,
+}
+
+
+def skipping(coin):
+    class Skipping(MODELS["LayerDrop"]):  # type: ignore[misc]
+        def forward(self, tokens):
+            x = self.embedding(tokens)
+            for layer in self.layers:
+                x = x if coin() else layer(x)
+            return self.head(self.norm(x))
+
+    return play(Skipping())
+
+
+@pytest.mark.parametrize("coin", COINS)
+def test_a_coin_is_seen_whatever_it_is_tossed_by(coin):
+    assert "layers.1.first.weight" in skipping(COINS[coin]).conditional
+
+
+@pytest.mark.parametrize("coin", NEVER)
+def test_a_coin_that_never_falls_is_none(coin):
+    assert skipping(NEVER[coin]) == Premises()
+
+
 # --- faults
 
 

@@ -140,7 +140,7 @@ def _loss(placed: ModelOnRanks, given: dict[str, Any], data: DataOptions, count:
     request = TextRequest(
         placed, _source(path, data), data.seq_len, data.cache, given["--rows"], given["--batch"] or ROWS
     )
-    found = on_ranks(evaluate_loss, request, count)
+    found = on_ranks(evaluate_loss, request, count, insists=bool(placed.process.count))
     if is_rank_zero():
         on = path or "the run's validation part"
         if as_json:
@@ -180,7 +180,7 @@ def _tasks(placed: ModelOnRanks, given: dict[str, Any], count: int, *, as_json: 
     request = TaskRequest(
         placed, names, given["--tasks_path"], given["--shots"], given["--limit"], given["--batch"] or 8
     )
-    found = on_ranks(evaluate_tasks, request, count)
+    found = on_ranks(evaluate_tasks, request, count, insists=bool(placed.process.count))
     if is_rank_zero():
         if as_json:
             print(json.dumps({**_about(placed), "tasks": found}))

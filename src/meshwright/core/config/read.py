@@ -103,11 +103,9 @@ class _ConfigReader:
             found = self._arm(arm, value, key)
             if found is not _NO:
                 return found
-        texts = [
-            get_origin(arm) for arm in union_arms(wanted) if get_args(arm)[:1] == (str,) and get_origin(arm) is not dict
-        ]
-        if isinstance(value, str) and texts:
-            return texts[0]([value])  # a list of one
+        for arm in union_arms(wanted) if isinstance(value, str) else ():
+            if get_origin(arm) in (tuple, list) and item_types(arm, 1) == (str,):
+                return get_origin(arm)([value])  # a list of one
         raise self._mismatch(wanted, value, key)
 
     def _arm(self, arm: Any, value: Any, key: str) -> Any:

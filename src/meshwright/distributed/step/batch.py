@@ -203,16 +203,14 @@ def _check_ids(key: str, ids: Any, vocab_size: int, cause: str) -> None:
     """Refuse ids outside the vocabulary, which some layouts would look up nowhere and others crash on.
 
     Args:
-        ids: (rows, seq), numpy on the CPU; ``IGNORED`` among labels is none.
+        ids: (rows, seq, ...), numpy on the CPU; ``IGNORED`` among labels is none.
     """
-    if not len(ids) or (ids.min() >= 0 and ids.max() < vocab_size):
-        return
     strange = (ids < 0) | (ids >= vocab_size)
     if key == "labels":
         strange &= ids != IGNORED
     if strange.any():
-        row = int(strange.any(1).argmax()) if strange.ndim > 1 else 0
-        value = int((ids[row] if strange.ndim > 1 else ids)[strange[row] if strange.ndim > 1 else strange][0])
+        row = next(row for row, is_strange in enumerate(strange) if is_strange.any())
+        value = int(ids[row][strange[row]][0])
         raise ConfigError(
             f"batch['{key}'] holds {value} in row {row}, but the model knows the ids 0 to {vocab_size - 1}"
             f" (model.vocab_size): {cause}"

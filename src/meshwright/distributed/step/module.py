@@ -62,10 +62,8 @@ class PartsAsModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set what the model keeps under this name (``model.temperature = 0.5``) on every local part."""
-        for model in self._keeping(name):
-            setattr(model, name, value)
-        if not self._keeping(name):
-            super().__setattr__(name, value)
+        for keeper in self._keeping(name) or [super()]:
+            keeper.__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         """Return a plain attribute of the model; its methods would see parts of the model, and are left out."""

@@ -79,7 +79,7 @@ class StepOpening:
         """
         pieces: list[step_batch.Batch] = []
         refusal: Exception | None = None
-        counted, rows_word, is_part, lacks = _Counted(), None, False, False
+        counted, rows_word, is_part, lacks, mark = _Counted(), None, False, False, 0
         try:
             pieces = bring()
             is_part = parts.are_parts(pieces, cuts_rows=bool(self.context))
@@ -91,9 +91,10 @@ class StepOpening:
                 pieces = [cut(context, piece, self.signature) for piece in pieces]
             counted = self._count(pieces, pairs)
             lacks = self.may_lack_reference and preference.lack_reference(pieces)
+            mark = step_batch.fingerprint(pieces) % 2**20 if self.is_first and not is_part else 0
         except Exception as error:  # noqa: BLE001  (raised below, once the other ranks know)
             refusal = error
-        return self._agreed(pieces, counted, rows_word, refusal, is_part=is_part, lacks=lacks)
+        return self._agreed(pieces, counted, rows_word, refusal, is_part=is_part, lacks=lacks, mark=mark)
 
     def _agreed(
         self,
@@ -104,13 +105,12 @@ class StepOpening:
         *,
         is_part: bool = False,
         lacks: bool = False,
+        mark: int = 0,
     ) -> OpenedStep:
         """Return the step with the counts of all ranks, or raise on all what one of them refuses (collective)."""
         same_rows = agree.is_equal(rows_word if refusal is None else None, self.row_groups)
         if refusal is None and not same_rows:
             refusal = parts.other_rows(self.plan.size(Axis.CP))
-        is_compared = self.is_first and refusal is None and not is_part
-        mark = step_batch.fingerprint(pieces) % 2**20 if is_compared else 0
         self.is_first = False
         counts = [
             *counted.words,

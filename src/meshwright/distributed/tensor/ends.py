@@ -172,19 +172,19 @@ def loss_computing_head(module: nn.Module, runtime: LossSite) -> None:
 
 
 def answer_behind(model: nn.Module, runtime: LossSite) -> None:
-    """Let a model do to the logits of some tokens or ids, or before a requested loss, what its code does to all."""
+    """Let a model do to the logits of some tokens or ids, or before a requested loss, what its code does to all.
 
-    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def answering_forward(*args: Any, **kwargs: Any) -> Any:
-            try:
-                output = forward(*args, **kwargs)
-                return output if runtime.answer is None else with_logits(output, runtime.answer(logits_of(output)))
-            finally:
-                runtime.answer = None
+    The work is done in a hook, behind the model's own hooks.
+    """
 
-        return answering_forward
+    def leave(_: nn.Module, args: tuple, output: Any) -> Any:
+        answer, runtime.answer = runtime.answer, None
+        if answer is None or output is None:  # None: the forward failed
+            return output
+        return with_logits(output, answer(logits_of(output)))
 
-    wrap(model, make, "logits in parts")
+    model.register_forward_hook(leave, always_call=True)
+    note(model, "logits in parts")
 
 
 def _loss_deferred(

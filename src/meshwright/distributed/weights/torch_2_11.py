@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meshwright.core.host.versions import is_at_least
-from meshwright.core.torch_private import EagerDispatchMode, is_in_backward, tree_leaves
+from meshwright.core.torch_private import EagerDispatchMode, is_in_backward, tree_leaves, without_subclass_functions
 from meshwright.distributed.torch_private import local_part, spec_of
 
 PASSES_OVER_SUBCLASSES = not is_at_least("torch", "2.12")
@@ -31,7 +31,7 @@ class PassedOver:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass(), _ToSubclass(cls):
+        with without_subclass_functions(), _ToSubclass(cls):
             result: Any = func(*args, **(kwargs or {}))
         if func is Tensor.requires_grad_ and isinstance(args[0], cls) and result.requires_grad:
             result.register_hook(lambda gradient: _sum_of_gradients(cls, gradient))

@@ -67,10 +67,13 @@ class _Operation:
         self.deferred = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DeferredLogits)]
         self.first = self.deferred[0]
         self.tape = self.first.tape
+        given = dict(zip([declared.name for declared in self.schema.arguments], args, strict=False)) | kwargs
         self.written = [
-            value
-            for value, declared in zip(args, self.schema.arguments, strict=False)
-            if declared.alias_info is not None and declared.alias_info.is_write and isinstance(value, Tensor)
+            leaf
+            for declared in self.schema.arguments
+            if declared.alias_info is not None and declared.alias_info.is_write
+            for leaf in tree_leaves(given.get(declared.name))
+            if isinstance(leaf, Tensor)
         ]
 
     def result(self) -> Any:
@@ -81,6 +84,8 @@ class _Operation:
             raise self.tape.refusal(f"the logits are used behind the model's forward{where()}")
         if self.name in READS:
             raise self.tape.refusal(f"values of the logits are read{where()}")
+        if any(not isinstance(value, DeferredLogits) for value in self.written):
+            raise self.tape.refusal(f"the logits are written into another tensor{where()}")
         metas = self._on_meta()
         why = self._obstacle()
         if not why:
@@ -89,8 +94,6 @@ class _Operation:
                 return made
             why = f"{made}{where()}"
         self.tape.stop([value for value in self.written if isinstance(value, DeferredLogits)], why)
-        if any(not isinstance(value, DeferredLogits) for value in self.written):
-            raise self.tape.refusal(f"the logits are written into another tensor{where()}")
         return self._given(metas, None, False, why)
 
     # --- what it gives
@@ -114,17 +117,17 @@ class _Operation:
     def _given(self, metas: Any, columns: range | None, dropped: bool, why: str = "") -> Any:
         """Return deferred tensors of these shapes: those written into, views of an argument, or new ones."""
         if self.written:
-            return self.written[0]
+            return self.written[0] if self.schema.returns else None
+        is_view = any(declared.alias_info is not None for declared in self.schema.returns)
+        base = self.tape.groups[self.first.place] if is_view and self.args[0] is self.first else None
 
         def one(meta: Any) -> Any:
             if not isinstance(meta, Tensor):
                 return meta
-            device = self.kwargs.get("device") or self.first.device
-            is_view = any(declared.alias_info is not None for declared in self.schema.returns)
-            group = self.tape.groups[self.first.place] if is_view and self.args[0] is self.first else None
-            value = self.tape.value(meta, columns, dropped, torch.device(device), group)
-            if why:
-                self.tape.stop([value], why)
+            device = torch.device(self.kwargs.get("device") or self.first.device)
+            value = self.tape.value(meta, columns, dropped, device, None if why else base)
+            if why:  # nobody may need it, but who writes into it writes into what it is a view of
+                self.tape.stop_view(value, base, why)
             return value
 
         return type(metas)(map(one, metas)) if isinstance(metas, (tuple, list)) else one(metas)
@@ -134,20 +137,23 @@ class _Operation:
         metas: Any,
         columns: range | None,
         dropped: bool,
-        args: Any = None,
-        kwargs: Any = None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
         operator: Any = None,
         *,
         drops: bool = False,
         across: bool = False,
     ) -> Any:
         """Add a step, and return what it gives."""
+        for other in tree_leaves((self.args, self.kwargs)):
+            if isinstance(other, Tensor) and not isinstance(other, DeferredLogits):
+                self.tape.beside.append((other, version_of(other), where()))
         given = self._given(metas, columns, dropped)
         places = tuple(value.place for value in (given if isinstance(given, (tuple, list)) else (given,)))
         step = LogitsStep(
             operator or self.operator,
-            tuple(self._valued(self.args) if args is None else args),
-            dict(self.kwargs if kwargs is None else kwargs),
+            args,
+            kwargs,
             places,
             bool(self.written),
             torch.is_grad_enabled(),
@@ -156,9 +162,6 @@ class _Operation:
         )
         self.tape.steps.append(step)
         return given
-
-    def _valued(self, args: Any) -> Any:
-        return tree_map_only(DeferredLogits, lambda value: Value(value.place), args)
 
     # --- what can be carried
 
@@ -243,7 +246,6 @@ class _Operation:
         return self._note(metas, shape.columns, dropped, args, kwargs)
 
     def _beside(self, value: Tensor, lead: tuple[int, ...], dropped: bool, columns: range | None) -> Any:
-        self.tape.beside.append((value, version_of(value), where()))
         value = value.detach().unsqueeze(-1) if dropped else value.detach()
         value = value[(None,) * (len(lead) + 1 - value.dim())]
         if all(size == 1 for size in value.shape[:-1]):
@@ -281,7 +283,6 @@ class _Operation:
         elif mask.dtype == torch.bool and mask.shape == x.shape:
             beside = self._beside(mask, tuple(x.shape[:-1]), False, x.columns)
         elif mask.dim() == 1 and len(indices) == x.dim() and x.columns is not None:
-            self.tape.beside.append((mask, version_of(mask), where()))
             beside = Ids(mask, x.columns)
         else:
             return f"{self.name} by tensors"
@@ -318,8 +319,6 @@ class _Operation:
                 kwargs["dim"] = last
             keep = names.index("keepdim") if "keepdim" in names else None
             drops = keep is not None and not (args[keep] if keep < len(args) else kwargs.get("keepdim", False))
-            if self.name == "index_select":
-                drops = False
 
         def aligned(value: Any) -> Any:
             if isinstance(value, DeferredLogits):

@@ -42,6 +42,7 @@ class LogitsTape:
         operate: answers an operator, of its arguments and keyword arguments.
         instead: what to do where an operator cannot be carried, for messages.
         groups: for each value, the number of the storage that it is in.
+        bases: of storages of views that cannot be carried, those that they are views of.
         obstacles: of storages, what was done to them that cannot be carried.
         beside: other tensors that operators take, the number of writes to each, and the line.
         closed: the model's forward has ended.
@@ -53,6 +54,7 @@ class LogitsTape:
     instead: str = ""
     steps: list[LogitsStep] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)
+    bases: dict[int, int] = field(default_factory=dict)
     obstacles: dict[int, str] = field(default_factory=dict)
     beside: list[tuple[Tensor, int, str]] = field(default_factory=list)
     closed: bool = False
@@ -63,9 +65,19 @@ class LogitsTape:
         return DeferredLogits(self, len(self.groups) - 1, meta, columns, dropped, device)
 
     def stop(self, values: Iterable[DeferredLogits], why: str) -> None:
-        """Note that storages hold what cannot be carried."""
+        """Note that storages hold what cannot be carried, and those that they are views of."""
         for value in values:
-            self.obstacles.setdefault(self.groups[value.place], why)
+            group: int | None = self.groups[value.place]
+            while group is not None:
+                self.obstacles.setdefault(group, why)
+                group = self.bases.get(group)
+
+    def stop_view(self, value: DeferredLogits, base: int | None, why: str) -> None:
+        """Note that a value cannot be carried, without what it is a view of."""
+        group = self.groups[value.place]
+        self.obstacles[group] = why
+        if base is not None:
+            self.bases[group] = base
 
     def finish(self, logits: Tensor, *, cut: bool = False) -> DeferredLogits:
         """Return the model's logits, once they are known to be made of what can be carried.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import pickle
 import random
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy
@@ -26,7 +28,7 @@ from meshwright.introspection.structure.experts import find_stacks
 ROWS = 4
 """Rows of a batch."""
 MIDDLE, EXTREMES = 0.5, (0.0, 1.0 - 2.0**-20)
-"""Values of a held uniform draw: by itself, and to toss a coin both ways, unless one side has no chance."""
+"""Quantiles at which draws are held: by themselves, and to toss a coin both ways, unless one side has no chance."""
 
 
 @dataclass
@@ -64,7 +66,7 @@ def played(
         beside: what the batch has beside tokens: images.
         offset: index of the first row in the whole batch; None: ``tokens`` is the whole batch.
         turned: the place in the code whose number is inverted.
-        level: the value of every uniform draw of torch.
+        level: the quantile at which every draw of torch is held.
         seed: of Python's generator and numpy's.
     """
     made = copy_of(model)
@@ -105,9 +107,9 @@ class Called(NamedTuple):
 def called(model: nn.Module, tokens: Tensor, beside: Mapping[str, Tensor] | None = None, seed: int = 1) -> Called:
     """Call a model under a seed."""
     with seeded(seed), computing_flex():
-        before = random.getstate(), numpy.random.get_state(legacy=False)["state"]["pos"]
+        before = pickle.dumps((random.getstate(), numpy.random.get_state()))
         output = model(**Signature.of(model).inputs({"tokens": tokens, **(beside or {})}, tokens.device))
-        return Called(output, before != (random.getstate(), numpy.random.get_state(legacy=False)["state"]["pos"]))
+        return Called(output, before != pickle.dumps((random.getstate(), numpy.random.get_state())))
 
 
 def parts(output: Any, rows: int) -> tuple[dict[str, Tensor], tuple[str, ...]]:
@@ -161,7 +163,7 @@ class HeldRandomness(EagerDispatchMode):
         tokens: the input on which the numbers depend.
         turned: the read number to invert: true becomes false, an integer becomes 0, and 0 becomes 1.
         stacks: modules of stacked experts, which share one gradient: reads in them decide over none.
-        level: the value of every uniform draw.
+        level: the quantile at which every draw is held.
 
     Attributes:
         tosses: whether a number was read that depends on draws alone.
@@ -189,8 +191,10 @@ class HeldRandomness(EagerDispatchMode):
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         draws = _draws(func)
+        tossed = draws and _is_toss(func)  # any other draw is turned round as data are
         storages = {id(t.untyped_storage()) for t in given if not t.is_sparse}
-        by_tokens, by_draws = bool(storages & self._by_tokens), draws or bool(storages & self._by_draws)
+        by_tokens = bool(storages & self._by_tokens) or (draws and not tossed)
+        by_draws = tossed or bool(storages & self._by_draws)
         depends = by_tokens or by_draws
         out = func(*args, **kwargs)
         if func.overloadpacket.__name__ in READING:
@@ -257,12 +261,22 @@ def _draws(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags and not name.startswith("_scaled_dot_product")
 
 
-def _still(func: Any, args: tuple, out: Any, level: float = MIDDLE) -> Any:
+def _is_toss(func: Any) -> bool:
+    """Return whether an operator draws as coins are tossed: uniform or normal numbers, integers, truth values."""
+    return func.overloadpacket.__name__.startswith(("rand", "uniform", "bernoulli", "normal"))
+
+
+def _still(func: Any, args: Sequence[Any], out: Any, level: float = MIDDLE) -> Any:
     """Fill results with values that ignore earlier draws; integers and permutations keep the values of the seed."""
     name = func.overloadpacket.__name__
     if name == "native_dropout":
         return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+    if name.startswith("bernoulli"):
+        chance = args[1] if len(args) > 1 else 0.5 if name.endswith("_") else args[0]
+        return out.copy_(torch.as_tensor((0.0 if level == MIDDLE else level) < chance))
+    if level != MIDDLE and name.startswith(("randn", "normal")):
+        level = NormalDist().inv_cdf(min(max(level, 1e-6), 1 - 1e-6))
     for leaf in tree_leaves(out):
         if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.dtype == torch.bool):
-            leaf.fill_(1 if name.startswith(("bernoulli", "_fused_dropout")) else level)
+            leaf.fill_(1 if name.startswith("_fused_dropout") else level)
     return out

@@ -57,15 +57,18 @@ def resolved_layout(layout: Layout, process: ProcessConfig, *, is_open: bool) ->
     return layout.resolve(count, ranks_per_node=count), count
 
 
-def on_ranks(job: Callable[[Request], Result], request: Request, count: int) -> Result:
+def on_ranks(job: Callable[[Request], Result], request: Request, count: int, *, insists: bool) -> Result:
     """Run ``job(request)`` here, or on ``count`` worker processes, and return rank 0's result.
+
+    Args:
+        insists: somebody gave that number (``process.count``).
 
     Raises:
         MeshwrightError: a rank refused the request or failed; the text is for the user.
     """
     if count == 1:
         return ended(job, request)
-    pool = WorkerPool(count)
+    pool = WorkerPool(count, oversubscribe=insists)
     with closing(pool):
         try:
             return pool.run(ended, job, request)[0]
