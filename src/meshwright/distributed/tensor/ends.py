@@ -230,7 +230,9 @@ def _own_deferred(runtime: LossSite, own: Tensor, shard: VocabularyShard) -> Ten
     def answer(logits: Tensor) -> Tensor:
         made = tape.finish(logits, cut=True)
         runtime.shard = _part_of(made, shard)
-        return tape.replay(made, own.flatten(0, -2), first=shard.first).view(*made.shape[:-1], runtime.shard.size)
+        piece = tape.replay(made, own.flatten(0, -2), first=shard.first)
+        # nobody else has the piece: to autograd its new shape is no view, of which FSDP2 would warn
+        return torch.ops.aten._unsafe_view(piece, (*made.shape[:-1], runtime.shard.size))
 
     runtime.answer = answer
     return begun
