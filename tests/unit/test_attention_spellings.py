@@ -98,11 +98,25 @@ def inline(kind):
     return model_facts(model.double())
 
 
-@pytest.mark.parametrize("kind", [Inline, InlineByWidth])
-def test_what_a_block_counts_itself_is_left_whole_with_its_line(kind):
+class InlineCountedTwice(Inline):
+    """The number of heads that a rank holds would be wrong for the other branch."""
+
+    def forward(self, x):
+        return super().forward(x) + x / self.n_head
+
+
+def test_what_a_block_counts_itself_is_cut():
+    facts = inline(Inline)
+    found = plan(facts, Layout(dp_shard=1, tp=2))
+    assert [p.region.kind for kind in found.tensor.kinds for p in kind.regions] == ["attention", "feed_forward"]
+    rehearsal.prove(facts, found.tensor)
+
+
+@pytest.mark.parametrize("kind", [InlineByWidth, InlineCountedTwice])
+def test_what_a_block_counts_for_more_than_its_attention_is_left_whole_with_its_line(kind):
     facts = inline(kind)
     found = plan(facts, Layout(dp_shard=1, tp=2))
     assert [planned.region.kind for kind in found.tensor.kinds for planned in kind.regions] == ["feed_forward"]
-    assert "its heads could not be computed apart" in found.notes[0]
-    assert kind is Inline or re.search(r"test_attention_spellings.py:\d+, '.*self.n_head", found.notes[0])
+    assert found.notes[0].startswith("layers.*: its heads could not be computed apart")
+    assert kind is InlineCountedTwice or re.search(r"test_attention_spellings.py:\d+, '.*self.n_head", found.notes[0])
     rehearsal.prove(facts, found.tensor)

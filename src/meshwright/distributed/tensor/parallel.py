@@ -198,7 +198,7 @@ def _wrap_block(block: nn.Module, kind: BlocksPlan, runtime: Runtime, sums_at_on
             assert cut is not None
             layers.norm_over_all_features(block.get_submodule(path), cut.parts, runtime)
         wrapped |= _wrap_consumer(block, kind, region, ways, runtime, sums_at_once)
-        if region.container:
+        if region.container or planned.form.numbers:
             layers.container(block.get_submodule(region.container), region.container, planned.form, runtime)
     if kind.norms:
         return wrapped | _wrap_normed(block, kind, ways, runtime, sums_at_once)

@@ -87,17 +87,17 @@ def local_form(probes: list[Probe], region: Region, ranks: int) -> LocalForm | N
     """
     with torch.no_grad():
         rehearsals = [_Rehearsal(probe, region, ranks) for probe in probes]
-        if region.container == "":  # the block itself, whose numbers and width are not those of a region alone
-            return LocalForm() if all(rehearsal.succeeds((), ()) for rehearsal in rehearsals) else None
         numbers: dict[tuple[str, str], list[tuple[int, int]]] = {}
         for rehearsal in rehearsals:
             numbers |= rehearsal.numbers_that_matter()
-        for arguments in ((), *((argument,) for argument in rehearsals[0].arguments())):
+        # a block's own arguments are not those of one region alone
+        choices = [(), *((argument,) for argument in rehearsals[0].arguments())] if region.container else [()]
+        for arguments in choices:
             for changes in _changes(numbers):
                 if all(rehearsal.succeeds(changes, arguments) for rehearsal in rehearsals):
-                    alone = all(rehearsal.succeeds(changes, arguments, features=1) for rehearsal in rehearsals)
+                    alone = region.container and all(rehearsal.succeeds(changes, arguments, features=1) for rehearsal in rehearsals)
                     return LocalForm(rehearsals[0].hidden if alone else (), changes, arguments)
-        for changes in _changes(numbers):
+        for changes in _changes(numbers) if region.container else ():
             if all(rehearsal.succeeds(changes, (), features=ranks) for rehearsal in rehearsals):
                 return LocalForm(rehearsals[0].hidden, changes, narrow=True)
     return None
@@ -221,7 +221,10 @@ class _Rehearsal:
                 own = [f for f in frames if not f.filename.startswith((TORCH, str(Path(__file__).parent)))]
                 self.stopped = f"{Path(own[-1].filename).name}:{own[-1].lineno}, '{own[-1].line}'" if own else ""
                 return None
+        whole = self.call.left
         if features and left is not None and left.isnan().any():  # the container adds its input to its output
+            return None
+        if not features and left is not None and whole is not None and not _close(left, whole):  # more changes
             return None
         return self.entered
 
@@ -289,7 +292,7 @@ class _Takes(nn.Module):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.__dict__["rehearsal"].entered = x.clone()
-        return torch.zeros_like(self.like)
+        return self.like.clone()
 
 
 def _numbers(module: nn.Module) -> Iterator[tuple[str, int]]:

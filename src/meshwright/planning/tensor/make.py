@@ -84,23 +84,21 @@ def _blocks_plan(measured: Measured, kind: BlockKind, words: Words, notes: list[
     if given is not None:
         given.check_alike(kind)
     for region in kind.regions:
+        where = ".".join(filter(None, (name, region.container)))
         hinted = any(words.hints.keeps_whole(f"{first}.{path}") for path in region.linears)
         if hinted or (given is not None and not given.cuts(first, region)):
             paths = tuple(f"{block}.{path}" for block in kind.blocks for path in region.linears)
-            where = ".".join(filter(None, (name, region.container)))
             why = "hints say so" if hinted else "the plan does not cut it"
             notes.append(f"{where} stays whole: {why}; {_bytes_of(measured, paths)} on every rank")
             continue
         form = measured.forms[first, region.consumer]
         if form is None and given is not None:
-            raise UnsupportedError(
-                f"tensor plan: {name}.{region.container}: {LEFT_WHOLE[region.kind]}. Leave its layers out of the plan."
-            )
+            raise UnsupportedError(f"tensor plan: {where}: {LEFT_WHOLE[region.kind]}. Leave its layers out of the plan.")
         if form is None:
             line = measured.line_that_stops(first, region)
             change = f" (at {line}; a number of heads that is -1 there, as in view(b, t, -1, head_dim), fits any rank)"
             is_attention = bool(line) and region.kind == "attention"
-            notes.append(f"{name}.{region.container}: {LEFT_WHOLE[region.kind]}{change if is_attention else ''}")
+            notes.append(f"{where}: {LEFT_WHOLE[region.kind]}{change if is_attention else ''}")
         else:
             kept.append(RegionPlan(region, form))
     built = given.built(kind, measured.ranks) if given is not None else ()
