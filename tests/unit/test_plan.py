@@ -241,3 +241,9 @@ def test_ties_and_missing_blocks_are_noted():
         and "nothing is sharded" in alone.notes[0]
         and "no repeated block was found in Linear" in alone.notes[1]
     )
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}, {"cp": 2}])
+def test_a_plan_says_that_it_alone_compares_nothing(sizes):
+    assert "a plan alone is not compared" in str(plan(DEBUG, Layout(dp_shard=1, **sizes)))
+    assert "a plan alone is not compared" not in str(plan(DEBUG, Layout(dp_shard=2)))

@@ -90,6 +90,9 @@ def _header(plan: Plan) -> str:
         f"  compile         {dict(plan.compile_options).get('backend', 'off')}" + _where(plan.compiled),
         f"  frozen          {len(plan.frozen) or 'none'}" + _where(plan.frozen),
     ]
+    if plan.tensor is not None or plan.context is not None or plan.pipeline is not None:
+        rehearsed = "compares a small copy of the model, laid out like this, with one process, and refuses what differs"
+        lines.append(f"  proof           before the first step parallelize {rehearsed}; a plan alone is not compared")
     return "\n".join(lines)
 
 

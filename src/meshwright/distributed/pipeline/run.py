@@ -91,6 +91,7 @@ class Pipeline:
         self._kept: dict[tuple[int, int], StageActivations] = {}
         self._to_come: dict[int, int] = {}
         self._programs: dict[tuple[int, bool], tuple[Step, ...]] = {}
+        self._sums = {part.stage: sums_of(part.module, part.plan) for part in parts}
         self._objective, self._is_declared = None, isinstance(loss_fn, DeclaredLosses)
         self._scale = 1.0
         if (last := self.parts.get(len(self.pipeline.stages) - 1)) is not None:
@@ -259,9 +260,9 @@ class Pipeline:
         """Complete gradients that are sums over ranks on exit; after an error, drop everything of the step."""
         with ExitStack() as stack:
             stack.enter_context(self._ties.summing())
-            for part in self.parts.values():
+            for stage, part in self.parts.items():
                 if (runtime := runtime_of(part.module)) is not None:
-                    stack.enter_context(summing(sums_of(part.module, part.plan), runtime.group))
+                    stack.enter_context(summing(self._sums[stage], runtime.group))
                 stack.enter_context(fully_sharded.postponing(part.module, part.plan))
             try:
                 yield

@@ -36,6 +36,7 @@ class WholeModel:
         self.part, self.device, self._inputs, self._router_loss = part, device, inputs, router_loss
         starts_backward = lambda loss: fully_sharded.begin_backward_at(part.model, loss)  # noqa: E731
         self._objective = objective_of(part.model, part.plan, loss_fn, starts_backward)
+        self._sums = sums_of(part.model, part.plan)
 
     def forward_backward(self, pieces: Sequence[Batch], weight: float, scale: float = 1.0) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -78,4 +79,4 @@ class WholeModel:
     def _summing_over_tensor_ranks(self) -> AbstractContextManager[None]:
         """Sum gradients that the plan marks as partial sums over the tensor axis, at the end, in one message."""
         runtime = runtime_of(self.part.model)
-        return nullcontext() if runtime is None else summing(sums_of(self.part.model, self.part.plan), runtime.group)
+        return nullcontext() if runtime is None else summing(self._sums, runtime.group)

@@ -48,18 +48,17 @@ def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
 
 
 def sums_of(model: nn.Module, plan: Plan) -> Sums:
-    """Return the trained parameters that several ranks hold, sorted by how their gradients are combined."""
-    tensor = plan.tensor
+    """Return the parameters that several ranks hold, sorted by how their gradients are combined."""
+    tensor, own = plan.tensor, plan.experts
     if tensor is None:
         return Sums([], [], [])
-    own = plan.experts
-    named = [(clean(name), parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    trained = [(name, parameter) for name, parameter in named if own is None or not own.has(name)]
-    cuts = {name: tensor.cut_of(name, parameter.shape) for name, parameter in trained}
-    whole = [(parameter, tensor.is_summed(name)) for name, parameter in trained if cuts[name] is None]
+    named = [(clean(name), parameter) for name, parameter in model.named_parameters()]
+    named = [(name, parameter) for name, parameter in named if own is None or not own.has(name)]
+    cuts = {name: tensor.cut_of(name, parameter.shape) for name, parameter in named}
+    whole = [(parameter, tensor.is_summed(name)) for name, parameter in named if cuts[name] is None]
     copied = [
         p
-        for name, p in trained
+        for name, p in named
         if (cut := cuts[name]) is not None and any(part.copies(tensor.ranks) > 1 for part in cut[1])
     ]
     return Sums([p for p, is_summed in whole if is_summed], copied, [p for p, is_summed in whole if not is_summed])
