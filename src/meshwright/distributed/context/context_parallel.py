@@ -19,6 +19,7 @@ from meshwright.introspection.facts import ModelFacts
 from meshwright.models.moe import Router
 from meshwright.planning.plan import Plan
 
+from .positions import refuse_other_conditions
 from .rehearsal import PADDED, WITHOUT_POSITIONS, refuse, refuse_length
 from .runtime import Checks, ContextRuntime, wrap_modules
 
@@ -31,6 +32,7 @@ def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh, facts: ModelFacts) -> 
         padding=partial(refuse, facts, context, *PADDED),
         positions=partial(refuse, facts, context, WITHOUT_POSITIONS),
         length=partial(refuse_length, facts, context),
+        conditions=partial(refuse_other_conditions, context.mixing.lengths),
     )
     wrap_modules(model, context, ranks, checks)
     separate_streams(model, ranks.rank)

@@ -21,6 +21,8 @@ from meshwright.introspection.constructor.recording import seeded
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.mixing.calls import LENGTHS, batches, refuse_other_masks
 from meshwright.introspection.mixing.flex import computing_flex
+from meshwright.introspection.mixing.values import COUNTS
+from meshwright.introspection.model_line import shown
 from meshwright.introspection.outputs import logits_of
 from meshwright.introspection.premises.narrowing import is_rounding
 from meshwright.introspection.premises.playing import FixedDraws
@@ -115,6 +117,8 @@ def _why_wrong(facts: ModelFacts, plan: ContextPlan, model: nn.Module, kind: str
     what = "the loss" if worst == "loss" else f"the gradient of {worst}"
     where = first_apart(model, plan, batch)
     mixes = f" {where} mixes or counts tokens by a way that is not intercepted." if where else ""
+    lines = dict.fromkeys(shown(use.file, use.line) for use in plan.mixing.lengths if use.kind not in COUNTS)
+    mixes += f" The model computes with the number of a row's tokens at {'; '.join(list(lines)[:3])}." if lines else ""
     return f"{start} {what} is wrong (relative error {errors[worst]:.1e}).{mixes} {end}"
 
 

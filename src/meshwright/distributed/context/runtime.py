@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshwright.comparison.observe import TokensOfRank
 from meshwright.core.devices import is_accelerator, to_device
 from meshwright.core.errors import UnsupportedError
-from meshwright.core.names import clean
+from meshwright.core.names import clean, pattern
 from meshwright.core.record import remember, wrap
 from meshwright.core.torch_private import by_values, has_no_values, version_of
 from meshwright.distributed.exchange.ranks import RankGroup
@@ -30,14 +30,15 @@ from meshwright.introspection.mixing.interception import (
 )
 from meshwright.introspection.mixing.masks import MaskFunction, TokenMask, dense
 from meshwright.introspection.mixing.reach import RowMask
-from meshwright.introspection.mixing.values import Caller, MaskRule
+from meshwright.introspection.mixing.values import COUNTS, Caller, MaskRule
 from meshwright.introspection.signature import Signature
 from meshwright.planning.context.plan import ContextPlan
 
 from .attention import Context, attend, attend_to_whole_rows
 from .mixers import wrap_mixer
+from .positions import wrap_counting
 from .reaches import Reaches, of_whole_rows
-from .rows import MASK, Apart, CutBatch, CutRows, cut_batch, cut_rows, kept_on, refuse_other_shapes
+from .rows import MASK, Apart, CutBatch, CutRows, cut_batch, cut_rows, kept_on, refuse_other_shapes, select
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,13 @@ class Checks:
         padding: the model can be given a padding mask in parts.
         positions: the model's positions are 0, 1, 2 … where it is given none.
         length: masks follow the measured rules in rows of so many tokens.
+        conditions: what the model decides by a row's length is the same for the part of it that a rank has.
     """
 
     padding: Callable[[], None] = lambda: None
     positions: Callable[[], None] = lambda: None
     length: Callable[[int], None] = lambda length: None
+    conditions: Callable[[CutRows], None] = lambda rows: None
 
 
 class ContextRuntime:
@@ -101,6 +104,7 @@ class ContextRuntime:
         """
         self.check(batch, signature, batch["tokens"].shape[1])
         rows = self._cut_rows(batch if values is None else values)
+        self._checks.conditions(rows)
         return cut_batch(_completed(batch, self.plan, signature), rows)
 
     def check(self, batch: Mapping[str, Tensor], signature: Signature, length: int) -> None:
@@ -224,7 +228,11 @@ class ContextRuntime:
         expected = dense(rule.function(documents), torch.arange(own, device=device)[None], own, len(call.query))
         words = f"{caller.path} masks {own} tokens by another rule than the one that was measured ({rule})"
         allowed = allowed_of(call, device, self.verdicts.expect)
-        self.verdicts.expect((allowed == expected).all(), UnsupportedError(words))
+        follows = (allowed == expected).all()
+        if self.mixing.counts_positions:  # the model may have made it of the places of its tokens
+            by_places = select(dense(rule.function(rows.documents), rows.own, rows.length, len(call.query)), rows.own, 3)
+            follows = follows | (allowed == kept_on(by_places, device)).all()
+        self.verdicts.expect(follows, UnsupportedError(words))
 
     def _is_compared(self, call: AttentionCall, rule: MaskRule, rows: CutRows) -> bool:
         """Return whether a call's mask was compared before, and note that it is now.
@@ -278,6 +286,10 @@ def wrap_modules(model: nn.Module, plan: ContextPlan, group: RankGroup, checks: 
     for planned in plan.mixers:
         if planned.mixer.path in modules:
             wrap_mixer(model, planned, runtime)
+    counting = [use for use in plan.mixing.lengths if use.kind in COUNTS]
+    for path, module in modules.items() if counting else ():
+        if here := [use for use in counting if use.module == pattern(path)]:
+            wrap_counting(module, here, runtime)
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         def context_forward(*args: Any, **kwargs: Any) -> Any:

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import linecache
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from meshwright.core.torch_private import tree_leaves, without_subclass_functions, wrapper
+from meshwright.introspection.model_line import model_line, shown
 
 if TYPE_CHECKING:
     from .tape import LogitsTape
-
-_BETWEEN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<")
-"""Where the frames between a model's line and an operator are."""
-_MODELS = str(Path(__file__).parents[2] / "models")
 
 
 class DeferredLogits(Tensor):
@@ -62,11 +56,5 @@ class DeferredLogits(Tensor):
 
 def where() -> str:
     """Return the place of the model's line that runs now, with its code: " at model.py:12, 'y[..., 3] = 0'"."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(_BETWEEN) or file.startswith(_MODELS):
-            line = linecache.getline(file, frame.f_lineno).strip()
-            return f" at {Path(file).name}:{frame.f_lineno}" + (f", '{line}'" if line else "")
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""
+    file, line = model_line()
+    return f" at {shown(file, line)}" if file else ""

@@ -19,6 +19,7 @@ from meshwright.introspection.structure.experts import find_stacks
 
 from .calls import LENGTHS, Recorder, batches, caller_of, record, small_copy, stated_rule
 from .interception import AttentionCall, intercept_transformers, sdpa_call
+from .lengths import find_length_uses
 from .masks import MaskFunction, TokenMask, dense, in_segments, segments_of
 from .mixers import find_mixers
 from .reach import rule_of
@@ -56,6 +57,7 @@ def measure_mixing(model: nn.Module) -> Mixing:
         base,
         _packed(masks, given[-1]) if len(given) > 1 else (),
         found,
+        find_length_uses(original, copy_of(small_copy(original)), tuple(mixer.path for mixer in found)),
     )
 
 

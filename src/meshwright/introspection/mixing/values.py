@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from torch import Tensor
 
 from .interception import AttentionCall
 from .masks import MaskFunction, causal, everything, in_chunks, shorter_than, within
+
+COMPARED = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne}
+COUNTS = ("positions", "table")
+"""Kinds of uses of a row's length that make positions."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +169,30 @@ def _joined(one: tuple[MixerInput, ...], other: tuple[MixerInput, ...]) -> tuple
 
 
 @dataclass(frozen=True)
+class LengthUse:
+    """A line that does something with the number of a row's tokens, where a rank has a part of them.
+
+    Attributes:
+        module: the innermost modules whose forwards run it, as a pattern of their paths.
+        kind: "positions", a range of so many integers; "table", so many entries of a longer tensor; "condition", a
+            comparison of ``factor`` times the number and ``beside`` with ``other``; "number", other arithmetic.
+    """
+
+    module: str
+    file: str
+    line: int
+    kind: Literal["positions", "table", "condition", "number"]
+    sign: str = ""
+    factor: int = 1
+    beside: int = 0
+    other: float = 0
+
+    def holds(self, length: int) -> bool:
+        """Return what the condition says of a row of ``length`` tokens."""
+        return COMPARED[self.sign](self.factor * length + self.beside, self.other)
+
+
+@dataclass(frozen=True)
 class Mixing:
     """The calls by which a model's tokens see each other.
 
@@ -172,12 +202,19 @@ class Mixing:
         packed: whether each mask of a forward, in the order in which transformers makes them, keeps runs of positions
             apart.
         mixers: modules in which tokens meet otherwise, in the order in which they return.
+        lengths: lines outside of these that do something with the number of a row's tokens.
     """
 
     callers: tuple[Caller, ...]
     implementation: str = ""
     packed: tuple[bool, ...] = ()
     mixers: tuple[Mixer, ...] = ()
+    lengths: tuple[LengthUse, ...] = ()
+
+    @property
+    def counts_positions(self) -> bool:
+        """The model makes positions by counting the tokens of a row."""
+        return any(use.kind in COUNTS for use in self.lengths)
 
     @property
     def keeps_documents_apart(self) -> bool:

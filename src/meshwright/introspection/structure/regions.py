@@ -140,6 +140,8 @@ def _region(
     adapted = tuple(probe.adapted[path] for path in (*linears, consumer) if path in probe.adapted)
     cuts += _cuts_of_adapters(probe, adapted, cuts, consumer)
     container = _common([*latent, *linears, consumer])
+    while container and not probe.calls.get(container):  # its methods are called, and not the module
+        container = owner(container)
     others, shared = _other_tensors(probe, container, {cut.name for cut in cuts}, (consumer, *fed), (fine, joint), held)
     kind = "attention" if any(r.later.any() for r in reach.values()) else "feed_forward"
     roles = [(through.get(path, path), _role(probe, path, r, consumer, held, kind)) for path, r in reach.items()]

@@ -46,6 +46,7 @@ class ContextPlan:
             bool(rules)
             and self.cut == "head_tail"
             and self.mixing.keeps_documents_apart
+            and not self.mixing.counts_positions
             and all(r and r.causal for r in rules)
         )
 

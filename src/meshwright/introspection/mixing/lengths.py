@@ -1,0 +1,241 @@
+"""Find what a model's code does with the number of a row's tokens, which a rank that has a part of them does not know.
+
+A forward runs in which that number is an integer of its own class wherever code reads it off a tensor. Sums, differences
+and whole multiples of it stay of the class. So these places are known: ranges of it (positions), slices by it (of a
+table of positions), comparisons with other numbers (conditions), and arithmetic with fractions or tensors (numbers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from meshwright.core.names import clean, is_within, pattern
+from meshwright.core.torch_private import tree_leaves
+from meshwright.introspection.model_line import model_line
+from meshwright.introspection.signature import Signature
+from meshwright.introspection.small.copies import meta_copy_of
+
+from .flex import computing_flex
+from .values import COMPARED, LengthUse
+
+PRIMES = (29, 23, 31, 19, 17, 13, 11, 7, 5)
+SHAPES = frozenset(
+    "view reshape expand expand_as repeat tile unflatten flatten permute transpose chunk split tensor_split narrow"
+    " zeros ones empty full rand randn new_zeros new_ones new_empty new_full roll pad select tril triu as_strided"
+    " broadcast_to unfold repeat_interleave scaled_dot_product_attention size __getitem__ __setitem__ __get__ arange"
+    " eye masked_fill interpolate adaptive_avg_pool1d"
+    .split()
+)
+"""Functions in which a number of tokens is a size or a place."""
+
+
+def is_general_code(file: str) -> bool:
+    """Return whether a file is of transformers and none of its models': it is given positions and masks of whole rows."""
+    return "/transformers/" in file and "/transformers/models/" not in file
+
+
+class Length(int):
+    """``factor`` times a row's tokens, and ``beside``; notes what is done with it."""
+
+    uses: _Uses
+    factor: int
+    beside: int
+
+    def __new__(cls, uses: _Uses, factor: int, beside: int):
+        made = super().__new__(cls, factor * uses.length + beside)
+        made.uses, made.factor, made.beside = uses, factor, beside
+        return made
+
+    def _sum(self, other: Any, sign: int, own: int = 1) -> Any:
+        if type(other) is int:
+            return Length(self.uses, own * self.factor, own * self.beside + sign * other)
+        if isinstance(other, Length):
+            factor, beside = own * self.factor + sign * other.factor, own * self.beside + sign * other.beside
+            return Length(self.uses, factor, beside) if factor else beside
+        return NotImplemented
+
+    def __add__(self, other: Any) -> Any:
+        return self._sum(other, 1)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:
+        return self._sum(other, -1)
+
+    def __rsub__(self, other: Any) -> Any:
+        return self._sum(other, 1, -1)
+
+    def __neg__(self) -> Any:
+        return Length(self.uses, -self.factor, -self.beside)
+
+    def __mul__(self, other: Any) -> Any:
+        if type(other) is int:
+            return Length(self.uses, other * self.factor, other * self.beside) if other else 0
+        return self._number().__mul__(other)
+
+    def __rmul__(self, other: Any) -> Any:
+        return self * other if type(other) is int else self._number().__rmul__(other)
+
+    def _number(self) -> int:
+        self.uses.note("number")
+        return int.__add__(self, 0)
+
+    def _compared(self, sign: str, other: Any) -> Any:
+        if type(other) in (int, float):
+            self.uses.note("condition", sign=sign, factor=self.factor, beside=self.beside, other=other)
+        return COMPARED[sign](int.__add__(self, 0), other)
+
+    def __lt__(self, other: Any) -> Any:
+        return self._compared("<", other)
+
+    def __le__(self, other: Any) -> Any:
+        return self._compared("<=", other)
+
+    def __gt__(self, other: Any) -> Any:
+        return self._compared(">", other)
+
+    def __ge__(self, other: Any) -> Any:
+        return self._compared(">=", other)
+
+    def __eq__(self, other: object) -> Any:
+        return self._compared("==", other)
+
+    def __ne__(self, other: object) -> Any:
+        return self._compared("!=", other)
+
+    __hash__ = int.__hash__
+
+
+def _as_number(name: str) -> Callable[..., Any]:
+    def method(self: Length, *others: Any) -> Any:
+        return getattr(self._number(), name)(*others)
+
+    return method
+
+
+for _name in ("__truediv__", "__rtruediv__", "__pow__", "__rpow__", "__float__"):
+    setattr(Length, _name, _as_number(_name))
+
+
+class _Uses(TorchFunctionMode):
+    """Notes what a forward does with the number of its rows' tokens."""
+
+    def __init__(self, length: int):
+        super().__init__()
+        self.length, self._modules = length, [""]
+        self.found: dict[LengthUse, None] = {}
+
+    def enter(self, path: str, *_: Any) -> None:
+        self._modules.append(path)
+
+    def leave(self, *_: Any) -> None:
+        self._modules.pop()
+
+    def note(self, kind: Any, **more: Any) -> None:
+        file, line = model_line()
+        if not is_general_code(file):
+            self.found.setdefault(LengthUse(self._modules[-1], file, line, kind, **more))
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        lengths = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Length)]
+        if name == "arange":
+            start, end = ends_of_range(args, kwargs)
+            if lengths and end - start == self.length:
+                self.note("positions")
+        elif name == "__getitem__" and isinstance(args[0], Tensor):
+            self._sliced(args[0], args[1])
+        elif lengths and name not in SHAPES:
+            self.note("number")
+        result = func(*args, **kwargs)
+        is_shape = (name == "size" or func == Tensor.shape.__get__) and isinstance(args[0], Tensor)
+        return self._marked(result) if is_shape else result
+
+    def _sliced(self, table: Tensor, index: Any) -> None:
+        for dim, run in runs_of(table, index).items():
+            stop = run.stop
+            is_by_length = isinstance(stop, Length) and stop.factor == 1
+            if is_by_length and int(stop) - (run.start or 0) == self.length and table.size(dim) != self.length:
+                self.note("table")
+
+    def _marked(self, sizes: Any) -> Any:
+        if isinstance(sizes, int):
+            return Length(self, 1, 0) if sizes == self.length else sizes
+        return torch.Size([Length(self, 1, 0) if size == self.length else size for size in sizes])
+
+
+def runs_of(x: Tensor, index: Any) -> dict[int, slice]:
+    """Return the slices with an end, and steps of one, of an index, by the dim of ``x`` that they cut."""
+    items = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(item, (Tensor, list, bool)) for item in items):
+        return {}
+    dim, found = 0, {}
+    for item in items:
+        if item is Ellipsis:
+            dim += x.dim() - sum(other is not None and other is not Ellipsis for other in items)
+        elif item is not None:
+            if isinstance(item, slice) and item.stop is not None and item.step in (None, 1) and (item.start or 0) >= 0:
+                found[dim] = item
+            dim += 1
+    return found
+
+
+def ends_of_range(args: tuple, kwargs: dict[str, Any]) -> tuple[int, int]:
+    """Return start and end of an ``arange`` of whole numbers one apart; (0, -1) of others."""
+    given = dict(zip(("start", "end", "step") if len(args) > 1 else ("end",), args, strict=False)) | kwargs
+    start, end = given.get("start", 0), given.get("end")
+    is_whole = isinstance(start, int) and isinstance(end, int) and given.get("step", 1) == 1
+    return (int(start), int(end)) if is_whole else (0, -1)  # type: ignore[arg-type]
+
+
+def find_length_uses(model: nn.Module, small: nn.Module, inside: tuple[str, ...]) -> tuple[LengthUse, ...]:
+    """Run forwards of a small copy, and of the model itself on meta, and return what they do with their length.
+
+    Args:
+        small: a copy that computes.
+        inside: modules that are given whole rows, in which everything is known.
+    """
+    found = {(use.module, use.file, use.line, use.kind): use for use in _uses_of(small, torch.device("cpu"))}
+    # numbers that a condition compares with are the model's own, where its code runs without values
+    found |= {
+        key: use
+        for use in _uses_of(meta_copy_of(model), torch.device("meta"))
+        if (key := (use.module, use.file, use.line, use.kind)) in found
+    }
+    return tuple(use for use in found.values() if not any(is_within(use.module, pattern(path)) for path in inside))
+
+
+def _uses_of(model: nn.Module, device: torch.device) -> list[LengthUse]:
+    sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
+    signature = Signature.of(model)
+    for length in (prime for prime in PRIMES if prime not in sizes):
+        tokens = torch.zeros((2, length), dtype=torch.int64, device=device)
+        batch = {"tokens": tokens, "positions": torch.arange(length, device=device).expand(2, -1)}
+        batch = {key: value for key, value in batch.items() if signature.takes[key] is not None}
+        uses = _Uses(length)
+        hooks = [
+            hook
+            for path, module in model.named_modules()
+            for hook in (
+                module.register_forward_pre_hook(partial(uses.enter, pattern(clean(path)))),
+                module.register_forward_hook(uses.leave),
+            )
+        ]
+        try:
+            with torch.no_grad(), computing_flex(), uses:
+                model(**signature.inputs(batch, device))
+            return list(uses.found)
+        except Exception:  # noqa: BLE001  (whatever a model's code raises; a shorter row may do)
+            if device.type == "meta":
+                return list(uses.found)
+        finally:
+            for hook in hooks:
+                hook.remove()
+    return []

@@ -1,0 +1,111 @@
+"""Models that use the number of a row's tokens, with rows cut over ranks: equal to one process, or the line is named."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.counting import (
+    CARRIED,
+    MinGPT,
+    OfWeight,
+    RotaryTable,
+    ScaledByLength,
+    ShorterThanAttribute,
+    ShortRows,
+    counting,
+)
+from torch.distributed.tensor import DTensor
+
+from meshwright import Layout, parallelize, plan
+from meshwright.core.errors import UnsupportedError
+from meshwright.distributed.context import positions
+from meshwright.distributed.context.rehearsal import prove
+from meshwright.distributed.mesh import data_position
+from meshwright.introspection.facts import model_facts
+
+EXACT = 1e-10
+FP64 = {"precision": {"master": "float64", "compute": "float64", "reduce": "float64"}}
+WAYS = {
+    "cp": (2, {"cp": 2, "dp_shard": 1}, {}),
+    "cp, recomputed": (2, {"cp": 2, "dp_shard": 1}, {"activation_checkpointing": "full"}),
+    "dp_shard and cp": (4, {"cp": 2, "dp_shard": 2}, {}),
+    "tp and cp": (4, {"cp": 2, "tp": 2, "dp_shard": 1}, {"sequence_parallel": False}),
+    "pp and cp": (4, {"cp": 2, "pp": 2, "dp_shard": 1}, {}),
+}
+
+
+def batch(length):
+    tokens = torch.randint(0, 40, (4, length + 1), generator=torch.Generator().manual_seed(0))
+    return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+
+def errors(kind, sizes, techniques, length):
+    reference, given = counting(kind), batch(length)
+    loss = F.cross_entropy(reference(given["tokens"]).flatten(0, 1), given["labels"].flatten())
+    loss.backward()
+    expected = {"loss": loss.detach()} | {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+    model = parallelize(counting(kind), Layout(**sizes), techniques=FP64 | techniques)
+    rank, ranks = data_position(model.mesh)
+    found = {"loss": model.forward_backward({k: v.chunk(ranks)[rank] for k, v in given.items()}).loss}
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            found[name] = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+    return {n: float((v - expected[n]).norm() / expected[n].norm().clamp(min=1e-9)) for n, v in found.items()}
+
+
+NO_STAGES = (MinGPT, OfWeight)
+"""Models whose forward reads a parameter outside of the modules that it calls."""
+
+
+@pytest.mark.parametrize(
+    ("way", "kind"),
+    [(way, kind) for way in WAYS for kind in CARRIED if not ("pp" in WAYS[way][1] and kind in NO_STAGES)],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_positions_are_those_of_a_ranks_tokens(way, kind, spmd):
+    world, sizes, techniques = WAYS[way]
+    for found in spmd(world, errors, kind, sizes, techniques, 19):
+        assert {n: e for n, e in found.items() if not e <= EXACT} == {}
+
+
+def refused(kind, length):
+    try:
+        errors(kind, {"cp": 2, "dp_shard": 1}, {}, length)
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", [ShortRows, ShorterThanAttribute], ids=lambda kind: kind.__name__)
+def test_a_decision_by_the_length_is_refused_where_a_part_of_a_row_is_another_case(kind, spmd):
+    for length, words in {12: "", 19: r"counting.py:\d+, .*compares with 12.* 10 tokens of a rank for 19", 40: ""}.items():
+        for found in spmd(2, refused, kind, length):
+            assert bool(found) == bool(words) and re.search(words, found), found
+
+
+def test_a_factor_of_the_length_is_refused_with_its_line(spmd):
+    for found in spmd(2, refused, ScaledByLength, 19):
+        assert re.search(r"computes with the number of a row's tokens at counting.py:\d+, 'return .*\*\* -0.5'", found)
+
+
+def too_long():
+    model = parallelize(counting(RotaryTable), Layout(dp_shard=1, cp=2), techniques=FP64)
+    try:
+        model.forward_backward(batch(70))
+    except UnsupportedError as error:
+        return str(error)
+
+
+def test_a_row_that_is_longer_than_a_table_is_refused(spmd):
+    for found in spmd(2, too_long):
+        assert "a table of 64 positions is read for rows of 70 tokens at counting.py" in found
+
+
+def test_without_the_places_the_rehearsal_refuses(monkeypatch):
+    monkeypatch.setattr(positions._OwnPlaces, "_places", lambda self, device: torch.arange(self.own))
+    facts = model_facts(counting(CARRIED[0]))
+    with pytest.raises(UnsupportedError, match="were rehearsed on a small copy, plain, and the gradient of .* is wrong"):
+        prove(facts, plan(facts, Layout(dp_shard=1, cp=2)).context)
