@@ -39,7 +39,7 @@ def of_transformers(family: str) -> nn.Module:
     return AutoModelForCausalLM.from_config(families.config_of(family, use_cache=False))
 
 
-MODELS = {kind.__name__: kind for kind in (*constructors.RECORDED, *constructors.RUN_WHOLE)}
+MODELS = {kind.__name__: kind for kind in (*constructors.RECORDED, *constructors.RUN_WHOLE, *constructors.NEED_VALUES)}
 MODELS |= {family: partial(of_transformers, family) for family in ("gpt2", "mixtral", "gemma2", "mpt")}
 
 
@@ -85,7 +85,7 @@ def test_every_layout_begins_with_what_the_constructor_computes(spmd, model, lay
     found, said = spmd(asked.world, beginning, build, asked)[0]
     wanted = plain(build)
     assert len(found) > 10 and not differences(found, wanted, asked)
-    runs_whole = build in constructors.RUN_WHOLE and build is not constructors.Retried and asked.world > 1
+    runs_whole = build in constructors.RUN_WHOLE and asked.world > 1
     assert any("runs whole on every rank" in line for line in said) == runs_whole
 
 
@@ -115,6 +115,15 @@ def test_beyond_the_limit_every_layout_begins_alike_and_by_the_same_laws(spmd, m
             float(wanted[name].mean()), abs=0.3 * float(wanted[name].std())
         ), name
     assert sum(not torch.equal(one[name], wanted[name]) for name in drawn) > len(drawn) / 2
+
+
+def misspelt():
+    return constructors.Plain(widht=3)  # type: ignore[call-arg]
+
+
+def test_what_a_real_build_raises_is_raised(spmd):
+    with pytest.raises(WorkerFailed, match="unexpected keyword argument 'widht'"):
+        spmd(1, beginning, misspelt, LAYOUTS["one rank"])
 
 
 def test_elements_that_nothing_wrote_are_refused(spmd):

@@ -221,6 +221,37 @@ class Retried(Plain):
             nn.init.normal_(self.head.weight, 0, 0.06)
 
 
+class FromNumpy(Plain):
+    """Its weight is given the memory of an array."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        drawn = np.random.default_rng(0).normal(size=(VOCABULARY, WIDTH)).astype("float32")
+        self.head.weight.data = torch.from_numpy(drawn)
+
+
+class InOtherWords(Plain):
+    """It catches torch's error, and raises its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        try:
+            scale = float(self.head.weight.abs().max())
+        except Exception as error:
+            raise RuntimeError("the initial weights cannot be scaled") from error
+        self.head.weight.data.div_(scale)
+
+
+class Checked(Plain):
+    """It asserts what no tensor without values has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = torch.from_numpy(np.arange(4 * WIDTH, dtype="float32").reshape(4, WIDTH))
+        self.register_buffer("table", table)
+        assert self.head.weight.device.type == "cpu", "weights are made on the CPU"
+
+
 RECORDED = (
     Plain,
     Applied,
@@ -236,9 +267,12 @@ RECORDED = (
     Halved,
     InFloat64,
     Permuted,
+    Checked,
 )
-RUN_WHOLE = (Seeded, OwnGenerator, Retried)
+RUN_WHOLE = (Seeded, OwnGenerator)
 """What they do cannot be carried out later."""
+NEED_VALUES = (Retried, FromNumpy, InOtherWords)
+"""They fail, or never end, on tensors without values."""
 
 
 class Forgetful(Plain):

@@ -123,6 +123,14 @@ class RotaryInside(Counting):
         return torch.zeros(())
 
 
+class Scan(Counting):
+    """RoBERTa's: tokens but the padding are counted."""
+
+    def positions(self, tokens):
+        real = tokens.ne(1).int()
+        return self.table((torch.cumsum(real, dim=1).type_as(real) * real).long() + 1)
+
+
 class RotaryTable(User):
     """Llama's first way: a run of a table of angles is taken at the root, and given to every block."""
 
@@ -179,6 +187,7 @@ CARRIED = (
     OfWeight,
     BufferOfIds,
     Sinusoids,
+    Scan,
     RotaryInside,
     RotaryTable,
     WindowByRange,

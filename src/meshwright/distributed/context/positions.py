@@ -2,7 +2,7 @@
 
 The lines that count were measured (``introspection.mixing.lengths``). Where one of them makes a range of as many
 integers as this rank has tokens, the places of these tokens stand in; where one takes so many entries of a table, the
-entries at these places.
+entries at these places; where one sums integers along the tokens, those of all ranks are summed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from torch.overrides import TorchFunctionMode
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.record import wrap
 from meshwright.core.torch_private import has_no_values, uncompiled
-from meshwright.introspection.mixing.lengths import ends_of_range, runs_of
+from meshwright.distributed.exchange.ranks import RankGroup
+from meshwright.introspection.mixing.lengths import ends_of_range, runs_of, scanned
 from meshwright.introspection.mixing.values import LengthUse
 from meshwright.introspection.model_line import model_line, shown
 
+from .attention import gather_tokens
 from .mixers import RowsInUse
-from .rows import CutRows, kept_on
+from .rows import CutRows, kept_on, select
 
 
 def wrap_counting(module: nn.Module, uses: Iterable[LengthUse], runtime: RowsInUse) -> None:
@@ -34,7 +36,7 @@ def wrap_counting(module: nn.Module, uses: Iterable[LengthUse], runtime: RowsInU
         def counting_forward(*args: Any, **kwargs: Any) -> Any:
             if runtime.rows is None:
                 return forward(*args, **kwargs)
-            with _OwnPlaces(lines, runtime.rows):
+            with _OwnPlaces(lines, runtime.rows, runtime.group):
                 return forward(*args, **kwargs)
 
         return counting_forward
@@ -43,9 +45,9 @@ def wrap_counting(module: nn.Module, uses: Iterable[LengthUse], runtime: RowsInU
 
 
 class _OwnPlaces(TorchFunctionMode):
-    def __init__(self, lines: dict[tuple[str, int], str], rows: CutRows):
+    def __init__(self, lines: dict[tuple[str, int], str], rows: CutRows, group: RankGroup):
         super().__init__()
-        self.lines, self.rows, self.own = lines, rows, rows.counts[rows.rank]
+        self.lines, self.rows, self.group, self.own = lines, rows, group, rows.counts[rows.rank]
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -54,6 +56,10 @@ class _OwnPlaces(TorchFunctionMode):
             if end - start == self.own and self.lines.get(model_line()) == "positions":
                 counted = func(*args, **kwargs)
                 return counted if has_no_values(counted) else self._places(counted.device).to(counted.dtype) + start
+        elif (x := scanned(func, args, kwargs)) is not None and not has_no_values(x):
+            if x.size(1) == self.own and self.lines.get(model_line()) == "scan":
+                whole = gather_tokens(x[:, None, :, None], self.rows, self.group)[:, 0, :, 0]
+                return select(func(whole, *args[1:], **kwargs), self.rows.own, 1)
         elif func is Tensor.__getitem__ and not has_no_values(args[0]):
             x, index = args
             runs = {dim: run for dim, run in runs_of(x, index).items() if run.stop - (run.start or 0) == self.own}

@@ -152,6 +152,8 @@ class _Uses(TorchFunctionMode):
                 self.note("positions")
         elif name == "__getitem__" and isinstance(args[0], Tensor):
             self._sliced(args[0], args[1])
+        elif (x := scanned(func, args, kwargs)) is not None and x.size(1) == self.length:
+            self.note("scan")
         elif lengths and name not in SHAPES:
             self.note("number")
         result = func(*args, **kwargs)
@@ -195,6 +197,14 @@ def ends_of_range(args: tuple, kwargs: dict[str, Any]) -> tuple[int, int]:
     return (int(start), int(end)) if is_whole else (0, -1)  # type: ignore[arg-type]
 
 
+def scanned(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the (rows, tokens) integers that a call sums along the tokens; None of other calls."""
+    if func not in (torch.cumsum, Tensor.cumsum) or not args or args[0].dim() != 2 or args[0].is_floating_point():
+        return None
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    return args[0] if dim in (1, -1) else None
+
+
 def find_length_uses(model: nn.Module, small: nn.Module, inside: tuple[str, ...]) -> tuple[LengthUse, ...]:
     """Run forwards of a small copy, and of the model itself on meta, and return what they do with their length.
 
@@ -220,6 +230,7 @@ def _uses_of(model: nn.Module, device: torch.device) -> list[LengthUse]:
         batch = {"tokens": tokens, "positions": torch.arange(length, device=device).expand(2, -1)}
         batch = {key: value for key, value in batch.items() if signature.takes[key] is not None}
         uses = _Uses(length)
+        given = [batch, {"tokens": tokens}] if "positions" in batch else [batch]  # a model makes those that are missing
         hooks = [
             hook
             for path, module in model.named_modules()
@@ -230,7 +241,8 @@ def _uses_of(model: nn.Module, device: torch.device) -> list[LengthUse]:
         ]
         try:
             with torch.no_grad(), computing_flex(), uses:
-                model(**signature.inputs(batch, device))
+                for each in given:
+                    model(**signature.inputs(each, device))
             return list(uses.found)
         except Exception:  # noqa: BLE001  (whatever a model's code raises; a shorter row may do)
             if device.type == "meta":

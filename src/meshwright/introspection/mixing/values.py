@@ -12,8 +12,8 @@ from .interception import AttentionCall
 from .masks import MaskFunction, causal, everything, in_chunks, shorter_than, within
 
 COMPARED = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne}
-COUNTS = ("positions", "table")
-"""Kinds of uses of a row's length that make positions."""
+COUNTS = ("positions", "table", "scan")
+"""Kinds of uses of a row's length that are given what they are in whole rows."""
 
 
 @dataclass(frozen=True)
@@ -174,14 +174,15 @@ class LengthUse:
 
     Attributes:
         module: the innermost modules whose forwards run it, as a pattern of their paths.
-        kind: "positions", a range of so many integers; "table", so many entries of a longer tensor; "condition", a
-            comparison of ``factor`` times the number and ``beside`` with ``other``; "number", other arithmetic.
+        kind: "positions", a range of so many integers; "table", so many entries of a longer tensor; "scan", sums of
+            the integers of all tokens before each; "condition", a comparison of ``factor`` times the number and
+            ``beside`` with ``other``; "number", other arithmetic.
     """
 
     module: str
     file: str
     line: int
-    kind: Literal["positions", "table", "condition", "number"]
+    kind: Literal["positions", "table", "scan", "condition", "number"]
     sign: str = ""
     factor: int = 1
     beside: int = 0
@@ -213,8 +214,8 @@ class Mixing:
 
     @property
     def counts_positions(self) -> bool:
-        """The model makes positions by counting the tokens of a row."""
-        return any(use.kind in COUNTS for use in self.lengths)
+        """The model makes positions by counting the tokens of a row, the same for all rows."""
+        return any(use.kind in ("positions", "table") for use in self.lengths)
 
     @property
     def keeps_documents_apart(self) -> bool:
