@@ -322,7 +322,7 @@ def _completed(batch: Mapping[str, Tensor], plan: ContextPlan, signature: Signat
     """
     whole = dict(batch)
     tokens = batch["tokens"]
-    if signature.takes["positions"] is not None and "positions" not in whole:
+    if signature.takes["positions"] is not None and "positions" not in whole and plan.mixing.counts_from_zero:
         whole["positions"] = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
     if plan.mixing.implementation and MASK in signature.arguments and MASK not in whole:
         whole[MASK] = torch.ones(tokens.shape, dtype=torch.int64, device=tokens.device)

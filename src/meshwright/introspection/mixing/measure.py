@@ -13,11 +13,13 @@ from torch.overrides import TorchFunctionMode
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean, pattern
 from meshwright.core.torch_private import tensors_by_path
+from meshwright.introspection.outputs import logits_of
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.copies import copy_of, meta_copy_of
 from meshwright.introspection.structure.experts import find_stacks
 
 from .calls import LENGTHS, Recorder, batches, caller_of, record, small_copy, stated_rule
+from .flex import computing_flex
 from .interception import AttentionCall, intercept_transformers, sdpa_call
 from .lengths import find_length_uses
 from .masks import MaskFunction, TokenMask, dense, in_segments, segments_of
@@ -58,7 +60,18 @@ def measure_mixing(model: nn.Module) -> Mixing:
         _packed(masks, given[-1]) if len(given) > 1 else (),
         found,
         find_length_uses(original, copy_of(small_copy(original)), tuple(mixer.path for mixer in found)),
+        _counts_from_zero(copy_of(small_copy(original)), given[0]),
     )
+
+
+def _counts_from_zero(model: nn.Module, batch: dict[str, Tensor]) -> bool:
+    """Return whether a model that is given no positions takes 0, 1, 2 …"""
+    signature, cpu = Signature.of(model.eval()), torch.device("cpu")
+    if signature.takes["positions"] is None:
+        return True
+    with torch.no_grad(), computing_flex():
+        given = logits_of(model(**signature.inputs(batch, cpu)))
+        return torch.allclose(logits_of(model(**signature.inputs({"tokens": batch["tokens"]}, cpu))), given)
 
 
 def _recorded(model: nn.Module, inputs: dict[str, Any]) -> Recorder:

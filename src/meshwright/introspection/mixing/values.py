@@ -204,6 +204,7 @@ class Mixing:
             apart.
         mixers: modules in which tokens meet otherwise, in the order in which they return.
         lengths: lines outside of these that do something with the number of a row's tokens.
+        counts_from_zero: given no positions, the model takes 0, 1, 2 …
     """
 
     callers: tuple[Caller, ...]
@@ -211,6 +212,7 @@ class Mixing:
     packed: tuple[bool, ...] = ()
     mixers: tuple[Mixer, ...] = ()
     lengths: tuple[LengthUse, ...] = ()
+    counts_from_zero: bool = True
 
     @property
     def counts_positions(self) -> bool:
