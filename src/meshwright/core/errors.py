@@ -7,12 +7,23 @@ import re
 import shlex
 import shutil
 import sys
+from traceback import extract_tb
+from typing import Any
 
 
 class MeshwrightError(Exception):
-    """The base of every error that meshwright raises on purpose."""
+    """The base of every error that meshwright raises on purpose.
+
+    Where a launcher started several ranks of a script (``RANK``), one that ends a rank is printed without a traceback.
+    """
 
     exit_status = 1
+
+    def __init__(self, *args: object):
+        super().__init__(*args)
+        if int(os.environ.get("WORLD_SIZE") or 1) > 1 and "RANK" in os.environ and sys.excepthook is not _print:
+            global _before
+            _before, sys.excepthook = sys.excepthook, _print
 
 
 class ConfigError(MeshwrightError, ValueError):
@@ -49,6 +60,24 @@ class MissingExtraError(MeshwrightError, ImportError):
 
     def __reduce__(self):
         return type(self), self._made_of  # errors travel from workers to the command
+
+
+_before = sys.excepthook
+
+
+def _print(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+    """Print an error that ends a rank: whole on the first, and a few words elsewhere of what all ranks refuse."""
+    if not isinstance(error, MeshwrightError):
+        _before(kind, error, traceback)
+        return
+    rank, text = os.environ.get("RANK", "0"), f"{kind.__name__}: {error}"
+    if rank != "0" and isinstance(error, (ConfigError, UnsupportedError)):
+        print(f"rank {rank}: {text[:80]} …", file=sys.stderr)
+        return
+    package = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+    lines = [one for one in extract_tb(traceback) if not one.filename.startswith((package, "<"))]
+    where = f"\n  at {lines[-1].filename}:{lines[-1].lineno}, '{lines[-1].line}'" if lines else ""
+    print(f"{text}{where}" if rank == "0" else f"rank {rank}: {text}{where}", file=sys.stderr)
 
 
 def command(*words: object) -> str:

@@ -67,7 +67,13 @@ def process_count(config: Config) -> int:
     layout, count = config.layout, config.process.count
     if not count:
         count = layout.world if layout.is_resolved else gpu_count() or CPU_PROCESSES
-    layout.resolve(count, ranks_per_node=count)
+    try:
+        layout.resolve(count, ranks_per_node=count)
+    except ConfigError as error:
+        if not config.process.count:
+            raise
+        given = f"process.count = {count} is given, and a run keeps it: give --process.count too (0: as many as the"
+        raise ConfigError(f"{error} {given} layout needs).") from None
     return count
 
 

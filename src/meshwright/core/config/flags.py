@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from meshwright.core.errors import ConfigError
 
 from .help import keys_text
-from .read import from_dict, plain
-from .schema import field_types, is_section, join, section_of
-from .words import toml_value
+from .read import from_dict, plain, read_value
+from .schema import field_types, is_section, join, section_of, union_arms
+from .words import toml_value, type_words
 
 T = TypeVar("T")
 
@@ -31,8 +31,8 @@ def parse_flags(cls: type[T], args: Sequence[str], *, default: T | None = None, 
         description: the first lines of the help.
 
     Raises:
-        ConfigError: a list's flag is given twice.
-        SystemExit: 0 after ``--help``; 2 for an unknown flag or a value of the wrong type, named on standard error.
+        ConfigError: a list's flag is given twice, or a value is of the wrong type.
+        SystemExit: 0 after ``--help``; 2 for an unknown flag, named on standard error.
     """
     if any(arg in ("-h", "--help") for arg in args):
         print(f"usage: {prog} [--key=value …]\n\n{description}\n\n{keys_text(cls, default)}")
@@ -41,6 +41,7 @@ def parse_flags(cls: type[T], args: Sequence[str], *, default: T | None = None, 
 
     flags = [_spelling(arg) for arg in args]
     _refuse_repeated_lists(cls, flags, "")
+    _refuse_other_values(cls, args)
     start = _with_sections(cls() if default is None else default, flags, "")
     return tyro.cli(
         cls,
@@ -68,6 +69,49 @@ def _refuse_repeated_lists(cls: type, flags: list[str], prefix: str) -> None:
             raise ConfigError(
                 f"{flag} is given {flags.count(flag)} times; give all items after one: {flag} first second"
             )
+
+
+def _refuse_other_values(cls: type, args: Sequence[str]) -> None:
+    """Refuse a value that is not of its key's type, in the words that a file's value is refused in."""
+    words = [*args, ""]
+    for place, word in enumerate(args):
+        flag, given, value = word.partition("=")
+        name = _spelling(flag).removeprefix("--")
+        arms = union_arms(_annotation(cls, name)) if flag.startswith("--") else ()
+        if not arms or any(arm is str or not (arm in SCALARS or get_origin(arm) is Literal) for arm in arms):
+            continue
+        text = value if given else words[place + 1]
+        if not given and (not text or text.startswith("--")):
+            raise ConfigError(f"{flag} needs a value: {type_words(_annotation(cls, name))}")
+        if text.lower() not in ("none", ""):
+            read_value(_annotation(cls, name), _as_written(text, arms), name, where=flag)
+
+
+SCALARS = (int, float, bool, type(None))
+
+
+def _annotation(cls: type, name: str) -> Any:
+    """Return the type of a dotted key; None of one that a table has not, or that is a table."""
+    first, _, rest = name.partition(".")
+    annotation = field_types(cls).get(first)
+    section = None if annotation is None else section_of(annotation)
+    if section is None:
+        return None if rest else annotation
+    return _annotation(section, rest) if rest else None
+
+
+def _as_written(text: str, arms: Sequence[Any]) -> Any:
+    """Return the value that a flag's text stands for: a word that is a choice, true or false, a number, else text."""
+    if any(text in get_args(arm) for arm in arms):
+        return text
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 def _with_sections(config: Any, flags: list[str], prefix: str) -> Any:

@@ -40,6 +40,11 @@ def from_dict(
     return _ConfigReader(cls, where, lines or {}).section(cls, data, "")
 
 
+def read_value(annotation: Any, value: Any, key: str, *, where: str) -> Any:
+    """Return the value of one key, as ``from_dict`` reads it; ConfigError for one of the wrong type."""
+    return _ConfigReader(object, where, {})._value(annotation, value, key)
+
+
 def to_dict(instance: Any) -> dict[str, Any]:
     """Convert a dataclass to nested dicts, lists and scalars; ``from_dict`` restores it."""
     return {name: plain(getattr(instance, name)) for name in field_types(type(instance))}

@@ -71,7 +71,10 @@ def _counts_from_zero(model: nn.Module, batch: dict[str, Tensor]) -> bool:
         return True
     with torch.no_grad(), computing_flex():
         given = logits_of(model(**signature.inputs(batch, cpu)))
-        return torch.allclose(logits_of(model(**signature.inputs({"tokens": batch["tokens"]}, cpu))), given)
+        try:
+            return torch.allclose(logits_of(model(**signature.inputs({"tokens": batch["tokens"]}, cpu))), given)
+        except Exception:  # noqa: BLE001  (whatever a model raises that wants positions)
+            return True
 
 
 def _recorded(model: nn.Module, inputs: dict[str, Any]) -> Recorder:
