@@ -51,12 +51,12 @@ def run(folder: str, layout: Layout, options: dict[str, Any], resume: str | None
         return found | {"tokens": trainer.state.num_input_tokens_seen, "epoch": trainer.state.epoch}
 
 
-def by_hand(steps: int) -> tuple[list[float], list[float]]:
+def by_hand(steps: int, count: int = 48) -> tuple[list[float], list[float]]:
     """The same by plain torch in one process: the rows of Trainer's order, cut by none of our code or Trainer's."""
     from accelerate.data_loader import SeedableRandomSampler
 
     model, rows, padded = (function_of("yours", name) for name in ("your_model", "your_rows", "padded"))
-    model, rows = model(), rows()
+    model, rows = model(), rows(count)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     order = list(SeedableRandomSampler(rows, data_seed=42))
     found, norms = [], []
@@ -115,6 +115,25 @@ def test_a_layout_trains_as_one_process(spmd, tmp_path, name):
         assert furthest(found["norms"], norms) <= CLOSE
         assert abs(found["eval"] - held) <= CLOSE
         assert found["tokens"] == tokens
+
+
+@pytest.mark.parametrize("name", ["dp_shard=2", "dp_shard=2,tp=2", "dp_replicate=2,cp=2"])
+@pytest.mark.parametrize("count", [11, 13, 15])
+def test_rows_that_do_not_fill_the_last_step_are_learnt_once(spmd, tmp_path, name, count):
+    """Ranks have as many rows by repeating some, from which nothing is learnt: of 11, the second rank has none left."""
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 2}
+    expected, norms = spmd(1, by_hand, 2, count)[0]
+    for losses, found, _ in spmd(LAYOUTS[name].world, few_rows, str(tmp_path), LAYOUTS[name], options, count):
+        assert furthest(losses, expected) <= CLOSE and furthest(found, norms) <= CLOSE
+
+
+def few_rows(folder: str, layout: Layout, options: dict[str, Any], count: int) -> Any:
+    with fresh_accelerate(fsdp=False), contextlib.redirect_stdout(io.StringIO()):
+        meet()
+        trainer = made(folder, layout, options, {"train_dataset": function_of("yours", "your_rows")(count)})
+        trainer.train()
+        norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+        return losses(trainer), norms, trainer.state.epoch
 
 
 def whole_run(folder: str, layout: Layout, options: dict[str, Any], given: dict[str, Any], resume: str | None) -> Any:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from meshwright.core.devices import CPU, DEFAULT_BACKEND
 from meshwright.core.errors import ConfigError, MissingExtraError
-from meshwright.core.losses import Loss
+from meshwright.core.losses import IGNORED, Loss
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.setup import DistributedConfig, init_distributed
@@ -103,8 +103,13 @@ def refuse_other_sharding(accelerator: Any) -> None:
         )
 
 
-def deal_rows(accelerator: Any, rows: RowsOfRank, seed: int) -> None:
-    """Let an Accelerator deal rows to data ranks instead of all processes, and gather metrics from one of each."""
+def deal_rows(accelerator: Any, rows: RowsOfRank, seed: int, *, by_tokens: bool = True) -> None:
+    """Let an Accelerator deal rows to data ranks instead of all processes, and gather metrics from one of each.
+
+    Args:
+        by_tokens: the loss leaves out tokens by their labels. Rows that repeat others, by which the last batches of
+            ranks become even, then have none.
+    """
     prepared: list[Any] = []
 
     def prepare(data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None) -> Any:
@@ -128,6 +133,9 @@ def deal_rows(accelerator: Any, rows: RowsOfRank, seed: int) -> None:
                 use_stateful_dataloader=accelerator.use_stateful_dataloader,
             )
         )
+        if by_tokens and rows.ranks > 1 and hasattr(prepared[-1], "remainder"):
+            # accelerate's loaders say that they are of torch's class, by a property of this name
+            vars(object)["__class__"].__set__(prepared[-1], _even_tails(type(prepared[-1]), rows))
         return prepared[-1]
 
     def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
@@ -148,6 +156,30 @@ def deal_rows(accelerator: Any, rows: RowsOfRank, seed: int) -> None:
 
     accelerator.prepare_data_loader = prepare
     accelerator.gather_for_metrics = gather_for_metrics
+
+
+def _even_tails(kind: type, rows: RowsOfRank) -> type:
+    """Return a class of loaders whose last batch has no labels in the rows that repeat others."""
+
+    def iterate(self: Any) -> Iterator[Any]:
+        for batch in kind.__iter__(self):
+            if self.end_of_dataloader and self.remainder > 0:
+                own = self.total_batch_size // rows.ranks
+                batch = _without_labels(batch, self.remainder - rows.rank * own)
+            yield batch
+
+    return type(kind.__name__, (kind,), {"__iter__": iterate})
+
+
+def _without_labels(batch: Any, first: int) -> Any:
+    """Return a batch in whose rows ``first`` and behind nothing is learnt."""
+    for name in ("labels", "shift_labels"):
+        labels = batch.get(name) if isinstance(batch, Mapping) else None
+        if isinstance(labels, Tensor) and labels.dim() == 2 and not labels.is_floating_point():
+            labels = labels.clone()
+            labels[max(first, 0) :] = IGNORED
+            batch = type(batch)({**batch, name: labels})
+    return batch
 
 
 def _is_of_tensors(value: Any) -> bool:

@@ -180,7 +180,7 @@ class LaidOutLoop:
         self.rows = RowsOfRank.of(self.parallel.mesh)
         self.model = self.model_wrapped = self.parallel
         self.callback_handler.model = self.parallel
-        deal_rows(self.accelerator, self.rows, seed)
+        deal_rows(self.accelerator, self.rows, seed, by_tokens=self._loss_shifts_labels)
         self.accelerator.prepare_model = lambda model, *_, **__: model
         self.gather_function = self.accelerator.gather_for_metrics
 
