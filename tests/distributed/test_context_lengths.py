@@ -1,4 +1,4 @@
-"""Models that use the number of a row's tokens, with rows cut over ranks: equal to one process, or the line is named."""
+"""Models that use the number of a row's tokens, with rows cut over ranks: equal to one process, or refused by line."""
 
 from __future__ import annotations
 
@@ -81,7 +81,11 @@ def refused(kind, length):
 
 @pytest.mark.parametrize("kind", [ShortRows, ShorterThanAttribute], ids=lambda kind: kind.__name__)
 def test_a_decision_by_the_length_is_refused_where_a_part_of_a_row_is_another_case(kind, spmd):
-    for length, words in {12: "", 19: r"counting.py:\d+, .*compares with 12.* 10 tokens of a rank for 19", 40: ""}.items():
+    for length, words in {
+        12: "",
+        19: r"counting.py:\d+, .*compares with 12.* 10 tokens of a rank for 19",
+        40: "",
+    }.items():
         for found in spmd(2, refused, kind, length):
             assert bool(found) == bool(words) and re.search(words, found), found
 
@@ -107,5 +111,7 @@ def test_a_row_that_is_longer_than_a_table_is_refused(spmd):
 def test_without_the_places_the_rehearsal_refuses(monkeypatch):
     monkeypatch.setattr(positions._OwnPlaces, "_places", lambda self, device: torch.arange(self.own))
     facts = model_facts(counting(CARRIED[0]))
-    with pytest.raises(UnsupportedError, match="were rehearsed on a small copy, plain, and the gradient of .* is wrong"):
+    with pytest.raises(
+        UnsupportedError, match="were rehearsed on a small copy, plain, and the gradient of .* is wrong"
+    ):
         prove(facts, plan(facts, Layout(dp_shard=1, cp=2)).context)

@@ -77,7 +77,7 @@ class MinGPT(Counting):
         self.pos_emb = nn.Parameter(torch.randn(1, LONGEST, DIM))
 
     def positions(self, tokens):
-        b, t = tokens.size()
+        _, t = tokens.size()
         return self.pos_emb[:, :t, :]
 
 
@@ -217,5 +217,3 @@ def counting(kind: type[nn.Module]) -> nn.Module:
     model = kind()
     model.config.limit = 12
     return model.double()
-
-

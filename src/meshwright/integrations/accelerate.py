@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -178,7 +179,8 @@ def _without_labels(batch: Any, first: int) -> Any:
         if isinstance(labels, Tensor) and labels.dim() == 2 and not labels.is_floating_point():
             labels = labels.clone()
             labels[max(first, 0) :] = IGNORED
-            batch = type(batch)({**batch, name: labels})
+            batch = copy.copy(batch)
+            batch[name] = labels
     return batch
 
 

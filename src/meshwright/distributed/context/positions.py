@@ -59,7 +59,7 @@ class _OwnPlaces(TorchFunctionMode):
         elif (x := scanned(func, args, kwargs)) is not None and not has_no_values(x):
             if x.size(1) == self.own and self.lines.get(model_line()) == "scan":
                 whole = gather_tokens(x[:, None, :, None], self.rows, self.group)[:, 0, :, 0]
-                return select(func(whole, *args[1:], **kwargs), self.rows.own, 1)
+                return select(torch.cumsum(whole, 1, dtype=kwargs.get("dtype")), self.rows.own, 1)
         elif func is Tensor.__getitem__ and not has_no_values(args[0]):
             x, index = args
             runs = {dim: run for dim, run in runs_of(x, index).items() if run.stop - (run.start or 0) == self.own}
@@ -99,7 +99,7 @@ def refuse_other_conditions(uses: Sequence[LengthUse], rows: CutRows) -> None:
             part = next((count for count in rows.counts if use.holds(count) != whole), None)
             if part is not None:
                 raise UnsupportedError(
-                    f"the model decides by the number of a row's tokens at {shown(use.file, use.line)} (it compares with"
-                    f" {use.other:g}), and would do so by {part} tokens of a rank for {rows.length} of a row. Decide by"
-                    f" an attribute of the model instead, or set layout.cp = 1."
+                    f"the model decides by the number of a row's tokens at {shown(use.file, use.line)} (it compares"
+                    f" with {use.other:g}), and would do so by {part} tokens of a rank for {rows.length} of a row."
+                    f" Decide by an attribute of the model instead, or set layout.cp = 1."
                 )

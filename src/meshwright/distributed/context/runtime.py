@@ -230,7 +230,8 @@ class ContextRuntime:
         allowed = allowed_of(call, device, self.verdicts.expect)
         follows = (allowed == expected).all()
         if self.mixing.counts_positions:  # the model may have made it of the places of its tokens
-            by_places = select(dense(rule.function(rows.documents), rows.own, rows.length, len(call.query)), rows.own, 3)
+            whole = dense(rule.function(rows.documents), rows.own, rows.length, len(call.query))
+            by_places = select(whole, rows.own, 3)
             follows = follows | (allowed == kept_on(by_places, device)).all()
         self.verdicts.expect(follows, UnsupportedError(words))
 

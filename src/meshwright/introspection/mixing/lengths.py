@@ -1,8 +1,9 @@
 """Find what a model's code does with the number of a row's tokens, which a rank that has a part of them does not know.
 
-A forward runs in which that number is an integer of its own class wherever code reads it off a tensor. Sums, differences
-and whole multiples of it stay of the class. So these places are known: ranges of it (positions), slices by it (of a
-table of positions), comparisons with other numbers (conditions), and arithmetic with fractions or tensors (numbers).
+A forward runs in which that number is an integer of its own class wherever code reads it off a tensor. Sums,
+differences and whole multiples of it stay of the class. So these places are known: ranges of it (positions), slices by
+it (of a table of positions), comparisons with other numbers (conditions), and arithmetic with fractions or tensors
+(numbers).
 """
 
 from __future__ import annotations
@@ -29,14 +30,13 @@ SHAPES = frozenset(
     "view reshape expand expand_as repeat tile unflatten flatten permute transpose chunk split tensor_split narrow"
     " zeros ones empty full rand randn new_zeros new_ones new_empty new_full roll pad select tril triu as_strided"
     " broadcast_to unfold repeat_interleave scaled_dot_product_attention size __getitem__ __setitem__ __get__ arange"
-    " eye masked_fill interpolate adaptive_avg_pool1d"
-    .split()
+    " eye masked_fill interpolate adaptive_avg_pool1d".split()
 )
 """Functions in which a number of tokens is a size or a place."""
 
 
 def is_general_code(file: str) -> bool:
-    """Return whether a file is of transformers and none of its models': it is given positions and masks of whole rows."""
+    """Return whether a file is of transformers and none of its models': it is given masks of whole rows."""
     return "/transformers/" in file and "/transformers/models/" not in file
 
 
@@ -157,7 +157,7 @@ class _Uses(TorchFunctionMode):
         elif lengths and name not in SHAPES:
             self.note("number")
         result = func(*args, **kwargs)
-        is_shape = (name == "size" or func == Tensor.shape.__get__) and isinstance(args[0], Tensor)
+        is_shape = (name == "size" or getattr(func, "__self__", None) is Tensor.shape) and isinstance(args[0], Tensor)
         return self._marked(result) if is_shape else result
 
     def _sliced(self, table: Tensor, index: Any) -> None:
@@ -199,10 +199,11 @@ def ends_of_range(args: tuple, kwargs: dict[str, Any]) -> tuple[int, int]:
 
 def scanned(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
     """Return the (rows, tokens) integers that a call sums along the tokens; None of other calls."""
-    if func not in (torch.cumsum, Tensor.cumsum) or not args or args[0].dim() != 2 or args[0].is_floating_point():
+    if func not in (torch.cumsum, Tensor.cumsum):
         return None
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    return args[0] if dim in (1, -1) else None
+    given = dict(zip(("input", "dim"), args, strict=False)) | kwargs
+    x: Tensor = given["input"]
+    return x if given["dim"] in (1, -1) and x.dim() == 2 and not x.is_floating_point() else None
 
 
 def find_length_uses(model: nn.Module, small: nn.Module, inside: tuple[str, ...]) -> tuple[LengthUse, ...]:

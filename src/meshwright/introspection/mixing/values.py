@@ -11,7 +11,14 @@ from torch import Tensor
 from .interception import AttentionCall
 from .masks import MaskFunction, causal, everything, in_chunks, shorter_than, within
 
-COMPARED = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne}
+COMPARED = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+}
 COUNTS = ("positions", "table", "scan")
 """Kinds of uses of a row's length that are given what they are in whole rows."""
 

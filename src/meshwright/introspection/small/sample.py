@@ -27,6 +27,7 @@ from meshwright.introspection.wrapped import core_of
 from .copies import copy_of
 from .grafted import grafted
 from .nested import key_of_text, smaller
+from .wide import compute_wide
 
 ROWS, SEQ = 2, 6
 REPEATED = 16
@@ -96,6 +97,7 @@ def _sample(made: nn.Module, arguments: dict[str, str | None], heads: int) -> Sa
     tokens = torch.randint(0, ids_of(made), (ROWS, SEQ), generator=generator)
     tokens[:, -1] = tokens[0, 0]  # an id that occurs twice: its gradients must add up
     inputs = tuple(_inputs(made, arguments["tokens"] or "tokens", tokens))
+    compute_wide(made, inputs[0])
     images = ImageArguments.of(made)
     if images is None:
         return Sample(made, repeated_blocks(made), inputs, heads)

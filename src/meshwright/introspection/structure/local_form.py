@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.core.names import is_within
 from meshwright.core.parts import take
+from meshwright.introspection.small.copies import copy_of
 
 from .call import Call
 from .probe import Probe
@@ -95,7 +96,9 @@ def local_form(probes: list[Probe], region: Region, ranks: int) -> LocalForm | N
         for arguments in choices:
             for changes in _changes(numbers):
                 if all(rehearsal.succeeds(changes, arguments) for rehearsal in rehearsals):
-                    alone = region.container and all(rehearsal.succeeds(changes, arguments, features=1) for rehearsal in rehearsals)
+                    alone = region.container and all(
+                        rehearsal.succeeds(changes, arguments, features=1) for rehearsal in rehearsals
+                    )
                     return LocalForm(rehearsals[0].hidden if alone else (), changes, arguments)
         for changes in _changes(numbers) if region.container else ():
             if all(rehearsal.succeeds(changes, (), features=ranks) for rehearsal in rehearsals):
@@ -151,7 +154,7 @@ class _Rehearsal:
 
     def _copy(self, rank: int) -> nn.Module:
         probe, region = self.probe, self.region
-        made = copy.deepcopy(probe.module(region.container))
+        made = copy_of(probe.module(region.container))
         inside = f"{region.container}." if region.container else ""
         stubs: dict[str, nn.Module] = {}
         for path in (*region.producers, *region.spanning):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import Tensor
+
+from meshwright.introspection.small.copies import copy_of
 
 from .probe import Probe
 
@@ -41,7 +41,7 @@ def _acts_by_token(probe: Probe, path: str) -> bool:
     assert call.entered is not None and call.left is not None
     half = call.entered.shape[1] // 2
     with torch.no_grad():
-        found = copy.deepcopy(probe.module(path)).train()(call.entered[:, :half].clone())
+        found = copy_of(probe.module(path)).train()(call.entered[:, :half].clone())
     return torch.allclose(found, call.left[:, :half], rtol=1e-9, atol=1e-12)
 
 

@@ -93,7 +93,9 @@ def _blocks_plan(measured: Measured, kind: BlockKind, words: Words, notes: list[
             continue
         form = measured.forms[first, region.consumer]
         if form is None and given is not None:
-            raise UnsupportedError(f"tensor plan: {where}: {LEFT_WHOLE[region.kind]}. Leave its layers out of the plan.")
+            raise UnsupportedError(
+                f"tensor plan: {where}: {LEFT_WHOLE[region.kind]}. Leave its layers out of the plan."
+            )
         if form is None:
             line = measured.line_that_stops(first, region)
             change = f" (at {line}; a number of heads that is -1 there, as in view(b, t, -1, head_dim), fits any rank)"
