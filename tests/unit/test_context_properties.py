@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from meshwright.distributed.context import halo, heads, rows
-from meshwright.distributed.context.halo import Halo
-from meshwright.distributed.context.heads import Members, shares_of_heads
 from meshwright.distributed.context.kernels import blocks, segments
+from meshwright.distributed.context.methods.halo import Halo
+from meshwright.distributed.context.methods.heads import Members, shares_of_heads
 from meshwright.distributed.context.rows import FILLER, CutRows, cut_batch, cut_rows, select
 from meshwright.distributed.exchange.threads import Board, Thread
 from meshwright.introspection.mixing import reach as reaches

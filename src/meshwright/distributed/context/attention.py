@@ -17,13 +17,13 @@ from meshwright.introspection.mixing.reach import KeyRanges, RowMask
 from meshwright.introspection.mixing.values import Arithmetic
 from meshwright.planning.context.methods import Method, is_divisible
 
-from .arriving import Exchange, Gathered, Reached, arriving_attention
-from .halo import Halo
-from .heads import Members, shares_of_heads, to_heads, to_tokens
 from .kernels.blocks import Scores, block_attention
 from .kernels.fused import wide
+from .methods.arriving import Exchange, Gathered, Reached, arriving_attention
+from .methods.halo import Halo
+from .methods.heads import Members, shares_of_heads, to_heads, to_tokens
+from .methods.ring import Ring, ring_attention
 from .reaches import on_device
-from .ring import Ring, ring_attention
 from .rows import CutRows, kept_on, select
 
 Made = TypeVar("Made")

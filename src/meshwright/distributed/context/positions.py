@@ -18,9 +18,9 @@ from meshwright.core.errors import UnsupportedError
 from meshwright.core.record import wrap
 from meshwright.core.torch_private import has_no_values, uncompiled
 from meshwright.distributed.exchange.ranks import RankGroup
+from meshwright.introspection.logits.model_line import model_line, shown
 from meshwright.introspection.mixing.lengths import ends_of_range, runs_of, scanned
 from meshwright.introspection.mixing.values import LengthUse
-from meshwright.introspection.model_line import model_line, shown
 
 from .attention import gather_tokens
 from .mixers import RowsInUse

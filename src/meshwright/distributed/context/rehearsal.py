@@ -19,10 +19,10 @@ from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.distributed.exchange.threads import on_threads
 from meshwright.introspection.constructor.recording import seeded
 from meshwright.introspection.facts import ModelFacts
+from meshwright.introspection.logits.model_line import shown
 from meshwright.introspection.mixing.calls import LENGTHS, batches, refuse_other_masks
 from meshwright.introspection.mixing.flex import computing_flex
 from meshwright.introspection.mixing.values import COUNTS
-from meshwright.introspection.model_line import shown
 from meshwright.introspection.outputs import logits_of
 from meshwright.introspection.premises.narrowing import is_rounding
 from meshwright.introspection.premises.playing import FixedDraws

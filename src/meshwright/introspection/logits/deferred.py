@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from meshwright.core.torch_private import tree_leaves, without_subclass_functions, wrapper
-from meshwright.introspection.model_line import model_line, shown
+
+from .model_line import model_line, shown
 
 if TYPE_CHECKING:
     from .tape import LogitsTape

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.core.names import clean, is_within, pattern
 from meshwright.core.torch_private import tree_leaves
-from meshwright.introspection.model_line import model_line
+from meshwright.introspection.logits.model_line import model_line
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.copies import meta_copy_of
 

@@ -216,7 +216,7 @@ class _Rehearsal:
         for key, value in given.items():
             (args if isinstance(key, int) else kwargs)[key] = value  # type: ignore[index]
         self.entered = None
-        with changed(module, self.region.container, numbers), _NoEmptyAttention():
+        with counting_locally(self._homes(module, numbers)), _NoEmptyAttention():
             try:
                 left = Call.of((), {}, module(*args, **kwargs)).left
             except Exception as error:  # noqa: BLE001  (whatever the model's code raises when its sizes do not fit)
@@ -230,6 +230,10 @@ class _Rehearsal:
         if not features and left is not None and whole is not None and not _close(left, whole):  # more changes
             return None
         return self.entered
+
+    def _homes(self, module: nn.Module, numbers: tuple[LocalNumber, ...]) -> list[tuple[nn.Module, LocalNumber]]:
+        path = self.region.container
+        return [(module.get_submodule(n.module.removeprefix(path).removeprefix(".")), n) for n in numbers]
 
     def _rows(self) -> int:
         assert self.probe.call.entered is not None
@@ -257,7 +261,7 @@ class _Rehearsal:
                 yield value * numerator // denominator
 
     def _matters(self, module: nn.Module, number: LocalNumber) -> bool:
-        with changed(module, self.region.container, (number,)):
+        with counting_locally(self._homes(module, (number,))):
             try:
                 output = Call.of((), {}, module(*self.call.args, **self.call.kwargs)).left
             except Exception:  # noqa: BLE001
@@ -306,26 +310,6 @@ def _numbers(module: nn.Module) -> Iterator[tuple[str, int]]:
     for name, value in vars(getattr(module, "config", None) or nn.Identity()).items():
         if type(value) is int and value > 1 and not name.startswith("_"):
             yield f"config.{name}", value
-
-
-@contextmanager
-def changed(module: nn.Module, path: str, numbers: tuple[LocalNumber, ...]) -> Iterator[None]:
-    """Set attributes of ``module`` (at ``path``) and its submodules; a config is replaced, never written to."""
-    kept: list[tuple[nn.Module, str, Any]] = []
-    try:
-        for number in numbers:
-            home = module.get_submodule(number.module.removeprefix(path).removeprefix("."))
-            first, _, rest = number.name.partition(".")
-            kept.append((home, first, getattr(home, first)))
-            value: Any = number.local
-            if rest:
-                value = copy.copy(getattr(home, first))
-                setattr(value, rest, number.local)
-            setattr(home, first, value)
-        yield
-    finally:
-        for home, name, value in reversed(kept):
-            setattr(home, name, value)
 
 
 @contextmanager

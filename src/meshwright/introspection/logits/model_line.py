@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[2]
 _BETWEEN = (str(Path(torch.__file__).parent), str(_PACKAGE), "<")
 """Where the frames between a model's line and an operator are."""
 _MODELS = str(_PACKAGE / "models")

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.distributed.context.kernels.blocks import Attended, Given, Gradients, Scores, given_of, gradients_of
+from meshwright.distributed.context.kernels.fused import wide
 from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.distributed.recompute.kept import attended
 from meshwright.introspection.mixing.reach import KeyRanges
-
-from .kernels.blocks import Attended, Given, Gradients, Scores, given_of, gradients_of
-from .kernels.fused import wide
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from meshwright.core.torch_private import by_values
+from meshwright.distributed.context.kernels.blocks import Attended, Scores, given_of, gradients_of
+from meshwright.distributed.context.kernels.fused import wide
+from meshwright.distributed.context.rows import CutRows, Numbers
 from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.distributed.recompute.kept import attended
 from meshwright.introspection.mixing.reach import KeyRanges
-
-from .kernels.blocks import Attended, Scores, given_of, gradients_of
-from .kernels.fused import wide
-from .rows import CutRows, Numbers
 
 Arrival = Callable[[], Tensor]
 """Waits for a message, and returns what it brings."""

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from meshwright.core.torch_private import by_values
+from meshwright.distributed.context.kernels.fused import wide
+from meshwright.distributed.context.rows import CutRows, Numbers
 from meshwright.distributed.exchange.ranks import RankGroup
-
-from .kernels.fused import wide
-from .rows import CutRows, Numbers
 
 
 def shares_of_heads(heads: int, key_heads: int, ranks: int) -> tuple[tuple[range, ...], tuple[range, ...]]:

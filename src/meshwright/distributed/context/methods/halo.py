@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from meshwright.core.torch_private import by_values
+from meshwright.distributed.context.kernels.fused import wide
+from meshwright.distributed.context.rows import CutRows, kept_on
 from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.introspection.mixing.reach import KeyRanges
 
 from .arriving import Arrival
-from .kernels.fused import wide
-from .rows import CutRows, kept_on
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,1 @@
+"""Reach the tokens of other ranks, in each of the ways that attention has."""
