@@ -24,7 +24,8 @@ from support.mixing import (
 )
 
 from meshwright import ConfigError, Layout, UnsupportedError, plan
-from meshwright.distributed.context import arriving, attention, rehearsal, runtime
+from meshwright.distributed.context import attention, rehearsal, runtime
+from meshwright.distributed.context.methods import arriving
 from meshwright.distributed.context.rehearsal import (
     LARGEST_ERROR,
     WITHOUT_POSITIONS,

@@ -13,10 +13,11 @@ from support.mixing import Model, causal, windowed
 from torch import Tensor
 
 from meshwright import Layout, UnsupportedError, plan
-from meshwright.distributed.context import attention, halo, heads, ring
+from meshwright.distributed.context import attention
 from meshwright.distributed.context.attention import Context, attend, attend_to_whole_rows
 from meshwright.distributed.context.kernels import blocks, segments
 from meshwright.distributed.context.kernels.blocks import Scores, block_attention
+from meshwright.distributed.context.methods import halo, heads, ring
 from meshwright.distributed.context.reaches import Reaches
 from meshwright.distributed.context.rows import CutRows, cut_rows, select
 from meshwright.distributed.exchange.threads import Thread, on_threads

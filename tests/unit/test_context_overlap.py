@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.distributed.context import arriving, ring
 from meshwright.distributed.context.attention import Context, attend
 from meshwright.distributed.context.kernels import blocks
+from meshwright.distributed.context.methods import arriving, ring
 from meshwright.distributed.context.reaches import Reaches
 from meshwright.distributed.context.rows import cut_rows
 from meshwright.distributed.exchange.threads import Thread, on_threads

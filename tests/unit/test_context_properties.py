@@ -12,8 +12,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meshwright.distributed.context import halo, heads, rows
+from meshwright.distributed.context import rows
 from meshwright.distributed.context.kernels import blocks, segments
+from meshwright.distributed.context.methods import halo, heads
 from meshwright.distributed.context.methods.halo import Halo
 from meshwright.distributed.context.methods.heads import Members, shares_of_heads
 from meshwright.distributed.context.rows import FILLER, CutRows, cut_batch, cut_rows, select
