@@ -107,11 +107,11 @@ def shifted(x: Tensor) -> Tensor:
     return torch.cat((x[..., : WIDTH // 2], old[..., WIDTH // 2 :]), dim=-1)
 
 
-class WithoutPositions(Model):
-    """Counts its own positions."""
+class FromTheEnd(Model):
+    """Counts its own positions, from the end of a row."""
 
     def forward(self, tokens: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(tokens)
+        return super().forward(tokens, torch.arange(tokens.shape[1]).flip(0).expand(tokens.shape))
 
 
 class WithoutAttention(nn.Module):

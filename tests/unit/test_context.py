@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.mixing import (
+    FromTheEnd,
     Model,
     WithoutAttention,
-    WithoutPositions,
     added,
     biased,
     causal,
@@ -149,7 +149,7 @@ REFUSED = {
     "every other": (lambda: Model(every_other), "the mask of attentions.0 follows no rule"),
     "none": (WithoutAttention, "calls attention neither through transformers' interface nor by"),
     "shift": (lambda: Model(causal, shifted), "is wrong"),
-    "own positions": (lambda: WithoutPositions(causal), r"places \(Embedding\)|is wrong"),
+    "positions from the end": (lambda: FromTheEnd(causal), r"places \(Embedding\)|is wrong"),
 }
 
 
@@ -325,10 +325,19 @@ class OwnPositions(Model):
         return super().forward(tokens, positions, document_ids)
 
 
+class Backwards(Model):
+    """A model that counts from the end of a row where it is given no positions."""
+
+    def forward(self, tokens, positions=None, document_ids=None):
+        positions = torch.arange(tokens.shape[1]).flip(0) if positions is None else positions
+        return super().forward(tokens, positions, document_ids)
+
+
 def test_positions_that_a_model_makes_otherwise_are_seen_when_a_batch_has_none():
     for build, words in (
         (lambda: Model(causal, longest=70), ""),
-        (lambda: OwnPositions(causal), "without positions, and"),
+        (lambda: OwnPositions(causal), ""),
+        (lambda: Backwards(causal), "without positions, and"),
     ):
         facts = model_facts(build())
         made = plan(facts, Layout(dp_shard=1, cp=2)).context
