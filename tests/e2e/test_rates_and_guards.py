@@ -10,7 +10,7 @@ from e2e_runs import Job, assert_equal_checkpoints, losses, metrics
 from meshwright.training.optim.schedules import learning_rate
 
 STEPS, BAD = 12, 9
-SCHEDULE_FREE = {"techniques.optimizer": "schedule_free_adamw", "schedule.kind": "constant", "validation.every": 3}
+SCHEDULE_FREE = {"optimizer.kind": "schedule_free_adamw", "schedule.kind": "constant", "validation.every": 3}
 
 
 @pytest.fixture

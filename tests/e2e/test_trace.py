@@ -102,13 +102,13 @@ def test_a_sound_run_is_equal_and_trains_on(spmd, small, written, changes):
 
 @pytest.mark.parametrize("changes", [FSDP, TENSOR], ids=str)
 def test_a_trace_is_of_the_optimizer_that_is_asked_for(spmd, small, written, changes):
-    sgd = {"techniques.optimizer": "sgd", "optimizer.lr": 0.05}
+    sgd = {"optimizer.kind": "sgd", "optimizer.lr": 0.05}
     trace = written(small(CONFIG | sgd))
     done = spmd(world_of(changes), Job(small(CONFIG | changes | sgd | {"check_trace": trace})))[0]
     assert done.error is None and "equal within rounding (3 of 3 steps" in done.out, str(done.error)
     other = {"optimizer.lr": 0.05, "check_trace": trace}
     refused = spmd(1, Job(small(CONFIG | other | {"layout.dp_shard": 1})))[0].error
-    assert isinstance(refused, ConfigError) and "techniques.optimizer was sgd and is now adamw" in str(refused), refused
+    assert isinstance(refused, ConfigError) and "optimizer.kind was sgd and is now adamw" in str(refused), refused
 
 
 def mutated(name: str, changes: dict):

@@ -375,10 +375,6 @@ def test_a_key_of_an_absent_section_makes_it():
     ("words", "says"),
     [
         (["--techniques.comple=true"], "--techniques.compile"),
-        (["--techniques.compile=maybe"], "true"),
-        (["--techniques.compile"], "Missing value"),
-        (["--steps=1.5"], "--steps"),
-        (["--steps=true"], "--steps"),
         (["--optimizer.overrides=[{patern = 'x'}]"], "unknown key"),
         (["config.toml"], "config.toml"),
     ],
@@ -388,6 +384,39 @@ def test_wrong_flags_leave_with_status_2_and_say_why(words, says, capsys):
         parse_flags(Config, words, prog="p", description="d")
     assert caught.value.code == 2
     assert says in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["--techniques.compile=maybe"],
+            '--techniques.compile: techniques.compile = "maybe" is text; expected true or',
+        ),
+        (["--techniques.compile"], "--techniques.compile needs a value: true or false"),
+        (["--steps", "--seed=1"], "--steps needs a value: a whole number"),
+        (["--steps=1.5"], "steps = 1.5 is a number; expected a whole number"),
+        (["--steps=true"], "steps = true is true or false; expected a whole number"),
+        (["--layout.tp", "two"], 'layout.tp = "two" is text; expected a whole number'),
+        (["--optimizer.lr=fast"], 'optimizer.lr = "fast" is text; expected a number'),
+        (["--techniques.cpu-offload=optimiser"], "Did you mean 'optimizer'?"),
+    ],
+)
+def test_values_of_another_type_are_refused_in_the_words_of_a_file(words, says):
+    with pytest.raises(ConfigError) as refused:
+        parse_flags(Config, words, prog="p", description="d")
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize("words", [["--steps", "7"], ["--layout.dp_shard=-1"], ["--epochs=none"], ["--epochs", "0.5"]])
+def test_values_of_their_type_are_taken(words):
+    parse_flags(Config, words, prog="p", description="d")
+
+
+def test_the_optimizer_has_one_home():
+    assert Config.from_dict({"optimizer": {"kind": "muon"}}).requested.optimizer == "muon"
+    with pytest.raises(ConfigError, match=r"techniques.optimizer'. It belongs elsewhere: optimizer.kind"):
+        Config.from_dict({"techniques": {"optimizer": "muon"}})
 
 
 def test_a_list_given_twice_is_refused_not_shortened():

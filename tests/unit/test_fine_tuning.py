@@ -49,8 +49,8 @@ def values(config: Config) -> tuple:
         ({}, ("text",), (1e-5, 0.0, 2048, 20, "The")),
         (LORA | {"epochs": 0.5}, ("chat",), (2e-4, 0.0, 2048, 10, "<Hello>")),
         (LORA | {"batch": {"global_batch": 64}}, ("chat",), (2e-4, 0.0, 2048, 30, "<Hello>")),
-        ({"techniques": {"optimizer": "lion"}}, ("chat",), (2e-6, 0.0, 2048, 60, "<Hello>")),
-        ({"techniques": {"optimizer": "sgd"}}, ("chat",), (3e-3, 0.0, 2048, 60, "<Hello>")),
+        ({"optimizer": {"kind": "lion"}}, ("chat",), (2e-6, 0.0, 2048, 60, "<Hello>")),
+        ({"optimizer": {"kind": "sgd"}}, ("chat",), (3e-3, 0.0, 2048, 60, "<Hello>")),
     ],
 )
 def test_what_nobody_set_is_chosen_by_what_is_trained(model, changes, tasks, expected):

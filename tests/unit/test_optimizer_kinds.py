@@ -80,21 +80,21 @@ def test_memory_is_that_of_the_row(word):
 
 def test_words_that_are_no_row_are_refused_at_every_door():
     legal = "adamw, adam, lion, schedule_free_adamw, muon, sgd, adafactor"
-    words = rf"techniques.optimizer = 'adamW': legal are {legal}\. Did you mean 'adamw'\?"
+    words = rf"optimizer 'adamW': legal are {legal}\. Did you mean 'adamw'\?"
     with pytest.raises(ConfigError, match=words):
         plan(MODEL, Layout(dp_shard=1), techniques={"optimizer": "adamW"})
     with pytest.raises(ConfigError, match=words):
-        Config.from_dict({"techniques": {"optimizer": "adamW"}})
+        Config.from_dict({"optimizer": {"kind": "adamW"}})
     with pytest.raises(ConfigError, match=words):
         verify(SIZES["debug"], Layout(dp_shard=1), techniques={"optimizer": "adamW"})
 
 
 def test_values_that_an_optimizer_does_not_read_are_refused():
     with pytest.raises(
-        ConfigError, match=r"optimizer.beta2 = 0.5 and techniques.optimizer = sgd, .* takes lr, beta1, weight_decay"
+        ConfigError, match=r"optimizer.beta2 = 0.5 and optimizer.kind = sgd, .* takes lr, beta1, weight_decay"
     ):
-        Config.from_dict({"techniques": {"optimizer": "sgd"}, "optimizer": {"beta2": 0.5}})
-    Config.from_dict({"techniques": {"optimizer": "sgd"}, "optimizer": {"beta1": 0.5}})
+        Config.from_dict({"optimizer": {"kind": "sgd", "beta2": 0.5}})
+    Config.from_dict({"optimizer": {"kind": "sgd", "beta1": 0.5}})
     with pytest.raises(ConfigError, match="Adafactor takes no 'betas' here; known are lr, weight_decay"):
         make_optimizer(
             [{"params": [nn.Parameter(torch.ones(2))]}], lr=0.1, plan=OptimizerPlan(kind="adafactor"), betas=(0.9, 0.9)
@@ -106,6 +106,6 @@ def test_values_that_an_optimizer_does_not_read_are_refused():
 )
 def test_low_bit_state_is_that_of_adamw(asked):
     with pytest.raises(
-        ConfigError, match="techniques.optimizer = sgd: torchao has low-bit state and stochastic rounding of adamw"
+        ConfigError, match="the optimizer sgd: torchao has low-bit state and stochastic rounding of adamw"
     ):
         plan(MODEL, Layout(dp_shard=1), techniques={"optimizer": "sgd", **asked})

@@ -48,7 +48,7 @@ batch.global_batch batch.microbatch
 layout.pp layout.dp_replicate layout.dp_shard layout.cp layout.tp layout.ep
 techniques.data_parallel techniques.zero_stage techniques.reshard_after_forward techniques.sync_grad_accum
 techniques.cpu_offload
-techniques.optimizer techniques.optimizer_state techniques.stochastic_rounding
+techniques.optimizer_state techniques.stochastic_rounding
 techniques.activation_checkpointing techniques.checkpoint_every techniques.checkpoint_modules techniques.checkpoint_keep
 techniques.checkpoint_keep_every techniques.activation_memory_budget
 techniques.sequence_parallel techniques.regather techniques.async_tensor_parallel
@@ -59,7 +59,7 @@ techniques.compile techniques.compile_backend techniques.freeze techniques.quant
 techniques.precision.master techniques.precision.compute techniques.precision.reduce techniques.precision.output
 techniques.precision.loss_scale
 techniques.float8 techniques.float8_filter techniques.float8_all_gather
-optimizer.lr optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight_decay optimizer.max_norm
+optimizer.kind optimizer.lr optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight_decay optimizer.max_norm
 optimizer.max_skipped_steps optimizer.max_loss_deviation optimizer.loss_window
 optimizer.overrides[].pattern optimizer.overrides[].lr_scale optimizer.overrides[].weight_decay
 dpo.beta dpo.label_smoothing

@@ -110,7 +110,7 @@ def test_values_out_of_range_are_refused(wrong):
         ScheduleFreeAdamW([nn.Parameter(torch.ones(1))], **wrong)
 
 
-CHOSEN = {"techniques": {"optimizer": "schedule_free_adamw"}}
+CHOSEN = {"optimizer": {"kind": "schedule_free_adamw"}}
 
 
 def test_a_falling_rate_and_a_beta_of_zero_are_refused_by_name():
@@ -118,7 +118,7 @@ def test_a_falling_rate_and_a_beta_of_zero_are_refused_by_name():
         Config.from_dict(CHOSEN)
     Config.from_dict({**CHOSEN, "schedule": {"kind": "constant", "warmup_steps": 7}})
     with pytest.raises(ConfigError, match=r"optimizer.beta1 = 0.0 and .*schedule_free.* Set optimizer.beta1 = 0.9"):
-        Config.from_dict({**CHOSEN, "schedule": {"kind": "constant"}, "optimizer": {"beta1": 0.0}})
+        Config.from_dict({"schedule": {"kind": "constant"}, "optimizer": {"kind": "schedule_free_adamw", "beta1": 0.0}})
 
 
 @pytest.mark.parametrize(

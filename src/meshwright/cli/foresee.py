@@ -121,7 +121,7 @@ def run(config: Config, asked: Asked, per_node: int, *, as_json: bool) -> int:
         config.layout,
         batch=batch,
         cluster=cluster,
-        techniques=config.techniques,
+        techniques=config.requested,
         pins=asked.pins,
         progress=_progress(),
         rehearsed=rehearsed_ranks(rehearsals),

@@ -59,10 +59,6 @@ class RunTechniques:
     """true (fully_shard): parameters, gradients and optimizer state live in host memory; optimizer: only its state
     rests there, and comes to the device by portions for the step.
     """
-    optimizer: str = "adamw"
-    """The optimizer that train makes and memory estimates count: adamw, adam, lion, schedule_free_adamw, muon (hidden
-    matrices by Muon, the rest by AdamW), sgd, or adafactor.
-    """
     optimizer_state: Literal["full", "8bit", "4bit"] = "full"
     """AdamW's moments: in the master dtype (full), or by torchao as codes of 8 or 4 bits with a scale for each block
     of elements.
@@ -139,10 +135,13 @@ class RunTechniques:
 
 @dataclass(frozen=True)
 class Techniques(RunTechniques):
-    """All techniques of a call; those of a run have their adapters in a table of its own."""
+    """All techniques of a call; those of a run have adapters and optimizer in tables of their own."""
 
     adapters: Adapters | None = None
     """Adapters that are put beside the model's layers before anything else, and trained instead of the model."""
+    optimizer: str = "adamw"
+    """The optimizer that plans and memory estimates count: adamw, adam, lion, schedule_free_adamw, muon (hidden
+    matrices by Muon, the rest by AdamW), sgd, or adafactor."""
 
 
 def as_techniques(techniques: RunTechniques | dict | None) -> Techniques:

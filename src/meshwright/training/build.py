@@ -183,7 +183,7 @@ def plan_run(config: Config, facts: ModelFacts, cluster: Cluster, batch: Batch |
 
     Needs neither a process group nor a GPU.
     """
-    return make_plan(facts, config.layout, batch=batch, cluster=cluster, techniques=config.techniques)
+    return make_plan(facts, config.layout, batch=batch, cluster=cluster, techniques=config.requested)
 
 
 def facts_of(source: ModelSource) -> ModelFacts:
@@ -207,7 +207,7 @@ def build_optimizer(
     ``elsewhere``: names of the trained parameters of the whole model, of which a pipeline's rank has some.
     """
     o, named = config.optimizer, list(named_parameters)
-    plan = plan or OptimizerPlan(kind=config.techniques.optimizer)
+    plan = plan or OptimizerPlan(kind=config.optimizer.kind)
     overrides = []
     for row in o.overrides:
         options: dict[str, Any] = {"lr_scale": row.lr_scale}

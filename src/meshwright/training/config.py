@@ -16,7 +16,7 @@ from meshwright.data.options import CurriculumStage, MixturePart, SourceOptions
 from meshwright.introspection.adapted.request import Adapters
 from meshwright.models.decoder_config import MoEConfig, RopeScaling
 from meshwright.planning.layout import Layout
-from meshwright.planning.techniques import RunTechniques
+from meshwright.planning.techniques import RunTechniques, Techniques
 
 from .ranges import check_values
 
@@ -115,8 +115,11 @@ class PreferenceConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Values of the optimizer, which techniques.optimizer names, and the guards around it."""
+    """The optimizer, its values, and the guards around it."""
 
+    kind: str = "adamw"
+    """The optimizer: adamw, adam, lion, schedule_free_adamw, muon (hidden matrices by Muon, the rest by AdamW), sgd, or
+    adafactor."""
     lr: float = unset(3e-3)
     """Peak learning rate; unset beside weights from files: 2e-4 for adapters, 1e-5 for a whole model, and on
     preference pairs 5e-5 and 1e-6."""
@@ -266,6 +269,11 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     process: ProcessConfig = field(default_factory=ProcessConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
+
+    @property
+    def requested(self) -> Techniques:
+        """The techniques, and the optimizer that plans count."""
+        return Techniques(**{**vars(self.techniques), "optimizer": self.optimizer.kind})
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Config:

@@ -118,7 +118,7 @@ class _Trial:
         there = replace(self.cluster, world=ranks or self.cluster.world)
         rows = replace(self.batch, microbatch_rows=config.batch.microbatch)
         try:
-            made = make_plan(self.facts, config.layout, batch=rows, cluster=there, techniques=config.techniques)
+            made = make_plan(self.facts, config.layout, batch=rows, cluster=there, techniques=config.requested)
         except MeshwrightError:
             return None
         if not _is_installed(made):
@@ -227,7 +227,7 @@ def refuse_too_large(
         ConfigError: it does not; with the nearest change that fits.
     """
     capacity = Capacity.here(cluster.device)
-    tensors = 0 if config.techniques.optimizer == "sgd" and config.optimizer.beta1 == 0 else None
+    tensors = 0 if config.optimizer.kind == "sgd" and config.optimizer.beta1 == 0 else None
     options = {"steps": config.steps, "state_tensors": tensors}
     judgement = judge(facts, plan, batch, capacity, partial(estimate, config, plan, batch), **options)
     if judgement.verdict is not Fit.TOO_LARGE:

@@ -236,23 +236,23 @@ def _check_adapters(config: Any) -> None:
 
 def _check_optimizer(config: Any) -> None:
     """Refuse a value that the chosen optimizer does not use."""
-    word, settings = config.techniques.optimizer, config.optimizer
+    word, settings = config.optimizer.kind, config.optimizer
     row, default = kind_of(word), type(settings)()
     for key in dict.fromkeys(key for other in KINDS.values() for key in other.keys):
         if key not in row.keys and getattr(settings, key) != getattr(default, key):
             raise ConfigError(
-                f"optimizer.{key} = {getattr(settings, key)} and techniques.optimizer = {word}, which does not use it:"
+                f"optimizer.{key} = {getattr(settings, key)} and optimizer.kind = {word}, which does not use it:"
                 f" it takes {', '.join(('lr', *row.keys))}. Leave optimizer.{key} out, or choose another optimizer."
             )
     if row.averages and config.schedule.kind != "constant":
         raise ConfigError(
-            f"schedule.kind = {config.schedule.kind} and techniques.optimizer = {word}: its average of all steps takes"
+            f"schedule.kind = {config.schedule.kind} and optimizer.kind = {word}: its average of all steps takes"
             f" the place of a falling rate. Set schedule.kind = constant (schedule.warmup_steps stays), or"
-            f" techniques.optimizer = adamw."
+            f" optimizer.kind = adamw."
         )
     if row.averages and not settings.beta1:
         raise ConfigError(
-            f"optimizer.beta1 = {settings.beta1} and techniques.optimizer = {word}: beta1 is the weight of the average"
+            f"optimizer.beta1 = {settings.beta1} and optimizer.kind = {word}: beta1 is the weight of the average"
             f" in the point of training, above 0 and below 1. Set optimizer.beta1 = 0.9."
         )
 

@@ -49,7 +49,6 @@ def traced_facts(config: Config, identity: Mapping[str, Any], master: str, steps
         **identity,
         "batch.global_batch": config.batch.global_batch,
         "optimizer": optimizer,
-        "techniques.optimizer": config.techniques.optimizer,
         "learning_rates": [schedule(step) for step in range(min(steps, config.steps))],
         "techniques.freeze": list(config.techniques.freeze),
         "precision.master": master,

@@ -51,8 +51,8 @@ def subject_of(config: Config, factory: str | None, world: int, *, shrink: bool)
         ConfigError: a model too large for this machine.
         UnsupportedError: a factory's model cannot be shrunk.
     """
-    techniques = to_dict(config.techniques)
-    techniques.pop("precision")
+    techniques = to_dict(config.requested)
+    del techniques["precision"], techniques["adapters"]
     if config.adapters is not None:
         techniques["adapters"] = to_dict(config.adapters)
     if factory is not None:

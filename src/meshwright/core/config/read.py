@@ -210,7 +210,9 @@ def _right_place(root: type, cls: type, name: str, prefix: str) -> str:
     """Suggest an unknown key's place: its name in another section, else the closest spelling, this section first."""
     prefix = re.sub(r"\[\d+\]", "[]", prefix)
     tree = list(sections(root))
+    known = {join(path, key) for path, section in tree for key in field_types(section)}
     homes = [join(path, name) for path, section in tree if section is not cls and name in field_types(section)]
+    homes = [f"{home}.kind" if f"{home}.kind" in known else home for home in homes]
     if homes:
         return f" It belongs elsewhere: {' or '.join(homes)}."
     scored = []

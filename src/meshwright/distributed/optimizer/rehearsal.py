@@ -43,11 +43,11 @@ OTHERWISE: dict[type[optim.Optimizer], tuple[str, str]] = {
     optim.LBFGS: (
         "computes the loss again inside its step, over all parameters as one vector, where a layout has gradients of a"
         " step that is over, and ranks have parts of the vector",
-        "Use AdamW (techniques.optimizer = adamw), or LBFGS in one process on a module of your own.",
+        "Use AdamW, or LBFGS in one process on a module of your own.",
     ),
     optim.SparseAdam: (
         "takes sparse gradients alone, and those of a model that is laid out are dense",
-        "Use Adam (techniques.optimizer = adam), which steps each element alike.",
+        "Use Adam, which steps each element alike.",
     ),
 }
 """Optimizers that no trial of a small parameter can judge: the reason, and the remedy."""
@@ -98,7 +98,7 @@ def refuse_unequal(optimizer: optim.Optimizer) -> None:
             f"{kind} was tried on a small parameter that lies as {' × '.join(map(str, placements))} over"
             f" {mesh.mesh_dim_names}, and"
         )
-        instead = "techniques.optimizer = adafactor, or " * isinstance(optimizer, optim.Adafactor)
+        instead = "this library's Adafactor (optimizer.kind = adafactor), or " * isinstance(optimizer, optim.Adafactor)
         remedy = (
             f"Use {instead}one that updates element by element (AdamW), or a layout in which parameters are whole"
             " (layout.dp_replicate with dp_shard = tp = 1)."

@@ -327,7 +327,9 @@ def counting_locally(numbers: list[tuple[nn.Module, LocalNumber]]) -> Iterator[N
             value: Any = before
             if rest:
                 value = copy.copy(before)
-                setattr(value, rest, number.of(getattr(before, rest)))
+                # configs of transformers guard attributes that differ by layer
+                held = vars(before)[rest] if rest in vars(before) else getattr(before, rest)
+                setattr(value, rest, number.of(held))
             else:
                 value = number.of(before)
             setattr(module, name, value)

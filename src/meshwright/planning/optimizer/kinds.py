@@ -159,13 +159,11 @@ KINDS = {
         kernels=(),
     ),
 }
-"""The optimizers by the word of ``techniques.optimizer``."""
+"""The optimizers by their words: ``optimizer.kind`` of a run, ``Techniques.optimizer`` of a call."""
 
 
 def kind_of(word: str) -> OptimizerKind:
     """Return the row of a word. Raises ConfigError for an unknown word."""
     if word not in KINDS:
-        raise ConfigError(
-            f"techniques.optimizer = {word!r}: legal are {', '.join(KINDS)}.{nearest(str(word), tuple(KINDS))}"
-        )
+        raise ConfigError(f"optimizer {word!r}: legal are {', '.join(KINDS)}.{nearest(str(word), tuple(KINDS))}")
     return KINDS[word]

@@ -26,7 +26,7 @@ def optimizer_fits(case: Case) -> Found:
         yield from _average(case, row)
     if row.sums_parts and t.cpu_offload == "optimizer":
         yield UnsupportedError(
-            f"techniques.cpu_offload = optimizer and techniques.optimizer = {t.optimizer}: its state comes to the"
+            f"techniques.cpu_offload = optimizer and the optimizer {t.optimizer}: its state comes to the"
             f" device by portions of parameters, and the sums of all parameters travel together. Set"
             f" techniques.cpu_offload = false: the state of a matrix is a row and a column."
         )
@@ -34,9 +34,9 @@ def optimizer_fits(case: Case) -> Found:
         able = ", ".join(word for word, other in KINDS.items() if other.low_bit)
         yield ConfigError(
             f"techniques.optimizer_state = {t.optimizer_state}, techniques.stochastic_rounding ="
-            f" {str(t.stochastic_rounding).lower()} and techniques.optimizer = {t.optimizer}: torchao has low-bit state"
+            f" {str(t.stochastic_rounding).lower()} and the optimizer {t.optimizer}: torchao has low-bit state"
             f" and stochastic rounding of {able}. Set optimizer_state = full and stochastic_rounding = false, or"
-            f" techniques.optimizer = {able}."
+            f" the optimizer {able}."
         )
     if t.optimizer_state in ("8bit", "4bit") and master not in ROUNDED_FROM:
         yield UnsupportedError(
@@ -59,17 +59,17 @@ def _matrices(case: Case, row: OptimizerKind) -> Found:
         trained = [p for p in trained if p.name not in chosen]
     if trained and not any(p.hidden for p in trained):
         yield ConfigError(
-            f"techniques.optimizer = {word}: it steps the matrices of linear layers and experts inside repeated blocks,"
-            f" and {case.facts.kind} trains none ({len(trained)} parameters in {len(case.facts.blocks)} blocks). Set"
-            f" techniques.optimizer = adamw."
+            f"the optimizer {word} steps the matrices of linear layers and experts inside repeated blocks,"
+            f" and {case.facts.kind} trains none ({len(trained)} parameters in {len(case.facts.blocks)} blocks). Choose"
+            f" the optimizer adamw."
         )
     if (offload := case.techniques.cpu_offload) is not False:
         where = "its state comes to the device by portions of parameters" if offload == "optimizer" else "on the host"
         why = "and the parts of all matrices travel together" if offload == "optimizer" else "matrix products are slow"
         yield UnsupportedError(
-            f"techniques.cpu_offload = {str(offload).lower()} and techniques.optimizer = {word}: {where}, {why}. Set"
+            f"techniques.cpu_offload = {str(offload).lower()} and the optimizer {word}: {where}, {why}. Set"
             f" techniques.cpu_offload = false ({row.title} holds one tensor of state for each matrix, AdamW two), or"
-            f" techniques.optimizer = adamw."
+            f" choose the optimizer adamw."
         )
 
 
@@ -78,13 +78,13 @@ def _average(case: Case, row: OptimizerKind) -> Found:
     word, master = case.techniques.optimizer, case.precision.master
     if master not in ("float32", "float64"):
         yield UnsupportedError(
-            f"techniques.optimizer = {word} averages all steps, and in techniques.precision.master = {master} an"
+            f"the optimizer {word} averages all steps, and in techniques.precision.master = {master} an"
             f" average of some hundred steps no longer moves. Set techniques.precision.master = float32 (compute may be"
             f" bfloat16)."
         )
     if case.techniques.cpu_offload == "optimizer":
         yield UnsupportedError(
-            f"techniques.cpu_offload = optimizer and techniques.optimizer = {word}: evaluation needs the state of all"
+            f"techniques.cpu_offload = optimizer and the optimizer {word}: evaluation needs the state of all"
             f" parameters on the device, and it comes there by portions for a step only. Set techniques.cpu_offload ="
             f" false, or true (parameters too)."
         )

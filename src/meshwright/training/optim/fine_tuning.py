@@ -66,7 +66,7 @@ def before_data(config: Config) -> Config:
     data, optimizer = config.data, _with_rate(config, RATES)
     if is_unset(data.seq_len):
         data = replace(data, seq_len=unset(min(LONGEST_ROW, _longest(Path(config.model.hf).expanduser()))))
-    if is_unset(optimizer.weight_decay) and "weight_decay" in kind_of(config.techniques.optimizer).keys:
+    if is_unset(optimizer.weight_decay) and "weight_decay" in kind_of(config.optimizer.kind).keys:
         optimizer = replace(optimizer, weight_decay=unset(0.0))
     return replace(config, data=data, optimizer=optimizer)
 
@@ -118,7 +118,7 @@ def chosen(config: Config) -> str:
 
 
 def _with_rate(config: Config, rates: Rates) -> Any:
-    factor = RATE_FACTORS.get(config.techniques.optimizer)
+    factor = RATE_FACTORS.get(config.optimizer.kind)
     if not is_unset(config.optimizer.lr) or factor is None:
         return config.optimizer
     rate = rates.whole if config.adapters is None else rates.adapters
