@@ -33,6 +33,7 @@ WAYS = {
     "cp, recomputed": (2, {"cp": 2, "dp_shard": 1}, {"activation_checkpointing": "full"}),
     "dp_shard and cp": (4, {"cp": 2, "dp_shard": 2}, {}),
     "tp and cp": (4, {"cp": 2, "tp": 2, "dp_shard": 1}, {"sequence_parallel": False}),
+    "cp, compiled": (2, {"cp": 2, "dp_shard": 1}, {"compile": True, "compile_backend": "eager"}),
     "pp and cp": (4, {"cp": 2, "pp": 2, "dp_shard": 1}, {}),
 }
 

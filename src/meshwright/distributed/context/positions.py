@@ -72,9 +72,16 @@ class _OwnPlaces(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _places(self, device: torch.device) -> Tensor:
-        """Return (own tokens,) int64; rows of such a model are all cut alike."""
-        (places,) = kept_on(self.rows.own, device)
-        return places
+        """Return (own tokens,) int64."""
+        places = self.rows.own
+        if len(places) > 1:
+            if not torch.equal(places, places[:1].expand_as(places)):
+                raise UnsupportedError(
+                    f"the model counts a row's tokens at {shown(*model_line())}, the same for all rows, and this rank"
+                    f" has tokens of other places in each row. Give batches positions, or rows that are cut alike."
+                )
+            places = places[:1]
+        return kept_on(places, device)[0]
 
     def _entries(self, x: Tensor, dim: int, run: slice) -> Tensor:
         """Return the entries of a table at this rank's places; ``x`` itself where it has this rank's tokens alone."""

@@ -32,6 +32,8 @@ TORCH = str(Path(torch.__file__).parent)
 TOLERANCE = 1e-5
 """Relative; models that compute norms or softmax in fp32 whatever their dtype are not exact in fp64."""
 MOST_CHANGES = 4
+MOST_CHANGES_OF_BLOCKS = 2
+"""Where a region lies in the block's own forward, all numbers of the block are tried."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def local_form(probes: list[Probe], region: Region, ranks: int) -> LocalForm | N
         # a block's own arguments are not those of one region alone
         choices = [(), *((argument,) for argument in rehearsals[0].arguments())] if region.container else [()]
         for arguments in choices:
-            for changes in _changes(numbers):
+            for changes in _changes(numbers, MOST_CHANGES if region.container else MOST_CHANGES_OF_BLOCKS):
                 if all(rehearsal.succeeds(changes, arguments) for rehearsal in rehearsals):
                     alone = region.container and all(
                         rehearsal.succeeds(changes, arguments, features=1) for rehearsal in rehearsals
@@ -117,9 +119,11 @@ def line_that_stops(probe: Probe, region: Region, ranks: int) -> str:
     return rehearsal.stopped
 
 
-def _changes(numbers: dict[tuple[str, str], list[tuple[int, int]]]) -> Iterator[tuple[LocalNumber, ...]]:
-    """Yield every way to change some of the numbers, fewest first."""
-    for count in range(min(len(numbers), MOST_CHANGES) + 1):
+def _changes(
+    numbers: dict[tuple[str, str], list[tuple[int, int]]], most: int = MOST_CHANGES
+) -> Iterator[tuple[LocalNumber, ...]]:
+    """Yield every way to change some of the numbers, up to so many, fewest first."""
+    for count in range(min(len(numbers), most) + 1):
         for chosen in itertools.combinations(numbers, count):
             for values in itertools.product(*(numbers[key] for key in chosen)):
                 yield tuple(LocalNumber(*key, *value) for key, value in zip(chosen, values, strict=True))
