@@ -27,6 +27,10 @@ def calls(folder: str, layout: Layout) -> dict[str, Any]:
         texts = [text for part in gathered for text in part]
         found: dict[str, Any] = {"texts": texts, "tensors": [int(row) for part in tensors for row in part]}
         other = torch.nn.Linear(2, 2)
+        rows = [{"input_ids": torch.tensor([row, 1]), "labels": torch.tensor([row, 1])} for row in range(5)]
+        tails = accelerator.prepare(torch.utils.data.DataLoader(rows, batch_size=2))
+        found["labels"] = [batch["labels"][:, 0].tolist() for batch in tails]
+        assert rows[0]["labels"][0] == 0, "the data set is as it was"
         found["other"] = isinstance(getattr(accelerator.prepare(other), "module", other), torch.nn.Linear)
         for name, given in (("prepare", model), ("backward", torch.ones(())), ("save_state", folder)):
             try:
@@ -50,8 +54,14 @@ REMEDIES = {
 
 def test_objects_are_gathered_once_and_its_own_steps_are_refused(spmd, tmp_path):
     for layout in (Layout(dp_shard=2), Layout(dp_shard=1, tp=2)):
+        seen: list[list[int]] = []
         for found in spmd(2, calls, str(tmp_path), layout):
             assert found["texts"] == [f"row {number}" for number in range(5)]
             assert found["tensors"] == list(range(5)) and found["other"]
+            learnt = [label for part in found["labels"] for label in part if label >= 0]
+            seen.append(learnt)
+            assert {len(part) for part in found["labels"]} <= {1, 2}
             for name, remedy in REMEDIES.items():
                 assert remedy in found[name], found
+        dealt = sorted(seen[0] + seen[1]) if layout.tp == 1 else seen[0]
+        assert dealt == list(range(5)), "every row is learnt once, whatever was repeated to make the last batches even"

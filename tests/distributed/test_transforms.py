@@ -351,6 +351,8 @@ OFFLOAD = {"offload": {"cpu_offload": True, "pin_memory": False}}
             [NOTHING, NOTHING, {"all_reduce": 2}],
         ),
         ("ddp2", "ddp", {"static_graph": True}, None),
+        ("fsdp2", "ddp", {}, [NOTHING, NOTHING, {"all_reduce": 1}]),
+        ("hsdp2x2", "ddp", {}, [NOTHING, NOTHING, {"all_reduce": 1}]),
         ("fsdp2", "fully_shard", {}, [NOTHING, NOTHING, {"reduce_scatter": 3}]),
         ("fsdp2", "fully_shard", {"sync_grad_accum": True, "reshard_after_forward": True}, [{"reduce_scatter": 3}] * 3),
         ("hsdp2x2", "fully_shard", {}, [NOTHING, NOTHING, {"reduce_scatter": 3, "all_reduce": 3}]),

@@ -159,12 +159,15 @@ class DDPTransform(PlannedTransform):
         return averaging_plan(facts, device_mesh, MixedPrecisionPolicy(), Techniques(zero_stage=0))
 
     def device_mesh(self) -> DeviceMesh | None:
+        """Return the mesh that is given, with all data ranks as replicas, as Optimus-DL's collectives have them."""
         given = super().device_mesh()
-        return (
-            given
-            if given is not None
-            else mesh_of_world(self.context.get("layout") or Layout(dp_replicate=-1, dp_shard=1))
-        )
+        if given is None:
+            given = mesh_of_world(self.context.get("layout") or Layout(dp_replicate=-1, dp_shard=1))
+        sizes = axis_sizes(given)
+        cuts = any(sizes.get(axis.value, 1) > 1 for axis in (Axis.TP, Axis.PP))
+        if sizes.get(Axis.DP_SHARD.value, 1) > 1 and not cuts and can_merge_data(given):
+            return with_data_on(given, Axis.DP_REPLICATE)
+        return given
 
     def finish(self, model: nn.Module, facts: ModelFacts, plan: Plan, device_mesh: DeviceMesh | None) -> nn.Module:
         groups = data_groups(device_mesh)
