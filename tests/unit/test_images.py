@@ -96,6 +96,15 @@ def test_sizes_that_differ_ask_for_images_per_row():
         counted(batch, images_of("llava"))
 
 
+def test_as_many_images_as_rows_with_image_tokens_are_one_for_each():
+    """Whatever their sizes, of which LLaVA-NeXT and Mistral-3 make other numbers of tokens."""
+    batch = batch_of("llava", 0, (2, 1)) | {"image_sizes": torch.tensor([[16, 16], [16, 8]])}
+    del batch["images_per_row"]
+    batch["pixel_values"] = batch["pixel_values"][:2]
+    found = counted(batch, images_of("llava"))
+    assert found["images_per_row"].tolist() == [1, 1]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -142,6 +142,9 @@ def _inferred(batch: Batch, tokens: Tensor, images: ImageArguments) -> Tensor:
             row = int(wrong.nonzero().flatten()[0]) if bool(wrong.any()) else len(tokens) - 1
             raise ConfigError(_other_tokens(row, int(tokens[row]), images, f"the {number} images take {each.tolist()}"))
         return places.diff(prepend=torch.zeros(1, dtype=torch.int64))
+    has_images = tokens.cpu() > 0
+    if int(has_images.sum()) == number:
+        return has_images.long()
     total = int(tokens.sum())
     size, rest = divmod(total, number)
     if rest or not size or SIZES in batch or bool((tokens % size).any()):
