@@ -41,9 +41,7 @@ PLACES = {"one": (1, Layout(dp_shard=1)), **{place: LAYOUTS[place][:2] for place
 
 def config_of(word: str) -> Config:
     schedule = {"kind": "constant"}
-    return Config.from_dict(
-        {"techniques": {"optimizer": word}, "schedule": schedule, "optimizer": {"lr": LR, "overrides": OVERRIDES}}
-    )
+    return Config.from_dict({"schedule": schedule, "optimizer": {"kind": word, "lr": LR, "overrides": OVERRIDES}})
 
 
 def _trained(word: str, place: str) -> Named:

@@ -21,7 +21,7 @@ class MeshwrightError(Exception):
 
     def __init__(self, *args: object):
         super().__init__(*args)
-        if int(os.environ.get("WORLD_SIZE") or 1) > 1 and "RANK" in os.environ and sys.excepthook is not _print:
+        if os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ and sys.excepthook is not _print:
             global _before
             _before, sys.excepthook = sys.excepthook, _print
 

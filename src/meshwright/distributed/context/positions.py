@@ -53,17 +53,17 @@ class _OwnPlaces(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.arange:
             start, end = ends_of_range(args, kwargs)
-            if end - start == self.own and self.lines.get(model_line()) == "positions":
+            if end - start == self.own and self.lines.get(model_line(__file__)) == "positions":
                 counted = func(*args, **kwargs)
                 return counted if has_no_values(counted) else self._places(counted.device).to(counted.dtype) + start
         elif (x := scanned(func, args, kwargs)) is not None and not has_no_values(x):
-            if x.size(1) == self.own and self.lines.get(model_line()) == "scan":
+            if x.size(1) == self.own and self.lines.get(model_line(__file__)) == "scan":
                 whole = gather_tokens(x[:, None, :, None], self.rows, self.group)[:, 0, :, 0]
                 return select(torch.cumsum(whole, 1, dtype=kwargs.get("dtype")), self.rows.own, 1)
         elif func is Tensor.__getitem__ and not has_no_values(args[0]):
             x, index = args
             runs = {dim: run for dim, run in runs_of(x, index).items() if run.stop - (run.start or 0) == self.own}
-            if runs and self.lines.get(model_line()) == "table":
+            if runs and self.lines.get(model_line(__file__)) == "table":
                 for dim, run in runs.items():
                     x = self._entries(x, dim, run)
                 whole = slice(None)

@@ -138,8 +138,8 @@ class _Uses(TorchFunctionMode):
         self._modules.pop()
 
     def note(self, kind: Any, **more: Any) -> None:
-        file, line = model_line()
-        if not is_general_code(file):
+        file, line = model_line(__file__)
+        if file and not is_general_code(file):
             self.found.setdefault(LengthUse(self._modules[-1], file, line, kind, **more))
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -206,24 +206,29 @@ def scanned(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
     return x if given["dim"] in (1, -1) and x.dim() == 2 and not x.is_floating_point() else None
 
 
-def find_length_uses(model: nn.Module, small: nn.Module, inside: tuple[str, ...]) -> tuple[LengthUse, ...]:
+def find_length_uses(
+    model: nn.Module, small: nn.Module, inside: tuple[str, ...], *, makes_positions: bool
+) -> tuple[LengthUse, ...]:
     """Run forwards of a small copy, and of the model itself on meta, and return what they do with their length.
 
     Args:
         small: a copy that computes.
         inside: modules that are given whole rows, in which everything is known.
+        makes_positions: the model is given no positions where a batch has none.
     """
-    found = {(use.module, use.file, use.line, use.kind): use for use in _uses_of(small, torch.device("cpu"))}
+    found = {
+        (use.module, use.file, use.line, use.kind): use for use in _uses_of(small, torch.device("cpu"), makes_positions)
+    }
     # numbers that a condition compares with are the model's own, where its code runs without values
     found |= {
         key: use
-        for use in _uses_of(meta_copy_of(model), torch.device("meta"))
+        for use in _uses_of(meta_copy_of(model), torch.device("meta"), makes_positions)
         if (key := (use.module, use.file, use.line, use.kind)) in found
     }
     return tuple(use for use in found.values() if not any(is_within(use.module, pattern(path)) for path in inside))
 
 
-def _uses_of(model: nn.Module, device: torch.device) -> list[LengthUse]:
+def _uses_of(model: nn.Module, device: torch.device, makes_positions: bool) -> list[LengthUse]:
     sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
     signature = Signature.of(model)
     for length in (prime for prime in PRIMES if prime not in sizes):
@@ -231,7 +236,7 @@ def _uses_of(model: nn.Module, device: torch.device) -> list[LengthUse]:
         batch = {"tokens": tokens, "positions": torch.arange(length, device=device).expand(2, -1)}
         batch = {key: value for key, value in batch.items() if signature.takes[key] is not None}
         uses = _Uses(length)
-        given = [batch, {"tokens": tokens}] if "positions" in batch else [batch]  # a model makes those that are missing
+        given = [batch, {"tokens": tokens}] if makes_positions else [batch]
         hooks = [
             hook
             for path, module in model.named_modules()

@@ -54,13 +54,16 @@ def measure_mixing(model: nn.Module) -> Mixing:
     real = _Real.of(original, [mixer.path for mixer in mixers])
     callers = [caller_of(path, calls, stated_rule(model, path)) for path, calls in seen.items()]
     found = _mixers_of(original, model, mixers, real)
+    counts_from_zero = _counts_from_zero(copy_of(small_copy(original)), given[0])
+    inside = tuple(mixer.path for mixer in found)
+    lengths = find_length_uses(original, copy_of(small_copy(original)), inside, makes_positions=not counts_from_zero)
     return Mixing(
         tuple(_callers_of(original, callers, real, {mixer.path for mixer in found})),
         base,
         _packed(masks, given[-1]) if len(given) > 1 else (),
         found,
-        find_length_uses(original, copy_of(small_copy(original)), tuple(mixer.path for mixer in found)),
-        _counts_from_zero(copy_of(small_copy(original)), given[0]),
+        lengths,
+        counts_from_zero,
     )
 
 

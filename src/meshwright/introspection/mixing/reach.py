@@ -38,7 +38,7 @@ class KeyRanges:
     @by_values
     def among(self, places: Tensor) -> KeyRanges:
         """Return the reach as numbers of keys at these ascending places, (rows or 1, keys), instead of places."""
-        rows = max(len(self.lower), len(places))
+        rows = max(len(self.lower), len(self.upper), len(places))
         places = places.expand(rows, -1).contiguous()
         lower, upper = (
             torch.searchsorted(places, bound.expand(rows, -1).contiguous()) for bound in (self.lower, self.upper)

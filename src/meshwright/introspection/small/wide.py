@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from .copies import copy_of
+
 
 class _Wide(TorchFunctionMode):
     """Takes float64 for float32, in conversions and as a dtype that is named."""
@@ -30,7 +32,7 @@ def compute_wide(model: nn.Module, inputs: dict[str, Any]) -> None:
     """Let a model in float64 take float64 wherever its code says float32, if a forward fails without."""
     try:
         with torch.no_grad():
-            model(**inputs)
+            copy_of(model)(**inputs)  # a forward may write to what the model holds
     except RuntimeError as error:
         if not any(word in str(error) for word in ("dtype", "scalar type", "double")):
             return
