@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from support.counting import (
     CARRIED,
     MinGPT,
+    OfMiddleLength,
     OfWeight,
     RotaryTable,
     ScaledByLength,
@@ -80,7 +81,7 @@ def refused(kind, length):
     return ""
 
 
-@pytest.mark.parametrize("kind", [ShortRows, ShorterThanAttribute], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [ShortRows, ShorterThanAttribute, OfMiddleLength], ids=lambda kind: kind.__name__)
 def test_a_decision_by_the_length_is_refused_where_a_part_of_a_row_is_another_case(kind, spmd):
     for length, words in {
         12: "",

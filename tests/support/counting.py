@@ -202,6 +202,14 @@ class ShortRows(Range):
         return y * 2 if x.shape[1] > 12 else y
 
 
+class OfMiddleLength(Range):
+    """Two comparisons on one line, in training alone."""
+
+    def logits(self, x):
+        y = super().logits(x)
+        return y * 2 if self.training and 4 < x.shape[1] <= 12 else y
+
+
 class ShorterThanAttribute(Range):
     def logits(self, x):
         limit = self.config.limit

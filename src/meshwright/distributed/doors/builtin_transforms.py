@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.core.axes import Axis
@@ -136,6 +137,12 @@ class DDPTransform(PlannedTransform):
     broadcasts = needs_cut_rows = True
 
     def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
+        assert facts.module is not None
+        meshes = [p.device_mesh for p in facts.module.parameters() if isinstance(p, DTensor)]
+        if any(Axis.DP_SHARD.value in (mesh.mesh_dim_names or ()) for mesh in meshes):
+            raise ConfigError(
+                "ddp keeps whole parameters on every rank, and fully_shard has sharded them: leave one of the two out"
+            )
         sizes = axis_sizes(device_mesh)
         if device_mesh is not None and any(sizes.get(axis.value, 1) > 1 for axis in (Axis.TP, Axis.PP)):
             return self._replicated(facts, device_mesh, sizes)
@@ -143,9 +150,7 @@ class DDPTransform(PlannedTransform):
         return replace(plan, data=replace(plan.data, ddp_options=tuple(to_dict(self.config).items())))
 
     def _replicated(self, facts: ModelFacts, device_mesh: DeviceMesh, sizes: dict[str, int]) -> Plan:
-        where = " and ".join(
-            f"{axis.value} = {sizes[axis.value]}" for axis in (Axis.TP, Axis.PP) if sizes.get(axis.value, 1) > 1
-        )
+        where = " and ".join(f"{a.value} = {sizes[a.value]}" for a in (Axis.TP, Axis.PP) if sizes.get(a.value, 1) > 1)
         changed = [name for name, value in to_dict(self.config).items() if value != getattr(DDPTransformConfig(), name)]
         if changed:
             raise ConfigError(
@@ -172,10 +177,7 @@ class DDPTransform(PlannedTransform):
     def finish(self, model: nn.Module, facts: ModelFacts, plan: Plan, device_mesh: DeviceMesh | None) -> nn.Module:
         groups = data_groups(device_mesh)
         if not groups:
-            log.info(
-                "ddp: the mesh %s has no data axis larger than 1, so there is nothing to replicate",
-                axis_sizes(device_mesh),
-            )
+            log.info("ddp: the mesh %s has no larger data axis: nothing to replicate", axis_sizes(device_mesh))
         if not facts.on_meta:  # as torch does: a user's weights may have come from a different seed on each rank
             for tensor in (*model.parameters(), *model.buffers()):
                 for group in groups:

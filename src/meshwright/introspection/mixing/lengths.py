@@ -8,6 +8,7 @@ it (of a table of positions), comparisons with other numbers (conditions), and a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -164,7 +165,7 @@ class _Uses(TorchFunctionMode):
         for dim, run in runs_of(table, index).items():
             stop = run.stop
             is_by_length = isinstance(stop, Length) and stop.factor == 1
-            if is_by_length and int(stop) - (run.start or 0) == self.length and table.size(dim) != self.length:
+            if is_by_length and int(stop) - int(run.start or 0) == self.length and table.size(dim) != self.length:
                 self.note("table")
 
     def _marked(self, sizes: Any) -> Any:
@@ -183,7 +184,8 @@ def runs_of(x: Tensor, index: Any) -> dict[int, slice]:
         if item is Ellipsis:
             dim += x.dim() - sum(other is not None and other is not Ellipsis for other in items)
         elif item is not None:
-            if isinstance(item, slice) and item.stop is not None and item.step in (None, 1) and (item.start or 0) >= 0:
+            ends = (item.start or 0, item.stop) if isinstance(item, slice) and item.step in (None, 1) else ()
+            if ends and all(isinstance(end, int) for end in ends) and int(ends[0]) >= 0:
                 found[dim] = item
             dim += 1
     return found
@@ -216,16 +218,18 @@ def find_length_uses(
         inside: modules that are given whole rows, in which everything is known.
         makes_positions: the model is given no positions where a batch has none.
     """
-    found = {
-        (use.module, use.file, use.line, use.kind): use for use in _uses_of(small, torch.device("cpu"), makes_positions)
-    }
+    found = _by_line(_uses_of(small, torch.device("cpu"), makes_positions))
     # numbers that a condition compares with are the model's own, where its code runs without values
-    found |= {
-        key: use
-        for use in _uses_of(meta_copy_of(model), torch.device("meta"), makes_positions)
-        if (key := (use.module, use.file, use.line, use.kind)) in found
-    }
-    return tuple(use for use in found.values() if not any(is_within(use.module, pattern(path)) for path in inside))
+    own = _by_line(_uses_of(meta_copy_of(model), torch.device("meta"), makes_positions))
+    uses = [use for line, here in found.items() for use in own.get(line, here)]
+    return tuple(use for use in uses if not any(is_within(use.module, pattern(path)) for path in inside))
+
+
+def _by_line(uses: list[LengthUse]) -> dict[tuple[str, str, int, str], list[LengthUse]]:
+    found: dict[tuple[str, str, int, str], list[LengthUse]] = {}
+    for use in uses:
+        found.setdefault((use.module, use.file, use.line, use.kind), []).append(use)
+    return found
 
 
 def _uses_of(model: nn.Module, device: torch.device, makes_positions: bool) -> list[LengthUse]:
@@ -247,8 +251,8 @@ def _uses_of(model: nn.Module, device: torch.device, makes_positions: bool) -> l
         ]
         try:
             with torch.no_grad(), computing_flex(), uses:
-                for each in given:
-                    model(**signature.inputs(each, device))
+                for each, training in itertools.product(given, (True, False)):
+                    model.train(training)(**signature.inputs(each, device))
             return list(uses.found)
         except Exception:  # noqa: BLE001  (whatever a model's code raises; a shorter row may do)
             if device.type == "meta":
