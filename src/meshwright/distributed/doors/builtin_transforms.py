@@ -156,11 +156,9 @@ class DDPTransform(PlannedTransform):
             raise ConfigError(
                 f"ddp: {', '.join(changed)} is about DDP's buckets, and beside {where} there are none. Leave it out."
             )
-        if (shards := sizes.get(Axis.DP_SHARD.value, 1)) > 1:
-            raise ConfigError(
-                f"ddp keeps whole parameters on every data rank, but the mesh has dp_shard = {shards}: use fully_shard,"
-                f" or put those ranks into dp_replicate"
-            )
+        if (n := sizes.get(Axis.DP_SHARD.value, 1)) > 1:
+            words = f"ddp keeps parameters whole on every data rank, and the mesh has dp_shard = {n} beside {where}"
+            raise ConfigError(f"{words}: use fully_shard, or put those ranks into dp_replicate")
         return averaging_plan(facts, device_mesh, MixedPrecisionPolicy(), Techniques(zero_stage=0))
 
     def device_mesh(self) -> DeviceMesh | None:
