@@ -6,14 +6,20 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from support.counting import (
     CARRIED,
+    BegunAtTwo,
     MinGPT,
+    OfAllTokens,
+    OfHalfTheLength,
     OfMiddleLength,
     OfWeight,
+    Range,
     RotaryTable,
     ScaledByLength,
+    Scan,
     ShorterThanAttribute,
     ShortRows,
     counting,
@@ -21,7 +27,7 @@ from support.counting import (
 from torch.distributed.tensor import DTensor
 
 from meshwright import Layout, parallelize, plan
-from meshwright.core.errors import UnsupportedError
+from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.distributed.context import positions
 from meshwright.distributed.context.rehearsal import prove
 from meshwright.distributed.mesh import data_position
@@ -81,11 +87,14 @@ def refused(kind, length):
     return ""
 
 
-@pytest.mark.parametrize("kind", [ShortRows, ShorterThanAttribute, OfMiddleLength], ids=lambda kind: kind.__name__)
+DECIDING = [ShortRows, ShorterThanAttribute, OfMiddleLength, OfHalfTheLength, OfAllTokens]
+
+
+@pytest.mark.parametrize("kind", DECIDING, ids=lambda kind: kind.__name__)
 def test_a_decision_by_the_length_is_refused_where_a_part_of_a_row_is_another_case(kind, spmd):
     for length, words in {
         12: "",
-        19: r"counting.py:\d+, .*compares with 12.* 10 tokens of a rank for 19",
+        19: r"counting.py:\d+, .*the 10 tokens of a rank instead of 19",
         40: "",
     }.items():
         for found in spmd(2, refused, kind, length):
@@ -117,3 +126,35 @@ def test_without_the_places_the_rehearsal_refuses(monkeypatch):
         UnsupportedError, match="were rehearsed on a small copy, plain, and the gradient of .* is wrong"
     ):
         prove(facts, plan(facts, Layout(dp_shard=1, cp=2)).context)
+
+
+def brought(kind, differs):
+    """Errors where each rank brings its own tokens with their places, every other one; or the words of a refusal."""
+    given, reference = batch(18), counting(kind)
+    model = parallelize(counting(kind), Layout(dp_shard=1, cp=2), techniques=FP64)
+    rank = dist.get_rank()
+    places = torch.arange(rank, 18, 2).repeat(4, 1)
+    if differs:
+        places[1] = torch.arange(1 - rank, 18, 2)
+    own = {key: rows.gather(1, places) for key, rows in given.items()} | {"places": places}
+    loss = F.cross_entropy(reference(given["tokens"]).flatten(0, 1), given["labels"].flatten())
+    try:
+        return float((model.forward_backward(own).loss - loss).abs())
+    except (ConfigError, UnsupportedError) as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("kind", [Range, OfWeight, Scan, BegunAtTwo], ids=lambda kind: kind.__name__)
+def test_tokens_that_ranks_bring_are_counted_by_their_places(kind, spmd):
+    assert all(error <= EXACT for error in spmd(2, brought, kind, False))
+
+
+def test_places_that_differ_from_row_to_row_are_refused_where_a_model_counts_all_rows_alike(spmd):
+    for found in spmd(2, brought, Range, True):
+        assert re.search(r"batch\['places'\] differs from row to row.*counting.py:\d+, .*arange", found)
+    assert all(error <= EXACT for error in spmd(2, brought, Scan, True))
+
+
+def test_a_decision_by_the_length_is_refused_of_tokens_that_ranks_bring(spmd):
+    for found in spmd(2, brought, ShortRows, False):
+        assert re.search("decides by the length of a row .*the 9 tokens of a rank instead of 18", found)

@@ -131,6 +131,17 @@ class Scan(Counting):
         return self.table((torch.cumsum(real, dim=1).type_as(real) * real).long() + 1)
 
 
+class BegunAtTwo(Counting):
+    """RoBERTa's: given no positions, it makes its own, which do not begin at 0."""
+
+    def forward(self, tokens, positions=None):
+        positions = torch.arange(2, 2 + tokens.shape[1]) if positions is None else positions
+        x = self.embed(tokens) + self.table(positions)
+        for layer in self.layers:
+            x = layer(x)
+        return self.logits(x)
+
+
 class RotaryTable(User):
     """Llama's first way: a run of a table of angles is taken at the root, and given to every block."""
 
@@ -188,6 +199,7 @@ CARRIED = (
     BufferOfIds,
     Sinusoids,
     Scan,
+    BegunAtTwo,
     RotaryInside,
     RotaryTable,
     WindowByRange,
@@ -208,6 +220,17 @@ class OfMiddleLength(Range):
     def logits(self, x):
         y = super().logits(x)
         return y * 2 if self.training and 4 < x.shape[1] <= 12 else y
+
+
+class OfHalfTheLength(Range):
+    def logits(self, x):
+        chunks = (x.size(1) - 1) // 4 + 1
+        return super().logits(x) * (1 if chunks <= 3 else 2)
+
+
+class OfAllTokens(Range):
+    def logits(self, x):
+        return super().logits(x) * (1 if x[0].numel() / x.shape[-1] <= 12.5 else 2)
 
 
 class ShorterThanAttribute(Range):

@@ -50,7 +50,9 @@ def test_a_script_of_one_process_keeps_its_traceback(tmp_path):
 def test_processes_that_a_run_keeps_are_named():
     config = Config()
     asked = replace(config, layout=Layout(dp_shard=4), process=replace(config.process, count=2))
-    with pytest.raises(ConfigError, match=r"process.count = 2 is given, and a run keeps it: give --process.count too"):
+    with pytest.raises(
+        ConfigError, match=r"process.count = 2 is set, .* the run that is resumed: give --process.count too"
+    ):
         process_count(asked)
     with pytest.raises(ConfigError, match="does not divide|is not") as refused:
         process_count(replace(config, layout=Layout(dp_shard=-1, tp=3)))

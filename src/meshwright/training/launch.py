@@ -72,8 +72,10 @@ def process_count(config: Config) -> int:
     except ConfigError as error:
         if not config.process.count:
             raise
-        given = f"process.count = {count} is given, and a run keeps it: give --process.count too (0: as many as the"
-        raise ConfigError(f"{error} {given} layout needs).") from None
+        raise ConfigError(
+            f"{error} process.count = {count} is set, by a flag, a file or the run that is resumed: give"
+            f" --process.count too (0: as many as the layout needs)."
+        ) from None
     return count
 
 

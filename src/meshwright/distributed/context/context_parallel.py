@@ -19,7 +19,7 @@ from meshwright.introspection.facts import ModelFacts
 from meshwright.models.moe import Router
 from meshwright.planning.plan import Plan
 
-from .positions import refuse_other_conditions
+from .positions import refuse_other_rows
 from .rehearsal import PADDED, WITHOUT_POSITIONS, refuse, refuse_length
 from .runtime import Checks, ContextRuntime, wrap_modules
 
@@ -32,7 +32,7 @@ def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh, facts: ModelFacts) -> 
         padding=partial(refuse, facts, context, *PADDED),
         positions=partial(refuse, facts, context, WITHOUT_POSITIONS),
         length=partial(refuse_length, facts, context),
-        conditions=partial(refuse_other_conditions, context.mixing.lengths),
+        rows=partial(refuse_other_rows, context.mixing),
     )
     wrap_modules(model, context, ranks, checks)
     separate_streams(model, ranks.rank)

@@ -112,7 +112,8 @@ def join(piece: Batch, runtime: ContextRuntime, signature: Signature, longest: i
     where = (runtime.group.rank, length, alike, counts, positions, segments, documents, whole.get(MASK))
     made = CutBatch(without_places(piece))
     made.rows = CutRows(*where, has_documents and runtime.plan.cuts_documents)
-    if signature.takes["positions"] is not None and "positions" not in made:
+    runtime.check_rows(made.rows)
+    if signature.takes["positions"] is not None and "positions" not in made and runtime.mixing.counts_from_zero:
         made["positions"] = piece[PLACES]
     if MASK in piece:
         made[MASK] = to_device(whole[MASK].to(piece[MASK].dtype), piece[MASK].device)

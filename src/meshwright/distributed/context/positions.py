@@ -7,24 +7,24 @@ entries at these places; where one sums integers along the tokens, those of all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from meshwright.core.errors import UnsupportedError
+from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.record import wrap
 from meshwright.core.torch_private import has_no_values, uncompiled
 from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.introspection.logits.model_line import model_line, shown
 from meshwright.introspection.mixing.lengths import ends_of_range, runs_of, scanned
-from meshwright.introspection.mixing.values import LengthUse
+from meshwright.introspection.mixing.values import LengthUse, Mixing, in_words, value_of
 
 from .attention import gather_tokens
 from .mixers import RowsInUse
-from .rows import CutRows, kept_on, select
+from .rows import PLACES, CutRows, kept_on, select
 
 
 def wrap_counting(module: nn.Module, uses: Iterable[LengthUse], runtime: RowsInUse) -> None:
@@ -72,16 +72,8 @@ class _OwnPlaces(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _places(self, device: torch.device) -> Tensor:
-        """Return (own tokens,) int64."""
-        places = self.rows.own
-        if len(places) > 1:
-            if not torch.equal(places, places[:1].expand_as(places)):
-                raise UnsupportedError(
-                    f"the model counts a row's tokens at {shown(*model_line())}, the same for all rows, and this rank"
-                    f" has tokens of other places in each row. Give batches positions, or rows that are cut alike."
-                )
-            places = places[:1]
-        return kept_on(places, device)[0]
+        """Return (own tokens,) int64, the same for all rows (``refuse_other_rows``)."""
+        return kept_on(self.rows.own, device)[0]
 
     def _entries(self, x: Tensor, dim: int, run: slice) -> Tensor:
         """Return the entries of a table at this rank's places; ``x`` itself where it has this rank's tokens alone."""
@@ -90,23 +82,40 @@ class _OwnPlaces(TorchFunctionMode):
             return x
         if size < start + self.rows.length:
             raise UnsupportedError(
-                f"a table of {size} positions is read for rows of {self.rows.length} tokens at {shown(*model_line())}"
+                f"a table of {size} positions is read for rows of {self.rows.length} tokens at {shown(*model_line())}:"
+                f" bring rows of at most {size - start} tokens, or make the table longer"
             )
         return torch.index_select(x, dim, self._places(x.device) + start)
 
 
-def refuse_other_conditions(uses: Sequence[LengthUse], rows: CutRows) -> None:
-    """Raise UnsupportedError where a line decides by the length of a row, and a part of the row would be another case.
+def refuse_other_rows(mixing: Mixing, rows: CutRows) -> None:
+    """Refuse rows of which parts are another case to the model, or whose tokens it would count otherwise.
 
     All ranks come to the same verdict.
+
+    Raises:
+        UnsupportedError: a line decides by the length of a row, and would decide otherwise by that of a part.
+        ConfigError: the model counts the tokens of all rows alike, and ranks bring tokens of other places in each row.
     """
-    for use in uses:
+    for use in mixing.lengths:
+        if use.kind in ("positions", "table") and rows.places.shape[1] > 1:
+            raise ConfigError(
+                f"batch['{PLACES}'] differs from row to row, and the model counts the tokens of all rows alike at"
+                f" {shown(use.file, use.line)}: cut all rows of a batch at the same places"
+            )
         if use.kind == "condition":
-            whole = use.holds(rows.length)
-            part = next((count for count in rows.counts if use.holds(count) != whole), None)
+            whole = _case(use, rows.length)
+            part = next((count for count in rows.counts if _case(use, count) != whole), None)
             if part is not None:
                 raise UnsupportedError(
-                    f"the model decides by the number of a row's tokens at {shown(use.file, use.line)} (it compares"
-                    f" with {use.other:g}), and would do so by {part} tokens of a rank for {rows.length} of a row."
-                    f" Decide by an attribute of the model instead, or set layout.cp = 1."
+                    f"the model decides by the length of a row at {shown(use.file, use.line)} (is"
+                    f" {in_words(use.expression)}?), and would do so by the {part} tokens of a rank instead of"
+                    f" {rows.length}. Decide by an attribute of the model instead, or set layout.cp = 1."
                 )
+
+
+def _case(condition: LengthUse, length: int) -> bool | None:
+    try:
+        return value_of(condition.expression, length)
+    except ArithmeticError:
+        return None

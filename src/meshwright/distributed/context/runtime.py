@@ -49,13 +49,13 @@ class Checks:
         padding: the model can be given a padding mask in parts.
         positions: the model's positions are 0, 1, 2 … where it is given none.
         length: masks follow the measured rules in rows of so many tokens.
-        conditions: what the model decides by a row's length is the same for the part of it that a rank has.
+        rows: parts of these rows are no other case to the model than whole ones.
     """
 
     padding: Callable[[], None] = lambda: None
     positions: Callable[[], None] = lambda: None
     length: Callable[[int], None] = lambda length: None
-    conditions: Callable[[CutRows], None] = lambda rows: None
+    rows: Callable[[CutRows], None] = lambda rows: None
 
 
 class ContextRuntime:
@@ -104,7 +104,7 @@ class ContextRuntime:
         """
         self.check(batch, signature, batch["tokens"].shape[1])
         rows = self._cut_rows(batch if values is None else values)
-        self._checks.conditions(rows)
+        self.check_rows(rows)
         return cut_batch(_completed(batch, self.plan, signature), rows)
 
     def check(self, batch: Mapping[str, Tensor], signature: Signature, length: int) -> None:
@@ -119,6 +119,10 @@ class ContextRuntime:
         if signature.takes["positions"] is not None and "positions" not in batch:
             self._checks.positions()
         self._checks.length(length)
+
+    def check_rows(self, rows: CutRows) -> None:
+        """Raise ConfigError or UnsupportedError for rows whose parts are another case to the model."""
+        self._checks.rows(rows)
 
     def places(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the places of this rank's tokens, (rows or 1, tokens) int64, for a batch of whole rows."""

@@ -1,9 +1,9 @@
 """Find what a model's code does with the number of a row's tokens, which a rank that has a part of them does not know.
 
-A forward runs in which that number is an integer of its own class wherever code reads it off a tensor. Sums,
-differences and whole multiples of it stay of the class. So these places are known: ranges of it (positions), slices by
-it (of a table of positions), comparisons with other numbers (conditions), and arithmetic with fractions or tensors
-(numbers).
+A forward runs in which that number is of a class of its own wherever code reads it off a tensor, and so is what is
+computed from it, with the way in which it is. So these places are known: ranges of it (positions), slices by it (of a
+table of positions), comparisons (conditions), which can be asked again for any length, and arithmetic that gives
+fractions or takes tensors (numbers).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.copies import meta_copy_of
 
 from .flex import computing_flex
-from .values import COMPARED, LengthUse
+from .values import LENGTH, Expression, LengthUse, value_of
 
 PRIMES = (29, 23, 31, 19, 17, 13, 11, 7, 5)
 SHAPES = frozenset(
@@ -42,86 +42,71 @@ def is_general_code(file: str) -> bool:
 
 
 class Length(int):
-    """``factor`` times a row's tokens, and ``beside``; notes what is done with it."""
+    """A whole number that is computed from a row's tokens; notes what is done with it.
+
+    Attributes:
+        expression: how it is computed (``values.Expression``).
+    """
 
     uses: _Uses
-    factor: int
-    beside: int
+    expression: Expression
 
-    def __new__(cls, uses: _Uses, factor: int, beside: int):
-        made = super().__new__(cls, factor * uses.length + beside)
-        made.uses, made.factor, made.beside = uses, factor, beside
-        return made
-
-    def _sum(self, other: Any, sign: int, own: int = 1) -> Any:
-        if type(other) is int:
-            return Length(self.uses, own * self.factor, own * self.beside + sign * other)
-        if isinstance(other, Length):
-            factor, beside = own * self.factor + sign * other.factor, own * self.beside + sign * other.beside
-            return Length(self.uses, factor, beside) if factor else beside
-        return NotImplemented
-
-    def __add__(self, other: Any) -> Any:
-        return self._sum(other, 1)
-
-    __radd__ = __add__
-
-    def __sub__(self, other: Any) -> Any:
-        return self._sum(other, -1)
-
-    def __rsub__(self, other: Any) -> Any:
-        return self._sum(other, 1, -1)
-
-    def __neg__(self) -> Any:
-        return Length(self.uses, -self.factor, -self.beside)
-
-    def __mul__(self, other: Any) -> Any:
-        if type(other) is int:
-            return Length(self.uses, other * self.factor, other * self.beside) if other else 0
-        return self._number().__mul__(other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return self * other if type(other) is int else self._number().__rmul__(other)
-
-    def _number(self) -> int:
-        self.uses.note("number")
-        return int.__add__(self, 0)
-
-    def _compared(self, sign: str, other: Any) -> Any:
-        if type(other) in (int, float):
-            self.uses.note("condition", sign=sign, factor=self.factor, beside=self.beside, other=other)
-        return COMPARED[sign](int.__add__(self, 0), other)
-
-    def __lt__(self, other: Any) -> Any:
-        return self._compared("<", other)
-
-    def __le__(self, other: Any) -> Any:
-        return self._compared("<=", other)
-
-    def __gt__(self, other: Any) -> Any:
-        return self._compared(">", other)
-
-    def __ge__(self, other: Any) -> Any:
-        return self._compared(">=", other)
-
-    def __eq__(self, other: object) -> Any:
-        return self._compared("==", other)
-
-    def __ne__(self, other: object) -> Any:
-        return self._compared("!=", other)
+    def __new__(cls, uses: _Uses, expression: Expression):
+        return _made(super().__new__, cls, uses, expression)
 
     __hash__ = int.__hash__
 
 
-def _as_number(name: str) -> Callable[..., Any]:
-    def method(self: Length, *others: Any) -> Any:
-        return getattr(self._number(), name)(*others)
+class Share(float):
+    """A fraction that is computed from a row's tokens; as ``Length``."""
 
-    return method
+    def __new__(cls, uses: _Uses, expression: Expression):
+        return _made(super().__new__, cls, uses, expression)
+
+    __hash__ = float.__hash__
 
 
-for _name in ("__truediv__", "__rtruediv__", "__pow__", "__rpow__", "__float__"):
-    setattr(Length, _name, _as_number(_name))
+def _made(new: Callable[..., Any], cls: type, uses: _Uses, expression: Expression) -> Any:
+    made = new(cls, value_of(expression, uses.length))
+    made.uses, made.expression = uses, expression
+    return made
+
+
+def _computing(sign: str, *, reflected: bool) -> Callable[..., Any]:
+    def compute(self: Any, other: Any = 0) -> Any:
+        if type(other) not in (int, float, Length, Share):
+            return NotImplemented
+        sides = self.expression, getattr(other, "expression", other)
+        expression = (sign, *(reversed(sides) if reflected else sides))
+        if isinstance(value_of(expression, self.uses.length), int):
+            return Length(self.uses, expression)
+        self.uses.note("number")
+        return Share(self.uses, expression)
+
+    return compute
+
+
+def _comparing(sign: str) -> Callable[..., Any]:
+    def compare(self: Any, other: Any) -> Any:
+        if type(other) not in (int, float, Length, Share):
+            return NotImplemented
+        expression = sign, self.expression, getattr(other, "expression", other)
+        self.uses.note("condition", expression)
+        return value_of(expression, self.uses.length)
+
+    return compare
+
+
+_COMPUTING = {"add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%", "truediv": "/", "pow": "**"}
+_NEGATION = "__neg__"
+_COMPARING = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+for _kind in (Length, Share):
+    for _word, _sign in _COMPUTING.items():
+        setattr(_kind, f"__{_word}__", _computing(_sign, reflected=False))
+        setattr(_kind, f"__r{_word}__", _computing(_sign, reflected=True))
+    for _word, _sign in _COMPARING.items():
+        setattr(_kind, f"__{_word}__", _comparing(_sign))
+    setattr(_kind, _NEGATION, _computing("-", reflected=True))  # 0 - x
 
 
 class _Uses(TorchFunctionMode):
@@ -138,15 +123,15 @@ class _Uses(TorchFunctionMode):
     def leave(self, *_: Any) -> None:
         self._modules.pop()
 
-    def note(self, kind: Any, **more: Any) -> None:
+    def note(self, kind: Any, expression: Expression = LENGTH) -> None:
         file, line = model_line(__file__)
         if file and not is_general_code(file):
-            self.found.setdefault(LengthUse(self._modules[-1], file, line, kind, **more))
+            self.found.setdefault(LengthUse(self._modules[-1], file, line, kind, expression))
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        lengths = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Length)]
+        lengths = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, (Length, Share))]
         if name == "arange":
             start, end = ends_of_range(args, kwargs)
             if lengths and end - start == self.length:
@@ -158,20 +143,22 @@ class _Uses(TorchFunctionMode):
         elif lengths and name not in SHAPES:
             self.note("number")
         result = func(*args, **kwargs)
+        if name == "numel" and self.length in args[0].shape:
+            return Length(self, ("*", LENGTH, result // self.length))
         is_shape = (name == "size" or getattr(func, "__self__", None) is Tensor.shape) and isinstance(args[0], Tensor)
         return self._marked(result) if is_shape else result
 
     def _sliced(self, table: Tensor, index: Any) -> None:
         for dim, run in runs_of(table, index).items():
             stop = run.stop
-            is_by_length = isinstance(stop, Length) and stop.factor == 1
-            if is_by_length and int(stop) - int(run.start or 0) == self.length and table.size(dim) != self.length:
+            is_run = isinstance(stop, Length) and int(stop) - int(run.start or 0) == self.length
+            if is_run and table.size(dim) != self.length:
                 self.note("table")
 
     def _marked(self, sizes: Any) -> Any:
         if isinstance(sizes, int):
-            return Length(self, 1, 0) if sizes == self.length else sizes
-        return torch.Size([Length(self, 1, 0) if size == self.length else size for size in sizes])
+            return Length(self, LENGTH) if sizes == self.length else sizes
+        return torch.Size([Length(self, LENGTH) if size == self.length else size for size in sizes])
 
 
 def runs_of(x: Tensor, index: Any) -> dict[int, slice]:

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
 from .interception import AttentionCall
 from .masks import MaskFunction, causal, everything, in_chunks, shorter_than, within
 
-COMPARED = {
+LENGTH = "tokens of a row"
+Expression = Any
+"""``LENGTH``, a number, or (sign, left, right) of two expressions."""
+_SIGNS: dict[str, Callable[[Any, Any], Any]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "//": operator.floordiv,
+    "%": operator.mod,
+    "/": operator.truediv,
+    "**": operator.pow,
     "<": operator.lt,
     "<=": operator.le,
     ">": operator.gt,
@@ -19,6 +30,23 @@ COMPARED = {
     "==": operator.eq,
     "!=": operator.ne,
 }
+
+
+def value_of(expression: Expression, length: int) -> Any:
+    """Return the number, or the truth, of an expression for rows of ``length`` tokens."""
+    if isinstance(expression, tuple):
+        sign, left, right = expression
+        return _SIGNS[sign](value_of(left, length), value_of(right, length))
+    return length if expression == LENGTH else expression
+
+
+def in_words(expression: Expression) -> str:
+    if not isinstance(expression, tuple):
+        return str(expression)
+    sign, left, right = expression
+    return " ".join((in_words(left), sign, f"({in_words(right)})" if isinstance(right, tuple) else in_words(right)))
+
+
 COUNTS = ("positions", "table", "scan")
 """Kinds of uses of a row's length that are given what they are in whole rows."""
 
@@ -182,22 +210,15 @@ class LengthUse:
     Attributes:
         module: the innermost modules whose forwards run it, as a pattern of their paths.
         kind: "positions", a range of so many integers; "table", so many entries of a longer tensor; "scan", sums of
-            the integers of all tokens before each; "condition", a comparison of ``factor`` times the number and
-            ``beside`` with ``other``; "number", other arithmetic.
+            the integers of all tokens before each; "condition", a comparison; "number", other arithmetic.
+        expression: of a condition, what is compared.
     """
 
     module: str
     file: str
     line: int
     kind: Literal["positions", "table", "scan", "condition", "number"]
-    sign: str = ""
-    factor: int = 1
-    beside: int = 0
-    other: float = 0
-
-    def holds(self, length: int) -> bool:
-        """Return what the condition says of a row of ``length`` tokens."""
-        return COMPARED[self.sign](self.factor * length + self.beside, self.other)
+    expression: Expression = LENGTH
 
 
 @dataclass(frozen=True)
