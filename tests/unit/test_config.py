@@ -375,7 +375,6 @@ def test_a_key_of_an_absent_section_makes_it():
     ("words", "says"),
     [
         (["--techniques.comple=true"], "--techniques.compile"),
-        (["--optimizer.overrides=[{patern = 'x'}]"], "unknown key"),
         (["config.toml"], "config.toml"),
     ],
 )
@@ -397,6 +396,11 @@ def test_wrong_flags_leave_with_status_2_and_say_why(words, says, capsys):
         (["--steps", "--seed=1"], "--steps needs a value: a whole number"),
         (["--steps=1.5"], "steps = 1.5 is a number; expected a whole number"),
         (["--steps=true"], "steps = true is true or false; expected a whole number"),
+        (["--optimizer.overrides=[{patern = 'x'}]"], "unknown key 'optimizer.overrides[0].patern'"),
+        (["--optimizer.overrides=[{"], "--optimizer.overrides: [{ is not TOML"),
+        (["--optimizer.overrides=[1]"], "optimizer.overrides[0] = 1 is a whole number; expected a table"),
+        (["--layout.tp=none"], 'layout.tp = "none" is text; expected a whole number'),
+        (["--layout.tp="], "--layout.tp needs a value: a whole number"),
         (["--layout.tp", "two"], 'layout.tp = "two" is text; expected a whole number'),
         (["--optimizer.lr=fast"], 'optimizer.lr = "fast" is text; expected a number'),
         (["--techniques.cpu-offload=optimiser"], "Did you mean 'optimizer'?"),

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 from meshwright.core.errors import ConfigError
 
 from .help import keys_text
-from .read import from_dict, plain, read_value
+from .read import plain, read_value
 from .schema import field_types, is_section, join, section_of, union_arms
 from .words import toml_value, type_words
 
@@ -51,7 +51,7 @@ def parse_flags(cls: type[T], args: Sequence[str], *, default: T | None = None, 
         description=description,
         use_underscores=True,
         config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
-        registry=_registry(),
+        registry=_registry(cls),
     )
 
 
@@ -77,14 +77,18 @@ def _refuse_other_values(cls: type, args: Sequence[str]) -> None:
     for place, word in enumerate(args):
         flag, given, value = word.partition("=")
         name = _spelling(flag).removeprefix("--")
-        arms = union_arms(_annotation(cls, name)) if flag.startswith("--") else ()
-        if not arms or any(arm is str or not (arm in SCALARS or get_origin(arm) is Literal) for arm in arms):
+        annotation = _annotation(cls, name) if flag.startswith("--") else None
+        arms = () if annotation is None else union_arms(annotation)
+        is_rows = _is_rows(annotation)
+        if not arms or not (is_rows or all(arm in SCALARS or get_origin(arm) is Literal for arm in arms)):
             continue
         text = value if given else words[place + 1]
-        if not given and (not text or text.startswith("--")):
-            raise ConfigError(f"{flag} needs a value: {type_words(_annotation(cls, name))}")
-        if text.lower() not in ("none", ""):
-            read_value(_annotation(cls, name), _as_written(text, arms), name, where=flag)
+        if not text or (not given and text.startswith("--")):
+            raise ConfigError(f"{flag} needs a value: {type_words(annotation)}")
+        if is_rows:
+            _rows(cls, annotation, text, flag)
+        elif text.lower() != "none" or type(None) not in arms:
+            read_value(cls, annotation, _as_written(text, arms), name, where=flag)
 
 
 SCALARS = (int, float, bool, type(None))
@@ -131,7 +135,7 @@ def _with_sections(config: Any, flags: list[str], prefix: str) -> Any:
     return dataclasses.replace(config, **changes)
 
 
-def _registry():
+def _registry(cls: type):
     """Register the spellings of the values that TOML and Python write differently."""
     from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
@@ -165,12 +169,12 @@ def _registry():
 
     @registry.primitive_rule
     def rows_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-        if get_origin(info.type) is not tuple or not is_section(get_args(info.type)[0]):
+        if not _is_rows(info.type):
             return None
         return PrimitiveConstructorSpec(
             nargs=1,
             metavar="TOML",
-            instance_from_str=lambda args: _rows(info.type, args[0]),
+            instance_from_str=lambda args: _rows(cls, info.type, args[0], "flag"),
             is_instance=lambda value: isinstance(value, tuple),
             str_from_instance=lambda value: [_inline(value)],
         )
@@ -178,12 +182,19 @@ def _registry():
     return registry
 
 
-def _rows(annotation: Any, text: str) -> Any:
-    """Read an array of tables from TOML text; ValueError for text that is not TOML, or not such tables."""
+def _is_rows(annotation: Any) -> bool:
+    return get_origin(annotation) is tuple and is_section(get_args(annotation)[0])
+
+
+def _rows(cls: type, annotation: Any, text: str, flag: str) -> Any:
+    """Read an array of tables from TOML text; ConfigError for text that is not TOML, or not such tables."""
     import tomllib
 
-    holder = dataclasses.make_dataclass("Flag", [("value", annotation)])
-    return from_dict(holder, tomllib.loads(f"value = {text}"), where="flag").value
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{flag}: {text} is not TOML ({error}); write [{{key = value}}]") from error
+    return read_value(cls, annotation, value, flag.removeprefix("--"), where=flag)
 
 
 def _inline(rows: tuple) -> str:

@@ -40,9 +40,9 @@ def from_dict(
     return _ConfigReader(cls, where, lines or {}).section(cls, data, "")
 
 
-def read_value(annotation: Any, value: Any, key: str, *, where: str) -> Any:
-    """Return the value of one key, as ``from_dict`` reads it; ConfigError for one of the wrong type."""
-    return _ConfigReader(object, where, {})._value(annotation, value, key)
+def read_value(cls: type, annotation: Any, value: Any, key: str, *, where: str) -> Any:
+    """Return the value of one key of a dataclass, as ``from_dict`` reads it; ConfigError for one of the wrong type."""
+    return _ConfigReader(cls, where, {})._value(annotation, value, key)
 
 
 def to_dict(instance: Any) -> dict[str, Any]:
