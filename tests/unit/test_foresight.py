@@ -7,6 +7,7 @@ import json
 import re
 import statistics
 import sys
+import tomllib
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -28,6 +29,7 @@ from meshwright.simulation.workload.architecture import Architecture, decoder_bl
 from meshwright.simulation.workload.execution import Execution, Job, even_cuts
 from meshwright.simulation.workload.step_memory import step_memory
 from meshwright.simulation.workload.step_time import step_time
+from meshwright.training.config import Config
 from meshwright.training.metrics.flops import peak_flops
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -229,6 +231,16 @@ def test_plan_answers_which_layout_with_stable_keys(tmp_path, capsys):
     assert chosen == answer["candidates"][0] and chosen["fits"] and chosen["layout"]["tp"] == 1
     assert {"mem_gb", "step_s", "tok_s_gpu", "mfu"} <= chosen.keys() and 0.2 < chosen["mfu"] < 0.7
     assert sum(chosen["step_parts_s"].values()) == pytest.approx(chosen["step_s"])
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon", "sgd"])
+def test_the_config_that_plan_prints_is_one(tmp_path, capsys, kind):
+    (tmp_path / "c.toml").write_text(CONFIG)
+    given = ["plan", str(tmp_path / "c.toml"), "--gpus", "8", "--gpu", "h100", f"--optimizer.kind={kind}"]
+    assert main(given) == 0
+    printed = tomllib.loads(capsys.readouterr().out.rpartition("[layout]")[2].join(("[layout]", "")))
+    config = Config.from_dict(printed)
+    assert config.optimizer.kind == kind and config.layout.world == 8
 
 
 def test_plan_judges_a_layout_that_is_given_and_refuses_what_fits_nowhere(tmp_path, capsys):

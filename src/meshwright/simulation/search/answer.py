@@ -211,6 +211,8 @@ def toml(candidate: Candidate, chosen: Techniques) -> str:
     lines += ["", "[batch]", f"global_batch = {job.rows}", f"microbatch = {int(job.microbatch)}"]
     changed = {key: value for key, value in vars(chosen).items() if value != getattr(Techniques(), key)}
     plain = {key: value for key, value in changed.items() if isinstance(value, bool | int | float | str)}
+    if optimizer := plain.pop("optimizer", None):
+        lines += ["", "[optimizer]", f"kind = {_word(optimizer)}"]
     if plain:
         lines += ["", "[techniques]", *(f"{key} = {_word(value)}" for key, value in plain.items())]
     return "\n".join(lines)
