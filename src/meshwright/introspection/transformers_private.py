@@ -35,8 +35,18 @@ def tensor_plan_of(module: nn.Module) -> Mapping[str, str] | None:
 
 def attention_of(model: nn.Module) -> str:
     """Return the name of the implementation that computes a model's attention. Waits for: a public getter."""
-    name = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    return name_of_attention(getattr(model, "config", None))
+
+
+def name_of_attention(config: Any) -> str:
+    """Return the name in a config of the implementation that computes attention. Waits for: a public getter."""
+    name = getattr(config, "_attn_implementation", None)
     return name if isinstance(name, str) else ""
+
+
+def name_attention(config: Any, name: str) -> None:
+    """Write the name of the implementation that computes attention. Waits for: a public setter of modules."""
+    config._attn_implementation = name
 
 
 def compute_experts_one_by_one(config: Any) -> None:

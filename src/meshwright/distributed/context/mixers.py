@@ -29,12 +29,15 @@ from meshwright.core.torch_private import (
     version_of,
 )
 from meshwright.distributed.exchange.ranks import RankGroup
-from meshwright.introspection.mixing.values import Mixer
+from meshwright.introspection.mixing.interception import not_intercepted
+from meshwright.introspection.mixing.masks import TokenMask
+from meshwright.introspection.mixing.values import Mixer, Mixing
 from meshwright.introspection.structure.local_form import counting_locally, share_of
 from meshwright.planning.context.mixers import HeadTrade, MixerPlan, key_in_arguments
 
 from .attention import gather_tokens
 from .kernels.fused import wide
+from .pairs import PairArguments
 from .rows import CutRows, place, select
 
 
@@ -43,6 +46,8 @@ class RowsInUse(Protocol):
 
     group: RankGroup
     rows: CutRows | None
+    mixing: Mixing
+    pairs: PairArguments | None
 
 
 def wrap_mixer(model: nn.Module, planned: MixerPlan, runtime: RowsInUse) -> None:
@@ -68,7 +73,8 @@ def _wrap_whole(module: nn.Module, planned: MixerPlan, runtime: RowsInUse) -> No
             rows = runtime.rows
             if rows is None:
                 return forward(*args, **kwargs)
-            return _whole(forward, args, kwargs, planned.mixer, rows, runtime.group)
+            with not_intercepted(module, runtime.mixing.implementation):
+                return _whole(forward, args, kwargs, planned.mixer, rows, runtime)
 
         return whole_rows_forward
 
@@ -76,12 +82,12 @@ def _wrap_whole(module: nn.Module, planned: MixerPlan, runtime: RowsInUse) -> No
 
 
 def _whole(
-    forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any], mixer: Mixer, rows: CutRows, group: RankGroup
+    forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any], mixer: Mixer, rows: CutRows, runtime: RowsInUse
 ) -> Any:
-    args, kwargs = _with_leaves((args, kwargs), lambda key, leaf: _gathered(leaf, key, mixer, rows, group))
+    args, kwargs = _with_leaves((args, kwargs), lambda key, leaf: _gathered(leaf, key, mixer, rows, runtime))
     dims = {each.key: each.dim for each in mixer.outputs}
 
-    def own(key: str, leaf: Tensor) -> Tensor:
+    def own(key: str, leaf: Any) -> Any:
         if key in dims and leaf.shape[dims[key]] == rows.length:
             return select(leaf, rows.own, dims[key])
         return leaf
@@ -89,9 +95,10 @@ def _whole(
     return _with_leaves(forward(*args, **kwargs), own)
 
 
-def _with_leaves(value: Any, change: Callable[[str, Tensor], Tensor | None]) -> Any:
-    """Return a value with the tensors inside it changed, by their paths."""
-    return tree_map_with_path(lambda path, leaf: change(path, leaf) if isinstance(leaf, Tensor) else leaf, value)
+def _with_leaves(value: Any, change: Callable[[str, Any], Any]) -> Any:
+    """Return a value with the tensors and masks inside it changed, by their paths."""
+    kinds = (Tensor, TokenMask)
+    return tree_map_with_path(lambda path, leaf: change(path, leaf) if isinstance(leaf, kinds) else leaf, value)
 
 
 def _whole_padding(leaf: Tensor, key: str, mixer: Mixer, rows: CutRows) -> Tensor | None:
@@ -115,12 +122,18 @@ def _whole_padding(leaf: Tensor, key: str, mixer: Mixer, rows: CutRows) -> Tenso
     return whole
 
 
-def _gathered(leaf: Tensor, key: str, mixer: Mixer, rows: CutRows, group: RankGroup) -> Tensor | None:
-    """Return one argument for whole rows: gathered, or without values where only its shape is read.
+def _gathered(
+    leaf: Tensor | TokenMask, key: str, mixer: Mixer, rows: CutRows, runtime: RowsInUse
+) -> Tensor | TokenMask | None:
+    """Return one argument for whole rows: gathered, made anew, or without values where only its shape is read.
 
     Raises:
         UnsupportedError: it has other tokens than this rank's, or was not there when the module was measured.
     """
+    if key in mixer.pairs and runtime.pairs is not None:
+        return runtime.pairs.given(mixer.path, key, leaf)
+    if not isinstance(leaf, Tensor):
+        return leaf
     own, known = rows.counts[rows.rank], {each.key: each for each in mixer.inputs}
     if key not in known:
         has_tokens = leaf.dim() > 1 and own in leaf.shape[1:] and rows.length not in leaf.shape[1:]
@@ -138,7 +151,7 @@ def _gathered(leaf: Tensor, key: str, mixer: Mixer, rows: CutRows, group: RankGr
     if len(leaf) < len(rows.places[0]):
         leaf = leaf.expand(len(rows.places[0]), *leaf.shape[1:])
     moved = leaf.movedim(dim, 1)
-    flat = gather_tokens(moved.reshape(len(leaf), 1, own, -1), rows, group)
+    flat = gather_tokens(moved.reshape(len(leaf), 1, own, -1), rows, runtime.group)
     return flat.reshape(len(leaf), rows.length, *moved.shape[2:]).movedim(1, dim)
 
 
@@ -186,7 +199,7 @@ class _Traded:
                 if rows is None:
                     return forward(*args, **kwargs)
                 if not self._is_as_measured(args, kwargs):
-                    return _whole(forward, args, kwargs, self.planned.mixer, rows, group)
+                    return _whole(forward, args, kwargs, self.planned.mixer, rows, self.runtime)
                 args, kwargs, self.own = self._arguments(args, kwargs, rows)
                 try:
                     with counting_locally(numbers), ExitStack() as stack:
@@ -202,7 +215,7 @@ class _Traded:
 
     def _is_as_measured(self, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Return whether there are no other tensors than those that were there when heads were measured."""
-        known = {each.key for each in self.planned.mixer.inputs}
+        known = {*(each.key for each in self.planned.mixer.inputs), *self.planned.mixer.pairs}
         return all(path in known or has_no_values(leaf) for path, leaf in tensors_by_path((args, kwargs)).items())
 
     def _arguments(
@@ -211,12 +224,16 @@ class _Traded:
         """Return the arguments of whole rows, in which the input has no values, and (that input, this rank's)."""
         form, group = self.trade.form, self.runtime.group
         own = argument(args, kwargs, form.hidden[0])
-        made = without_values(own, (own.shape[0], rows.length, *own.shape[2:]))
-        hidden = set(map(key_in_arguments, form.hidden))
-        args, kwargs = _with_leaves(
-            (args, kwargs),
-            lambda key, leaf: made if key in hidden else _gathered(leaf, key, self.planned.mixer, rows, group),
-        )
+        features = own.shape[-1] // (group.size if form.narrow else 1)
+        made = without_values(own, (own.shape[0], rows.length, *own.shape[2:-1], features))
+        hidden, behind = (set(map(key_in_arguments, keys)) for keys in (form.hidden, form.behind))
+
+        def given(key: str, leaf: Any) -> Any:
+            if key in hidden:
+                return made
+            return leaf if key in behind else _gathered(leaf, key, self.planned.mixer, rows, self.runtime)
+
+        args, kwargs = _with_leaves((args, kwargs), given)
         shared = {
             each.key: share_of(argument(args, kwargs, each.key), each, len(own), group.rank, group.size)
             for each in form.arguments

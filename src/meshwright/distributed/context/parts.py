@@ -111,7 +111,7 @@ def join(piece: Batch, runtime: ContextRuntime, signature: Signature, longest: i
     has_documents = (segments if runtime.mixing.implementation else documents) is not None
     where = (runtime.group.rank, length, alike, counts, positions, segments, documents, whole.get(MASK))
     made = CutBatch(without_places(piece))
-    made.rows = CutRows(*where, has_documents and runtime.plan.cuts_documents)
+    made.rows = CutRows(*where, has_documents and runtime.plan.cuts_documents, count=len(piece["tokens"]))
     runtime.check_rows(made.rows)
     if signature.takes["positions"] is not None and "positions" not in made and runtime.mixing.counts_from_zero:
         made["positions"] = piece[PLACES]

@@ -27,7 +27,7 @@ from meshwright.introspection.outputs import logits_of
 from meshwright.introspection.premises.narrowing import is_rounding
 from meshwright.introspection.premises.playing import FixedDraws
 from meshwright.introspection.signature import Signature
-from meshwright.introspection.small.copies import copy_of
+from meshwright.introspection.small.copies import copy_of, meta_copy_of
 from meshwright.planning.context.plan import ContextPlan
 
 from .rows import MASK, CutRows, select
@@ -81,10 +81,14 @@ def refuse(facts: ModelFacts, plan: ContextPlan, *kinds: str) -> None:
 
 
 def keep_for_batches(facts: ModelFacts, plan: ContextPlan, refused: dict[str, str]) -> None:
-    """Keep what batches may need to be refused by: another rank's verdicts, and a small copy if masks are tensors."""
+    """Keep another rank's verdicts, and copies that batches may need: a small one if masks are tensors, one on meta if
+    modules are given masks of whole rows.
+    """
     facts.measurements.refused[plan] = refused
     if any(caller.is_dense for caller in plan.mixing.callers):
         facts.measurements.sample()  # a model that is laid out cannot be copied any more
+    if plan.has_pairs:
+        facts.measurements.without_weights()
 
 
 def refuse_length(facts: ModelFacts, plan: ContextPlan, length: int) -> None:
@@ -172,7 +176,7 @@ def _on_rank(
     model: nn.Module, plan: ContextPlan, batch: dict[str, Tensor], group: RankGroup, draws: bool
 ) -> tuple[float, dict[str, Tensor]]:
     signature = Signature.of(model)
-    runtime = wrap_modules(model, plan, group)
+    runtime = wrap_modules(model, plan, group, without_weights=meta_copy_of(model))
     own = runtime.cut(batch, signature)
     runtime.enter(own)
     with FixedDraws() if draws else nullcontext():
@@ -193,7 +197,7 @@ def first_apart(model: nn.Module, plan: ContextPlan, batch: dict[str, Tensor]) -
 
     def on_rank(group: RankGroup) -> tuple[dict[str, Seen], CutRows]:
         made = copy_of(model)
-        runtime = wrap_modules(made, plan, group)
+        runtime = wrap_modules(made, plan, group, without_weights=meta_copy_of(made))
         own = runtime.cut(batch, signature)
         runtime.enter(own)
         return _seen(made, lambda made: made(**signature.inputs(own, torch.device("cpu")))), own.rows

@@ -80,6 +80,7 @@ class CutRows:
         documents: (rows, length) int64, the whole rows' documents; None where the batch has none.
         padding: (rows, length), the batch's own padding mask, 0 for padding; None where it brings none.
         has_documents: rows were cut by their documents.
+        count: number of rows.
     """
 
     rank: int
@@ -91,6 +92,7 @@ class CutRows:
     documents: Tensor | None = None
     padding: Tensor | None = None
     has_documents: bool = False
+    count: int = 1
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
     """For each mask of the microbatch, what follows from it and from where the tokens lie."""
 
@@ -241,7 +243,8 @@ def cut_rows(
         for number, runs in enumerate(runs_of_ranks):
             places[number, row, : counts[number]] = torch.cat([torch.arange(*run) for run in runs])
     has_documents = parted is not None
-    return CutRows(rank, length, places, counts, positions, segments, documents, batch.get(MASK), has_documents)
+    where = (rank, length, places, counts, positions, segments, documents, batch.get(MASK), has_documents)
+    return CutRows(*where, count=len(batch["tokens"]))
 
 
 def _by_documents(row: Tensor, ranks: int, cut: Cut) -> tuple[Runs, ...]:

@@ -15,7 +15,7 @@ from meshwright.core.devices import is_accelerator, to_device
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean, pattern
 from meshwright.core.record import remember, wrap
-from meshwright.core.torch_private import by_values, has_no_values, version_of
+from meshwright.core.torch_private import by_values, has_no_values, tensors_by_path, version_of
 from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.distributed.process.verdicts import Verdicts
 from meshwright.introspection.mixing.arithmetic import allowed_of
@@ -31,11 +31,13 @@ from meshwright.introspection.mixing.interception import (
 from meshwright.introspection.mixing.masks import MaskFunction, TokenMask, dense
 from meshwright.introspection.mixing.reach import RowMask
 from meshwright.introspection.mixing.values import COUNTS, Caller, MaskRule
+from meshwright.introspection.mixing.whole import META
 from meshwright.introspection.signature import Signature
 from meshwright.planning.context.plan import ContextPlan
 
 from .attention import Context, attend, attend_to_whole_rows
 from .mixers import wrap_mixer
+from .pairs import PairArguments
 from .positions import wrap_counting
 from .reaches import Reaches, of_whole_rows
 from .rows import MASK, Apart, CutBatch, CutRows, cut_batch, cut_rows, kept_on, refuse_other_shapes, select
@@ -65,13 +67,15 @@ class ContextRuntime:
         group: the ranks of the context axis.
         rows: where the tokens of the microbatch lie that is computed now; None: every rank has whole rows.
         in_backward: the same, where a backward behind the block of a user's own loop set it.
+        pairs: the arguments of whole rows that modules are given for pairs of tokens; None where there are none.
         verdicts: whether masks are what they were taken for; an accelerator says so later.
     """
 
-    def __init__(self, group: RankGroup, plan: ContextPlan, checks: Checks):
+    def __init__(self, group: RankGroup, plan: ContextPlan, checks: Checks, pairs: PairArguments | None):
         self.group, self.plan, self.mixing, self._checks = group, plan, plan.mixing, checks
         self.rows: CutRows | None = None
         self.in_backward: CutRows | None = None
+        self.pairs = pairs
         self._reaches = Reaches(group)
         # rows change with each microbatch, and a graph would hold on to those of the first
         outside_of_graphs: Any = torch.compiler.disable
@@ -85,9 +89,11 @@ class ContextRuntime:
         self.verdicts.raise_known()
         self.rows = batch.rows if isinstance(batch, CutBatch) else None
 
-    def begin_forward(self) -> None:
-        """Count masks anew: which of them keep documents apart is known by their order."""
+    def begin_forward(self, model: nn.Module, given: Any) -> None:
+        """Count masks anew, since which of them keep documents apart is known by their order, and make those of pairs."""
         self._masks_made = 0
+        if self.pairs is not None and self.rows is not None:
+            self.pairs.enter(model, self.rows, _device_of(given))
 
     def cut(
         self, batch: Mapping[str, Tensor], signature: Signature, values: Mapping[str, Tensor] | None = None
@@ -268,13 +274,21 @@ class OfCaller:
         return self._runtime.attend(call, self._caller)
 
 
-def wrap_modules(model: nn.Module, plan: ContextPlan, group: RankGroup, checks: Checks = Checks()) -> ContextRuntime:
+def wrap_modules(
+    model: nn.Module,
+    plan: ContextPlan,
+    group: RankGroup,
+    checks: Checks = Checks(),
+    without_weights: nn.Module | None = None,
+) -> ContextRuntime:
     """Intercept a model's calls of attention in place, and return the state that they share.
 
     Args:
         checks: what is looked at when a batch first needs it.
+        without_weights: a copy of the model as it was, on meta, for plans with arguments of pairs of tokens.
     """
-    runtime = ContextRuntime(group, plan, checks)
+    pairs = PairArguments(without_weights, plan) if without_weights is not None and plan.has_pairs else None
+    runtime = ContextRuntime(group, plan, checks, pairs)
     change = f"keys and values of cp {group.size}"
     modules = {clean(path): module for path, module in model.named_modules()}
     if plan.mixing.implementation:
@@ -298,7 +312,7 @@ def wrap_modules(model: nn.Module, plan: ContextPlan, group: RankGroup, checks: 
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         def context_forward(*args: Any, **kwargs: Any) -> Any:
-            runtime.begin_forward()
+            runtime.begin_forward(model, (args, kwargs))
             with handling(runtime):  # type: ignore[arg-type]  (it makes masks alone)
                 return forward(*args, **kwargs)
 
@@ -307,6 +321,12 @@ def wrap_modules(model: nn.Module, plan: ContextPlan, group: RankGroup, checks: 
     wrap(model, make, f"rows cut over cp {group.size}")
     remember(model, runtime)
     return runtime
+
+
+def _device_of(given: Any) -> torch.device:
+    """Return where a forward's tensors lie; meta where they have no values."""
+    tensors = tensors_by_path(given).values()
+    return next((META if has_no_values(each) else each.device for each in tensors), torch.device("cpu"))
 
 
 def first_tokens(batch: Mapping[str, Tensor], plan: ContextPlan, signature: Signature, rank: int = 0) -> CutBatch:

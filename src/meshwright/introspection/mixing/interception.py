@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.record import recall, wrap
-from meshwright.introspection.transformers_private import attention_of
+from meshwright.introspection.transformers_private import attention_of, name_attention, name_of_attention
 
 from .masks import MaskFunction, TokenMask, sdpa_arguments
 
@@ -167,6 +167,20 @@ def intercept_transformers(model: nn.Module) -> str:
     AttentionMaskInterface.register(PREFIX + base, functools.partial(_mask, base))
     choose(PREFIX + base)  # warns, and changes nothing, for models that call no interface
     return base if attention_of(model) == PREFIX + base else ""
+
+
+@contextmanager
+def not_intercepted(module: nn.Module, base: str) -> Iterator[None]:
+    """Give a module's configs back the name of their own implementation, which models' code may ask for."""
+    configs = {id(config): config for part in module.modules() if (config := getattr(part, "config", None)) is not None}
+    changed = [config for config in configs.values() if name_of_attention(config) == PREFIX + base]
+    try:
+        for config in changed:
+            name_attention(config, base)
+        yield
+    finally:
+        for config in changed:
+            name_attention(config, PREFIX + base)
 
 
 def _mask(base: str, **given: Any) -> Any:

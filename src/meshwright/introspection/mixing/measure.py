@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from meshwright.introspection.small.copies import copy_of, meta_copy_of
 from meshwright.introspection.structure.experts import find_stacks
 
 from .calls import LENGTHS, Recorder, batches, caller_of, record, small_copy, stated_rule
+from .computing import computing_modules
 from .flex import computing_flex
 from .interception import AttentionCall, intercept_transformers, sdpa_call
 from .lengths import find_length_uses
@@ -26,6 +27,7 @@ from .masks import MaskFunction, TokenMask, dense, in_segments, segments_of
 from .mixers import find_mixers
 from .reach import rule_of
 from .values import Caller, MaskRule, Mixer, Mixing, Sizes
+from .whole import WithoutWeights
 
 
 def measure_mixing(model: nn.Module) -> Mixing:
@@ -44,7 +46,13 @@ def measure_mixing(model: nn.Module) -> Mixing:
         masks.append(recorder.masks)
         for path, call in recorder.calls:
             seen.setdefault(path, []).append((call, inputs))
-    mixers = list(find_mixers(model, list(batches(model, LENGTHS[1:])), seen))
+    cpu = torch.device("cpu")
+    computing = computing_modules(model, Signature.of(model).inputs(given[0], cpu)) if base else {}
+    callers, refused = _callers_in_parts(model, seen, computing)
+    reasons = {path: str(error) for path, error in refused.items()}
+    mixers = list(find_mixers(model, list(batches(model, LENGTHS[1:])), [c.path for c in callers], reasons, computing))
+    if stays := next((path for path in refused if path not in {mixer.path for mixer in mixers}), None):
+        raise refused[stays]
     if not seen and not mixers:
         raise UnsupportedError(
             f"{type(original).__name__} calls attention neither through transformers' interface nor by"
@@ -52,7 +60,6 @@ def measure_mixing(model: nn.Module) -> Mixing:
             f" given to"
         )
     real = _Real.of(original, [mixer.path for mixer in mixers])
-    callers = [caller_of(path, calls, stated_rule(model, path)) for path, calls in seen.items()]
     found = _mixers_of(original, model, mixers, real)
     counts_from_zero = _counts_from_zero(copy_of(small_copy(original)), given[0])
     inside = tuple(mixer.path for mixer in found)
@@ -65,6 +72,25 @@ def measure_mixing(model: nn.Module) -> Mixing:
         lengths,
         counts_from_zero,
     )
+
+
+def _callers_in_parts(
+    model: nn.Module, seen: dict[str, list[tuple[AttentionCall, dict[str, Any]]]], computing: Collection[str]
+) -> tuple[list[Caller], dict[str, UnsupportedError]]:
+    """Describe the modules whose calls of attention can be given parts of a row, and say why others cannot.
+
+    Args:
+        computing: modules that compute with a mask before they call attention.
+    """
+    callers, refused = [], {}
+    for path, calls in seen.items():
+        try:
+            if path in computing:
+                raise UnsupportedError(f"{path} computes with the attention mask itself")
+            callers.append(caller_of(path, calls, stated_rule(model, path)))
+        except UnsupportedError as error:
+            refused[path] = error
+    return callers, refused
 
 
 def _counts_from_zero(model: nn.Module, batch: dict[str, Tensor]) -> bool:
@@ -198,7 +224,9 @@ class _Real:
         signature, keys = Signature.of(made), ["tokens"]
         keys += [key for key in ("positions", "document_ids") if signature.takes[key] is not None]
         keys += ["attention_mask"] if has_mask and "attention_mask" in signature.arguments else []
-        batch = {key: torch.zeros((1, 2), dtype=torch.int64, device="meta") for key in keys}
+        batch = {key: torch.zeros((1, 2), dtype=torch.int64) for key in keys}
+        batch |= {"positions": torch.arange(2)[None]} if "positions" in batch else {}
+        batch |= {"attention_mask": torch.ones((1, 2), dtype=torch.int64)} if "attention_mask" in batch else {}
         features: dict[tuple[str, type], dict[str, int]] = {}
         kinds = {pattern(path) for path in mixers}
         for path, module in made.named_modules():
@@ -207,8 +235,8 @@ class _Real:
                 module.register_forward_pre_hook(_noting(features.setdefault(kind, {})), with_kwargs=True)
         recorder, is_whole = SizeRecorder(computes=False), True
         try:
-            with _AllTrue():
-                record(made, signature.inputs(batch, torch.device("meta")), recorder)
+            with _AllTrue(), WithoutWeights(torch.device("cpu")):
+                record(made, signature.inputs(batch, torch.device("cpu")), recorder)
         except Exception:  # noqa: BLE001  (whatever a model's code raises on meta)
             is_whole = False
         calls = {path: _RealCall(Sizes.of(call), _rule_of(call)) for path, call in recorder.calls}

@@ -10,7 +10,8 @@ them with a part of a row's tokens.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,10 +23,12 @@ from meshwright.core.names import clean, is_within
 from meshwright.core.record import remember
 from meshwright.core.torch_private import tensors_by_path, tree_map
 from meshwright.introspection.signature import Signature
+from meshwright.introspection.small.copies import meta_copy_of
 
 from .interception import AttentionCall, Handled, SdpaCalls, handling
 from .masks import MaskFunction
 from .values import Mixer, MixerInput
+from .whole import whole_arguments
 
 MOVED = 1e-5
 """Relative change of an output that is no rounding, for models that compute in fp32 inside too."""
@@ -64,7 +67,6 @@ class _Watch:
     """Hooks on all modules of a model, and what they see in two forwards that differ in one token.
 
     Attributes:
-        rows, length: of the batch.
         token: the place of the token that is changed in the second forward.
         calls: of each module in the first forward.
         mixing: modules whose inputs of other tokens were as before, and whose outputs were not, with the places that
@@ -72,14 +74,21 @@ class _Watch:
         followed: of each module, the arguments that changed with the token.
     """
 
-    rows: int
-    length: int
+    batch: dict[str, Tensor]
     token: int
     calls: dict[str, list[_Call]] = field(default_factory=dict)
     mixing: dict[str, Tensor] = field(default_factory=dict)
     followed: dict[str, set[str]] = field(default_factory=dict)
     _begun: list[tuple[_Call | None, bool]] = field(default_factory=list)
     _seen: dict[str, int] | None = None
+
+    @property
+    def rows(self) -> int:
+        return len(self.batch["tokens"])
+
+    @property
+    def length(self) -> int:
+        return self.batch["tokens"].shape[1]
 
     def change(self) -> None:
         """Compare the next forward with the one before."""
@@ -154,25 +163,35 @@ def _copied(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
-def find_mixers(model: nn.Module, batches: Collection[dict[str, Tensor]], callers: Collection[str]) -> Iterator[Mixer]:
+def find_mixers(
+    model: nn.Module,
+    batches: Collection[dict[str, Tensor]],
+    callers: Collection[str],
+    others: Mapping[str, str],
+    of_masks: Mapping[str, Collection[str]],
+) -> Iterator[Mixer]:
     """Find the mixers of a small copy whose attention is intercepted.
 
     Args:
         batches: of rows with a number of tokens that no other dim has.
         callers: modules that call attention.
+        others: modules that call attention in ways that parts of a row cannot be given, and why.
+        of_masks: of modules that compute with masks, the arguments by which they are given them.
     """
     watches = [_watched(model, batch) for batch in batches]
-    why: dict[str, str] = {}
+    why = dict(others)
     for watch in watches:
-        mixing = [path for path in watch.mixing if path and not any(_is_inside(path, other) for other in watch.mixing)]
+        outer = [*watch.mixing, *others]
+        mixing = [path for path in watch.mixing if path and not any(_is_inside(path, other) for other in outer)]
         for path in mixing:
             if not any(is_within(caller, path) for caller in callers):
                 later = bool((watch.mixing[path][: watch.token] > MOVED).any())
                 why.setdefault(path, f"its tokens see {'later' if later else 'earlier'} ones")
-        for path, reason in _of_whole_rows(model, watch, [*mixing, *callers]):
+        for path, reason in _of_whole_rows(model, watch, [*mixing, *callers, *others]):
             why.setdefault(path, reason)
     for path, reason in why.items():
-        of_batches = [_mixer(model, watch, path, reason) for watch in watches if path in watch.calls]
+        masks = of_masks.get(path, ()) if path in others else None
+        of_batches = [_mixer(model, watch, path, reason, masks) for watch in watches if path in watch.calls]
         if None not in of_batches:
             yield functools.reduce(Mixer.joined, of_batches)  # type: ignore[arg-type]
 
@@ -183,8 +202,7 @@ def _is_inside(path: str, outer: str) -> bool:
 
 def _watched(model: nn.Module, batch: dict[str, Tensor]) -> _Watch:
     """Run two forwards whose rows differ in one token."""
-    rows, length = batch["tokens"].shape
-    watch, own = _Watch(rows, length, length // 3), OwnTokens()
+    watch, own = _Watch(batch, batch["tokens"].shape[1] // 3), OwnTokens()
     for module in model.modules():
         remember(module, Handled(own))
     hooks = []
@@ -281,28 +299,54 @@ def _far(leaf: Any, watch: _Watch) -> Any:
     return leaf
 
 
-def _mixer(model: nn.Module, watch: _Watch, path: str, why: str) -> Mixer | None:
-    """Describe a mixer by its first call; None where no tensor that it is given has the row's tokens, or one
-    is about pairs of tokens, which cannot be put together from parts.
+def _mixer(model: nn.Module, watch: _Watch, path: str, why: str, masks: Collection[str] | None) -> Mixer | None:
+    """Describe a mixer by its first call; None where no tensor that it is given has the row's tokens, or one that is
+    about pairs of tokens cannot be made of whole rows.
+
+    Args:
+        masks: of a module that calls attention, arguments that transformers' mask interface makes, which may be None;
+            None of other modules.
     """
     module, call = model.get_submodule(path), watch.calls[path][0]
-    pairs = [key for key, leaf in call.given.items() if leaf.shape.count(watch.length) > 1]
-    if not all(_is_unread(module, call, key) for key in pairs):
+    others = [key for key, leaf in call.given.items() if watch.length in leaf.shape and watch.token_dim(leaf) is None]
+    others += [key for key, leaf in call.given.items() if leaf.shape.count(watch.length) > 1 and key not in others]
+
+    def is_read(key: str) -> bool:
+        return masks is not None or not _is_unread(module, call, key)  # attention was kept out
+
+    pairs = tuple(dict.fromkeys([*filter(is_read, others), *(masks or ())]))
+    if pairs and not _is_known(model, watch, path, pairs):
         return None
     inputs = tuple(
         MixerInput(
             key,
             dim,
-            is_read=not leaf.is_floating_point() or not _is_unread(module, call, key),
+            is_read=not leaf.is_floating_point() or is_read(key),
             is_integer=not leaf.is_floating_point(),
             follows=key in watch.followed.get(path, ()),
         )
         for key, leaf in call.given.items()
-        if key not in pairs and (dim := watch.token_dim(leaf)) is not None
+        if key not in others and (dim := watch.token_dim(leaf)) is not None
     )
     found = tensors_by_path(call.output).items()
     outputs = tuple(MixerInput(key, dim) for key, leaf in found if (dim := watch.dim_of_output(leaf)) is not None)
-    return Mixer(path, why, inputs, outputs) if inputs and outputs else None
+    return Mixer(path, why, inputs, outputs, pairs, masks is not None) if inputs and outputs else None
+
+
+def _is_known(model: nn.Module, watch: _Watch, path: str, keys: tuple[str, ...]) -> bool:
+    """Return whether arguments follow from the length of rows, their positions and buffers, in each call alike."""
+    buffers = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
+    try:
+        found = whole_arguments(meta_copy_of(model), buffers, watch.batch, {path: keys}, torch.device("cpu"))[path]
+    except Exception:  # noqa: BLE001  (whatever the model's code raises without values)
+        return False
+    for call, key in itertools.product(watch.calls[path], keys):
+        leaf, given = found.get(key), call.given.get(key)
+        if leaf is None and given is None:
+            continue
+        if not isinstance(leaf, Tensor) or leaf.is_meta or given is None or not torch.equal(leaf, given):
+            return False
+    return True
 
 
 def _is_unread(module: nn.Module, call: _Call, key: str) -> bool:

@@ -184,16 +184,23 @@ class Mixer:
         path: the module.
         why: a clause that says how its tokens depend on each other.
         inputs, outputs: the tensors with tokens that it is given and returns.
+        pairs: paths of other arguments that depend on a row's length and padding, and on no weight: masks and biases
+            of pairs of tokens, which are computed of whole rows.
+        has_attention: it calls attention in a way that parts of a row cannot be given.
     """
 
     path: str
     why: str
     inputs: tuple[MixerInput, ...]
     outputs: tuple[MixerInput, ...]
+    pairs: tuple[str, ...] = ()
+    has_attention: bool = False
 
     def joined(self, other: Mixer) -> Mixer:
         """Return a mixer with the arguments and outputs of both, which were found on different batches."""
-        return replace(self, inputs=_joined(self.inputs, other.inputs), outputs=_joined(self.outputs, other.outputs))
+        pairs = tuple(dict.fromkeys((*self.pairs, *other.pairs)))
+        inputs, outputs = _joined(self.inputs, other.inputs), _joined(self.outputs, other.outputs)
+        return replace(self, inputs=inputs, outputs=outputs, pairs=pairs)
 
 
 def _joined(one: tuple[MixerInput, ...], other: tuple[MixerInput, ...]) -> tuple[MixerInput, ...]:

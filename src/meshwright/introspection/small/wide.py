@@ -13,11 +13,13 @@ from .copies import copy_of
 
 
 class _Wide(TorchFunctionMode):
-    """Takes float64 for float32, in conversions and as a dtype that is named."""
+    """Takes float64 for float32, in conversions, as a dtype that is named, and for numbers that are made tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         func = Tensor.double if func is Tensor.float else func
         named = {key: _wide(value) for key, value in (kwargs or {}).items()}
+        if func in (torch.full, torch.tensor) and isinstance(args[-1], float):
+            named.setdefault("dtype", torch.float64)
         return func(*map(_wide, args), **named)
 
 
@@ -34,7 +36,7 @@ def compute_wide(model: nn.Module, inputs: dict[str, Any]) -> None:
         with torch.no_grad():
             copy_of(model)(**inputs)  # a forward may write to what the model holds
     except RuntimeError as error:
-        if not any(word in str(error) for word in ("dtype", "scalar type", "double")):
+        if not any(word in str(error) for word in ("dtype", "scalar type", "double", "without overflow")):
             return
         for module in model.modules():  # hooks, and no other forwards: stages and copies are made of these modules
             module.register_forward_pre_hook(_enter)

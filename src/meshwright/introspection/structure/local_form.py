@@ -74,12 +74,15 @@ class LocalForm:
         numbers, arguments: the numbers and arguments that change while the region runs.
         narrow: what stands in for ``hidden`` has a rank's share of the features: the region divides their number by
             its heads (``C // self.n_head``).
+        behind: arguments with the shape of ``hidden`` that are read behind the last layer alone, such as what a module
+            adds to its output.
     """
 
     hidden: tuple[int | str, ...] = ()
     numbers: tuple[LocalNumber, ...] = ()
     arguments: tuple[LocalArgument, ...] = ()
     narrow: bool = False
+    behind: tuple[int | str, ...] = ()
 
 
 def local_form(probes: list[Probe], region: Region, ranks: int) -> LocalForm | None:
@@ -101,7 +104,14 @@ def local_form(probes: list[Probe], region: Region, ranks: int) -> LocalForm | N
                     alone = region.container and all(
                         rehearsal.succeeds(changes, arguments, features=1) for rehearsal in rehearsals
                     )
-                    return LocalForm(rehearsals[0].hidden if alone else (), changes, arguments)
+                    if not alone:
+                        return LocalForm((), changes, arguments)
+                    behind = tuple(
+                        key
+                        for key in rehearsals[0].like_hidden()
+                        if all(rehearsal.succeeds(changes, arguments, features=1, unread=key) for rehearsal in rehearsals)
+                    )
+                    return LocalForm(rehearsals[0].hidden, changes, arguments, behind=behind)
         for changes in _changes(numbers) if region.container else ():
             if all(rehearsal.succeeds(changes, (), features=ranks) for rehearsal in rehearsals):
                 return LocalForm(rehearsals[0].hidden, changes, narrow=True)
@@ -180,13 +190,19 @@ class _Rehearsal:
         return made
 
     def succeeds(
-        self, numbers: tuple[LocalNumber, ...], arguments: tuple[LocalArgument, ...], *, features: int = 0
+        self,
+        numbers: tuple[LocalNumber, ...],
+        arguments: tuple[LocalArgument, ...],
+        *,
+        features: int = 0,
+        unread: int | str | None = None,
     ) -> bool:
         """Return whether on every rank's copy the consumer's input is that rank's slice of the recorded one.
 
         Args:
             features: something without values stands in for the hidden argument, with one of so many parts of its
                 features; 0: the argument itself.
+            unread: another argument in whose place something without values stands, which may reach the output.
         """
         if features and not self.hidden:
             return False
@@ -195,7 +211,7 @@ class _Rehearsal:
         whole = self.probe.calls[self.region.consumer][0].entered
         assert whole is not None
         for rank, module in enumerate(self.copies):
-            found = self._run(module, rank, numbers, arguments, features)
+            found = self._run(module, rank, numbers, arguments, features, unread)
             expected = take(whole, -1, cut.parts, rank, self.ranks)
             if found is None or found.shape != expected.shape or not _close(found, expected):
                 return False
@@ -208,6 +224,7 @@ class _Rehearsal:
         numbers: tuple[LocalNumber, ...],
         arguments: tuple[LocalArgument, ...],
         features: int,
+        unread: int | str | None,
     ) -> Tensor | None:
         args, kwargs = list(self.call.args), dict(self.call.kwargs)
         rows = self._rows()
@@ -217,6 +234,8 @@ class _Rehearsal:
         for key in self.hidden if features else ():
             value = self.call.tensors[key]
             given[key] = value.new_full((*value.shape[:-1], value.shape[-1] // features), torch.nan)
+        if unread is not None:
+            given[unread] = torch.full_like(self.call.tensors[unread], torch.nan)
         for key, value in given.items():
             (args if isinstance(key, int) else kwargs)[key] = value  # type: ignore[index]
         self.entered = None
@@ -229,6 +248,8 @@ class _Rehearsal:
                 self.stopped = f"{Path(own[-1].filename).name}:{own[-1].lineno}, '{own[-1].line}'" if own else ""
                 return None
         whole = self.call.left
+        if unread is not None:
+            return self.entered
         if features and left is not None and left.isnan().any():  # the container adds its input to its output
             return None
         if not features and left is not None and whole is not None and not _close(left, whole):  # more changes
@@ -238,6 +259,12 @@ class _Rehearsal:
     def _homes(self, module: nn.Module, numbers: tuple[LocalNumber, ...]) -> list[tuple[nn.Module, LocalNumber]]:
         path = self.region.container
         return [(module.get_submodule(n.module.removeprefix(path).removeprefix(".")), n) for n in numbers]
+
+    def like_hidden(self) -> list[int | str]:
+        """List the other arguments with the shape of the hidden one."""
+        like = self.call.tensors[self.hidden[0]]
+        given = self.call.tensors.items()
+        return [key for key, x in given if key not in self.hidden and (x.shape, x.dtype) == (like.shape, like.dtype)]
 
     def _rows(self) -> int:
         assert self.probe.call.entered is not None

@@ -92,8 +92,9 @@ class MixerPlan:
     @property
     def gathered(self) -> tuple[MixerInput, ...]:
         """The inputs that are gathered: all whose values are read, but those that a trade takes from own tokens."""
-        hidden = () if self.trade is None else tuple(map(key_in_arguments, self.trade.form.hidden))
-        return tuple(each for each in self.mixer.inputs if each.is_read and each.key not in hidden)
+        form = None if self.trade is None else self.trade.form
+        own = () if form is None else tuple(map(key_in_arguments, (*form.hidden, *form.behind)))
+        return tuple(each for each in self.mixer.inputs if each.is_read and each.key not in own)
 
     def for_sample(self, sample: Sample, model: nn.Module) -> MixerPlan:
         """Adapt the plan of ``model`` to its small copy."""
@@ -128,6 +129,8 @@ def plan_mixers(facts: ModelFacts, mixers: tuple[Mixer, ...], ranks: int, tensor
 
 def _planned(measured: Measured | None, mixer: Mixer, block: str, shares: int, tensor_ranks: int) -> MixerPlan:
     """Plan one mixer, whose heads ``shares`` ranks of both axes would share out."""
+    if mixer.has_attention:
+        return MixerPlan(mixer, reason="it calls attention in a way of its own")
     if measured is None:
         return MixerPlan(mixer, reason="its heads were not measured")
     kind = measured.structure.kind_of(block) if block in measured.structure.blocks else None
@@ -143,5 +146,11 @@ def _planned(measured: Measured | None, mixer: Mixer, block: str, shares: int, t
     form = measured.form_of(first, region, without_mask=True)
     if form is None or not form.hidden:
         return MixerPlan(mixer, reason="its code reads its input besides the layers that begin it")
+    if form.narrow and tensor_ranks > 1:
+        return MixerPlan(mixer, reason="its code divides the features of its input by its heads")
+    keys = {*form.hidden, *form.behind}
+    others = {each.key for each in mixer.inputs if each.is_read and each.follows and not each.is_integer}
+    if others - set(map(key_in_arguments, keys)):
+        return MixerPlan(mixer, reason="its code reads several inputs that depend on tokens")
     trade = HeadTrade(block, region, form, tensor_ranks)
     return MixerPlan(mixer, trade, f"its {region.groups} heads are shared out")

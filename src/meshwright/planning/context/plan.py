@@ -55,6 +55,11 @@ class ContextPlan:
         """Paths of modules that compute whole rows, or some heads of them, and return a rank's own tokens."""
         return tuple(planned.mixer.path for planned in self.mixers)
 
+    @property
+    def has_pairs(self) -> bool:
+        """A module that computes whole rows is given masks or biases of pairs of tokens."""
+        return any(planned.mixer.pairs for planned in self.mixers)
+
     def for_sample(self, sample: Sample, model: nn.Module) -> ContextPlan:
         """Adapt the plan of ``model`` to its small copy."""
         here = {clean(path) for path, _ in sample.model.named_modules()}
