@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -24,45 +25,13 @@ from support.counting import (
     ShortRows,
     counting,
 )
-from torch.distributed.tensor import DTensor
+from support.cut_rows import EXACT, FP64, WAYS, batch, errors
 
 from meshwright import Layout, parallelize, plan
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.distributed.context import positions
 from meshwright.distributed.context.rehearsal import prove
-from meshwright.distributed.mesh import data_position
 from meshwright.introspection.facts import model_facts
-
-EXACT = 1e-10
-FP64 = {"precision": {"master": "float64", "compute": "float64", "reduce": "float64"}}
-WAYS = {
-    "cp": (2, {"cp": 2, "dp_shard": 1}, {}),
-    "cp, recomputed": (2, {"cp": 2, "dp_shard": 1}, {"activation_checkpointing": "full"}),
-    "dp_shard and cp": (4, {"cp": 2, "dp_shard": 2}, {}),
-    "tp and cp": (4, {"cp": 2, "tp": 2, "dp_shard": 1}, {"sequence_parallel": False}),
-    "cp, compiled": (2, {"cp": 2, "dp_shard": 1}, {"compile": True, "compile_backend": "eager"}),
-    "pp and cp": (4, {"cp": 2, "pp": 2, "dp_shard": 1}, {}),
-}
-
-
-def batch(length):
-    tokens = torch.randint(0, 40, (4, length + 1), generator=torch.Generator().manual_seed(0))
-    return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
-
-
-def errors(kind, sizes, techniques, length):
-    reference, given = counting(kind), batch(length)
-    loss = F.cross_entropy(reference(given["tokens"]).flatten(0, 1), given["labels"].flatten())
-    loss.backward()
-    expected = {"loss": loss.detach()} | {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
-    model = parallelize(counting(kind), Layout(**sizes), techniques=FP64 | techniques)
-    rank, ranks = data_position(model.mesh)
-    found = {"loss": model.forward_backward({k: v.chunk(ranks)[rank] for k, v in given.items()}).loss}
-    for name, p in model.named_parameters():
-        if p.grad is not None:
-            found[name] = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-    return {n: float((v - expected[n]).norm() / expected[n].norm().clamp(min=1e-9)) for n, v in found.items()}
-
 
 NO_STAGES = (MinGPT, OfWeight)
 """Models whose forward reads a parameter outside of the modules that it calls."""
@@ -75,13 +44,13 @@ NO_STAGES = (MinGPT, OfWeight)
 )
 def test_positions_are_those_of_a_ranks_tokens(way, kind, spmd):
     world, sizes, techniques = WAYS[way]
-    for found in spmd(world, errors, kind, sizes, techniques, 19):
+    for found in spmd(world, errors, partial(counting, kind), sizes, techniques, 19):
         assert {n: e for n, e in found.items() if not e <= EXACT} == {}
 
 
 def refused(kind, length):
     try:
-        errors(kind, {"cp": 2, "dp_shard": 1}, {}, length)
+        errors(partial(counting, kind), {"cp": 2, "dp_shard": 1}, {}, length)
     except UnsupportedError as error:
         return str(error)
     return ""

@@ -34,6 +34,7 @@ from meshwright.distributed.context.rehearsal import (
     refuse_length,
     rehearse,
     rehearsed,
+    small_and_plan,
 )
 from meshwright.distributed.context.rows import CutRows, Numbers, cut_batch, cut_rows
 from meshwright.distributed.step import own_loss
@@ -93,9 +94,10 @@ def test_a_batch_is_cut_and_can_be_put_together_again(ranks, more):
         "labels": torch.rand(3, length),
     }
     cut = [cut_rows(whole, ranks, rank) for rank in range(ranks)]
+    kept = [cut_batch(whole, rows, whole_mask=True) for rows in cut]
+    assert all(part["attention_mask"].shape == (3, length) for part in kept), "a padding mask stays whole"
     parts = [cut_batch(whole, rows) for rows in cut]
-    assert all(part["attention_mask"].shape == (3, length) for part in parts), "a padding mask stays whole"
-    for key in ("tokens", "labels"):
+    for key in whole:
         filled = [
             torch.cat((part[key], part[key].new_zeros(3, rows.most - part[key].shape[1])), 1)
             for part, rows in zip(parts, cut, strict=True)
@@ -144,9 +146,22 @@ def test_rules_of_masks_are_measured():
     }
 
 
+WHOLE = {"ALiBi": lambda: Model(biased), "every other": lambda: Model(every_other)}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", WHOLE)
+def test_attention_by_no_known_rule_computes_whole_rows(name, ranks):
+    facts = model_facts(WHOLE[name]())
+    made = plan(facts, Layout(dp_shard=1, cp=ranks)).context
+    assert made is not None and not made.mixing.callers
+    assert {m.mixer.path: m.kind for m in made.mixers} == {"attentions.0": "whole", "attentions.1": "whole"}
+    small, of_small = small_and_plan(facts, made)
+    for batch in rehearsed(small).values():
+        assert max(rehearse(small, of_small, batch).values()) < 1e-12
+
+
 REFUSED = {
-    "ALiBi": (lambda: Model(biased), "a mask adds numbers to the scores of attention"),
-    "every other": (lambda: Model(every_other), "the mask of attentions.0 follows no rule"),
     "none": (WithoutAttention, "calls attention neither through transformers' interface nor by"),
     "shift": (lambda: Model(causal, shifted), "is wrong"),
     "positions from the end": (lambda: FromTheEnd(causal), r"places \(Embedding\)|is wrong"),
@@ -183,11 +198,13 @@ class Pairs(torch.nn.Module):
 
 
 class GivenPairs(Model):
+    """The weights of pairs follow from weights of the model, which the model's code would have to compute again."""
+
     def __init__(self):
         super().__init__(causal, Pairs())
 
     def forward(self, tokens):
-        weights = torch.ones(tokens.shape[1], tokens.shape[1], dtype=self.head.weight.dtype).tril()
+        weights = self.places.weight[: tokens.shape[1]] @ self.places.weight[: tokens.shape[1]].T
         x = self.between(self.tokens(tokens), weights)
         return self.head(x + self.attentions[0](x, None))
 
@@ -273,8 +290,8 @@ def local_positions(patch):
 def labels_cut_otherwise_than_tokens(patch):
     correct = runtime.cut_batch
 
-    def cut(batch, rows):
-        made = correct(batch, rows)
+    def cut(batch, rows, **options):
+        made = correct(batch, rows, **options)
         if "labels" in batch:
             start = sum(rows.counts[: rows.rank])
             made["labels"] = batch["labels"][:, start : start + rows.counts[rows.rank]]

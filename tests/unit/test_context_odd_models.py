@@ -149,9 +149,12 @@ def heads_as_rows(q, k, v, documents):
         (heads_as_rows, "attentions.0 calls attention on 4 rows for a batch of 2"),
     ],
 )
-def test_heads_that_have_no_dim_of_their_own_are_refused(attend, words):
-    with pytest.raises(UnsupportedError, match=rf"{words}.*\(rows, heads, tokens, features\). Set layout.cp = 1."):
-        plan(Model(attend), Layout(dp_shard=1, cp=2))
+def test_heads_that_have_no_dim_of_their_own_are_computed_for_whole_rows(attend, words):
+    facts = model_facts(Model(attend))
+    made = plan(facts, Layout(dp_shard=1, cp=2)).context
+    assert made is not None and {m.mixer.path for m in made.mixers} == {"attentions.0", "attentions.1"}
+    assert words in made.mixers[0].mixer.why
+    prove(facts, made)
 
 
 def head_by_head(q, k, v, documents):
@@ -226,13 +229,20 @@ PREFIX = {
 
 
 @pytest.mark.parametrize("name", PREFIX)
-def test_masks_of_no_known_rule_are_refused(name):
+def test_masks_of_no_known_rule_are_made_of_whole_rows(name):
     def attend(q, k, v, documents):
         mask = PREFIX[name](places(q), torch.arange(q.shape[2]))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
-    with pytest.raises(UnsupportedError, match="the mask of attentions.0 follows no rule of .*. Set layout.cp = 1."):
-        plan(Model(attend), Layout(dp_shard=1, cp=2))
+    facts = model_facts(Model(attend))
+    made = plan(facts, Layout(dp_shard=1, cp=2)).context
+    assert made is not None and {m.mixer.path: m.kind for m in made.mixers} == {
+        "attentions.0": "whole",
+        "attentions.1": "whole",
+    }
+    assert "follows no rule of places" in made.mixers[0].mixer.why
+    if name != "others alone":  # its first token sees nothing, and gives no number
+        prove(facts, made)
 
 
 # --- batches

@@ -16,12 +16,12 @@ from .hints import NONE, hints_of
 from .images.arguments import ImageArguments
 from .mixing.measure import measure_mixing
 from .mixing.values import Mixing
+from .mixing.whole import copy_without_values
 from .premises import premises
 from .premises.hooks import lies_on_mesh
 from .premises.premises import Premises
 from .roles.readers import find_readers
 from .signature import Signature
-from .small.copies import meta_copy_of
 from .small.sample import Sample, samples_of
 from .small.token_table import rows_of_token_table
 from .structure import Measured, measured
@@ -120,11 +120,11 @@ class Measurements:
             raise UnsupportedError("a small copy cannot be made: the model itself is not at hand")
         return self._once(("sample", ranks), lambda: next(iter(samples_of(model, Signature.of(model).takes, ranks))))
 
-    def without_weights(self) -> nn.Module:
-        """Return a copy of the model on meta; a model that is laid out cannot be copied any more: ask before."""
+    def without_values(self) -> nn.Module:
+        """Return a copy of the model without values; a model that is laid out cannot be copied any more: ask before."""
         model = self.model
         assert model is not None
-        return self._once("without weights", lambda: meta_copy_of(model))
+        return self._once("without values", lambda: copy_without_values(model))
 
     def images(self) -> ImageArguments | None:
         """Return how the model takes images beside tokens; None if it takes none."""

@@ -34,8 +34,8 @@ def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh, facts: ModelFacts) -> 
         length=partial(refuse_length, facts, context),
         rows=partial(refuse_other_rows, context.mixing),
     )
-    without_weights = facts.measurements.without_weights() if context.has_pairs else None
-    wrap_modules(model, context, ranks, checks, without_weights)
+    without_values = facts.measurements.without_values() if context.has_pairs else None
+    wrap_modules(model, context, ranks, checks, without_values)
     separate_streams(model, ranks.rank)
     _count_whole_rows(model, ranks)
     remember(model, context)

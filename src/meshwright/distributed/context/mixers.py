@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -32,7 +32,7 @@ from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.introspection.mixing.interception import not_intercepted
 from meshwright.introspection.mixing.masks import TokenMask
 from meshwright.introspection.mixing.values import Mixer, Mixing
-from meshwright.introspection.structure.local_form import counting_locally, share_of
+from meshwright.introspection.structure.local_form import LocalArgument, counting_locally, share_of
 from meshwright.planning.context.mixers import HeadTrade, MixerPlan, key_in_arguments
 
 from .attention import gather_tokens
@@ -102,7 +102,7 @@ def _with_leaves(value: Any, change: Callable[[str, Any], Any]) -> Any:
 
 
 def _whole_padding(leaf: Tensor, key: str, mixer: Mixer, rows: CutRows) -> Tensor | None:
-    """Return the padding mask of whole rows for the end of one, which models take who count a rank's tokens.
+    """Return the padding mask of whole rows for a rank's part, or for their end, which models take who count tokens.
 
     Raises:
         UnsupportedError: the tensor is another one.
@@ -113,7 +113,8 @@ def _whole_padding(leaf: Tensor, key: str, mixer: Mixer, rows: CutRows) -> Tenso
     if of() is not leaf or version != version_of(leaf):  # layers are given one tensor, which is read once
         padding = torch.ones((len(leaf), rows.length)) if rows.padding is None else rows.padding
         whole = to_device(padding, leaf.device).to(leaf.dtype)
-        if leaf.dim() != 2 or not torch.equal(leaf, whole[:, rows.length - leaf.shape[1] :]):
+        parts = [whole[:, rows.length - leaf.shape[1] :], rows.take(whole)]
+        if leaf.dim() != 2 or not any(torch.equal(leaf, part) for part in parts):
             raise UnsupportedError(
                 f"{mixer.path} needs whole rows, and is given {tuple(leaf.shape)} as {key}, which it was not given when"
                 f" it was measured"
@@ -234,12 +235,15 @@ class _Traded:
             return leaf if key in behind else _gathered(leaf, key, self.planned.mixer, rows, self.runtime)
 
         args, kwargs = _with_leaves((args, kwargs), given)
-        shared = {
-            each.key: share_of(argument(args, kwargs, each.key), each, len(own), group.rank, group.size)
-            for each in form.arguments
-        }
+        shared = {each.key: self._share(argument(args, kwargs, each.key), each, len(own)) for each in form.arguments}
         args, kwargs = with_arguments(args, kwargs, shared)
         return args, kwargs, (made, own)
+
+    def _share(self, whole: Tensor, of: LocalArgument, rows: int) -> Tensor:
+        """Return this rank's share of an argument, of which a tensor axis takes its share afterwards."""
+        group, tensor_ranks = self.runtime.group, self.trade.tensor_ranks
+        outer = rows * tensor_ranks if of.by_row else tensor_ranks
+        return share_of(whole, replace(of, by_row=outer > 1), outer, group.rank, group.size)
 
     def _begins(self, parts: Sequence[FusedPart]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def make(forward: Callable[..., Any]) -> Callable[..., Any]:

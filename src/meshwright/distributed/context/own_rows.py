@@ -45,8 +45,9 @@ def context_parallel_rows(model: nn.Module, batch: Mapping[str, Any]) -> Iterato
     Args:
         model: a module laid out on a mesh with ``cp`` larger than 1, or a DDP wrapper of one.
         batch: token ids, (rows, tokens), and other tensors by the names of the model's arguments. Tensors of the same
-            two dims are cut with them, whatever their names (labels, loss_mask); a padding mask stays whole. With
-            ``places``, (rows, own tokens) int64, each rank brings its own tokens alone, and their places in the rows.
+            two dims are cut with them, whatever their names (labels, loss_mask); a padding mask stays whole for models
+            of transformers. With ``places``, (rows, own tokens) int64, each rank brings its own tokens alone, and their
+            places in the rows.
 
     Raises:
         ConfigError: rows that cannot be cut, or that differ between ranks of the axis; on all of these ranks.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +14,10 @@ from meshwright.core.names import clean
 from meshwright.core.torch_private import by_values, has_no_values
 from meshwright.introspection.mixing.masks import TokenMask
 from meshwright.introspection.mixing.whole import whole_arguments
+from meshwright.introspection.signature import TARGETS, Signature
 from meshwright.planning.context.plan import ContextPlan
 
-from .rows import MASK, CutRows
+from .rows import DECIDING, MASK, CutRows
 
 Known = dict[str, dict[str, Any]]
 
@@ -32,6 +34,21 @@ class PairArguments:
     plan: ContextPlan
     known: Known | None = None
     _of: tuple[Any, ...] = ()
+
+    def refuse_other_keys(self, batch: Mapping[str, Tensor], signature: Signature) -> None:
+        """Refuse tensors of a batch that may have a say in the arguments, which are computed without them.
+
+        Raises:
+            UnsupportedError: the model takes such a tensor.
+        """
+        known = {*DECIDING, *TARGETS}
+        other = next((key for key in batch if key not in known and signature.argument_of(key) is not None), None)
+        if other is not None:
+            path = next(planned.mixer.path for planned in self.plan.mixers if planned.mixer.pairs)
+            raise UnsupportedError(
+                f"{path} computes whole rows, and what it is given for pairs of tokens is made of positions, documents"
+                f" and padding alone, while the batch has '{other}' too. Leave it out, or set layout.cp = 1."
+            )
 
     @by_values
     def enter(self, model: nn.Module, rows: CutRows, device: torch.device) -> None:
@@ -69,8 +86,8 @@ class PairArguments:
         elif key in known and (whole is None or not whole.is_meta):
             return whole
         raise UnsupportedError(
-            f"{path} computes whole rows, and what it is given for pairs of tokens ({key}) cannot be made of whole rows:"
-            f" it depends on weights or buffers that are not at hand. Set layout.cp = 1, or layout.pp = 1."
+            f"{path} computes whole rows, and what it is given for pairs of tokens ({key}) depends on weights, or on"
+            f" buffers that are not at hand. Set layout.cp = 1, or layout.pp = 1."
         )
 
 

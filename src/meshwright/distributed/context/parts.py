@@ -115,9 +115,11 @@ def join(piece: Batch, runtime: ContextRuntime, signature: Signature, longest: i
     runtime.check_rows(made.rows)
     if signature.takes["positions"] is not None and "positions" not in made and runtime.mixing.counts_from_zero:
         made["positions"] = piece[PLACES]
+    if not runtime.mixing.implementation:
+        return made
     if MASK in piece:
         made[MASK] = to_device(whole[MASK].to(piece[MASK].dtype), piece[MASK].device)
-    elif runtime.mixing.implementation and MASK in signature.arguments:
+    elif MASK in signature.arguments:
         made[MASK] = torch.ones((len(piece["tokens"]), length), dtype=torch.int64, device=piece["tokens"].device)
     return made
 

@@ -23,11 +23,12 @@ from meshwright.introspection.logits.model_line import shown
 from meshwright.introspection.mixing.calls import LENGTHS, batches, refuse_other_masks
 from meshwright.introspection.mixing.flex import computing_flex
 from meshwright.introspection.mixing.values import COUNTS
+from meshwright.introspection.mixing.whole import copy_without_values
 from meshwright.introspection.outputs import logits_of
 from meshwright.introspection.premises.narrowing import is_rounding
 from meshwright.introspection.premises.playing import FixedDraws
 from meshwright.introspection.signature import Signature
-from meshwright.introspection.small.copies import copy_of, meta_copy_of
+from meshwright.introspection.small.copies import copy_of
 from meshwright.planning.context.plan import ContextPlan
 
 from .rows import MASK, CutRows, select
@@ -88,7 +89,7 @@ def keep_for_batches(facts: ModelFacts, plan: ContextPlan, refused: dict[str, st
     if any(caller.is_dense for caller in plan.mixing.callers):
         facts.measurements.sample()  # a model that is laid out cannot be copied any more
     if plan.has_pairs:
-        facts.measurements.without_weights()
+        facts.measurements.without_values()
 
 
 def refuse_length(facts: ModelFacts, plan: ContextPlan, length: int) -> None:
@@ -176,7 +177,7 @@ def _on_rank(
     model: nn.Module, plan: ContextPlan, batch: dict[str, Tensor], group: RankGroup, draws: bool
 ) -> tuple[float, dict[str, Tensor]]:
     signature = Signature.of(model)
-    runtime = wrap_modules(model, plan, group, without_weights=meta_copy_of(model))
+    runtime = wrap_modules(model, plan, group, without_values=copy_without_values(model))
     own = runtime.cut(batch, signature)
     runtime.enter(own)
     with FixedDraws() if draws else nullcontext():
@@ -197,7 +198,7 @@ def first_apart(model: nn.Module, plan: ContextPlan, batch: dict[str, Tensor]) -
 
     def on_rank(group: RankGroup) -> tuple[dict[str, Seen], CutRows]:
         made = copy_of(model)
-        runtime = wrap_modules(made, plan, group, without_weights=meta_copy_of(made))
+        runtime = wrap_modules(made, plan, group, without_values=copy_without_values(made))
         own = runtime.cut(batch, signature)
         runtime.enter(own)
         return _seen(made, lambda made: made(**signature.inputs(own, torch.device("cpu")))), own.rows

@@ -259,12 +259,18 @@ class CutBatch(dict[str, Tensor]):
     rows: CutRows
 
 
-def cut_batch(batch: Mapping[str, Tensor], rows: CutRows) -> CutBatch:
-    """Return a microbatch with this rank's tokens alone; a padding mask stays whole."""
+def cut_batch(batch: Mapping[str, Tensor], rows: CutRows, *, whole_mask: bool = False) -> CutBatch:
+    """Return a microbatch with this rank's tokens alone.
+
+    Args:
+        whole_mask: a padding mask stays whole, as transformers' mask interface takes it.
+    """
     size = batch["tokens"].shape
     made = CutBatch()
     for key, value in batch.items():
-        made[key] = select(value, rows.own, 1) if value.shape[:2] == size and key != MASK else value
+        made[key] = (
+            select(value, rows.own, 1) if value.shape[:2] == size and not (key == MASK and whole_mask) else value
+        )
     made.rows = rows
     return made
 

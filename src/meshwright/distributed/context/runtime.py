@@ -90,7 +90,7 @@ class ContextRuntime:
         self.rows = batch.rows if isinstance(batch, CutBatch) else None
 
     def begin_forward(self, model: nn.Module, given: Any) -> None:
-        """Count masks anew, since which of them keep documents apart is known by their order, and make those of pairs."""
+        """Count masks anew: which of them keep documents apart is known by their order. Make those of whole rows."""
         self._masks_made = 0
         if self.pairs is not None and self.rows is not None:
             self.pairs.enter(model, self.rows, _device_of(given))
@@ -111,7 +111,8 @@ class ContextRuntime:
         self.check(batch, signature, batch["tokens"].shape[1])
         rows = self._cut_rows(batch if values is None else values)
         self.check_rows(rows)
-        return cut_batch(_completed(batch, self.plan, signature), rows)
+        whole = _completed(batch, self.plan, signature)
+        return cut_batch(whole, rows, whole_mask=bool(self.mixing.implementation))
 
     def check(self, batch: Mapping[str, Tensor], signature: Signature, length: int) -> None:
         """Raise UnsupportedError for keys that this model cannot be given in parts, or rows of this length.
@@ -120,6 +121,8 @@ class ContextRuntime:
             ConfigError: a tensor has another shape than the batch's tokens.
         """
         refuse_other_shapes(batch)
+        if self.pairs is not None:
+            self.pairs.refuse_other_keys(batch, signature)
         if MASK in batch:
             self._checks.padding()
         if signature.takes["positions"] is not None and "positions" not in batch:
@@ -279,15 +282,15 @@ def wrap_modules(
     plan: ContextPlan,
     group: RankGroup,
     checks: Checks = Checks(),
-    without_weights: nn.Module | None = None,
+    without_values: nn.Module | None = None,
 ) -> ContextRuntime:
     """Intercept a model's calls of attention in place, and return the state that they share.
 
     Args:
         checks: what is looked at when a batch first needs it.
-        without_weights: a copy of the model as it was, on meta, for plans with arguments of pairs of tokens.
+        without_values: a copy of the model as it was, on meta, for plans with arguments of pairs of tokens.
     """
-    pairs = PairArguments(without_weights, plan) if without_weights is not None and plan.has_pairs else None
+    pairs = PairArguments(without_values, plan) if without_values is not None and plan.has_pairs else None
     runtime = ContextRuntime(group, plan, checks, pairs)
     change = f"keys and values of cp {group.size}"
     modules = {clean(path): module for path, module in model.named_modules()}
@@ -337,7 +340,7 @@ def first_tokens(batch: Mapping[str, Tensor], plan: ContextPlan, signature: Sign
     """
     tokens = batch["tokens"]
     rows = cut_rows({"tokens": tokens}, plan.ranks, rank, cut=plan.cut)
-    return cut_batch(_completed(batch, plan, signature), rows)
+    return cut_batch(_completed(batch, plan, signature), rows, whole_mask=bool(plan.mixing.implementation))
 
 
 def _completed(batch: Mapping[str, Tensor], plan: ContextPlan, signature: Signature) -> dict[str, Tensor]:

@@ -45,14 +45,9 @@ class Recorder:
         return plain()
 
     def attend(self, call: AttentionCall) -> Tensor:
-        if call.query.dim() != 4:
-            raise UnsupportedError(
-                f"{self.path} calls attention on tensors of {call.query.dim()} dims, and which of them is heads cannot"
-                f" be seen: give it (rows, heads, tokens, features)"
-            )
         self.calls.append((self.path, call))
         if not self.computes:
-            return call.query.new_zeros((*call.query.shape[:3], call.value.shape[-1]))
+            return call.query.new_zeros((*call.query.shape[:-1], call.value.shape[-1]))
         return call.as_given()
 
 
@@ -189,12 +184,20 @@ def refuse_other_masks(model: nn.Module, callers: Sequence[Caller], length: int)
 
 def caller_of(path: str, calls: list[tuple[AttentionCall, dict[str, Any]]], stated: str) -> Caller:
     call, _ = calls[0]
+    if any(other.query.dim() != 4 for other, _ in calls):
+        raise UnsupportedError(
+            f"{path} calls attention on tensors of {call.query.dim()} dims, and which of them is heads cannot be seen:"
+            f" give it (rows, heads, tokens, features)"
+        )
     sizes, arithmetic = Sizes.of(call), arithmetic_of([each for each, _ in calls])
     if any(other.query.shape[0] != ROWS for other, _ in calls):
         raise UnsupportedError(
             f"{path} calls attention on {call.query.shape[0]} rows for a batch of {ROWS}: give heads a dim of their own"
             f" (rows, heads, tokens, features)"
         )
+    pairs = [key for key, x in call.extras.items() if isinstance(x, Tensor) and x.shape.count(call.query.shape[2]) > 1]
+    if pairs and call.query.shape[2] == call.key.shape[2]:
+        raise UnsupportedError(f"{path} adds numbers of its own to the scores of pairs of tokens ({pairs[0]})")
     if call.interface:
         return Caller(path, sizes, interface=True, rule=None, arithmetic=arithmetic)
     if any(other.key.shape[2] != other.query.shape[2] for other, _ in calls):

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean
+from meshwright.core.record import remember
 from meshwright.core.torch_private import tree_map_with_path
 from meshwright.introspection.small.copies import copy_of
 
-from .interception import AttentionCall, handling
+from .interception import AttentionCall, Handled, handling
 from .masks import MaskFunction, TokenMask
 
 
@@ -38,10 +39,13 @@ def computing_modules(model: nn.Module, inputs: dict[str, Any]) -> dict[str, lis
         model: whose attention is intercepted (``intercept_transformers``).
     """
     made, outputs, found = copy_of(model), _outputs(model, inputs), dict[str, list[str]]()
+    handler = _MasksByPlaces()
+    for module in made.modules():
+        remember(module, Handled(handler))
     while True:
         entered: list[tuple[str, list[str]]] = []
         try:
-            with torch.no_grad(), handling(_MasksByPlaces()), _following(made, entered):
+            with torch.no_grad(), handling(handler), _following(made, entered):
                 made(**inputs)
             return found
         except UnsupportedError:

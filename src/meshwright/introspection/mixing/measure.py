@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.core.errors import UnsupportedError
-from meshwright.core.names import clean, pattern
+from meshwright.core.names import clean, is_within, pattern
 from meshwright.core.torch_private import tensors_by_path
 from meshwright.introspection.outputs import logits_of
 from meshwright.introspection.signature import Signature
-from meshwright.introspection.small.copies import copy_of, meta_copy_of
-from meshwright.introspection.structure.experts import find_stacks
+from meshwright.introspection.small.copies import copy_of
 
 from .calls import LENGTHS, Recorder, batches, caller_of, record, small_copy, stated_rule
 from .computing import computing_modules
@@ -27,7 +26,7 @@ from .masks import MaskFunction, TokenMask, dense, in_segments, segments_of
 from .mixers import find_mixers
 from .reach import rule_of
 from .values import Caller, MaskRule, Mixer, Mixing, Sizes
-from .whole import WithoutWeights
+from .whole import WithoutWeights, copy_without_values
 
 
 def measure_mixing(model: nn.Module) -> Mixing:
@@ -157,8 +156,10 @@ def _callers_of(model: nn.Module, small: list[Caller], real: _Real, mixers: set[
     for caller in small:
         alike.setdefault(pattern(caller.path), []).append(caller)
     known = {caller.path: caller for caller in small}
-    paths = [path for raw, _ in model.named_modules() if (path := clean(raw)) not in mixers]
-    for path in real.calls if real.is_whole else (path for path in paths if pattern(path) in alike):
+    paths = (path for raw, _ in model.named_modules() if pattern(path := clean(raw)) in alike)
+    for path in real.calls if real.is_whole else paths:
+        if any(is_within(path, mixer) for mixer in mixers):
+            continue
         others = alike.get(pattern(path), [])
         if path not in known and len({(c.rule, c.interface) for c in others}) != 1:
             raise UnsupportedError(f"the mask of {path} was not measured: layers beside it have several rules")
@@ -217,10 +218,8 @@ class _Real:
 
     @classmethod
     def _with_mask(cls, model: nn.Module, mixers: list[str], *, has_mask: bool) -> _Real:
-        made = meta_copy_of(model)
+        made = copy_without_values(model)
         intercept_transformers(made)
-        for path in find_stacks(made):
-            made.get_submodule(path).forward = lambda x, *args, **kwargs: torch.zeros_like(x)
         signature, keys = Signature.of(made), ["tokens"]
         keys += [key for key in ("positions", "document_ids") if signature.takes[key] is not None]
         keys += ["attention_mask"] if has_mask and "attention_mask" in signature.arguments else []
@@ -239,7 +238,8 @@ class _Real:
                 record(made, signature.inputs(batch, torch.device("cpu")), recorder)
         except Exception:  # noqa: BLE001  (whatever a model's code raises on meta)
             is_whole = False
-        calls = {path: _RealCall(Sizes.of(call), _rule_of(call)) for path, call in recorder.calls}
+        known = [(path, call) for path, call in recorder.calls if call.query.dim() == 4]
+        calls = {path: _RealCall(Sizes.of(call), _rule_of(call)) for path, call in known}
         return cls(calls, is_whole, features)
 
 

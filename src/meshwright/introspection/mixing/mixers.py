@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,15 +22,13 @@ from meshwright.core.names import clean, is_within
 from meshwright.core.record import remember
 from meshwright.core.torch_private import tensors_by_path, tree_map
 from meshwright.introspection.signature import Signature
-from meshwright.introspection.small.copies import meta_copy_of
 
 from .interception import AttentionCall, Handled, SdpaCalls, handling
 from .masks import MaskFunction
 from .values import Mixer, MixerInput
-from .whole import whole_arguments
+from .watch import MOVED, Watch, WatchedCall
+from .whole import copy_without_values, whole_arguments
 
-MOVED = 1e-5
-"""Relative change of an output that is no rounding, for models that compute in fp32 inside too."""
 FAR = 100_003
 """Places that a position is moved on by, to see whether other tokens' outputs depend on how far the row goes."""
 
@@ -46,121 +43,6 @@ class OwnTokens:
         if call.query.shape[2] != call.value.shape[2]:
             return call.as_given()
         return call.value.repeat_interleave(call.query.shape[1] // call.value.shape[1], dim=1)
-
-
-@dataclass
-class _Call:
-    """One call of a module: copies of what it was given and returned."""
-
-    args: tuple
-    kwargs: dict[str, Any]
-    output: Any = None
-
-    @property
-    def given(self) -> dict[str, Tensor]:
-        """The tensors among the arguments, by their paths."""
-        return tensors_by_path((self.args, self.kwargs))
-
-
-@dataclass
-class _Watch:
-    """Hooks on all modules of a model, and what they see in two forwards that differ in one token.
-
-    Attributes:
-        token: the place of the token that is changed in the second forward.
-        calls: of each module in the first forward.
-        mixing: modules whose inputs of other tokens were as before, and whose outputs were not, with the places that
-            moved, in the order in which they returned.
-        followed: of each module, the arguments that changed with the token.
-    """
-
-    batch: dict[str, Tensor]
-    token: int
-    calls: dict[str, list[_Call]] = field(default_factory=dict)
-    mixing: dict[str, Tensor] = field(default_factory=dict)
-    followed: dict[str, set[str]] = field(default_factory=dict)
-    _begun: list[tuple[_Call | None, bool]] = field(default_factory=list)
-    _seen: dict[str, int] | None = None
-
-    @property
-    def rows(self) -> int:
-        return len(self.batch["tokens"])
-
-    @property
-    def length(self) -> int:
-        return self.batch["tokens"].shape[1]
-
-    def change(self) -> None:
-        """Compare the next forward with the one before."""
-        self._seen = {}
-
-    def begin(self, path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if self._seen is None:
-            call = _Call(*tree_map(_copied, (args, kwargs)))
-            self.calls.setdefault(path, []).append(call)
-            self._begun.append((call, True))
-            return
-        number = self._seen[path] = self._seen.get(path, -1) + 1
-        calls = self.calls.get(path, [])
-        before, given = calls[number] if number < len(calls) else None, tensors_by_path((args, kwargs))
-        is_judged = before is not None and not bool((self._moved(given, before.given) > MOVED).any())
-        self._begun.append((before, is_judged))
-        if before is not None:
-            was = before.given
-            self.followed.setdefault(path, set()).update(
-                key for key, leaf in given.items() if key in was and not torch.equal(leaf, was[key])
-            )
-
-    def end(self, path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        """Note a call's output; of a mixer, return the output with the former values of the other tokens."""
-        before, is_judged = self._begun.pop()
-        if self._seen is None and before is not None:
-            before.output = tree_map(_copied, output)
-        if self._seen is None or before is None or not is_judged:
-            return None
-        found, old = tensors_by_path(output), tensors_by_path(before.output)
-        moved = self._moved(found, old)
-        if not bool((moved > MOVED).any()):
-            return None
-        self.mixing.setdefault(path, moved)
-        given = iter(self._restored(leaf, old.get(key)) for key, leaf in found.items())
-        return tree_map(lambda leaf: next(given) if isinstance(leaf, Tensor) else leaf, output)
-
-    def token_dim(self, tensor: Tensor) -> int | None:
-        """Return the dim of the tokens of (rows or 1, …, tokens, …); None of a tensor without one."""
-        if tensor.dim() < 2 or tensor.shape[0] not in (1, self.rows):
-            return None
-        return next((dim for dim, size in enumerate(tensor.shape) if dim and size == self.length), None)
-
-    def dim_of_output(self, tensor: Tensor) -> int | None:
-        """Return the same for outputs, which may be a table of (tokens, features) for all rows."""
-        return 0 if tensor.dim() == 2 and len(tensor) == self.length else self.token_dim(tensor)
-
-    def _moved(self, found: dict[str, Tensor], before: dict[str, Tensor]) -> Tensor:
-        """Return how far each token but the changed one moved, (length,), relative to the largest number."""
-        moved = torch.zeros(self.length, dtype=torch.float64)
-        for key, leaf in found.items():
-            old, dim = before.get(key), self.token_dim(leaf)
-            if old is None or dim is None or leaf.shape != old.shape or not leaf.numel():
-                continue
-            wide, was = leaf.double(), old.double()
-            apart = (wide - was).abs().movedim(dim, 0).flatten(1).amax(1) / was.abs().amax().clamp(min=1e-300)
-            moved = moved.maximum(apart.nan_to_num(0.0))
-        moved[self.token] = 0
-        return moved
-
-    def _restored(self, leaf: Tensor, old: Tensor | None) -> Tensor:
-        dim = self.token_dim(leaf)
-        if old is None or dim is None or leaf.shape != old.shape:
-            return leaf
-        shape = [1] * leaf.dim()
-        shape[dim] = self.length
-        is_changed = torch.arange(self.length) == self.token
-        return torch.where(is_changed.view(shape), leaf, old)
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def find_mixers(
@@ -193,6 +75,8 @@ def find_mixers(
         masks = of_masks.get(path, ()) if path in others else None
         of_batches = [_mixer(model, watch, path, reason, masks) for watch in watches if path in watch.calls]
         if None not in of_batches:
+            for watch in watches:
+                watch.cut += tensors_by_path(watch.calls[path][0].output).values() if path in watch.calls else ()
             yield functools.reduce(Mixer.joined, of_batches)  # type: ignore[arg-type]
 
 
@@ -200,9 +84,9 @@ def _is_inside(path: str, outer: str) -> bool:
     return bool(outer) and path != outer and is_within(path, outer)
 
 
-def _watched(model: nn.Module, batch: dict[str, Tensor]) -> _Watch:
+def _watched(model: nn.Module, batch: dict[str, Tensor]) -> Watch:
     """Run two forwards whose rows differ in one token."""
-    watch, own = _Watch(batch, batch["tokens"].shape[1] // 3), OwnTokens()
+    watch, own = Watch(batch, batch["tokens"].shape[1] // 3), OwnTokens()
     for module in model.modules():
         remember(module, Handled(own))
     hooks = []
@@ -225,7 +109,7 @@ def _watched(model: nn.Module, batch: dict[str, Tensor]) -> _Watch:
     return watch
 
 
-def _of_whole_rows(model: nn.Module, watch: _Watch, others: Collection[str]) -> Iterator[tuple[str, str]]:
+def _of_whole_rows(model: nn.Module, watch: Watch, others: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield modules that give a part of a row's tokens other outputs than the whole row's, innermost first.
 
     Args:
@@ -247,7 +131,7 @@ def _of_whole_rows(model: nn.Module, watch: _Watch, others: Collection[str]) -> 
         yield path, why
 
 
-def _gives_other(module: nn.Module, call: _Call, watch: _Watch, part: Tensor, *, far: bool) -> bool:
+def _gives_other(module: nn.Module, call: WatchedCall, watch: Watch, part: Tensor, *, far: bool) -> bool:
     """Compare the outputs for a part of the tokens with that part of the outputs for all.
 
     Args:
@@ -277,7 +161,7 @@ def _gives_other(module: nn.Module, call: _Call, watch: _Watch, part: Tensor, *,
     return False
 
 
-def _taken(leaf: Any, part: Tensor, watch: _Watch) -> Any:
+def _taken(leaf: Any, part: Tensor, watch: Watch) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     for dim, size in enumerate(leaf.shape):
@@ -285,13 +169,13 @@ def _taken(leaf: Any, part: Tensor, watch: _Watch) -> Any:
     return leaf
 
 
-def _is_positions(leaf: Any, watch: _Watch) -> bool:
+def _is_positions(leaf: Any, watch: Watch) -> bool:
     if not isinstance(leaf, Tensor) or leaf.dtype is not torch.int64:
         return False
     return watch.token_dim(leaf) == leaf.dim() - 1
 
 
-def _far(leaf: Any, watch: _Watch) -> Any:
+def _far(leaf: Any, watch: Watch) -> Any:
     if not _is_positions(leaf, watch):
         return leaf
     leaf = leaf.clone()
@@ -299,7 +183,7 @@ def _far(leaf: Any, watch: _Watch) -> Any:
     return leaf
 
 
-def _mixer(model: nn.Module, watch: _Watch, path: str, why: str, masks: Collection[str] | None) -> Mixer | None:
+def _mixer(model: nn.Module, watch: Watch, path: str, why: str, masks: Collection[str] | None) -> Mixer | None:
     """Describe a mixer by its first call; None where no tensor that it is given has the row's tokens, or one that is
     about pairs of tokens cannot be made of whole rows.
 
@@ -309,7 +193,11 @@ def _mixer(model: nn.Module, watch: _Watch, path: str, why: str, masks: Collecti
     """
     module, call = model.get_submodule(path), watch.calls[path][0]
     others = [key for key, leaf in call.given.items() if watch.length in leaf.shape and watch.token_dim(leaf) is None]
-    others += [key for key, leaf in call.given.items() if leaf.shape.count(watch.length) > 1 and key not in others]
+    others += [
+        key
+        for key, leaf in call.given.items()
+        if leaf.shape.count(watch.length) > 1 and key not in others and not any(_same(leaf, cut) for cut in watch.cut)
+    ]
 
     def is_read(key: str) -> bool:
         return masks is not None or not _is_unread(module, call, key)  # attention was kept out
@@ -333,15 +221,19 @@ def _mixer(model: nn.Module, watch: _Watch, path: str, why: str, masks: Collecti
     return Mixer(path, why, inputs, outputs, pairs, masks is not None) if inputs and outputs else None
 
 
-def _is_known(model: nn.Module, watch: _Watch, path: str, keys: tuple[str, ...]) -> bool:
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _is_known(model: nn.Module, watch: Watch, path: str, keys: tuple[str, ...]) -> bool:
     """Return whether arguments follow from the length of rows, their positions and buffers, in each call alike."""
     buffers = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
     try:
-        found = whole_arguments(meta_copy_of(model), buffers, watch.batch, {path: keys}, torch.device("cpu"))[path]
+        made = whole_arguments(copy_without_values(model), buffers, watch.batch, {path: keys}, torch.device("cpu"))
     except Exception:  # noqa: BLE001  (whatever the model's code raises without values)
         return False
     for call, key in itertools.product(watch.calls[path], keys):
-        leaf, given = found.get(key), call.given.get(key)
+        leaf, given = made[path].get(key), call.given.get(key)
         if leaf is None and given is None:
             continue
         if not isinstance(leaf, Tensor) or leaf.is_meta or given is None or not torch.equal(leaf, given):
@@ -349,7 +241,7 @@ def _is_known(model: nn.Module, watch: _Watch, path: str, keys: tuple[str, ...])
     return True
 
 
-def _is_unread(module: nn.Module, call: _Call, key: str) -> bool:
+def _is_unread(module: nn.Module, call: WatchedCall, key: str) -> bool:
     """Return whether the values of a tensor among the arguments do not count; its shape may."""
     keys = iter(call.given)
 

@@ -19,6 +19,8 @@ from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean
 from meshwright.core.torch_private import EagerDispatchMode, schema_of, tree_leaves, tree_map, tree_map_with_path
 from meshwright.introspection.signature import Signature
+from meshwright.introspection.small.copies import meta_copy_of
+from meshwright.introspection.structure.experts import find_stacks
 
 META = torch.device("meta")
 
@@ -35,15 +37,15 @@ class WithoutWeights(EagerDispatchMode):
         self.device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = dict(kwargs or {})
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        named: dict[str, Any] = dict(kwargs or {})
+        tensors = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)]
         lacking = sum(tensor.is_meta for tensor in tensors)
-        if not lacking and kwargs.get("device") is not None:  # of a tensor without values
-            kwargs["device"] = self.device
+        if not lacking and named.get("device") is not None:  # of a tensor without values
+            named["device"] = self.device
         if 0 < lacking < len(tensors):
             self._refuse_writes(func, args)
-            args, kwargs = tree_map(_without_values, (args, kwargs))
-        return func(*args, **kwargs)
+            args, named = tree_map(_emptied, args), tree_map(_emptied, named)
+        return func(*args, **named)
 
     def _refuse_writes(self, func: Any, args: tuple) -> None:
         for argument, given in zip(schema_of(func).arguments, args, strict=False):
@@ -52,8 +54,16 @@ class WithoutWeights(EagerDispatchMode):
                 raise UnsupportedError(f"{func} writes what depends on weights to a tensor that did not")
 
 
-def _without_values(leaf: Any) -> Any:
+def _emptied(leaf: Any) -> Any:
     return leaf.to(META) if isinstance(leaf, Tensor) else leaf
+
+
+def copy_without_values(model: nn.Module) -> nn.Module:
+    """Copy a model to meta, where stacks of experts compute nothing."""
+    made = meta_copy_of(model)
+    for path in find_stacks(made):
+        made.get_submodule(path).forward = lambda x, *args, **kwargs: torch.zeros_like(x)
+    return made
 
 
 def whole_arguments(
@@ -66,7 +76,7 @@ def whole_arguments(
     """Run a model without values, and return what its modules are given.
 
     Args:
-        model: on meta.
+        model: made by ``copy_without_values``.
         buffers: their values, as far as they are known.
         batch: of whole rows; which tokens it has does not matter, but for their number.
         wanted: by module, arguments by their paths, such as "[1]['attention_mask']".
@@ -93,7 +103,8 @@ def whole_arguments(
         for raw, module in model.named_modules()
         if (path := clean(raw)) in wanted
     ]
-    inputs = Signature.of(model).inputs(batch | {"tokens": torch.zeros_like(batch["tokens"])}, device)
+    tokens = torch.zeros_like(batch["tokens"])
+    inputs = Signature.of(model).inputs({**batch, "tokens": tokens}, device)
     try:
         with torch.no_grad(), WithoutWeights(device):
             functional_call(model, dict(buffers), (), inputs)

@@ -21,7 +21,8 @@ from meshwright.introspection.small.sample import SEQ, Sample, kinds_of, uncalle
 from .adapters import find_others
 from .call import Call
 from .held import PUSHED, ROUNDING
-from .local_form import LocalForm, local_form
+from .local_form import LocalForm
+from .local_search import local_form
 from .normed import side_by_side
 from .probe import Probe, record
 from .region import Region, resized, shapes_of

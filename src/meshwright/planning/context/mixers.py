@@ -8,6 +8,7 @@ whole  each rank gathers the module's input, computes whole rows, and keeps its 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
@@ -116,10 +117,10 @@ def plan_mixers(facts: ModelFacts, mixers: tuple[Mixer, ...], ranks: int, tensor
     if not mixers:
         return ()
     facts.measurements.sample(ranks)  # for rehearsals: a model that is laid out cannot be copied
-    try:
-        measured = facts.measurements.structure(ranks)
-    except UnsupportedError:
-        measured = None
+    measured = None
+    if not all(mixer.has_attention for mixer in mixers):
+        with suppress(UnsupportedError):
+            measured = facts.measurements.structure(ranks)
     blocks = {m.path: next((block for block in facts.blocks if is_within(m.path, block)), "") for m in mixers}
     return tuple(
         replace(_planned(measured, m, blocks[m.path], ranks * tensor_ranks, tensor_ranks), block=blocks[m.path])

@@ -1,0 +1,130 @@
+"""Attention that is given masks and biases of pairs of tokens, with rows cut over ranks: equal to one process."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from support.cut_rows import EXACT, WAYS, batch, errors
+from support.pairs import (
+    CARRIED,
+    Beginning,
+    Distances,
+    Documents,
+    Learnt,
+    OfKinds,
+    OfTokens,
+    TriangleInFloat32,
+    WithPadding,
+    paired,
+)
+
+from meshwright import Layout, parallelize, plan
+from meshwright.core.errors import UnsupportedError
+from meshwright.distributed.context import pairs
+from meshwright.distributed.context.rehearsal import prove
+from meshwright.introspection.facts import model_facts
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", CARRIED, ids=lambda kind: kind.__name__)
+def test_pairs_of_whole_rows(way, kind, spmd):
+    world, sizes, techniques = WAYS[way]
+    for found in spmd(world, errors, partial(paired, kind), sizes, techniques, 19):
+        assert {n: e for n, e in found.items() if not e <= EXACT} == {}
+
+
+def documents(rows, length):
+    ends = torch.tensor([[3, 11], [7, 8], [1, 18], [5, 12]])[:rows]
+    found = (torch.arange(length)[None, :, None] >= ends[:, None, :]).sum(-1)
+    places = torch.arange(length) - torch.stack([torch.searchsorted(row, row) for row in found])
+    return {"document_ids": found, "positions": places}
+
+
+def padding(rows, length):
+    mask = torch.ones(rows, length, dtype=torch.int64)
+    mask[1, -4:] = mask[3, -1:] = 0
+    return {"attention_mask": mask}
+
+
+@pytest.mark.parametrize(("kind", "more"), [(Documents, documents), (WithPadding, padding)])
+def test_pairs_that_follow_from_the_batch(kind, more, spmd):
+    """The padding's labels count here as all others: what pads sees is the model's own affair."""
+    for way in ("cp", "dp_shard and cp"):
+        world, sizes, techniques = WAYS[way]
+        for found in spmd(world, errors, partial(paired, kind), sizes, techniques, 19, more(4, 19)):
+            assert {n: e for n, e in found.items() if not e <= EXACT} == {}
+
+
+def several_steps(kinds):
+    """Errors of steps whose rows have other lengths and paddings: nothing of one step is left in the next."""
+    model = parallelize(paired(WithPadding), Layout(dp_shard=1, cp=2))
+    reference = paired(WithPadding)
+    found = []
+    for length, mask in kinds:
+        given = batch(length) | ({} if mask is None else {"attention_mask": mask})
+        logits = reference(given["tokens"], mask)
+        expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), given["labels"].flatten())
+        found.append(float((model.forward_backward(given).loss - expected).abs()))
+    return found
+
+
+def test_each_step_has_its_own_pairs(spmd):
+    other = padding(4, 19)["attention_mask"].flip(0)
+    kinds = [(19, None), (19, padding(4, 19)["attention_mask"]), (19, other), (12, None), (19, None)]
+    for found in spmd(2, several_steps, kinds):
+        assert max(found) < 1e-6 and len(found) == 5
+
+
+def test_heads_are_shared_out_where_they_were_measured_apart():
+    for kind in (Beginning, Distances):
+        made = plan(paired(kind), Layout(dp_shard=1, cp=2)).context
+        assert (
+            made is not None and {m.kind for m in made.mixers} == {"heads"} and all(m.mixer.pairs for m in made.mixers)
+        )
+
+
+def test_a_mask_in_float32_does_not_make_a_rehearsal_wrong():
+    """torch's attention reads such a mask wrongly beside queries in float64, in which small copies are rehearsed."""
+    facts = model_facts(TriangleInFloat32())
+    prove(facts, plan(facts, Layout(dp_shard=1, cp=2)).context)
+
+
+def with_kinds():
+    model = parallelize(paired(OfKinds), Layout(dp_shard=1, cp=2))
+    try:
+        model.forward_backward(batch(12) | {"kinds": torch.arange(12).expand(4, -1) % 2})
+    except UnsupportedError as error:
+        return str(error)
+
+
+def test_other_tensors_that_pairs_may_follow_from_are_refused(spmd):
+    for found in spmd(2, with_kinds):
+        assert "made of positions, documents and padding alone, while the batch has 'kinds' too" in found
+
+
+REFUSED = {
+    Learnt: "mixes or counts tokens by a way that is not intercepted|has no other module in which tokens meet",
+    OfTokens: "mixes or counts tokens by a way that is not intercepted|has no other module in which tokens meet",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
+def test_pairs_that_follow_from_weights_or_tokens_are_refused(kind):
+    with pytest.raises(UnsupportedError, match=REFUSED[kind]):
+        facts = model_facts(paired(kind))
+        prove(facts, plan(facts, Layout(dp_shard=1, cp=2)).context)
+
+
+def own_pairs(monkeypatch):
+    monkeypatch.setattr(pairs.PairArguments, "given", lambda self, path, key, instead: instead)
+
+
+@pytest.mark.kills("context", mutant="broken")
+@pytest.mark.parametrize("broken", [own_pairs], ids=lambda broken: broken.__name__)
+def test_the_rehearsal_finds(broken, monkeypatch):
+    broken(monkeypatch)
+    facts = model_facts(paired(Distances))
+    with pytest.raises(UnsupportedError, match="the forward or backward fails|is wrong"):
+        prove(facts, plan(facts, Layout(dp_shard=1, cp=2)).context)
