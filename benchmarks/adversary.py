@@ -4,9 +4,10 @@ Nothing of the oracle is the library's.
 
     python benchmarks/adversary.py [--trials 500] [--seed 0] [--only SEED]
 
-A trial draws a transformer from parts (attention, feed-forward, norms, positions, ties, oddities), a layout of two or
-four ranks, techniques, batches and an optimizer, trains for three steps, and compares losses, gradient norms and
-weights in float64. It ends as
+A trial draws a transformer from parts (attention, feed-forward, norms, positions, what is done to logits, ties,
+oddities), a layout of two or four ranks, techniques, batches and an optimizer, trains for three steps, and compares
+losses, gradient norms and weights in float64. Coins of layers that are passed over are each data rank's own, and one
+process tosses the same. It ends as
 
     equal      within 1e-9 of the norm, relative
     refused    by an error of the library's own, before the first step
@@ -28,6 +29,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -51,6 +53,7 @@ class Attention(nn.Module):
         self.kv = r.choice([heads, heads, max(1, heads // 2), 1])
         self.bias, self.fused = r.random() < 0.5, r.random() < 0.4
         self.kind = r.choice(["plain", "plain", "window", "normed", "gated", "alibi"])
+        self.by_hand = r.random() < 0.3
         if self.fused:
             self.qkv = nn.Linear(width, width + 2 * self.kv * HEAD, bias=self.bias)
         else:
@@ -63,13 +66,15 @@ class Attention(nn.Module):
         if self.kind == "gated":
             self.gate = nn.Linear(width, width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, given: Tensor | None = None) -> Tensor:
         seq, width = x.shape[1:]
         sizes = [width, self.kv * HEAD, self.kv * HEAD]
         q, k, v = self.qkv(x).split(sizes, -1) if self.fused else (self.q(x), self.k(x), self.v(x))
         q, k, v = (t.unflatten(-1, (-1, HEAD)).transpose(1, 2) for t in (q, k, v))
         if self.kind == "normed":
             q, k = self.q_norm(q), self.k_norm(k)
+        if given is not None:
+            return self._left(x, self._attended(q, k, v, given))
         mask = torch.ones(seq, seq, dtype=torch.bool).tril()
         if self.kind == "window":
             mask = mask.triu(-2)
@@ -77,7 +82,16 @@ class Attention(nn.Module):
         if self.kind == "alibi":
             place = torch.arange(seq, dtype=x.dtype)
             bias = bias - (place[:, None] - place).abs() / 8
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True).transpose(1, 2).flatten(-2)
+        return self._left(x, self._attended(q, k, v, bias))
+
+    def _attended(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        if not self.by_hand:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        return (q @ k.mT / HEAD**0.5 + bias).softmax(-1) @ v
+
+    def _left(self, x: Tensor, mixed: Tensor) -> Tensor:
+        out = mixed.transpose(1, 2).flatten(-2)
         return self.o(out * self.gate(x).sigmoid() if self.kind == "gated" else out)
 
 
@@ -125,8 +139,8 @@ class Block(nn.Module):
         if self.scale:
             self.gain = nn.Parameter(torch.ones(width))
 
-    def forward(self, x: Tensor) -> Tensor:
-        a = self.attention(self.first(x))
+    def forward(self, x: Tensor, given: Tensor | None = None) -> Tensor:
+        a = self.attention(self.first(x), given)
         if self.parallel:
             return x + a + self.feed_forward(self.second(x))
         x = x + (a * self.gain if self.scale else a)
@@ -161,7 +175,16 @@ ODDITIES = (
         "skip",
         "x0",
     ),
+    *("coin of torch", "coin of python", "coin of numpy", "random depth", "early exit", "tokens counted", "float32"),
 )
+COINS = {
+    "coin of torch": lambda: float(torch.rand(())),
+    "coin of python": random.random,
+    "coin of numpy": np.random.random,
+}
+POSITIONS = ("none", "range", "range", "parameter", "buffer", "sum")
+TAILS = (*("none",) * 8, "in place", "column", "scaled part", "filled", "by mode", "by length", "by buffer", "capped")
+GIVEN = (*("nothing",) * 4, "triangle", "distances", "distances by buffer")
 
 
 class Model(nn.Module):
@@ -174,7 +197,10 @@ class Model(nn.Module):
         self.emb = nn.Embedding(
             IDS, self.width, max_norm=0.8 if self.odd == "max_norm" else None, sparse=self.odd == "sparse"
         )
-        self.places = nn.Embedding(32, self.width) if r.random() < 0.6 else None
+        self.positions, self.tail, self.given = r.choice(POSITIONS), r.choice(TAILS), r.choice(GIVEN)
+        self.places = nn.Embedding(40, self.width) if self.positions != "none" else None
+        self.register_buffer("ids", torch.arange(40), persistent=False)
+        self.register_buffer("factor", torch.tensor(0.5))
         sparse = r.random() < 0.15
         kind = r.choice([nn.ModuleList, nn.ModuleDict])
         blocks = [Block(r, self.width, sparse) for _ in range(layers)]
@@ -188,6 +214,10 @@ class Model(nn.Module):
             self.extra, self.other = nn.Linear(self.width, self.width), nn.Linear(self.width, self.width)
         if self.odd == "batch norm":
             self.batch_norm = nn.BatchNorm1d(self.width)
+        if self.odd == "tokens counted":
+            self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        if self.odd == "float32":
+            self.gain = nn.Parameter(torch.ones(self.width))
         if self.odd in ("running mean", "counter"):
             self.register_buffer("mean", torch.zeros(self.width))
         if self.odd == "shared norm":
@@ -211,21 +241,27 @@ class Model(nn.Module):
                 self.head.weight.div_(self.head.weight.norm(dim=-1, keepdim=True))
         x = self.emb(tokens)
         if self.places is not None:
-            x = x + self.places(torch.arange(tokens.shape[1]))
-        first, kept = x, []
+            x = x + self._placed(tokens)
+        first, kept, given = x, [], self._given(tokens, x.dtype)
         blocks = self._blocks()
+        if self.training and self.odd == "random depth":
+            blocks = blocks[: random.randint(1, len(blocks))]
         for number, block in enumerate(blocks):
+            if self.training and self.odd in COINS and COINS[self.odd]() < 0.4:
+                continue
+            if self.odd == "early exit" and number and x.square().mean() > 1.5:
+                break
             if self.odd == "x0":
                 x = x + self.lambdas[number] * first
             if self.odd == "skip" and number >= len(blocks) // 2 and kept:
                 x = x + kept.pop()
-            x = block(x)
+            x = block(x, given)
             if self.odd == "skip" and number < len(blocks) // 2:
                 kept.append(x)
         if self.odd == "looped":
-            x = blocks[-1](x)
+            x = blocks[-1](x, given)
         x = self._oddly(x, tokens)
-        logits = self.head(self.norm(x))
+        logits = self._ended(self.head(self.norm(x)))
         match self.odd:
             case "tuple":
                 return (logits,)
@@ -235,6 +271,48 @@ class Model(nn.Module):
                 return type("Output", (), {"logits": logits})()
             case "auxiliary loss":
                 return {"logits": logits, "aux_loss": logits.square().mean()}
+        return logits
+
+    def _placed(self, tokens: Tensor) -> Tensor:
+        seq = tokens.shape[1]
+        assert self.places is not None
+        match self.positions:
+            case "parameter":
+                return self.places.weight[:seq]
+            case "buffer":
+                return self.places(self.ids[:seq])
+            case "sum":
+                return self.places((tokens != 1).long().cumsum(1))
+        return self.places(torch.arange(seq, device=tokens.device))
+
+    def _given(self, tokens: Tensor, dtype: torch.dtype) -> Tensor | None:
+        seq = tokens.shape[1]
+        if self.given == "nothing":
+            return None
+        bias = torch.full((seq, seq), -torch.inf, dtype=dtype).triu(1)
+        if self.given == "triangle":
+            return bias
+        place = torch.arange(seq, dtype=dtype)
+        return bias - (place[:, None] - place).abs() * (self.factor if "buffer" in self.given else 0.25)
+
+    def _ended(self, logits: Tensor) -> Tensor:
+        match self.tail:
+            case "in place":
+                logits[..., 40:] = -1e4
+            case "column":
+                logits[:, :, 7] = 0.5
+            case "scaled part":
+                logits[..., :5] *= 3
+            case "filled":
+                logits.narrow(-1, 10, 3).fill_(-2.0)
+            case "by mode":
+                logits = logits * 3 if self.training else logits
+            case "by length":
+                logits = logits * logits.shape[1] ** -0.5
+            case "by buffer":
+                logits = logits * float(self.factor)
+            case "capped":
+                logits = 4 * torch.tanh(logits / 4)
         return logits
 
     def _oddly(self, x: Tensor, tokens: Tensor) -> Tensor:
@@ -250,6 +328,10 @@ class Model(nn.Module):
             case "counter":
                 self.mean += 1
                 return x / self.mean
+            case "tokens counted":
+                self.seen += tokens.numel()
+            case "float32":
+                return x * self.gain.to(x.dtype)
             case "late":
                 return x.roll(1, 1) if self.calls > 2 else x
             case "carried":
@@ -282,6 +364,7 @@ def drawn(seed: int) -> dict[str, Any]:
         {"dp_shard": 1, "dp_replicate": world},
         {"dp_shard": 1, "tp": 2},
         {"dp_shard": 1, "pp": 2},
+        {"dp_shard": 1, "cp": 2},
     ]
     if world == 4:
         layouts += [
@@ -289,6 +372,9 @@ def drawn(seed: int) -> dict[str, Any]:
             {"dp_shard": 2, "tp": 2},
             {"dp_shard": 2, "pp": 2},
             {"dp_shard": 1, "tp": 2, "pp": 2},
+            {"dp_shard": 2, "cp": 2},
+            {"dp_shard": 1, "cp": 2, "tp": 2},
+            {"dp_shard": 1, "cp": 2, "pp": 2},
         ]
     layout = Layout(**r.choice(layouts))
     techniques: dict[str, Any] = {}
@@ -297,10 +383,13 @@ def drawn(seed: int) -> dict[str, Any]:
         ("sync_grad_accum", [False, False, True]),
         ("sequence_parallel", [True, True, False]),
         ("reshard_after_forward", [True, True, False]),
+        ("loss_chunks", [0, 0, 2, 3]),
     ):
         techniques[key] = r.choice(values)
     if layout.tp == 1:
         techniques.pop("sequence_parallel")
+    elif layout.cp > 1:
+        techniques["sequence_parallel"] = r.random() < 0.3
     if layout.dp_shard == 1:
         techniques.pop("reshard_after_forward")
     if layout.pp > 1:
@@ -340,21 +429,43 @@ def optimizer_of(parameters: Any, adamw: bool) -> torch.optim.Optimizer:
     return torch.optim.AdamW(chosen, 1e-2, eps=1e-4) if adamw else torch.optim.SGD(chosen, 0.1, momentum=0.9)
 
 
+ALONE = (*COINS, "random depth", "early exit")
+"""Oddities by which a data rank's microbatch is another case than that of the rank beside."""
+
+
+def pieces_of(by_rank: list[dict[str, Tensor]], piece: int, step: int, *, alone: bool) -> Iterator[dict[str, Tensor]]:
+    """Yield the microbatches of one process: of all ranks' rows together, or of each rank's by itself."""
+    for number, group in enumerate([[b] for b in by_rank] if alone else [by_rank]):
+        toss_again(step, number)
+        for start in range(0, len(by_rank[0]["tokens"]), piece):
+            yield {key: torch.cat([b[key][start : start + piece] for b in group]) for key in ("tokens", "labels")}
+
+
+def toss_again(step: int, rank: int) -> None:
+    """Set the coins of a data rank for a step."""
+    random.seed(1000 * step + rank)
+    np.random.seed(1000 * step + rank)
+    torch.manual_seed(1000 * step + rank)
+
+
+def built(seed: int) -> Model:
+    model = Model(seed).double()
+    if model.odd == "float32":
+        model.gain = nn.Parameter(model.gain.detach().float())
+    return model
+
+
 def one_process(seed: int, trial: dict[str, Any], piece: int) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Plain torch: losses, norms before clipping, and everything at the end."""
     torch.manual_seed(0)
-    model = Model(seed).double()
+    model = built(seed)
     optimizer = optimizer_of(model.parameters(), trial["adamw"])
     ranks = trial["layout"].dp_replicate * trial["layout"].dp_shard
     losses, norms = [], []
     for by_rank in batches(seed, ranks, trial["rows"], trial["seq"], trial["masked"]):
         tokens = sum(int((b["labels"] != -100).sum()) for b in by_rank)
         total = 0.0
-        for start in range(0, trial["rows"], piece or trial["rows"]):
-            both = {
-                key: torch.cat([b[key][start : start + (piece or trial["rows"])] for b in by_rank])
-                for key in ("tokens", "labels")
-            }
+        for both in pieces_of(by_rank, piece or trial["rows"], len(losses), alone=model.odd in ALONE):
             logits = logits_of(model(both["tokens"]))
             loss = F.cross_entropy(logits.flatten(0, 1), both["labels"].flatten(), reduction="sum") / tokens
             loss.backward()
@@ -374,7 +485,7 @@ def on_a_layout(seed: int) -> tuple[str, str]:
     layout = trial["layout"]
 
     def build() -> nn.Module:
-        return Model(seed).double()
+        return built(seed)
 
     try:
         model = parallelize(build, layout, techniques=trial["techniques"], microbatch_rows=trial["piece"])
@@ -389,6 +500,7 @@ def on_a_layout(seed: int) -> tuple[str, str]:
     )
     losses, norms = [], []
     for by_rank in batches(seed, ranks, trial["rows"], trial["seq"], trial["masked"]):
+        toss_again(len(losses), rank)
         losses.append(float(model.forward_backward(by_rank[rank])))
         norms.append(model.optimizer_step(optimizer, trial["max_norm"]).grad_norm)
     whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()} | dict(

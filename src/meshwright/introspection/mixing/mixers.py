@@ -26,7 +26,7 @@ from meshwright.introspection.signature import Signature
 from .interception import AttentionCall, Handled, SdpaCalls, handling
 from .masks import MaskFunction
 from .values import Mixer, MixerInput
-from .watch import MOVED, Watch, WatchedCall
+from .watch import MOVED, OneTokenWatch, WatchedCall
 from .whole import copy_without_values, whole_arguments
 
 FAR = 100_003
@@ -84,9 +84,9 @@ def _is_inside(path: str, outer: str) -> bool:
     return bool(outer) and path != outer and is_within(path, outer)
 
 
-def _watched(model: nn.Module, batch: dict[str, Tensor]) -> Watch:
+def _watched(model: nn.Module, batch: dict[str, Tensor]) -> OneTokenWatch:
     """Run two forwards whose rows differ in one token."""
-    watch, own = Watch(batch, batch["tokens"].shape[1] // 3), OwnTokens()
+    watch, own = OneTokenWatch(batch, batch["tokens"].shape[1] // 3), OwnTokens()
     for module in model.modules():
         remember(module, Handled(own))
     hooks = []
@@ -109,7 +109,7 @@ def _watched(model: nn.Module, batch: dict[str, Tensor]) -> Watch:
     return watch
 
 
-def _of_whole_rows(model: nn.Module, watch: Watch, others: Collection[str]) -> Iterator[tuple[str, str]]:
+def _of_whole_rows(model: nn.Module, watch: OneTokenWatch, others: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield modules that give a part of a row's tokens other outputs than the whole row's, innermost first.
 
     Args:
@@ -131,7 +131,7 @@ def _of_whole_rows(model: nn.Module, watch: Watch, others: Collection[str]) -> I
         yield path, why
 
 
-def _gives_other(module: nn.Module, call: WatchedCall, watch: Watch, part: Tensor, *, far: bool) -> bool:
+def _gives_other(module: nn.Module, call: WatchedCall, watch: OneTokenWatch, part: Tensor, *, far: bool) -> bool:
     """Compare the outputs for a part of the tokens with that part of the outputs for all.
 
     Args:
@@ -161,7 +161,7 @@ def _gives_other(module: nn.Module, call: WatchedCall, watch: Watch, part: Tenso
     return False
 
 
-def _taken(leaf: Any, part: Tensor, watch: Watch) -> Any:
+def _taken(leaf: Any, part: Tensor, watch: OneTokenWatch) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     for dim, size in enumerate(leaf.shape):
@@ -169,13 +169,13 @@ def _taken(leaf: Any, part: Tensor, watch: Watch) -> Any:
     return leaf
 
 
-def _is_positions(leaf: Any, watch: Watch) -> bool:
+def _is_positions(leaf: Any, watch: OneTokenWatch) -> bool:
     if not isinstance(leaf, Tensor) or leaf.dtype is not torch.int64:
         return False
     return watch.token_dim(leaf) == leaf.dim() - 1
 
 
-def _far(leaf: Any, watch: Watch) -> Any:
+def _far(leaf: Any, watch: OneTokenWatch) -> Any:
     if not _is_positions(leaf, watch):
         return leaf
     leaf = leaf.clone()
@@ -183,7 +183,7 @@ def _far(leaf: Any, watch: Watch) -> Any:
     return leaf
 
 
-def _mixer(model: nn.Module, watch: Watch, path: str, why: str, masks: Collection[str] | None) -> Mixer | None:
+def _mixer(model: nn.Module, watch: OneTokenWatch, path: str, why: str, masks: Collection[str] | None) -> Mixer | None:
     """Describe a mixer by its first call; None where no tensor that it is given has the row's tokens, or one that is
     about pairs of tokens cannot be made of whole rows.
 
@@ -225,7 +225,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
 
 
-def _is_known(model: nn.Module, watch: Watch, path: str, keys: tuple[str, ...]) -> bool:
+def _is_known(model: nn.Module, watch: OneTokenWatch, path: str, keys: tuple[str, ...]) -> bool:
     """Return whether arguments follow from the length of rows, their positions and buffers, in each call alike."""
     buffers = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
     try:

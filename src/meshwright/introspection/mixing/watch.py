@@ -1,4 +1,4 @@
-"""Watch the outputs of a model's modules while one token of a row changes."""
+"""OneTokenWatch the outputs of a model's modules while one token of a row changes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class WatchedCall:
 
 
 @dataclass
-class Watch:
+class OneTokenWatch:
     """Hooks on all modules of a model, and what they see in two forwards that differ in one token.
 
     Attributes:
