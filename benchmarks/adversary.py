@@ -383,7 +383,7 @@ def drawn(seed: int) -> dict[str, Any]:
         ("sync_grad_accum", [False, False, True]),
         ("sequence_parallel", [True, True, False]),
         ("reshard_after_forward", [True, True, False]),
-        ("loss_chunks", [0, 0, 2, 3]),
+        ("loss_chunks", [1, 1, 2, 3]),
     ):
         techniques[key] = r.choice(values)
     if layout.tp == 1:

@@ -88,6 +88,11 @@ def state_stays(case: Case) -> Found:
             f"{kind} computes otherwise as the number of its calls grows ({_some(seen.changes)}), and what it does then"
             f" could not be rehearsed with cut sequences. Set techniques.sequence_parallel = false."
         )
+    if case.layout.cp > 1 and seen.changes:
+        yield UnsupportedError(
+            f"{kind} computes otherwise as the number of its calls grows ({_some(seen.changes)}), and what it does then"
+            f" could not be rehearsed with rows cut over ranks. Set layout.cp = 1."
+        )
     mode = case.techniques.activation_checkpointing
     again = _recomputed(case, [w.name for w in seen.buffers]) or (
         state if not written and mode not in ("none", "offload") else ""

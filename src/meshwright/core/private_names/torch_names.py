@@ -52,6 +52,7 @@ TORCH: tuple[PrivateName, ...] = (
     PrivateName(
         "torch.Tensor._version", "context parallelism, float8 gathers and traces", "a public counter of writes"
     ),
+    PrivateName("torch.Tensor._is_view", "fully_shard of models whose units return views", "a public question"),
     PrivateName("torch._ops.OpOverload._schema", "recorded constructors, logits in parts", "a public schema"),
     PrivateName("torch.Tensor._make_wrapper_subclass", "logits in parts", "a public constructor", documented=True),
     PrivateName("torch._C.DisableTorchFunctionSubclass", "logits in parts", "a public context", documented=True),
@@ -120,7 +121,7 @@ TORCH: tuple[PrivateName, ...] = (
         ("_scaled_dot_product_efficient_attention", _CP_FP32, "attention that returns logarithms"),
         ("_scaled_dot_product_efficient_attention_backward", _CP_FP32, "attention that returns logarithms"),
         ("_grouped_mm", "estimates of memory of mixtures of experts", "a public operator"),
-        ("_unsafe_view", "sequence parallelism", "a public operator"),
+        ("_unsafe_view", "sequence parallelism, logits in parts, fully_shard", "a public operator"),
     ),
     *names_in(
         "torch.nn.attention.flex_attention",

@@ -29,6 +29,7 @@ from meshwright.introspection.premises.narrowing import is_rounding
 from meshwright.introspection.premises.playing import FixedDraws
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.copies import copy_of
+from meshwright.introspection.small.sample import ids_of
 from meshwright.planning.context.plan import ContextPlan
 
 from .rows import MASK, CutRows, select
@@ -40,6 +41,8 @@ PADDED = {"padded behind": slice(-3, None), "padded before": slice(0, 3)}
 WITHOUT_POSITIONS = "without positions"
 INSTEAD = {WITHOUT_POSITIONS: "Give batches positions", **dict.fromkeys(PADDED, "Leave attention_mask out")}
 """By kind of batch, what else can be done than to leave rows whole."""
+OTHERS = 6
+"""Batches of other tokens."""
 LARGEST_ERROR = 1e-6
 """In fp64, relative; models that compute in fp32 inside reach about 1e-7."""
 
@@ -60,6 +63,8 @@ def prove(facts: ModelFacts, plan: ContextPlan) -> dict[str, str]:
         for kind, batch in rehearsed(model).items():
             for training in (True, False) if kind == "plain" else (True,):
                 found[kind] = found.get(kind) or _why_wrong(facts, plan_of_copy, model.train(training), kind, batch)
+            if kind == "plain" and facts.measurements.premises().conditional:
+                found[kind] = found[kind] or _why_wrong_for_others(facts, plan_of_copy, model.train(), kind, batch)
             if kind in ALWAYS and (why := found.pop(kind)):
                 raise UnsupportedError(why)
         known[plan] = found
@@ -99,6 +104,18 @@ def refuse_length(facts: ModelFacts, plan: ContextPlan, length: int) -> None:
     if any(caller.is_dense for caller in plan.mixing.callers):
         refuse_other_masks(copy_of(facts.measurements.sample().model), plan.mixing.callers, length)
     facts.measurements.proven.add((plan, length))
+
+
+def _why_wrong_for_others(
+    facts: ModelFacts, plan: ContextPlan, model: nn.Module, kind: str, batch: dict[str, Tensor]
+) -> str:
+    """Rehearse batches of other tokens, of a model that decides by its tokens what it computes."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(OTHERS):
+        tokens = torch.randint(0, ids_of(model), batch["tokens"].shape, generator=generator)
+        if why := _why_wrong(facts, plan, model, kind, batch | {"tokens": tokens}):
+            return why
+    return ""
 
 
 def _why_wrong(facts: ModelFacts, plan: ContextPlan, model: nn.Module, kind: str, batch: dict[str, Tensor]) -> str:

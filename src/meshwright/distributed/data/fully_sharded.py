@@ -20,6 +20,7 @@ from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError
 from meshwright.core.names import clean, is_within
 from meshwright.core.record import recall
+from meshwright.core.torch_private import as_no_view, is_view, tree_leaves, tree_map
 from meshwright.distributed import torch_private
 from meshwright.distributed.float8 import gather as float8_gather
 from meshwright.distributed.mesh import axis_sizes, get_expert_mesh, replica_axis, sharding_axis
@@ -45,8 +46,10 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
         cast(Any, model).fully_shard(reshard_after_forward=reshard, mp_policy=inner, **shared)
     for unit in plan.units:
         if unit.name and not unit.experts and not plan.data.own_units:
+            module = model.get_submodule(unit.name)
+            module.register_forward_hook(_without_views)
             block = fully_shard(
-                model.get_submodule(unit.name),
+                module,
                 reshard_after_forward=unit.reshard_after_forward,
                 mp_policy=inner,
                 **shared,
@@ -54,6 +57,9 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
             if unit.reshard_after_forward and not unit.gathers_in_backward:
                 # torch's prefetch would gather frozen blocks that no gradient reaches
                 block.set_unshard_in_backward(False)
+    for module in sharded_modules(model) if plan.data.own_units else ():
+        cast(nn.Module, module).register_forward_hook(_without_views, prepend=True)
+    model.register_forward_hook(_without_views)
     fully_shard(model, reshard_after_forward=False, mp_policy=whole, **shared)
     model.register_forward_hook(_see_into_output)
     if plan.float8 is not None and plan.float8.all_gather and plan.shares.shards > 1:
@@ -103,6 +109,18 @@ def _shard_experts(
         made.set_unshard_in_backward(False)
     made.set_force_sum_reduction_for_comms(True)  # for a mean, each rank computes its part already
     made.set_gradient_divide_factor(1.0)
+
+
+def _without_views(module: nn.Module, inputs: tuple, output: Any) -> Any:
+    """Return outputs that are no views, before FSDP2 hangs a unit's backward on them.
+
+    A write into a view drops FSDP2's hook, so that the weights are not there when they are needed; on a view that was
+    written to before, torch 2.13 ends the process.
+    """
+    views = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad and is_view(leaf)]
+    if not views:
+        return output
+    return tree_map(lambda leaf: as_no_view(leaf) if any(leaf is view for view in views) else leaf, output)
 
 
 def _see_into_output(root: Any, inputs: tuple, output: Any) -> None:

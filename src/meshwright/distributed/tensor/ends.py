@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from meshwright.core.calls import argument, show_computed, with_arguments, without_values
 from meshwright.core.losses import cross_entropy_sum
 from meshwright.core.record import note, wrap
+from meshwright.core.torch_private import as_no_view
 from meshwright.distributed.float8.products import PLAIN
 from meshwright.distributed.recompute.random_streams import drawn_number, restore_streams, streams
 from meshwright.distributed.weights.shards import seed_of
@@ -210,7 +211,8 @@ def _loss_deferred(
             return vocabulary_parallel_cross_entropy_sum(found, labels[tokens], part, weights=own)
 
         request.result = head_loss_sum(x, weight, loss, bias=bias, chunks=request.chunks)
-        return x.new_empty((x.shape[0], 0, made.shape[-1]))
+        # DDP finds what a step does not use from the output
+        return request.result * x.new_empty((x.shape[0], 0, made.shape[-1]))
 
     runtime.answer = answer
     return begun
@@ -232,7 +234,7 @@ def _own_deferred(runtime: LossSite, own: Tensor, shard: VocabularyShard) -> Ten
         runtime.shard = _part_of(made, shard)
         piece = tape.replay(made, own.flatten(0, -2), first=shard.first)
         # nobody else has the piece: to autograd its new shape is no view, of which FSDP2 would warn
-        return torch.ops.aten._unsafe_view(piece, (*made.shape[:-1], runtime.shard.size))
+        return as_no_view(piece, (*made.shape[:-1], runtime.shard.size))
 
     runtime.answer = answer
     return begun

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from meshwright.core.torch_private import as_no_view
 from meshwright.distributed.exchange.ranks import RankGroup, share_of_sequence
 from meshwright.distributed.step.deferred import DeferredGradients
 
@@ -78,7 +79,7 @@ class Sequence:
             return self.group.sum(x.contiguous())
         mine = self.group.scatter(x if x.dim() == 3 else x.reshape(self.rows, -1, x.shape[-1]))
         # a view could not be changed in place
-        return mine if x.dim() == 3 else torch.ops.aten._unsafe_view(mine, (-1, x.shape[-1]))
+        return mine if x.dim() == 3 else as_no_view(mine, (-1, x.shape[-1]))
 
     def _overlapping(self, x: Tensor) -> Overlap | None:
         """Return the overlap if it applies: with padding, or with flat rows, the fused operators do not."""

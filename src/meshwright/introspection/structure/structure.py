@@ -105,16 +105,26 @@ def measure(sample: Sample, model: nn.Module) -> tuple[Structure, Tried]:
             continue
         called = next((path for path in here if all(path in probes for probes, _ in runs)), None)
         if called is None:
+            what = (
+                "they seem to be of images or sounds. Only models whose blocks all take tokens are cut over these axes"
+                if sample.of_images
+                else "some batches seem to pass over them, and parts of a batch would decide so for themselves"
+            )
             raise UnsupportedError(
                 f"the blocks {pattern(here[0])} of {type(model).__name__} are not called in a forward of token ids"
-                " alone: they seem to be of images or sounds. Only models whose blocks all take tokens are cut over"
-                " these axes. Set layout.tp = 1 and layout.pp = 1."
+                f" alone: {what}. Set layout.tp = 1 and layout.pp = 1."
             )
         kind = _kind(first_probes[called], tuple(paths[key]))
         tried.append(([run[0][called] for run in runs], kind.regions))
         sizes = shapes_of(first_probes[called].block), shapes_of(model.get_submodule(paths[key][0]))
         kinds.append(
             replace(kind, regions=tuple(resized(region, *sizes, Fraction(sample.heads)) for region in kind.regions))
+        )
+    if not kinds:
+        raise UnsupportedError(
+            f"{type(model).__name__} has no repeated blocks that can be told apart: children of an nn.ModuleList or"
+            f" nn.ModuleDict with parameters that no other module shares. Set techniques.loss_chunks = 1, layout.tp = 1"
+            f" and layout.pp = 1."
         )
     embedding = _embedding(sample, outside)
     head = _head(sample, outside)

@@ -141,7 +141,11 @@ def _planned(measured: Measured | None, mixer: Mixer, block: str, shares: int, t
         return MixerPlan(mixer, reason="it has no heads that were measured apart")
     if region.adapted or region.latent or region.spanning:
         return MixerPlan(mixer, reason="it has adapters, or layers or norms that all heads share")
-    if not all(part.fits(shares) for cut in region.cuts for part in cut.parts):
+    mixed = region.cut_of(f"{region.consumer}.weight")
+    assert mixed is not None
+    # a head that two ranks computed would be added twice
+    alone = all(part.fits(shares) and part.copies(shares) == 1 for part in mixed.parts)
+    if not alone or not all(part.fits(shares) for cut in region.cuts for part in cut.parts):
         return MixerPlan(mixer, reason=f"its {region.groups} heads cannot be shared out")
     first = kind.blocks[0]
     form = measured.form_of(first, region, without_mask=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.names import is_within
 from meshwright.introspection.mixing.values import Mixing
 from meshwright.introspection.wrapped import core_of
 from meshwright.models.moe import Router
@@ -51,8 +52,20 @@ def _measured(case: Case) -> Found:
     except UnsupportedError as error:
         yield UnsupportedError(f"{error}. Set layout.cp = 1.")
         return
+    yield from _passed_over(case, mixing)
     yield from _compiled_flex(case, mixing)
     yield from _mixers(case, mixing)
+
+
+def _passed_over(case: Case, mixing: Mixing) -> Found:
+    """Refuse modules in which tokens meet, and that some batches or draws pass over: ranks wait there for each other."""
+    paths = [caller.path for caller in mixing.callers] + [mixer.path for mixer in mixing.mixers]
+    conditional = case.facts.measurements.premises().conditional
+    if path := next((path for path in paths if any(is_within(name, path) for name in conditional)), None):
+        yield UnsupportedError(
+            f"layout.cp = {case.layout.cp}: some batches or draws pass over {path}, in which the tokens of all ranks"
+            f" meet, and each rank would decide so for its own tokens. Set layout.cp = 1."
+        )
 
 
 def _compiled_flex(case: Case, mixing: Mixing) -> Found:
