@@ -7,7 +7,9 @@ import random
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from support.users import VOCABULARY, User
+from torch.distributed.tensor import DTensor
 
 from meshwright import Layout, UnsupportedError, parallelize, plan
 from meshwright.distributed.mesh import data_position
@@ -63,6 +65,60 @@ def test_nothing_hangs(coin, blocks, sizes, spmd):
 def test_cut_stages_and_tokens_are_refused(coin, sizes):
     with pytest.raises(UnsupportedError, match="only some rows use layers.0"):
         plan(Skips(coin, 6), Layout(**sizes))
+
+
+@pytest.mark.parametrize("coin", COINS)
+def test_cut_rows_are_refused(coin):
+    """Ranks with parts of one row would toss for themselves, and wait in attention for each other."""
+    with pytest.raises(UnsupportedError, match="some batches or draws pass over layers"):
+        plan(Skips(coin, 6), Layout(cp=2, dp_shard=1))
+
+
+def toss_again(step, rank):
+    random.seed(100 * step + rank), np.random.seed(100 * step + rank), torch.manual_seed(100 * step + rank)
+
+
+def apart(coin, blocks, sizes):
+    """Errors of three steps against one process that tosses each rank's coins for that rank's rows."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Skips(coin, blocks).double())
+    reference, model = models[0], parallelize(models[1], Layout(**sizes), techniques=FP64, audit=False)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (reference, model)]
+    rank, ranks = data_position(model.mesh)
+    found = {}
+    for step in range(3):
+        tokens = torch.randint(0, VOCABULARY, (4, 6), generator=torch.Generator().manual_seed(step))
+        given = {"tokens": tokens, "labels": tokens.roll(-1, 1)}
+        total = 0.0
+        optimizers[0].zero_grad()
+        for other in range(ranks):
+            toss_again(step, other)
+            own = {k: v.chunk(ranks)[other] for k, v in given.items()}
+            logits = reference(own["tokens"]).flatten(0, 1)
+            loss = F.cross_entropy(logits, own["labels"].flatten(), reduction="sum") / tokens.numel()
+            loss.backward()
+            total += float(loss)
+        optimizers[0].step()
+        toss_again(step, rank)
+        found[step] = abs(
+            float(model.forward_backward({k: v.chunk(ranks)[rank] for k, v in given.items()}).loss) - total
+        )
+        model.optimizer_step(optimizers[1])
+    expected = dict(reference.named_parameters())
+    for name, p in model.named_parameters():
+        whole = p.full_tensor() if isinstance(p, DTensor) else p
+        found[name] = float((whole - expected[name]).norm() / expected[name].norm())
+    return {name: error for name, error in found.items() if not error <= 1e-10}
+
+
+@pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1}], ids=str)
+@pytest.mark.parametrize("blocks", [2, 6])
+@pytest.mark.parametrize("coin", COINS)
+def test_ranks_toss_for_their_own_rows_as_one_process_does(coin, blocks, sizes, spmd):
+    for found in spmd(2, apart, coin, blocks, sizes, timeout=60.0):
+        assert found == {}
 
 
 @pytest.mark.parametrize("coin", COINS)

@@ -229,7 +229,37 @@ class OfKinds(GivenPairs):
         return self.logits(x)
 
 
+class Parallel(GivenPairs):
+    """Attention and feed-forward read norms of one input, and their outputs are added."""
+
+    class Block(Block):
+        def forward(self, x, *given):
+            return x + self.attention(self.norm(x), *given) + self.down(F.gelu(self.up(self.norm_2(x))))
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([self.Block(ByHand) for _ in self.layers])
+
+    def given(self, tokens):
+        return (blocking(tokens.shape[1]),)
+
+
+class FewHeads(Triangle):
+    """Two heads, and one of keys and values: four ranks of both axes cannot share them out."""
+
+    class attention(Attention):
+        def __init__(self):
+            super().__init__()
+            self.wk, self.wv = (nn.Linear(DIM, DIM // 2, bias=False) for _ in range(2))
+
+        def forward(self, x, bias):
+            q, k, v = (part(x).unflatten(-1, (-1, DIM // 2)).transpose(1, 2) for part in (self.wq, self.wk, self.wv))
+            return self.wo(((q @ k.mT / 3 + bias).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
 CARRIED = (
+    Parallel,
+    FewHeads,
     Triangle,
     TriangleToTorch,
     Distances,

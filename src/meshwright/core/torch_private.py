@@ -132,19 +132,6 @@ def schema_of(operator: Any) -> Any:
     return getattr(operator, "_schema", None)
 
 
-def as_no_view(x: Tensor, shape: Any = None) -> Tensor:
-    """Return a tensor, in another shape or its own, that is no view to autograd, though it has the same memory.
-
-    To be used where nothing else reads or writes that memory.
-    """
-    return torch.ops.aten._unsafe_view(x, x.shape if shape is None else shape)
-
-
-def is_view(x: Tensor) -> bool:
-    """Return whether autograd takes a tensor for a view of another."""
-    return x._is_view()
-
-
 def is_grouped_product(operator: Any) -> bool:
     """Return whether an operator is that behind ``torch.nn.functional.grouped_mm``."""
     return operator is found("torch.ops.aten._grouped_mm").default

@@ -199,6 +199,13 @@ def _state(module: Any) -> Any:
 
 
 @needs(f"{_STATE}._lazy_init")
+def as_no_view(x: Tensor, shape: Any = None) -> Tensor:
+    """Return a tensor that is no view to autograd, in another shape or its own; nothing else may use its memory."""
+    if shape is None and not x._is_view():
+        return x
+    return torch.ops.aten._unsafe_view(x, x.shape if shape is None else shape)
+
+
 def begin_forward(root: FSDPModule) -> None:
     """Set up the state that FSDP2 creates at the first forward."""
     _state(root)._lazy_init()

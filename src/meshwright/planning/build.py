@@ -298,6 +298,9 @@ def _tensor_plan(facts: ModelFacts, layout: Layout, requested: Techniques) -> tu
             f"techniques.async_tensor_parallel = true overlaps what travels between cut sequences, and those of"
             f" {facts.kind} stay whole: {'; '.join(tensor_notes)}. Set techniques.async_tensor_parallel = false."
         )
+    if layout.cp > 1 and facts.applied_plan(ContextPlan) is None and facts.measurements.mixing().mixers:
+        # modules that compute whole rows are given other tensors than norms return, and their layers give others
+        made = replace(made, kinds=tuple(replace(kind, norms=(), summed=()) for kind in made.kinds))
     return replace(made, async_tensor_parallel=requested.async_tensor_parallel), tensor_notes
 
 

@@ -20,11 +20,12 @@ from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError
 from meshwright.core.names import clean, is_within
 from meshwright.core.record import recall
-from meshwright.core.torch_private import as_no_view, is_view, tree_leaves, tree_map
+from meshwright.core.torch_private import tree_map
 from meshwright.distributed import torch_private
 from meshwright.distributed.float8 import gather as float8_gather
 from meshwright.distributed.mesh import axis_sizes, get_expert_mesh, replica_axis, sharding_axis
-from meshwright.distributed.torch_private import groups_of_parameters
+from meshwright.distributed.torch_private import as_no_view, groups_of_parameters
+from meshwright.introspection.outputs import with_logits
 from meshwright.planning.experts.plan import ExpertPlan
 from meshwright.planning.plan import Plan
 from meshwright.planning.shares import Shares
@@ -117,10 +118,12 @@ def _without_views(module: nn.Module, inputs: tuple, output: Any) -> Any:
     A write into a view drops FSDP2's hook, so that the weights are not there when they are needed; on a view that was
     written to before, torch 2.13 ends the process.
     """
-    views = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad and is_view(leaf)]
-    if not views:
-        return output
-    return tree_map(lambda leaf: as_no_view(leaf) if any(leaf is view for view in views) else leaf, output)
+    if isinstance(output, Tensor):
+        return as_no_view(output)
+    logits = getattr(output, "logits", None)  # of an object into which tree_map does not look
+    if isinstance(logits, Tensor) and (own := as_no_view(logits)) is not logits:
+        output = with_logits(output, own)
+    return tree_map(lambda leaf: as_no_view(leaf) if isinstance(leaf, Tensor) else leaf, output)
 
 
 def _see_into_output(root: Any, inputs: tuple, output: Any) -> None:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from meshwright.core.calls import argument, show_computed, with_arguments, without_values
 from meshwright.core.losses import cross_entropy_sum
 from meshwright.core.record import note, wrap
-from meshwright.core.torch_private import as_no_view
 from meshwright.distributed.float8.products import PLAIN
 from meshwright.distributed.recompute.random_streams import drawn_number, restore_streams, streams
+from meshwright.distributed.torch_private import as_no_view
 from meshwright.distributed.weights.shards import seed_of
 from meshwright.introspection.logits.deferred import DeferredLogits
 from meshwright.introspection.logits.operation import begin

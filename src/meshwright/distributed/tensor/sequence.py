@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright.core.torch_private import as_no_view
 from meshwright.distributed.exchange.ranks import RankGroup, share_of_sequence
 from meshwright.distributed.step.deferred import DeferredGradients
+from meshwright.distributed.torch_private import as_no_view
 
 from .overlap import Overlap
 

@@ -58,7 +58,7 @@ def _measured(case: Case) -> Found:
 
 
 def _passed_over(case: Case, mixing: Mixing) -> Found:
-    """Refuse modules in which tokens meet, and that some batches or draws pass over: ranks wait there for each other."""
+    """Refuse modules in which tokens meet, and that some batches or draws pass over: ranks would wait there."""
     paths = [caller.path for caller in mixing.callers] + [mixer.path for mixer in mixing.mixers]
     conditional = case.facts.measurements.premises().conditional
     if path := next((path for path in paths if any(is_within(name, path) for name in conditional)), None):
