@@ -31,6 +31,12 @@ CASES = {
     "jamba, cp 2": ("jamba", Layout(dp_shard=1, cp=2), {}),
     "jamba, cp 2, tp 2": ("jamba", Layout(dp_shard=1, cp=2, tp=2), WHOLE_SEQUENCES),
     "lfm2, cp 2, pp 2": ("lfm2", Layout(dp_shard=1, cp=2, pp=2), {}),
+    "bloom, cp 2, fsdp 2, recomputed": ("bloom", Layout(dp_shard=2, cp=2), {"activation_checkpointing": "full"}),
+    "bloom, cp 2, tp 2": ("bloom", Layout(dp_shard=1, cp=2, tp=2), WHOLE_SEQUENCES),
+    "bloom, cp 2, compiled": ("bloom", Layout(dp_shard=1, cp=2), {"compile": True, "compile_backend": "aot_eager"}),
+    "bloom, cp 2, pp 2": ("bloom", Layout(dp_shard=1, cp=2, pp=2), {}),
+    "mpt, cp 2, pp 2": ("mpt", Layout(dp_shard=1, cp=2, pp=2), {}),
+    "gptj, cp 4": ("gptj", Layout(dp_shard=1, cp=4), {}),
     "rwkv, cp 2": ("rwkv", Layout(dp_shard=1, cp=2), {}),
 }
 
@@ -69,7 +75,7 @@ def step_on_the_wire(family: str, techniques: dict) -> tuple:
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
-@pytest.mark.parametrize("family", ["lfm2", "jamba", "mamba2"])
+@pytest.mark.parametrize("family", ["lfm2", "jamba", "mamba2", "bloom", "gptj"])
 def test_what_mixers_send_is_what_the_plan_says(spmd, family, mode):
     for said, found in spmd(2, step_on_the_wire, family, {"activation_checkpointing": mode}):
         assert_estimated(said, found)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.core.dtypes import torch_dtype
 from meshwright.core.record import recall, remember
 from meshwright.core.torch_private import uncompiled
 from meshwright.distributed.exchange.ranks import ProcessGroupRanks, RankGroup
@@ -34,12 +35,17 @@ def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh, facts: ModelFacts) -> 
         length=partial(refuse_length, facts, context),
         rows=partial(refuse_other_rows, context.mixing),
     )
-    without_values = facts.measurements.without_values() if context.has_pairs else None
-    wrap_modules(model, context, ranks, checks, without_values)
+    wrap_modules(model, context, ranks, checks, _without_values(facts, plan) if context.has_pairs else None)
     separate_streams(model, ranks.rank)
     _count_whole_rows(model, ranks)
     remember(model, context)
     return model
+
+
+def _without_values(facts: ModelFacts, plan: Plan) -> nn.Module:
+    """Return a copy of the model on meta that computes in the planned dtype."""
+    made = facts.measurements.without_values()
+    return made if plan.precision.is_kept else made.to(torch_dtype(plan.precision.compute))
 
 
 def _count_whole_rows(model: nn.Module, ranks: RankGroup) -> None:

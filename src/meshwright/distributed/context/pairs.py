@@ -101,5 +101,5 @@ def _as_dtype(whole: Tensor, dtype: torch.dtype) -> Tensor:
     """Return values in another dtype; the smallest number of a dtype, by which masks block, is that of the other."""
     if whole.dtype == dtype or not whole.is_floating_point() or not dtype.is_floating_point:
         return whole.to(dtype)
-    limits = torch.finfo(dtype)
-    return torch.where(whole.isinf(), whole, whole.clamp(limits.min, limits.max)).to(dtype)
+    most = min(torch.finfo(dtype).max, torch.finfo(whole.dtype).max)
+    return torch.where(whole.isinf(), whole, whole.clamp(-most, most)).to(dtype)
