@@ -232,6 +232,15 @@ def test_ranks_hold_what_was_estimated(spmd, measured, name):
         measured(name, "foreseen of found", {"together": foreseen.total / found.total})
 
 
+@pytest.mark.parametrize(("name", "biases"), [("bloom", 4 * SEQ), ("gptj", 0)])
+def test_masks_of_whole_rows_are_foreseen(spmd, name, biases):
+    """They are kept from one microbatch to the next, so that an account of one step does not see them."""
+    case = (family(name), Layout(dp_shard=1, cp=2), {}, 1)
+    for found, foreseen in fullest_of_each_row(spmd(2, compared, case), 2):
+        masks = 4 * ROWS * (SEQ * SEQ + biases)
+        assert abs(foreseen.total - found.total - masks) <= TOGETHER * found.total
+
+
 # --- mutants
 
 

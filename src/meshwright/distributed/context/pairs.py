@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,13 +14,15 @@ from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean
 from meshwright.core.torch_private import by_values, has_no_values
 from meshwright.introspection.mixing.masks import TokenMask
-from meshwright.introspection.mixing.whole import whole_arguments
+from meshwright.introspection.mixing.whole import META, whole_arguments
 from meshwright.introspection.signature import TARGETS, Signature
 from meshwright.planning.context.plan import ContextPlan
 
 from .rows import DECIDING, MASK, CutRows
 
 Known = dict[str, dict[str, Any]]
+MOST_IN_DRY_RUNS = 2**27
+"""Pairs of tokens up to which a dry run makes them with values, where code looks at these."""
 
 
 @dataclass
@@ -34,6 +37,7 @@ class PairArguments:
     plan: ContextPlan
     known: Known | None = None
     _of: tuple[Any, ...] = ()
+    _held: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
 
     def refuse_other_keys(self, batch: Mapping[str, Tensor], signature: Signature) -> None:
         """Refuse tensors of a batch that may have a say in the arguments, which are computed without them.
@@ -64,8 +68,15 @@ class PairArguments:
         buffers = {name: names[clean(name)] for name, _ in self.copy.named_buffers() if clean(name) in names}
         tokens = torch.zeros(shape, dtype=torch.int64)
         self.copy.train(model.training)
-        self.known = whole_arguments(self.copy, buffers, batch | {"tokens": tokens}, wanted, device)
+        compute = partial(whole_arguments, self.copy, buffers, batch | {"tokens": tokens}, wanted)
+        try:
+            self.known = compute(device)
+        except Exception:
+            if device != META or tokens.numel() * rows.length > MOST_IN_DRY_RUNS:
+                raise
+            self.known = compute(torch.device("cpu"))  # the model's code looks at values of positions or masks
         self._of = of
+        self._held.clear()
 
     def given(self, path: str, key: str, instead: Tensor | TokenMask) -> Any:
         """Return an argument of whole rows.
@@ -79,10 +90,12 @@ class PairArguments:
         known = {} if self.known is None else self.known.get(path, {})
         whole = known.get(key)
         if isinstance(instead, Tensor) and isinstance(whole, Tensor):
-            if has_no_values(instead):
-                return instead.new_empty(1).expand(whole.shape)
-            if not whole.is_meta:
-                return _as_dtype(whole, instead.dtype)
+            if (id(whole), instead.dtype) not in self._held and has_no_values(instead):
+                self._held[id(whole), instead.dtype] = instead.new_empty(whole.shape)
+            elif (id(whole), instead.dtype) not in self._held and not whole.is_meta:
+                self._held[id(whole), instead.dtype] = _as_dtype(whole, instead.dtype)
+            if (found := self._held.get((id(whole), instead.dtype))) is not None:
+                return found
         elif key in known and (whole is None or not whole.is_meta):
             return whole
         raise UnsupportedError(
