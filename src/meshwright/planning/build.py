@@ -299,8 +299,7 @@ def _tensor_plan(facts: ModelFacts, layout: Layout, requested: Techniques) -> tu
             f" {facts.kind} stay whole: {'; '.join(tensor_notes)}. Set techniques.async_tensor_parallel = false."
         )
     if layout.cp > 1 and facts.applied_plan(ContextPlan) is None and facts.measurements.mixing().mixers:
-        # modules that compute whole rows are given other tensors than norms return, and their layers give others
-        made = replace(made, kinds=tuple(replace(kind, norms=(), summed=()) for kind in made.kinds))
+        made = made.branch_by_branch()
     return replace(made, async_tensor_parallel=requested.async_tensor_parallel), tensor_notes
 
 
