@@ -6,9 +6,10 @@ from functools import partial
 
 import pytest
 import torch
-from support.cut_rows import EXACT, WAYS, batch, errors
+from support.cut_rows import EXACT, FP64, WAYS, batch, errors
 from support.pairs import (
     CARRIED,
+    Annealed,
     Beginning,
     Distances,
     Documents,
@@ -19,12 +20,15 @@ from support.pairs import (
     WithPadding,
     paired,
 )
+from torch.distributed.tensor import DTensor
 
 from meshwright import Layout, parallelize, plan
 from meshwright.core.errors import UnsupportedError
 from meshwright.distributed.context import pairs
 from meshwright.distributed.context.rehearsal import prove
+from meshwright.distributed.context.rows import cut_rows
 from meshwright.introspection.facts import model_facts
+from meshwright.introspection.mixing.whole import copy_without_values
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -75,6 +79,63 @@ def test_each_step_has_its_own_pairs(spmd):
     kinds = [(19, None), (19, padding(4, 19)["attention_mask"]), (19, other), (12, None), (19, None)]
     for found in spmd(2, several_steps, kinds):
         assert max(found) < 1e-6 and len(found) == 5
+
+
+def changed_between_steps():
+    """Errors where an attribute and a buffer, of which biases are made, change between steps."""
+    model, reference = paired(Annealed), paired(Annealed)
+    laid = parallelize(model, Layout(dp_shard=1, cp=2), techniques=FP64)
+    found = []
+    for step in range(4):
+        for each in (model, reference):
+            each.slope, each.config.width = 0.1 * step, 4 + step
+            each.factor.fill_(1.0 + step // 2)
+        given = batch(19)
+        expected = torch.nn.functional.cross_entropy(
+            reference(given["tokens"]).flatten(0, 1), given["labels"].flatten()
+        )
+        found.append(float((laid.forward_backward(given).loss - expected).abs()))
+    return found
+
+
+def test_attributes_and_buffers_may_change_between_steps(spmd):
+    for found in spmd(2, changed_between_steps):
+        assert max(found) <= EXACT
+
+
+def in_a_pipeline():
+    """Errors of steps whose microbatches have paddings of their own, recomputed behind later forwards."""
+    model = parallelize(
+        paired(WithPadding),
+        Layout(dp_shard=1, cp=2, pp=2),
+        techniques=FP64 | {"activation_checkpointing": "full"},
+        microbatch_rows=1,
+    )
+    reference, given = paired(WithPadding), batch(19) | padding(4, 19)
+    logits = reference(given["tokens"], given["attention_mask"])
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), given["labels"].flatten())
+    loss.backward()
+    expected = dict(reference.named_parameters())
+    found = [float((model.forward_backward(given).loss - loss).abs())]
+    for name, p in model.named_parameters():
+        wanted = expected[name].grad
+        whole = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        found.append(float((whole - wanted).norm() / wanted.norm()))
+    return found
+
+
+def test_microbatches_of_a_pipeline_have_their_own_pairs(spmd):
+    for found in spmd(4, in_a_pipeline):
+        assert max(found) <= EXACT
+
+
+def test_draws_of_the_copy_are_none_of_the_runs(monkeypatch):
+    model = paired(Distances)
+    of = pairs.PairArguments(copy_without_values(model), plan(model, Layout(dp_shard=1, cp=2)).context)
+    monkeypatch.setattr(pairs, "whole_arguments", lambda *given: {"drawn": torch.rand(3)})
+    before = torch.get_rng_state()
+    of.enter(model, cut_rows(batch(8), 2, 0), torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_heads_are_shared_out_where_they_were_measured_apart():

@@ -213,6 +213,21 @@ class MadeInside(GivenPairs):
         return ()
 
 
+class Annealed(GivenPairs):
+    """Distances count for more from step to step, by an attribute, a buffer and a config."""
+
+    def __init__(self):
+        super().__init__()
+        self.slope, self.config.width = 0.0, 4
+        self.register_buffer("factor", torch.ones(()))
+
+    def given(self, tokens):
+        place = torch.arange(tokens.shape[1])
+        apart = (place[:, None] - place[None, :]).abs()
+        bias = -self.slope * self.factor * apart.clamp(max=self.config.width)
+        return (blocking(tokens.shape[1]) + bias,)
+
+
 class OfKinds(GivenPairs):
     """Tokens of another kind are hidden; there may be none."""
 

@@ -132,7 +132,7 @@ def _gathered(
         UnsupportedError: it has other tokens than this rank's, or was not there when the module was measured.
     """
     if key in mixer.pairs and runtime.pairs is not None:
-        return runtime.pairs.given(mixer.path, key, leaf)
+        return runtime.pairs.given(mixer.path, key, leaf, rows)
     if not isinstance(leaf, Tensor):
         return leaf
     own, known = rows.counts[rows.rank], {each.key: each for each in mixer.inputs}

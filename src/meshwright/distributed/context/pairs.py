@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean
-from meshwright.core.torch_private import by_values, has_no_values
+from meshwright.core.torch_private import by_values, has_no_values, version_of
+from meshwright.introspection.constructor.recording import seeded
 from meshwright.introspection.mixing.masks import TokenMask
 from meshwright.introspection.mixing.whole import META, whole_arguments
 from meshwright.introspection.signature import TARGETS, Signature
@@ -20,9 +21,25 @@ from meshwright.planning.context.plan import ContextPlan
 
 from .rows import DECIDING, MASK, CutRows
 
-Known = dict[str, dict[str, Any]]
 MOST_IN_DRY_RUNS = 2**27
 """Pairs of tokens up to which a dry run makes them with values, where code looks at these."""
+PLAIN = (bool, int, float, str)
+"""Types of attributes that a forward may read and a user may change between steps."""
+
+
+@dataclass(eq=False)
+class Made:
+    """The arguments of some rows.
+
+    Attributes:
+        known: by module, arguments by their paths.
+        of: what they follow from, to see whether the next rows are alike.
+        held: tensors in the dtypes in which they were asked for, by the numbers (``id``) of those in ``known``.
+    """
+
+    known: dict[str, dict[str, Any]]
+    of: tuple[Any, ...]
+    held: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -31,13 +48,12 @@ class PairArguments:
 
     Attributes:
         copy: of the model, on meta, before anything was changed.
+        last: what was made last; rows keep what is theirs, for a backward that recomputes.
     """
 
     copy: nn.Module
     plan: ContextPlan
-    known: Known | None = None
-    _of: tuple[Any, ...] = ()
-    _held: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
+    last: Made | None = None
 
     def refuse_other_keys(self, batch: Mapping[str, Tensor], signature: Signature) -> None:
         """Refuse tensors of a batch that may have a say in the arguments, which are computed without them.
@@ -56,29 +72,60 @@ class PairArguments:
 
     @by_values
     def enter(self, model: nn.Module, rows: CutRows, device: torch.device) -> None:
-        """Compute the arguments for these rows, unless the last ones were alike."""
-        wanted = {mixer.path: mixer.pairs for mixer in (each.mixer for each in self.plan.mixers) if mixer.pairs}
+        """Compute the arguments of these rows, unless the last ones were alike."""
         brought = {"positions": rows.positions, "document_ids": rows.documents, MASK: rows.padding}
-        batch = {key: value for key, value in brought.items() if value is not None}
-        shape = (rows.count, rows.length)
-        of = (model.training, shape, device, *brought.values())
-        if self.known is not None and len(of) == len(self._of) and all(map(_alike, of, self._of)):
-            return
         names = {clean(name): buffer for name, buffer in model.named_buffers()}
         buffers = {name: names[clean(name)] for name, _ in self.copy.named_buffers() if clean(name) in names}
-        tokens = torch.zeros(shape, dtype=torch.int64)
-        self.copy.train(model.training)
-        compute = partial(whole_arguments, self.copy, buffers, batch | {"tokens": tokens}, wanted)
-        try:
-            self.known = compute(device)
-        except Exception:
-            if device != META or tokens.numel() * rows.length > MOST_IN_DRY_RUNS:
-                raise
-            self.known = compute(torch.device("cpu"))  # the model's code looks at values of positions or masks
-        self._of = of
-        self._held.clear()
+        written = tuple((id(buffer), version_of(buffer)) for buffer in buffers.values())
+        shape, attributes = (rows.count, rows.length), self._attributes(model)
+        of = (model.training, shape, device, written, attributes, *brought.values())
+        if self.last is None or not all(map(_alike, of, self.last.of)):
+            batch = {key: value for key, value in brought.items() if value is not None}
+            batch["tokens"] = torch.zeros(shape, dtype=torch.int64)
+            self._follow(model.training, attributes)
+            self.last = Made(self._computed(buffers, batch, device), of)
+        rows.memo[PairArguments] = self.last
 
-    def given(self, path: str, key: str, instead: Tensor | TokenMask) -> Any:
+    def _computed(
+        self, buffers: Mapping[str, Tensor], batch: dict[str, Tensor], device: torch.device
+    ) -> dict[str, dict[str, Any]]:
+        wanted = {mixer.path: mixer.pairs for mixer in (each.mixer for each in self.plan.mixers) if mixer.pairs}
+        compute = partial(whole_arguments, self.copy, buffers, batch, wanted)
+        with seeded(0):  # draws of the copy are none of the run's
+            try:
+                return compute(device)
+            except Exception:
+                if device != META or batch["tokens"].numel() * batch["tokens"].shape[1] > MOST_IN_DRY_RUNS:
+                    raise
+                return compute(torch.device("cpu"))  # the model's code looks at values of positions or masks
+
+    def _attributes(self, model: nn.Module) -> dict[tuple[str, str], Any]:
+        """Return the plain attributes of a model's modules and configs, without those that layouts set."""
+        found: dict[tuple[str, str], Any] = {}
+        configs: set[int] = set()
+        for path, module in model.named_modules():
+            config = vars(module).get("config")
+            for name, value in vars(module).items():
+                if type(value) in PLAIN and not name.startswith("_") and name != "training":
+                    found[clean(path), name] = value
+            if config is not None and id(config) not in configs and hasattr(config, "__dict__"):
+                configs.add(id(config))
+                named = {name: value for name, value in vars(config).items() if not name.startswith("_")}
+                found |= {(clean(path), f"config.{name}"): v for name, v in named.items() if type(v) in PLAIN}
+        return found
+
+    def _follow(self, training: bool, attributes: dict[tuple[str, str], Any]) -> None:
+        """Give the copy the mode and the attributes that the model has now."""
+        self.copy.train(training)
+        modules = {clean(path): module for path, module in self.copy.named_modules()}
+        for (path, name), value in attributes.items():
+            of: Any = modules.get(path)
+            if name.startswith("config."):
+                of, name = getattr(of, "config", None), name.removeprefix("config.")
+            if of is not None and vars(of).get(name, value) != value:
+                setattr(of, name, value)
+
+    def given(self, path: str, key: str, instead: Tensor | TokenMask, rows: CutRows) -> Any:
         """Return an argument of whole rows.
 
         Args:
@@ -87,14 +134,16 @@ class PairArguments:
         Raises:
             UnsupportedError: the argument depends on weights, or on a buffer of another pipeline stage.
         """
-        known = {} if self.known is None else self.known.get(path, {})
+        made: Made | None = rows.memo.get(PairArguments)
+        known = {} if made is None else made.known.get(path, {})
         whole = known.get(key)
-        if isinstance(instead, Tensor) and isinstance(whole, Tensor):
-            if (id(whole), instead.dtype) not in self._held and has_no_values(instead):
-                self._held[id(whole), instead.dtype] = instead.new_empty(whole.shape)
-            elif (id(whole), instead.dtype) not in self._held and not whole.is_meta:
-                self._held[id(whole), instead.dtype] = _as_dtype(whole, instead.dtype)
-            if (found := self._held.get((id(whole), instead.dtype))) is not None:
+        if made is not None and isinstance(instead, Tensor) and isinstance(whole, Tensor):
+            place = id(whole), instead.dtype  # blocks are given one tensor
+            if place not in made.held and has_no_values(instead):
+                made.held[place] = instead.new_empty(whole.shape)
+            elif place not in made.held and not whole.is_meta:
+                made.held[place] = _as_dtype(whole, instead.dtype)
+            if (found := made.held.get(place)) is not None:
                 return found
         elif key in known and (whole is None or not whole.is_meta):
             return whole

@@ -43,14 +43,15 @@ class WithoutWeights(EagerDispatchMode):
         if not lacking and named.get("device") is not None:  # of a tensor without values
             named["device"] = self.device
         if 0 < lacking < len(tensors):
-            self._refuse_writes(func, args)
+            self._refuse_writes(func, args, named)
             args, named = tree_map(_emptied, args), tree_map(_emptied, named)
         return func(*args, **named)
 
-    def _refuse_writes(self, func: Any, args: tuple) -> None:
-        for argument, given in zip(schema_of(func).arguments, args, strict=False):
+    def _refuse_writes(self, func: Any, args: tuple, named: dict[str, Any]) -> None:
+        for number, argument in enumerate(schema_of(func).arguments):
             is_written = argument.alias_info is not None and argument.alias_info.is_write
-            if is_written and isinstance(given, Tensor) and not given.is_meta:
+            given = args[number] if number < len(args) else named.get(argument.name)
+            if is_written and any(isinstance(leaf, Tensor) and not leaf.is_meta for leaf in tree_leaves(given)):
                 raise UnsupportedError(f"{func} writes what depends on weights to a tensor that did not")
 
 

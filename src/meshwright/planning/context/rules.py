@@ -59,9 +59,12 @@ def _measured(case: Case) -> Found:
 
 def _passed_over(case: Case, mixing: Mixing) -> Found:
     """Refuse modules in which tokens meet, and that some batches or draws pass over: ranks would wait there."""
-    paths = [caller.path for caller in mixing.callers] + [mixer.path for mixer in mixing.mixers]
-    conditional = case.facts.measurements.premises().conditional
-    if path := next((path for path in paths if any(is_within(name, path) for name in conditional)), None):
+    conditional = set(case.facts.measurements.premises().conditional)
+    names = [p.name for p in case.facts.parameters if p.trainable] if conditional else []
+    # a block that a small copy never calls has no known way in which tokens meet
+    paths = [*(caller.path for caller in mixing.callers), *(mixer.path for mixer in mixing.mixers), *case.facts.blocks]
+    inside = {path: {name for name in names if is_within(name, path)} for path in paths}
+    if path := next((path for path, held in inside.items() if held and held <= conditional), None):
         yield UnsupportedError(
             f"layout.cp = {case.layout.cp}: some batches or draws pass over {path}, in which the tokens of all ranks"
             f" meet, and each rank would decide so for its own tokens. Set layout.cp = 1."
