@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.mixing import Model, WithoutAttention, every_other, packed
+from support.mixing import Model, WithoutAttention, packed
 from support.own_loops import batch_of, step, whole_gradients, worst
 from test_context_doors import DECODER, decoder, fsdp2
 
@@ -52,7 +52,6 @@ PLANS: dict[str, tuple[Callable[[], Any], Layout, dict, type, str]] = {
         UnsupportedError,
         "T5ForConditionalGeneration has an encoder and a decoder, whose rows are two, and one of them is cut",
     ),
-    "a mask without a rule": (lambda: Model(every_other), CP2, {}, UnsupportedError, "the mask of attentions.0"),
     "a capacity": (lambda: with_moe(capacity_factor=1.0), CP2, {}, UnsupportedError, "Set model.moe.capacity_factor"),
     "ddp and experts": (
         lambda: with_moe(),

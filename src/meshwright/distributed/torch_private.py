@@ -198,7 +198,6 @@ def _state(module: Any) -> Any:
     return module._get_fsdp_state()
 
 
-@needs(f"{_STATE}._lazy_init")
 def as_no_view(x: Tensor, shape: Any = None) -> Tensor:
     """Return a tensor that is no view to autograd, in another shape or its own; nothing else may use its memory."""
     if shape is None and not x._is_view():
@@ -206,6 +205,7 @@ def as_no_view(x: Tensor, shape: Any = None) -> Tensor:
     return torch.ops.aten._unsafe_view(x, x.shape if shape is None else shape)
 
 
+@needs(f"{_STATE}._lazy_init")
 def begin_forward(root: FSDPModule) -> None:
     """Set up the state that FSDP2 creates at the first forward."""
     _state(root)._lazy_init()

@@ -19,7 +19,7 @@ from meshwright.introspection.small.copies import copy_of
 
 from .calls import LENGTHS, Recorder, batches, caller_of, record, small_copy, stated_rule
 from .computing import computing_modules
-from .flex import computing_flex
+from .flex import PlaceMask, computing_flex
 from .interception import AttentionCall, intercept_transformers, sdpa_call
 from .lengths import find_length_uses
 from .masks import MaskFunction, TokenMask, dense, in_segments, segments_of
@@ -88,6 +88,8 @@ def _callers_in_parts(
                 raise UnsupportedError(f"{path} computes with the attention mask itself")
             callers.append(caller_of(path, calls, stated_rule(model, path)))
         except UnsupportedError as error:
+            if any(isinstance(call.mask, PlaceMask) for call, _ in calls):
+                raise  # flex_attention of whole rows has no backward on a CPU, and could not be rehearsed
             refused[path] = error
     return callers, refused
 
