@@ -61,6 +61,27 @@ class AddedInPlace(User):
         return self.logits(x)
 
 
+class ViewOfInput(AddedInPlace):
+    """What a block returns is a view of its input too, and a write into it is one into the input."""
+
+    class Up(AddedInPlace.Up):
+        def forward(self, x):
+            return super().forward(x.clone()), x.view(*x.shape)
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([self.Up() for _ in range(3)])
+        self.config.written = "ViewOfInput"
+
+    def forward(self, tokens):
+        x = self.embedded(tokens) * 1.0
+        for layer in self.layers:
+            y, same = layer(x)
+            same *= 0.5
+            x = x + y
+        return self.logits(x)
+
+
 class PassedOver(WithBias):
     """A block that some batches pass over: DDP looks in the output for what was used."""
 
@@ -122,3 +143,16 @@ CASES = [
 def test_outputs_that_are_written_to(kind, sizes, techniques, spmd):
     for found in spmd(2, apart, kind, sizes, techniques):
         assert found == {}
+
+
+def raised():
+    try:
+        return apart(ViewOfInput, SHARDED, {})
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_write_into_a_blocks_input_by_its_output_stays_torchs_error(spmd):
+    """A view of the input is no tensor of its own: as one, the input would change behind autograd's back."""
+    for found in spmd(2, raised):
+        assert "is a view and is being modified inplace" in found

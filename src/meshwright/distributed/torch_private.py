@@ -198,11 +198,14 @@ def _state(module: Any) -> Any:
     return module._get_fsdp_state()
 
 
-def as_no_view(x: Tensor, shape: Any = None) -> Tensor:
-    """Return a tensor that is no view to autograd, in another shape or its own; nothing else may use its memory."""
-    if shape is None and not x._is_view():
-        return x
-    return torch.ops.aten._unsafe_view(x, x.shape if shape is None else shape)
+def base_of(x: Tensor) -> Tensor | None:
+    """Return the tensor of which autograd takes another for a view; None where it is none."""
+    return x._base
+
+
+def as_no_view(x: Tensor, shape: Any) -> Tensor:
+    """Return a tensor in a shape, and no view to autograd; nothing else may use its memory."""
+    return torch.ops.aten._unsafe_view(x, shape)
 
 
 @needs(f"{_STATE}._lazy_init")

@@ -52,7 +52,7 @@ TORCH: tuple[PrivateName, ...] = (
     PrivateName(
         "torch.Tensor._version", "context parallelism, float8 gathers and traces", "a public counter of writes"
     ),
-    PrivateName("torch.Tensor._is_view", "fully_shard of models whose units return views", "a public question"),
+    PrivateName("torch.Tensor._base", "fully_shard of models whose units return views", "a public attribute"),
     PrivateName("torch._ops.OpOverload._schema", "recorded constructors, logits in parts", "a public schema"),
     PrivateName("torch.Tensor._make_wrapper_subclass", "logits in parts", "a public constructor", documented=True),
     PrivateName("torch._C.DisableTorchFunctionSubclass", "logits in parts", "a public context", documented=True),

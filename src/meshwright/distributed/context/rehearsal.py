@@ -23,7 +23,6 @@ from meshwright.introspection.logits.model_line import shown
 from meshwright.introspection.mixing.calls import LENGTHS, batches, refuse_other_masks
 from meshwright.introspection.mixing.flex import computing_flex
 from meshwright.introspection.mixing.values import COUNTS
-from meshwright.introspection.mixing.whole import copy_without_values
 from meshwright.introspection.outputs import logits_of
 from meshwright.introspection.premises.narrowing import is_rounding
 from meshwright.introspection.premises.playing import FixedDraws
@@ -194,7 +193,7 @@ def _on_rank(
     model: nn.Module, plan: ContextPlan, batch: dict[str, Tensor], group: RankGroup, draws: bool
 ) -> tuple[float, dict[str, Tensor]]:
     signature = Signature.of(model)
-    runtime = wrap_modules(model, plan, group, without_values=copy_without_values(model))
+    runtime = wrap_modules(model, plan, group)
     own = runtime.cut(batch, signature)
     runtime.enter(own)
     with FixedDraws() if draws else nullcontext():
@@ -215,7 +214,7 @@ def first_apart(model: nn.Module, plan: ContextPlan, batch: dict[str, Tensor]) -
 
     def on_rank(group: RankGroup) -> tuple[dict[str, Seen], CutRows]:
         made = copy_of(model)
-        runtime = wrap_modules(made, plan, group, without_values=copy_without_values(made))
+        runtime = wrap_modules(made, plan, group)
         own = runtime.cut(batch, signature)
         runtime.enter(own)
         return _seen(made, lambda made: made(**signature.inputs(own, torch.device("cpu")))), own.rows

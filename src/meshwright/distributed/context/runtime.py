@@ -31,7 +31,7 @@ from meshwright.introspection.mixing.interception import (
 from meshwright.introspection.mixing.masks import MaskFunction, TokenMask, dense
 from meshwright.introspection.mixing.reach import RowMask
 from meshwright.introspection.mixing.values import COUNTS, Caller, MaskRule
-from meshwright.introspection.mixing.whole import META
+from meshwright.introspection.mixing.whole import META, copy_without_values
 from meshwright.introspection.signature import Signature
 from meshwright.planning.context.plan import ContextPlan
 
@@ -288,9 +288,9 @@ def wrap_modules(
 
     Args:
         checks: what is looked at when a batch first needs it.
-        without_values: a copy of the model as it was, on meta, for plans with arguments of pairs of tokens.
+        without_values: a copy, on meta, of the model as it was before anything was changed; None: nothing was yet.
     """
-    pairs = PairArguments(without_values, plan) if without_values is not None and plan.has_pairs else None
+    pairs = PairArguments(without_values or copy_without_values(model), plan) if plan.has_pairs else None
     runtime = ContextRuntime(group, plan, checks, pairs)
     change = f"keys and values of cp {group.size}"
     modules = {clean(path): module for path, module in model.named_modules()}

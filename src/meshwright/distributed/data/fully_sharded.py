@@ -20,11 +20,11 @@ from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError
 from meshwright.core.names import clean, is_within
 from meshwright.core.record import recall
-from meshwright.core.torch_private import tree_map
+from meshwright.core.torch_private import tree_leaves, tree_map
 from meshwright.distributed import torch_private
 from meshwright.distributed.float8 import gather as float8_gather
 from meshwright.distributed.mesh import axis_sizes, get_expert_mesh, replica_axis, sharding_axis
-from meshwright.distributed.torch_private import as_no_view, groups_of_parameters
+from meshwright.distributed.torch_private import as_no_view, base_of, groups_of_parameters
 from meshwright.introspection.outputs import with_logits
 from meshwright.planning.experts.plan import ExpertPlan
 from meshwright.planning.plan import Plan
@@ -48,7 +48,7 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
     for unit in plan.units:
         if unit.name and not unit.experts and not plan.data.own_units:
             module = model.get_submodule(unit.name)
-            module.register_forward_hook(_without_views)
+            module.register_forward_hook(_without_views, with_kwargs=True)
             block = fully_shard(
                 module,
                 reshard_after_forward=unit.reshard_after_forward,
@@ -59,8 +59,8 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
                 # torch's prefetch would gather frozen blocks that no gradient reaches
                 block.set_unshard_in_backward(False)
     for module in sharded_modules(model) if plan.data.own_units else ():
-        cast(nn.Module, module).register_forward_hook(_without_views, prepend=True)
-    model.register_forward_hook(_without_views)
+        cast(nn.Module, module).register_forward_hook(_without_views, prepend=True, with_kwargs=True)
+    model.register_forward_hook(_without_views, with_kwargs=True)
     fully_shard(model, reshard_after_forward=False, mp_policy=whole, **shared)
     model.register_forward_hook(_see_into_output)
     if plan.float8 is not None and plan.float8.all_gather and plan.shares.shards > 1:
@@ -112,18 +112,24 @@ def _shard_experts(
     made.set_gradient_divide_factor(1.0)
 
 
-def _without_views(module: nn.Module, inputs: tuple, output: Any) -> Any:
+def _without_views(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
     """Return outputs that are no views, before FSDP2 hangs a unit's backward on them.
 
     A write into a view drops FSDP2's hook, so that the weights are not there when they are needed; on a view that was
-    written to before, torch 2.13 ends the process.
+    written to before, torch 2.13 ends the process. Views of inputs and of parameters stay what they are: others use
+    these.
     """
-    if isinstance(output, Tensor):
-        return as_no_view(output)
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    others = {id(each) for leaf in given for each in (leaf, base_of(leaf))}
+
+    def own(leaf: Any) -> Any:
+        base = base_of(leaf) if isinstance(leaf, Tensor) else None
+        return leaf if base is None or base.is_leaf or id(base) in others else as_no_view(leaf, leaf.shape)
+
     logits = getattr(output, "logits", None)  # of an object into which tree_map does not look
-    if isinstance(logits, Tensor) and (own := as_no_view(logits)) is not logits:
-        output = with_logits(output, own)
-    return tree_map(lambda leaf: as_no_view(leaf) if isinstance(leaf, Tensor) else leaf, output)
+    if isinstance(logits, Tensor) and own(logits) is not logits:
+        output = with_logits(output, own(logits))
+    return tree_map(own, output)
 
 
 def _see_into_output(root: Any, inputs: tuple, output: Any) -> None:

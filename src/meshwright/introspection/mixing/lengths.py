@@ -98,7 +98,6 @@ def _comparing(sign: str) -> Callable[..., Any]:
 
 
 _COMPUTING = {"add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%", "truediv": "/", "pow": "**"}
-_NEGATION = "__neg__"
 _COMPARING = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 for _kind in (Length, Share):
     for _word, _sign in _COMPUTING.items():
@@ -106,7 +105,7 @@ for _kind in (Length, Share):
         setattr(_kind, f"__r{_word}__", _computing(_sign, reflected=True))
     for _word, _sign in _COMPARING.items():
         setattr(_kind, f"__{_word}__", _comparing(_sign))
-    setattr(_kind, _NEGATION, _computing("-", reflected=True))  # 0 - x
+    _kind.__neg__ = _computing("-", reflected=True)  # 0 - x
 
 
 class _Uses(TorchFunctionMode):
