@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from meshwright.core.torch_private import forward_hooks
 
-CARRIED = (nn.Module, Tensor, MethodType, functools.partial, list, tuple, dict)
+CARRIED = (nn.Module, Tensor)
 """Types of objects referenced by a function that are copied with the model."""
 
 
@@ -34,22 +34,48 @@ def copy_of(model: nn.Module, instead: dict[int, Any] | None = None) -> nn.Modul
     """
     memo: dict[int, Any] = dict(instead or {})
     made = copy.deepcopy(model, memo)
-    for module in made.modules():
-        if isinstance(forward := vars(module).get("forward"), FunctionType):
-            module.forward = _rebound(forward, memo)
-        for hooks in forward_hooks(module):
-            hooks.update({key: _rebound(hook, memo) for key, hook in hooks.items() if isinstance(hook, FunctionType)})
+    for module in model.modules():
+        carry_functions(module, memo[id(module)], memo)
     return made
 
 
+def carry_functions(before: nn.Module, after: nn.Module, memo: dict[int, Any]) -> None:
+    """Give a module the replaced forward and the hooks of another, for its own modules and tensors.
+
+    Args:
+        memo: counterparts of modules and tensors, by id; functions that were copied are added.
+    """
+    if (forward := vars(before).get("forward")) is not None:
+        after.forward = _carried(forward, memo)
+    for hooks, others in zip(forward_hooks(before), forward_hooks(after), strict=True):
+        others.update({key: _carried(hook, memo) for key, hook in hooks.items()})
+
+
+def codes_in(block: nn.Module) -> tuple[tuple[str, int, Any], ...]:
+    """List replaced forwards (0), hooks in front (1) and hooks behind (2), as (path, number, code)."""
+    found: list[tuple[str, int, Any]] = []
+    for path, module in block.named_modules():
+        called = (vars(module).get("forward"),), *(hooks.values() for hooks in forward_hooks(module))
+        for place, functions in enumerate(called):
+            for function in functions:
+                while isinstance(function, functools.partial):
+                    function = function.func
+                if function is not None and not getattr(function, "__module__", "").startswith("meshwright."):
+                    # meshwright's own hooks stand on copies too
+                    found.append((path, place, getattr(function, "__code__", type(function))))
+    return tuple(found)
+
+
 def _rebound(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
-    if id(function) in memo or not function.__closure__:
+    has_own = function.__closure__ or function.__defaults__ or function.__kwdefaults__ or vars(function)
+    if id(function) in memo or not has_own:
         return memo.get(id(function), function)
-    cells = tuple(CellType() for _ in function.__closure__)
-    made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
-    made.__kwdefaults__ = function.__kwdefaults__
+    cells = tuple(CellType() for _ in function.__closure__ or ())
+    made = FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
     memo[id(function)] = made  # it may refer to itself
-    for cell, before in zip(cells, function.__closure__, strict=True):
+    made.__defaults__ = _carried(function.__defaults__, memo)
+    made.__kwdefaults__ = _carried(function.__kwdefaults__, memo)
+    for cell, before in zip(cells, function.__closure__ or (), strict=True):
         try:
             cell.cell_contents = _carried(before.cell_contents, memo)
         except ValueError:  # an empty cell
@@ -61,4 +87,21 @@ def _rebound(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
 def _carried(value: Any, memo: dict[int, Any]) -> Any:
     if isinstance(value, FunctionType):
         return _rebound(value, memo)
+    if isinstance(value, MethodType):
+        return MethodType(_carried(value.__func__, memo), copy.deepcopy(value.__self__, memo))
+    if isinstance(value, functools.partial):
+        given = (_carried(each, memo) for each in value.args)
+        return functools.partial(_carried(value.func, memo), *given, **_carried(value.keywords, memo))
+    if id(value) in memo:
+        return memo[id(value)]
+    if type(value) is tuple:
+        return tuple(_carried(each, memo) for each in value)
+    if type(value) is list:
+        made = memo[id(value)] = list[Any]()  # it may hold itself, or be another function's too
+        made.extend(_carried(each, memo) for each in value)
+        return made
+    if type(value) is dict:
+        table = memo[id(value)] = dict[Any, Any]()
+        table.update({key: _carried(each, memo) for key, each in value.items()})
+        return table
     return copy.deepcopy(value, memo) if isinstance(value, CARRIED) else value

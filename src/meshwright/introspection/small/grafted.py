@@ -14,6 +14,8 @@ from torch import nn
 
 from meshwright.introspection.module_kinds import config_at
 
+from .copies import carry_functions
+
 
 class UnlikeError(Exception):
     """The small model differs in construction from the large one."""
@@ -25,7 +27,34 @@ def grafted(large: nn.Module, small: nn.Module) -> nn.Module:
     Raises:
         UnlikeError: the sizes of a wrapper do not follow from the module inside.
     """
-    return _graft(large, small, {})
+    memo = _Counterparts(large)
+    made = _graft(large, small, memo)
+    counterparts = [(module, found) for module in large.modules() if (found := memo.get(id(module))) is not None]
+    for module, found in counterparts:
+        for name, parameter in found.named_parameters(recurse=False):
+            memo[id(module._parameters.get(name))] = parameter
+    memo.is_complete = True
+    for module, found in counterparts:
+        carry_functions(module, found, memo)
+    return made
+
+
+class _Counterparts(dict[int, Any]):
+    """What stands in the small model for a module or tensor of the large one, by its id.
+
+    Raises:
+        UnlikeError: a replaced forward or a hook asks for a module or a parameter of the large model that has none.
+    """
+
+    def __init__(self, large: nn.Module) -> None:
+        super().__init__()
+        self.names = {id(each): path for path, each in (*large.named_modules(), *large.named_parameters())}
+        self.is_complete = False
+
+    def get(self, key: int, default: Any = None) -> Any:
+        if self.is_complete and key not in self and key in self.names:
+            raise UnlikeError(f"a replaced forward or a hook refers to {self.names[key]}, which a small model lacks")
+        return super().get(key, default)
 
 
 def _graft(large: nn.Module, small: nn.Module, memo: dict[int, Any]) -> nn.Module:

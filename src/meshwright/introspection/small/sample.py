@@ -24,7 +24,7 @@ from meshwright.introspection.source import builder_of
 from meshwright.introspection.transformers_private import compute_experts_one_by_one
 from meshwright.introspection.wrapped import core_of
 
-from .copies import copy_of
+from .copies import carry_functions, codes_in, copy_of
 from .grafted import grafted
 from .nested import key_of_text, smaller
 from .wide import compute_wide
@@ -211,8 +211,8 @@ def _refuse_replaced(kind: type[nn.Module], before: dict[str, type[nn.Module]], 
 
 
 def _names(model: nn.Module) -> set[tuple]:
-    """Return the classes and parameter names of the model's kinds of blocks, without their sizes."""
-    return {(kind, tuple(name for name, _ in shapes)) for kind, shapes in kinds_of(model)}
+    """Return the classes, parameter names and functions of the model's kinds of blocks, without their sizes."""
+    return {(kind, tuple(name for name, _ in shapes), codes) for kind, shapes, codes in kinds_of(model)}
 
 
 def _is_small(kind: type[nn.Module], config: Any) -> bool:
@@ -221,12 +221,13 @@ def _is_small(kind: type[nn.Module], config: Any) -> bool:
 
 
 def kinds_of(model: nn.Module) -> dict[tuple, tuple[int, list[str]]]:
-    """Group blocks by their class and parameters' shapes: -> (index of the first, all their paths)."""
+    """Group blocks by class, parameters' shapes and own functions: -> (index of the first, all their paths)."""
     found: dict[tuple, tuple[int, list[str]]] = {}
     for index, path in enumerate(repeated_blocks(model)):
         block = model.get_submodule(path)
         # sorted: a forward that takes a parameter out and puts it back, as peft's does, changes the order
-        key = (type(block), tuple(sorted((clean(name), tuple(p.shape)) for name, p in block.named_parameters())))
+        shapes = sorted((clean(name), tuple(p.shape)) for name, p in block.named_parameters())
+        key = (type(block), tuple(shapes), codes_in(block))
         found.setdefault(key, (index, []))[1].append(path)
     return found
 
@@ -256,7 +257,11 @@ def _copied(model: nn.Module, failed: list[Exception]) -> nn.Module:
     if not any(parameter.is_meta for parameter in made.parameters()):
         return made.cpu()
     if (build := builder_of(model)) is not None:
-        made = built(build, 0)
+        made, memo = built(build, 0), dict[int, Any]()
+        pairs = list(zip(model.modules(), made.modules(), strict=True))
+        memo.update({id(before): after for before, after in pairs})
+        for before, after in pairs:
+            carry_functions(before, after, memo)
         if recall(model, Hints) is not None:
             remember(made, hints_of(model))
         return made

@@ -167,10 +167,10 @@ def _refuse_untried(sample: Sample, model: nn.Module) -> None:
 
 
 def _by_layout(model: nn.Module) -> dict[tuple, tuple[int, list[str]]]:
-    """Group kinds of blocks by class and parameter names, since a sample may have other widths."""
+    """Group kinds of blocks by class, parameter names and functions, since a sample may have other widths."""
     found: dict[tuple, tuple[int, list[str]]] = {}
-    for (kind, shapes), (index, paths) in kinds_of(model).items():
-        found.setdefault((kind, tuple(name for name, _ in shapes)), (index, []))[1].extend(paths)
+    for (kind, shapes, codes), (index, paths) in kinds_of(model).items():
+        found.setdefault((kind, tuple(name for name, _ in shapes), codes), (index, []))[1].extend(paths)
     return found
 
 
