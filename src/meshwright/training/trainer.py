@@ -312,7 +312,7 @@ class _Loop:
         validated = Validated()
         with self.r.model.averaged():  # once, not for every batch
             for held in self.r.feed.held_out:
-                place = (self.rank, self.ranks, self.r.feed.pixels)
+                place = (self.rank, self.ranks, self.r.feed.pixels, self.r.feed.ends)
                 for batch in validation_batches(held.split, c.data.seq_len, held.samples, rows, *place):
                     loss = self.r.model.evaluate(batch)
                     figures = {name: float(value) for name, value in loss.figures.items()}
