@@ -43,6 +43,10 @@ if TYPE_CHECKING:
     from .views.progress import Progress
 
 
+class UnreadSamples(MeshwrightError):
+    """Raised on all ranks, before a step has begun, if one of them cannot read its samples."""
+
+
 @dataclass(frozen=True)
 class HeldOut:
     """The validation text of one source."""
@@ -82,9 +86,11 @@ class Feed:
         except Exception as error:  # noqa: BLE001 (the other ranks must learn of any error that a reader raises)
             first = self.loader.state
             last = first + self.loader.global_batch - 1
-            return MeshwrightError(
+            ways = "" if isinstance(self.samples, StreamedSamples) else ", or leave them out: data.on_bad_row = 'skip'"
+            advice = "" if isinstance(error, MeshwrightError) else f". Make the files readable again{ways}"
+            return UnreadSamples(
                 f"rank {get_world_info()[0]} cannot read its part of the step's samples, {first} to {last} of the run:"
-                f" {type(error).__name__}: {error}. Repair the file, or skip such samples with data.on_bad_row = 'skip'"
+                f" {type(error).__name__}: {error}{advice}"
             )
 
     def asked(self, tokenizer: Tokenizer, message: str) -> str | None:

@@ -182,7 +182,8 @@ class _Loop:
         stopped, validates = self._refer(), self._validates()
         self.watch.begin(self.at.step)
         while self.at.step < self.config.steps and not stopped:
-            report = self._one_step()
+            with self.checkpoints.saved_if_unread():
+                report = self._one_step()
             stopped, validation = self._agree_to_stop(), None
             more = self.watch.met(self.at.step)
             if validates and self._is_due(self.config.validation.every) and not stopped:
