@@ -90,7 +90,8 @@ def _recorded(samples: list):
     class Recording(Loader):
         def __next__(self):
             batch = super().__next__()
-            samples.append(batch["tokens"].tolist())
+            pieces = batch if isinstance(batch, list) else [batch]
+            samples.append([row for piece in pieces for row in piece["tokens"].tolist()])
             return batch
 
     before, feed.Loader = feed.Loader, Recording

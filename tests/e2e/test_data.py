@@ -11,7 +11,7 @@ import pytest
 from e2e_runs import Job, losses, metrics, nested, rows_of_step
 
 from meshwright.cli.main import main
-from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.errors import ConfigError, UnsupportedError, command
 from meshwright.distributed.process.world import get_world_info
 from meshwright.training import build
 from meshwright.training.trainer import Trainer
@@ -205,11 +205,56 @@ def test_what_one_rank_cannot_read_ends_all_in_its_words_or_is_left_out_by_all(t
     for result in results:
         assert result.status == 1
         assert "rank 1 cannot read its part of the step's samples, 24 to 31 of the run: OSError" in str(result.error)
+        assert str(result.error).endswith(f"Continue with: {command('train', results[0].folder)}")
+    saved = results[0].folder / "checkpoints" / "latest"
+    assert saved.read_text().strip() == "step-00000003"
     results = train(2, job=Unreadable(told | {"data.on_bad_row": "skip", "out": told["out"] + "2"}))
     assert [result.status for result in results] == [0, 0]
     assert "samples could not be read and were left out" in results[0].out and "(rank 1): OSError" in results[0].out
     tokens = np.diff([0, *(row["tokens"] for row in metrics(results[0].folder))])
     assert len(tokens) == 6 and tokens[3] < 8 * 31 and losses(results[0].folder)[3] > 0
+
+
+class FewAtOnce(Job):
+    """A run that tokenises a few documents at once, as one of long documents does."""
+
+    def __call__(self):
+        from meshwright.data.corpus import building
+
+        before, building._BATCH_CHARACTERS = building._BATCH_CHARACTERS, 2000
+        try:
+            return super().__call__()
+        finally:
+            building._BATCH_CHARACTERS = before
+
+
+def test_a_run_that_stops_over_a_bad_line_has_saved_and_goes_on_as_its_message_says(train, small, tmp_path):
+    lines = [json.dumps({"text": f"{i} " + "words " * 40}) for i in range(200)]
+    broken = [*lines[:150], "{half a line", *lines[150:]]
+    told = {"data.streaming": True, "steps": 5, "batch.global_batch": 64, "data.seq_len": 128, "checkpoint.every": 100}
+    for name, content in (("whole", lines), ("broken", broken)):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(content) + "\n")
+    (whole,) = train(1, job=FewAtOnce(small(told) | {"data.source": [str(tmp_path / "whole.jsonl")]}))
+    (first,) = train(1, job=FewAtOnce(small(told) | {"data.source": [str(tmp_path / "broken.jsonl")]}))
+    assert first.status == 1 and "set data.on_bad_row = 'skip'" in str(first.error)
+    assert str(first.error).endswith(f"Continue with: {command('train', first.folder)}")
+    saved = int((first.folder / "checkpoints" / "latest").read_text().strip().removeprefix("step-"))
+    assert 0 < saved < 5 and saved == len(losses(first.folder)), "every step that was taken is saved"
+    (second,) = train(1, job=FewAtOnce({"data.on_bad_row": "skip"}, str(first.folder)))
+    assert second.status == 0, second.error
+    assert losses(first.folder) == pytest.approx(losses(whole.folder), rel=1e-6)
+
+
+def test_a_stream_that_meets_a_long_conversation_goes_on_as_its_message_says(train, small, tmp_path):
+    rows = [{"prompt": "?" * 20, "completion": "yes" * (40 if i == 300 else 6)} for i in range(500)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told = {"data.source": [str(tmp_path / "a.jsonl")], "data.streaming": True, "data.seq_len": 64, "steps": 50}
+    (first,) = train(1, job=FewAtOnce(small(told) | {"checkpoint.every": 100}))
+    assert first.status == 1 and "set data.too_long = 'truncate' or 'skip'" in str(first.error), first.error
+    (second,) = train(1, job=FewAtOnce({"data.too_long": "skip"}, str(first.folder)))
+    assert second.status == 0 and len(losses(first.folder)) == 50, second.error
+    (third,) = train(1, job=FewAtOnce({"data.too_long": "truncate", "steps": 60}, str(first.folder)))
+    assert third.status == 2 and "too_long was skip and is now truncate" in str(third.error)
 
 
 ONE_STEP = {"steps": 1, "validation.every": 1}

@@ -71,3 +71,24 @@ def test_a_run_that_has_lost_its_reference_does_not_go_on(train, told):
     np.save(first / FOLDER / "training.npy", np.zeros(3))
     (left,) = train(1, {"steps": 2, "layout.dp_shard": 1}, folder=first)
     assert "training.npy holds (3,) log-probabilities, and there are 58 rows" in str(left.error)
+
+
+LAYOUTS = {
+    "data ranks": {"layout.dp_shard": 2, "batch.microbatch": 2},
+    "tensor ranks": {"layout.dp_shard": 1, "layout.tp": 2},
+    "context ranks": {"layout.dp_shard": 1, "layout.cp": 2},
+    "a pipeline": {"layout.dp_shard": 1, "layout.pp": 2, "batch.microbatch": 2},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_long_rows_cost_what_short_answers_cost_and_give_the_same_losses(train, told, layout):
+    told |= {"model.max_seq_len": 512, "validation.every": 4}
+    whole = train(2, told | LAYOUTS[layout] | {"data.seq_len": 16})
+    longer = train(2, told | LAYOUTS[layout] | {"data.seq_len": 512})
+    assert {len(row) for result in longer for step in result.samples for row in step} == {16}, "no row is padded to 512"
+    assert losses(longer[0].folder) == pytest.approx(losses(whole[0].folder), rel=1e-10)
+    validated = [
+        [row["validation_loss"] for row in metrics(r[0].folder) if "validation_loss" in row] for r in (whole, longer)
+    ]
+    assert validated[0] == pytest.approx(validated[1], rel=1e-10)

@@ -253,6 +253,21 @@ def test_an_image_that_the_processor_refuses_is_refused_with_its_row_or_skipped(
     assert split.n_documents == 1
 
 
+def test_an_image_that_ends_too_soon_is_refused_with_its_row_or_skipped(llava, data):
+    from PIL import Image
+
+    photo = data / picture("photo.jpg")
+    Image.open(data / picture("wide.png")).convert("RGB").save(photo)
+    photo.write_bytes(photo.read_bytes()[:-60])
+    assert Image.open(photo).size == Image.open(data / picture("wide.png")).size, "its header is whole"
+    rows = [asks(picture("photo.jpg")), asks(picture("wide.png"))]
+    with pytest.raises(
+        ConfigError, match=r"row 1: the image .*photo\.jpg does not open .*truncated.*on_bad_row = 'skip'"
+    ):
+        opened(data, llava, rows)
+    assert opened(data, llava, rows, on_bad_row="skip")[0].n_documents == 1
+
+
 def test_a_pipe_is_no_image(llava, data):
     os.mkfifo(data / picture("pipe.png"))
     with pytest.raises(ConfigError, match=r"row 1: the image .*pipe\.png is no file"):
@@ -334,10 +349,10 @@ def test_a_row_whose_image_breaks_later_is_left_out_and_said(llava, data):
     batch = next(loader)
     assert sorted(batch["images_per_row"].tolist()) == [0, 1] and len(batch["pixel_values"]) == 1
     assert (batch["labels"][batch["images_per_row"] == 0] == -100).all()
-    assert ["does not open" in why for why in loader.unreadable.values()] == [True]
+    assert ["no longer opens" in why for why in loader.unreadable.values()] == [True]
     alone = Loader(Samples.of([both.splits[0]], SEQ, 0), 1, finish=pixels, skip_unreadable=True)
     assert sorted(next(alone)["images_per_row"].tolist() + next(alone)["images_per_row"].tolist()) == [0, 1]
-    with pytest.raises(ConfigError, match=r"wide\.png does not open"):
+    with pytest.raises(IntegrityError, match=r"wide\.png no longer opens.*put it back as it was"):
         next(Loader(both, 2, finish=pixels))
 
 

@@ -16,6 +16,7 @@ from meshwright.data.corpus.pairs import Pairs
 from meshwright.data.loader import Loader, validation_batches
 from meshwright.data.mixture import Samples
 from meshwright.data.options import SourceOptions
+from meshwright.data.row_ends import RowEnds
 from meshwright.data.sources.scan import list_sources
 from meshwright.data.streaming import StreamedSamples
 from meshwright.data.text.tokenizers import ByteTokenizer
@@ -131,6 +132,31 @@ def test_pairs_stay_together_in_every_epoch_on_every_number_of_ranks(tmp_path, w
     assert sorted(steps[:20]) == sorted(steps[20:]) == sorted(answers(samples.splits[0].rows(np.arange(20), SEQ)))
     assert steps[:20] != steps[20:] and samples.epochs(40) == {"training": 2.0}
     assert steps == [row for index in range(40) for row in answers(samples.rows(np.array([index])))], "at any index"
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        (RowEnds(), [18, 18]),  # pair 3 is the longest
+        (RowEnds(multiple=8), [24, 24]),
+        (RowEnds(multiple=100), [SEQ, SEQ]),
+        (RowEnds(microbatch=2), [5, 18]),
+        (RowEnds(microbatch=2, is_fixed=True), [18, 18]),
+    ],
+)
+def test_a_microbatch_ends_where_the_longest_row_of_all_ranks_ends(tmp_path, ends, expected):
+    rows = [{"prompt": "q", "chosen": "a" * n, "rejected": "b"} for n in (3, 2, 6, 16)]
+    samples = Samples.of([opened(tmp_path, rows).training], SEQ, seed=0)
+    assert samples.orders[0].take(np.arange(4)).tolist() == [0, 3, 1, 2], "the first rank has the longest"
+    whole, ended = ([Loader(samples, 8, rank, 2, ends=each) for rank in range(2)] for each in (None, ends))
+    for loader, short in zip(whole, ended, strict=True):
+        padded, pieces = next(loader), next(short)
+        pieces = pieces if isinstance(pieces, list) else [pieces]
+        assert [piece["tokens"].shape[1] for piece in pieces] == expected[: len(pieces)]
+        for key in padded:
+            found = [row.tolist() for piece in pieces for row in piece[key]]
+            assert found == [row[: len(one)] for row, one in zip(padded[key].tolist(), found, strict=True)]
+        assert [one for piece in pieces for one in answers(piece)] == answers(padded), "nothing but padding is gone"
 
 
 def test_half_a_pair_for_a_rank_is_refused(tmp_path):

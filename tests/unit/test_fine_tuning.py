@@ -10,11 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli.arguments import read_config
+from meshwright.cli.arguments import open_model, read_config
 from meshwright.core.config import all_set, from_dict, is_unset, to_dict, to_toml
 from meshwright.core.errors import ConfigError
 from meshwright.training.config import Config
-from meshwright.training.optim.fine_tuning import before_data, chosen, length_follows, with_length, with_prompt
+from meshwright.training.optim.fine_tuning import (
+    before_data,
+    chosen,
+    length_follows,
+    of_forecast,
+    with_length,
+    with_prompt,
+)
 
 LORA = {"adapters": {"rank": 4}}
 
@@ -104,6 +111,25 @@ def test_without_weights_nothing_changes(tmp_path):
     assert with_length(Config.from_dict({"epochs": 2.0}), 640, ("text",)).steps == 40  # as many as were asked for
 
 
+def test_a_forecast_takes_the_same_defaults_where_the_weights_are_elsewhere_and_says_them(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 512}))
+    flags = [f"--model.hf={tmp_path}", "--adapters.rank=4"]
+    there = before_data(Config.from_dict({"model": {"hf": str(tmp_path)}} | LORA), is_forecast=True)
+    assert read_config(flags, prog="", description="", is_forecast=True) == there
+    assert (there.data.seq_len, there.optimizer.lr) == (512, 2e-4)
+    said = "optimizer.lr = 0.0002, optimizer.weight_decay = 0, data.seq_len = 512"
+    assert of_forecast(there) == f"not set, and taken as where the model's weights lie: {said}"
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert before_data(Config.from_dict({"model": {"hf": str(tmp_path)}} | LORA)) == there, "as where they lie"
+    assert before_data(Config(), is_forecast=True) == Config() and of_forecast(Config()) == ""
+
+
+@pytest.mark.parametrize(("rows", "said"), [(20, "steps = 2 (0.8 epochs)"), (16, "steps = 2 (1 epoch)")])
+def test_the_epochs_that_are_said_are_those_of_whole_steps(model, rows, said):
+    config = tuned(model, {"epochs": 1.0, "batch": {"global_batch": 8}}, rows)
+    assert said in chosen(config) and with_length(config, rows, ("chat",)).steps == config.steps
+
+
 @pytest.mark.parametrize(
     ("stated", "rows"),
     [
@@ -152,3 +178,9 @@ def test_steps_and_epochs_are_one_or_the_other(model, tmp_path):
 
 def test_a_stream_has_no_end_to_count(model):
     assert with_length(before_data(Config.from_dict({"model": {"hf": str(model)}})), 0, ("chat",)).steps == 200
+
+
+def test_a_tuned_model_is_evaluated_in_rows_as_long_as_it_would_be_tuned_in(model):
+    (model / "tokenizer.json").write_text("{}")
+    (model / "config.json").write_text(json.dumps({"max_position_embeddings": 512}))
+    assert open_model(str(model)).config.data.seq_len == 512

@@ -25,7 +25,7 @@ Value = TypeVar("Value")
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
-def read_config(argv: list[str], *, prog: str, description: str) -> Config:
+def read_config(argv: list[str], *, prog: str, description: str, is_forecast: bool = False) -> Config:
     """Read and check the config that a verb's arguments describe.
 
     A section ``[slurm]`` of a file is checked and left to ``meshwright launch``.
@@ -35,6 +35,7 @@ def read_config(argv: list[str], *, prog: str, description: str) -> Config:
             folder its own ``config.toml`` is read and ``run`` is set to the folder.
         prog: the verb as typed, for help and errors.
         description: the first lines of the help.
+        is_forecast: what is unset is chosen as where a model's weights lie, which may be on another machine.
 
     Raises:
         ConfigError: the file cannot be read, or a key or value in it or in the flags is not legal.
@@ -50,7 +51,7 @@ def read_config(argv: list[str], *, prog: str, description: str) -> Config:
     config = parse_flags(Config, argv, default=_without_other_length(default, argv), prog=prog, description=description)
     check(config)
     _check_run(config.run)
-    return before_data(config)
+    return before_data(config, is_forecast=is_forecast)
 
 
 def _without_other_length(config: AnyConfig, argv: list[str]) -> AnyConfig:
@@ -205,7 +206,7 @@ def open_model(
     if dtype is not None:
         precision = replace(config.techniques.precision, master=canonical_dtype(dtype, where="--dtype"))
         config = replace(config, techniques=replace(config.techniques, precision=precision))
-    return Opened.of_folder(folder, config, tokenizer or "")
+    return Opened.of_folder(folder, before_data(config), tokenizer or "")
 
 
 def _refuse_given(path: str, kind: str, flags: dict[str, object]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from meshwright.core.devices import check_device_type, device_memory, local_device
 from meshwright.core.errors import ConfigError
 from meshwright.introspection.cluster import Cluster
+from meshwright.training.optim.fine_tuning import of_forecast
 
 from . import foresee
 from .arguments import read_config, take_option
@@ -35,7 +36,10 @@ def run(argv: list[str]) -> int:
     _check(world, per_node, device)
     if asked is not None and (world is not None or device is not None):
         raise ConfigError("--gpus and --gpu stand for --world and --device: leave these out")
-    config = read_config(argv, prog="meshwright plan", description=f"{__doc__}\n\n{run.__doc__}")
+    told = f"{__doc__}\n\n{run.__doc__}"
+    config = read_config(argv, prog="meshwright plan", description=told, is_forecast=True)
+    if not as_json and (taken := of_forecast(config)):
+        print(f"{taken}\n", flush=True)
     if asked is not None:
         return foresee.run(config, asked, per_node or 0, as_json=as_json)
     from meshwright.planning.explain import table

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.core.errors import ConfigError
+from meshwright.training.optim.fine_tuning import of_forecast
 
 from .arguments import read_config, take_option
 
@@ -42,7 +43,10 @@ def run(argv: list[str]) -> int:
     each, argv = "--each-kind" in argv, [word for word in argv if word != "--each-kind"]
     _check(rank, each=each, numbers={"--gpus": gpus, "--steps": steps, "--per-node": per_node})
     path = _writable(file)
-    config = read_config(argv, prog="meshwright rehearse", description=f"{__doc__}\n\n{run.__doc__}")
+    told = f"{__doc__}\n\n{run.__doc__}"
+    config = read_config(argv, prog="meshwright rehearse", description=told, is_forecast=True)
+    if not as_json and (taken := of_forecast(config)):
+        print(f"{taken}\n", flush=True)
     if gpus is None and not config.layout.is_resolved:
         raise ConfigError("the layout leaves open how many ranks there are: say it, such as --gpus 512")
     from meshwright.simulation.hardware.cards import machines

@@ -19,6 +19,8 @@ import numpy as np
 from meshwright.core.errors import ConfigError, MeshwrightError
 
 from .corpus.packing import IGNORE_INDEX, Rows, Split
+from .mixture import Samples
+from .row_ends import RowEnds, ended, lengths_at
 
 if TYPE_CHECKING:
     import torch
@@ -47,14 +49,15 @@ class SampleSequence(Protocol):
         ...
 
 
-class Loader(Iterator["dict[str, torch.Tensor]"]):
+class Loader(Iterator["dict[str, torch.Tensor] | list[dict[str, torch.Tensor]]"]):
     """An endless iterator over one data rank's part of the global batches.
 
     The global batch after ``consumed`` samples has the samples at the indexes [consumed, consumed + B); data rank r of
     D takes the contiguous part [r*B/D, (r+1)*B/D) of them. So the numbers of data ranks, workers and microbatches may
     change between two batches without any effect on the sequence of samples.
 
-    ``next(loader)`` returns a dict of int64 CPU tensors of shape (B/D, seq_len): see ``Rows`` for the keys.
+    ``next(loader)`` returns a dict of int64 CPU tensors of shape (B/D, seq_len): see ``Rows`` for the keys. With
+    ``ends`` rows are shorter, and where these have microbatches, it returns a list of such dicts, one for each.
 
     Args:
         samples: the sequence of samples to read.
@@ -66,6 +69,7 @@ class Loader(Iterator["dict[str, torch.Tensor]"]):
             are read.
         skip_unreadable: if True, a sample whose read raises an OSError or a MeshwrightError becomes a row without
             labels, recorded in ``unreadable``; otherwise ``next`` raises the error.
+        ends: where the rows of a microbatch end; None: all have ``seq_len`` tokens.
 
     Raises:
         ConfigError: ``world`` does not divide ``global_batch``, a rank would get half a pair, or a size is out of
@@ -82,6 +86,7 @@ class Loader(Iterator["dict[str, torch.Tensor]"]):
         *,
         finish: Finish | None = None,
         skip_unreadable: bool = False,
+        ends: RowEnds | None = None,
     ):
         _check_rank(rank, world)
         if global_batch < 1 or global_batch % world:
@@ -104,7 +109,7 @@ class Loader(Iterator["dict[str, torch.Tensor]"]):
                 f"data.workers = {workers}: the number of threads that read ahead is 0 (read when asked) or more"
             )
         rows = global_batch // world
-        self._read = _BatchReader(samples, rank * rows, rows, {} if skip_unreadable else None, finish)
+        self._read = _BatchReader(samples, rank, world, rows, {} if skip_unreadable else None, finish, ends)
         self.global_batch = global_batch
         self._consumed = 0
         self._threads = _Threads(self._read, workers)
@@ -135,8 +140,8 @@ class Loader(Iterator["dict[str, torch.Tensor]"]):
         while self._pending:
             self._pending.popleft().cancel()
 
-    def __next__(self) -> dict[str, torch.Tensor]:
-        """Return the next batch.
+    def __next__(self) -> dict[str, torch.Tensor] | list[dict[str, torch.Tensor]]:
+        """Return the next batch, or its microbatches.
 
         An error of a reader is raised here; the state is then unchanged, and the next call tries again.
         """
@@ -145,12 +150,13 @@ class Loader(Iterator["dict[str, torch.Tensor]"]):
         while len(self._pending) < self._depth:
             self._pending.append(self._threads.submit(self._consumed + len(self._pending) * self.global_batch))
         try:
-            rows = self._pending.popleft().result() if self._depth else self._read(self._consumed)
+            read = self._pending.popleft().result() if self._depth else self._read(self._consumed)
         except BaseException:
             self.seek(self._consumed)
             raise
         self._consumed += self.global_batch
-        return _tensors(rows)
+        pieces = [_tensors(rows) for rows in read]
+        return pieces if len(pieces) > 1 else pieces[0]
 
     def close(self) -> None:
         """Stop the threads without waiting for them. A closed loader has no next batch."""
@@ -172,12 +178,13 @@ def validation_batches(
     rank: int = 0,
     world: int = 1,
     finish: Finish | None = None,
+    ends: RowEnds | None = None,
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Return an iterator over a fixed choice of at most ``samples`` samples, spread evenly over ``split``.
 
     Batches have ``rows`` rows per data rank. All ranks get the same number of batches of the same shape (so they can
     run collectives), and together the same samples for every ``world``. Padding rows have every label IGNORE_INDEX.
-    ``finish``: as for ``Loader``.
+    ``finish`` and ``ends``: as for ``Loader``.
 
     Raises:
         ConfigError: at the call, for a size below 1, a rank outside [0, world), rows that would part pairs, or a split
@@ -197,12 +204,14 @@ def validation_batches(
     chosen = (np.arange(count)[:, None] * n // count * together + np.arange(together)).reshape(-1)
     count *= together
     per_batch = rows * world
-    padded = np.pad(chosen, (0, -count % per_batch)).reshape(-1, world, rows)[:, rank]
+    padded = np.pad(chosen, (0, -count % per_batch)).reshape(-1, world, rows)
     real = np.pad(np.ones(count, dtype=bool), (0, -count % per_batch)).reshape(-1, world, rows)[:, rank]
 
     def batches() -> Iterator[dict[str, torch.Tensor]]:
-        for indexes, is_real in zip(padded, real, strict=True):
-            batch = split.rows(indexes, seq_len)
+        for of_ranks, is_real in zip(padded, real, strict=True):
+            batch = split.rows(of_ranks[rank], seq_len)
+            if ends is not None:
+                batch = ended(batch, ends.length([split], lengths_at(split, of_ranks, seq_len), seq_len))
             batch["labels"][~is_real] = IGNORE_INDEX
             yield _tensors(finish(batch) if finish else batch)
 
@@ -214,20 +223,32 @@ class _BatchReader:
     """Reads one rank's rows of the global batch after ``consumed`` samples."""
 
     samples: SampleSequence
-    first_row: int
+    rank: int
+    world: int
     n_rows: int
     unreadable: dict[int, str] | None
     """Index and error of each sample left out; None: raise errors instead."""
     finish: Finish | None = None
+    ends: RowEnds | None = None
 
-    def __call__(self, consumed: int) -> Rows:
-        indexes = consumed + self.first_row + np.arange(self.n_rows, dtype=np.int64)
+    def __call__(self, consumed: int) -> list[Rows]:
+        """Return the rows in pieces that have a length of their own."""
+        each = (self.ends.microbatch if self.ends else 0) or self.n_rows
+        return [self._piece(consumed + begin, min(each, self.n_rows - begin)) for begin in range(0, self.n_rows, each)]
+
+    def _piece(self, begin: int, n_rows: int) -> Rows:
+        of_ranks = begin + np.arange(self.world)[:, None] * self.n_rows + np.arange(n_rows, dtype=np.int64)
+        indexes, length = of_ranks[self.rank], self.samples.seq_len
+        if self.ends is not None:
+            assert isinstance(self.samples, Samples)
+            found = self.samples.row_lengths(of_ranks.reshape(-1))
+            length = self.ends.length(self.samples.splits, found, length)
         try:
-            return self._finished(self.samples.rows(indexes))
+            return self._finished(ended(self.samples.rows(indexes), length))
         except (OSError, MeshwrightError):
             if self.unreadable is None:
                 raise
-        rows = [self._group(group) for group in indexes.reshape(-1, self.samples.rows_together)]
+        rows = [self._group(group, length) for group in indexes.reshape(-1, self.samples.rows_together)]
         others = {key: values for row in rows for key, values in row.items()}
         rows = [{key: row.get(key, np.zeros_like(others[key])) for key in others} for row in rows]
         return self._finished({key: np.concatenate([row[key] for row in rows]) for key in others})
@@ -235,16 +256,16 @@ class _BatchReader:
     def _finished(self, rows: Rows) -> Rows:
         return self.finish(rows) if self.finish else rows
 
-    def _group(self, indexes: np.ndarray) -> Rows:
+    def _group(self, indexes: np.ndarray, length: int) -> Rows:
         """Read the samples that belong together, or return rows without labels if one cannot be read."""
         assert self.unreadable is not None
         try:
-            rows = self.samples.rows(indexes)
+            rows = ended(self.samples.rows(indexes), length)
             self._finished(rows)  # only to see whether it can be; groups are finished together
             return rows
         except (OSError, MeshwrightError) as error:
             self.unreadable.update(dict.fromkeys(indexes.tolist(), f"{type(error).__name__}: {error}"))
-        empty = np.zeros((len(indexes), self.samples.seq_len), dtype=np.int64)
+        empty = np.zeros((len(indexes), length), dtype=np.int64)
         return {"tokens": empty, "labels": empty + IGNORE_INDEX, "positions": empty, "document_ids": empty}
 
 

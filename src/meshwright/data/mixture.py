@@ -12,6 +12,7 @@ from meshwright.core.errors import ConfigError, UnsupportedError
 
 from .corpus.packing import Rows, Split, gather
 from .order import Order
+from .row_ends import lengths_at
 
 _BITS = 31
 """Shares are rounded to multiples of 2**-31."""
@@ -174,6 +175,15 @@ class Samples:
             len(source),
             self.seq_len,
         )
+
+    def row_lengths(self, indexes: np.ndarray) -> np.ndarray:
+        """Return the most tokens that the samples at ``indexes`` hold before their padding, in no order."""
+        source, place = self.interleave.take(indexes)
+        found = [
+            lengths_at(self.splits[k], self._samples(k, place[source == k]), self.seq_len)
+            for k in sorted(set(source.tolist()))
+        ]
+        return np.concatenate(found)
 
     def epochs(self, index: int) -> dict[str, float]:
         """Return the number of epochs, as a fraction, of each source before ``index``."""

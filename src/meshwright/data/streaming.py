@@ -134,6 +134,12 @@ class StreamedSamples:
                 if self._epochs > since + 1 and not size:
                     raise ConfigError(f"no conversation of data.source fits data.seq_len = {self.seq_len}: raise it")
                 continue
+            if len(ids) > self.seq_len and policy == "refuse":
+                raise ConfigError(
+                    f"a conversation of {len(ids)} tokens is longer than data.seq_len = {self.seq_len}: set"
+                    f" data.too_long = 'truncate' or 'skip', with which a run that has begun goes on, or begin a new"
+                    f" run with a larger data.seq_len"
+                )
             parts.append(ids)
             marks.append(learnt)
             size += min(len(ids), self.seq_len)

@@ -16,6 +16,7 @@ from meshwright.core.config import all_set
 from meshwright.core.devices import CPU, is_accelerator
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.data import Tokenizer
+from meshwright.data.row_ends import RowEnds
 from meshwright.distributed.float8.float8 import refuse_absent
 from meshwright.distributed.memory.dry_run import estimate_memory
 from meshwright.distributed.mesh import data_position
@@ -35,7 +36,7 @@ from meshwright.planning.plan import Plan
 from meshwright.planning.values import Batch
 
 from .config import Config
-from .feed import Feed, absolute_paths, build_feed, refuse_contradictions
+from .feed import Feed, build_feed, refuse_contradictions
 from .metrics.timeline import StartupTimeline
 from .model_source import (
     ModelSource,
@@ -52,6 +53,7 @@ from .optim import fine_tuning
 from .optim.build import BuiltOptimizer, make_optimizer
 from .optim.schedules import LearningRateSchedule
 from .preference import expects_pairs, loss_of
+from .run.paths import absolute_paths
 from .stopping import StopRequest
 from .tokenizer import run_tokenizer, tokenizer_name
 from .views.progress import Progress
@@ -80,8 +82,13 @@ class Run:
     """A function that estimates the memory of a step by a dry run, in seconds."""
 
 
-def build_run(config: Config, timeline: StartupTimeline, progress: Progress, stop: StopRequest) -> Run:
+def build_run(
+    config: Config, timeline: StartupTimeline, progress: Progress, stop: StopRequest, *, longest_rows: bool = False
+) -> Run:
     """Build a run on every rank: validate, create process groups, read data, lay out the model.
+
+    Args:
+        longest_rows: each step has rows as long as the longest of the data, to see what these need.
 
     Raises:
         ConfigError, UnsupportedError: the config is refused, before any process group exists if the config alone
@@ -116,20 +123,19 @@ def build_run(config: Config, timeline: StartupTimeline, progress: Progress, sto
         mesh = init_distributed(_distributed_config(config), config.seed)
     rank, ranks = data_position(mesh)
     with timeline.phase("data"):
-        feed = build_feed(config, tokenizer, rank, ranks, progress)
+        ends = None if trace else RowEnds.of(plan, config.batch.microbatch, is_fixed=longest_rows)
+        feed = build_feed(config, tokenizer, rank, ranks, progress, ends)
     config = fine_tuning.with_prompt(feed.config, feed.tasks, lambda ask: feed.asked(tokenizer, ask))
     schedule = build_schedule(config)
-    loss_fn = loss_of(config, feed)
     with timeline.phase("model"):
         if mesh is None and plan.data.technique == "fully_shard":
             mesh = single_process_mesh(plan.device)
-        options: dict[str, Any] = {"draw_on": trace.drawn_on if trace else None, "weights": weights, "loss_fn": loss_fn}
-        rows = config.batch.microbatch
-        model = parallelize(module, mesh, plan=plan, seed=config.seed, microbatch_rows=rows, audit=False, **options)
+        options: dict[str, Any] = {"draw_on": trace.drawn_on if trace else None, "loss_fn": loss_of(config, feed)}
+        options |= {"weights": weights, "microbatch_rows": config.batch.microbatch}
+        model = parallelize(module, mesh, plan=plan, seed=config.seed, audit=False, **options)
         optimizer = build_optimizer(config, model.named_parameters(), plan.optimizer, trained)
         if config.process.audit:
             model.audit(optimizer.optimizer)
-    identity = run_identity(config, source, tokenizer, feed)
     return Run(
         resolved(config, source, plan),
         shape_of(source, model.facts),
@@ -139,7 +145,7 @@ def build_run(config: Config, timeline: StartupTimeline, progress: Progress, sto
         optimizer,
         schedule,
         feed,
-        identity,
+        run_identity(config, source, tokenizer, feed),
         where_weights_come_from(config),
         fine_tuning.chosen(config),
         trace,

@@ -26,10 +26,10 @@ from meshwright.data.corpus.whole import Whole
 from meshwright.data.images.dealing import PixelReader, open_parts
 from meshwright.data.images.source import Vision, vision_of
 from meshwright.data.options import MixturePart
-from meshwright.data.sources.listing import TOKEN_FORMATS, resolved
+from meshwright.data.row_ends import RowEnds
+from meshwright.data.sources.listing import TOKEN_FORMATS
 from meshwright.data.sources.scan import list_sources
 from meshwright.data.streaming import StreamedSamples
-from meshwright.data.text.tokenizers import BYTES
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import get_world_info
 
@@ -41,6 +41,10 @@ from .views.data_description import describe, notes_on
 
 if TYPE_CHECKING:
     from .views.progress import Progress
+
+
+class UnreadSamples(MeshwrightError):
+    """Raised on all ranks, before a step has begun, if one of them cannot read its samples."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,8 @@ class Feed:
     """Tasks of the sources."""
     pixels: PixelReader | None = None
     """Opens the images of a batch's rows; None where the sources have none."""
+    ends: RowEnds | None = None
+    """Where rows end; None: all have data.seq_len tokens."""
 
     def next_batch(self) -> Any:
         """Return this rank's part of the next global batch, or its read error; ``forward_backward`` accepts either."""
@@ -80,9 +86,11 @@ class Feed:
         except Exception as error:  # noqa: BLE001 (the other ranks must learn of any error that a reader raises)
             first = self.loader.state
             last = first + self.loader.global_batch - 1
-            return MeshwrightError(
+            ways = "" if isinstance(self.samples, StreamedSamples) else ", or leave them out: data.on_bad_row = 'skip'"
+            advice = "" if isinstance(error, MeshwrightError) else f". Make the files readable again{ways}"
+            return UnreadSamples(
                 f"rank {get_world_info()[0]} cannot read its part of the step's samples, {first} to {last} of the run:"
-                f" {type(error).__name__}: {error}. Repair the file, or skip such samples with data.on_bad_row = 'skip'"
+                f" {type(error).__name__}: {error}{advice}"
             )
 
     def asked(self, tokenizer: Tokenizer, message: str) -> str | None:
@@ -140,8 +148,10 @@ def parts_of(data: DataConfig) -> tuple[MixturePart, ...]:
     return parts
 
 
-def build_feed(config: Config, tokenizer: Tokenizer, rank: int, ranks: int, progress: Progress) -> Feed:
-    """Prepare, open and mix the sources. Collective.
+def build_feed(
+    config: Config, tokenizer: Tokenizer, rank: int, ranks: int, progress: Progress, ends: RowEnds | None = None
+) -> Feed:
+    """Prepare, open and mix the sources (collective); ``ends``: where rows end, None: at data.seq_len.
 
     Raises:
         ConfigError: a source cannot be used, the nodes see different data, or a source would be read more often than
@@ -153,7 +163,7 @@ def build_feed(config: Config, tokenizer: Tokenizer, rank: int, ranks: int, prog
         return _streamed(config, parts, tokenizer, rank, ranks, progress)
     vision = vision_for(config)
     prepared = [prepare_once_per_node(config, part, tokenizer, progress, vision) for part in parts]
-    opened = agree.together(lambda: _opened(config, parts, prepared, rank, ranks, vision))
+    opened = agree.together(lambda: _opened(config, parts, prepared, rank, ranks, vision, ends))
     assert opened is not None
     return opened
 
@@ -172,6 +182,7 @@ def _opened(
     rank: int,
     ranks: int,
     vision: Vision,
+    ends: RowEnds | None,
 ) -> Feed:
     data = config.data
     corpora, pixels = open_parts(prepared, parts, vision)
@@ -198,6 +209,7 @@ def _opened(
             data.workers,
             finish=pixels,
             skip_unreadable=any(p.on_bad_row == "skip" for p in parts),
+            ends=ends if ends is None or pixels is None else replace(ends, microbatch=0),  # a step's pixels are joined
         ),
         tuple(held_out_of(config, parts, corpora, stages)),
         _identity(parts, prepared, stages),
@@ -206,6 +218,7 @@ def _opened(
         config,
         tasks,
         pixels,
+        ends,
     )
 
 
@@ -331,26 +344,3 @@ def _identity(parts: tuple[MixturePart, ...], prepared: list[Prepared], stages: 
         )
     rows = {part.name: {"data": p.key, "too_long": part.too_long} for part, p in zip(parts, prepared, strict=True)}
     return {"data": rows, "mixture": [asdict(stage) for stage in stages]}
-
-
-def absolute_paths(data: DataConfig) -> dict[str, Any]:
-    """Return the data section's paths as absolute ones, so that a run can be continued from any folder."""
-
-    def absolute(path: str) -> str:
-        return str(Path(path).expanduser().absolute()) if path else ""
-
-    def source(values: SourceOptions) -> dict[str, Any]:
-        return {
-            "source": tuple(map(resolved, values.source)),
-            "template": absolute(values.template),
-        }
-
-    is_path = data.tokenizer != BYTES and not data.tokenizer.startswith(("bpe:", "ids:"))
-    parts = tuple(replace(part, **source(part)) for part in data.mixture)
-    own = {} if data.mixture else source(data)
-    return {
-        **own,
-        "tokenizer": absolute(data.tokenizer) if is_path else data.tokenizer,
-        "cache": absolute(data.cache),
-        "mixture": parts,
-    }

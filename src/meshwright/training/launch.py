@@ -20,7 +20,7 @@ from meshwright.distributed.process.workers import WorkerDied, WorkerFailed, Wor
 from meshwright.distributed.process.world import get_world_info
 
 from .config import Config
-from .health.peers import latest_checkpoint, read_all_records, run_folder
+from .health.peers import latest_checkpoint, read_all_records, run_folder, with_way_on
 from .stopping import INTERRUPT, answered, leave_terminal
 
 CPU_PROCESSES = 4
@@ -101,7 +101,7 @@ class _Attempts:
                     or self.restarts >= self.config.process.max_restarts
                     or not _is_worth_a_restart(trouble)
                 ):
-                    raise failure from None
+                    raise self._last_words(failure) from None
                 self._continue(failure)
 
     def _continue(self, failure: BaseException) -> None:
@@ -134,6 +134,14 @@ class _Attempts:
         stall = find_stall(records, time.time()) if trouble.exit_code == -signal.SIGABRT else None  # NCCL's watchdog
         why = f" ({stall.sentence})" if stall else ""
         return LostWorker(f"{name_of(record)} {trouble.how} {whereabouts(record)}{why}; the other ranks were stopped")
+
+    def _last_words(self, failure: BaseException) -> BaseException:
+        """Return the error of a lost rank with the command that continues the run; others are unchanged."""
+        from .health.peers import RankLost, RankStalled
+
+        if not isinstance(failure, LostWorker | RankLost | RankStalled):
+            return failure
+        return type(failure)(with_way_on(str(failure), run_folder(self.pool.folder)))
 
 
 class LostWorker(MeshwrightError):

@@ -13,6 +13,7 @@ from meshwright.core.files import replacing
 from meshwright.core.losses import PreferenceLoss
 from meshwright.data.corpus.pairs import Pairs
 from meshwright.data.mixture import Samples
+from meshwright.data.row_ends import RowEnds, ended, lengths_at
 from meshwright.data.sources.formats import RECORD_FORMATS, first_record
 from meshwright.data.sources.listing import list_files
 from meshwright.data.text.preference import TASK
@@ -108,7 +109,7 @@ def give_references(
 
         values = agree.from_rank_zero(agree.together(read, here=is_rank_zero()))
         if values is None:
-            values = _computed(config, split, model, place, stopped)
+            values = _computed(config, feed.ends or RowEnds(), split, model, place, stopped)
             if isinstance(values, int):
                 return values
             agree.together(lambda path=path, values=values: _write(path, values), here=is_rank_zero())
@@ -138,16 +139,23 @@ def _splits(feed: Feed) -> Iterator[Pairs]:
 
 
 def _computed(
-    config: Config, split: Pairs, model: ParallelModel, place: tuple[int, int], stopped: Callable[[], int]
+    config: Config,
+    ends: RowEnds,
+    split: Pairs,
+    model: ParallelModel,
+    place: tuple[int, int],
+    stopped: Callable[[], int],
 ) -> np.ndarray | int:
     """Compute the log-probabilities of all rows of a split, or return a signal that came meanwhile."""
     rank, ranks = place
-    rows, n = config.batch.microbatch or config.batch.global_batch // ranks, split.n_samples(config.data.seq_len)
+    length = config.data.seq_len
+    rows, n = config.batch.microbatch or config.batch.global_batch // ranks, split.n_samples(length)
     found = []
     for begin in range(0, n, rows * ranks):
         # the last row again, where there are no more, so that all ranks have as many
-        indexes = np.minimum(begin + rank * rows + np.arange(rows), n - 1)
-        arrays = split.rows(indexes, config.data.seq_len)
+        of_ranks = np.minimum(begin + np.arange(ranks * rows).reshape(ranks, rows), n - 1)
+        own = ends.length([split], lengths_at(split, of_ranks, length), length)
+        arrays = ended(split.rows(of_ranks[rank], length), own)
         batch = {key: torch.from_numpy(array) for key, array in arrays.items()}
         found.append(model.row_log_probs(batch).double().cpu().numpy())
         if signal := stopped():

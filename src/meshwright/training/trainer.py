@@ -182,7 +182,8 @@ class _Loop:
         stopped, validates = self._refer(), self._validates()
         self.watch.begin(self.at.step)
         while self.at.step < self.config.steps and not stopped:
-            report = self._one_step()
+            with self.checkpoints.saved_if_unread():
+                report = self._one_step()
             stopped, validation = self._agree_to_stop(), None
             more = self.watch.met(self.at.step)
             if validates and self._is_due(self.config.validation.every) and not stopped:
@@ -312,7 +313,7 @@ class _Loop:
         validated = Validated()
         with self.r.model.averaged():  # once, not for every batch
             for held in self.r.feed.held_out:
-                place = (self.rank, self.ranks, self.r.feed.pixels)
+                place = (self.rank, self.ranks, self.r.feed.pixels, self.r.feed.ends)
                 for batch in validation_batches(held.split, c.data.seq_len, held.samples, rows, *place):
                     loss = self.r.model.evaluate(batch)
                     figures = {name: float(value) for name, value in loss.figures.items()}

@@ -68,7 +68,10 @@ class TokenisingRecipe:
 
     @property
     def key(self) -> str:
-        """A digest of everything that determines the documents and their ids."""
+        """A digest of everything that determines the documents and their ids.
+
+        Whether unusable rows are left out is no part of it: where none was refused, the documents are the same.
+        """
         made_of: dict[str, Any] = {
             "version": VERSION,
             "tokenizer": [self.tokenizer.fingerprint, self.tokenizer.vocab_size, self.tokenizer.end_of_document],
@@ -76,12 +79,12 @@ class TokenisingRecipe:
             "documents": [[file.name, file.n_bytes, file.digest] for file in self.scan.files],
         }
         if self.scan.format != "text":
-            made_of["records"] = [self.scan.format, self.task.name, self.task.fingerprint, self.options.on_bad_row]
+            made_of["records"] = [self.scan.format, self.task.name, self.task.fingerprint]
         return hashlib.blake2b(json.dumps(made_of).encode(), digest_size=16).hexdigest()
 
     @property
     def folder_name(self) -> str:
-        return f"corpus-{self.key}"
+        return f"corpus-{self.key}{'-skip' if self.options.on_bad_row == 'skip' else ''}"
 
     def find_damage(self, folder: Path) -> str:
         """Describe the damage in ``folder``.

@@ -36,6 +36,7 @@ class Whole:
     """The id that fills a sample after its last document."""
     rows_together: ClassVar[int] = 1
     _packed: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
+    _row_lengths: dict[int, np.ndarray] = field(default_factory=dict, repr=False)
 
     @property
     def n_tokens(self) -> int:
@@ -102,6 +103,14 @@ class Whole:
         number_documents(np.array(row_of, dtype=np.int64), np.array(starts, dtype=np.int64), documents, positions)
         documents[np.arange(seq_len) >= np.array(ends)[:, None]] = PADDING
         return {"tokens": tokens, "labels": labels, "positions": positions, "document_ids": documents}
+
+    def row_lengths(self, seq_len: int) -> np.ndarray:
+        """Return the most tokens that each sample holds before its padding: int64 of shape (samples,)."""
+        if seq_len not in self._row_lengths:
+            members, bounds = self._bins(seq_len)
+            kept = np.minimum(self.lengths[members], seq_len)
+            self._row_lengths[seq_len] = np.add.reduceat(kept, bounds[:-1])
+        return self._row_lengths[seq_len]
 
     def _kept(self, document: int, seq_len: int) -> int:
         """Return the number of a document's tokens that its sample holds."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import re
 import stat
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ def import_pillow(what: str = "an image") -> Any:
 
 
 def find_image(folder: Path, name: Any, where: str) -> ImageFile:
-    """Return an image that a record names; only the file's header is decoded, but all of its bytes are digested.
+    """Return an image that a record names: its bytes are read once, digested, and decoded to see that they can be.
 
     Raises:
         BadRow: no path, an address, a path out of ``folder``, a missing file, or one that is no image.
@@ -72,9 +73,8 @@ def find_image(folder: Path, name: Any, where: str) -> ImageFile:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise BadRow(f"{where}: the image {path} is no file")
-        size = _seen_size(path)
-        with open(path, "rb") as file:
-            digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        content = path.read_bytes()
+        size = _seen_size(path, content)
     except FileNotFoundError:
         raise BadRow(
             f"{where}: the image {name!r} is missing (looked at {path}). Paths of images are relative to the folder of"
@@ -82,6 +82,7 @@ def find_image(folder: Path, name: Any, where: str) -> ImageFile:
         ) from None
     except _unreadable() as error:
         raise BadRow(f"{where}: the image {path} does not open ({_reason(error)})") from None
+    digest = hashlib.blake2b(content, digest_size=16).hexdigest()
     return ImageFile(folder, name, *size, status.st_size, status.st_mtime_ns, digest)
 
 
@@ -89,8 +90,7 @@ def open_image(image: ImageFile) -> Image:
     """Decode an image as RGB, upright, as transformers does.
 
     Raises:
-        ConfigError: the file is gone, or does not open.
-        IntegrityError: it is of another size than when the corpus was made.
+        IntegrityError: the file is gone or does not open, or is of another size than when the corpus was made.
     """
     pillow = import_pillow(f"the image {image.path}")
     path = inside(image.folder, image.name)
@@ -98,11 +98,14 @@ def open_image(image: ImageFile) -> Image:
         with pillow.Image.open(path) as opened:
             found = pillow.ImageOps.exif_transpose(opened).convert("RGB")
     except _unreadable() as error:
-        raise ConfigError(f"the image {path} does not open ({_reason(error)})") from error
+        raise IntegrityError(
+            f"the image {path} no longer opens ({_reason(error)}): put it back as it was when its data was tokenised"
+            f" ({image.n_bytes} bytes), and continue"
+        ) from error
     if found.size != (image.width, image.height):
         raise IntegrityError(
             f"the image {path} has {found.width} x {found.height} pixels, and had {image.width} x {image.height} when"
-            f" its data was tokenised: start again"
+            f" its data was tokenised: put that file back, and continue"
         )
     return found
 
@@ -144,9 +147,11 @@ def _locate(folder: Path, name: Any, where: str) -> Path:
         ) from None
 
 
-def _seen_size(path: Path) -> tuple[int, int]:
+def _seen_size(path: Path, content: bytes) -> tuple[int, int]:
+    """Decode an image, and return its width and height as it is seen."""
     pillow = import_pillow(f"the image {path}")
-    with pillow.Image.open(path) as opened:
+    with pillow.Image.open(io.BytesIO(content)) as opened:
+        opened.load()
         if opened.format == "TIFF":  # whether its header is turned already differs between releases of Pillow
             return pillow.ImageOps.exif_transpose(opened).size
         width, height = opened.size

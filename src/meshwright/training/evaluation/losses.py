@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from meshwright.data import IGNORE_INDEX, Tokenizer, validation_batches
+from meshwright.data.row_ends import RowEnds
 from meshwright.data.text.tokenizers import ByteTokenizer
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.parallel_model import ParallelModel
@@ -55,11 +56,12 @@ def evaluate_rows(
         batch_rows: rows per forward of a data rank.
     """
     model.learn_documents()
-    place = data_position(model.mesh)
+    place, ends = data_position(model.mesh), RowEnds.of(model.plan, 0)
     total, tokens, weight, counted = 0.0, 0, 0.0, 0
     with model.averaged():
         for part in chosen:
-            for batch in validation_batches(part.split, seq_len, part.samples, batch_rows, *place, part.pixels):
+            chosen_rows = part.split, seq_len, part.samples, batch_rows
+            for batch in validation_batches(*chosen_rows, *place, part.pixels, ends):
                 loss = model.evaluate(batch)
                 total += float(loss) * loss.weight
                 weight += loss.weight

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from meshwright.core.devices import device_in_use, is_accelerator
-from meshwright.core.errors import MeshwrightError
+from meshwright.core.errors import MeshwrightError, command
 from meshwright.core.files import replace_text
 from meshwright.distributed.process.workers import is_broken_collective, meeting_place
 from meshwright.distributed.process.world import get_world_info
@@ -97,7 +97,12 @@ class Peers:
             if lost.last_words
             else f"ended without a word {whereabouts(lost)}"
         )
-        return RankLost(f"{name_of(lost)} {how}; rank {self.heartbeat.rank} was {self._here()} and stops too")
+        message = f"{name_of(lost)} {how}; rank {self.heartbeat.rank} was {self._here()} and stops too"
+        place = self.heartbeat.folder
+        is_last_word = (
+            meeting_place() is None and place is not None and place.name == FOLDER
+        )  # else our launcher has it
+        return RankLost(with_way_on(message, place.parent if place is not None and is_last_word else None))
 
     def _here(self) -> str:
         h = self.heartbeat
@@ -155,6 +160,13 @@ def latest_checkpoint(folder: Path) -> str:
         return (folder / "checkpoints" / "latest").read_text().strip()
     except OSError:
         return ""
+
+
+def with_way_on(message: str, folder: Path | None) -> str:
+    """Return a message, with the command that continues the run in a folder if a checkpoint was saved there."""
+    if folder is None or not latest_checkpoint(folder):
+        return message
+    return f"{message.rstrip('.')}. Continue with: {command('train', folder)}"
 
 
 def sweep(folder: Path | None) -> None:

@@ -56,12 +56,12 @@ def length_follows(config: Config) -> bool:
     return config.epochs is not None or (is_unset(config.steps) and is_fine_tuning(config))
 
 
-def before_data(config: Config) -> Config:
+def before_data(config: Config, *, is_forecast: bool = False) -> Config:
     """Return a config with rows, rate and weight decay chosen where they are unset; they stay marked as unset.
 
-    Without weights in files nothing changes.
+    Without weights in files nothing changes, but in a forecast, of a model whose weights may lie elsewhere.
     """
-    if not is_fine_tuning(config):
+    if not (is_fine_tuning(config) or (is_forecast and config.model.hf)):
         return config
     data, optimizer = config.data, _with_rate(config, RATES)
     if is_unset(data.seq_len):
@@ -73,6 +73,8 @@ def before_data(config: Config) -> Config:
 
 def with_length(config: Config, rows: int, tasks: Sequence[str]) -> Config:
     """Return a config with steps, and the rate of preference pairs, chosen where they are unset.
+
+    Steps are whole, so ``epochs`` becomes the number that they make.
 
     Args:
         rows: rows of all sources together, once each.
@@ -86,7 +88,8 @@ def with_length(config: Config, rows: int, tasks: Sequence[str]) -> Config:
         epochs = max(EPOCHS.get(task, OTHER_EPOCHS) for task in tasks)
     if epochs is None or not rows:
         return config
-    return replace(config, epochs=epochs, steps=unset(max(1, round(epochs * rows / config.batch.global_batch))))
+    steps = max(1, round(epochs * rows / config.batch.global_batch))
+    return replace(config, epochs=steps * config.batch.global_batch / rows, steps=unset(steps))
 
 
 def with_prompt(config: Config, tasks: Sequence[str], render: Callable[[str], str | None]) -> Config:
@@ -104,13 +107,22 @@ def with_prompt(config: Config, tasks: Sequence[str], render: Callable[[str], st
 
 def chosen(config: Config) -> str:
     """Name the values that were chosen because nobody set them, by their keys; "" where there are none."""
-    if not is_fine_tuning(config):
-        return ""
+    return of_unset(config) if is_fine_tuning(config) else ""
+
+
+def of_forecast(config: Config) -> str:
+    """Return a line with the values that a forecast takes because nobody set them; "" where all are set."""
+    values = of_unset(replace(config, steps=int(config.steps), sample=replace(config.sample, tokens=0)))
+    return f"not set, and taken as where the model's weights lie: {values}" if config.model.hf and values else ""
+
+
+def of_unset(config: Config) -> str:
+    """Name the values that nobody set, by their keys."""
     o, parts = config.optimizer, []
     rows = [("optimizer.lr", o.lr), ("optimizer.weight_decay", o.weight_decay), ("data.seq_len", config.data.seq_len)]
     parts = [f"{key} = {value:g}" for key, value in rows if is_unset(value)]
     if is_unset(config.steps):
-        passes = f" ({config.epochs:g} epoch{'s' * (config.epochs != 1)})" if config.epochs is not None else ""
+        passes = f" ({config.epochs:.3g} epoch{'s' * (config.epochs != 1)})" if config.epochs is not None else ""
         parts.append(f"steps = {config.steps}{passes}")
     if is_unset(config.sample.prompt) and config.sample.tokens:
         parts.append(f"sample.prompt = {json.dumps(config.sample.prompt, ensure_ascii=False)}")
@@ -125,10 +137,10 @@ def _with_rate(config: Config, rates: Rates) -> Any:
     return replace(config.optimizer, lr=unset(rate * factor))
 
 
-def _longest(folder: Path) -> int:
+def _longest(place: Path) -> int:
     """Return the longest sequence of a model in tokens; as long as any where its config does not state one."""
     try:
-        keys = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        keys = json.loads((place / "config.json" if place.is_dir() else place).read_text(encoding="utf-8"))
         inner = keys.get("text_config")
         stated = [values.get(key) for values in (keys, inner or {}) for key in LENGTHS]
     except (OSError, ValueError, AttributeError, RecursionError):  # refused, with the reason, where the model is read

@@ -65,10 +65,11 @@ def built(config: Config) -> Run:
     """Build the run of a config, with nothing shown and no signal awaited.
 
     Gradients that are clipped at all are clipped in every step: their norm is not that of a run.
+    Rows of whole answers or conversations are as long in each step as the longest of them all.
     """
     optimizer = replace(config.optimizer, max_norm=min(config.optimizer.max_norm, CLIPPED))
     silent = StartupTimeline(), SilentProgress(), StopRequest()
-    return build_run(replace(config, run="", optimizer=optimizer), *silent)
+    return build_run(replace(config, run="", optimizer=optimizer), *silent, longest_rows=True)
 
 
 @contextmanager

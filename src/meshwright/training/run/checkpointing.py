@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from meshwright.core.units import bytes_text, duration_text
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import is_rank_zero
 from meshwright.training.build import Run
+from meshwright.training.feed import UnreadSamples
+from meshwright.training.health.peers import with_way_on
 from meshwright.training.metrics.timeline import StartupTimeline
 
 from .folder import RunFolder
@@ -64,6 +67,18 @@ class Checkpointing:
         self.latest = path
         size = sum(file.stat().st_size for file in path.iterdir())
         self.say(f"saved {path} ({bytes_text(size)}, {duration_text(time.perf_counter() - begun)})")
+
+    @contextmanager
+    def saved_if_unread(self) -> Iterator[None]:
+        """Save the steps before this one if its samples cannot be read, and say how to go on."""
+        consumed = self.r.feed.loader.state
+        try:
+            yield
+        except UnreadSamples as error:
+            self.r.feed.loader.seek(consumed)
+            if self.at.step and self.latest != self.folder.of_step(self.at.step):
+                self.save()
+            raise UnreadSamples(with_way_on(str(error), self.folder.path.parent)) from error
 
     def _point(self) -> None:
         try:

@@ -24,6 +24,9 @@ from .occupancy import NAME
 IDENTITY = "identity.json"
 """File with the facts that must not change when a run is continued."""
 
+LOOSENED = ("too_long", "refuse")
+"""A setting and its value that may change when a run is continued: what was refused is not among its samples."""
+
 
 @dataclass(frozen=True)
 class RunFolder:
@@ -147,5 +150,5 @@ def changes(there: Any, now: Any, key: str = "") -> Iterator[str]:
     if isinstance(there, dict) and isinstance(now, dict):
         for name in now:
             yield from changes(there.get(name), now[name], f"{key}.{name}" if key else name)
-    elif there != now:
+    elif there != now and (key.rpartition(".")[2], there) != LOOSENED:
         yield f"{key} was {str(there)[:24]} and is now {str(now)[:24]}"
