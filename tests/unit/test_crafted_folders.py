@@ -139,6 +139,7 @@ NO_FILE_IS_REFUSED = {
     for module in (
         "checkpoint.manifest",
         "checkpoint.tensor_files",
+        "data.text.own_call",
         "data.text.tokenizer_settings",
         "data.corpus.mapped",
         "introspection.huggingface",

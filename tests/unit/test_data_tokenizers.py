@@ -48,10 +48,9 @@ def test_both_kinds_are_tokenizers(tmp_path):
     assert isinstance(FileTokenizer(save_tokenizer(tmp_path / "t.json", "</s>"), "</s>"), Tokenizer)
 
 
-def test_a_document_is_not_cut_padded_or_ended_by_the_file_or_by_its_own_words(tmp_path):
+def test_a_document_is_not_cut_or_padded_by_the_file(tmp_path):
     tokenizer = FileTokenizer(save_tokenizer(tmp_path / "tokenizer.json", "</s>", truncate=True), "</s>")
-    ids = tokenizer.encode("a b a b </s> a")
-    assert ids.tolist() == [0, 1, 0, 1, 2, 0] and tokenizer.end_of_document not in ids
+    assert tokenizer.encode("a b a b <x> a").tolist() == [0, 1, 0, 1, 2, 0]
     assert tokenizer.vocab_size == 4 and tokenizer.end_of_document == 3
     assert tokenizer.decode([0, 1, 3]) == "a b"
 
@@ -59,11 +58,11 @@ def test_a_document_is_not_cut_padded_or_ended_by_the_file_or_by_its_own_words(t
 CHAT = ("<|im_end|>", "</s>", "<|endoftext|>")
 
 
-def test_a_prompt_may_spell_special_tokens_and_a_document_may_not(tmp_path):
+def test_special_tokens_that_a_text_spells_out_are_tokens(tmp_path):
     tokenizer = FileTokenizer(save_tokenizer(tmp_path / "t.json", "<|endoftext|>"), "<|endoftext|>")
     text = "a b <|endoftext|>"
     ends = [int(i) == tokenizer.end_of_document for i in encode_prompt(tokenizer, text)]
-    assert ends[-1] and sum(ends) == 1 and tokenizer.end_of_document not in tokenizer.encode(text)
+    assert ends[-1] and sum(ends) == 1 and tokenizer.encode(text).tolist() == encode_prompt(tokenizer, text).tolist()
     assert encode_prompt(load_tokenizer("ids:16:1"), "3 4").tolist() == [3, 4]
 
 

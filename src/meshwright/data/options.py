@@ -41,6 +41,9 @@ class SourceOptions:
     itself."""
     template: str = ""
     """A file with the Jinja template of a chat; empty: the tokenizer's own."""
+    end_of_answer: bool = False
+    """The token that ends a document is put behind each answer of a chat that its template does not end with a special
+    token, and learnt."""
     on_bad_row: Literal["refuse", "skip"] = "refuse"
     """The treatment of a record that cannot be used: the run is refused, with file and row, or it is left out, counted
     and said.

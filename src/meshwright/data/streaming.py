@@ -101,9 +101,12 @@ class StreamedSamples:
         tellers = chain([self._say], repeat(lambda line: None))  # problems of rows are reported only in the first epoch
         for say in tellers:
             is_empty = True
-            for _, ids, learnt, _ in self.recipe.encode(self.recipe.unsplit(say)):
+            encoder = self.recipe.encoder()
+            for _, ids, learnt, _ in encoder.encode(self.recipe.unsplit(say)):
                 yield ids, learnt
                 is_empty = False
+            for note in encoder.notes():
+                say(note)
             self._epochs += 1
             if is_empty:
                 raise ConfigError(f"data.source = {list(self.recipe.options.source)} holds no document")

@@ -12,17 +12,18 @@ from meshwright.core.errors import ConfigError
 from meshwright.core.files import inside, replace_text
 from meshwright.data import Tokenizer, load_tokenizer
 from meshwright.data.text.bpe import PREFIX, trained_bpe, vocabulary_of
-from meshwright.data.text.chat import load_template
-from meshwright.data.text.tokenizer_settings import EOS, SETTINGS, TEMPLATE, read_settings, special_tokens
-from meshwright.data.text.tokenizers import BYTES, FileTokenizer, IdTokenizer
+from meshwright.data.text.chat import ChatTemplate, load_template
+from meshwright.data.text.tokenizer_settings import SETTINGS, TEMPLATE, read_settings
+from meshwright.data.text.tokenizers import BYTES, FileTokenizer, IdTokenizer, encode_prompt
 
 from .config import Config
+from .optim.fine_tuning import GREETING
 
 FOLDER = "tokenizer"
 """Subfolder of a run with a copy of its tokenizer's files."""
 
 AUTO = "auto"
-_FILES = ("tokenizer.json", SETTINGS, TEMPLATE)
+_FILES = ("tokenizer.json", SETTINGS, TEMPLATE, "special_tokens_map.json", "added_tokens.json")
 
 
 def tokenizer_name(config: Config) -> str:
@@ -91,32 +92,59 @@ def own_tokenizer(config: Config, run: Path) -> Tokenizer:
     )
 
 
+def template_file(config: Config) -> str:
+    """Return the file of the chat template that the config names, the first one of a mixture; "" without one."""
+    return next((part.template for part in (config.data.mixture or (config.data,)) if part.template), "")
+
+
 def in_chat_template(config: Config, tokenizer: Tokenizer, message: str) -> str | None:
     """Write a user's message out by the chat template of a run's data, up to the answer; None without a template."""
-    files = [part.template for part in (config.data.mixture or (config.data,)) if part.template]
     try:
-        template = load_template(files[0] if files else "", getattr(tokenizer, "folder", None))
-        found = template.render([{"role": "user", "content": message}], prompts_answer=True)
-        if message in found:
-            return found
-        parts = [{"type": "text", "text": message}]  # templates of models with images may know contents of parts alone
-        return template.render([{"role": "user", "content": parts}], prompts_answer=True)
+        return _asked(load_template(template_file(config), getattr(tokenizer, "folder", None)), message)
     except (ConfigError, ValueError):
         return None
 
 
-def keep_tokenizer(tokenizer: Tokenizer, run: Path) -> None:
-    """Copy a tokenizer's files into the folder of a run, once."""
-    if not isinstance(tokenizer, FileTokenizer) or (run / FOLDER / _FILES[0]).is_file():
+def _asked(template: ChatTemplate, message: str) -> str:
+    found = template.render([{"role": "user", "content": message}], prompts_answer=True)
+    if message in found:
+        return found
+    parts = [{"type": "text", "text": message}]  # templates of models with images may know contents of parts alone
+    return template.render([{"role": "user", "content": parts}], prompts_answer=True)
+
+
+def template_folder(run: Path, tokenizer: Tokenizer) -> Path | None:
+    """Return the folder with the chat template that a run trained with: its own, or the tokenizer's."""
+    return run / FOLDER if (run / FOLDER / TEMPLATE).is_file() else getattr(tokenizer, "folder", None)
+
+
+def prompt_ids(prompt: str, tokenizer: Tokenizer, run: Path) -> list[int]:
+    """Return the ids of a text to continue: those of the tokenizer's own call, but the prompt that a run chose for
+    itself by its chat template has the ids that the template gives it."""
+    try:
+        is_rendered = prompt == _asked(load_template("", template_folder(run, tokenizer)), GREETING)
+    except (ConfigError, ValueError):
+        is_rendered = False
+    return [int(i) for i in encode_prompt(tokenizer, prompt, is_rendered=is_rendered)]
+
+
+def keep_tokenizer(tokenizer: Tokenizer, run: Path, template: str = "") -> None:
+    """Copy a tokenizer's files into the folder of a run, once.
+
+    Args:
+        template: file of the chat template that the run trains with; "": the tokenizer's own.
+    """
+    folder = run / FOLDER
+    if template and not (folder / TEMPLATE).is_file():
+        folder.mkdir(exist_ok=True)
+        replace_text(folder / TEMPLATE, Path(template).expanduser().read_text(encoding="utf-8"))
+    if not isinstance(tokenizer, FileTokenizer) or (folder / _FILES[0]).is_file():
         return
-    (run / FOLDER).mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
     for name in reversed(_FILES):  # tokenizer.json last: it marks the copy as complete
-        # the end token was set by a file outside the folder, or by none
-        if name == SETTINGS and special_tokens(tokenizer.folder).get(EOS) != tokenizer.end_token:
-            settings = {**read_settings(tokenizer.folder), EOS: tokenizer.end_token}
-            replace_text(run / FOLDER / name, json.dumps(settings, indent=2) + "\n")
-            continue
         file = tokenizer.path if name == _FILES[0] else inside(tokenizer.folder, name)
-        if file.is_file():
-            shutil.copyfile(file, run / FOLDER / f"{name}.new")
-            (run / FOLDER / f"{name}.new").replace(run / FOLDER / name)
+        if name == SETTINGS and (settings := tokenizer.settings) != read_settings(tokenizer.folder):
+            replace_text(folder / name, json.dumps(settings, indent=2) + "\n")
+        elif file.is_file() and not (name == TEMPLATE and template):
+            shutil.copyfile(file, folder / f"{name}.new")
+            (folder / f"{name}.new").replace(folder / name)

@@ -16,7 +16,6 @@ import meshwright.checkpoint as checkpoint
 from meshwright.core.errors import ConfigError, MeshwrightError
 from meshwright.core.names import clean
 from meshwright.data import validation_batches
-from meshwright.data.text.tokenizers import encode_prompt
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.process import agree, elastic
 from meshwright.distributed.process.world import is_rank_zero
@@ -36,6 +35,7 @@ from .run.folder import RunFolder
 from .run.occupancy import occupied
 from .run.request import keep_request
 from .stopping import Interrupted, StopRequest
+from .tokenizer import prompt_ids
 from .tracing import TraceCheck
 from .views.display import build_progress
 from .views.memory_watch import MemoryWatch
@@ -343,11 +343,11 @@ class _Loop:
 
     def _continue_prompt(self, tokens: int) -> str:
         s = self.config.sample
-        prompt = encode_prompt(self.r.tokenizer, s.prompt)
+        prompt = prompt_ids(s.prompt, self.r.tokenizer, self.folder.path)
         options: dict[str, Any] = {
             "temperature": s.temperature,
             "seed": self.config.seed,
             "stop": self.r.tokenizer.end_of_document,
         }
-        ids = self.r.model.generate([int(i) for i in prompt], tokens, **options)
+        ids = self.r.model.generate(prompt, tokens, **options)
         return self.r.tokenizer.decode([*prompt, *ids])

@@ -9,25 +9,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from meshwright.core.errors import ConfigError
 from meshwright.data.holdout import cut_point, hold_out, hold_out_rows
-from meshwright.data.images.files import ImageFile
 from meshwright.data.images.source import NO_IMAGES, Vision
 from meshwright.data.options import SourceOptions
 from meshwright.data.sources.formats import RECORD_FORMATS, digest_of, first_record
 from meshwright.data.sources.records import BadRow
 from meshwright.data.sources.scan import Scan, SourceFile
 from meshwright.data.text.tasks import Task, choose_task
-from meshwright.data.text.tokenizers import AligningTokenizer, Tokenizer, encode_batch
+from meshwright.data.text.tokenizers import AligningTokenizer, Tokenizer
 from meshwright.data.text.turns import Example
 
 from .corpus import TRAINING, VALIDATION, VERSION, Encoded, Meta, find_damage, read_meta, write_corpus
+from .encoding import Encoder, Examples
 from .pictures import first_changed
-
-_BATCH_CHARACTERS = 1 << 20
-"""Characters passed to the tokenizer per call: enough to keep all processors busy, few enough to fit in memory."""
 
 _NAMED = 3
 """Number of unusable rows per file that are reported one by one; the rest are only counted."""
@@ -76,10 +71,12 @@ class TokenisingRecipe:
             "version": VERSION,
             "tokenizer": [self.tokenizer.fingerprint, self.tokenizer.vocab_size, self.tokenizer.end_of_document],
             "validation_fraction": float(self.fraction),
+            "ends": sorted(self.encoder().ends),
             "documents": [[file.name, file.n_bytes, file.digest] for file in self.scan.files],
         }
         if self.scan.format != "text":
-            made_of["records"] = [self.scan.format, self.task.name, self.task.fingerprint]
+            answers = self.options.end_of_answer
+            made_of["records"] = [self.scan.format, self.task.name, self.task.fingerprint, answers]
         return hashlib.blake2b(json.dumps(made_of).encode(), digest_size=16).hexdigest()
 
     @property
@@ -115,6 +112,7 @@ class TokenisingRecipe:
         )
         say(f"tokenising {what} with {self.tokenizer!r} into {target}")
         skipped: dict[str, int] = {}
+        notes: list[str] = []
         facts = {
             "key": self.key,
             "tokenizer": self.tokenizer.fingerprint,
@@ -125,10 +123,11 @@ class TokenisingRecipe:
             "validation_fraction": float(self.fraction),
             "n_source_bytes": self.scan.n_bytes,
             "skipped": skipped,
+            "notes": notes,
         }
         examples = self._texts(progress) if self.scan.format == "text" else self._records(skipped, say, progress)
         folders = image_folders(self.scan) if self.task.pictured else None
-        meta = write_corpus(folder, self.encode(examples), facts, folders)
+        meta = write_corpus(folder, self._encoded(examples, notes), facts, folders)
         if not meta.training.n_learnt:
             why = f"{meta.validation.n_documents} held out (data.validation_fraction = {self.fraction})"
             n = meta.training.n_documents
@@ -137,6 +136,15 @@ class TokenisingRecipe:
             )
         learnt = f", {meta.training.n_learnt} of them to be learnt" if meta.is_whole else ""
         say(f"{meta.training.n_tokens} tokens to train on{learnt}, {meta.validation.n_tokens} held out")
+
+    def _encoded(self, examples: Examples, notes: list[str]) -> Iterator[Encoded]:
+        encoder = self.encoder()
+        yield from encoder.encode(examples)
+        notes += encoder.notes()
+
+    def encoder(self) -> Encoder:
+        """Return the rules by which the documents become ids."""
+        return Encoder(self.task, self.tokenizer, ends_answers=self.options.end_of_answer)
 
     def unsplit(self, say: Say = lambda line: None) -> Iterator[tuple[Split, Example]]:
         """Yield every document in order, all for training, without checking the files against the scan.
@@ -203,50 +211,6 @@ class TokenisingRecipe:
                 if skipped[file.name] <= _NAMED:
                     say(f"skipped: {bad}")
 
-    def encode(self, examples: Iterator[tuple[Split, Example]]) -> Iterator[Encoded]:
-        """Tokenise examples, and mark the tokens that are learnt."""
-        end = np.array([self.tokenizer.end_of_document], dtype=np.uint32)
-        for batch in _batches(examples):
-            texts = ["".join(text for text, _ in example) for _, example in batch]
-            if not self.task.is_whole:
-                for (split, _), ids in zip(batch, encode_batch(self.tokenizer, texts), strict=True):
-                    yield split, np.concatenate([ids, end]), None, ()
-                continue
-            assert isinstance(self.tokenizer, AligningTokenizer)
-            aligned = self.tokenizer.encode_aligned(texts, special=self.task.special)
-            for (split, example), (ids, ends) in zip(batch, aligned, strict=True):
-                learnt, images = learnt_tokens(example, ends), places_of_images(example, ends)
-                if before := getattr(example, "ids_before", ()):
-                    ids = np.concatenate([np.array(before, dtype=ids.dtype), ids])
-                    learnt = np.concatenate([np.zeros(len(before), dtype=bool), learnt])
-                if self.task.ends:
-                    ids, learnt = np.concatenate([ids, end]), np.append(learnt, True)
-                yield split, ids, learnt, [(b + len(before), e + len(before), file) for b, e, file in images]
-
-
-def learnt_tokens(example: Example, ends: np.ndarray) -> np.ndarray:
-    """Mark the tokens that end in a learnt piece, so that no part of an answer is left out.
-
-    ``ends``: the index of the last character of each token. A learnt token may begin in a prompt: most tokenizers
-    merge a prompt's last space with the answer's first word.
-    """
-    bounds = np.cumsum([len(text) for text, _ in example])
-    is_learnt = np.array([learnt for _, learnt in example] + [False])
-    return is_learnt[np.searchsorted(bounds, ends, side="right")]
-
-
-def places_of_images(example: Example, ends: np.ndarray) -> list[tuple[int, int, ImageFile]]:
-    """Return the first token of each image of an example, the token behind its last, and its file.
-
-    ``ends``: the index of the last character of each token.
-    """
-    images = getattr(example, "images", ())
-    if not images:
-        return []
-    bounds = np.cumsum([0, *(len(text) for text, _ in example)])
-    edges = [np.searchsorted(ends, bounds[[piece, piece + 1]]).tolist() for piece, _ in images]
-    return [(begin, end, file) for (begin, end), (_, file) in zip(edges, images, strict=True)]
-
 
 def folder_of(file: SourceFile) -> Path:
     """Return the folder that the paths in a file's records are relative to."""
@@ -268,20 +232,6 @@ def _check_text(examples: list[Example], where: str) -> None:
                 raise BadRow(
                     f"{where}: the text holds half a character ({text[error.start]!r} at character {error.start})"
                 ) from None
-
-
-def _batches(examples: Iterator[tuple[Split, Example]]) -> Iterator[list[tuple[Split, Example]]]:
-    """Group examples into lists of about _BATCH_CHARACTERS characters, and at most 10,000 examples."""
-    batch: list[tuple[Split, Example]] = []
-    size = 0
-    for example in examples:
-        batch.append(example)
-        size += sum(len(text) for text, _ in example[1])
-        if size >= _BATCH_CHARACTERS or len(batch) >= 10_000:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def texts_of(scan: Scan, options: SourceOptions, tokenizer: Tokenizer) -> Iterator[str]:

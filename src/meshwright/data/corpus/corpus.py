@@ -38,7 +38,7 @@ from .pictured import Pictured
 from .pictures import Pictures, PicturesWriter, open_pictures
 from .whole import Whole
 
-VERSION = 2
+VERSION = 3
 META = "meta.json"
 TRAINING, VALIDATION = "training", "validation"
 
@@ -82,6 +82,8 @@ class Meta:
     """Number of unusable rows left out of each file."""
     training: SplitSize
     validation: SplitSize
+    notes: list[str] = field(default_factory=list)
+    """Differences between the texts and their tokens, each a sentence."""
     pictures: Pictures | None = None
     """The files of images; None where documents have none."""
 

@@ -142,7 +142,7 @@ class VisionProcessor:
         """Raise ConfigError unless ``tokenizer`` gives an image's text the ids that the processor's own gives it."""
         text = self.text_of(*_PROBE)
         own = list(self._processor.tokenizer(text, add_special_tokens=False)["input_ids"])
-        given = tokenizer.encode_aligned([text], special=True)[0][0] if isinstance(tokenizer, AligningTokenizer) else []
+        given = tokenizer.encode_aligned([text])[0][0] if isinstance(tokenizer, AligningTokenizer) else []
         if own != [int(i) for i in given]:
             raise ConfigError(
                 f"data.tokenizer: {tokenizer!r} does not write an image as the processor in {self.folder} does"

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 from meshwright.core.errors import ConfigError, MissingExtraError
 
 from .tokenizer_settings import special_tokens, template_of
+from .tokenizers import Tokenizer
 
 Message = dict[str, Any]
+
+ANSWER = "\N{OBJECT REPLACEMENT CHARACTER}"
+"""An answer that is found again in a rendered conversation."""
+_MARK = re.compile(r"{%-?\s*generation\s*-?%}")
 
 
 class ChatTemplate:
@@ -29,6 +35,8 @@ class ChatTemplate:
         except ImportError as error:
             raise MissingExtraError("a chat template", "transformers", "hf") from error
         self.text, self.special_tokens, self._render = text, special_tokens, render_jinja_template
+        self.has_marks = bool(_MARK.search(text))
+        """Whether the template marks what the assistant writes ({% generation %})."""
 
     def render(self, messages: list[Message], *, prompts_answer: bool = False, **others: Any) -> str:
         """Return the text of ``messages``; with ``prompts_answer`` followed by the start of an assistant's turn.
@@ -36,17 +44,24 @@ class ChatTemplate:
         Raises:
             ValueError: the template fails on these messages; the text includes its error.
         """
+        return self._rendered(messages, add_generation_prompt=prompts_answer, **others)[0][0]
+
+    def render_marked(self, messages: list[Message], **others: Any) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text of ``messages``, and where each part that the template marks as written by the assistant
+        begins and ends.
+
+        Raises:
+            ValueError: as ``render``.
+        """
+        texts, spans = self._rendered(messages, return_assistant_tokens_mask=True, **others)
+        return texts[0], [(begin, end) for begin, end in spans[0] if begin < end]
+
+    def _rendered(self, messages: list[Message], **options: Any) -> tuple[list[str], list[Any]]:
         try:
-            rendered = self._render(
-                [messages],
-                chat_template=self.text,
-                add_generation_prompt=prompts_answer,
-                **self.special_tokens,
-                **others,
-            )
+            texts, spans = self._render([messages], chat_template=self.text, **self.special_tokens, **options)
         except Exception as error:
             raise ValueError(f"the chat template refuses it ({type(error).__name__}: {error})") from error
-        return (rendered[0] if isinstance(rendered, tuple) else rendered)[0]
+        return list(texts), list(spans)
 
 
 def load_template(path: str, folder: Path | None) -> ChatTemplate:
@@ -73,3 +88,14 @@ def load_template(path: str, folder: Path | None) -> ChatTemplate:
             f" choose a tokenizer made for chat"
         )
     return ChatTemplate(text, tokens)
+
+
+def ends_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> set[int]:
+    """Return the id that a template puts behind an assistant's answer, if it is a special token."""
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
+    try:
+        _, found, behind = template.render(messages).rpartition(ANSWER)
+    except ValueError:
+        return set()
+    ids = tokenizer.encode(behind)[:1].tolist() if found and behind.strip() else []
+    return {i for i in ids if not tokenizer.decode([i])}

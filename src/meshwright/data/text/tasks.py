@@ -33,9 +33,7 @@ class Task:
     is_whole: bool
     """Whether samples hold whole documents; otherwise documents are cut into rows."""
     ends: bool
-    """Whether each document is closed by the end-of-document token, which is learnt."""
-    special: bool = False
-    """Whether special tokens spelt out in the text (as by a chat template) become tokens; otherwise they are text."""
+    """Whether documents get the tokens that begin and end a text; otherwise a chat template has written them."""
     fingerprint: str = ""
     """Further settings that determine the examples."""
     pictured: PicturedChat | None = None
@@ -74,10 +72,10 @@ def _of_text(name: str, key: str, options: SourceOptions, tokenizer: Tokenizer, 
         template = load_template(options.template, getattr(tokenizer, "folder", None))
         chat = _Chat(key, template)
         decides = json.dumps([key, template.text, sorted(template.special_tokens.items())])
-        return Task("chat", chat.examples, is_whole=True, ends=False, special=True, fingerprint=decides)
+        return Task("chat", chat.examples, is_whole=True, ends=False, fingerprint=decides)
     if name == TASK and holds_messages(sample):
         preferences = Preferences(load_template(options.template, getattr(tokenizer, "folder", None)))
-        return Task(TASK, preferences.examples, True, ends=False, special=True, fingerprint=preferences.fingerprint)
+        return Task(TASK, preferences.examples, True, ends=False, fingerprint=preferences.fingerprint)
     if options.template:
         raise ConfigError(f"data.template is set, and the task is '{name}' of text: only messages have a template")
     if name == TASK:
@@ -100,7 +98,7 @@ def _pictured(options: SourceOptions, tokenizer: Tokenizer, key: str, vision: Vi
         template = ChatTemplate(processor.template, processor.special_tokens)
     chat = PicturedChat(key, template, processor)
 
-    return Task("chat", _in_no_folder, True, ends=False, special=True, fingerprint=chat.fingerprint, pictured=chat)
+    return Task("chat", _in_no_folder, True, ends=False, fingerprint=chat.fingerprint, pictured=chat)
 
 
 def _in_no_folder(record: Record, where: str) -> list[Example]:

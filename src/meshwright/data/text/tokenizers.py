@@ -6,15 +6,29 @@ The byte tokenizer needs no file; all others are read from a local tokenizer.jso
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from meshwright.core.errors import ConfigError, MissingExtraError, nearest
+from meshwright.core.errors import ConfigError, nearest
 from meshwright.core.files import inside
 
-from .tokenizer_settings import EOS, EOS_ID, SETTINGS, WITH_IDS, WITH_TOKENS, stated_end
+from .own_call import FILE, read_tokenizer, tokens_in, unknown_in, written_around
+from .tokenizer_settings import (
+    CLASS,
+    EOS,
+    EOS_ID,
+    PLAIN_CLASS,
+    PLAIN_CLASSES,
+    SETTINGS,
+    WITH_IDS,
+    WITH_TOKENS,
+    read_settings,
+    special_tokens,
+    stated_end,
+)
 
 BYTES = "bytes"
 """The name of the tokenizer that needs no file."""
@@ -31,7 +45,7 @@ class Tokenizer(Protocol):
 
     @property
     def end_of_document(self) -> int:
-        """The id that the corpus puts after each document; ``encode`` never returns it."""
+        """The id that the corpus puts after each document."""
         ...
 
     @property
@@ -40,7 +54,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the ids of ``text``: 1-D, of an integer dtype, without special tokens."""
+        """Return the ids of ``text``: 1-D, of an integer dtype, without the tokens that begin and end a document."""
         ...
 
     def decode(self, ids) -> str:
@@ -52,16 +66,16 @@ class Tokenizer(Protocol):
 class AligningTokenizer(Tokenizer, Protocol):
     """A tokenizer that also reports which text each id stands for, as conversations need."""
 
-    def encode_aligned(self, texts: list[str], *, special: bool = False) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return two 1-D arrays for each text: its ids, and the index of the last character that each id stands for.
-
-        ``special``: special tokens spelt out in the text become tokens.
-        """
+    def encode_aligned(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return two 1-D arrays for each text: its ids, and the index of the last character that each id stands for."""
         ...
 
 
-def encode_prompt(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """Return the ids of a prompt, in which special tokens may be spelt out, as a chat template writes them.
+def encode_prompt(tokenizer: Tokenizer, text: str, *, is_rendered: bool = False) -> np.ndarray:
+    """Return the ids of a prompt, with the tokens that the tokenizer's own call puts before a text.
+
+    Args:
+        is_rendered: a chat template wrote the text, with all the tokens that it wants.
 
     Raises:
         ConfigError: the text holds bytes that are not UTF-8, which Python keeps as lone surrogates.
@@ -69,8 +83,14 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> np.ndarray:
     wrong = next((place for place, letter in enumerate(text) if "\ud800" <= letter <= "\udfff"), None)
     if wrong is not None:
         raise ConfigError(f"the text to continue is not UTF-8 behind {text[max(0, wrong - 20) : wrong]!r}: write it so")
-    aligned = getattr(tokenizer, "encode_aligned", None)
-    return tokenizer.encode(text) if aligned is None else aligned([text], special=True)[0][0]
+    ids = tokenizer.encode(text)
+    return ids if is_rendered else np.concatenate([np.array(ids_before(tokenizer, ids), dtype=ids.dtype), ids])
+
+
+def ids_before(tokenizer: Tokenizer, ids: np.ndarray) -> tuple[int, ...]:
+    """Return the ids that go before those of a text: the tokenizer's, or none where the text spells them out itself."""
+    own: tuple[int, ...] = getattr(tokenizer, "before", ())
+    return () if tuple(ids[: len(own)].tolist()) == own else own
 
 
 def encode_batch(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
@@ -90,8 +110,8 @@ class ByteTokenizer:
         """Return the UTF-8 bytes of ``text``; uint16 of shape (bytes,)."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16)
 
-    def encode_aligned(self, texts: list[str], *, special: bool = False) -> list[tuple[np.ndarray, np.ndarray]]:
-        """See AligningTokenizer; ``special`` has no effect, since no special token can be spelt out."""
+    def encode_aligned(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """See AligningTokenizer."""
         aligned = []
         for text in texts:
             ids = self.encode(text)
@@ -108,18 +128,23 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A ``tokenizer.json`` of Hugging Face's ``tokenizers``, read from disk.
+    """A ``tokenizer.json`` of Hugging Face's ``tokenizers``, read from disk with the files beside it by transformers.
 
-    Truncation and padding in the file are switched off, and a special token spelt out in the text is encoded as plain
-    text. Otherwise the file could cut a document short, or the document's text could end it.
+    Ids are those of the tokenizer's own call, in which a special token spelt out in the text is a token (unless
+    ``split_special_tokens`` says otherwise). Truncation and padding are switched off: the file could cut a document.
 
     Args:
         path: the file, or a folder that holds a ``tokenizer.json``.
         end_of_document: special token that ends a document; by default the one that the files beside it name (the
             model's ``eos_token_id`` and the tokenizer's ``eos_token``; see ``stated_end``).
 
+    Attributes:
+        before, behind: ids that the tokenizer's own call puts before a text and behind it, such as those of ``<s>``.
+        unknown: the id of what the vocabulary cannot spell; None without one.
+        note: a difference from the tokenizer's own call, as a sentence; "" where there is none.
+
     Raises:
-        MissingExtraError: the package ``tokenizers`` is not installed.
+        MissingExtraError: the package ``tokenizers`` or ``transformers`` is not installed.
         ConfigError: the file does not exist or is not a tokenizer; it lacks the token that is to end a document, or no
             file names one.
     """
@@ -127,44 +152,49 @@ class FileTokenizer:
     def __init__(self, path: str | Path, end_of_document: str | None = None):
         self.path = Path(path).expanduser()
         if self.path.is_dir():
-            self.path = inside(self.path, "tokenizer.json")
+            self.path = inside(self.path, FILE)
         if not self.path.is_file():
             raise ConfigError(
                 f"data.tokenizer: {self.path} does not exist; name a tokenizer.json, a folder that holds one, or"
                 f" '{BYTES}'"
             )
-        try:
-            import tokenizers
-        except ImportError as error:
-            raise MissingExtraError(f"the tokenizer {self.path}", "tokenizers", "hf") from error
-        content = self.path.read_bytes()
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # a panic of Rust is not an Exception
-            raise ConfigError(
-                f"data.tokenizer: {self.path} is not a tokenizer.json that tokenizers {tokenizers.__version__} reads:"
-                f" {error}"
-            ) from error
+        read, self.note = read_tokenizer(self.path)
+        self.kind: str = type(read).__name__
+        """Class of transformers that reads the tokenizer."""
+        self._tokenizer = read.backend_tokenizer
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True
-        self._with_special = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
-        self._with_special.encode_special_tokens = False
-        self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.end_of_document: int = self._find_end(end_of_document)
-        self.fingerprint: str = (
-            f"file-{hashlib.blake2b(content, digest_size=16).hexdigest()}-end-{self.end_of_document}"
-        )
+        content = self.path.read_bytes()
+        written = json.loads(content)
+        in_file, unknown = tokens_in(written), unknown_in(written)
+        self.end_of_document: int = self._find_end(end_of_document, in_file)
+        self.before, self.behind = written_around(self._tokenizer)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.vocab_size: int = max(map(self._tokenizer.token_to_id, in_file), default=-1) + 1
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.unknown: int | None = self._tokenizer.token_to_id(unknown) if unknown else None
+        self._strips_behind = np.array([i for i, token in added.items() if token.rstrip], dtype=np.int64)
+        self.fingerprint: str = self._digest(content)
 
-    def _find_end(self, wanted: str | None) -> int:
+    def _digest(self, content: bytes) -> str:
+        rules = json.loads(self._tokenizer.to_str())
+        rules["model"] = {key: value for key, value in rules["model"].items() if key not in ("vocab", "merges")}
+        kept = [rules[name] for name in ("normalizer", "pre_tokenizer", "added_tokens", "model")]
+        kept += [self.before, self.behind, self._tokenizer.encode_special_tokens]
+        digest = hashlib.blake2b(content + json.dumps(kept, sort_keys=True).encode(), digest_size=16)
+        return f"file-{digest.hexdigest()}-end-{self.end_of_document}"
+
+    def _find_end(self, wanted: str | None, in_file: set[str]) -> int:
+        special = self._special()
         if wanted is None:
-            wanted = stated_end(self.folder, self._tokenizer.token_to_id, self._tokenizer.id_to_token)
-            if wanted is not None:
-                self._tokenizer.add_special_tokens([wanted])  # as transformers does; spelt out, it stays text
-                self._with_special.add_special_tokens([wanted])
-        special = {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+            id_of = self._tokenizer.token_to_id
+            # a token that transformers added has no row in a model's embedding
+            wanted = stated_end(
+                self.folder, lambda text: id_of(text) if text in in_file else None, self._tokenizer.id_to_token
+            )
+            if wanted is not None and wanted not in special:
+                self._tokenizer.add_special_tokens([wanted])  # as transformers does with an eos_token
+                special = self._special()
         if wanted in special:
             return special[wanted]
         held = ", ".join(sorted(special)) or "none"
@@ -178,8 +208,11 @@ class FileTokenizer:
             f' the one that the model was trained with to {self.folder / SETTINGS}, like {{"{EOS}": "</s>"}}'
         )
 
+    def _special(self) -> dict[str, int]:
+        return {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+
     def encode(self, text: str) -> np.ndarray:
-        """Return the ids of ``text`` without special tokens; uint32 of shape (tokens,)."""
+        """Return the ids of ``text`` without ``before`` and ``behind``; uint32 of shape (tokens,)."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
@@ -187,21 +220,36 @@ class FileTokenizer:
         found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in found]
 
-    def encode_aligned(self, texts: list[str], *, special: bool = False) -> list[tuple[np.ndarray, np.ndarray]]:
-        """See AligningTokenizer."""
-        found = (self._with_special if special else self._tokenizer).encode_batch(texts, add_special_tokens=False)
-        return [
-            (
-                np.array(encoding.ids, dtype=np.uint32),
-                np.array([max(end - 1, begin) for begin, end in encoding.offsets], dtype=np.int64),
-            )
-            for encoding in found
-        ]
+    def encode_aligned(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """See AligningTokenizer; blanks that a token strips behind itself are not its characters."""
+        aligned = []
+        for text, encoding in zip(texts, self._tokenizer.encode_batch(texts, add_special_tokens=False), strict=True):
+            ids = np.array(encoding.ids, dtype=np.uint32)
+            last = np.array([max(end - 1, begin) for begin, end in encoding.offsets], dtype=np.int64)
+            for i in np.flatnonzero(np.isin(ids, self._strips_behind)).tolist():
+                begin, end = encoding.offsets[i]
+                last[i] = begin + max(len(text[begin:end].rstrip()) - 1, 0)
+            aligned.append((ids, last))
+        return aligned
 
     @property
     def end_token(self) -> str:
         """The text of ``end_of_document``."""
         return self._tokenizer.id_to_token(self.end_of_document) or ""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings beside a copy of the tokenizer.json that make it this tokenizer, without a model's files.
+
+        Its end may be the model's, and its class that of the model's type.
+        """
+        settings = read_settings(self.folder)
+        if special_tokens(self.folder).get(EOS) != self.end_token:
+            settings[EOS] = self.end_token
+        named = str(settings.get(CLASS, PLAIN_CLASS)).removesuffix("Fast")
+        if not self.note and named != self.kind.removesuffix("Fast") and {named, self.kind} != PLAIN_CLASSES:
+            settings[CLASS] = self.kind
+        return settings
 
     @property
     def folder(self) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from meshwright.data.sources.records import BadRow
@@ -20,7 +21,8 @@ def examples_of(messages: list[Message], template: ChatTemplate, others: dict[st
 
     The template defines an answer: the text of the messages up to the answer, minus the text that prompts for it. A
     template may render earlier turns differently once others follow (some drop an earlier answer's reasoning). Then
-    each answer becomes its own example, with the context that the model would read.
+    each answer becomes its own example, with the context that the model would read. A template that marks what the
+    assistant writes ({% generation %}) says itself what is learnt.
 
     Args:
         others: further variables of the template, such as ``tools``.
@@ -32,6 +34,8 @@ def examples_of(messages: list[Message], template: ChatTemplate, others: dict[st
     answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
     if not answers:
         raise BadRow(f"{where}: the conversation has no turn of the role 'assistant', so there is nothing to learn")
+    if template.has_marks:
+        return [_marked(messages[: answers[-1] + 1], template, others, where)]
     try:
         asked = [template.render(messages[:i], prompts_answer=True, **others) for i in answers]
         answered = [template.render(messages[: i + 1], **others) for i in answers]
@@ -54,3 +58,14 @@ def examples_of(messages: list[Message], template: ChatTemplate, others: dict[st
         # text after the last answer is left out: it is not learnt, nor is it context of an answer
         return [tuple(pieces)]
     return [((before, False), (after[len(before) :], True)) for before, after in zip(asked, answered, strict=True)]
+
+
+def _marked(messages: list[Message], template: ChatTemplate, others: dict[str, Any], where: str) -> Example:
+    try:
+        text, spans = template.render_marked(messages, **others)
+    except ValueError as error:
+        raise BadRow(f"{where}: {error}") from error
+    if not spans:
+        raise BadRow(f"{where}: the chat template has {{% generation %}} marks, and marks nothing of this conversation")
+    edges = [0, *(edge for span in spans for edge in span), len(text)]
+    return tuple((text[a:b], bool(number % 2)) for number, (a, b) in enumerate(pairwise(edges)))

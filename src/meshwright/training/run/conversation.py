@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from meshwright.core.errors import ConfigError
-from meshwright.data.text.chat import ChatTemplate, Message, load_template
-from meshwright.data.text.tokenizers import Tokenizer, encode_prompt
+from meshwright.data.text.chat import ChatTemplate, Message, ends_of_turn, load_template
+from meshwright.data.text.tokenizer_settings import TEMPLATE
+from meshwright.data.text.tokenizers import encode_prompt
 from meshwright.data.text.unfolding import Unfolding
+from meshwright.training.tokenizer import template_file, template_folder
 
 from .opened import Opened
 from .sampling import Sampler, Write
-
-ANSWER = "\N{OBJECT REPLACEMENT CHARACTER}"
-"""An answer that is found again in a rendered conversation."""
 
 
 def template_for(opened: Opened, file: str | None) -> ChatTemplate:
@@ -24,13 +23,11 @@ def template_for(opened: Opened, file: str | None) -> ChatTemplate:
     Raises:
         ConfigError: there is none.
     """
-    data = opened.config.data
-    named = [part.template for part in (data.mixture or (data,)) if part.template]
-    folder = getattr(opened.tokenizer, "folder", None)
-    if file is None and named:
+    named, folder = template_file(opened.config), template_folder(opened.path, opened.tokenizer)
+    if file is None and named and not (folder and (folder / TEMPLATE).is_file()):
         raise ConfigError(
-            f"{opened.path} trained with the chat template {named[0]}, which is not its own file: give it with"
-            f" --template {named[0]}"
+            f"{opened.path} trained with the chat template {named}, which is not its own file: give it with"
+            f" --template {named}"
         )
     if file is not None and not Path(file).expanduser().is_file():
         raise ConfigError(f"--template {file} does not exist; it is a file that holds a Jinja template")
@@ -46,18 +43,6 @@ def template_for(opened: Opened, file: str | None) -> ChatTemplate:
         ) from error
 
 
-def ends_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> set[int]:
-    """Return the id that a template puts behind an assistant's answer, if it is a special token."""
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
-    try:
-        _, found, behind = template.render(messages).rpartition(ANSWER)
-    except ValueError:
-        return set()
-    ids = [int(i) for i in encode_prompt(tokenizer, behind)] if found and behind.strip() else []
-    is_special = bool(ids) and not tokenizer.decode(ids[:1])
-    return {ids[0]} if is_special else set()
-
-
 class Conversation:
     """A conversation that grows by a question and the model's answer."""
 
@@ -71,7 +56,7 @@ class Conversation:
             text = self.template.render(self.messages, prompts_answer=True)
         except ValueError as error:
             raise ConfigError(f"--chat: {error}") from None
-        return [int(i) for i in encode_prompt(self.sampler.opened.tokenizer, text)]
+        return [int(i) for i in encode_prompt(self.sampler.opened.tokenizer, text, is_rendered=True)]
 
     def ask(self, question: str, tokens: int, write: Write) -> str:
         """Write the answer of at most ``tokens`` tokens as it comes, and return it; both join the conversation."""

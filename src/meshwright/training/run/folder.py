@@ -17,7 +17,7 @@ from meshwright.data import Tokenizer
 from meshwright.training.config import Config
 from meshwright.training.model_source import keep_model
 from meshwright.training.slurm.job_folder import FOLDER, job_number, note_job, run_of_requeued_job
-from meshwright.training.tokenizer import keep_tokenizer
+from meshwright.training.tokenizer import keep_tokenizer, template_file
 
 from .occupancy import NAME
 
@@ -122,7 +122,7 @@ class RunFolder:
         replace_text(self.path / IDENTITY, json.dumps(identity, indent=1))
         replace_text(self.config, to_toml(config))
         replace_text(self.path / "plan.json", plan_text)
-        keep_tokenizer(tokenizer, self.path)
+        keep_tokenizer(tokenizer, self.path, template_file(config))
         keep_model(config, self.path)
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import psutil
 import torch
 
-from meshwright.data.text.tokenizers import encode_prompt
 from meshwright.data.text.unfolding import Unfolding
 from meshwright.distributed.parallel_model import ParallelModel
+from meshwright.training.tokenizer import prompt_ids
 
 from .opened import Opened
 
@@ -67,7 +67,7 @@ class Sampler:
         Args:
             write: called with each part of the text as soon as it is known.
         """
-        ids = [int(i) for i in encode_prompt(self.opened.tokenizer, prompt)]
+        ids = prompt_ids(prompt, self.opened.tokenizer, self.opened.path)
         self.follow(ids, Unfolding(self.opened.tokenizer), tokens, write, shown=ids)
 
     def follow(

@@ -41,7 +41,9 @@ def describe(
 
 
 def notes_on(parts: tuple[MixturePart, ...], corpora: list[Corpus], seq_len: int) -> Iterator[str]:
-    """Yield a note on each part of which conversations or rows are left out or cut."""
+    """Yield notes on each part: which conversations or rows are left out or cut, where texts and tokens differ."""
+    if len(named := dict.fromkeys(part.template for part in parts if part.template)) > 1:
+        yield f"of the chat templates {', '.join(named)}, the run's folder and what is exported from it keep the first"
     for part, corpus in zip(parts, corpora, strict=True):
         if isinstance(corpus.training, Whole) and (n := corpus.training.n_too_long(seq_len)):
             what = "left out" if part.too_long == "skip" else "cut short"
@@ -49,6 +51,7 @@ def notes_on(parts: tuple[MixturePart, ...], corpora: list[Corpus], seq_len: int
                 f"{n} of {corpus.training.n_documents} conversations are longer than data.seq_len = {seq_len} and"
                 f" are {what}"
             )
+        yield from (f"{', '.join(part.source)}: {note}" for note in getattr(corpus.meta, "notes", ()))
         skipped = sum(getattr(corpus.meta, "skipped", {}).values())
         if skipped:
             yield (

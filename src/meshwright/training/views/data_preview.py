@@ -18,7 +18,6 @@ from meshwright.data.corpus.mapped import IndexingRecipe
 from meshwright.data.images.source import Vision
 from meshwright.data.sources.listing import TOKEN_FORMATS
 from meshwright.data.sources.scan import Scan
-from meshwright.data.text.tokenizers import AligningTokenizer
 from meshwright.training.config import Config
 from meshwright.training.feed import parts_of, vision_for
 from meshwright.training.tokenizer import run_tokenizer
@@ -85,7 +84,7 @@ def _documents(
     if scan.format in TOKEN_FORMATS:
         return "text, as token ids", _mapped(IndexingRecipe(scan, options, tokenizer, 0.0))
     recipe = TokenisingRecipe(scan, options, tokenizer, 0.0, vision)
-    return recipe.task.name, _tokenised(recipe, tokenizer)
+    return recipe.task.name, _tokenised(recipe)
 
 
 def _mapped(recipe: IndexingRecipe) -> Iterator[list[ShownRun]]:
@@ -95,14 +94,13 @@ def _mapped(recipe: IndexingRecipe) -> Iterator[list[ShownRun]]:
         yield from ([ShownRun(True, document)] for document in recipe.documents(file, ids))
 
 
-def _tokenised(recipe: TokenisingRecipe, tokenizer: Tokenizer) -> Iterator[list[ShownRun]]:
-    end = ShownRun(True, np.array([tokenizer.end_of_document]))
+def _tokenised(recipe: TokenisingRecipe) -> Iterator[list[ShownRun]]:
+    encoder = recipe.encoder()
     for _, example in recipe.unsplit():
-        if not recipe.task.is_whole or not isinstance(tokenizer, AligningTokenizer):
-            yield [ShownRun(True, tokenizer.encode("".join(piece for piece, _ in example))), end]
+        ((_, ids, learnt, images),) = encoder.encode(iter([(TRAINING, example)]))
+        if learnt is None:
+            yield [ShownRun(True, ids)]
             continue
-        ((_, ids, learnt, images),) = recipe.encode(iter([(TRAINING, example)]))
-        assert learnt is not None
         named = {begin: f"{file.name} {file.width} x {file.height}" for begin, _, file in images}
         turns = np.flatnonzero(np.diff(learnt, prepend=~learnt[:1])).tolist()
         edges = sorted({*turns, *named, *(last for _, last, _ in images)} - {len(ids)})
