@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -89,6 +90,50 @@ def test_the_merged_model_and_the_adapter_compute_the_same_elsewhere(told, model
     assert (merged / "tokenizer.json").is_file() and (adapter / "tokenizer.json").is_file()
 
 
+def test_adapters_of_a_base_in_4_bits_are_read_beside_it_by_the_code_that_is_printed(pool, base, model, tmp_path, ask):
+    import transformers
+    from peft import PeftModel
+
+    from meshwright.distributed.quantize.nf4 import pack, unpack
+
+    bits = {"techniques.quantize_frozen": "nf4", "adapters.modules_to_save": [], "adapters.targets": ["q_proj"]}
+    ran = pool.run(Job(base | bits | {"out": str(tmp_path / "out")}), world=1, timeout=60)[0]
+    other = shutil.copytree(model, tmp_path / "llama")
+    for name in ("merged", "adapter"):
+        status, said, err = ask("convert", ran.folder, "--to", name, tmp_path / name, "--base", other)
+        assert status == 0, err
+    code = said[said.index("import peft") :]
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(other) and f"beside {other}, held in 4 bits" in said
+    made = {"torch": torch, "transformers": transformers}
+    exec(code[code.index("bits = ") : code.index("model = ")], made)
+    bits = made["bits"]
+    assert (bits.load_in_4bit, bits.bnb_4bit_quant_type, bits.bnb_4bit_use_double_quant) == (True, "nf4", False)
+    assert f"from_pretrained('{other}', dtype=torch.float32, quantization_config=bits)" in code
+    rounded = by_transformers(model)  # as bitsandbytes does: every linear layer that is not to be skipped
+    for path, module in rounded.named_modules():
+        if isinstance(module, torch.nn.Linear) and path not in bits.llm_int8_skip_modules:
+            module.weight.data = unpack(pack(module.weight.data), torch.float32)
+    one, two = (
+        logits(PeftModel.from_pretrained(rounded, tmp_path / "adapter")),
+        logits(by_transformers(tmp_path / "merged")),
+    )
+    plain = logits(PeftModel.from_pretrained(by_transformers(model), tmp_path / "adapter"))
+    assert (one - two).abs().max() < 1e-5 < 1e-3 < (one - plain).abs().max()
+
+
+def test_the_folder_of_an_adapter_is_read_once_its_message_is_followed(told, base, model, tmp_path, ask):
+    adapter = tmp_path / "adapter"
+    assert ask("convert", told.folder, "--to", "adapter", adapter, "--base", model)[0] == 0
+    for words in (("evaluate", adapter), ("generate", adapter), ("train", f"--model.hf={adapter}")):
+        status, _, said = ask(*words)
+        assert status == 2 and f"holds adapters of peft beside {model}" in said, said
+        code = shlex.split(said[said.index("python -c") : said.index(" and give ")])[2]
+    exec(code, {})
+    status, _, err = ask("generate", f"{adapter}-merged", "--prompt", "a", "--tokens", "2")
+    assert status == 0, err
+
+
 def test_lengths_of_rows_are_trained_resumed_and_merged(pool, base, model, tmp_path, ask):
     """kind = dora, begun on data ranks, gone on with on a pipeline."""
     from peft import PeftModel
@@ -143,7 +188,7 @@ def test_other_forms_are_refused_by_name(told, model, tmp_path, ask):
     for words, said in (
         (("--to", "hf", tmp_path / "x"), "--to merged writes the model"),
         (("--to", "merged", tmp_path / "x"), "--base"),
-        (("--to", "adapter", tmp_path / "x", "--base", model), "--base is for --to merged"),
+        (("--to", "adapter", tmp_path / "x", "--base", tmp_path), "holds no weights"),
         (("--to", "merged", tmp_path / "x", "--base", tmp_path), "holds no weights"),
     ):
         status, _, complaint = ask("convert", told.folder, *words)

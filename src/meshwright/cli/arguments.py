@@ -195,6 +195,10 @@ def open_model(
     folder = Path(path).expanduser()
     if (folder / "config.toml").is_file() or not (folder / "config.json").is_file():
         if folder.is_dir() and not (folder / "config.toml").is_file():
+            from meshwright.introspection.huggingface import what_to_do_with_adapters
+
+            if advice := what_to_do_with_adapters(folder):
+                raise ConfigError(f"{path}: {advice}")
             raise ConfigError(
                 f"{path} is a folder without a config.toml, so it is no run, and without a config.json, so it is no"
                 f" model of transformers either; give the folder of one of the two"

@@ -5,7 +5,7 @@ from_pretrained reads. RUN is a run's folder, or one that meshwright.save wrote 
   --to merged        where adapters were trained: the model with the adapters added to its weights
   --to adapter       the adapters alone, as peft and vLLM read them
   --base FOLDER      the model that training began from: for merged, and for what save(only_trained=True) left out; of
-                     a saved folder, the tokenizer is copied from there too
+                     adapter, the name under which readers find it; of a saved folder, the tokenizer is copied too
 
   --step N           a checkpoint other than the newest
   --dtype bfloat16   of the weights (default: as the run keeps them)
@@ -60,7 +60,7 @@ def run(argv: list[str]) -> int:
     folder, config = open_run(argv[0], trusted=trusted)
     _refuse_other_form(argv[0], form, config, base, like)
     written = _convert(folder, config, Path(argv[1]), form, base, like, {"step": step, "dtype": dtype})
-    _say(written, form, beside=config.model.hf)
+    _say(written, form, beside=f"{base or config.model.hf}{_in_4_bits(config)}")
     if not written.has_tokenizer:
         print(f"no tokenizer is there: the run's data.tokenizer is {config.data.tokenizer!r}, which has no file")
     return 0
@@ -69,9 +69,13 @@ def run(argv: list[str]) -> int:
 def _say(written: ExportedModel, form: str, beside: str) -> None:
     print(f"wrote {written.folder} ({bytes_text(written.bytes)} of weights) from {written.checkpoint}")
     if form == "adapter":
-        print(f"read it with: peft.PeftModel.from_pretrained(model, {str(written.folder)!r}), beside {beside}")
+        print(f"read it beside {beside} with:\n\n{written.code}\n")
     else:
         print(f"read it with: transformers.{written.kind}.from_pretrained({str(written.folder)!r})")
+
+
+def _in_4_bits(config: Config) -> str:
+    return "" if config.techniques.quantize_frozen == "none" else ", held in 4 bits as it was in training,"
 
 
 def _is_saved(path: Path) -> bool:
@@ -118,8 +122,8 @@ def _refuse_other_form(run: str, form: str, config: Config, base: Path | None, l
         )
     if config.adapters is None and form != "hf":
         raise ConfigError(f"{run} trained a whole model, no adapters: write the model with --to hf")
-    if base is not None and form != "merged":
-        raise ConfigError(f"--base is for --to merged; with --to {form} leave it out")
+    if base is not None and form == "hf":
+        raise ConfigError(f"--base {base}: the run {run} trained a whole model, no adapters; leave --base out")
     if like is not None and form != "hf":
         raise ConfigError(f"--like is for --to hf; with --to {form} leave it out")
 
@@ -132,7 +136,7 @@ def _convert(
     if form == "merged":
         return convert.convert_merged(folder, config, out, base, **options)
     if form == "adapter":
-        return convert.convert_adapter(folder, config, out, **options)
+        return convert.convert_adapter(folder, config, out, base, **options)
     if like is None:
         counterpart = convert.of_hugging_face(folder, config)
     else:

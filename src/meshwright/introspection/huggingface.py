@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -134,12 +135,32 @@ def read_causal_lm(path: str | Path, *, dtype: str = "float32", trust_remote_cod
 
 def _absent(path: str | Path, place: Path) -> str:
     if place.is_dir():
-        return f"{KEY} = {path}: the folder holds no {CONFIG}, so it is no Hugging Face model"
+        return f"{KEY} = {path}: " + (
+            what_to_do_with_adapters(place) or f"the folder holds no {CONFIG}, so it is no Hugging Face model"
+        )
     text = f"{KEY} = {path} is neither a folder with a {CONFIG} nor such a file."
     near = nearest(place.name, [entry.name for entry in place.parent.iterdir()]) if place.parent.is_dir() else ""
     is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(path)) is not None
     hint = f": fetch this one with 'hf download {path} --local-dir FOLDER', and give the folder" if is_name else ""
     return f"{text}{near} Models are not downloaded{hint}"
+
+
+def what_to_do_with_adapters(folder: Path) -> str:
+    """Say how the adapters of peft in a folder become a model that can be read; "" where it holds none."""
+    file = folder / "adapter_config.json"
+    if not file.is_file():
+        return ""
+    base, merged = _json(file).get("base_model_name_or_path"), str(folder.absolute()) + "-merged"
+    tokenizer = str(folder if (folder / "tokenizer.json").is_file() else base)
+    code = (
+        f"import peft, transformers;"
+        f" peft.AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload().save_pretrained({merged!r});"
+        f" transformers.AutoTokenizer.from_pretrained({tokenizer!r}).save_pretrained({merged!r})"
+    )
+    return (
+        f"the folder holds adapters of peft beside {base}, no whole model. Add them to it with"
+        f" {shlex.join(['python', '-c', code])} and give {merged}; a run that made them goes on by its own folder"
+    )
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from meshwright.checkpoint.load import open_manifest, read_tensors, verify_files
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.introspection.adapted.model import adapters_of
-from meshwright.introspection.adapted.names import ADAPTER, is_adapter, is_trained_copy, peft_name
+from meshwright.introspection.adapted.names import ADAPTER, base_name, is_adapter, is_trained_copy, peft_name
 from meshwright.introspection.adapted.peft_private import rewritten
 
 WEIGHTS = "adapter_model.safetensors"
@@ -54,6 +54,37 @@ def export_adapter(checkpoint: Path, folder: Path, adapted: nn.Module, base: str
     config.base_model_name_or_path, config.task_type, config.inference_mode = base, "CAUSAL_LM", True
     config.save_pretrained(folder)
     return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def code_to_read(checkpoint: Path, folder: Path, plain: nn.Module, kind: str, base: str) -> str:
+    """Return Python code that puts exported adapters beside the weights beside which they were trained.
+
+    A base that was held in 4 bits is rounded alike by bitsandbytes: codes, blocks of 64 and scales are equal.
+
+    Args:
+        folder: the exported adapters.
+        plain: the model without adapters.
+        kind: class of transformers that reads it.
+    """
+    rounded = {base_name(name): dtype for name, dtype in open_manifest(checkpoint).in_4_bits.items()}
+    lines = ["import peft", "import transformers"]
+    options = ""
+    if rounded:
+        dtype = f"torch.{next(iter(rounded.values()))}"
+        whole = [p for p, m in plain.named_modules() if isinstance(m, nn.Linear) and f"{p}.weight" not in rounded]
+        lines += [
+            "import torch",
+            "bits = transformers.BitsAndBytesConfig(",
+            f'    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype={dtype},',
+            f"    llm_int8_skip_modules={whole!r},",
+            ")",
+        ]
+        options = f", dtype={dtype}, quantization_config=bits"
+    lines += [
+        f"model = transformers.{kind}.from_pretrained({base!r}{options})",
+        f"model = peft.PeftModel.from_pretrained(model, {str(folder)!r})",
+    ]
+    return "\n".join(lines)
 
 
 def _as_peft_reads(adapted: nn.Module) -> Any:

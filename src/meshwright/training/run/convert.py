@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.checkpoint.export.adapter import export_adapter
+from meshwright.checkpoint.export.adapter import code_to_read, export_adapter
 from meshwright.checkpoint.export.files import MadeOf, export_tensors
 from meshwright.checkpoint.export.merged import export_merged
 from meshwright.checkpoint.huggingface import pretrained
@@ -66,6 +66,8 @@ class ExportedModel:
     has_tokenizer: bool
     kind: str = "AutoModelForCausalLM"
     """Class of transformers that reads it."""
+    code: str = ""
+    """Of adapters: Python code that reads them beside their base."""
 
 
 def of_hugging_face(folder: Path, config: Config) -> Counterpart:
@@ -132,18 +134,32 @@ def convert_merged(
 
 
 def convert_adapter(
-    folder: Path, config: Config, out: Path, *, step: int | None = None, dtype: str | None = None
+    folder: Path,
+    config: Config,
+    out: Path,
+    base: Path | None = None,
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
 ) -> ExportedModel:
     """Write the adapters of a run for peft, with the run's tokenizer.
 
+    Args:
+        base: as ``convert_merged`` takes it, and the readers of the adapters are told; None: the run's ``model.hf``.
+
     Raises:
-        ConfigError: as ``convert`` does.
+        ConfigError: as ``convert`` and ``weights_beside_adapters`` do.
     """
-    checkpoint, adapted = RunFolder(folder).checkpoint(step), as_module(_adapted(folder, config))
+    checkpoint, source = RunFolder(folder).checkpoint(step), causal_lm(with_kept_model(config, folder))
+    if base is not None:
+        weights_beside_adapters(folder, config, base)
+    named, adapted = str(base or config.model.hf), as_module(_adapted(folder, config))
     with new_folder(out) as partial:
-        size = export_adapter(checkpoint, partial, adapted, config.model.hf, dtype)
+        size = export_adapter(checkpoint, partial, adapted, named, dtype)
         has_tokenizer = _copy_small_files(folder, partial, TOKENIZER_FILES)
-    return ExportedModel(out, checkpoint, size, has_tokenizer)
+    kind = source.auto_class.__name__
+    code = code_to_read(checkpoint, out, as_module(source), kind, named)
+    return ExportedModel(out, checkpoint, size, has_tokenizer, kind, code)
 
 
 def _adapted(folder: Path, config: Config) -> Any:

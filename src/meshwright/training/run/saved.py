@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from meshwright.checkpoint.base import differing
-from meshwright.checkpoint.export.adapter import export_adapter
+from meshwright.checkpoint.export.adapter import code_to_read, export_adapter
 from meshwright.checkpoint.export.files import export_tensors
 from meshwright.checkpoint.export.merged import export_merged
 from meshwright.checkpoint.huggingface import Pretrained, pretrained
@@ -78,7 +78,8 @@ def convert_saved(
                 size = export_merged(folder, partial, model.adapted, model.plain, weights, dtype)
             complete(partial, model.plain, dict(origin.config), dtype or model.dtype)
         has_tokenizer = _copy_small_files(base, partial, form) if base is not None else False
-    return ExportedModel(out, folder, size, has_tokenizer, origin.kind)
+    code = code_to_read(folder, out, model.plain, origin.kind, str(base or "BASE")) if form == "adapter" else ""
+    return ExportedModel(out, folder, size, has_tokenizer, origin.kind, code)
 
 
 @dataclass(frozen=True)
