@@ -41,7 +41,7 @@ TOWER = {
     "patch_size": 4,
 }
 SIZES = {
-    "llava_next": [((16, 32), 40 // 40 * 10), ((16, 16), 10)],
+    "llava_next": [((16, 32), 14), ((16, 16), 10)],
     "mistral3": [((16, 16), 4), ((16, 8), 2)],
     "aya_vision": [(None, 4)],
     "blip_2": [(None, 4)],

@@ -514,7 +514,7 @@ def big_bird() -> nn.Module:
 
 
 def with_a_tower() -> nn.Module:
-    """Its three patches in a row cannot be put together two by two, so no image of its config's size can be computed."""
+    """Its three patches in a row cannot be put together two by two, so its code fails for images of its own size."""
     from transformers import AyaVisionConfig, AyaVisionForConditionalGeneration
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
