@@ -32,6 +32,9 @@ OWN: dict[str, dict[str, Any]] = {
     "vipllava": {"vision_feature_layers": [-1, -2]},
 }
 
+ROTATED = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
+"""Features of a small head, rotated by time, height and width."""
+OWN_TEXT: dict[str, dict[str, Any]] = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "glm4v", "glm_ocr"), ROTATED)
 OWN_TOWER: dict[str, dict[str, Any]] = {
     **{key: {"deepstack_visual_indexes": [0]} for key in ("qwen3_vl", "qwen3_vl_moe", "cosmos3_omni")},
     "paddleocr_vl": {"temporal_patch_size": 1},
@@ -57,7 +60,7 @@ def config_of(family: str, sizes: dict[str, Any], own: dict[str, dict[str, Any]]
     for key, value in inner.items():
         is_text = value is default.get_text_config()
         keys[key] = {"model_type": value.model_type, **_known(value, sizes if is_text else TOWER)}
-        keys[key] |= own.get(value.model_type, {}) | _rotated(value) if is_text else OWN_TOWER.get(name, {})
+        keys[key] |= own.get(value.model_type, {}) | OWN_TEXT.get(name, {}) if is_text else OWN_TOWER.get(name, {})
     keys |= {} if inner else _known(default, sizes)
     ids = [key for key, value in vars(default).items() if key.endswith(("_token_id", "_token_index")) and value]
     keys |= {key: LAST - number for number, key in enumerate(key for key in ids if getattr(default, key) > LAST)}
@@ -68,12 +71,6 @@ def config_of(family: str, sizes: dict[str, Any], own: dict[str, dict[str, Any]]
 def _known(config: Any, sizes: dict[str, Any]) -> dict[str, Any]:
     settable = {key for key in sizes if not isinstance(getattr(type(config), key, None), property)}
     return {key: sizes[key] for key in settable if getattr(config, key, None) is not None}
-
-
-def _rotated(config: Any) -> dict[str, Any]:
-    """Rotate a head's features by time, height and width in parts of a small head."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    return {"rope_parameters": {**rope, "mrope_section": [1, 1, 2]}} if "mrope_section" in rope else {}
 
 
 def batches(model: Any, vocabulary: int) -> list[dict[str, Any]]:

@@ -60,15 +60,15 @@ def config_of(family):
         parts = [[16, 32], [32, 16], [32, 32]]
         tower |= {"patch_size": 8, "projection_dim": 24}
         return transformers.LlavaNextConfig(
-            text_config=text, vision_config=tower, image_token_id=IMAGE, image_grid_pinpoints=parts
+            text_config=text, vision_config=tower, image_token_index=IMAGE, image_grid_pinpoints=parts
         )
     if family == "mistral3":
         text = {"model_type": "mistral", "head_dim": 8, **TEXT}
-        return transformers.Mistral3Config(text_config=text, vision_config=tower, image_token_id=IMAGE)
+        return transformers.Mistral3Config(text_config=text, vision_config=tower, image_token_index=IMAGE)
     if family == "aya_vision":
         kinds = ["sliding_attention", "full_attention"]
         text = {"model_type": "cohere2", "layer_types": kinds, **TEXT}
-        return transformers.AyaVisionConfig(text_config=text, vision_config=tower, image_token_id=IMAGE)
+        return transformers.AyaVisionConfig(text_config=text, vision_config=tower, image_token_index=IMAGE)
     asking = {"hidden_size": 24, "encoder_hidden_size": 24, "num_attention_heads": 4, "intermediate_size": 32}
     sizes = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
     return transformers.Blip2Config(

@@ -88,7 +88,8 @@ def samples_of(
 
 
 def _sample(made: nn.Module, arguments: dict[str, str | None], heads: int) -> Sample:
-    if others := [name for name in Signature.of(made).required if name not in arguments.values()]:
+    takes = (*arguments.values(), *SWITCHED_OFF)
+    if others := [name for name in Signature.of(made).required if name not in takes]:
         raise UnsupportedError(
             f"the forward of {type(made).__name__} requires {', '.join(others)} beside token ids, and models are"
             f" measured on small copies that are called with token ids alone. Set layout.tp = 1 and layout.pp = 1."
