@@ -1,5 +1,5 @@
-"""Every causal language model of transformers that can be made tiny, on each axis by itself, against one plain torch
-process.
+"""Every causal language model of transformers that can be made tiny, and every model of images and text, with images
+(``llava+images``), on each axis by itself, against one plain torch process.
 
     OMP_NUM_THREADS=1 python benchmarks/families.py [--only llama gpt2] [--axes tp pp] [--seconds 120] [--unknown]
 
@@ -22,6 +22,8 @@ from collections import Counter
 from datetime import date
 from pathlib import Path
 from typing import Any
+
+import image_families
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -167,6 +169,8 @@ def config_of(family: str) -> Any:
     """A tiny config of a family."""
     from transformers import AutoConfig
 
+    if family.endswith(image_families.SUFFIX):
+        return image_families.config_of(family, SIZES, OWN)
     kind = type(AutoConfig.for_model(family))
     default = kind()
     return kind(**{key: value for key, value in SIZES.items() if _has(default, key)} | OWN.get(family, {}))
@@ -184,23 +188,27 @@ def _has(config: Any, key: str) -> bool:
 def model_of(family: str) -> Any:
     """As transformers builds it, in evaluation mode, no parameter left at zero or one, with its cache as it comes."""
     import torch
-    from transformers import AutoModelForCausalLM
+    import transformers
 
+    has_images = family.endswith(image_families.SUFFIX)
+    kind = transformers.AutoModelForImageTextToText if has_images else transformers.AutoModelForCausalLM
     torch.manual_seed(0)
     with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config_of(family)).parameters())
+        size = sum(parameter.numel() for parameter in kind.from_config(config_of(family)).parameters())
     if size > MOST_PARAMETERS:
         raise ValueError(f"not tiny by these keys: {size:,} parameters")
-    model = AutoModelForCausalLM.from_config(config_of(family)).float()
+    model = kind.from_config(config_of(family)).float()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape) * 0.02)
     return model.eval()
 
 
-def batches() -> list[dict[str, Any]]:
+def batches(family: str) -> list[dict[str, Any]]:
     import torch
 
+    if family.endswith(image_families.SUFFIX):
+        return image_families.batches(model_of(family), VOCABULARY)
     made = []
     for number, length in enumerate(LENGTHS):
         drawn = torch.randint(3, VOCABULARY, (4, length + 1), generator=torch.Generator().manual_seed(number))
@@ -217,8 +225,9 @@ def alone(family: str, dtype: str = "float32") -> list[tuple[float, dict[str, An
 
     model = model_of(family).to(getattr(torch, dtype))
     found = []
-    for batch in batches():
-        logits = model(batch["tokens"], use_cache=False).logits
+    for batch in batches(family):
+        beside = {key: value for key, value in batch.items() if key not in ("tokens", "labels", "images_per_row")}
+        logits = model(input_ids=batch["tokens"], use_cache=False, **_in(dtype, beside)).logits
         loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
         loss.backward()
         named = model.named_parameters(remove_duplicate=False)
@@ -232,6 +241,12 @@ def alone(family: str, dtype: str = "float32") -> list[tuple[float, dict[str, An
     return found
 
 
+def _in(dtype: str, batch: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    return {k: v.to(getattr(torch, dtype)) if v.is_floating_point() else v for k, v in batch.items()}
+
+
 def judge(family: str, sizes: dict[str, int], dtype: str = "float32") -> Result:
     """Run by each rank: the largest errors of what it holds, and the names of that."""
     import warnings
@@ -242,6 +257,7 @@ def judge(family: str, sizes: dict[str, int], dtype: str = "float32") -> Result:
     from meshwright import Layout, parallelize
     from meshwright.core.errors import MeshwrightError
     from meshwright.distributed.mesh import data_position
+    from meshwright.introspection.images.dealing import rows_of
 
     warnings.filterwarnings("ignore")
     expected, plain = alone(family, dtype), model_of(family)
@@ -258,9 +274,13 @@ def judge(family: str, sizes: dict[str, int], dtype: str = "float32") -> Result:
     rank, ranks = data_position(model.mesh)
     errors = {"loss": 0.0, "gradient": 0.0, "norm": 0.0}
     worst, names = "", set()
-    for batch, (loss, gradients) in zip(batches(), expected, strict=True):
+    for batch, (loss, gradients) in zip(batches(family), expected, strict=True):
+        rows = len(batch["tokens"]) // ranks
+        batch = {
+            key: value.to(getattr(torch, dtype)) if value.is_floating_point() else value for key, value in batch.items()
+        }
         try:
-            found = model.forward_backward({key: value.chunk(ranks)[rank] for key, value in batch.items()})
+            found = model.forward_backward(rows_of(batch, rank * rows, (rank + 1) * rows))
         except MeshwrightError as error:
             return {"refused": str(error).splitlines()[0]}
         errors["loss"] = _larger(errors["loss"], abs(float(found) - loss) / abs(loss))
@@ -347,34 +367,8 @@ def families() -> list[str]:
 
 def page(results: dict[str, Result]) -> str:
     """The table, and the reasons below it."""
-    rows, reasons = [], {}
-    names = sorted({key.split(" ")[0] for key in results})
-    left_out = {
-        name: results[f"{name} dp_shard"]["why"]
-        for name in names
-        if results.get(f"{name} dp_shard", {}).get("is") == "left out"
-    }
-    counts = {
-        axis: Counter(results[f"{n} {axis}"]["is"] for n in names if n not in left_out and f"{n} {axis}" in results)
-        for axis in AXES
-    }
-    for name in names:
-        if name in left_out:
-            continue
-        cells = []
-        for axis in AXES:
-            result = results.get(f"{name} {axis}", {"is": ""})
-            word = result["is"]
-            if word not in ("equal", "–", ""):
-                why = result["why"].replace("|", "\\|").replace("<", "&lt;")
-                number = reasons.setdefault(why, len(reasons) + 1)
-                word = f"{word} [{number}]"
-            cells.append(word)
-        rows.append(f"| {name} | " + " | ".join(cells) + " |")
-    sums = " · ".join(
-        f"{axis}: " + ", ".join(f"{n} {word}" for word, n in counts[axis].most_common() if word != "–") for axis in AXES
-    )
     days = sorted({result["day"] for result in results.values()})
+    with_images = {key: result for key, result in results.items() if image_families.SUFFIX in key}
     return "\n".join(
         [
             "# Families of transformers, each axis by itself",
@@ -386,22 +380,59 @@ def page(results: dict[str, Result]) -> str:
             " 1e-4 of one plain torch process, or, where rounding in float32 takes further, all of them within 1e-5 in"
             " float64. –: the family has no stacked experts.",
             "",
-            sums,
+            *_table({key: result for key, result in results.items() if key not in with_images}, list(AXES)),
+            "## With images",
             "",
-            "| family | " + " | ".join(f"{axis} = 2" for axis in AXES) + " |",
-            "|---|" + "---|" * len(AXES),
-            *rows,
+            "Models of images and text (`AutoModelForImageTextToText`), two steps of four rows: in the first the rows"
+            " have two, none, one and no images, in the second none, one, two and none, so that microbatches and ranks"
+            " are without any. A model that requires images has one in each row.",
             "",
-            *(f"{number}. {_short(why)}" for why, number in reasons.items()),
-            "",
-            *(
-                ["Left out: " + "; ".join(f"{name} ({_short(why, 90)})" for name, why in left_out.items()) + "."]
-                if left_out
-                else []
-            ),
-            "",
+            *_table(with_images, list(image_families.AXES)),
         ]
     )
+
+
+def _table(results: dict[str, Result], axes: list[str]) -> list[str]:
+    """Write a row for each family, and the reasons below."""
+    rows, reasons = [], {}
+    names = sorted({key.split(" ")[0] for key in results})
+    left_out = {
+        name: results[f"{name} dp_shard"]["why"]
+        for name in names
+        if results.get(f"{name} dp_shard", {}).get("is") == "left out"
+    }
+    counts = {
+        axis: Counter(results[f"{n} {axis}"]["is"] for n in names if n not in left_out and f"{n} {axis}" in results)
+        for axis in axes
+    }
+    for name in names:
+        if name in left_out:
+            continue
+        cells = []
+        for axis in axes:
+            result = results.get(f"{name} {axis}", {"is": ""})
+            word = result["is"]
+            if word not in ("equal", "–", ""):
+                why = result["why"].replace("|", "\\|").replace("<", "&lt;")
+                number = reasons.setdefault(why, len(reasons) + 1)
+                word = f"{word} [{number}]"
+            cells.append(word)
+        rows.append(f"| {name.removesuffix(image_families.SUFFIX)} | " + " | ".join(cells) + " |")
+    sums = " · ".join(
+        f"{axis}: " + ", ".join(f"{n} {word}" for word, n in counts[axis].most_common() if word != "–") for axis in axes
+    )
+    parts = [f"{name.removesuffix(image_families.SUFFIX)} ({_short(why, 90)})" for name, why in left_out.items()]
+    return [
+        sums,
+        "",
+        "| family | " + " | ".join(f"{axis} = 2" for axis in axes) + " |",
+        "|---|" + "---|" * len(axes),
+        *rows,
+        "",
+        *(f"{number}. {_short(why)}" for why, number in reasons.items()),
+        "",
+        *(["Left out: " + "; ".join(parts) + ".", ""] if parts else []),
+    ]
 
 
 def _short(text: str, most: int = 300) -> str:
@@ -424,9 +455,12 @@ def main() -> int:
     if not asked.page:
         with WorkerPool(2, threads=1) as pool:
             pool._context.set_forkserver_preload([PRELOAD, "transformers.models.llama.modeling_llama"])
-            for family in asked.only or families():
+            for family in asked.only or [*families(), *image_families.families()]:
+                axes = image_families.AXES if family.endswith(image_families.SUFFIX) else asked.axes
                 todo = [
-                    axis for axis in asked.axes if not _is_known(results.get(f"{family} {axis}"), unknown=asked.unknown)
+                    axis
+                    for axis in axes
+                    if axis in asked.axes and not _is_known(results.get(f"{family} {axis}"), unknown=asked.unknown)
                 ]
                 stamp = {"source": source_hash(), "day": date.today().isoformat()}
                 if todo:
@@ -435,7 +469,7 @@ def main() -> int:
                     except Exception as error:  # noqa: BLE001  (whatever transformers raises)
                         why = str(error).strip().splitlines()[-1]
                         results |= {
-                            f"{family} {axis}": {"is": "left out", "why": why, "seconds": 0.0} | stamp for axis in AXES
+                            f"{family} {axis}": {"is": "left out", "why": why, "seconds": 0.0} | stamp for axis in axes
                         }
                         print(f"{family:24} left out: {why[:200]}", flush=True)
                         todo = []

@@ -108,9 +108,8 @@ def stage_of(model: nn.Module, pipeline: PipelinePlan, stage: int, passage: Stag
                 made[id(module)] = _with_children(module, path)
         else:
             made[id(module)] = _with_children(module, path)
-            if not pipeline.has(stage, path):
-                held = made[id(module)]._parameters
-                held.update(dict.fromkeys(held))
+            held = made[id(module)]._parameters
+            held.update({name: None for name in held if not pipeline.has(stage, clean(f"{path}.{name}"))})
         return made[id(module)]
 
     def _with_children(module: nn.Module, path: str) -> nn.Module:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.core.errors import UnsupportedError
 from meshwright.introspection.constructor.meta import on_meta
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.wrapped import core_of
@@ -77,19 +78,36 @@ def size_of_images(vision: Any) -> tuple[int, ...]:
     return (channels, *sides) if len(sides) == 2 else ()
 
 
-def features_of(model: nn.Module, images: dict[str, Tensor]) -> list[int]:
-    """Return the number of tokens of each image, by the model's own ``get_image_features``."""
-    found = core_of(model).get_image_features(**images)  # type: ignore[operator]
-    pooled = getattr(found, "pooler_output", found)
-    return [len(each) for each in pooled]
+def tokens_of(model: nn.Module, images: dict[str, Any]) -> int:
+    """Return the number of tokens of one image, by ``get_image_features`` of the model or of one inside it.
+
+    Args:
+        images: the arguments of an image, each with a first dim of 1; heights and widths may be lists of numbers.
+
+    Raises:
+        Exception: whatever the last of these functions raises that are not content with the arguments.
+    """
+    error: Exception = UnsupportedError(f"{type(model).__name__} has no get_image_features")
+    for module in core_of(model).modules():
+        if not callable(features := getattr(module, "get_image_features", None)):
+            continue
+        try:
+            found = features(**images)
+        except Exception as failed:  # noqa: BLE001  (a model's code may read values, or need other arguments)
+            error = failed
+            continue
+        pooled: Any = getattr(found, "pooler_output", found)
+        each = [pooled] if isinstance(pooled, Tensor) else pooled
+        return sum(part.numel() // part.shape[-1] for part in each)
+    raise error
 
 
 def _tokens_of_image(model: nn.Module, config: Any, size: tuple[int, ...]) -> int:
     """Return the number of tokens of an image, by a copy of the model without memory; 0 where that fails."""
-    if not size or not hasattr(model, "get_image_features"):
+    if not size:
         return 0
     try:
         with on_meta(), torch.no_grad():
-            return features_of(type(model)(copy.deepcopy(config)).eval(), {PIXELS: torch.zeros((1, *size))})[0]
+            return tokens_of(type(model)(copy.deepcopy(config)).eval(), {PIXELS: torch.zeros((1, *size))})
     except Exception:  # noqa: BLE001  (a model's code may read values, or need other arguments)
         return 0

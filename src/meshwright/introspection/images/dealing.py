@@ -147,7 +147,8 @@ def _inferred(batch: Batch, tokens: Tensor, images: ImageArguments) -> Tensor:
         return has_images.long()
     total = int(tokens.sum())
     size, rest = divmod(total, number)
-    if rest or not size or SIZES in batch or bool((tokens % size).any()):
+    are_alike = SIZES not in batch or bool((batch[SIZES] == batch[SIZES][:1]).all())
+    if rest or not size or not are_alike or bool((tokens % size).any()):
         raise ConfigError(
             f"the batch has {number} images ({PIXELS} {tuple(pixels.shape)}) and rows of {tokens.tolist()} image tokens"
             f" (id {images.token}), which does not tell which row has which image. {ASK}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,10 +13,12 @@ from torch import Tensor, nn
 from meshwright.introspection.signature import IMAGES_PER_ROW
 from meshwright.introspection.wrapped import core_of
 
-from .arguments import GRID, PIXEL_MASK, PIXELS, ImageArguments, features_of, size_of_images
+from .arguments import GRID, PIXEL_MASK, PIXELS, SIZES, ImageArguments, size_of_images, tokens_of
 
 BEFORE = 1
 """Tokens of text before a row's first image, and between two."""
+MOST_PARTS = 10
+"""Parts of an image, with the whole of it in small, up to which ways of giving it are tried."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +28,12 @@ class ImageSize:
     Attributes:
         pixels: shape of its entries in ``pixel_values``, without the dim of images; with the dim of patches.
         tokens: number of tokens that stand for it.
-        grid: its patches (t, h, w), where the model is told them.
+        beside: the numbers of its entry in other arguments: its patches (t, h, w), or its height and width.
     """
 
     pixels: tuple[int, ...]
-    tokens: int
-    grid: tuple[int, ...] = ()
+    tokens: int = 0
+    beside: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 def sizes_of(model: nn.Module, images: ImageArguments) -> tuple[ImageSize, ...]:
@@ -47,12 +50,35 @@ def sizes_of(model: nn.Module, images: ImageArguments) -> tuple[ImageSize, ...]:
         return ()
     if images.each and images.size == size:
         return (ImageSize(size, images.each),)
-    try:
-        with torch.no_grad():
-            shape = (1, 1, *size) if PIXEL_MASK in images.names else (1, *size)
-            return (ImageSize(size, features_of(model, {PIXELS: torch.ones(shape, dtype=_dtype(model))})[0]),)
-    except Exception:  # noqa: BLE001  (a model's code may need other arguments)
-        return ()
+    for ways in _ways(size, images):
+        with contextlib.suppress(Exception):  # a model's code may need other arguments
+            sizes = tuple(replace(way, tokens=tokens_of(model, _alone(way, model, images))) for way in ways)
+            if all(each.tokens for each in sizes):
+                return sizes
+    return ()
+
+
+def _ways(size: tuple[int, ...], images: ImageArguments) -> Iterator[tuple[ImageSize, ...]]:
+    """Yield the ways to try in which images may be given, the plainest first.
+
+    Images beside their heights and widths are given whole, filled up to one shape, or in parts of one shape.
+    """
+    yield (ImageSize(size),)
+    if SIZES not in images.names:
+        return
+    *_, height, width = size
+    for shape in (size, *((parts, *size) for parts in range(1, MOST_PARTS + 1))):
+        whole, half = (ImageSize(shape, beside=((SIZES, sides),)) for sides in ((height, width), (height, width // 2)))
+        yield whole, half
+        yield (whole,)
+
+
+def _alone(way: ImageSize, model: nn.Module, images: ImageArguments) -> dict[str, Any]:
+    """Return the arguments of one image."""
+    like = next(model.parameters())
+    shape = (1, 1, *way.pixels) if PIXEL_MASK in images.names else (1, *way.pixels)
+    beside = {name: [list(numbers)] for name, numbers in way.beside}
+    return {PIXELS: torch.ones(shape, dtype=like.dtype, device=like.device), **beside}
 
 
 def _of_patches(vision: Any, images: ImageArguments) -> tuple[ImageSize, ...]:
@@ -64,7 +90,9 @@ def _of_patches(vision: Any, images: ImageArguments) -> tuple[ImageSize, ...]:
     side = round(images.merged**0.5)
     grids = ((1, 2 * side, 2 * side), (1, 2 * side, side))
     features = channels * depth * patch * patch
-    return tuple(ImageSize((t * h * w, features), t * h * w // images.merged, (t, h, w)) for t, h, w in grids)
+    return tuple(
+        ImageSize((t * h * w, features), t * h * w // images.merged, ((GRID, (t, h, w)),)) for t, h, w in grids
+    )
 
 
 def pictured(
@@ -85,7 +113,7 @@ def pictured(
     tokens = tokens.clone()
     tokens[tokens == images.token] = 0 if images.token else 1
     pixels: list[list[Tensor]] = []
-    grids = []
+    beside: dict[str, list[tuple[int, ...]]] = {}
     for row, count in enumerate(counts):
         place = BEFORE
         pixels.append([])
@@ -94,14 +122,16 @@ def pictured(
             tokens[row, place : place + size.tokens] = images.token
             place += size.tokens + BEFORE
             pixels[-1].append(torch.randn(size.pixels, generator=generator, dtype=torch.float64).to(dtype))
-            grids.append(size.grid)
+            for name, numbers in size.beside:
+                beside.setdefault(name, []).append(numbers)
     batch = {"tokens": tokens, IMAGES_PER_ROW: torch.tensor(list(counts))}
     batch |= {name: (tokens == images.token).long() for name in images.kinds}
-    if not grids:
-        return batch
     every = [image for row in pixels for image in row]
+    if not every:
+        return batch
+    batch |= {name: torch.tensor(numbers) for name, numbers in beside.items()}
     if GRID in images.names:
-        return batch | {PIXELS: torch.cat(every), GRID: torch.tensor(grids)}
+        return batch | {PIXELS: torch.cat(every)}
     if PIXEL_MASK not in images.names:
         return batch | {PIXELS: torch.stack(every)}
     shape = (len(tokens), max(counts), *every[0].shape)
@@ -118,7 +148,3 @@ def length_for(counts: Sequence[int], sizes: Sequence[ImageSize]) -> int:
     """Return the number of tokens that the images of the fullest row take, with the text before each."""
     most = max((size.tokens for size in sizes), default=0)
     return max(counts, default=0) * (most + BEFORE) + BEFORE
-
-
-def _dtype(model: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in model.parameters()), torch.float32)

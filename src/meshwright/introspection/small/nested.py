@@ -14,10 +14,12 @@ TOWER_LAYERS = (*LAYERS, "depth")
 TOWER_HEADS = ("num_attention_heads", "num_heads")
 TOWER_WIDTH = (*WIDTH, "embed_dim")
 HEADS_KEPT, HEAD_SIZE = 2, 8
-CHOSEN_LAYERS = ("vision_feature_layer",)
+CHOSEN_LAYERS = ("vision_feature_layer", "vision_feature_layers")
 """Keys beside the tower's config that count its layers."""
-OF_TOWERS_LAYERS = ("fullatt_block_indexes",)
-"""Keys of the tower's config that list some of its layers by number."""
+OF_TOWERS_LAYERS = "_indexes"
+"""Ending of keys of the tower's config that list some of its layers by number."""
+MERGED = ("scale_factor", "spatial_merge_size", "downsample_factor")
+"""Keys of a config for the patches in a row of which one token is made."""
 IDS = ("_token_id", "_token_index")
 """Endings of keys that hold ids of tokens."""
 
@@ -75,14 +77,16 @@ def _shrink_tower(config: Any, width: int) -> None:
     fewer = next((key for key in TOWER_LAYERS if _is_size(tower, key)), "")
     if fewer and layers < getattr(tower, fewer):
         setattr(tower, fewer, layers)
-        for key in OF_TOWERS_LAYERS:
-            if isinstance(found := getattr(tower, key, None), list):
+        for key, found in vars(tower).items():
+            if key.endswith(OF_TOWERS_LAYERS) and isinstance(found, list):
                 setattr(tower, key, sorted({min(index, layers - 1) for index in found}))
     heads = next((key for key in TOWER_HEADS if _is_size(tower, key)), "")
     for key in TOWER_WIDTH if heads else ():
         if _is_size(tower, key):
             setattr(tower, key, HEADS_KEPT * HEAD_SIZE)
             setattr(tower, heads, HEADS_KEPT)
+            if _is_size(tower, "head_dim"):
+                tower.head_dim = HEAD_SIZE
     for key in HIDDEN:
         if _is_size(tower, key):
             setattr(tower, key, 2 * HEADS_KEPT * HEAD_SIZE)
@@ -95,11 +99,21 @@ def _shrink_images(config: Any, tower: Any) -> None:
     """Make images few patches large, as many as pooling and shuffling need."""
     if not _is_size(tower, "image_size") or not _is_size(tower, "patch_size"):
         return
-    side = 2 * (config.scale_factor if _is_size(config, "scale_factor") else 1)
+    side = 2 * max([1, *(getattr(config, key) for key in MERGED if _is_size(config, key))])
     if _is_size(config, "mm_tokens_per_image"):
         config.mm_tokens_per_image, side = 4, 4
-    if side * tower.patch_size < tower.image_size:
-        tower.image_size = side * tower.patch_size
+    large, small = tower.image_size, side * tower.patch_size
+    if small >= large:
+        return
+    tower.image_size = small
+    for key, sizes in vars(config).items():
+        if isinstance(sizes, (list, tuple)) and all(_is_in_images(size, large) for size in sizes):
+            setattr(config, key, [[each // large * small for each in size] for size in sizes])
+
+
+def _is_in_images(size: Any, side: int) -> bool:
+    """Return whether a size (height, width) is that of several whole images side by side, which parts are cut to."""
+    return isinstance(size, (list, tuple)) and len(size) == 2 and all(type(n) is int and n % side == 0 for n in size)
 
 
 def _furthest(layers: Any) -> int:

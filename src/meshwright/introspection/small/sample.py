@@ -19,6 +19,7 @@ from meshwright.introspection.constructor.recording import built
 from meshwright.introspection.hints import Hints, hints_of
 from meshwright.introspection.images.arguments import ImageArguments
 from meshwright.introspection.images.examples import length_for, pictured, sizes_of
+from meshwright.introspection.outputs import logits_of
 from meshwright.introspection.signature import IMAGES_PER_ROW, SWITCHED_OFF, Signature
 from meshwright.introspection.source import builder_of
 from meshwright.introspection.transformers_private import compute_experts_one_by_one
@@ -46,7 +47,8 @@ class Sample:
         inputs: keyword arguments of forwards to watch: plain, and (if the model takes one) with a padding mask.
         heads: ratio of the original model's number of heads to the sample's.
         pictured: keyword arguments of a forward with images, of a model that takes them; None: none could be made.
-        of_images: paths of the outermost modules that a forward of tokens alone does not call.
+        of_images: paths of the outermost modules that a forward of tokens alone does not call, and of parameters
+            outside of them that are read with images alone.
     """
 
     model: nn.Module
@@ -86,6 +88,12 @@ def samples_of(
 
 
 def _sample(made: nn.Module, arguments: dict[str, str | None], heads: int) -> Sample:
+    takes = (*arguments.values(), *SWITCHED_OFF)
+    if others := [name for name in Signature.of(made).required if name not in takes]:
+        raise UnsupportedError(
+            f"the forward of {type(made).__name__} requires {', '.join(others)} beside token ids, and models are"
+            f" measured on small copies that are called with token ids alone. Set layout.tp = 1 and layout.pp = 1."
+        )
     made = made.double().eval()
     config: Any = getattr(made, "config", None)
     compute_experts_one_by_one(config)  # the copy's own config
@@ -103,7 +111,11 @@ def _sample(made: nn.Module, arguments: dict[str, str | None], heads: int) -> Sa
         return Sample(made, repeated_blocks(made), inputs, heads)
     of_images = uncalled(made, inputs[0])
     blocks = tuple(path for path in repeated_blocks(made) if not any(is_within(path, own) for own in of_images))
-    return Sample(made, blocks, inputs, heads, _pictured(made, inputs[0], images, generator), of_images)
+    shown = _pictured(made, inputs[0], images, generator)
+    if shown is not None:
+        read = _read(made, shown) - _read(made, inputs[0])
+        of_images += tuple(sorted(name for name in read if not any(is_within(name, module) for module in of_images)))
+    return Sample(made, blocks, inputs, heads, shown, of_images)
 
 
 def uncalled(model: nn.Module, inputs: dict[str, Any]) -> tuple[str, ...]:
@@ -128,6 +140,13 @@ def uncalled(model: nn.Module, inputs: dict[str, Any]) -> tuple[str, ...]:
     return tuple(clean(path) for path in found)
 
 
+def _read(model: nn.Module, inputs: dict[str, Any]) -> set[str]:
+    """Return the names of the parameters that the logits depend on."""
+    named = dict(model.named_parameters())
+    gradients = torch.autograd.grad(logits_of(model(**inputs)).sum(), list(named.values()), allow_unused=True)
+    return {clean(name) for name, gradient in zip(named, gradients, strict=True) if gradient is not None}
+
+
 def _pictured(
     model: nn.Module, inputs: dict[str, Any], images: ImageArguments, generator: torch.Generator
 ) -> dict[str, Any] | None:
@@ -140,7 +159,13 @@ def _pictured(
     tokens = torch.randint(0, ids_of(model), (len(counts), length), generator=generator)
     made = pictured(tokens, counts, images, sizes, generator)
     del made[IMAGES_PER_ROW]
-    return {name: made.pop("tokens"), **{key: value for key, value in inputs.items() if key != name}, **made}
+    found = {name: made.pop("tokens"), **{key: value for key, value in inputs.items() if key != name}, **made}
+    try:
+        with torch.no_grad():
+            model(**found)
+    except Exception:  # noqa: BLE001  (a model's code may need other arguments)
+        return None
+    return found
 
 
 def ids_of(model: nn.Module) -> int:

@@ -16,7 +16,7 @@ from meshwright.introspection.blocks import repeated_blocks
 from meshwright.introspection.hints import hints_of
 from meshwright.introspection.logits.tail import Tail, find_tail
 from meshwright.introspection.outputs import logits_of
-from meshwright.introspection.small.sample import SEQ, Sample, kinds_of, uncalled
+from meshwright.introspection.small.sample import SEQ, Sample, kinds_of
 
 from .adapters import find_others
 from .call import Call
@@ -154,14 +154,16 @@ def _is_of_images(sample: Sample, path: str) -> bool:
 
 
 def _refuse_untried(sample: Sample, model: nn.Module) -> None:
-    """Raise UnsupportedError for a model with blocks that made-up images do not reach, so that nothing is proven."""
-    if not sample.of_images:
+    """Raise UnsupportedError for a model with blocks for images of which none can be made, so that nothing is proven.
+
+    Blocks that images do not reach either are those of videos and sound, which batches may not have.
+    """
+    if sample.pictured is not None:
         return
-    left = sample.of_images if sample.pictured is None else uncalled(sample.model, sample.pictured)
-    if any(is_within(block, module) for block in repeated_blocks(sample.model) for module in left):
+    if any(_is_of_images(sample, block) for block in repeated_blocks(sample.model)):
         raise UnsupportedError(
             f"{type(model).__name__} takes images in a way that is not known here, so what it computes of them cannot"
-            f" be rehearsed on a small copy: its modules {', '.join(left)} are not called in a forward of"
+            f" be rehearsed on a small copy: its modules {', '.join(sample.of_images)} are not called in a forward of"
             f" token ids alone. Set layout.tp = 1 and layout.pp = 1."
         )
 
