@@ -385,7 +385,8 @@ def page(results: dict[str, Result]) -> str:
             "",
             "Models of images and text (`AutoModelForImageTextToText`), two steps of four rows: in the first the rows"
             " have two, none, one and no images, in the second none, one, two and none, so that microbatches and ranks"
-            " are without any. A model that requires images has one in each row.",
+            " are without any. A model that requires images has one in each row."
+            " A family that has no row here, and is not among those left out, was not run.",
             "",
             *_table(with_images, list(image_families.AXES)),
         ]

@@ -86,6 +86,9 @@ def stage_of(model: nn.Module, pipeline: PipelinePlan, stage: int, passage: Stag
     first, last = blocks.index(own[0]), blocks.index(own[-1])
     made: dict[int, nn.Module] = {}
 
+    def inside(path: str, name: str) -> str:
+        return clean(f"{path}.{name}" if path else name)
+
     def cut(module: nn.Module, path: str) -> nn.Module:
         if id(module) in made:
             return made[id(module)]
@@ -109,13 +112,13 @@ def stage_of(model: nn.Module, pipeline: PipelinePlan, stage: int, passage: Stag
         else:
             made[id(module)] = _with_children(module, path)
             held = made[id(module)]._parameters
-            held.update({name: None for name in held if not pipeline.has(stage, clean(f"{path}.{name}"))})
+            held.update({name: None for name in held if not pipeline.has(stage, inside(path, name))})
         return made[id(module)]
 
     def _with_children(module: nn.Module, path: str) -> nn.Module:
         shell = _shell(module)
         for name, child in children_of(module).items():
-            shell.add_module(name, cut(child, clean(f"{path}.{name}" if path else name)))
+            shell.add_module(name, cut(child, inside(path, name)))
         return shell
 
     return cut(model, "")
