@@ -86,7 +86,7 @@ def test_every_form_of_a_conversation_with_two_answers_gives_the_same_rows(tmp_p
         ),
         ({"prompt": "q", "chosen": "a", "rejected": None}, r"row 2: the column 'rejected' is empty"),
         ({"prompt": "q", "chosen": "a", "rejected": "a"}, r"row 2: 'chosen' and 'rejected' are the same"),
-        ({"chosen": "a", "rejected": "b"}, r"row 2: the column 'prompt' is missing"),
+        ({"chosen": "a", "rejected": "b"}, r"row 2: there is no column 'prompt', and the two sides do not begin"),
         ({"prompt": "q", "chosen": "a", "rejected": [BAD]}, r"row 2: the column 'rejected' must hold text"),
     ],
 )
@@ -106,8 +106,11 @@ def test_a_pair_that_is_none_is_named_with_its_row(tmp_path, row, words):
             r"'chosen' must .*adds assistant, user, assistant",
         ),
         ({"chosen": [GOOD], "rejected": [BAD]}, r"row 2: 'chosen' answers nothing: the column 'prompt' is empty"),
-        ({"prompt": "3+3?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, r"both sides begin with other messages"),
-        ({"prompt": [ASK], "chosen": "4", "rejected": "5"}, r"row 2: 'chosen' must be a list of messages"),
+        (
+            {"prompt": "3+3?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
+            r"'prompt' has other messages than the two sides begin with",
+        ),
+        ({"prompt": [ASK], "chosen": 4, "rejected": 5}, r"row 2: 'chosen' must be a list of messages"),
     ],
 )
 def test_a_conversation_that_is_no_pair_is_named_with_its_row(tmp_path, row, words):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.tokenizers_made import BEGUN, CHATML, ENDLESS, WAYS, save_way
 
+from meshwright.core.errors import ConfigError
 from meshwright.data.corpus.cache import open_corpus, prepare
 from meshwright.data.options import SourceOptions
 from meshwright.data.text.tokenizers import FileTokenizer, encode_prompt
@@ -74,7 +75,7 @@ def test_a_prompt_and_its_answer_have_the_ids_of_the_own_call_of_both(way, tmp_p
     row = {"prompt": prompt, "completion": answers[0]}
     if task == "alpaca":
         row = ALPACA
-        ((prompt, _), (answer, _)) = _alpaca(row, "")[0]
+        prompt, answer = _alpaca(row, "")
         answers = [answer]
     if task == "preference":
         answers.append(" Five")
@@ -105,6 +106,10 @@ def answers_of(tokenizer, messages: list[dict], **others) -> list[bool]:
 @pytest.mark.parametrize("tools", [None, TOOLS])
 def test_a_conversation_has_the_ids_and_the_mask_of_its_chat_template(way, tmp_path, tools):
     row = {"messages": TALK} | ({"tools": tools} if tools else {})
+    if tools and "tools" not in own(way).chat_template:
+        with pytest.raises(ConfigError, match="the record has tools, and the chat template writes none"):
+            documents(tmp_path, way, [row])
+        return
     (found,), (learnt,), notes = documents(tmp_path, way, [row])
     tokenizer, others = own(way), {"tools": tools} if tools else {}
     whole = tokenizer.apply_chat_template(TALK[:5], return_dict=True, return_assistant_tokens_mask=True, **others)

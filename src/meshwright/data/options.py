@@ -41,6 +41,12 @@ class SourceOptions:
     itself."""
     template: str = ""
     """A file with the Jinja template of a chat; empty: the tokenizer's own."""
+    learn: Literal["answers", "last", "all"] = "answers"
+    """What is learnt of a conversation: the assistant's turns, the last of them, or the whole text; of a prompt and its
+    answer, "all" learns the prompt too. Turns marked by weight 0, or by train, training or loss = false, are read only.
+    """
+    ignore: tuple[str, ...] = ()
+    """Columns that are left out on purpose, as if records had none of them."""
     end_of_answer: bool = False
     """The token that ends a document is put behind each answer of a chat that its template does not end with a special
     token, and learnt."""

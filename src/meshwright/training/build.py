@@ -274,12 +274,15 @@ def run_identity(config: Config, source: ModelSource, tokenizer: Tokenizer, feed
 
 
 def resolved(config: Config, source: ModelSource, plan: Plan) -> Config:
-    """Return the config with model, dtypes and warmup filled in, with absolute paths, and nothing left unset."""
+    """Return the config with model, dtypes and warmup filled in, with absolute paths, and nothing left unset.
+
+    [dpo] stays as it was given: a run on other data would be refused for it when it is continued.
+    """
     p = plan.precision
     precision = replace(config.techniques.precision, master=p.master, compute=p.compute, reduce=p.reduce)
     schedule = build_schedule(config)
     warmup = {"warmup_tokens" if schedule.by_tokens else "warmup_steps": schedule.warmup_steps}
-    return all_set(
+    made = all_set(
         replace(
             config,
             run="",
@@ -291,6 +294,7 @@ def resolved(config: Config, source: ModelSource, plan: Plan) -> Config:
             schedule=replace(config.schedule, **warmup),
         )
     )
+    return replace(made, dpo=config.dpo)
 
 
 def _distributed_config(config: Config) -> DistributedConfig:

@@ -107,9 +107,9 @@ class GroupOverride:
 class PreferenceConfig:
     """Direct preference optimisation (arXiv 2305.18290): the loss where the data holds pairs of answers."""
 
-    beta: float = 0.1
+    beta: float = unset(0.1)
     """How strongly the model is held to its first weights."""
-    label_smoothing: float = 0.0
+    label_smoothing: float = unset(0.0)
     """Share of pairs that are taken to be the wrong way round; below 0.5."""
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from meshwright.core.config.unset import is_unset
 from meshwright.core.errors import ConfigError, IntegrityError, MissingExtraError, UnsupportedError
 from meshwright.core.files import replacing
 from meshwright.core.losses import PreferenceLoss
@@ -22,7 +23,7 @@ from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import is_rank_zero
 
-from .config import Config, PreferenceConfig
+from .config import Config
 from .feed import Feed
 
 FOLDER = "reference"
@@ -37,10 +38,11 @@ def loss_of(config: Config, feed: Feed) -> PreferenceLoss | None:
         UnsupportedError: the run is to be compared with a trace, which is of the cross entropy.
     """
     if not any(_splits(feed)):
-        if config.dpo != PreferenceConfig():
+        if not (is_unset(config.dpo.beta) and is_unset(config.dpo.label_smoothing)):
             raise ConfigError(
                 f"dpo.beta = {config.dpo.beta} and dpo.label_smoothing = {config.dpo.label_smoothing} are of pairs of"
-                f" answers, and no record of data.source has the columns chosen and rejected: leave [dpo] out"
+                f" answers, and the task of data.source is another one: leave [dpo] out, or give records"
+                f" with the columns chosen and rejected"
             )
         return None
     if config.batch.microbatch % 2:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +44,8 @@ class TokenisingRecipe:
     ):
         self.scan, self.options, self.tokenizer, self.fraction, self.vision = scan, options, tokenizer, fraction, vision
         self.task = self._choose_task()
+        self.unread: Counter[str] = Counter()
+        """Columns that the task does not read, and the number of records that have them."""
         if self.task.is_whole and not isinstance(tokenizer, AligningTokenizer):
             raise ConfigError(
                 f"the task '{self.task.name}' must know which text each id stands for, and {tokenizer!r} has no"
@@ -75,8 +78,9 @@ class TokenisingRecipe:
             "documents": [[file.name, file.n_bytes, file.digest] for file in self.scan.files],
         }
         if self.scan.format != "text":
-            answers = self.options.end_of_answer
-            made_of["records"] = [self.scan.format, self.task.name, self.task.fingerprint, answers]
+            own = self.options
+            made_of["records"] = [self.scan.format, self.task.name, self.task.fingerprint, own.end_of_answer]
+            made_of["left_out"] = list(own.ignore)
         return hashlib.blake2b(json.dumps(made_of).encode(), digest_size=16).hexdigest()
 
     @property
@@ -141,6 +145,9 @@ class TokenisingRecipe:
         encoder = self.encoder()
         yield from encoder.encode(examples)
         notes += encoder.notes()
+        if self.unread:
+            named = ", ".join(f"{name} (in {n})" for name, n in self.unread.most_common())
+            notes.append(f"the task '{self.task.name}' reads {', '.join(self.task.columns)}; columns not read: {named}")
 
     def encoder(self) -> Encoder:
         """Return the rules by which the documents become ids."""
@@ -201,6 +208,8 @@ class TokenisingRecipe:
             try:
                 if isinstance(record, BadRow):
                     raise record
+                read = {*self.task.columns, *self.task.ignore}
+                self.unread.update(name for name, value in record.items() if value is not None and name not in read)
                 examples = self.task.examples_in(record, where, folder_of(file))
                 _check_text(examples, where)
                 yield place, examples

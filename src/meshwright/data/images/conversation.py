@@ -10,9 +10,9 @@ from typing import Any
 
 from meshwright.core.errors import ConfigError
 from meshwright.data.sources.records import BadRow, Record, column
-from meshwright.data.text.chat import ChatTemplate, Message
-from meshwright.data.text.messages import messages_of
-from meshwright.data.text.turns import Example, Piece, examples_of
+from meshwright.data.text.chat import Message
+from meshwright.data.text.messages import messages_of, tools_of, with_system
+from meshwright.data.text.turns import Example, Piece, Turns
 
 from .files import ImageFile, find_image
 from .processor import VisionProcessor
@@ -40,18 +40,17 @@ class PicturedChat:
 
     Args:
         column: of the messages; "" where records have a prompt and an answer.
-        template: writes the processor's ``image_token`` for each image.
+        turns: those that are learnt; the template writes the processor's ``image_token`` for each image.
     """
 
     column: str
-    template: ChatTemplate
+    turns: Turns
     processor: VisionProcessor
     _found: dict[tuple[Path, str], ImageFile] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def fingerprint(self) -> str:
-        template = [self.template.text, sorted(self.template.special_tokens.items())]
-        return json.dumps([self.column, template, self.processor.fingerprint])
+        return json.dumps([self.column, self.turns.fingerprint, self.processor.fingerprint])
 
     def examples(self, record: Record, where: str, folder: Path) -> list[Example]:
         """Return the examples of a record; an image is a piece of its own, of the processor's text, and not learnt.
@@ -60,13 +59,14 @@ class PicturedChat:
             folder: of the data file; paths of images are relative to it.
 
         Raises:
-            BadRow: as ``turns.examples_of``; also for an image that cannot be read, and for more or fewer places for
+            BadRow: as ``Turns.examples``; also for an image that cannot be read, and for more or fewer places for
                 images than images.
         """
         messages, names = with_parts(self._messages(record, where), _named_in_columns(record, where), where)
-        others = {"tools": record["tools"]} if record.get("tools") else {}
-        examples = examples_of(messages, self.template, others, where)
-        mark, places = self.processor.image_token, self.template.render(messages, **others)
+        template = self.turns.template
+        others = tools_of(record, template, where)
+        examples = self.turns.examples(messages, others, where, parts=True)
+        mark, places = self.processor.image_token, template.render(messages, **others)
         if (n := places.count(mark)) != len(names):
             raise BadRow(
                 f"{where}: the conversation, as its chat template writes it, has {n} places for images ({mark}), and"
@@ -77,14 +77,15 @@ class PicturedChat:
 
     def _messages(self, record: Record, where: str) -> list[Message]:
         if self.column:
-            return messages_of(column(record, self.column, where), self.column, record, where)
+            messages = messages_of(column(record, self.column, where), self.column, where)
+            return with_system(messages, record, where)
         turns: list[Message] = []
         for role, names in (("user", PROMPTS), ("assistant", ANSWERS)):
             name = next((name for name in names if record.get(name) is not None), names[0])
             value = column(record, name, where)
             is_text = isinstance(value, str)
-            turns += [{"role": role, "content": value}] if is_text else messages_of(value, name, record, where)
-        return turns
+            turns += [{"role": role, "content": value}] if is_text else messages_of(value, name, where)
+        return with_system(turns, record, where)
 
     def _file(self, folder: Path, name: Any, where: str) -> ImageFile:
         if not isinstance(name, str):

@@ -9,15 +9,17 @@ from typing import Any
 from meshwright.data.sources.records import BadRow, Record, column
 
 from .chat import ChatTemplate, Message
-from .messages import messages_of, text_of
+from .messages import checked, messages_of, text_of, tools_of, with_system
 
 TASK = "preference"
 SIDES = ("chosen", "rejected")
+PROMPTS = ("prompt", "messages", "conversations")
+"""Columns of what both sides answer."""
 
 
 def holds_messages(sample: Record) -> bool:
-    """Return whether the answers of a record are messages, and not text."""
-    return not isinstance(sample.get(SIDES[0]), str)
+    """Return whether the answers of a record, or what they answer, are messages, and not text."""
+    return not isinstance(sample.get(SIDES[0]), str) or any(isinstance(sample.get(name), list) for name in PROMPTS)
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,11 @@ class Preferences:
             return ""
         return json.dumps([self.template.text, sorted(self.template.special_tokens.items())])
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that are read."""
+        return (*SIDES, "prompt") if self.template is None else (*SIDES, *PROMPTS, "system", "tools")
+
     def examples(self, record: Record, where: str) -> list[tuple[tuple[str, bool], ...]]:
         """Return the two examples of a record: the prompt, which is not learnt, and an answer, which is.
 
@@ -48,22 +55,31 @@ class Preferences:
         return [((prompt, False), (answer, True)) for prompt, answer in pairs]
 
     def _of_text(self, record: Record, where: str) -> list[tuple[str, str]]:
-        prompt = text_of(record, "prompt", where)
-        return [(prompt, text_of(record, side, where)) for side in SIDES]
+        sides = [text_of(record, side, where) for side in SIDES]
+        if record.get("prompt") is not None:
+            return [(text_of(record, "prompt", where), side) for side in sides]
+        shared = _common(*sides)
+        prompt = shared[: max(shared.rfind(space) for space in " \n") + 1]
+        if not prompt.strip():
+            raise BadRow(f"{where}: there is no column 'prompt', and the two sides do not begin with the same words")
+        return [(prompt, side[len(prompt) :]) for side in sides]
 
     def _of_messages(self, record: Record, where: str) -> list[tuple[str, str]]:
+        assert self.template is not None
         given = [self._side(record, side, where) for side in SIDES]
         shared = _common(*given)
-        before = _prompt(record, shared, where)
-        others = {"tools": record["tools"]} if record.get("tools") else {}
+        asked = with_system(_prompt(record, given, shared, where) + shared, record, where)
+        others = tools_of(record, self.template, where)
         return [
-            self._written(before + shared, messages[len(shared) :], f"{where}: '{side}'", others)
+            self._written(asked, messages[len(shared) :], f"{where}: '{side}'", others)
             for side, messages in zip(SIDES, given, strict=True)
         ]
 
     def _side(self, record: Record, side: str, where: str) -> list[Message]:
         value = column(record, side, where)
-        return messages_of([value] if isinstance(value, dict) else value, side, {}, where)
+        if isinstance(value, str) and value.lstrip()[:1] not in ("[", "{"):
+            return [{"role": "assistant", "content": value}]
+        return messages_of([value] if isinstance(value, dict) else value, side, where)
 
     def _written(
         self, asked: list[Message], answer: list[Message], where: str, others: dict[str, Any]
@@ -77,6 +93,7 @@ class Preferences:
             )
         if not asked:
             raise BadRow(f"{where} answers nothing: the column 'prompt' is empty, and the two sides share no turn")
+        asked, answer = checked(asked, self.template, where), checked(answer, self.template, where)
         try:
             prompt = self.template.render(asked, prompts_answer=True, **others)
             whole = self.template.render(asked + answer, **others)
@@ -87,26 +104,37 @@ class Preferences:
         return prompt, whole[len(prompt) :]
 
 
-def _common(one: list[Message], other: list[Message]) -> list[Message]:
-    """Return the messages with which both lists begin."""
+def _common(one: Any, other: Any) -> Any:
+    """Return that with which both lists of messages, or both texts, begin."""
     n = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     return one[:n]
 
 
-def _prompt(record: Record, shared: list[Message], where: str) -> list[Message]:
-    """Return the messages of the column ``prompt`` that come before those that both sides share.
+def _prompt(record: Record, given: list[list[Message]], shared: list[Message], where: str) -> list[Message]:
+    """Return the messages, of the columns of prompts, that come before those that both sides share.
 
-    Many data sets repeat the prompt there, as text or as messages, at the beginning of both sides.
+    Many data sets repeat the prompt there, as text or as messages, at the beginning of both sides; some have a whole
+    side again as a conversation.
     """
-    prompt = record.get("prompt")
-    if prompt is None or prompt == []:
-        return []
-    is_text = isinstance(prompt, str)
-    before = [{"role": "user", "content": prompt}] if is_text else messages_of(prompt, "prompt", record, where)
-    if shared[: len(before)] == before or (is_text and before[0] in shared):
-        return []
-    if shared:
-        raise BadRow(
-            f"{where}: both sides begin with other messages than the column 'prompt' has: leave one of them out"
-        )
-    return before
+    found: list[Message] = []
+    for name in PROMPTS:
+        if (value := record.get(name)) is None or value in ([], ""):
+            continue
+        is_text = isinstance(value, str) and value.lstrip()[:1] != "["
+        before = [{"role": "user", "content": value}] if is_text else messages_of(value, name, where)
+        texts = _texts(before)
+        if texts in (_texts(shared[: len(before)]), _texts(found)) or (is_text and texts[0] in _texts(shared)):
+            continue
+        if name != PROMPTS[0] and any(_texts(found + side) == texts or _texts(side) == texts for side in given):
+            continue
+        if shared or found:
+            raise BadRow(
+                f"{where}: '{name}' has other messages than {'the two sides begin with' if shared else PROMPTS[0]}:"
+                f" leave one of them out with data.ignore = ['{name}']"
+            )
+        found = before
+    return found
+
+
+def _texts(messages: list[Message]) -> list[tuple[Any, Any]]:
+    return [(message["role"], message.get("content")) for message in messages]

@@ -6,18 +6,18 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meshwright.core.errors import ConfigError
 from meshwright.data.images.source import ANSWERS, COLUMNS, NO_IMAGES, PROMPTS, Vision, names_images
 from meshwright.data.options import SourceOptions
 from meshwright.data.sources.records import BadRow, Record, column
 
-from .chat import ChatTemplate, load_template
-from .messages import messages_of, text_of
+from .chat import ChatTemplate, Message, load_template
+from .messages import ROLES, SPEAKERS, messages_of, text_of, tools_of, with_system
 from .preference import SIDES, TASK, Preferences, holds_messages
 from .tokenizers import Tokenizer
-from .turns import Example, examples_of
+from .turns import Example, Turns
 
 if TYPE_CHECKING:
     from meshwright.data.images.conversation import PicturedChat
@@ -40,14 +40,59 @@ class Task:
     """Makes the examples, in place of ``examples``, where records may have images."""
     refusal: str = ""
     """Why a record with images is refused, as the end of a sentence; "" where it is not."""
+    columns: tuple[str, ...] = ()
+    """The columns that are read."""
+    missed: tuple[str, ...] = ()
+    """Columns that are not read, and would change what a model learns or sees: records that have one are refused."""
+    ignore: tuple[str, ...] = ()
+    """Columns that are left out on purpose."""
 
     def examples_in(self, record: Record, where: str, folder: Path) -> list[Example]:
-        """Return the examples of a record of a file in ``folder``. Raises BadRow, also for images that are refused."""
+        """Return the examples of a record of a file in ``folder``.
+
+        Raises:
+            BadRow: the record cannot be used, has images that are refused, or more than its examples hold.
+        """
+        if self.ignore:
+            record = without(record, self.ignore)
         if self.pictured is not None:
-            return self.pictured.examples(record, where, folder)
-        if self.refusal and names_images(record):
-            raise BadRow(f"{where}: the record has images, {self.refusal}")
-        return self.examples(record, where)
+            examples = self.pictured.examples(record, where, folder)
+        else:
+            if self.refusal and names_images(record):
+                raise BadRow(f"{where}: the record has images, {self.refusal}")
+            examples = self.examples(record, where)
+        for name in self.missed:
+            if (value := record.get(name)) and not _is_told(value, examples):
+                raise BadRow(
+                    f"{where}: the column '{name}' holds {str(value)[:60]!r}, and the task '{self.name}' reads it"
+                    f" not (it reads {', '.join(self.columns)}). Write it into these, or leave it out on purpose:"
+                    f" data.ignore = ['{name}']"
+                )
+        return examples
+
+
+def without(record: Record, names: tuple[str, ...]) -> Record:
+    return {name: value for name, value in record.items() if name not in names}
+
+
+def _is_told(value: Any, examples: list[Example]) -> bool:
+    """Return whether all texts in a column's value stand in a record's examples, as a repeated prompt does."""
+    if isinstance(value, list | dict):
+        inside = value.values() if isinstance(value, dict) else value
+        # a turn's role is no text of it
+        return all(
+            _is_told(each, examples) for each in inside if not (isinstance(each, str) and each in (*SPEAKERS, *ROLES))
+        )
+    whole = ("".join(text for text, _ in example) for example in examples)
+    is_role = value in SPEAKERS or value in ROLES if isinstance(value, str) else True
+    return is_role or any(value.strip() in text for text in whole)
+
+
+CONTEXT = ("system", "system_prompt", "history", "context", "tools", "functions", "documents")
+"""Columns that data sets give a model to read, beside those of a question and its answer."""
+_PARTS = ("instruction", "input", "output", "response", "answer", "prompt", "completion", "question", "query")
+"""Columns of questions and answers."""
+_TALKS = ("messages", "conversations", "conversation", *SIDES)
 
 
 def choose_task(options: SourceOptions, tokenizer: Tokenizer, sample: Record, vision: Vision = NO_IMAGES) -> Task:
@@ -58,33 +103,49 @@ def choose_task(options: SourceOptions, tokenizer: Tokenizer, sample: Record, vi
     Raises:
         ConfigError: a chat has no template, or another task has one; as ``VisionProcessor`` does.
     """
+    sample = without(sample, options.ignore)
     name = task_name(options, sample)
     key = "" if name == "completion" else options.column if options.column != "text" else _column_of_messages(sample)
     if vision.folder and (name == "chat" or (name == "completion" and any(map(sample.get, COLUMNS)))):
-        return _pictured(options, tokenizer, key, vision)
-    task = _of_text(name, key, options, tokenizer, sample)
-    reads_none = f"and the task '{name}' reads none: write conversations (messages), or a prompt with its completion"
-    return replace(task, refusal=reads_none if vision.folder else vision.refusal) if task.is_whole else task
+        task = _pictured(options, tokenizer, key, vision)
+    else:
+        task = _of_text(name, key, options, tokenizer, sample)
+        reads_none = (
+            f"and the task '{name}' reads none: write conversations (messages), or a prompt with its completion"
+        )
+        task = replace(task, refusal=reads_none if vision.folder else vision.refusal) if task.is_whole else task
+    others = CONTEXT if options.column != "text" or name == "text" else (*CONTEXT, *_PARTS, *_TALKS)
+    missed = tuple(other for other in others if other not in task.columns) if task.is_whole else ()
+    return replace(task, missed=missed, ignore=options.ignore)
 
 
 def _of_text(name: str, key: str, options: SourceOptions, tokenizer: Tokenizer, sample: Record) -> Task:
-    if name == "chat":
-        template = load_template(options.template, getattr(tokenizer, "folder", None))
-        chat = _Chat(key, template)
-        decides = json.dumps([key, template.text, sorted(template.special_tokens.items())])
-        return Task("chat", chat.examples, is_whole=True, ends=False, fingerprint=decides)
+    folder = getattr(tokenizer, "folder", None)
+    if name == "chat" or (name == "completion" and any(isinstance(sample.get(side), list) for side in _COMPLETION)):
+        chat = _Chat(key, Turns(load_template(options.template, folder), options.learn))
+        decides = json.dumps([key, *chat.turns.fingerprint])
+        columns = (*((key,) if key else _COMPLETION), "system", "tools")
+        return Task(name, chat.examples, is_whole=True, ends=False, fingerprint=decides, columns=columns)
+    if options.learn == "last":
+        raise ConfigError(f"data.learn = 'last' is of conversations, and the task is '{name}': leave it out")
+    if name == TASK and options.learn != "answers":
+        raise ConfigError("data.learn = 'all', and of pairs of answers the answers alone are learnt: leave it out")
     if name == TASK and holds_messages(sample):
-        preferences = Preferences(load_template(options.template, getattr(tokenizer, "folder", None)))
-        return Task(TASK, preferences.examples, True, ends=False, fingerprint=preferences.fingerprint)
+        preferences = Preferences(load_template(options.template, folder))
+        made = Task(TASK, preferences.examples, True, ends=False, fingerprint=preferences.fingerprint)
+        return replace(made, columns=preferences.columns)
     if options.template:
         raise ConfigError(f"data.template is set, and the task is '{name}' of text: only messages have a template")
     if name == TASK:
-        return Task(TASK, Preferences(None).examples, is_whole=True, ends=True)
-    if name == "completion":
-        return Task(name, _completion, is_whole=True, ends=True)
-    if name == "alpaca":
-        return Task(name, _alpaca, is_whole=True, ends=True)
-    return Task("text", _Text(options.column).examples, is_whole=False, ends=True, fingerprint=options.column)
+        preferences = Preferences(None)
+        return Task(TASK, preferences.examples, is_whole=True, ends=True, columns=preferences.columns)
+    if name in _PAIRS:
+        write, columns = _PAIRS[name]
+        asks = options.learn == "all"
+        pair = _Pair(write, asks)
+        return Task(name, pair.examples, is_whole=True, ends=True, fingerprint="all" if asks else "", columns=columns)
+    own = options.column
+    return Task("text", _Text(own).examples, is_whole=False, ends=True, fingerprint=own, columns=(own,))
 
 
 def _pictured(options: SourceOptions, tokenizer: Tokenizer, key: str, vision: Vision) -> Task:
@@ -96,9 +157,10 @@ def _pictured(options: SourceOptions, tokenizer: Tokenizer, key: str, vision: Vi
         template = load_template(options.template, getattr(tokenizer, "folder", None))
     else:
         template = ChatTemplate(processor.template, processor.special_tokens)
-    chat = PicturedChat(key, template, processor)
-
-    return Task("chat", _in_no_folder, True, ends=False, fingerprint=chat.fingerprint, pictured=chat)
+    chat = PicturedChat(key, Turns(template, options.learn), processor)
+    columns = (*((key,) if key else (*PROMPTS, *ANSWERS)), *COLUMNS, "system", "tools")
+    made = Task("chat", _in_no_folder, True, ends=False, fingerprint=chat.fingerprint, pictured=chat)
+    return replace(made, columns=columns)
 
 
 def _in_no_folder(record: Record, where: str) -> list[Example]:
@@ -109,21 +171,32 @@ def task_name(options: SourceOptions, sample: Record) -> str:
     """Return the name of the task; "auto" decides by the columns."""
     if options.task != "auto":
         return options.task
-    if isinstance(sample.get(options.column if options.column != "text" else _column_of_messages(sample)), list):
-        return "chat"
-    if all(side in sample for side in SIDES):
+    has_images = any(map(sample.get, COLUMNS))
+    own = options.column != "text"
+    # a pair's conversation is its prompt, unless a column of messages is asked for
+    if all(sample.get(side) is not None for side in SIDES) and not (
+        own and isinstance(sample.get(options.column), list)
+    ):
         return TASK
-    if "prompt" in sample and "completion" in sample:
-        return "completion"
-    if any(map(sample.get, COLUMNS)) and any(map(sample.get, PROMPTS)) and any(map(sample.get, ANSWERS)):
-        return "completion"
-    if "instruction" in sample and "output" in sample:
-        return "alpaca"
-    return "text"
+    fits = {
+        "chat": isinstance(sample.get(options.column if own else _column_of_messages(sample)), list | str),
+        "completion": ("prompt" in sample and "completion" in sample)
+        or (has_images and any(map(sample.get, PROMPTS)) and any(map(sample.get, ANSWERS))),
+        "alpaca": "instruction" in sample and "output" in sample,
+    }
+    if own and isinstance(sample.get(options.column), str):
+        return "text"
+    names = [name for name, is_so in fits.items() if is_so]
+    if len(names) > 1:
+        raise ConfigError(
+            f"data.source: the columns {', '.join(sample)} fit the tasks {' and '.join(names)}: set data.task, and name"
+            " the columns that are not meant in data.ignore"
+        )
+    return names[0] if names else "text"
 
 
 def _column_of_messages(sample: Record) -> str:
-    return "conversations" if "messages" not in sample and isinstance(sample.get("conversations"), list) else "messages"
+    return "conversations" if "messages" not in sample and "conversations" in sample else "messages"
 
 
 @dataclass(frozen=True)
@@ -134,8 +207,26 @@ class _Text:
         return [((text_of(record, self.column, where), True),)]
 
 
-def _completion(record: Record, where: str) -> list[Example]:
-    return [((text_of(record, "prompt", where), False), (text_of(record, "completion", where), True))]
+@dataclass(frozen=True)
+class _Pair:
+    """Records with a prompt, which is read, and its answer, which is learnt."""
+
+    write: Callable[[Record, str], tuple[str, str]]
+    asks: bool
+    """Whether the prompt is learnt too."""
+
+    def examples(self, record: Record, where: str) -> list[Example]:
+        prompt, answer = self.write(record, where)
+        if not answer.strip():
+            raise BadRow(f"{where}: the answer is empty, so an immediate end would be learnt")
+        return [((prompt, self.asks), (answer, True))]
+
+
+_COMPLETION = ("prompt", "completion")
+
+
+def _completion(record: Record, where: str) -> tuple[str, str]:
+    return text_of(record, "prompt", where), text_of(record, "completion", where)
 
 
 _ALPACA = "Below is an instruction that describes a task"
@@ -143,9 +234,9 @@ _ALPACA = "Below is an instruction that describes a task"
 trained."""
 
 
-def _alpaca(record: Record, where: str) -> list[Example]:
+def _alpaca(record: Record, where: str) -> tuple[str, str]:
     instruction, answer = text_of(record, "instruction", where), text_of(record, "output", where)
-    if given := record.get("input") or "":
+    if given := (text_of(record, "input", where) if record.get("input") is not None else ""):
         prompt = (
             f"{_ALPACA}, paired with an input that provides further context. Write a response that appropriately"
             f" completes the request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{given}\n\n### Response:\n"
@@ -155,17 +246,35 @@ def _alpaca(record: Record, where: str) -> list[Example]:
             f"{_ALPACA}. Write a response that appropriately completes the request.\n\n###"
             f" Instruction:\n{instruction}\n\n### Response:\n"
         )
-    return [((prompt, False), (answer, True))]
+    return prompt, answer
+
+
+_PAIRS = {"completion": (_completion, _COMPLETION), "alpaca": (_alpaca, ("instruction", "input", "output"))}
+"""What a task of prompts and answers reads, and from which columns."""
 
 
 @dataclass(frozen=True)
 class _Chat:
-    """Conversations: only the assistant's turns are learnt, with the tokens that end them (see ``turns``)."""
+    """Conversations (see ``Turns``); without a column, the messages of a prompt and of its completion."""
 
     column: str
-    template: ChatTemplate
+    turns: Turns
 
     def examples(self, record: Record, where: str) -> list[Example]:
-        others = {"tools": record["tools"]} if record.get("tools") else {}
-        messages = messages_of(column(record, self.column, where), self.column, record, where)
-        return examples_of(messages, self.template, others, where)
+        others = tools_of(record, self.turns.template, where)
+        if self.column:
+            messages = messages_of(column(record, self.column, where), self.column, where)
+            return self.turns.examples(with_system(messages, record, where), others, where)
+        prompt, completion = (_side(record, name, role, where) for name, role in zip(_COMPLETION, _ROLES, strict=True))
+        prompt = with_system(prompt, record, where)
+        return self.turns.examples(prompt + completion, others, where, first=len(prompt))
+
+
+_ROLES = ("user", "assistant")
+
+
+def _side(record: Record, name: str, role: str, where: str) -> list[Message]:
+    value = column(record, name, where)
+    if isinstance(value, str) and value.lstrip()[:1] != "[":
+        return [{"role": role, "content": value}]
+    return messages_of([value] if isinstance(value, dict) else value, name, where)

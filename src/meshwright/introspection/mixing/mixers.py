@@ -74,7 +74,7 @@ def find_mixers(
     for path, reason in why.items():
         masks = of_masks.get(path, ()) if path in others else None
         of_batches = [_mixer(model, watch, path, reason, masks) for watch in watches if path in watch.calls]
-        if None not in of_batches:
+        if of_batches and None not in of_batches:  # an early exit may pass over a module in all of them
             for watch in watches:
                 watch.cut += tensors_by_path(watch.calls[path][0].output).values() if path in watch.calls else ()
             yield functools.reduce(Mixer.joined, of_batches)  # type: ignore[arg-type]

@@ -1,0 +1,231 @@
+"""Public shapes of records: which text is read and which is learnt, or the sentence of a refusal."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from meshwright.core.errors import ConfigError
+from meshwright.data.options import SourceOptions
+from meshwright.data.sources.records import BadRow
+from meshwright.data.text.tasks import choose_task
+from meshwright.data.text.tokenizers import ByteTokenizer
+
+TEMPLATE = (
+    "{% if tools %}[tools {{ tools | length }}]{% endif %}"
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] or '' }}"
+    "{% for call in m.tool_calls or [] %}({{ call.function.name }}){% endfor %};{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+PLAIN = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }};{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<{{ m['role'] }}>{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }};"
+    "{% endgeneration %}{% else %}{{ m['content'] }};{% endif %}{% endfor %}"
+)
+
+
+def turn(role, content, **others):
+    return {"role": role, "content": content, **others}
+
+
+def said(speaker, value, **others):
+    return {"from": speaker, "value": value, **others}
+
+
+ASK, FOUR, FIVE, MORE, SIX = (
+    turn("user", "2+2?"),
+    turn("assistant", "4"),
+    turn("assistant", "5"),
+    turn("user", "3+3?"),
+    turn("assistant", "6"),
+)
+CALL = turn("assistant", None, tool_calls=[{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}])
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+
+
+def read(tmp_path, record, template=TEMPLATE, **options):
+    """Write each example as its text, with what is learnt in [[ ]], and the task's name before them."""
+    (tmp_path / "t.jinja").write_text(options.pop("template", template))
+    lists = [value for name, value in record.items() if isinstance(value, list) and name != "history"]
+    if lists or isinstance(record.get("chosen"), dict) or "messages" in record:
+        options["template"] = str(tmp_path / "t.jinja")
+    task = choose_task(SourceOptions(**options), ByteTokenizer(), record)
+    examples = task.examples_in(record, "row 1", tmp_path)
+    return task.name, *("".join(f"[[{text}]]" if learnt else text for text, learnt in each) for each in examples)
+
+
+READ = {
+    "prompt and completion": ({"prompt": "2+2=", "completion": "4"}, "completion", "2+2=[[4]]"),
+    "alpaca, no input": ({"instruction": "Add.", "input": "", "output": "4"}, "alpaca", "### Response:\n[[4]]"),
+    "alpaca, its text too": ({"instruction": "Add.", "output": "4", "text": "Add. 4"}, "alpaca", "Response:\n[[4]]"),
+    "messages": ({"messages": [ASK, FOUR]}, "chat", "<user>2+2?;<assistant>[[4;]]"),
+    "ultrachat": ({"prompt": "2+2?", "prompt_id": "x", "messages": [ASK, FOUR]}, "chat", "?;<assistant>[[4;]]"),
+    "messages as JSON": ({"messages": json.dumps([ASK, FOUR])}, "chat", "<user>2+2?;<assistant>[[4;]]"),
+    "system beside": ({"system": "S", "messages": [ASK, FOUR]}, "chat", "<system>S;<user>2+2?;<assistant>[[4;]]"),
+    "system twice": ({"system": "S", "messages": [turn("system", "S"), ASK, FOUR]}, "chat", "<system>S;<user>2+2?;"),
+    "ShareGPT": ({"conversations": [said("human", "2+2?"), said("gpt", "4")]}, "chat", "<assistant>[[4;]]"),
+    "ShareGPT, weight": (
+        {
+            "conversations": [
+                said("human", "2+2?"),
+                said("gpt", "5", weight=0),
+                said("human", "No"),
+                said("gpt", "4", weight=1),
+            ]
+        },
+        "chat",
+        "<user>2+2?;<assistant>5;<user>No;<assistant>[[4;]]",
+    ),
+    "weight": (
+        {"messages": [ASK, {**FIVE, "weight": 0}, MORE, SIX]},
+        "chat",
+        "<assistant>5;<user>3+3?;<assistant>[[6;]]",
+    ),
+    "train": ({"messages": [ASK, {**FIVE, "train": False}, MORE, SIX]}, "chat", "5;<user>3+3?;<assistant>[[6;]]"),
+    "the last is not learnt": ({"messages": [ASK, FOUR, MORE, {**SIX, "weight": 0}]}, "chat", "<assistant>[[4;]]"),
+    "tools": (
+        {"tools": TOOLS, "messages": [ASK, CALL, turn("tool", "4"), FOUR]},
+        "chat",
+        "[tools 1]<user>2+2?;<assistant>[[(add);]]",
+    ),
+    "tools as JSON": ({"tools": json.dumps(TOOLS), "messages": [ASK, FOUR]}, "chat", "[tools 1]<user>"),
+    "parts": (
+        {"messages": [turn("user", [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]), FOUR]},
+        "chat",
+        "<user>2+2?;",
+    ),
+    "assistant first": (
+        {"messages": [turn("assistant", "Hi"), ASK, FOUR]},
+        "chat",
+        "<assistant>[[Hi;]]<user>2+2?;<assistant>[[4;]]",
+    ),
+    "conversational completion": (
+        {"prompt": [ASK, FOUR, MORE], "completion": [SIX]},
+        "completion",
+        "<assistant>4;<user>3+3?;<assistant>[[6;]]",
+    ),
+    "preference of text": ({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, "preference", "2+2=[[4]]", "2+2=[[5]]"),
+    "hh-rlhf": (
+        {"chosen": "\n\nHuman: 2+2?\n\nAssistant: four", "rejected": "\n\nHuman: 2+2?\n\nAssistant: five"},
+        "preference",
+        "Assistant: [[four]]",
+        "Assistant: [[five]]",
+    ),
+    "preference of messages": ({"chosen": [ASK, FOUR], "rejected": [ASK, FIVE]}, "preference", "[[4;]]", "[[5;]]"),
+    "ultrafeedback": (
+        {
+            "prompt": "2+2?",
+            "chosen": [ASK, FOUR],
+            "rejected": [ASK, FIVE],
+            "messages": [ASK, FOUR],
+            "score_chosen": 9.0,
+        },
+        "preference",
+        "<user>2+2?;<assistant>[[4;]]",
+        "<user>2+2?;<assistant>[[5;]]",
+    ),
+    "a conversation with two answers": (
+        {"conversations": [said("human", "2+2?")], "chosen": said("gpt", "4"), "rejected": said("gpt", "5")},
+        "preference",
+        "<user>2+2?;<assistant>[[4;]]",
+        "<user>2+2?;<assistant>[[5;]]",
+    ),
+    "earlier turns": (
+        {"messages": [ASK, FOUR, MORE], "chosen": "6", "rejected": "7"},
+        "preference",
+        "<assistant>4;<user>3+3?;<assistant>[[6;]]",
+        "<assistant>4;<user>3+3?;<assistant>[[7;]]",
+    ),
+    "preference with system": (
+        {"system": "S", "prompt": [ASK], "chosen": [FOUR], "rejected": [FIVE]},
+        "preference",
+        "<system>S;<user>",
+        "S",
+    ),
+    "text": ({"text": "once", "url": "u"}, "text", "[[once]]"),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_is_read_and_learnt(name, tmp_path):
+    record, *expected = READ[name]
+    found = read(tmp_path, record)
+    assert len(found) == len(expected)
+    assert all(want in got for want, got in zip(expected, found, strict=True)), found
+
+
+REFUSED = {
+    "alpaca's history": (
+        {"instruction": "Go on.", "output": "4", "history": [["Hi", "Ho"]]},
+        {},
+        "'history'.*data.ignore",
+    ),
+    "alpaca's system": ({"instruction": "Add.", "output": "4", "system": "Be brief"}, {}, "'system'.*data.ignore"),
+    "two systems": ({"system": "S", "messages": [turn("system", "T"), ASK, FOUR]}, {}, "another|leave one of them out"),
+    "null": ({"messages": [ASK, turn("assistant", None)]}, {}, "turn 2: the content must be text.*null"),
+    "a number": ({"messages": [turn("user", 5), FOUR]}, {}, "turn 1: the content must be text.*int"),
+    "an image part": ({"messages": [turn("user", [{"type": "audio", "path": "a"}]), FOUR]}, {}, "turn 1: the content"),
+    "a robot": ({"messages": [turn("robot", "2+2?"), FOUR]}, {}, "the role 'robot'"),
+    "an empty answer": ({"messages": [ASK, turn("assistant", " ")]}, {}, "turn 2: the assistant's answer is empty"),
+    "an empty completion": ({"prompt": "2+2=", "completion": ""}, {}, "the answer is empty"),
+    "half a weight": ({"messages": [ASK, {**FOUR, "weight": 0.5}]}, {}, "weight = 0.5 .* must be 0 or 1"),
+    "nothing to learn": (
+        {"messages": [ASK, {**FOUR, "train": False}]},
+        {},
+        "no answer of the conversation is to be learnt",
+    ),
+    "calls under a plain template": ({"messages": [ASK, CALL]}, {"template": PLAIN}, "has tool_calls"),
+    "tools under a plain template": (
+        {"tools": TOOLS, "messages": [ASK, FOUR]},
+        {"template": PLAIN},
+        "the record has tools",
+    ),
+    "two tasks": ({"messages": [ASK, FOUR], "prompt": "p", "completion": "c"}, {}, "fit the tasks chat and completion"),
+    "another prompt": ({"prompt": "3+3?", "messages": [ASK, FOUR]}, {}, "'prompt'.*data.ignore"),
+    "another conversation": ({"messages": [MORE], "chosen": [ASK, FOUR], "rejected": [ASK, FIVE]}, {}, "data.ignore"),
+    "an input that is no text": ({"instruction": "Add.", "input": {"a": 1}, "output": "4"}, {}, "must hold text"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_read_is_named(name, tmp_path):
+    record, options, words = REFUSED[name]
+    with pytest.raises(ConfigError, match=words):
+        read(tmp_path, record, **options)
+
+
+def test_a_column_is_left_out_on_purpose(tmp_path):
+    record = {"instruction": "Go on.", "output": "4", "history": [["Hi", "Ho"]]}
+    assert read(tmp_path, record, ignore=("history",))[1].endswith("[[4]]")
+    both = {"messages": [ASK, FOUR], "prompt": "p", "completion": "c"}
+    assert read(tmp_path, both, ignore=("prompt", "completion")) == ("chat", "<user>2+2?;<assistant>[[4;]]")
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED], ids=["plain", "marked"])
+@pytest.mark.parametrize(
+    ("learn", "expected"),
+    [
+        ("answers", "<user>2+2?;<assistant>[[4;]]<user>3+3?;<assistant>[[6;]]"),
+        ("last", "<user>2+2?;<assistant>4;<user>3+3?;<assistant>[[6;]]"),
+        ("all", "[[<user>2+2?;<assistant>4;<user>3+3?;<assistant>6;]]"),
+    ],
+)
+def test_which_turns_are_learnt(learn, expected, template, tmp_path):
+    assert read(tmp_path, {"messages": [ASK, FOUR, MORE, SIX]}, template, learn=learn) == ("chat", expected)
+
+
+def test_marks_of_a_template_and_of_turns(tmp_path):
+    found = read(tmp_path, {"messages": [ASK, {**FIVE, "weight": 0}, MORE, SIX]}, MARKED)
+    assert found[1].replace("[[]]", "") == "<user>2+2?;<assistant>5;<user>3+3?;<assistant>[[6;]]"
+
+
+def test_all_of_a_prompt_is_learnt(tmp_path):
+    assert read(tmp_path, {"prompt": "2+2=", "completion": "4"}, learn="all") == ("completion", "[[2+2=]][[4]]")
+    with pytest.raises(ConfigError, match="data.learn = 'last' is of conversations"):
+        read(tmp_path, {"prompt": "2+2=", "completion": "4"}, learn="last")
+    with pytest.raises(BadRow, match="turn 2 is marked not to be"):
+        read(tmp_path, {"messages": [ASK, {**FOUR, "weight": 0}, MORE, SIX]}, learn="all")
