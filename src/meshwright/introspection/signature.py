@@ -83,10 +83,12 @@ class Signature:
 
 
 def _of_config(model: nn.Module) -> list[str]:
-    """List the switches that a forward with ``**kwargs`` reads from its config if they are not passed."""
+    """List the switches that a forward with ``**kwargs`` reads from its config, or its text's, if they are not passed."""
     takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
-    config = getattr(model, "config", None)
-    return [name for name in SWITCHED_OFF if takes_any and isinstance(getattr(config, name, None), bool)]
+    config: Any = getattr(model, "config", None)
+    parts = (config, config.get_text_config()) if hasattr(config, "get_text_config") else (config,)
+    known = [name for name in SWITCHED_OFF if any(isinstance(getattr(part, name, None), bool) for part in parts)]
+    return known if takes_any else []
 
 
 def _required(model: nn.Module) -> list[str]:
