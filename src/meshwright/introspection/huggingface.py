@@ -154,7 +154,8 @@ def what_to_do_with_adapters(folder: Path) -> str:
     tokenizer = str(folder if (folder / "tokenizer.json").is_file() else base)
     code = (
         f"import peft, transformers;"
-        f" peft.AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload().save_pretrained({merged!r});"
+        f" made = peft.AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload();"
+        f" made.save_pretrained({merged!r});"
         f" transformers.AutoTokenizer.from_pretrained({tokenizer!r}).save_pretrained({merged!r})"
     )
     return (
