@@ -83,7 +83,7 @@ class Signature:
 
 
 def _of_config(model: nn.Module) -> list[str]:
-    """List the switches that a forward with ``**kwargs`` reads from its config, or its text's, if they are not passed."""
+    """List the switches that a forward with ``**kwargs`` reads from its config, or its text's, if not passed."""
     takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
     config: Any = getattr(model, "config", None)
     parts = (config, config.get_text_config()) if hasattr(config, "get_text_config") else (config,)
