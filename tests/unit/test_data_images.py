@@ -296,9 +296,11 @@ def test_a_photograph_that_lies_on_its_side_is_stood_up(tmp_path, kind):
 def test_a_long_conversation_is_never_cut_within_an_image(llava, data):
     split, pixels = opened(data, llava, conversations()[1:3], too_long="truncate")
     whole = [split.rows(np.array([index]), SEQ) for index in (0, 1)]
+    learns = [length for length in range(1, 80) if split.kept_lengths(length).all()]
+    assert len(learns) > 20, "others leave a conversation nothing to learn, and leave it out"
     for index in (0, 1):
         ids = whole[index]["tokens"][0]
-        for length in range(1, 80):
+        for length in learns:
             batch = pixels(split.rows(np.array([index]), length))
             kept = batch["tokens"][0]
             n_tokens = int((kept == 2).sum())

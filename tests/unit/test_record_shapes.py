@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from meshwright.core.errors import ConfigError
+from meshwright.data.corpus.cache import open_corpus, prepare
+from meshwright.data.corpus.packing import IGNORE_INDEX
 from meshwright.data.options import SourceOptions
 from meshwright.data.sources.records import BadRow
 from meshwright.data.text.tasks import choose_task
@@ -229,3 +232,30 @@ def test_all_of_a_prompt_is_learnt(tmp_path):
         read(tmp_path, {"prompt": "2+2=", "completion": "4"}, learn="last")
     with pytest.raises(BadRow, match="turn 2 is marked not to be"):
         read(tmp_path, {"messages": [ASK, {**FOUR, "weight": 0}, MORE, SIX]}, learn="all")
+
+
+def test_what_is_cut_before_its_answer_is_left_out(tmp_path):
+    """Of rows of 24 tokens, a long question leaves none for its answer."""
+    rows = [{"prompt": "a" * n, "completion": "yes, it is so"} for n in (4, 20, 24, 40)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = SourceOptions((str(tmp_path / "a.jsonl"),), too_long="truncate")
+    split = open_corpus(prepare(source, ByteTokenizer(), 0.0, tmp_path / "cache").folder, "truncate").training
+    assert (split.n_samples(24), split.n_too_long(24), split.n_unlearnt(24)) == (2, 3, 2)
+    labels = split.rows(np.arange(2), 24)["labels"]
+    assert all((row != IGNORE_INDEX).any() for row in labels)
+
+
+def test_a_pair_is_left_out_with_its_longer_answer(tmp_path):
+    rows = [{"prompt": "a" * n, "chosen": "yes", "rejected": "no"} for n in (4, 30)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = SourceOptions((str(tmp_path / "a.jsonl"),), too_long="truncate")
+    split = open_corpus(prepare(source, ByteTokenizer(), 0.0, tmp_path / "cache").folder, "truncate").training
+    assert (split.n_samples(24), split.n_unlearnt(24)) == (2, 2)
+
+
+def test_columns_that_are_not_read_are_counted(tmp_path):
+    rows = [{"prompt": "a", "completion": "b", "id": 1}, {"prompt": "a", "completion": "c", "id": 2, "url": "u"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = SourceOptions((str(tmp_path / "a.jsonl"),))
+    notes = open_corpus(prepare(source, ByteTokenizer(), 0.0, tmp_path / "cache").folder, "refuse").meta.notes
+    assert notes == ["the task 'completion' reads prompt, completion; columns not read: id (in 2), url (in 1)"]

@@ -16,7 +16,7 @@ class Pairs(Whole):
     """A split of documents of which each two are a pair: samples 2i and 2i + 1 are the better and the worse answer.
 
     Each is a row of its own, followed by padding. A pair with an answer that is longer than a sample meets
-    ``too_long`` as a whole.
+    ``too_long`` as a whole, and one of which an answer would be cut away is left out.
     """
 
     rows_together: ClassVar[int] = 2
@@ -33,9 +33,13 @@ class Pairs(Whole):
             found["reference_log_probs"] = self._reference[seq_len][np.asarray(indexes).reshape(-1)]
         return found
 
+    def n_unlearnt(self, seq_len: int) -> int:
+        """Return the number of answers that are left out since one of their pair is cut away."""
+        return 0 if self.too_long == "skip" else self.n_documents - len(self._bins(seq_len)[0])
+
     def _bins(self, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
         if seq_len not in self._packed:
-            fits = (self.lengths <= seq_len).reshape(-1, 2).all(1) | (self.too_long != "skip")
+            fits = (self.kept_lengths(seq_len) > 0).reshape(-1, 2).all(1)
             documents = np.flatnonzero(np.repeat(fits, 2))
             self._packed[seq_len] = documents, np.arange(len(documents) + 1)
         return self._packed[seq_len]

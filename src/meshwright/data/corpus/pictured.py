@@ -37,22 +37,18 @@ class Pictured(Whole):
         members, _ = self._bins(seq_len)
         files = np.empty(len(found["tokens"]), dtype=object)
         for row, document in enumerate(members[np.asarray(indexes).reshape(-1)].tolist()):
-            kept = self._kept(document, seq_len)
+            kept = self.kept_lengths(seq_len)[document]
             places = self.images.of(document)
             files[row] = tuple(self.images.file(number) for number in places[places[:, 2] <= kept, 3].tolist())
         return found | {IMAGES: files}
 
-    def _kept(self, document: int, seq_len: int) -> int:
-        kept = super()._kept(document, seq_len)
-        for begin, end in self.images.of(document)[:, 1:3].tolist():
-            if begin < kept < end:
-                return begin
-        return kept
+    def _cut(self, document: int, seq_len: int) -> int:
+        places = self.images.of(document)[:, 1:3].tolist()
+        return next((begin for begin, end in places if begin < seq_len < end), seq_len)
 
     def _bins(self, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
         if seq_len not in self._packed:
-            fits = (self.lengths <= seq_len) | (self.too_long != "skip")
-            documents = np.flatnonzero(fits)
+            documents = np.flatnonzero(self.kept_lengths(seq_len))
             self._packed[seq_len] = documents, np.arange(len(documents) + 1)
         return self._packed[seq_len]
 

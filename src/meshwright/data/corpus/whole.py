@@ -37,6 +37,7 @@ class Whole:
     rows_together: ClassVar[int] = 1
     _packed: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
     _row_lengths: dict[int, np.ndarray] = field(default_factory=dict, repr=False)
+    _kept_lengths: dict[int, np.ndarray] = field(default_factory=dict, repr=False)
 
     @property
     def n_tokens(self) -> int:
@@ -55,6 +56,10 @@ class Whole:
         """Return the number of documents longer than a sample."""
         return int((self.lengths > seq_len).sum())
 
+    def n_unlearnt(self, seq_len: int) -> int:
+        """Return the number of documents that are left out since nothing of what fits a sample is learnt."""
+        return 0 if self.too_long == "skip" else int((self.kept_lengths(seq_len) == 0).sum())
+
     def n_samples(self, seq_len: int) -> int:
         """Return the number of samples (see ``Split``).
 
@@ -71,8 +76,8 @@ class Whole:
         n = len(self._bins(seq_len)[1]) - 1
         if not n:
             raise ConfigError(
-                f"the {self.name} split has {self.n_documents} conversations and none that fits data.seq_len ="
-                f" {seq_len}: raise it"
+                f"the {self.name} split has {self.n_documents} conversations and none of which data.seq_len = {seq_len}"
+                f" tokens hold anything to learn: raise it"
             )
         return n
 
@@ -87,8 +92,8 @@ class Whole:
         for row, index in enumerate(indexes.tolist()):
             at = 0
             chosen = members[bounds[index] : bounds[index + 1]]
-            for document, begin in zip(chosen.tolist(), self.offsets[chosen].tolist(), strict=True):
-                n = self._kept(document, seq_len)
+            kept = self.kept_lengths(seq_len)[chosen]
+            for n, begin in zip(kept.tolist(), self.offsets[chosen].tolist(), strict=True):
                 if not n:
                     continue
                 tokens[row, at : at + n] = self.tokens[begin : begin + n]
@@ -108,19 +113,32 @@ class Whole:
         """Return the most tokens that each sample holds before its padding: int64 of shape (samples,)."""
         if seq_len not in self._row_lengths:
             members, bounds = self._bins(seq_len)
-            kept = np.minimum(self.lengths[members], seq_len)
+            kept = self.kept_lengths(seq_len)[members]
             self._row_lengths[seq_len] = np.add.reduceat(kept, bounds[:-1])
         return self._row_lengths[seq_len]
 
-    def _kept(self, document: int, seq_len: int) -> int:
-        """Return the number of a document's tokens that its sample holds."""
-        return min(int(self.lengths[document]), seq_len)
+    def kept_lengths(self, seq_len: int) -> np.ndarray:
+        """Return the number of each document's tokens that its sample holds; 0: it is in none.
+
+        A document that is cut off before anything that is learnt is left out.
+        """
+        if seq_len not in self._kept_lengths:
+            kept = np.minimum(self.lengths, seq_len)
+            for document in np.flatnonzero(self.lengths > seq_len).tolist():
+                begin = int(self.offsets[document])
+                n = 0 if self.too_long == "skip" else self._cut(document, seq_len)
+                kept[document] = n if self.is_learnt[begin + 1 : begin + n].any() else 0
+            self._kept_lengths[seq_len] = kept
+        return self._kept_lengths[seq_len]
+
+    def _cut(self, document: int, seq_len: int) -> int:
+        """Return the number of tokens after which a document that is longer than a sample is cut."""
+        return seq_len
 
     def _bins(self, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the documents in the order of the samples, and the offset of each sample among them."""
         if seq_len not in self._packed:
-            lengths = np.where(self.lengths > seq_len, 0 if self.too_long == "skip" else seq_len, self.lengths)
-            self._packed[seq_len] = best_fit(lengths, seq_len)
+            self._packed[seq_len] = best_fit(self.kept_lengths(seq_len), seq_len)
         return self._packed[seq_len]
 
 

@@ -46,10 +46,18 @@ def notes_on(parts: tuple[MixturePart, ...], corpora: list[Corpus], seq_len: int
         yield f"of the chat templates {', '.join(named)}, the run's folder and what is exported from it keep the first"
     for part, corpus in zip(parts, corpora, strict=True):
         if isinstance(corpus.training, Whole) and (n := corpus.training.n_too_long(seq_len)):
-            what = "left out" if part.too_long == "skip" else "cut short"
+            left_out = n if part.too_long == "skip" else corpus.training.n_unlearnt(seq_len)
+            fates = (
+                (f"{n - left_out} are cut short" if n > left_out else ""),
+                (
+                    f"{left_out} left out{', since nothing to learn is left of them' * (part.too_long != 'skip')}"
+                    if left_out
+                    else ""
+                ),
+            )
             yield (
-                f"{n} of {corpus.training.n_documents} conversations are longer than data.seq_len = {seq_len} and"
-                f" are {what}"
+                f"{n} of {corpus.training.n_documents} conversations are longer than data.seq_len = {seq_len}:"
+                f" {' and '.join(filter(None, fates))}"
             )
         yield from (f"{', '.join(part.source)}: {note}" for note in getattr(corpus.meta, "notes", ()))
         skipped = sum(getattr(corpus.meta, "skipped", {}).values())
