@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+from meshwright.cli.main import main
 from meshwright.core.errors import ConfigError
 from meshwright.data.corpus.cache import open_corpus, prepare
 from meshwright.data.corpus.packing import IGNORE_INDEX
@@ -259,3 +260,23 @@ def test_columns_that_are_not_read_are_counted(tmp_path):
     source = SourceOptions((str(tmp_path / "a.jsonl"),))
     notes = open_corpus(prepare(source, ByteTokenizer(), 0.0, tmp_path / "cache").folder, "refuse").meta.notes
     assert notes == ["the task 'completion' reads prompt, completion; columns not read: id (in 2), url (in 1)"]
+
+
+def test_inspect_says_what_becomes_of_each_record(tmp_path, capsys):
+    answers = ["Hello there", None, "Bye, and good night to all of you"]
+    rows = [{"messages": [ASK, turn("assistant", answer)], "id": n} for n, answer in enumerate(answers)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "t.jinja").write_text(TEMPLATE)
+    argv = [f"--data.template={tmp_path / 't.jinja'}", "--data.seq_len=40", "--data.too_long=truncate"]
+    assert main(["inspect", str(tmp_path / "a.jsonl"), *argv]) == 0
+    said_lines = capsys.readouterr().out
+    for words in (
+        "chat (by the columns of the first record), which reads messages, system, tools",
+        "records    3; 1 of them cannot be used:",
+        "row 2, turn 2: the content must be text",
+        "learnt     46 of 90 tokens",
+        "1 of 2 documents are longer than 40 tokens: cut short, 0 of them left out",
+        "columns not read: id (in 3)",
+        "[[<user>2+2?;<assistant>]]Hello there;",
+    ):
+        assert words in said_lines, said_lines

@@ -15,7 +15,7 @@ from meshwright.data.holdout import cut_point, hold_out, hold_out_rows
 from meshwright.data.images.source import NO_IMAGES, Vision
 from meshwright.data.options import SourceOptions
 from meshwright.data.sources.formats import RECORD_FORMATS, digest_of, first_record
-from meshwright.data.sources.records import BadRow
+from meshwright.data.sources.records import BadRow, Record
 from meshwright.data.sources.scan import Scan, SourceFile
 from meshwright.data.text.tasks import Task, choose_task
 from meshwright.data.text.tokenizers import AligningTokenizer, Tokenizer
@@ -145,9 +145,13 @@ class TokenisingRecipe:
         encoder = self.encoder()
         yield from encoder.encode(examples)
         notes += encoder.notes()
-        if self.unread:
-            named = ", ".join(f"{name} (in {n})" for name, n in self.unread.most_common())
-            notes.append(f"the task '{self.task.name}' reads {', '.join(self.task.columns)}; columns not read: {named}")
+        notes += self.notes()
+
+    def notes(self) -> list[str]:
+        """Name the columns that were not read, with the number of records that have each, in a sentence."""
+        named = ", ".join(f"{name} (in {n})" for name, n in self.unread.most_common())
+        read = f"the task '{self.task.name}' reads {', '.join(self.task.columns)}"
+        return [f"{read}; columns not read: {named}"] if named else []
 
     def encoder(self) -> Encoder:
         """Return the rules by which the documents become ids."""
@@ -201,18 +205,28 @@ class TokenisingRecipe:
             if skipped.get(file.name, 0) > _NAMED:
                 say(f"skipped: {skipped[file.name]} of the {file.n_records} rows of {file.path}, in all")
 
+    def examples_of(self, file: SourceFile, number: int, record: Record | BadRow) -> list[Example]:
+        """Return the examples of a record, and note the columns that are not read.
+
+        Args:
+            number: the record's row, from 1.
+
+        Raises:
+            BadRow: the record cannot be used.
+        """
+        if isinstance(record, BadRow):
+            raise record
+        read, where = {*self.task.columns, *self.task.ignore}, f"{file.path}, row {number}"
+        self.unread.update(name for name, value in record.items() if value is not None and name not in read)
+        examples = self.task.examples_in(record, where, folder_of(file))
+        _check_text(examples, where)
+        return examples
+
     def _rows(self, file: SourceFile, skipped: dict[str, int], say: Say) -> Iterator[tuple[int, list[Example]]]:
         """Yield the examples of each usable row of a file, with the row's index among all rows, from 0."""
         for place, (number, record) in enumerate(RECORD_FORMATS[self.scan.format].records(file.path)):
-            where = f"{file.path}, row {number}"
             try:
-                if isinstance(record, BadRow):
-                    raise record
-                read = {*self.task.columns, *self.task.ignore}
-                self.unread.update(name for name, value in record.items() if value is not None and name not in read)
-                examples = self.task.examples_in(record, where, folder_of(file))
-                _check_text(examples, where)
-                yield place, examples
+                yield place, self.examples_of(file, number, record)
             except BadRow as bad:
                 if self.options.on_bad_row == "refuse":
                     raise ConfigError(f"{bad}. To leave such rows out, set data.on_bad_row = 'skip'") from None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from meshwright.data import SourceOptions, Tokenizer, default_cache_dir, scan_sources
+from meshwright.data.corpus.account import account_of
 from meshwright.data.corpus.building import TokenisingRecipe
 from meshwright.data.corpus.corpus import TRAINING
 from meshwright.data.corpus.mapped import IndexingRecipe
@@ -36,11 +38,8 @@ class ShownRun(NamedTuple):
 
 
 def show_data(config: Config, documents: int, console: Console) -> None:
-    """Print each source's format, task and first documents: tokens that are not trained on are grey on a terminal, and
-    in [[ ]] elsewhere.
-
-    Raises:
-        ConfigError: as training would, if one of these documents is the cause.
+    """Print each source's format and task, what becomes of its records, and its first documents: tokens that are not
+    trained on are grey on a terminal, and in [[ ]] elsewhere.
     """
     tokenizer = run_tokenizer(config, console.print)
     memory = Path(config.data.cache).expanduser() if config.data.cache else default_cache_dir()
@@ -49,9 +48,10 @@ def show_data(config: Config, documents: int, console: Console) -> None:
         title = f"{part.name} · " if config.data.mixture else ""
         console.print(Text(f"{title}{', '.join(part.source)}", style="bold"))
         console.print(f"  format     {scan.format}, {scan}", markup=False, highlight=False)
-        task, shown = _documents(scan, part, tokenizer, vision_for(config))
-        console.print(f"  task       {task}", markup=False, highlight=False)
-        console.print(f"  tokenizer  {tokenizer!r}, vocabulary {tokenizer.vocab_size:,}", markup=False, highlight=False)
+        task, lines, shown = _documents(scan, part, tokenizer, vision_for(config), config.data.seq_len)
+        named = f"{tokenizer!r}, vocabulary {tokenizer.vocab_size:,}"
+        for title, line in (("task", task), ("tokenizer", named), *lines):
+            console.print(f"  {title:<10} {line}", markup=False, highlight=False)
         for number, runs in enumerate(islice(shown, documents), 1):
             _show(number, list(runs), tokenizer, console)
 
@@ -78,13 +78,18 @@ def _show(number: int, runs: list[ShownRun], tokenizer: Tokenizer, console: Cons
 
 
 def _documents(
-    scan: Scan, options: SourceOptions, tokenizer: Tokenizer, vision: Vision
-) -> tuple[str, Iterator[list[ShownRun]]]:
-    """Return the task, and the documents in order."""
+    scan: Scan, options: SourceOptions, tokenizer: Tokenizer, vision: Vision, seq_len: int
+) -> tuple[str, Iterable[tuple[str, str]], Iterator[list[ShownRun]]]:
+    """Return the task, what becomes of the records, and the documents in order."""
     if scan.format in TOKEN_FORMATS:
-        return "text, as token ids", _mapped(IndexingRecipe(scan, options, tokenizer, 0.0))
+        return "text, as token ids", (), _mapped(IndexingRecipe(scan, options, tokenizer, 0.0))
     recipe = TokenisingRecipe(scan, options, tokenizer, 0.0, vision)
-    return recipe.task.name, _tokenised(recipe)
+    if scan.format == "text":
+        return recipe.task.name, (), _tokenised(recipe)
+    why = "data.task" if options.task != "auto" else "by the columns of the first record"
+    task = f"{recipe.task.name} ({why}), which reads {', '.join(recipe.task.columns)}"
+    shown = _tokenised(TokenisingRecipe(scan, replace(options, on_bad_row="skip"), tokenizer, 0.0, vision))
+    return task, account_of(recipe).lines(seq_len), shown
 
 
 def _mapped(recipe: IndexingRecipe) -> Iterator[list[ShownRun]]:
