@@ -11,6 +11,7 @@ import torch
 from e2e_runs import Job, losses, tree
 from safetensors.torch import load_file
 from support.families import save_tokenizer, saved, some_tokens
+from support.tokenizers_made import ENDLESS
 
 from meshwright import ConfigError
 from meshwright.checkpoint.tensor_files import INDEX, TensorFiles
@@ -121,6 +122,30 @@ def test_what_is_converted_is_what_was_trained(ask, run, tmp_path, model):
     for name in ("tokenizer.json", "generation_config.json"):
         assert (out / name).read_bytes() == (model / name).read_bytes()
     assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_a_run_and_its_export_have_the_chat_template_that_it_trained_with(pool, base, model, tmp_path, ask):
+    from transformers import AutoTokenizer
+
+    talk = [{"role": "user", "content": "two"}, {"role": "assistant", "content": "four"}]
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for _ in range(40)))
+    (tmp_path / "mine.jinja").write_text(ENDLESS)
+    data = {"data.source": [str(tmp_path / "talks.jsonl")], "data.template": str(tmp_path / "mine.jinja")}
+    config = base | data | {"model.hf": str(model), "out": str(tmp_path / "out"), "steps": 2, "sample.tokens": 2}
+    told = pool.run(Job(config), world=1, timeout=60)[0]
+    assert told.status == 0 and "40 of 40 answers have no special token at their end" in told.out
+    (tmp_path / "mine.jinja").unlink()
+    assert ask("generate", told.folder, "--chat", "--prompt=two", "--tokens=2")[0] == 0
+    assert ask("convert", told.folder, "--to", "hf", tmp_path / "hf")[0] == 0
+    for folder in (told.folder / "tokenizer", tmp_path / "hf"):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        assert tokenizer.chat_template == ENDLESS and tokenizer("two")["input_ids"] == own_ids(model, "two")
+
+
+def own_ids(folder: Path, text: str) -> list[int]:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
 
 
 def test_other_steps_and_dtypes_can_be_converted(ask, run, tmp_path):

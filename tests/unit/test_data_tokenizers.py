@@ -135,7 +135,11 @@ def test_a_run_keeps_which_token_ends_a_text(said, tmp_path):
     keep_tokenizer(tokenizer, tmp_path / "run")
     kept = kept_tokenizer(tmp_path / "run")
     assert kept and kept.fingerprint == tokenizer.fingerprint and kept.end_token == "<|im_end|>"
-    assert json.loads((kept.folder / "tokenizer_config.json").read_text()) == {"model_max_length": 7, **TEXT}
+    assert json.loads((kept.folder / "tokenizer_config.json").read_text()) == {
+        "model_max_length": 7,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **TEXT,
+    }
 
 
 def test_alpaca_rows_end_as_the_model_ends(tmp_path):

@@ -280,11 +280,7 @@ def _loaded(request: TaskRequest, manager: TaskManager) -> list[str]:
 
 def tokenizer_of(tokenizer: Tokenizer) -> Any:
     """Return the tokenizer as lm-eval's own models have it: transformers' where it has files."""
-    if not isinstance(tokenizer, FileTokenizer):
-        return tokenizer
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast.from_pretrained(tokenizer.folder, local_files_only=True)
+    return tokenizer.of_transformers if isinstance(tokenizer, FileTokenizer) else tokenizer
 
 
 def _plain(figures: dict[str, Any]) -> dict[str, Any]:

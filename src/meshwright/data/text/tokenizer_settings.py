@@ -17,10 +17,8 @@ WITH_TOKENS = (SETTINGS, "special_tokens_map.json")
 WITH_IDS = ("generation_config.json", "config.json")
 """Files of a model that name special tokens by their ids."""
 EOS, EOS_ID = "eos_token", "eos_token_id"
-CLASS, PLAIN_CLASS = "tokenizer_class", "TokenizersBackend"
-"""The key of the class that reads a tokenizer, and the one that reads it by its tokenizer.json alone."""
-PLAIN_CLASSES = {PLAIN_CLASS, "PreTrainedTokenizer"}
-"""Names of that class, without the suffix Fast."""
+CLASS, PLAIN_CLASS = "tokenizer_class", "PreTrainedTokenizerFast"
+"""The key of the class that reads a tokenizer, and the one that reads a tokenizer.json as it is."""
 COPIED = "_from_model_config"
 """The mark of a ``generation_config.json`` that transformers derived from ``config.json``."""
 

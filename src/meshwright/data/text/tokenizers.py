@@ -21,7 +21,6 @@ from .tokenizer_settings import (
     EOS,
     EOS_ID,
     PLAIN_CLASS,
-    PLAIN_CLASSES,
     SETTINGS,
     WITH_IDS,
     WITH_TOKENS,
@@ -141,6 +140,7 @@ class FileTokenizer:
     Attributes:
         before, behind: ids that the tokenizer's own call puts before a text and behind it, such as those of ``<s>``.
         unknown: the id of what the vocabulary cannot spell; None without one.
+        of_transformers: the tokenizer as transformers has it.
         note: a difference from the tokenizer's own call, as a sentence; "" where there is none.
 
     Raises:
@@ -158,10 +158,8 @@ class FileTokenizer:
                 f"data.tokenizer: {self.path} does not exist; name a tokenizer.json, a folder that holds one, or"
                 f" '{BYTES}'"
             )
-        read, self.note = read_tokenizer(self.path)
-        self.kind: str = type(read).__name__
-        """Class of transformers that reads the tokenizer."""
-        self._tokenizer = read.backend_tokenizer
+        self.of_transformers, self.note = read_tokenizer(self.path)
+        self._tokenizer = self.of_transformers.backend_tokenizer
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         content = self.path.read_bytes()
@@ -239,16 +237,16 @@ class FileTokenizer:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings beside a copy of the tokenizer.json that make it this tokenizer, without a model's files.
+        """The settings beside a copy of the tokenizer.json that make it this tokenizer, whatever model lies there.
 
-        Its end may be the model's, and its class that of the model's type.
+        Its end may be that of its model, and its class that of the model's type.
         """
         settings = read_settings(self.folder)
         if special_tokens(self.folder).get(EOS) != self.end_token:
             settings[EOS] = self.end_token
-        named = str(settings.get(CLASS, PLAIN_CLASS)).removesuffix("Fast")
-        if not self.note and named != self.kind.removesuffix("Fast") and {named, self.kind} != PLAIN_CLASSES:
-            settings[CLASS] = self.kind
+        kind = type(self.of_transformers).__name__.replace("TokenizersBackend", PLAIN_CLASS)
+        if not self.note and str(settings.get(CLASS)).removesuffix("Fast") != kind.removesuffix("Fast"):
+            settings[CLASS] = kind
         return settings
 
     @property
