@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -21,9 +21,8 @@ from meshwright.core.private_names import TABLE
 
 HOUSE = Path(meshwright.__file__).parent
 FILES = {path.relative_to(HOUSE).as_posix(): path for path in sorted(HOUSE.rglob("*.py"))}
-LONGEST = 360
-MOST_FILES = 14
-LONGEST_FUNCTION = 60
+LONGEST = 600
+LONGEST_FUNCTION = 80
 """Lines, without the docstring."""
 
 
@@ -79,11 +78,6 @@ def test_no_file_outgrows_its_reader():
     assert {place: length for place, length in lengths.items() if length > LONGEST} == {}, "a noun is missing"
 
 
-def test_rooms_are_small():
-    rooms = Counter(str(Path(place).parent) for place in FILES)
-    assert {room: files for room, files in rooms.items() if files > MOST_FILES} == {}
-
-
 def test_functions_are_short():
     lengths = {}
     for place, path in FILES.items():
@@ -96,12 +90,12 @@ def test_functions_are_short():
     assert {name: length for name, length in lengths.items() if length > LONGEST_FUNCTION} == {}
 
 
-def test_a_class_name_stands_once():
+def test_a_class_name_stands_once_in_a_room():
     homes = defaultdict(list)
     for place, path in FILES.items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
-                homes[node.name].append(place)
+                homes[Path(place).parent.as_posix(), node.name].append(place)
     assert {name: places for name, places in homes.items() if len(places) > 1} == {}
 
 
