@@ -39,7 +39,7 @@ _copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 def kept_on(values: Tensor, device: torch.device) -> Tensor:
     """Return values of the host on a device: copied once, without waiting, and kept as long as the host's tensor."""
-    if not is_accelerator(device) or values.device == device:
+    if values.device == device or not is_accelerator(device):
         return values
     found = _copies.get(values)
     if found is None or found.device != device:
@@ -185,17 +185,21 @@ class Numbers:
         """Copy these tokens of ``x``, one behind the other, into ``out``."""
         if self.runs is None:
             out.copy_(select(x, self.index, 2))
+        elif len(self.runs) == 1:
+            out.copy_(x[:, :, self.runs[0]])
         else:
             for run, part in self._parts(out):
                 part.copy_(x[:, :, run])
 
     def put(self, x: Tensor, part: Tensor) -> None:
         """Write tokens to where these are in ``x``."""
-        if self.runs is not None:
+        if self.runs is None:
+            place(x, self.index, 2, part)
+        elif len(self.runs) == 1:
+            x[:, :, self.runs[0]].copy_(part)
+        else:
             for run, some in self._parts(part):
                 x[:, :, run].copy_(some)
-        else:
-            place(x, self.index, 2, part)
 
     def _parts(self, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
         assert self.runs is not None

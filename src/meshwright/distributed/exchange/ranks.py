@@ -91,14 +91,18 @@ def _behind(wait: Wait, received: Tensor) -> Callable[[], Tensor]:
     return finish
 
 
+def _nothing() -> None:
+    """Wait for a message that has been received."""
+
+
 def _waiting(work: dist.Work | None, x: Tensor) -> Wait:
     """Return the function that waits for a message; ``x`` lives until it has been sent."""
-
+    if work is None:
+        return _nothing
     held = [x]
 
     def wait() -> None:
-        if work is not None:
-            work.wait()
+        work.wait()
         held.clear()
 
     return wait
@@ -120,7 +124,7 @@ def own_share(x: Tensor, rank: int, size: int) -> Tensor:
 def by_rank(x: Tensor, size: int) -> Tensor:
     """Cut (rows, length, …) along dim 1 into (size, rows, ⌈length / size⌉, …), contiguous."""
     rows, length, *rest = x.shape
-    share = share_of_sequence(length, size)
+    share = -(-length // size)
     if share * size != length:
         x = torch.cat([x, x.new_zeros((rows, share * size - length, *rest))], dim=1)
     return x.view(rows, size, share, *rest).transpose(0, 1).contiguous()
@@ -172,19 +176,19 @@ class MessagingRanks:
         return joined(self.gather_features(x), length)
 
     def scatter(self, x: Tensor) -> Tensor:
-        return exchanged(lambda: self._scattered(x))
+        return exchanged(self._scattered, x)
 
     def gather_features(self, x: Tensor) -> Tensor:
-        return exchanged(lambda: self._gathered(x))
+        return exchanged(self._gathered, x)
 
     def sum(self, x: Tensor) -> Tensor:
-        return exchanged(lambda: self._reduced(x, dist.ReduceOp.SUM), into=x)
+        return exchanged(self._reduced, x, dist.ReduceOp.SUM, into=x)
 
     def largest(self, x: Tensor) -> Tensor:
-        return exchanged(lambda: self._reduced(x, dist.ReduceOp.MAX), into=x)
+        return exchanged(self._reduced, x, dist.ReduceOp.MAX, into=x)
 
     def trade(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-        return exchanged(lambda: self._traded(x, sends, receives))
+        return exchanged(self._traded, x, sends, receives)
 
     def begin_gather(self, x: Tensor) -> Callable[[], Tensor]:
         def begin() -> Callable[[], Tensor]:

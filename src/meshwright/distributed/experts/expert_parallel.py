@@ -100,7 +100,7 @@ def _everywhere(
     ranks, flat = group.size(), index.flatten()
     order = flat.argsort(stable=True)  # by expert, so by rank; no expert: last
     mine = tokens_per_expert(flat, stack.experts)
-    theirs = exchanged(lambda: _counts_of_all(mine, group))  # (ranks, experts of this rank)
+    theirs = exchanged(_counts_of_all, mine, group)  # (ranks, experts of this rank)
     sends, receives = _rows_by_rank(mine, theirs, ranks, len(flat))
     order = order[: sum(sends)]
     given = _exchange(rows[order // k], sends, receives, group, meanwhile)

@@ -77,7 +77,7 @@ class _Everywhere:
     @uncompiled
     def __call__(self, counted: Tensor) -> Tensor:
         total = counted.sum(0, keepdim=True)
-        return exchanged(lambda: sum_over(self._groups, total), into=total)
+        return exchanged(sum_over, self._groups, total, into=total)
 
 
 def sum_over(groups: Sequence[dist.ProcessGroup], counts: Tensor) -> Tensor:

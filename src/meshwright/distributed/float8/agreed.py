@@ -7,6 +7,7 @@ is sharded.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,11 +17,15 @@ from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.introspection.module_kinds import is_rounded
 from meshwright.planning.float8.operand_parts import WHOLE
 
-from .products import Largest, Products
+from .products import OWN, Largest, Products
+
+_parts = attrgetter("parts")
 
 
 def before_outputs(x: Tensor, weights: Sequence[Tensor], ways: Sequence[Products], group: RankGroup) -> list[Largest]:
-    """Return the amax values that layers of one input need for their outputs, with one message."""
+    """Return the amax values that layers of one input need for their outputs, with one message; or ``OWN``."""
+    if _all_own(ways):
+        return [OWN] * len(ways)
     operands = [part for weight, way in zip(weights, ways, strict=True) for part in _of_forward(x, weight, way)]
     found = _agreed(operands, group)
     return [Largest(x, weight) for x, weight in zip(found[::2], found[1::2], strict=True)]
@@ -40,6 +45,8 @@ def before_gradients(
         earlier: values that ``before_outputs`` returned.
         needed: for each layer, whether its gradients are needed.
     """
+    if _all_own(ways):
+        return list(earlier)
     operands = [
         g if asked and way.parts.gradient else None for g, way, asked in zip(gradients, ways, needed, strict=True)
     ]
@@ -48,17 +55,24 @@ def before_gradients(
 
 def to_save(largest: Sequence[Largest]) -> list[Tensor | None]:
     """Flatten the values of ``before_outputs`` into a list of tensors that a node can save for backward."""
-    return [tensor for one in largest for tensor in (one.x, one.weight)]
+    return [] if largest[0] is OWN else [tensor for one in largest for tensor in (one.x, one.weight)]
 
 
-def saved(tensors: Sequence[Tensor | None]) -> list[Largest]:
-    """Invert ``to_save``."""
+def saved(tensors: Sequence[Tensor | None], layers: int) -> list[Largest]:
+    """Invert ``to_save`` for so many layers."""
+    if not tensors:
+        return [OWN] * layers
     return [Largest(x, weight) for x, weight in zip(tensors[::2], tensors[1::2], strict=True)]
+
+
+def _all_own(ways: Sequence[Products]) -> bool:
+    """Return whether every layer rounds its operands, if at all, by this rank's own values."""
+    return list(map(_parts, ways)).count(WHOLE) == len(ways)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, way: Products, group: RankGroup) -> Tensor:
     """Compute a linear layer, differentiable: this rank's output features, or its partial sum."""
-    if way.parts == WHOLE:
+    if way.parts is WHOLE or way.parts == WHOLE:
         return way.linear(x, weight, bias)
     made = _AgreedLinear.apply(x, weight, way, group)
     return made if bias is None else made + bias.to(made.dtype)
@@ -76,7 +90,7 @@ class _AgreedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor):
         (gradient,) = grad_outputs
         x, weight, *rest = ctx.saved_tensors
-        (largest,) = before_gradients([gradient], [ctx.way], saved(rest), [True], ctx.group)
+        (largest,) = before_gradients([gradient], [ctx.way], saved(rest, 1), [True], ctx.group)
         grad_x = ctx.way.of_input(gradient, weight, largest) if ctx.needs_input_grad[0] else None
         grad_weight = ctx.way.of_weight(gradient, x, largest) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, None, None

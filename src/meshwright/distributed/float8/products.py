@@ -68,13 +68,13 @@ class Plain:
     parts = WHOLE
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, self.matrix(weight), bias)
+        return F.linear(x, weight.T if self.transposed else weight, bias)
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None, largest: Largest = OWN) -> Tensor:
-        return self.linear(x, weight, bias)
+        return F.linear(x, weight.T if self.transposed else weight, bias)
 
     def of_input(self, gradient: Tensor, weight: Tensor, largest: Largest = OWN) -> Tensor:
-        return gradient @ self.matrix(weight)
+        return gradient @ (weight.T if self.transposed else weight)
 
     def of_weight(self, gradient: Tensor, x: Tensor, largest: Largest = OWN) -> Tensor:
         gradient, x = gradient.flatten(0, -2), x.flatten(0, -2)

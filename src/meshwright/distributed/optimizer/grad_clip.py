@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from meshwright.core.axes import Axis
 from meshwright.core.devices import current_device, local_device
@@ -18,6 +18,7 @@ from meshwright.core.errors import ConfigError
 from meshwright.distributed.doors.stage_module import PipelineStageModule
 from meshwright.distributed.mesh import groups_of
 from meshwright.distributed.torch_private import local_part
+from meshwright.distributed.weights.placement import PartsShard
 from meshwright.distributed.weights.shards import SHARDS, pieces
 
 from .foreach_private import foreach_multiply_, foreach_norm
@@ -26,8 +27,7 @@ EPSILON = 1e-6
 """Added to the norm before division, as in torch.nn.utils."""
 
 
-@dataclass(frozen=True)
-class GradientPart:
+class GradientPart(NamedTuple):
     """A view of this rank's gradients.
 
     Attributes:
@@ -46,28 +46,33 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[GradientPart]:
 
     A ``Partial`` gradient (torch's SequenceParallel leaves those of norms so) is first summed in place.
     """
-    found = []
+    found: list[GradientPart] = []
+    seen: dict[tuple[int, tuple[int, ...]], tuple[dist.ProcessGroup, ...]] = {}  # by mesh and the dims that cut
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is None:
             continue
-        if isinstance(gradient, DTensor) and any(place.is_partial() for place in gradient.placements):
-            summed = [Replicate() if place.is_partial() else place for place in gradient.placements]
-            gradient = parameter.grad = gradient.redistribute(placements=summed)
-        if isinstance(gradient, DTensor):
-            mesh = gradient.device_mesh
-            groups = tuple(
-                mesh.get_group(i)
-                for i, p in enumerate(gradient.placements)
-                if isinstance(p, SHARDS) and mesh.size(i) > 1
-            )
-            if any(hasattr(place, "parts") for place in gradient.placements):
-                here = [GradientPart(piece.local, groups, piece.copies) for piece in pieces(gradient)]
-                found += here or [GradientPart(local_part(gradient), groups)]  # no rank may miss a collective
-            else:
-                found.append(GradientPart(local_part(gradient), groups))
-        else:
+        if not isinstance(gradient, DTensor):
             found.append(GradientPart(gradient))
+            continue
+        mesh, cut, partial, in_parts = gradient.device_mesh, (), False, False
+        for dim, place in enumerate(gradient.placements):
+            if isinstance(place, SHARDS):
+                cut += (dim,)
+                in_parts = in_parts or isinstance(place, PartsShard)
+            elif isinstance(place, Partial):
+                partial = True
+        if partial:
+            summed = [Replicate() if isinstance(place, Partial) else place for place in gradient.placements]
+            gradient = parameter.grad = gradient.redistribute(placements=summed)
+        key = (id(mesh), cut)
+        if key not in seen:
+            seen[key] = tuple(mesh.get_group(dim) for dim in cut if mesh.size(dim) > 1)
+        if in_parts:
+            here = [GradientPart(piece.local, seen[key], piece.copies) for piece in pieces(gradient)]
+            found += here or [GradientPart(local_part(gradient), seen[key])]  # no rank may miss a collective
+        else:
+            found.append(GradientPart(local_part(gradient), seen[key]))
     return found
 
 

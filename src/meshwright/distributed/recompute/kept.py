@@ -32,8 +32,8 @@ Made = TypeVar("Made")
 EXCHANGE, ATTENTION = "exchange", "attention"
 
 
-def exchanged(send: Callable[[], Tensor], into: Tensor | None = None) -> Tensor:
-    """Return the tensor that ``send`` receives from other ranks.
+def exchanged(send: Callable[..., Tensor], *args: Any, into: Tensor | None = None) -> Tensor:
+    """Return the tensor that ``send(*args)`` receives from other ranks.
 
     A recomputation whose policy saves exchanges sends nothing, and returns the tensor received in the forward.
 
@@ -41,9 +41,9 @@ def exchanged(send: Callable[[], Tensor], into: Tensor | None = None) -> Tensor:
         into: a tensor into which ``send`` writes the result, and which it returns.
     """
     if torch.compiler.is_compiling():
-        return send()
+        return send(*args)
     modes = getattr(_running, "modes", None)
-    return modes[-1].exchange(send, into) if modes else send()
+    return modes[-1].exchange(functools.partial(send, *args), into) if modes else send(*args)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -135,6 +136,8 @@ class PartsAsModule(nn.Module):
     def _counted_once(self) -> list[nn.Parameter]:
         """List the parameters without the last stage's copies of the first stage's in a pipeline."""
         copies = {last for _, last in self.plan.pipeline.tied} if self.plan.pipeline else set()
+        if not copies:  # a step asks: no name is worth making
+            return list(chain.from_iterable(model.parameters() for model in self.parts))
         return [p for model in self.parts for name, p in model.named_parameters() if clean(name) not in copies]
 
     # --- calls and modes

@@ -250,9 +250,9 @@ def _part_of(logits: DeferredLogits, shard: VocabularyShard) -> VocabularyShard:
 
 def _held(module: nn.Module) -> tuple[Tensor, Tensor | None]:
     """Return this rank's parts of weight and bias."""
-    weight = local(module._parameters["weight"])
+    weight, bias = module._parameters["weight"], module._parameters.get("bias")
     assert weight is not None
-    return weight, local(module._parameters.get("bias"))
+    return local(weight), None if bias is None else local(bias)
 
 
 def separate_streams(model: nn.Module, first_block: nn.Module, runtime: Runtime) -> None:

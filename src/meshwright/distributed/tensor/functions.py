@@ -34,7 +34,7 @@ def column_parallel(
         For each layer (rows, length, own output features). The input's gradient is summed over the ranks.
     """
     tensors = [tensor for weight, bias, _ in layers for tensor in (weight, bias)]
-    return _ColumnParallel.apply(x, sequence, sequence.shape_of(x), tuple(way for *_, way in layers), *tensors)
+    return _ColumnParallel.apply(x, sequence, sequence.shape_of(x), tuple([layer[2] for layer in layers]), *tensors)
 
 
 class _ColumnParallel(torch.autograd.Function):
@@ -47,13 +47,12 @@ class _ColumnParallel(torch.autograd.Function):
         ways: tuple[Products, ...],
         *tensors: Tensor | None,
     ):
-        weights = [weight for weight in tensors[::2] if weight is not None]
+        weights: list[Tensor] = list(tensors[::2])  # type: ignore[arg-type]
         largest = agreed.before_outputs(x, weights, ways, sequence.group)
         if sequence.overlap is None:
             whole = sequence.whole(x)
-            outputs = tuple(
-                way.output(whole, w, b, at) for w, b, way, at in zip(weights, tensors[1::2], ways, largest, strict=True)
-            )
+            layers = zip(weights, tensors[1::2], ways, largest, strict=True)
+            outputs = tuple([way.output(whole, w, b, at) for w, b, way, at in layers])
         else:
             whole, products = sequence.whole_and_products(
                 x, [way.matrix(w).T for w, way in zip(weights, ways, strict=True)]
@@ -70,7 +69,7 @@ class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor):
         kept, *rest = ctx.saved_tensors
-        weights, earlier = rest[: len(ctx.ways)], agreed.saved(rest[len(ctx.ways) :])
+        weights, earlier = rest[: len(ctx.ways)], agreed.saved(rest[len(ctx.ways) :], len(ctx.ways))
         sequence = ctx.sequence
         sequence.restore(ctx.shape)
         whole = sequence.whole(kept) if ctx.kept_part and any(ctx.needs_input_grad[4:]) else kept
@@ -141,7 +140,7 @@ class _RowParallel(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor):
         (gradient,) = grad_outputs
         x, weight, *rest = ctx.saved_tensors
-        (largest,) = agreed.saved(rest)
+        (largest,) = agreed.saved(rest, 1)
         sequence = ctx.sequence
         sequence.restore(ctx.shape)
         grad_x: Tensor | None = None

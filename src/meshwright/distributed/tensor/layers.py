@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,9 +43,9 @@ class ColumnLayer:
     sums: bool = False
     parts: OperandParts = COLUMN
 
-    @property
+    @functools.cached_property
     def way(self) -> Products:
-        """The products by which the layer computes."""
+        """The products by which the layer computes, from its first forward on."""
         return products_of(self.module, self.transposed, self.parts)
 
     def tensors(self, runtime: Runtime) -> tuple[Tensor, Tensor | None, Products]:
@@ -54,10 +55,12 @@ class ColumnLayer:
         return weight, bias, self.way
 
     def _local(self, name: str, runtime: Runtime) -> Tensor | None:
-        part = local(self.module._parameters.get(name))
-        if part is not None and self.sums:
+        if (parameter := self.module._parameters.get(name)) is None:
+            return None
+        part = local(parameter)
+        if self.sums:
             return functions.summing_gradients(part, runtime.group)
-        if part is None or name not in self.copied:
+        if name not in self.copied:
             return part
         return summing_copies(part, *self.copied[name], runtime.group)
 
@@ -155,14 +158,17 @@ ALONE = Reduction()
 
 def row_parallel(module: nn.Module, transposed: bool, runtime: Runtime, reduction: Reduction = ALONE) -> None:
     """Make a linear layer row-parallel: each rank has some input features."""
+    way: Products | None = None
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         def row_forward(x: Tensor) -> Tensor:
-            weight, bias = local(module._parameters["weight"]), local(module._parameters.get("bias"))
+            weight, bias = module._parameters["weight"], module._parameters.get("bias")
             assert weight is not None
+            weight, bias = local(weight), None if bias is None else local(bias)
             if bias is not None and reduction.sums_bias:
                 bias = functions.summing_gradients(bias, runtime.group)
-            way = products_of(module, transposed, ROW)
+            nonlocal way
+            way = products_of(module, transposed, ROW) if way is None else way
             if reduction.defers:
                 return collect_deferred(
                     runtime, x, agreed.linear(x, weight, None, way, runtime.group), bias, begins=reduction.begins

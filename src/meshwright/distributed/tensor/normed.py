@@ -83,14 +83,15 @@ class _NormedColumnParallel(torch.autograd.Function):
         ctx.sequence, ctx.shape, ctx.branches = sequence, shape, branches
         ctx.tracked = tensors if sequence.deferred is not None else ()
         ctx.kept_part = sequence.cut and sequence.regather
-        ctx.save_for_backward(x if ctx.kept_part else whole, *agreed.to_save(largest), *tensors)
+        ctx.save_for_backward(x if ctx.kept_part else whole, *tensors, *agreed.to_save(largest))
+        ctx.tensors = len(tensors)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor):
         kept, *rest = ctx.saved_tensors
         needed, ways = ctx.needs_input_grad, _ways(ctx.branches)
-        earlier, tensors = agreed.saved(rest[: 2 * len(ways)]), rest[2 * len(ways) :]
+        earlier, tensors = agreed.saved(rest[ctx.tensors :], len(ways)), rest[: ctx.tensors]
         sequence = ctx.sequence
         sequence.restore(ctx.shape)
         of_layers = iter(
@@ -161,7 +162,7 @@ class NormedLayers:
 
     def parameters(self, runtime: Runtime) -> list[Tensor]:
         """Return the norm's parameters as plain tensors."""
-        found = [local(parameter) for parameter in self.norm._parameters.values()]
+        found = [p if p is None else local(p) for p in self.norm._parameters.values()]
         held = [parameter for parameter in found if parameter is not None]
         return [functions.summing_gradients(parameter, runtime.group) for parameter in held] if self.sums else held
 

@@ -6,6 +6,7 @@ A wrapped forward computes with plain tensors, this rank's parts; outside forwar
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -101,11 +102,17 @@ class Runtime(LossSite):
 
     def forget(self, made: Tensor | None) -> None:
         """Drop a stand-in that is no longer needed."""
-        self._standing_for = [pair for pair in self._standing_for if pair[0] is not made]
+        for number, (other, _) in enumerate(self._standing_for):
+            if other is made:
+                del self._standing_for[number]
+                return
 
     def behind(self, x: Tensor) -> Tensor:
         """Return the tensor that a stand-in replaces, or ``x`` itself if it is no stand-in."""
-        return next((part for made, part in self._standing_for if made is x), x)
+        for made, part in self._standing_for:
+            if made is x:
+                return part
+        return x
 
 
 def runtime_of(model: nn.Module) -> Runtime | None:
@@ -113,7 +120,7 @@ def runtime_of(model: nn.Module) -> Runtime | None:
     return recall(model, Runtime)
 
 
-def local(parameter: Tensor | None) -> Tensor | None:
+def local(parameter: Tensor) -> Tensor:
     """Return this rank's part of a parameter, differentiably."""
     if not isinstance(parameter, DTensor):
         return parameter
@@ -173,16 +180,16 @@ class LocalView:
         names = [name for name, parameter in module._parameters.items() if parameter is not None]
         return [cls(module, name, group if name in summing else None, gradient_factor) for name in names]
 
-    @property
+    @functools.cached_property
     def key(self) -> str:
         """The attribute that shows the part: of bytes one that other code does not read."""
         return "local_weight" if isinstance(self.home, QuantizedLinear) and self.name == "weight" else self.name
 
-    def part(self, parameter: Tensor | None) -> Tensor | None:
+    def part(self, parameter: Tensor) -> Tensor:
         part = local(parameter)
-        if part is not None and self.gradient_factor != 1.0:
+        if self.gradient_factor != 1.0:
             part = functions.scaled_gradient(part, self.gradient_factor)
-        return part if part is None or self.summed_over is None else functions.summing_gradients(part, self.summed_over)
+        return part if self.summed_over is None else functions.summing_gradients(part, self.summed_over)
 
 
 def use_local_parameters(module: nn.Module, views: Iterable[LocalView] | None = None) -> None:
@@ -202,7 +209,11 @@ def use_local_parameters(module: nn.Module, views: Iterable[LocalView] | None = 
             try:
                 for view in found:
                     place, parameter = view.home.__dict__, view.home._parameters[view.name]
-                    if view.key not in place and (view.home is module or _is_gathered(parameter)):
+                    if (
+                        parameter is not None
+                        and view.key not in place
+                        and (view.home is module or _is_gathered(parameter))
+                    ):
                         place[view.key] = view.part(parameter)
                         held.append((place, view.key))
                 return forward(*args, **kwargs)

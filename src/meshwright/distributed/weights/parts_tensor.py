@@ -100,7 +100,10 @@ class PartsTensor(*((PassedOver, DTensor) if PASSES_OVER_SUBCLASSES else (DTenso
 
 def placed(local: Tensor, spec: DTensorSpec) -> DTensor:
     """Return a PartsTensor if the placements have parts, else a DTensor: no other DTensor ever has parts."""
-    kind: Any = PartsTensor if any(isinstance(place, PartsShard) for place in spec.placements) else DTensor
+    kind: Any = DTensor
+    for place in spec.placements:
+        if isinstance(place, PartsShard):
+            kind = PartsTensor
     return kind(local, spec, requires_grad=local.requires_grad)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import nn
 
@@ -68,7 +69,11 @@ class ContextPlan:
 
     def method_of(self, path: str) -> Method:
         """Return the method of one module's attention."""
-        return next(m for c, m in zip(self.mixing.callers, self.methods, strict=True) if c.path == path)
+        return self._methods_by_path[path]
+
+    @cached_property
+    def _methods_by_path(self) -> dict[str, Method]:
+        return {caller.path: method for caller, method in zip(self.mixing.callers, self.methods, strict=True)}
 
 
 def plan_methods(mixing: Mixing, ranks: int, tensor_ranks: int, kind: Kind | Auto, size: Bytes) -> ContextPlan:

@@ -55,7 +55,7 @@ assert len(FUSED) == len(KERNELS) - 1
 
 def wide(x: Tensor) -> Tensor:
     """Return a tensor in at least fp32."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.dtype == torch.float32 else x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def fused_kernel(query: Tensor, value: Tensor, *, has_cap: bool, has_sinks: bool) -> Fused | None:

@@ -6,9 +6,10 @@ that come back are summed.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from meshwright.distributed.context.rows import CutRows, Numbers
 from meshwright.distributed.exchange.ranks import RankGroup
 
 
+@functools.cache
 def shares_of_heads(heads: int, key_heads: int, ranks: int) -> tuple[tuple[range, ...], tuple[range, ...]]:
     """Return each rank's heads, and the key heads that they need; ``ranks`` divides ``heads``.
 
@@ -43,6 +45,7 @@ class Members:
         rows: where tokens lie.
         numbers: of each member's tokens, among all members', by place.
         places: (rows or 1, tokens) int64, the places of all of them, ascending.
+        messages: shapes of the messages that were sent, by those of their tensors.
     """
 
     group: RankGroup
@@ -51,6 +54,7 @@ class Members:
     rows: CutRows
     numbers: tuple[Numbers, ...]
     places: Tensor
+    messages: dict[Any, tuple[_Message, _Message]] = field(default_factory=dict)
 
     @classmethod
     @by_values
@@ -108,74 +112,81 @@ class _ToTokens(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _Message:
     """The shapes in which tensors lie in a message, (rows, heads, tokens, features), by member and tensor.
 
     Attributes:
-        scattered: each member's heads of this rank's tokens.
-        collected: this rank's heads of each member's tokens.
+        sizes: elements for every rank of the group.
+        elements: of each part.
     """
 
-    scattered: list[list[tuple[int, ...]]]
-    collected: list[list[tuple[int, ...]]]
+    shapes: list[list[tuple[int, ...]]]
+    sizes: list[int]
+    elements: list[int]
 
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor], shares: Sequence[tuple[range, ...]], members: Members) -> _Layout:
-        rows, me = tensors[0].shape[0], members.group.rank - members.first
+    def parts(self, flat: Tensor) -> list[list[Tensor]]:
+        """View a message's parts, by member and tensor."""
+        pieces = iter(flat.split(self.elements))
+        return [[next(pieces).view(shape) for shape in of_member] for of_member in self.shapes]
+
+
+def _messages(
+    tensors: Sequence[Tensor], shares: tuple[tuple[range, ...], ...], members: Members
+) -> tuple[_Message, _Message]:
+    """Return the message of each member's heads of this rank's tokens, and that of this rank's heads of each's tokens.
+
+    The layers of a microbatch share them.
+    """
+    rows, features = tensors[0].shape[0], tuple([x.shape[3] for x in tensors])
+    if (key := (rows, features, shares)) not in members.messages:
+        me = members.group.rank - members.first
         counts = [members.rows.counts[rank] for rank in members.ranks]
-        features = [x.shape[3] for x in tensors]
-        scattered, collected = (
-            [
-                [(rows, len(s[a]), counts[b], n) for s, n in zip(shares, features, strict=True)]
-                for member in range(members.count)
-                for a, b in ((member, me) if scatters else (me, member),)
+
+        def message(pairs: list[tuple[int, int]]) -> _Message:
+            shapes = [
+                [(rows, len(share[heads]), counts[tokens], n) for share, n in zip(shares, features, strict=True)]
+                for heads, tokens in pairs
             ]
-            for scatters in (True, False)
+            sizes = members.sizes([sum(map(math.prod, of_member)) for of_member in shapes])
+            return _Message(shapes, sizes, [math.prod(shape) for of_member in shapes for shape in of_member])
+
+        everyone = range(members.count)
+        members.messages[key] = (
+            message([(member, me) for member in everyone]),
+            message([(me, member) for member in everyone]),
         )
-        return cls(scattered, collected)
+    return members.messages[key]
 
 
-def _sizes(shapes: list[list[tuple[int, ...]]]) -> list[int]:
-    return [sum(map(math.prod, of_member)) for of_member in shapes]
-
-
-def _parts(flat: Tensor, shapes: list[list[tuple[int, ...]]]) -> list[list[Tensor]]:
-    """View a message's parts, by member and tensor."""
-    pieces = iter(flat.split([math.prod(shape) for of_member in shapes for shape in of_member]))
-    return [[next(pieces).view(shape) for shape in of_member] for of_member in shapes]
-
-
-def _heads(tensors: Sequence[Tensor], shares: Sequence[tuple[range, ...]], members: Members) -> list[Tensor]:
-    layout = _Layout.of(tensors, shares, members)
-    sends, receives = _sizes(layout.scattered), _sizes(layout.collected)
-    flat = tensors[0].new_empty(sum(sends))
-    for member, parts in enumerate(_parts(flat, layout.scattered)):
+def _heads(tensors: Sequence[Tensor], shares: tuple[tuple[range, ...], ...], members: Members) -> list[Tensor]:
+    scattered, collected = _messages(tensors, shares, members)
+    flat = tensors[0].new_empty(sum(scattered.elements))
+    for member, parts in enumerate(scattered.parts(flat)):
         for part, x, share in zip(parts, tensors, shares, strict=True):
             part.copy_(x[:, share[member].start : share[member].stop])
-    received = members.group.trade(flat, members.sizes(sends), members.sizes(receives))
-    tokens = sum(shape[0][2] for shape in layout.collected)
-    made = [x.new_empty((*shape[:2], tokens, shape[3])) for x, shape in zip(tensors, layout.collected[0], strict=True)]
-    for parts, numbers in zip(_parts(received, layout.collected), members.numbers, strict=True):
+    received = members.group.trade(flat, scattered.sizes, collected.sizes)
+    tokens = members.places.shape[1]
+    made = [x.new_empty((*shape[:2], tokens, shape[3])) for x, shape in zip(tensors, collected.shapes[0], strict=True)]
+    for parts, numbers in zip(collected.parts(received), members.numbers, strict=True):
         for whole, part in zip(made, parts, strict=True):
             numbers.put(whole, part)
     return made
 
 
-def _tokens(tensors: Sequence[Tensor], shares: Sequence[tuple[range, ...]], members: Members) -> list[Tensor]:
-    layout = _Layout.of(tensors, shares, members)
-    sends, receives = _sizes(layout.collected), _sizes(layout.scattered)
-    flat = tensors[0].new_empty(sum(sends))
-    for parts, numbers in zip(_parts(flat, layout.collected), members.numbers, strict=True):
+def _tokens(tensors: Sequence[Tensor], shares: tuple[tuple[range, ...], ...], members: Members) -> list[Tensor]:
+    scattered, collected = _messages(tensors, shares, members)
+    flat = tensors[0].new_empty(sum(collected.elements))
+    for parts, numbers in zip(collected.parts(flat), members.numbers, strict=True):
         for x, part in zip(tensors, parts, strict=True):
             numbers.take(x, part)
-    received = members.group.trade(flat, members.sizes(sends), members.sizes(receives))
-    of_members = _parts(received, layout.scattered)
+    received = members.group.trade(flat, collected.sizes, scattered.sizes)
+    of_members = scattered.parts(received)
     return [_joined([parts[i] for parts in of_members], share) for i, share in enumerate(shares)]
 
 
 def _joined(parts: list[Tensor], shares: tuple[range, ...]) -> Tensor:
     """Put heads together, of which several members may have had the same one: those are summed."""
-    heads = max(share.stop for share in shares)
+    heads = shares[-1].stop
     if sum(map(len, shares)) == heads:
         return torch.cat(parts, dim=1)
     rows, _, tokens, features = parts[0].shape
