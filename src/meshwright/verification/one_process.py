@@ -21,8 +21,8 @@ from meshwright.distributed.weights.weights import Weights, materialise
 from meshwright.introspection.constructor.recording import STREAM_ELEMENTS, built
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.images.dealing import rows_of
-from meshwright.introspection.premises.narrowing import narrows
 from meshwright.introspection.signature import Signature
+from meshwright.introspection.small.wide import narrows
 from meshwright.introspection.source import as_module, builder_of
 from meshwright.introspection.structure.experts import stack_paths
 from meshwright.introspection.structure.router_loss import RouterLogits, RouterLoss

@@ -24,11 +24,11 @@ from meshwright.introspection.mixing.calls import LENGTHS, batches, refuse_other
 from meshwright.introspection.mixing.flex import computing_flex
 from meshwright.introspection.mixing.values import COUNTS
 from meshwright.introspection.outputs import logits_of
-from meshwright.introspection.premises.narrowing import is_rounding
 from meshwright.introspection.premises.playing import FixedDraws
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.copies import copy_of
 from meshwright.introspection.small.sample import ids_of
+from meshwright.introspection.small.wide import widened
 from meshwright.planning.context.plan import ContextPlan
 
 from .rows import MASK, CutRows, select
@@ -128,12 +128,12 @@ def _why_wrong(facts: ModelFacts, plan: ContextPlan, model: nn.Module, kind: str
     try:
         with seeded(0):  # a model in training mode draws from torch's own stream
             errors = rehearse(model, plan, batch)
+            if not all(error <= LARGEST_ERROR for error in errors.values()):  # the model's code may round to float32
+                errors = rehearse(widened(model), plan, batch)
     except Exception as error:  # noqa: BLE001  (whatever a model's code raises on a part of its rows)
         return f"{start} the forward or backward fails: {type(error).__name__}: {error}. {end}"
     worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
     if errors[worst] <= LARGEST_ERROR:
-        return ""
-    if is_rounding(errors, LARGEST_ERROR, model, lambda made: _loss_of(made, batch)[0]):
         return ""
     what = "the loss" if worst == "loss" else f"the gradient of {worst}"
     where = first_apart(model, plan, batch)

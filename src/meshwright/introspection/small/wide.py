@@ -1,8 +1,9 @@
-"""Let a copy compute in float64 whose code asks for float32 by name."""
+"""Tell whether a model computes in a narrower dtype than its own, and let a copy compute in float64 all along."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,7 +64,19 @@ def compute_wide(model: nn.Module, inputs: dict[str, Any]) -> None:
         is_needed = any(word in str(error) for word in ("dtype", "scalar type", "double", "without overflow"))
     except Exception:  # noqa: BLE001  (whoever measures the model meets it)
         return
-    for module in model.modules() if is_needed else ():  # stages and copies are made of these modules
+    if is_needed:
+        _widen(model)
+
+
+def widened(model: nn.Module) -> nn.Module:
+    """Return a copy of a model in float64 that takes float64 wherever its code says float32."""
+    made = copy_of(model)
+    _widen(made)
+    return made
+
+
+def _widen(model: nn.Module) -> None:
+    for module in model.modules():  # stages and copies are made of these modules
         module.register_forward_pre_hook(_enter)
         module.register_forward_hook(_leave, always_call=True)
 
@@ -79,3 +92,25 @@ def _leave(*_: Any) -> None:
     _running.depth -= 1
     if not _running.depth:
         _running.mode.__exit__(None, None, None)
+
+
+def narrows(forward: Callable[[], Any]) -> bool:
+    """Return whether a forward narrows results of its parameters; reordered sums then agree in that dtype only."""
+    with _Narrowing() as watch:
+        forward()
+    return watch.found
+
+
+class _Narrowing(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.requires_grad and args and isinstance(args[0], Tensor):
+            given = args[0].dtype
+            self.found |= (
+                given.is_floating_point and result.is_floating_point() and result.dtype.itemsize < given.itemsize
+            )
+        return result
