@@ -1,9 +1,9 @@
 """Compare forecasts of steps on this machine with the seconds that real steps take over gloo, layout by layout.
 
-    python benchmarks/cpu_steps.py [--layouts 36] [--seed 0] [--only NUMBER] [--rows] [--profiles FOLDER] [--json FILE]
+    python benchmarks/cpu_steps.py [--layouts 36] [--seed 0] [--only NUMBER] [--rows] [--json FILE]
 
 Before the first layout, and again after each ``AGAIN`` ones, this machine is measured with 2 and with 4 ranks, as
-``meshwright measure`` does (or profiles ranks2.json and ranks4.json of a folder are read): virtual machines become
+``meshwright measure`` does, and what steps add: virtual machines become
 faster and slower by a tenth within minutes. Layouts are drawn from models, axis sizes and techniques, kept if the rules
 allow them, forecast from their recorded operators, and run. A run's figure is the median of its steps behind the first
 ones, on the slowest rank. Routers choose experts in turn, as the recording assumes. Exit status 1: a median error above
@@ -28,16 +28,16 @@ from unittest.mock import patch
 
 import psutil
 import torch
+from steps.forecast import forecast_step
+from steps.operators import StepOfRank
+from steps.profile import StepProfile, measure_here
+from steps.record import record_steps
 
 from meshwright.core.errors import MeshwrightError
 from meshwright.distributed.process.workers import WorkerPool
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.planning.layout import Layout
-from meshwright.planning.step.operators import StepOfRank
 from meshwright.planning.values import Batch
-from meshwright.simulation.hardware.profile import MachineProfile, read_profile, to_json
-from meshwright.simulation.operators.forecast import forecast_step
-from meshwright.training.measuring.machine import measure_here
 
 MEDIAN, TAU = 0.10, 0.8
 SEQ, WARM, STEPS, MOST_S = 128, 2, 9, 6.0
@@ -106,7 +106,7 @@ def draw(number: int, seed: int) -> list[Drawn]:
 
 
 def _drawn(generator: random.Random, world: int) -> Drawn:
-    sizes = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp"), 1)
+    sizes: dict[str, int] = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp"), 1)
     while world > 1:
         sizes[generator.choice(list(sizes))] *= 2
         world //= 2
@@ -126,7 +126,6 @@ def _drawn(generator: random.Random, world: int) -> Drawn:
 
 def recorded(drawn: Drawn) -> tuple[StepOfRank, ...]:
     """Record the operators and messages of a step."""
-    from meshwright.distributed.recording.steps import record_steps
     from meshwright.introspection.facts import model_facts
     from meshwright.introspection.source import as_module
     from meshwright.planning.build import plan
@@ -221,24 +220,18 @@ def kendall(pairs: list[tuple[float, float]]) -> float:
     return sum(signs) / len(signs) if signs else 1.0
 
 
-def profiles(folder: Path | None) -> dict[int, MachineProfile]:
-    """Measure this machine with 2 and 4 ranks; with a folder, once for all."""
+def profiles() -> dict[int, StepProfile]:
+    """Measure this machine with 2 and 4 ranks."""
     found = {}
     for ranks in (2, 4):
-        path = folder / f"ranks{ranks}.json" if folder else None
-        if path is not None and path.exists():
-            found[ranks] = read_profile(path)
-            continue
         began = time.monotonic()
         found[ranks] = measure_here(ranks)
         print(f"measured {ranks} ranks in {time.monotonic() - began:.0f} s", flush=True)
-        if path is not None:
-            path.write_text(to_json(found[ranks]))
     return found
 
 
 def compared(
-    drawn: list[Drawn], first: int, machines: dict[int, MachineProfile], *, rows: bool
+    drawn: list[Drawn], first: int, machines: dict[int, StepProfile], *, rows: bool
 ) -> Iterator[dict[str, Any]]:
     """Forecast and run each layout, print a line for it, and yield both figures."""
     with WorkerPool(4, threads=1) as workers:
@@ -284,7 +277,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, default=-1)
     parser.add_argument("--rows", action="store_true", help="print each rank's seconds by what they are spent on")
-    parser.add_argument("--profiles", type=Path, help="folder with ranks2.json and ranks4.json; written where missing")
     parser.add_argument("--json", type=Path, help="file to write all figures to")
     arguments = parser.parse_args()
     drawn = draw(arguments.layouts, arguments.seed)
@@ -292,7 +284,7 @@ def main() -> int:
     drawn = drawn if arguments.only < 0 else drawn[first : first + 1]
     results = []
     for chunk in range(0, len(drawn), AGAIN):
-        machines = profiles(arguments.profiles)
+        machines = profiles()
         results += compared(drawn[chunk : chunk + AGAIN], first + chunk, machines, rows=arguments.rows)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(results, indent=1))

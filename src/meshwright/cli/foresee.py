@@ -9,16 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.core.devices import is_accelerator
 from meshwright.core.errors import ConfigError
 
 from .arguments import take_option
 from .views.pages import check_page, write_page
 
 if TYPE_CHECKING:
-    from meshwright.introspection.facts import ModelFacts
     from meshwright.planning.memory.step import MemoryEstimate
-    from meshwright.planning.plan import Plan
     from meshwright.planning.values import Batch
     from meshwright.simulation.search.foresight import Foresight
     from meshwright.training.config import Config
@@ -104,7 +101,8 @@ def _take_pins(argv: list[str]) -> tuple[list[str], list[str]]:
 def run(config: Config, asked: Asked, per_node: int, *, as_json: bool) -> int:
     """Print what is foreseen of a config on a cluster of GPUs."""
     from meshwright.introspection.cluster import Cluster
-    from meshwright.simulation.hardware.find import machines_of
+    from meshwright.simulation.hardware.find import machines_of, profile_of
+    from meshwright.simulation.hardware.measured import notes
     from meshwright.simulation.search.foresee import foresee
     from meshwright.training.build import batch_of, estimated_memory, facts_of
     from meshwright.training.model_source import model_source
@@ -132,7 +130,8 @@ def run(config: Config, asked: Asked, per_node: int, *, as_json: bool) -> int:
     if asked.rehearsed is not None:
         check_same(asked.rehearsed, rehearsals, first.plan, batch)
     drawn = replace(batch, microbatch_rows=first.microbatch)
-    values, paragraphs = _of_operators(config, asked, facts, first.plan, drawn)
+    values: dict[str, Any] = {}
+    paragraphs = [] if asked.profile is None else [" ".join(notes(profile_of(str(asked.profile)), asked.gpus))]
     if asked.dry_run:
         estimate = estimated_memory(replace(config, techniques=first.techniques), facts, first.plan, drawn)
         values["dry_run"] = _figures(estimate)
@@ -141,25 +140,6 @@ def run(config: Config, asked: Asked, per_node: int, *, as_json: bool) -> int:
     if asked.html is not None:
         _draw(asked.html, answer, drawn, aside=as_json)
     return 0
-
-
-def _of_operators(
-    config: Config, asked: Asked, facts: ModelFacts, plan: Plan, batch: Batch
-) -> tuple[dict[str, Any], list[str]]:
-    """Forecast the step of a plan from its operators, where a CPU was measured: keys for the JSON, and paragraphs."""
-    from meshwright.simulation.hardware.find import profile_of
-    from meshwright.simulation.hardware.measured import notes
-    from meshwright.simulation.operators.answer import figures, text
-    from meshwright.training.measuring.forecast import forecast_of_operators
-
-    if asked.profile is None:
-        return {}, []
-    profile = profile_of(str(asked.profile))
-    says = [" ".join(notes(profile, asked.gpus))]
-    if is_accelerator(profile.device):
-        return {}, says
-    forecast = forecast_of_operators(facts, plan, batch, profile, max_norm=config.optimizer.max_norm)
-    return {"from_operators": figures(forecast)}, [*says, text(forecast)]
 
 
 def _draw(file: Path, answer: Foresight, batch: Batch, *, aside: bool) -> None:

@@ -1,6 +1,6 @@
 """``meshwright measure FILE [--ranks N]``: measure the speeds of this machine, for the forecasts of plan.
 
-It takes a few minutes, and writes a profile: products, attention, memory, the host's time for operators, optimizers,
+It takes a minute, and writes a profile: products, attention, memory, the host's time for operators, optimizers,
 and messages. 'meshwright plan CONFIG --gpus N --profile FILE' forecasts with it.
 
   --ranks N   start N processes on this host, to measure their messages too
@@ -37,7 +37,7 @@ def run(argv: list[str]) -> int:
     from meshwright.distributed.process.world import get_world_info
     from meshwright.distributed.setup import destroy_distributed
     from meshwright.simulation.hardware.profile import to_json
-    from meshwright.training.measuring.machine import measure, measure_here
+    from meshwright.training.machine import measure, measure_here
 
     rank, _, world = get_world_info()
     if ranks is not None and world > 1:

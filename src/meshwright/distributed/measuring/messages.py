@@ -11,8 +11,6 @@ from itertools import cycle
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.core.devices import CPU, finish_stream, is_accelerator
 
@@ -161,32 +159,6 @@ COLLECTIVES: dict[str, Callable[[Tensor, dist.ProcessGroup, int], Work]] = {
     "all_to_all": _trade,
     "send": _send,
 }
-
-
-def silent_seconds(device: torch.device, effort: Effort) -> tuple[float, float]:
-    """Return what an operator on a DTensor costs beyond a plain one, and a message of a rank whose peers are absent."""
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    local = torch.zeros(8, device=device)
-    sharded = DTensor.from_local(local, mesh, [Shard(0)])
-    extra = seconds_of(lambda: sharded.mul_(1.0), device, effort) - seconds_of(lambda: local.mul_(1.0), device, effort)
-    gather = _gather(torch.zeros(16, device=device), dist.group.WORLD, 2)  # type: ignore[arg-type]
-    return max(1e-9, extra), seconds_of(gather, device, effort)
-
-
-def busy(device: torch.device, effort: Effort) -> float:
-    """Return the cores that a rank occupies while a message travels, all its threads together. Collective."""
-    if not dist.is_initialized() or is_accelerator(device):
-        return 0.0
-    work = _reduce(torch.zeros(effort.messages[-1] // 4), dist.group.WORLD, dist.get_world_size())  # type: ignore[arg-type]
-    work()
-    dist.barrier()
-    spent, began = time.process_time(), time.perf_counter()
-    for _ in range(ROUNDS):
-        work()
-    cores = (time.process_time() - spent) / (time.perf_counter() - began)
-    word = torch.tensor([cores], dtype=torch.float64)
-    dist.all_reduce(word)
-    return float(word) / dist.get_world_size()
 
 
 def crowding(device: torch.device, effort: Effort, at_ease: int) -> list[float]:

@@ -14,7 +14,7 @@ from meshwright.core.errors import ConfigError, command
 
 from .curves import ProductGrid, SecondsCurve
 
-FORMAT = 2
+FORMAT = 3
 """Version of the JSON; another meaning of a field gets another number."""
 Points = tuple[tuple[float, float], ...]
 NEEDED = {"traffic": ("pointwise",), "host": ("view", "empty", "elementwise", "autograd"), "optimizer": ("fused",)}
@@ -28,24 +28,6 @@ class GridPoints:
 
     dims: tuple[int, ...]
     seconds: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class InSteps:
-    """How work and messages differ within a step of several ranks from each by itself.
-
-    Attributes:
-        computing: factor of an operator's seconds.
-        host: factor of the host's seconds around operators.
-        message: seconds by which a message takes longer.
-    """
-
-    computing: float
-    host: float
-    message: float
-
-
-ALONE = InSteps(1.0, 1.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -70,8 +52,6 @@ class MachineProfile:
         optimizer: "fused" or "foreach" -> (elements of a tensor, AdamW's seconds for it).
         messages: "kind ranks" -> (bytes of the larger side, seconds).
         crowding: speed of a rank while 1, 2, … of a host's ranks compute, over its speed with a core of its own.
-        busy: cores that a rank occupies while it waits in a message and the message travels.
-        in_steps: what a step of several ranks adds to operators and messages.
     """
 
     date: str
@@ -90,8 +70,6 @@ class MachineProfile:
     optimizer: dict[str, Points]
     messages: dict[str, Points]
     crowding: tuple[float, ...]
-    busy: float
-    in_steps: InSteps
 
     def grid(self, dtype: str, layout: str) -> ProductGrid:
         """Return the products of a dtype and layout. Raises ConfigError for a dtype that was not measured."""

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.planning.plan import Plan
-from meshwright.planning.step.operators import OperatorKind, OperatorWork, Phase
 
+from .operators import OperatorKind, OperatorWork, Phase
 from .recorder import StepRecorder
 
 MIB = 2**20

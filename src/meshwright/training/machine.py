@@ -7,7 +7,6 @@ import os
 import platform
 from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,7 @@ from meshwright.distributed.process.workers import WorkerFailed, WorkerPool
 from meshwright.distributed.process.world import get_world_info, ranks_per_node
 from meshwright.distributed.setup import init_distributed
 from meshwright.planning.layout import Layout
-from meshwright.simulation.hardware.profile import ALONE, GridPoints, MachineProfile
-
-from .around import host_around
-from .in_steps import within_steps
+from meshwright.simulation.hardware.profile import GridPoints, MachineProfile
 
 MOST_RANKS = 64
 """Processes that are started on one host at most."""
@@ -66,7 +62,7 @@ def measure(effort: Effort | None = None) -> MachineProfile:
     slots = per_node if is_accelerator(kind) else max(1, cores // torch.get_num_threads())
     at_ease = min(per_node, slots)
     alone = partial(_of_ranks_at_ease, at_ease, per_node)
-    found = MachineProfile(
+    return MachineProfile(
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         torch=torch.__version__,
         device=kind,
@@ -83,12 +79,7 @@ def measure(effort: Effort | None = None) -> MachineProfile:
         optimizer=alone(lambda: _frozen(memory_bound.optimizer(device, effort))),
         messages=_frozen(messages.messages(device, effort, slots)),
         crowding=tuple(messages.crowding(device, effort, slots)),
-        busy=messages.busy(device, effort),
-        in_steps=ALONE,
     )
-    around = alone(lambda: host_around(found, device, effort))
-    found = agree.from_rank_zero(replace(found, host={**found.host, **around}))
-    return replace(found, in_steps=within_steps(found, device, effort))
 
 
 def _of_ranks_at_ease(at_ease: int, per_node: int, work: Callable[[], Any]) -> Any:

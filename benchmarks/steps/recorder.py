@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from meshwright.core.torch_private import tree_leaves
 from meshwright.distributed.memory.live import storage_of
 from meshwright.distributed.process.wire import WireCounter, name_of_operator, ranks_in
-from meshwright.planning.step.operators import Event, MessageBegin, MessageWait, OperatorKind, OperatorWork, Phase
 
 from .facts import work_of
+from .operators import Event, MessageBegin, MessageWait, OperatorKind, OperatorWork, Phase
 
 MADE_UP = 2.0
 """Number that is read of a tensor without values."""

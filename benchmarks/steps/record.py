@@ -20,12 +20,12 @@ from meshwright.distributed.step.results import OpenedStep, StepLoss
 from meshwright.introspection.facts import ModelFacts
 from meshwright.planning.plan import Plan
 from meshwright.planning.step.kinds import coordinates, kinds_of_ranks
-from meshwright.planning.step.operators import Phase, StepOfRank
-from meshwright.planning.step.places import places_like
 from meshwright.planning.traffic import resolved
 from meshwright.planning.values import Batch
 
 from .buckets import reduce_in_buckets
+from .operators import Phase, StepOfRank
+from .places import places_like
 from .recorder import StepRecorder
 
 if TYPE_CHECKING:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from meshwright.planning.step.operators import MessageBegin, MessageWait, OperatorWork, StepOfRank
 from meshwright.simulation.hardware.measured import ProfileCurves
-from meshwright.simulation.hardware.profile import MachineProfile
 
 from .events import Await, Begin, Compute, Item, Rate, run
+from .operators import MessageBegin, MessageWait, OperatorWork, StepOfRank
 from .pricing import OperatorPrices, Spent
+from .profile import InSteps, StepProfile
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class StepForecast:
         return min(self.ranks, key=lambda rank: (sum(self.ranks[rank].waiting.values()), rank))
 
 
-def forecast_step(steps: Sequence[StepOfRank], profile: MachineProfile, others: float = 0.0) -> StepForecast:
+def forecast_step(steps: Sequence[StepOfRank], profile: StepProfile, others: float = 0.0) -> StepForecast:
     """Forecast a step of all ranks on a machine like the one that was measured.
 
     Args:
@@ -62,7 +62,7 @@ def forecast_step(steps: Sequence[StepOfRank], profile: MachineProfile, others: 
     prices = OperatorPrices(curves)
     items, parts = {}, {}
     for step in steps:
-        items[step.rank], parts[step.rank] = _priced(step, prices, curves)
+        items[step.rank], parts[step.rank] = _priced(step, prices, curves, profile.in_steps)
     found = run(items, _sharing(profile, others), profile.busy)
     return StepForecast(
         {
@@ -82,11 +82,12 @@ def _ranks(value: object) -> tuple[int, ...]:
     return value if isinstance(value, tuple) else ()
 
 
-def _priced(step: StepOfRank, prices: OperatorPrices, curves: ProfileCurves) -> tuple[list[Item], dict[Spent, float]]:
+def _priced(
+    step: StepOfRank, prices: OperatorPrices, curves: ProfileCurves, slower: InSteps
+) -> tuple[list[Item], dict[Spent, float]]:
     """Turn a rank's events into seconds; work between two messages is one item."""
     items: list[Item] = []
     parts = dict.fromkeys(Spent, 0.0)
-    slower = curves.profile.in_steps
     seconds, around = 0.0, curves.profile.host.get("message", 0.0)
     for event in step.events:
         if isinstance(event, OperatorWork):
@@ -103,12 +104,11 @@ def _priced(step: StepOfRank, prices: OperatorPrices, curves: ProfileCurves) -> 
             seconds += around
         items.append(Compute(seconds))
         seconds = 0.0
-        items.append(Await(event.number) if isinstance(event, MessageWait) else _begin(event, curves))
+        items.append(Await(event.number) if isinstance(event, MessageWait) else _begin(event, curves, slower.message))
     return [*items, Compute(seconds)], parts
 
 
-def _begin(event: MessageBegin, curves: ProfileCurves) -> Begin:
-    later = curves.profile.in_steps.message
+def _begin(event: MessageBegin, curves: ProfileCurves, later: float) -> Begin:
     if event.is_between_two:
         return Begin(
             event.number,
@@ -127,7 +127,7 @@ LEAST_LEFT = 0.05
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
-def _sharing(profile: MachineProfile, others: float) -> Rate:
+def _sharing(profile: StepProfile, others: float) -> Rate:
     """Return how fast ranks and messages of one host are, by what they want of its cores."""
     speeds, slots = profile.crowding, profile.slots
     left = max(LEAST_LEFT * slots, slots - others / profile.threads)

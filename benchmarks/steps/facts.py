@@ -9,7 +9,8 @@ from torch import Tensor
 
 from meshwright.core.torch_private import tree_leaves
 from meshwright.distributed.process.wire import name_of_operator
-from meshwright.planning.step.operators import OperatorKind, OperatorWork, Phase
+
+from .operators import OperatorKind, OperatorWork, Phase
 
 K = OperatorKind
 NAMES = {

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from meshwright.core.axes import WORLD_AXES
 from meshwright.planning.experts.plan import EXPERT_AXES
 from meshwright.planning.plan import Plan
-
-from .kinds import coordinates
+from meshwright.planning.step.kinds import coordinates
 
 
 def places_like(plan: Plan, here: int, there: int) -> Callable[[tuple[int, ...]], tuple[int, ...]]:

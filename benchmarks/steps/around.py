@@ -8,24 +8,28 @@ from dataclasses import replace
 from statistics import median
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.core.devices import finish_stream, is_accelerator
-from meshwright.distributed.measuring.clock import Effort
-from meshwright.distributed.measuring.messages import silent_seconds
+from meshwright.distributed.measuring.clock import Effort, seconds_of
+from meshwright.distributed.measuring.messages import _gather as gather
 from meshwright.distributed.parallelize import parallelize
-from meshwright.distributed.recording.steps import record_steps
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
 from meshwright.planning.plan import Plan
-from meshwright.planning.step.operators import Event, MessageBegin, OperatorWork, Phase
 from meshwright.planning.values import Batch
 from meshwright.simulation.hardware.measured import ProfileCurves
-from meshwright.simulation.hardware.profile import MachineProfile
-from meshwright.simulation.operators.pricing import DETACH, OperatorPrices, is_detached
 from meshwright.training.rehearsal.one_rank import alone_as
+
+from .operators import Event, MessageBegin, OperatorWork, Phase
+from .pricing import DETACH, OperatorPrices, is_detached
+from .profile import StepProfile
+from .record import record_steps
 
 SEQ, ROWS = 32, 2
 TINY = DecoderConfig(1024, 64, 2, n_heads=4, n_kv_heads=2, hidden_dim=192, max_seq_len=SEQ)
@@ -35,7 +39,7 @@ WARM, LEAST = 3, 1e-9
 CLIP = 1e-6
 
 
-def host_around(profile: MachineProfile, device: torch.device, effort: Effort) -> dict[str, float]:
+def host_around(profile: StepProfile, device: torch.device, effort: Effort) -> dict[str, float]:
     """Return the seconds of the host beside those of operators and messages themselves.
 
     Of a tiny model, steps are timed, and priced by the profile; what is missing is spread over what caused it:
@@ -56,7 +60,7 @@ def host_around(profile: MachineProfile, device: torch.device, effort: Effort) -
     return host
 
 
-def _of_one_rank(run: _Tiny, profile: MachineProfile) -> dict[str, float]:
+def _of_one_rank(run: _Tiny, profile: StepProfile) -> dict[str, float]:
     """Return "forward", "backward" and "detach", with which steps with and without recomputation are both right, and
     "step"."""
     nothing = dict.fromkeys((*(phase.value for phase in Phase), DETACH), 0.0)
@@ -89,7 +93,7 @@ def _is_of_fsdp(event: Event) -> bool:
     return isinstance(event, OperatorWork) and event.name.startswith("fsdp.")
 
 
-def _priced(profile: MachineProfile, host: Mapping[str, float], events: Sequence[Event]) -> float:
+def _priced(profile: StepProfile, host: Mapping[str, float], events: Sequence[Event]) -> float:
     """Return the seconds of operators by a profile with these seconds of the host."""
     prices = OperatorPrices(ProfileCurves(replace(profile, host={**profile.host, **host})))
     return sum(prices.price(event).seconds for event in events if isinstance(event, OperatorWork))
@@ -134,3 +138,13 @@ class _Tiny:
         """Return what a DTensor's operator costs more, and a message to which nobody answers."""
         with alone_as(0, 2):
             return silent_seconds(self.device, self.effort)
+
+
+def silent_seconds(device: torch.device, effort: Effort) -> tuple[float, float]:
+    """Return what an operator on a DTensor costs beyond a plain one, and a message of a rank whose peers are absent."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    local = torch.zeros(8, device=device)
+    sharded = DTensor.from_local(local, mesh, [Shard(0)])
+    extra = seconds_of(lambda: sharded.mul_(1.0), device, effort) - seconds_of(lambda: local.mul_(1.0), device, effort)
+    silent = gather(torch.zeros(16, device=device), dist.group.WORLD, 2)  # type: ignore[arg-type]
+    return max(1e-9, extra), seconds_of(silent, device, effort)

@@ -13,19 +13,19 @@ from meshwright.distributed.measuring.clock import Effort
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import get_world_info
-from meshwright.distributed.recording.steps import record_steps
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
 from meshwright.planning.plan import Plan
-from meshwright.planning.step.operators import StepOfRank
 from meshwright.planning.values import Batch
-from meshwright.simulation.hardware.profile import ALONE, InSteps, MachineProfile
-from meshwright.simulation.operators.forecast import forecast_step
 
 from .around import CLIP, KEYS, WARM
+from .forecast import forecast_step
+from .operators import StepOfRank
+from .profile import ALONE, InSteps, StepProfile
+from .record import record_steps
 
 SEQ = 96
 SENDS = DecoderConfig(1024, 192, 2, n_heads=4, n_kv_heads=4, hidden_dim=512, max_seq_len=SEQ)
@@ -59,7 +59,7 @@ class _Case:
         return plan(model_facts(as_module(self.model)), self.layout, techniques=techniques, batch=batch), batch
 
 
-def within_steps(profile: MachineProfile, device: torch.device, effort: Effort) -> InSteps:
+def within_steps(profile: StepProfile, device: torch.device, effort: Effort) -> InSteps:
     """Compare real steps of all ranks with their forecasts, and return what explains them best. Collective.
 
     Of small models one mostly sends (over two tensor ranks), one mostly computes (sharded over all ranks), one has
@@ -103,7 +103,7 @@ def _seconds(case: _Case, effort: Effort) -> float:
     return max(agree.everybody_says(median(found[WARM:])))
 
 
-def _explained(profile: MachineProfile, steps: list[tuple[StepOfRank, ...]], seconds: list[float]) -> InSteps:
+def _explained(profile: StepProfile, steps: list[tuple[StepOfRank, ...]], seconds: list[float]) -> InSteps:
     """Return the factors of operators and of the host, and the seconds of a message, with which the relative errors of
     all forecasts are least in the sum of their squares; none helps less than nothing."""
 

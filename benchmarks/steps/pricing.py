@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from meshwright.planning.step.operators import OperatorKind, OperatorWork, Phase
 from meshwright.simulation.hardware.measured import ProfileCurves
+
+from .operators import OperatorKind, OperatorWork, Phase
 
 K = OperatorKind
 

@@ -1,1 +1,0 @@
-"""Record what a rank's step does, operator by operator, on tensors without memory."""

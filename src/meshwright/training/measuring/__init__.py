@@ -1,1 +1,0 @@
-"""Measure the machine of this job, and write its profile."""
