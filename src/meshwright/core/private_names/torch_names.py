@@ -150,9 +150,7 @@ TORCH: tuple[PrivateName, ...] = (
         "a second process group in one process",
         "destroy_process_group clearing caches",
     ),
-    PrivateName(
-        "torch.distributed.device_mesh.DeviceMesh._flatten", "hybrid sharding, Muon and megatron", "a public flatten"
-    ),
+    PrivateName("torch.distributed.device_mesh.DeviceMesh._flatten", "hybrid sharding and Muon", "a public flatten"),
     # --- process groups
     *names_in(
         "torch.distributed.distributed_c10d",

@@ -32,7 +32,6 @@ from meshwright.planning.techniques import Techniques
 from .functions import averaging_plan, default_mp_policy
 from .given_styles import requested_of
 from .styles import translate_to_torch_parallel_style
-from .zero.megatron import HAVE_NVFSDP
 from .zero.strategy import nvfsdp_strategy_parallelize
 
 __all__ = [
@@ -44,6 +43,9 @@ __all__ = [
     "to_cpu",
     "translate_to_torch_parallel_style",
 ]
+
+HAVE_NVFSDP = True
+"""Whether ``nvfsdp_strategy_parallelize`` can be used: always, since its engine is this package's own."""
 
 log = logging.getLogger("meshwright")
 

@@ -68,12 +68,9 @@ class ZeroOptions:
                 "disable_bucketing = True makes every module with parameters a unit, and nvfsdp_unit_modules names"
                 " others. Leave one of them out."
             )
-
-    def check_native(self) -> None:
-        """Raise UnsupportedError for options that only megatron-fsdp has."""
         for key in ELSEWHERE:
             if getattr(self, key):
                 raise UnsupportedError(
-                    f"{key} = True is about buffers of megatron-fsdp, which is not in use here (HAVE_NVFSDP = False: it"
-                    f" needs the package and a CUDA device). Leave it out."
+                    f"{key} = True is about buffers of megatron-fsdp, and this function lays models out by FSDP2. Leave"
+                    f" it out."
                 )

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from meshwright.core.axes import Axis
-from meshwright.core.devices import CUDA, finish_stream, is_accelerator
+from meshwright.core.devices import finish_stream, is_accelerator
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean
 from meshwright.distributed.data.fully_sharded import sharded_modules
@@ -27,7 +27,6 @@ from meshwright.distributed.mesh import (
     axis_sizes,
     can_merge_data,
     context_ranks,
-    get_expert_mesh,
     groups_of,
     known_mesh,
     sizes_of_stage,
@@ -39,11 +38,10 @@ from meshwright.planning.plan import Plan
 from meshwright.planning.shares import BATCH, SAMPLES
 from meshwright.planning.techniques import Precision, Techniques
 
-from . import megatron
 from .gradient_check import GradientCheck
 from .optimizer_swap import OptimizerSwap
 from .options import ZeroOptions
-from .units import unit_classes, with_units
+from .units import with_units
 
 log = logging.getLogger("meshwright")
 DOOR = "nvfsdp_strategy_parallelize"
@@ -72,8 +70,7 @@ def nvfsdp_strategy_parallelize(
 ) -> nn.Module | tuple[nn.Module, torch.optim.Optimizer]:
     """Cut ``model`` over the mesh's ``tp`` axis, then lay it over its data axes by a ZeRO stage, in place.
 
-    With megatron-fsdp, CUDA and a CUDA mesh that package is the backend (untested on a GPU); everywhere else
-    meshwright's on FSDP2, described below (ZeRO: arXiv 1910.02054). Gradients are averaged over data ranks. Put
+    The engine is this package's own, on FSDP2 (ZeRO: arXiv 1910.02054). Gradients are averaged over data ranks. Put
     ``model.accumulation_context(is_last_microbatch)`` around each microbatch of several; parameters that a stage
     keeps gathered until the last one are freed by its backward, so that nothing is stale whoever calls
     ``optimizer.step()``. Without it every backward counts as the last. With one data rank nothing is sharded, which
@@ -105,7 +102,7 @@ def nvfsdp_strategy_parallelize(
         ConfigError: options that contradict each other, the mesh or the model; an optimizer with state, or of another
             model.
         IntegrityError: ranks bring different weights. Build the model on meta, or under one seed on every rank.
-        UnsupportedError: options that only megatron-fsdp has (keep_fp8_transpose_cache_when_using_custom_fsdp,
+        UnsupportedError: options about buffers of megatron-fsdp (keep_fp8_transpose_cache_when_using_custom_fsdp,
             nccl_ub, fsdp_double_buffer), and features that the engine lacks.
     """
     given = locals()
@@ -119,26 +116,6 @@ def nvfsdp_strategy_parallelize(
     _check_meta(facts, options)
     requested = Techniques(tensor_plan=requested_of(tp_shard_plan, model))
     swap = OptimizerSwap(model, optimizer) if optimizer is not None else None
-    if megatron.HAVE_NVFSDP and device_mesh.device_type == CUDA:
-        if (ranks := context_ranks(device_mesh)) > 1:
-            raise UnsupportedError(
-                f"the mesh has cp = {ranks}, and megatron-fsdp shards over one axis, dp_shard, alone. Use"
-                f" fsdp2_strategy_parallelize."
-            )
-        if get_expert_mesh(device_mesh) is not None:
-            raise UnsupportedError(
-                "the mesh has ep > 1, which is not handed to megatron-fsdp. Use fsdp2_strategy_parallelize."
-            )
-        classes = unit_classes(model, facts, options)
-        if axis_sizes(device_mesh).get(Axis.TP.value, 1) > 1:
-            sizes = {Axis.TP.value: axis_sizes(device_mesh)[Axis.TP.value]}
-            plan = plan_for_mesh_sizes(facts, sizes, device_mesh.device_type, requested, "mean")
-            model = lay_out_module(model, facts, plan, device_mesh, ("tensor_parallel",), door=DOOR)
-            if swap is not None:
-                swap.apply(model)
-        model, optimizer = megatron.lay_out(model, optimizer, device_mesh, options, classes)
-        return model if optimizer is None else (model, optimizer)
-    options.check_native()
     model = _lay_out(model, facts, device_mesh, options, requested)
     if swap is None or optimizer is None:
         return model

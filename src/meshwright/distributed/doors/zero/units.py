@@ -51,13 +51,6 @@ def with_units(model: nn.Module, facts: ModelFacts, plan: Plan, options: ZeroOpt
     return replace(plan, units=units, collectives=moved)
 
 
-def unit_classes(model: nn.Module, facts: ModelFacts, options: ZeroOptions) -> list[type]:
-    """Return the classes of the unit modules: the requested ones, else those of the repeated blocks."""
-    if options.nvfsdp_unit_modules is not None:
-        return classes_of(options)
-    return list(dict.fromkeys(type(model.get_submodule(block)) for block in facts.blocks))
-
-
 def classes_of(options: ZeroOptions) -> list[type]:
     requested = options.nvfsdp_unit_modules or ()
     return [one if isinstance(one, type) else import_classes_from_paths([one])[0] for one in requested]
