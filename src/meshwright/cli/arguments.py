@@ -21,6 +21,9 @@ from meshwright.training.slurm.job_folder import FOLDER
 if TYPE_CHECKING:
     from meshwright.training.run.opened import Opened
 
+CONTINUE = ("resume", "resume_from", "resume_from_checkpoint", "continue")
+"""Flags of other trainers for what a run's folder as first word does here."""
+
 Value = TypeVar("Value")
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
@@ -111,6 +114,11 @@ def refuse_unknown_flags(cls: type[Any], argv: list[str]) -> None:
     for word in argv:
         name = word.partition("=")[0].removeprefix("--").replace("-", "_")
         is_known = any(f"{key}.".startswith(f"{name}.") for key in known)
+        if word.startswith("--") and name in CONTINUE:
+            raise ConfigError(
+                f"{word.partition('=')[0]}: a run is continued by the name of its folder, from its last checkpoint:"
+                f" meshwright train RUN [--key=value …]"
+            )
         if word.startswith("--") and not is_known and name not in ("", "help"):
             nested: Any = None
             for part in reversed(name.split(".")):
