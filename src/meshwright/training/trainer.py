@@ -33,7 +33,7 @@ from .preference import give_references
 from .run.checkpointing import Checkpointing, Position
 from .run.folder import RunFolder
 from .run.occupancy import occupied
-from .run.request import keep_request
+from .run.request import RESOLVED, keep_request, read_request, words_of_complete
 from .stopping import Interrupted, StopRequest
 from .tokenizer import prompt_ids
 from .tracing import TraceCheck
@@ -169,9 +169,7 @@ class _Loop:
         self.r.model.learn_documents()
         self.teller.header()
         if self.at.step >= self.config.steps:
-            self.teller.say(
-                f"this run is complete: step {self.at.step} of {self.config.steps}. Raise steps to train it further."
-            )
+            self.teller.say(words_of_complete(self.folder.path, self.at.step, self.config.steps))
             return self._close(0)
         self._begin()
         tokens = min(self.config.sample.tokens, UNTRAINED_TOKENS)
@@ -202,9 +200,11 @@ class _Loop:
         """Write the run's facts to its folder, and mark metrics of steps that will be repeated as abandoned."""
 
         def write() -> None:
+            before = read_request(self.folder.path, RESOLVED)
             self.folder.write_facts(self.config, self.r.identity, self.r.plan.to_json(), self.r.tokenizer)
             if self.at.step or self.teller.trackers.has_past:
                 self.teller.trackers.resumed(self.at.step)
+            self.teller.begin(before or self.config)
             shutil.rmtree(self.folder.heartbeats, ignore_errors=True)  # from an attempt that was killed
 
         agree.together(in_words(write, f"cannot write in {self.folder.path}"), here=is_rank_zero())

@@ -15,7 +15,9 @@ from meshwright.distributed.loss.preference import ACCURACIES, MARGINS
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import is_rank_zero
 from meshwright.distributed.step.results import StepLoss, StepResult
-from meshwright.training.build import Run, device_name, most_tokens
+from meshwright.planning.plan import Plan
+from meshwright.training.build import Run, build_schedule, device_name, most_tokens
+from meshwright.training.config import Config
 from meshwright.training.metrics.flops import mfu, peak_flops, training_flops_per_token
 from meshwright.training.metrics.memory import read_memory
 from meshwright.training.metrics.throughput import Throughput
@@ -25,7 +27,8 @@ from meshwright.training.run.checkpointing import Checkpointing, Position
 from meshwright.training.run.folder import RunFolder
 
 from .next_steps import next_steps
-from .page.history import SAMPLE
+from .page.document import config_rows
+from .page.history import ABSENT, BEGIN, SAMPLE, change
 from .progress import Progress, StepReport
 from .report import ClosingReport
 
@@ -59,6 +62,16 @@ class Validated:
         total = sum(self.weights.values()) or 1.0
         pairs = {f"validation_{name}": value / total for name, value in self.of_pairs.items()}
         return {"validation_loss": self.loss, **(own if len(own) > 1 else {}), **pairs}
+
+
+OF_RATE = ("steps", "optimizer.lr", "schedule.")
+"""Beginnings of the keys that a learning rate follows from."""
+
+
+def mesh_words(plan: Plan) -> str:
+    """Return a plan's mesh in words, as ``dp_shard=2 × tp=2``; axes of one rank are left out."""
+    axes = [*plan.mesh, *([("ep", plan.experts.ranks)] if plan.experts is not None else [])]
+    return " × ".join(f"{axis}={n}" for axis, n in axes if n > 1) or "one process"
 
 
 class Teller:
@@ -95,9 +108,7 @@ class Teller:
         """Print the run's model, layout, data and optimizer."""
         c, plan = self.r.shape, self.r.plan
         size = f"{count_text(c.parameters)} parameters, {c.n_layers} blocks, dim {c.dim}, vocabulary {c.vocab_size:,}"
-        axes = [*plan.mesh, *([("ep", plan.experts.ranks)] if plan.experts is not None else [])]
         reference = where_reference_comes_from(self.r.feed, self.r.model)
-        mesh = " × ".join(f"{axis}={n}" for axis, n in axes if n > 1) or "one process"
         whole, most = self.config.schedule.tokens or 0, most_tokens(self.config)
         early = f" (the run ends before, at token {most:,} at the latest)" if whole > most else ""
         lines = [
@@ -105,7 +116,7 @@ class Teller:
             f"model: {size}",
             *([f"weights: {self.r.weights}"] if self.config.model.hf else []),
             *([f"default: {self.r.chosen}, as usual in fine-tuning"] if self.r.chosen else []),
-            f"layout: {mesh} · {plan.data.technique} · {plan.precision.compute} on {plan.device}",
+            f"layout: {mesh_words(plan)} · {plan.data.technique} · {plan.precision.compute} on {plan.device}",
             f"data: {self.r.feed.description}",
             *(f"note: {note}" for note in self.r.feed.notes),
             *([f"note: reference of the pairs: {reference}"] if reference else []),
@@ -118,6 +129,37 @@ class Teller:
             f"folder: {self.folder.path}",
         ]
         self.progress.start(lines)
+
+    def begin(self, before: Config) -> None:
+        """Record that the run begins or is continued: its layout, and the keys that differ from ``before``.
+
+        A learning rate that jumps because of them is said.
+        """
+        shown = {key: value for key, value, _ in config_rows(before)}
+        now = {key: value for key, value, _ in config_rows(self.config)}
+        changed = {key: change(shown.get(key, ABSENT), value) for key, value in now.items() if shown.get(key) != value}
+        changed |= {key: change(value, ABSENT) for key, value in shown.items() if key not in now}
+        self.event(BEGIN, {"layout": mesh_words(self.r.plan), **changed}, self.at.step)
+        of_rate = [f"{key} {text}" for key, text in changed.items() if key.startswith(OF_RATE)]
+        old, new, step = build_schedule(before), self.r.schedule, self.at.step
+        if old.kind == "inverse_sqrt":  # its rates do not follow from its end
+            old = replace(old, total_steps=max(old.total_steps, new.total_steps))
+        was, rate = (each(each.place(step, self.at.tokens + 1)) for each in (old, new))
+        if not (step and of_rate) or f"{was:.2e}" == f"{rate:.2e}":
+            return
+        advice = f"leave {', '.join(text.partition(' ')[0] for text in of_rate)} as before"
+        if was and rate:
+            peak = new.peak * was / rate
+            advice = f"to go on at that rate, set optimizer.lr = {peak:.6g}"
+            if new.kind != "constant":
+                advice += (
+                    f" (it ends at {new(new.total_steps - 1) * was / rate:.2e}), or schedule.kind = constant beside"
+                )
+                advice += f" optimizer.lr = {was:.6g}"
+        self.say(
+            f"note: the learning rate jumps: step {step + 1} has {rate:.2e}, where the schedule before had {was:.2e}"
+            f" ({', '.join(of_rate)}); {advice}"
+        )
 
     def measured(
         self, rate: float, loss: StepLoss, result: StepResult, seconds: float, loads: Sequence[LayerLoad]
