@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError
 from meshwright.data import (
     Corpus,
@@ -92,6 +94,16 @@ class Feed:
                 f"rank {get_world_info()[0]} cannot read its part of the step's samples, {first} to {last} of the run:"
                 f" {type(error).__name__}: {error}{advice}"
             )
+
+    def row_lengths(self) -> np.ndarray:
+        """Return the number of tokens before its padding of each row of the last step, over all ranks.
+
+        They follow from the indexes of the samples, so no rank asks another.
+        """
+        of_step = self.loader.state - self.loader.global_batch + np.arange(self.loader.global_batch)
+        if isinstance(self.samples, Samples):
+            return self.samples.row_lengths(of_step)
+        return np.full(len(of_step), self.samples.seq_len)
 
     def asked(self, tokenizer: Tokenizer, message: str) -> str | None:
         """Write a user's message out as the data's conversations are; None without a chat template."""

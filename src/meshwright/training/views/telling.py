@@ -12,6 +12,7 @@ from meshwright.core.errors import MeshwrightError, command
 from meshwright.core.units import count_text
 from meshwright.distributed.experts.load import LayerLoad
 from meshwright.distributed.loss.preference import ACCURACIES, MARGINS
+from meshwright.distributed.optimizer.parameter_groups import trained_names
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import is_rank_zero
 from meshwright.distributed.step.results import StepLoss, StepResult
@@ -94,10 +95,9 @@ class Teller:
         wanted = (folder.path, self.config.logging, self.config.name, facts, self.say)
         opening = in_words(lambda: open_trackers(*wanted), f"cannot write in {folder.path}")
         self.trackers = agree.together(opening, here=is_rank_zero()) or Trackers()
-        c = run.shape
-        self.flops = training_flops_per_token(
-            c.matmul_parameters, n_layers=c.n_layers, dim_attention=c.dim_attention, seq_len=self.config.data.seq_len
-        )
+        trained = set(trained_names(run.model.facts, run.plan))
+        learnt = sum(fact.numel for fact in run.model.facts.parameters if fact.name in trained)
+        self.frozen = max(0, run.shape.matmul_parameters - learnt)
         self.peak = peak_flops(device_name(run.model), run.plan.precision.compute)
 
     def say(self, text: str) -> None:
@@ -111,6 +111,8 @@ class Teller:
         reference = where_reference_comes_from(self.r.feed, self.r.model)
         whole, most = self.config.schedule.tokens or 0, most_tokens(self.config)
         early = f" (the run ends before, at token {most:,} at the latest)" if whole > most else ""
+        less = ", 4 for each of N that is frozen," if self.frozen else ""
+        counted = f"(6N + 12·L·d·s) FLOPs per token that is no padding{less}"
         lines = [
             f"meshwright · {self.config.name}",
             f"model: {size}",
@@ -121,11 +123,7 @@ class Teller:
             *(f"note: {note}" for note in self.r.feed.notes),
             *([f"note: reference of the pairs: {reference}"] if reference else []),
             f"rate: {self.r.schedule.describe()}{early} · {self.r.optimizer.implementation} {plan.optimizer.row.title}",
-            *(
-                [f"MFU: (6N + 12·L·d·s) FLOPs per token over {self.peak / 1e12:,.0f} TFLOP/s (PaLM, appendix B)"]
-                if self.peak
-                else []
-            ),
+            *([f"MFU: {counted} over {self.peak / 1e12:,.0f} TFLOP/s (PaLM, appendix B)"] if self.peak else []),
             f"folder: {self.folder.path}",
         ]
         self.progress.start(lines)
@@ -168,7 +166,15 @@ class Teller:
         self.expert_figures = figures_of_experts(loads)
         self.last_loss = float(loss)
         self.pair_figures = {name: float(value) for name, value in loss.figures.items()}
-        self.throughput.add(loss.tokens, seconds)
+        self.throughput.add(self.r.feed.row_lengths().tolist(), seconds)
+        c = self.r.shape
+        flops = training_flops_per_token(
+            c.matmul_parameters - self.frozen,
+            n_layers=c.n_layers,
+            dim_attention=c.dim_attention,
+            seq_len=self.throughput.row_length,
+            frozen_matmul_parameters=self.frozen,
+        )
         memory = read_memory(self.r.model.device)
         speed = self.throughput.tokens_per_second
         return StepReport(
@@ -180,7 +186,7 @@ class Teller:
             tokens_per_second=speed,
             memory_bytes=memory.peak,
             memory_label=memory.label,
-            mfu=mfu(speed, self.flops, self.peak, self.r.plan.world),
+            mfu=mfu(speed, flops, self.peak, self.r.plan.world),
             skipped=self.at.skipped,
             busiest_expert=self.expert_figures.get("experts.max_over_mean"),
             pairs=(self.pair_figures[MARGINS], self.pair_figures[ACCURACIES]) if self.pair_figures else None,
