@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError
+from meshwright.core.units import epochs_text
 from meshwright.data import (
     Corpus,
     Interleave,
@@ -206,9 +207,10 @@ def _opened(
     epochs = samples.epochs(config.steps * config.batch.global_batch)
     for part, times in zip(parts, epochs.values(), strict=True):
         if part.max_epochs and times > part.max_epochs:
+            often = epochs_text(times).partition(" ")[0]
             raise ConfigError(
                 f"steps = {config.steps} of batch.global_batch = {config.batch.global_batch} samples would read"
-                f" {_source(part, data)} {times:.2f} times, more than its max_epochs = {part.max_epochs:g}: lower steps"
+                f" {_source(part, data)} {often} times, more than its max_epochs = {part.max_epochs:g}: lower steps"
                 f" or its weight, or raise max_epochs"
             )
     return Feed(
@@ -275,6 +277,11 @@ def refuse_contradictions(config: Config) -> None:
     Raises:
         ConfigError, UnsupportedError: as ``parts_of``; also for invalid mixture weights.
     """
+    if config.epochs is not None and config.data.streaming:
+        raise ConfigError(
+            f"epochs = {config.epochs:g} and data.streaming are both given, but the length of a stream's epoch is"
+            f" unknown until its end. Give steps instead"
+        )
     Interleave(stages_of(config, parts_of(config.data)))
 
 
