@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError
+from meshwright.core.files import read_object
 from meshwright.core.units import epochs_text
 from meshwright.data import (
     Corpus,
@@ -39,6 +40,7 @@ from meshwright.distributed.process.world import get_world_info
 from .config import Config, DataConfig
 from .model_source import FOLDER
 from .optim.fine_tuning import TEXT, with_length
+from .run.folder import IDENTITY
 from .tokenizer import in_chat_template
 from .views.data_description import describe, notes_on
 
@@ -81,6 +83,10 @@ class Feed:
     """Opens the images of a batch's rows; None where the sources have none."""
     ends: RowEnds | None = None
     """Where rows end; None: all have data.seq_len tokens."""
+    other_data: str = ""
+    """How the data differs from that which the run began with."""
+    left_out: dict[int, str] | None = None
+    """Validation rows of this rank that could not be read, with the error; None: they end the run."""
 
     def next_batch(self) -> Any:
         """Return this rank's part of the next global batch, or its read error; ``forward_backward`` accepts either."""
@@ -117,6 +123,7 @@ class Feed:
             f"sample {index} (rank {get_world_info()[0]}): {why}"
             for index, why in sorted(self.loader.unreadable.items())
         ]
+        mine += [f"row {index} that is held out: {why}" for index, why in sorted((self.left_out or {}).items())]
         return [line for rank in agree.everybody_says(mine) for line in rank]
 
 
@@ -213,6 +220,7 @@ def _opened(
                 f" {_source(part, data)} {often} times, more than its max_epochs = {part.max_epochs:g}: lower steps"
                 f" or its weight, or raise max_epochs"
             )
+    skips = any(p.on_bad_row == "skip" for p in parts)
     return Feed(
         samples,
         Loader(
@@ -222,17 +230,19 @@ def _opened(
             ranks,
             data.workers,
             finish=pixels,
-            skip_unreadable=any(p.on_bad_row == "skip" for p in parts),
+            skip_unreadable=skips,
             ends=ends if ends is None or pixels is None else replace(ends, microbatch=0),  # a step's pixels are joined
         ),
         tuple(held_out_of(config, parts, corpora, stages)),
         _identity(parts, prepared, stages),
         describe(parts, corpora, epochs, config, stages[-1].weights),
-        tuple(notes_on(parts, corpora, data.seq_len)),
+        (*filter(None, (p.note for p in prepared)), *notes_on(parts, corpora, data.seq_len)),
         config,
         tasks,
         pixels,
         ends,
+        "; ".join(filter(None, (p.other for p in prepared))),
+        {} if skips else None,
     )
 
 
@@ -313,7 +323,8 @@ def prepare_once_per_node(
         def tell(done: int, total: int) -> None:
             progress.portion(f"{prefix}reading", done, total)
 
-        return prepare(part, tokenizer, d.validation_fraction, d.cache or None, say, tell, vision)
+        begun = _begun(config, part)
+        return prepare(part, tokenizer, d.validation_fraction, d.cache or None, say, tell, vision, begun)
 
     mine = agree.together(prepared, here=first)
     reported = [(host, p) for host, p in agree.everybody_says((socket.gethostname(), mine)) if p is not None]
@@ -325,6 +336,15 @@ def prepare_once_per_node(
     # for files that are read in place, each node has its own index
     own = [p for host, p in reported if host == socket.gethostname()]
     return mine or next((p for p in own or [p for _, p in reported] if p.folder.is_dir()), reported[0][1])
+
+
+def _begun(config: Config, part: MixturePart) -> str:
+    """Return the digest of a part's data with which the run that is continued began; "" of a new run."""
+    kept = Path(config.run).expanduser() / IDENTITY
+    data = read_object(kept).get("data") if config.run and kept.is_file() else ""
+    if isinstance(data, dict):
+        data = (data.get(part.name) or {}).get("data")
+    return data if isinstance(data, str) else ""
 
 
 def _source(part: MixturePart, data: DataConfig) -> str:

@@ -127,7 +127,7 @@ def _open_folder(run: Run, config: Config, held: ExitStack) -> RunFolder:
                 f"out: this run began in {before}, which {socket.gethostname()} does not see; put it on a shared file"
                 f" system"
             )
-        folder = RunFolder.open(replace(config, run=config.run or before), run.identity)
+        folder = RunFolder.open(replace(config, run=config.run or before), run.identity, run.feed.other_data)
         held.enter_context(occupied(folder.path))
         if folder.is_new:
             folder.write_facts(run.config, run.identity, run.plan.to_json(), run.tokenizer)
@@ -313,7 +313,7 @@ class _Loop:
         validated = Validated()
         with self.r.model.averaged():  # once, not for every batch
             for held in self.r.feed.held_out:
-                place = (self.rank, self.ranks, self.r.feed.pixels, self.r.feed.ends)
+                place = (self.rank, self.ranks, self.r.feed.pixels, self.r.feed.ends, self.r.feed.left_out)
                 for batch in validation_batches(held.split, c.data.seq_len, held.samples, rows, *place):
                     loss = self.r.model.evaluate(batch)
                     figures = {name: float(value) for name, value in loss.figures.items()}
