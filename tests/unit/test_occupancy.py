@@ -89,7 +89,8 @@ def ended(tmp_path):
     keep_request(tmp_path, config)
     whole = tmp_path / "checkpoints" / "step-00000004"
     whole.mkdir(parents=True)
-    (whole / "manifest.json").write_text("{}")
+    (whole / "manifest.json").write_text('{"extra": {"state": {"step": 4}}}')
+    (tmp_path / "identity.json").write_text('{"seed": 0}')
     (whole.parent / "latest").write_text("step-00000004\n")
     return tmp_path
 
@@ -112,5 +113,9 @@ def test_only_what_the_files_decide_is_decided_by_them(ended):
         assert not completed(other)
     with occupied(ended):
         assert not completed(config)
-    (ended / "checkpoints" / "step-00000004" / "manifest.json").unlink()
+    manifest = ended / "checkpoints" / "step-00000004" / "manifest.json"
+    for damaged in ('{"extra": {"state": {"step": "four"}}}', '{"extra": {}}', '{"extra": {"state": {"step": 3}}}'):
+        manifest.write_text(damaged)
+        assert not completed(config)
+    manifest.unlink()
     assert not completed(config)

@@ -40,7 +40,7 @@ from meshwright.distributed.process.world import get_world_info
 from .config import Config, DataConfig
 from .model_source import FOLDER
 from .optim.fine_tuning import TEXT, with_length
-from .run.folder import IDENTITY
+from .run.request import IDENTITY
 from .tokenizer import in_chat_template
 from .views.data_description import describe, notes_on
 

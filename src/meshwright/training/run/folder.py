@@ -20,9 +20,7 @@ from meshwright.training.slurm.job_folder import FOLDER, job_number, note_job, r
 from meshwright.training.tokenizer import keep_tokenizer, template_file
 
 from .occupancy import NAME
-
-IDENTITY = "identity.json"
-"""File with the facts that must not change when a run is continued."""
+from .request import IDENTITY
 
 LOOSENED = ("too_long", "refuse")
 """A setting and its value that may change when a run is continued: what was refused is not among its samples."""

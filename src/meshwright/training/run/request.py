@@ -6,7 +6,7 @@ from pathlib import Path
 
 from meshwright.core.config import load_toml, to_toml
 from meshwright.core.errors import ConfigError, command
-from meshwright.core.files import replace_text
+from meshwright.core.files import read_object, replace_text
 from meshwright.training.config import Config
 from meshwright.training.health.peers import latest_checkpoint
 from meshwright.training.optim.fine_tuning import length_follows
@@ -14,6 +14,8 @@ from meshwright.training.optim.fine_tuning import length_follows
 from .occupancy import is_occupied
 
 NAME, RESOLVED = "request.toml", "config.toml"
+IDENTITY = "identity.json"
+"""File with the facts that must not change when a run is continued."""
 MANIFEST = "manifest.json"
 """File that a checkpoint has once it is whole (``checkpoint.manifest`` would import torch)."""
 
@@ -42,18 +44,26 @@ def words_of_complete(folder: Path, step: int, steps: int) -> str:
 def completed(config: Config) -> str:
     """Return what to tell of a run whose files say that it is complete; "" where anything else must be looked at.
 
-    That is so for a run that another job holds, for one whose length only its data tells, and where model, data or seed
-    are others than the run's: it is then refused, or continued, by the one that opens the model and the data.
+    That is so for a run that another job holds, for one whose length only its data tells, for one that runs code or is
+    compared with a trace, and where model, data or seed are others than the run's: it is then refused, or continued, by
+    the one that opens the model and the data.
+
+    Raises:
+        IntegrityError: the run's identity, or the manifest of its latest checkpoint, cannot be read.
     """
     folder = Path(config.run).expanduser()
     kept = [one for one in (read_request(folder, RESOLVED), read_request(folder)) if one] if config.run else []
-    name = latest_checkpoint(folder) if kept and not length_follows(config) else ""
-    step = int(name.removeprefix("step-")) if name.removeprefix("step-").isdigit() else -1
+    asks_more = length_follows(config) or config.model.trust_remote_code or config.check_trace
+    name = "" if asks_more or not kept else latest_checkpoint(folder)
+    manifest = folder / "checkpoints" / name / MANIFEST
     is_same = any(
         (one.model, one.adapters, one.data, one.seed) == (config.model, config.adapters, config.data, config.seed)
         for one in kept
     )
-    if step < config.steps or not is_same or is_occupied(folder):
+    if not (name and is_same and manifest.is_file() and read_object(folder / IDENTITY)) or is_occupied(folder):
         return ""
-    is_whole = (folder / "checkpoints" / name / MANIFEST).is_file()
-    return words_of_complete(folder, step, config.steps) if is_whole else ""
+    try:
+        step = int(read_object(manifest)["extra"]["state"]["step"])
+    except (KeyError, TypeError, ValueError):  # refused, with the reason, by who loads it
+        return ""
+    return words_of_complete(folder, step, config.steps) if step >= config.steps else ""
