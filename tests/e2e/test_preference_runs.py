@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -100,6 +101,10 @@ def test_speed_and_mfu_count_the_tokens_of_answers_whatever_rows_they_stand_in(t
     for seq_len in (16, 512):
         (result, counted, real), (_, _, of_other) = train(2, job=OfPeak(small(told | {"data.seq_len": seq_len})))
         assert "FLOPs per token that is no padding over 1 TFLOP/s" in result.out
+        longest = re.search(
+            r"plan: at most, with rows of data.seq_len = (\d+); the longest of this step has (\d+)", result.out
+        )
+        assert longest and int(longest[1]) == seq_len and int(longest[2]) < 16
         assert counted == [sum(ranks) for ranks in zip(real, of_other, strict=True)] and max(counted) < 8 * 16
         per_token.append([row["mfu"] * 2 * 1e12 / row["tokens_per_second"] for row in metrics(result.folder)])
     assert per_token[0] == pytest.approx(per_token[1], rel=1e-12)
