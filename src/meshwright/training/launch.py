@@ -96,12 +96,15 @@ def _way_on(config: Config, count: int, world: int) -> str:
         return f" process.count = {given} {how} --process.count={fitting}{also}." if _fits(layout, fitting) else ""
     if kept is None:
         return ""
-    held = [f"layout.{axis} = {n}" for axis, n in vars(kept.layout).items() if n > 1 and n == getattr(layout, axis)]
+    sizes = {axis: n for axis, n in vars(kept.layout).items() if n > 1 and n == getattr(layout, axis)}
+    held = [f"layout.{axis} = {n}" for axis, n in sizes.items()]
     began = f" (it keeps process.count = {kept.process.count} too)" if kept.process.count else ""
-    other = "leave --process.count out" if world == 1 else f"start {fitting}"
-    for sizes in ({"dp_shard": -1}, {"dp_shard": -1, "dp_replicate": 1}):
-        if held and _fits(replace(layout, **sizes), count):
-            flags = " ".join(f"--layout.{axis}={size}" for axis, size in sizes.items())
+    here = "leave --process.count out" if given else f"add --process.count={fitting}"
+    other = here if world == 1 else f"start {fitting}"
+    left: dict[str, int] = {"dp_shard": -1}
+    for other_sizes in (left, {"dp_replicate": 1} | left, dict.fromkeys(sizes, 1) | left):
+        if held and _fits(replace(layout, **other_sizes), count):
+            flags = " ".join(f"--layout.{axis}={size}" for axis, size in other_sizes.items())
             return (
                 f" {', '.join(held)} {'is' if len(held) == 1 else 'are'} kept in the run {config.run}{began}: add"
                 f" {flags} to go on with {count} processes, or {other}."
