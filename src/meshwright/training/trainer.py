@@ -284,7 +284,7 @@ class _Loop:
         self.peers.begin_steps(self.config.process.step_timeout_sec)
         begin_steps(self.r.model.mesh, self.config.process.step_timeout_sec)
         self.teller.say(f"start-up: {self.timeline.line()}")
-        self.teller.event("startup", self.timeline.seconds)
+        self.teller.started(self.timeline.seconds)
         if self.r.plan.compiled and (breaks := graph_breaks_text()):
             self.teller.say(breaks)
         if message := self.memory.first_step_report():

@@ -87,6 +87,7 @@ class Teller:
         self.config = run.config
         self.throughput = Throughput()
         self.trouble: OSError | None = None
+        self.begun: tuple[dict[str, str], int] | None = None
         self.last_loss: float | None = None
         self.last_validation: float | None = None
         self.expert_figures: dict[str, float] = {}
@@ -137,7 +138,10 @@ class Teller:
         now = {key: value for key, value, _ in config_rows(self.config)}
         changed = {key: change(shown.get(key, ABSENT), value) for key, value in now.items() if shown.get(key) != value}
         changed |= {key: change(value, ABSENT) for key, value in shown.items() if key not in now}
-        self.event(BEGIN, {"layout": mesh_words(self.r.plan), **changed}, self.at.step)
+        facts = {"layout": mesh_words(self.r.plan), **changed}, self.at.step
+        self.begun = None if self.trackers.has_past else facts
+        if self.trackers.has_past:
+            self.event(BEGIN, *facts)
         of_rate = [f"{key} {text}" for key, text in changed.items() if key.startswith(OF_RATE)]
         old, new, step = build_schedule(before), self.r.schedule, self.at.step
         if old.kind == "inverse_sqrt":  # its rates do not follow from its end
@@ -158,6 +162,12 @@ class Teller:
             f"note: the learning rate jumps: step {step + 1} has {rate:.2e}, where the schedule before had {was:.2e}"
             f" ({', '.join(of_rate)}); {advice}"
         )
+
+    def started(self, seconds: Mapping[str, float]) -> None:
+        """Write how long the parts of the start took: the first line of a new run's metrics."""
+        self.event("startup", seconds)
+        if self.begun is not None:
+            self.event(BEGIN, *self.begun)
 
     def measured(
         self, rate: float, loss: StepLoss, result: StepResult, seconds: float, loads: Sequence[LayerLoad]
