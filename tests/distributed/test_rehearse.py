@@ -163,7 +163,7 @@ def test_a_model_of_transformers_is_rehearsed(spmd, config, tmp_path):
     assert [rank.differences for rank in found] == [[]] * 4
 
 
-def test_one_rank_of_each_kind_is_rehearsed_in_a_process_of_its_own(pool, config, tmp_path, capsys):
+def test_one_rank_of_each_kind_is_rehearsed_in_a_process_of_its_own(pool, config, tmp_path, capfd):
     given = config({"layout": {"dp_shard": 4, "pp": 2}})
     file, written = tmp_path / "run.toml", tmp_path / "found.json"
     file.write_text(to_toml(Config.from_dict({**given, "model": {"size": "debug", "vocab_size": 260}})))
@@ -172,8 +172,9 @@ def test_one_rank_of_each_kind_is_rehearsed_in_a_process_of_its_own(pool, config
     assert (first.rank, first.alike, first.work, first.coordinates) == (0, 4, "pp 0", {"pp": 0, "dp_shard": 0})
     assert (last.rank, last.alike, last.work) == (4, 4, "pp 1") and "logits" in last.memory
     assert all(len(one.step_seconds) == 1 and one.peak_bytes > 1 << 25 and not one.refused for one in (first, last))
-    shown = capsys.readouterr().out
+    shown, warned = capfd.readouterr()
     assert shown == f"2 kinds of ranks among 8\n\n{first}\n\n{last}\n\n"
+    assert "brought the same rows" not in warned, "absent ranks bring none"
     assert not (tmp_path / "runs").exists()
 
 

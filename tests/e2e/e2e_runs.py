@@ -23,10 +23,13 @@ from meshwright.data import load_tokenizer
 from meshwright.data.loader import Loader
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.setup import destroy_distributed
+from meshwright.distributed.step import batch as step_batch
 from meshwright.training import build, feed, model_source
 from meshwright.training.config import Config
 from meshwright.training.metrics.metrics import read_metrics
+from meshwright.training.metrics.throughput import Throughput
 from meshwright.training.trainer import Trainer
+from meshwright.training.views import telling
 
 
 def nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,6 +86,29 @@ class Job:
             except MeshwrightError as error:
                 status, problem = error.exit_status, error
         return Result(status, words.getvalue(), problem, samples)
+
+
+class OfPeak(Job):
+    """A run on devices of a known peak, 1 TFLOP/s; beside its result, the tokens of each step that it counted, and
+    those of this rank that are no padding.
+    """
+
+    def __call__(self) -> Any:
+        peak, add, count, counted, real = telling.peak_flops, Throughput.add, step_batch.count, [], []
+
+        def added(self, row_lengths, seconds):
+            counted.append(sum(row_lengths))
+            add(self, row_lengths, seconds)
+
+        def seen(pieces):
+            real.append(sum(int((piece["document_ids"] >= 0).sum()) for piece in pieces))
+            return count(pieces)
+
+        telling.peak_flops, Throughput.add, step_batch.count = lambda *_: 1e12, added, seen
+        try:
+            return super().__call__(), counted, real
+        finally:
+            telling.peak_flops, Throughput.add, step_batch.count = peak, add, count
 
 
 @contextlib.contextmanager

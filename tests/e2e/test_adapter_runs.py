@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from e2e_runs import Job, losses
+from e2e_runs import Job, OfPeak, losses, metrics
 from safetensors.torch import load_file
 from support.families import save_tokenizer, saved, some_tokens
 
@@ -70,6 +70,17 @@ def test_checkpoints_hold_the_adapters_alone(told):
     parameters = {key for key in held if "inv_freq" not in key}
     assert parameters and all("lora_" in key or "modules_to_save" in key for key in parameters)
     assert "model.embed_tokens.weight" in manifest.left_out
+
+
+def test_a_frozen_parameter_counts_four_flops_of_six(pool, base, tmp_path):
+    per_token = []
+    whole = {key: value for key, value in base.items() if not key.startswith("adapters")}
+    for name, changes in (("adapters", whole | {"adapters.rank": 1}), ("whole", whole)):
+        job = OfPeak(changes | {"out": str(tmp_path / name), "steps": 2, "layout.dp_shard": 1})
+        result = pool.run(job, world=1, timeout=60)[0][0]
+        assert ("4 for each of N that is frozen" in result.out) == (name == "adapters")
+        per_token.append([row["mfu"] * 1e12 / row["tokens_per_second"] for row in metrics(result.folder)][-1])
+    assert per_token[0] < 0.9 * per_token[1]
 
 
 def test_the_merged_model_and_the_adapter_compute_the_same_elsewhere(told, model, tmp_path, ask):

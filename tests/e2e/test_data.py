@@ -245,6 +245,26 @@ def test_a_run_that_stops_over_a_bad_line_has_saved_and_goes_on_as_its_message_s
     assert losses(first.folder) == pytest.approx(losses(whole.folder), rel=1e-6)
 
 
+def test_a_record_damaged_between_two_sittings_stays_as_it_was_and_other_changes_are_said(train, small, tmp_path):
+    file, rows = tmp_path / "a.jsonl", [json.dumps({"prompt": f"{i}?", "completion": "yes" * 4}) for i in range(60)]
+    told = small({"data.source": [str(file)], "schedule.kind": "constant"})
+    file.write_text("\n".join(rows) + "\n")
+    straight = train(1, job=Job(told))[0].folder
+    first = train(1, job=Job(told | {"steps": 3}))[0].folder
+    file.write_text("\n".join([*rows[:7], rows[7][:-3], *rows[8:]]) + "\n")
+    (refused,) = train(1, {"steps": 6}, folder=first)
+    assert refused.status == 2 and re.search(r"line 8 .*set data.on_bad_row = 'skip'", str(refused.error))
+    (again,) = train(1, {"steps": 6, "data.on_bad_row": "skip"}, folder=first)
+    assert again.status == 0 and losses(first) == losses(straight), again.error
+    assert "unusable rows of a.jsonl, 1 in all, stay as they were when the run began" in again.out
+    file.write_text("\n".join([*rows[:7], rows[7][:-3], *rows[9:]]) + "\n")  # and a row is gone
+    (other,) = train(1, {"steps": 8}, folder=first)
+    assert other.status == 2 and re.search(r"another run: data was .*a.jsonl has .* bytes, and had", str(other.error))
+    assert "Put that back to continue" in str(other.error)
+    file.write_text("\n".join(rows) + "\n")
+    assert train(1, {"steps": 8}, folder=first)[0].status == 0
+
+
 def test_a_stream_that_meets_a_long_conversation_goes_on_as_its_message_says(train, small, tmp_path):
     rows = [{"prompt": "?" * 20, "completion": "yes" * (40 if i == 300 else 6)} for i in range(500)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -143,7 +143,43 @@ def test_another_image_is_another_run(train, told, data, tmp_path):
     first = train(1, told | {"steps": 2})[0]
     draw_image(own / "pictures" / "3.png", 31, 38, seed=99)
     second = train(1, {"steps": 4}, folder=first.folder)[0]
-    assert second.status == 2 and "holds another run: data was" in str(second.error)
+    said = str(second.error)
+    assert second.status == 2 and "holds another run: data was" in said
+    assert f"{own}/pictures/3.png is not as at the start of the run. Put that back, or leave out the rows" in said
+
+
+@pytest.mark.parametrize("kind", ["damaged", "gone", "another"])
+@pytest.mark.parametrize("began_with", ["refuse", "skip"])
+def test_a_picture_lost_between_two_sittings_is_left_out_as_the_message_says(
+    train, told, data, tmp_path, kind, began_with
+):
+    own = shutil.copytree(data, tmp_path / "own")
+    lost, told = own / "pictures" / "3.png", told | {"data.source": [str(own / "rows.jsonl")], "out": str(tmp_path)}
+    straight = train(2, told)
+    first = train(2, told | {"steps": 2, "data.on_bad_row": began_with})[0]
+    if kind == "another":
+        draw_image(lost, 31, 38, seed=99)  # of the same size
+    elif kind == "gone":
+        lost.unlink()
+    else:
+        lost.write_bytes(lost.read_bytes()[:60])
+    if began_with == "refuse":
+        refused = train(2, {"steps": 4}, folder=first.folder)[0]
+        assert refused.status == 2 and "on_bad_row = 'skip'" in str(refused.error) and str(lost) in str(refused.error)
+    ranks = train(2, {"steps": 4, "data.on_bad_row": "skip"}, folder=first.folder)
+    again = ranks[0]
+    assert again.status == 0, again.error
+    assert f"{lost} is not as at the start of the run: rows that have it are left out" in again.out
+    assert "could not be read and were left out (data.on_bad_row = 'skip')" in again.out
+    empty = 0
+    for mine, whole in zip(ranks, straight, strict=True):
+        for rows, wanted in zip(mine.samples, whole.samples[2:], strict=True):
+            left_out = [not any(row) for row in rows]
+            empty += sum(left_out)
+            assert [row for row, no in zip(rows, left_out, strict=True) if not no] == [
+                row[: len(rows[0])] for row, no in zip(wanted, left_out, strict=True) if not no
+            ]
+    assert 0 < empty < 8
 
 
 def test_a_run_is_exported_with_its_processor_and_generates(train, told, ask, tmp_path, data):

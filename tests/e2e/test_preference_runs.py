@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
-from e2e_runs import losses, metrics, rows_of_step
+from e2e_runs import OfPeak, losses, metrics, rows_of_step
 
 from meshwright.core.errors import IntegrityError
 from meshwright.training.preference import FOLDER
@@ -92,3 +93,18 @@ def test_long_rows_cost_what_short_answers_cost_and_give_the_same_losses(train, 
         [row["validation_loss"] for row in metrics(r[0].folder) if "validation_loss" in row] for r in (whole, longer)
     ]
     assert validated[0] == pytest.approx(validated[1], rel=1e-10)
+
+
+def test_speed_and_mfu_count_the_tokens_of_answers_whatever_rows_they_stand_in(train, small, told):
+    told |= {"model.max_seq_len": 512, "validation.every": 0}
+    per_token = []
+    for seq_len in (16, 512):
+        (result, counted, real), (_, _, of_other) = train(2, job=OfPeak(small(told | {"data.seq_len": seq_len})))
+        assert "FLOPs per token that is no padding over 1 TFLOP/s" in result.out
+        longest = re.search(
+            r"plan: at most, with rows of data.seq_len = (\d+); the longest of this step has (\d+)", result.out
+        )
+        assert longest and int(longest[1]) == seq_len and int(longest[2]) < 16
+        assert counted == [sum(ranks) for ranks in zip(real, of_other, strict=True)] and max(counted) < 8 * 16
+        per_token.append([row["mfu"] * 2 * 1e12 / row["tokens_per_second"] for row in metrics(result.folder)])
+    assert per_token[0] == pytest.approx(per_token[1], rel=1e-12)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+import shutil
 
 import pytest
 from e2e_runs import Job, assert_equal_checkpoints, losses, metrics
@@ -63,3 +65,40 @@ def test_a_resumed_run_skips_the_same_step_and_has_the_same_rates(train, guarded
         for r in (known, rows)
     )
     assert found == pytest.approx(wanted, rel=1e-3) and bool(found) == bool(changes)
+
+
+@pytest.mark.parametrize(
+    ("before", "changes", "keys"),
+    [
+        ({"schedule.kind": "cosine"}, {"steps": 12}, "steps 6 → 12"),
+        ({"schedule.kind": "linear"}, {"steps": 30}, "steps 6 → 30"),
+        ({"schedule.kind": "constant"}, {"steps": 9, "optimizer.lr": 0.01}, "steps 6 → 9, optimizer.lr 0.003 → 0.01"),
+        ({"steps": 3}, {"steps": 9, "schedule.warmup_steps": 7}, "steps 3 → 9, schedule.warmup_steps 0 → 7"),
+        (
+            {"schedule.kind": "wsd"},
+            {"steps": 9, "schedule.kind": "linear"},
+            'steps 6 → 9, schedule.kind "wsd" → "linear"',
+        ),
+    ],
+    ids=("cosine", "linear", "peak", "warmup", "kind"),
+)
+def test_a_rate_that_jumps_is_said_with_the_rate_that_avoids_it(train, tmp_path, before, changes, keys):
+    first = train(1, before)[0].folder
+    shutil.copytree(first, tmp_path / "copy")
+    jumped = train(1, changes, folder=first)[0]
+    step, found = len(metrics(tmp_path / "copy")) + 1, metrics(first)
+    note = re.search(r"note: the learning rate jumps: (.*)", jumped.out)
+    assert note, jumped.out
+    rate, was = found[step - 1]["learning_rate"], found[step - 2]["learning_rate"]  # a finished schedule keeps its end
+    assert note[1].startswith(f"step {step} has {rate:.2e}, where the schedule before had {was:.2e} ({keys}); ")
+    peak = re.search(r"set optimizer.lr = (\S+)", note[1])
+    assert peak
+    again = train(1, changes | {"optimizer.lr": peak[1]}, folder=tmp_path / "copy")[0]
+    assert "rate jumps" not in again.out
+    assert metrics(tmp_path / "copy")[step - 1]["learning_rate"] == pytest.approx(was, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["constant", "inverse_sqrt"])
+def test_a_rate_that_goes_on_as_it_was_needs_no_word(train, kind):
+    first = train(1, {"schedule.kind": kind, "schedule.warmup_steps": 2, "steps": 3})[0]
+    assert "rate jumps" not in train(1, {"steps": 6, "layout.dp_shard": 1}, folder=first.folder)[0].out

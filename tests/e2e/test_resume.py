@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
 from e2e_runs import Job, assert_equal_checkpoints, losses, metrics, nested, rows_of_step, tree
 
+from meshwright.cli.main import main
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.training.trainer import Trainer
 
@@ -75,6 +77,22 @@ def test_a_run_is_continued_from_another_folder(train, small, tmp_path, monkeypa
     second = train(1, job=InFolder(str(tmp_path / "elsewhere"), Job({"steps": 2}, str(run))))[0]
     assert second.status == 0 and len(losses(run)) == 2
     assert not any((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_run_continued_on_another_layout_shows_each_with_its_steps(train, complete, capsys, tmp_path):
+    page_of = ["inspect", str(complete), "--html", str(tmp_path / "page.html")]
+    assert train(2, {"steps": 3, "layout.dp_shard": 1, "layout.tp": 2}, folder=complete)[0].status == 0
+    assert train(2, {"steps": 4}, folder=complete)[0].status == 0
+    text = (main(page_of), (tmp_path / "page.html").read_text(encoding="utf-8"))[1]
+    asked = re.sub("<[^>]*>", "|", text.partition("<h2>Set for this run</h2>")[2].partition("<h2>Events</h2>")[0])
+    steps = r"steps\|+2 \(to step 2\), 3 \(step 3\), 4 \(from step 4\)\|+200\|"
+    assert re.search(steps, asked) and re.search(r"tp\|+1 \(to step 2\), 2 \(from step 3\)\|+1\|", asked), asked
+    other = train(1, {"steps": 2})[0].folder
+    capsys.readouterr()
+    assert main(["compare", str(complete), str(other), "--html", str(tmp_path / "both.html")]) == 0
+    said, words = capsys.readouterr().out, "one process (to step 2), tp=2 (from step 3)"
+    assert words in said and words in re.sub("<[^>]*>", "", (tmp_path / "both.html").read_text(encoding="utf-8"))
+    assert "2 (to step 2), 3 (step 3), 4 (from step 4)" in " ".join(said.split())
 
 
 class InFolder:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -17,11 +18,25 @@ from typing import Any
 
 import psutil
 import pytest
-from e2e_runs import Ended, end, family, finish, free_port, losses, metrics, only_run, start, tree
+from e2e_runs import (
+    Ended,
+    assert_equal_checkpoints,
+    end,
+    family,
+    finish,
+    free_port,
+    losses,
+    metrics,
+    only_run,
+    start,
+    tree,
+)
 
 from meshwright.checkpoint.folder import CheckpointFolder
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.training.health.heartbeat import file_of, read_record
+from meshwright.training.health.heartbeat import FOLDER as HEARTBEATS
+from meshwright.training.health.heartbeat import file_of, read_record, read_records
+from meshwright.training.health.peers import latest_checkpoint
 
 ENDLESS = {"steps": 1_000_000, "checkpoint.every": 0, "schedule.kind": "constant", "schedule.warmup_steps": 0}
 
@@ -252,3 +267,30 @@ def test_a_killed_worker_ends_the_run_with_its_rank_and_its_part_of_the_model(be
     run = only_run(tmp_path / "runs")
     before = tree(run)
     assert CheckpointFolder(run / "checkpoints").latest() is not None and tree(run) == before
+
+
+def test_the_command_of_a_killed_ranks_message_ends_the_run_as_if_nothing_had_happened(
+    begin, spmd, flags, tmp_path, environment, train
+):
+    steady = {"schedule.kind": "constant", "schedule.warmup_steps": 0, "checkpoint.every": 2}
+    command = begin(*flags(ENDLESS | steady | {"out": "killed", "process.count": 2}))
+    folder = wait_until(lambda: _saved(tmp_path / "killed"), command.process)
+    victim = read_records(folder / HEARTBEATS)[1]
+    assert victim.pid in {child.pid for child in command.workers()}
+    os.kill(victim.pid, signal.SIGKILL)
+    done = command.ended()
+    said, way, words = done.err.strip().rpartition(" Continue with: ")
+    assert done.status == 1 and way and f"pid {victim.pid}" in said and "was killed by SIGKILL" in said, done.err
+    steps = int(latest_checkpoint(folder).removeprefix("step-")) + 5
+    again = finish(start([*shlex.split(words), f"--steps={steps}"], environment, tmp_path))
+    assert again.status == 0 and "continuing from" in again.out, again.err
+    straight = train(2, steady | {"steps": steps, "checkpoint.every": 0})[0].folder
+    whole = f"checkpoints/step-{steps:08d}"
+    spmd(1, assert_equal_checkpoints, straight / whole, folder / whole)
+
+
+def _saved(runs: Path) -> Path | None:
+    """The folder of the run once it has a checkpoint and its ranks' heartbeats."""
+    folder = next(runs.iterdir(), None) if runs.is_dir() else None
+    ready = folder is not None and latest_checkpoint(folder) and len(read_records(folder / HEARTBEATS)) == 2
+    return folder if ready else None

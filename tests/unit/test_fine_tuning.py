@@ -6,6 +6,7 @@ import dataclasses
 import json
 import pickle
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ import pytest
 from meshwright.cli.arguments import open_model, read_config
 from meshwright.core.config import all_set, from_dict, is_unset, to_dict, to_toml
 from meshwright.core.errors import ConfigError
+from meshwright.core.units import epochs_text
 from meshwright.training.config import Config
+from meshwright.training.feed import refuse_contradictions
 from meshwright.training.optim.fine_tuning import (
     before_data,
     chosen,
@@ -111,17 +114,61 @@ def test_without_weights_nothing_changes(tmp_path):
     assert with_length(Config.from_dict({"epochs": 2.0}), 640, ("text",)).steps == 40  # as many as were asked for
 
 
-def test_a_forecast_takes_the_same_defaults_where_the_weights_are_elsewhere_and_says_them(tmp_path):
+@pytest.mark.parametrize("adapters", [{}, LORA], ids=["whole", "adapters"])
+@pytest.mark.parametrize("has_weights", [True, False])
+@pytest.mark.parametrize("verb", ["train", "plan", "rehearse"])
+def test_every_verb_takes_the_same_values_and_a_forecast_says_them(
+    tmp_path, capsys, monkeypatch, verb, has_weights, adapters
+):
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 512}))
-    flags = [f"--model.hf={tmp_path}", "--adapters.rank=4"]
-    there = before_data(Config.from_dict({"model": {"hf": str(tmp_path)}} | LORA), is_forecast=True)
-    assert read_config(flags, prog="", description="", is_forecast=True) == there
-    assert (there.data.seq_len, there.optimizer.lr) == (512, 2e-4)
-    said = "optimizer.lr = 0.0002, optimizer.weight_decay = 0, data.seq_len = 512"
-    assert of_forecast(there) == f"not set, and taken as where the model's weights lie: {said}"
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    assert before_data(Config.from_dict({"model": {"hf": str(tmp_path)}} | LORA)) == there, "as where they lie"
-    assert before_data(Config(), is_forecast=True) == Config() and of_forecast(Config()) == ""
+    if has_weights:
+        (tmp_path / "model.safetensors").write_bytes(b"")
+    wanted = before_data(Config.from_dict({"model": {"hf": str(tmp_path)}} | adapters))
+    tunes = has_weights or bool(adapters)
+    assert wanted.data.seq_len == (512 if tunes else 128)
+    module, taken = import_module(f"meshwright.cli.{verb}"), []
+
+    def read(*args, **options):
+        taken.append(read_config(*args, **options))
+        raise KeyboardInterrupt if verb == "train" else ConfigError("read")
+
+    if verb != "train":
+        line = of_forecast(wanted)
+        place = (
+            "taken as in training beside the model's weights: " if tunes else "from random weights, since none lie in"
+        )
+        assert place in line and f"data.seq_len = {wanted.data.seq_len}" in line
+        assert tunes or "beside weights training takes optimizer.lr = 1e-05, optimizer.weight_decay = 0, data" in line
+    monkeypatch.setattr(module, "read_config", read)
+    flags = {"train": [], "plan": ["--world", "2"], "rehearse": ["--gpus", "2", "--rank", "0"]}[verb]
+    with pytest.raises((KeyboardInterrupt, ConfigError)):
+        module.run([f"--model.hf={tmp_path}", *(["--adapters.rank=4"] if adapters else []), *flags])
+    assert taken == [wanted] and of_forecast(Config()) == ""
+
+
+def test_rows_that_nobody_set_are_no_longer_than_a_model_from_random_weights_knows(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 64}))
+    for model in ({"hf": str(tmp_path)}, {"max_seq_len": 64}):
+        assert before_data(Config.from_dict({"model": model})).data.seq_len == 64
+        assert before_data(Config.from_dict({"model": model, "data": {"seq_len": 128}})).data.seq_len == 128
+
+
+@pytest.mark.parametrize(
+    ("epochs", "said"),
+    [
+        (1.0, "1 epoch"),
+        (0.8, "0.8 epochs"),
+        (0.9996, "0.9996 epochs"),
+        (2.0004, "2.0004 epochs"),
+        (3.0476, "3.05 epochs"),
+        (0.00321, "0.00321 epochs"),
+        (1234.5, "1234.5 epochs"),
+        (4000.0, "4,000 epochs"),
+        (0.0, "0 epochs"),
+    ],
+)
+def test_no_fraction_of_an_epoch_reads_as_a_whole_number(epochs, said):
+    assert epochs_text(epochs) == said
 
 
 @pytest.mark.parametrize(("rows", "said"), [(20, "steps = 2 (0.8 epochs)"), (16, "steps = 2 (1 epoch)")])
@@ -177,6 +224,8 @@ def test_steps_and_epochs_are_one_or_the_other(model, tmp_path):
 
 
 def test_a_stream_has_no_end_to_count(model):
+    with pytest.raises(ConfigError, match=r"epochs = 2 and data.streaming are both given.* Give steps instead"):
+        refuse_contradictions(Config.from_dict({"epochs": 2.0, "data": {"streaming": True, "source": ["a.jsonl"]}}))
     assert with_length(before_data(Config.from_dict({"model": {"hf": str(model)}})), 0, ("chat",)).steps == 200
 
 

@@ -162,15 +162,16 @@ def test_process_age_is_recorded_less_what_is_known():
 
 def test_throughput_forgets_the_first_step_and_whatever_left_the_window():
     meter = Throughput(window=2)
-    assert meter.tokens_per_second == 0.0 and meter.eta_seconds(5) is None
-    meter.add(100, 10.0)  # compilation
+    assert (meter.tokens_per_second, meter.row_length, meter.eta_seconds(5)) == (0.0, 0.0, None)
+    meter.add([100], 10.0)  # compilation
     assert meter.tokens_per_second == 10.0
-    meter.add(100, 1.0)
+    meter.add([100], 1.0)
     assert meter.tokens_per_second == 100.0
-    meter.add(100, 3.0)
+    meter.add([100], 3.0)
     assert (meter.tokens_per_second, meter.seconds_per_step, meter.eta_seconds(5)) == (50.0, 2.0, 10.0)
-    meter.add(300, 1.0)
+    meter.add([100, 200], 1.0)
     assert meter.tokens_per_second == 100.0
+    assert meter.row_length == (100 * 100 + 100 * 100 + 200 * 200) / 400  # a long row has more tokens that stand in it
 
 
 # Metrics on disk

@@ -1,4 +1,4 @@
-"""A run's folder has one job at a time."""
+"""A run's folder has one job at a time, and tells from its files alone that its run is complete."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
+from meshwright.core.config import to_toml, unset
 from meshwright.core.errors import ConfigError
+from meshwright.training.config import Config
 from meshwright.training.run import occupancy
 from meshwright.training.run.occupancy import NAME, occupied
+from meshwright.training.run.request import completed, keep_request
 
 HOLDER = """
 import sys, time
@@ -65,3 +69,53 @@ def test_where_files_cannot_be_locked_the_run_goes_on(tmp_path, monkeypatch):
     begun = time.monotonic()
     with occupied(tmp_path), occupied(tmp_path):
         assert time.monotonic() - begun < occupancy._PATIENCE_SEC, "nothing is held, so nobody waits"
+
+
+ENDED = """
+import sys
+from meshwright.cli.main import main
+from meshwright.distributed.process.workers import WorkerPool
+WorkerPool.start = lambda pool: sys.exit("processes were started")
+status = main(["train", *sys.argv[1:]])
+sys.exit(status or ("torch was imported" if "torch" in sys.modules else 0))
+"""
+
+
+@pytest.fixture
+def ended(tmp_path):
+    """The folder of a run of four processes that has taken its 4 steps."""
+    config = Config(steps=4, name="over")
+    (tmp_path / "config.toml").write_text(to_toml(replace(config, process=replace(config.process, count=4))))
+    keep_request(tmp_path, config)
+    whole = tmp_path / "checkpoints" / "step-00000004"
+    whole.mkdir(parents=True)
+    (whole / "manifest.json").write_text('{"extra": {"state": {"step": 4}}}')
+    (tmp_path / "identity.json").write_text('{"seed": 0}')
+    (whole.parent / "latest").write_text("step-00000004\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("flags", [[], ["--process.count=2"], ["--steps=3"], ["--optimizer.lr=0.5"]])
+def test_a_complete_run_says_so_before_torch_is_imported_or_a_process_started(ended, flags):
+    words = [sys.executable, "-c", ENDED, str(ended), *flags]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith(f"this run is complete: step 4 of {3 if '--steps=3' in flags else 4}. Raise steps")
+    assert last.endswith(f"train {ended} --steps=8")
+
+
+def test_only_what_the_files_decide_is_decided_by_them(ended):
+    config = Config(run=str(ended), steps=4)
+    assert completed(config) and not completed(replace(config, steps=5)) and not completed(replace(config, run=""))
+    data, length = replace(config.data, seq_len=64), {"epochs": 1.0, "steps": unset(4)}
+    for other in (replace(config, seed=1), replace(config, data=data), replace(config, **length)):
+        assert not completed(other)
+    with occupied(ended):
+        assert not completed(config)
+    manifest = ended / "checkpoints" / "step-00000004" / "manifest.json"
+    for damaged in ('{"extra": {"state": {"step": "four"}}}', '{"extra": {}}', '{"extra": {"state": {"step": 3}}}'):
+        manifest.write_text(damaged)
+        assert not completed(config)
+    manifest.unlink()
+    assert not completed(config)

@@ -30,7 +30,7 @@ from meshwright.training.run.request import keep_request
 from meshwright.training.views.page.charts import Chart, Curve, common_axis, value_axis
 from meshwright.training.views.page.document import page
 from meshwright.training.views.page.drawing import MOST_POINTS
-from meshwright.training.views.page.history import MOST_SOURCES, OF_PAIRS, Series, read_history, thinned
+from meshwright.training.views.page.history import BEGIN, MOST_SOURCES, OF_PAIRS, Series, read_history, thinned
 
 EVIL = "</script><script>alert(1)</script><img src=http://x.y/z onerror=alert(1)>\"'&\u2028"
 
@@ -399,6 +399,28 @@ def test_a_page_shows_the_last_sample_and_what_was_asked_for(run):
     with MetricsWriter(run) as writer:
         writer.resumed(30)
     assert "<h2>Sample</h2>" not in page(run, config)
+
+
+def test_what_was_set_when_a_run_was_continued_is_shown_with_its_steps(run):
+    keep_request(run, Config(name="asked"))
+    with MetricsWriter(run) as writer:
+        writer.event(BEGIN, {"layout": "dp_shard=4"}, 0)
+        writer.event(BEGIN, {"layout": "tp=4", "steps": "200 → 40", "layout.tp": "1 → 4"}, 30)
+        writer.log(41, figures(41))
+        writer.resumed(20)  # the steps from 21 on are taken anew; the config keeps what was set
+        writer.event(BEGIN, {"layout": "tp=2", "layout.tp": "4 → 2", "process.count": "0 → 2"}, 20)
+        writer.log(21, figures(21))
+    history = read_history(run / "metrics.jsonl")
+    assert history.layout == "dp_shard=4 (to step 20), tp=2 (from step 21)"
+    asked = page(run, Config.from_toml(run / "config.toml")).partition("<h2>Set for this run</h2>")[2]
+    cells = Reader(f'{asked.partition("<h2>Events</h2>")[0]}<script id="data">[]</script>').cells
+    shown = {cells[n]: cells[n + 1 : n + 3] for n in range(0, len(cells), 3)}
+    assert shown == {
+        "name": ['"asked"', '"demo"'],
+        "steps": ["200 (to step 20), 40 (from step 21)", "200"],
+        "layout.tp": ["1 (to step 20), 2 (from step 21)", "1"],
+        "process.count": ["0 (to step 20), 2 (from step 21)", "0"],
+    }
 
 
 def test_a_run_on_pairs_has_its_loss_per_pair(tmp_path):

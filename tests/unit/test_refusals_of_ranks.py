@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,6 +11,8 @@ from dataclasses import replace
 import pytest
 
 from meshwright import ConfigError, Layout
+from meshwright.cli.arguments import read_config
+from meshwright.core.config import to_toml
 from meshwright.training.config import Config
 from meshwright.training.launch import process_count
 
@@ -47,14 +50,50 @@ def test_a_script_of_one_process_keeps_its_traceback(tmp_path):
     assert "Traceback" in printed(tmp_path, "UnsupportedError")
 
 
-def test_processes_that_a_run_keeps_are_named():
+def test_processes_that_are_set_are_named():
     config = Config()
     asked = replace(config, layout=Layout(dp_shard=4), process=replace(config.process, count=2))
-    with pytest.raises(
-        ConfigError, match=r"process.count = 2 is set, .* the run that is resumed: give --process.count too"
-    ):
+    with pytest.raises(ConfigError, match="process.count = 2 is set: make it --process.count=4"):
         process_count(asked)
     with pytest.raises(ConfigError, match="does not divide|is not") as refused:
         process_count(replace(config, layout=Layout(dp_shard=-1, tp=3)))
     assert "process.count" not in str(refused.value)
     assert process_count(replace(asked, process=config.process)) == 4
+
+
+@pytest.mark.parametrize(
+    ("kept", "launcher", "flags", "says"),
+    [
+        ({"count": 2}, 1, ["--layout.dp_shard=4"], "process.count = 2 is kept in the run"),
+        ({"count": 2}, 1, ["--layout.tp=4"], "process.count = 2 is kept in the run"),
+        ({"count": 2, "dp_shard": 4}, 1, [], "process.count = 2 is kept in the run"),
+        ({"count": 2, "dp_shard": 2}, 1, ["--process.count=4"], "layout.dp_shard = 2 is kept"),
+        ({"count": 2, "dp_shard": 2}, 4, [], "layout.dp_shard = 2 is kept"),
+        ({"dp_shard": 1, "dp_replicate": 2}, 3, [], "layout.dp_replicate = 2 is kept"),
+        ({"tp": 2, "dp_shard": 1}, 1, ["--process.count=1"], "layout.tp = 2 is kept"),
+        ({"pp": 2, "cp": 2, "dp_shard": 1}, 6, [], "layout.pp = 2, layout.cp = 2 are kept"),
+        ({"count": 4, "dp_shard": 2, "tp": 2}, 1, ["--process.count=6"], "layout.dp_shard = 2, layout.tp = 2 are kept"),
+    ],
+)
+def test_the_key_that_a_run_keeps_is_named_and_the_advice_works(tmp_path, monkeypatch, kept, launcher, flags, says):
+    config, sizes = Config(), {axis: size for axis, size in kept.items() if axis != "count"}
+    process = replace(config.process, count=kept.get("count", 0))
+    (tmp_path / "config.toml").write_text(to_toml(replace(config, layout=Layout(**sizes), process=process)))
+    if launcher > 1:
+        for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": launcher, "LOCAL_WORLD_SIZE": launcher}.items():
+            monkeypatch.setenv(name, str(value))
+
+    def resumed(*more: str) -> int:
+        return process_count(read_config([str(tmp_path), *flags, *more], prog="meshwright train", description=""))
+
+    with pytest.raises(ConfigError) as refused:
+        resumed()
+    said = str(refused.value)
+    assert says in said and f"kept in the run {tmp_path}" in said and ("count" not in kept or "process.count" in said)
+    advice = re.findall(r"--(?:process|layout)\.\w+=-?\d+", said.partition(" add ")[2])
+    assert advice and resumed(*advice) in (1, 2, 3, 4, 6, 8)
+
+
+def test_a_run_is_not_continued_by_a_flag_of_another_trainer():
+    with pytest.raises(ConfigError, match="--resume: a run is continued by the name of its folder.* train RUN"):
+        read_config(["--resume=runs/a"], prog="meshwright train", description="")

@@ -21,11 +21,14 @@ from meshwright.training.slurm.job_folder import FOLDER
 if TYPE_CHECKING:
     from meshwright.training.run.opened import Opened
 
+CONTINUE = ("resume", "resume_from", "resume_from_checkpoint", "continue")
+"""Flags of other trainers for what a run's folder as first word does here."""
+
 Value = TypeVar("Value")
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
-def read_config(argv: list[str], *, prog: str, description: str, is_forecast: bool = False) -> Config:
+def read_config(argv: list[str], *, prog: str, description: str) -> Config:
     """Read and check the config that a verb's arguments describe.
 
     A section ``[slurm]`` of a file is checked and left to ``meshwright launch``.
@@ -35,7 +38,6 @@ def read_config(argv: list[str], *, prog: str, description: str, is_forecast: bo
             folder its own ``config.toml`` is read and ``run`` is set to the folder.
         prog: the verb as typed, for help and errors.
         description: the first lines of the help.
-        is_forecast: what is unset is chosen as where a model's weights lie, which may be on another machine.
 
     Raises:
         ConfigError: the file cannot be read, or a key or value in it or in the flags is not legal.
@@ -51,7 +53,7 @@ def read_config(argv: list[str], *, prog: str, description: str, is_forecast: bo
     config = parse_flags(Config, argv, default=_without_other_length(default, argv), prog=prog, description=description)
     check(config)
     _check_run(config.run)
-    return before_data(config, is_forecast=is_forecast)
+    return before_data(config)
 
 
 def _without_other_length(config: AnyConfig, argv: list[str]) -> AnyConfig:
@@ -111,6 +113,11 @@ def refuse_unknown_flags(cls: type[Any], argv: list[str]) -> None:
     for word in argv:
         name = word.partition("=")[0].removeprefix("--").replace("-", "_")
         is_known = any(f"{key}.".startswith(f"{name}.") for key in known)
+        if word.startswith("--") and name in CONTINUE:
+            raise ConfigError(
+                f"{word.partition('=')[0]}: a run is continued by the name of its folder, from its last checkpoint:"
+                f" meshwright train RUN [--key=value …]"
+            )
         if word.startswith("--") and not is_known and name not in ("", "help"):
             nested: Any = None
             for part in reversed(name.split(".")):

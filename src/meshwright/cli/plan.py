@@ -37,7 +37,7 @@ def run(argv: list[str]) -> int:
     if asked is not None and (world is not None or device is not None):
         raise ConfigError("--gpus and --gpu stand for --world and --device: leave these out")
     told = f"{__doc__}\n\n{run.__doc__}"
-    config = read_config(argv, prog="meshwright plan", description=told, is_forecast=True)
+    config = read_config(argv, prog="meshwright plan", description=told)
     if not as_json and (taken := of_forecast(config)):
         print(f"{taken}\n", flush=True)
     if asked is not None:

@@ -44,7 +44,7 @@ def run(argv: list[str]) -> int:
     _check(rank, each=each, numbers={"--gpus": gpus, "--steps": steps, "--per-node": per_node})
     path = _writable(file)
     told = f"{__doc__}\n\n{run.__doc__}"
-    config = read_config(argv, prog="meshwright rehearse", description=told, is_forecast=True)
+    config = read_config(argv, prog="meshwright rehearse", description=told)
     if not as_json and (taken := of_forecast(config)):
         print(f"{taken}\n", flush=True)
     if gpus is None and not config.layout.is_resolved:

@@ -41,11 +41,9 @@ def first_line(config: Config) -> str:
         ConfigError: the layout does not fit the number of processes.
     """
     from meshwright import __version__
-    from meshwright.distributed.process.world import get_world_info
     from meshwright.training.launch import process_count
 
-    world = get_world_info()[2]
-    count = world if world > 1 else process_count(config)
+    count = process_count(config)
     processes = f"{count} process{'es' * (count > 1)}"
     folder = config.run or f"{Path(config.out) / config.name}-…"
     return f"meshwright {__version__} · {config.name} · {processes} · {folder}"

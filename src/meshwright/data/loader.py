@@ -179,12 +179,14 @@ def validation_batches(
     world: int = 1,
     finish: Finish | None = None,
     ends: RowEnds | None = None,
+    unreadable: dict[int, str] | None = None,
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Return an iterator over a fixed choice of at most ``samples`` samples, spread evenly over ``split``.
 
     Batches have ``rows`` rows per data rank. All ranks get the same number of batches of the same shape (so they can
     run collectives), and together the same samples for every ``world``. Padding rows have every label IGNORE_INDEX.
-    ``finish`` and ``ends``: as for ``Loader``.
+    ``finish`` and ``ends``: as for ``Loader``. ``unreadable`` notes rows that cannot be read, which have no labels;
+    None: they raise.
 
     Raises:
         ConfigError: at the call, for a size below 1, a rank outside [0, world), rows that would part pairs, or a split
@@ -209,11 +211,16 @@ def validation_batches(
 
     def batches() -> Iterator[dict[str, torch.Tensor]]:
         for of_ranks, is_real in zip(padded, real, strict=True):
-            batch = split.rows(of_ranks[rank], seq_len)
+            length = seq_len
             if ends is not None:
-                batch = ended(batch, ends.length([split], lengths_at(split, of_ranks, seq_len), seq_len))
+                length = ends.length([split], lengths_at(split, of_ranks, seq_len), seq_len)
+
+            def read(indexes: np.ndarray, length: int = length) -> Rows:
+                return ended(split.rows(indexes, seq_len), length)
+
+            batch = _readable(read, of_ranks[rank], together, length, finish, unreadable)
             batch["labels"][~is_real] = IGNORE_INDEX
-            yield _tensors(finish(batch) if finish else batch)
+            yield _tensors(batch)
 
     return batches()
 
@@ -243,30 +250,43 @@ class _BatchReader:
             assert isinstance(self.samples, Samples)
             found = self.samples.row_lengths(of_ranks.reshape(-1))
             length = self.ends.length(self.samples.splits, found, length)
-        try:
-            return self._finished(ended(self.samples.rows(indexes), length))
-        except (OSError, MeshwrightError):
-            if self.unreadable is None:
-                raise
-        rows = [self._group(group, length) for group in indexes.reshape(-1, self.samples.rows_together)]
-        others = {key: values for row in rows for key, values in row.items()}
-        rows = [{key: row.get(key, np.zeros_like(others[key])) for key in others} for row in rows]
-        return self._finished({key: np.concatenate([row[key] for row in rows]) for key in others})
 
-    def _finished(self, rows: Rows) -> Rows:
-        return self.finish(rows) if self.finish else rows
+        def read(of_rows: np.ndarray) -> Rows:
+            return ended(self.samples.rows(of_rows), length)
 
-    def _group(self, indexes: np.ndarray, length: int) -> Rows:
-        """Read the samples that belong together, or return rows without labels if one cannot be read."""
-        assert self.unreadable is not None
+        return _readable(read, indexes, self.samples.rows_together, length, self.finish, self.unreadable)
+
+
+def _readable(
+    read: Callable[[np.ndarray], Rows],
+    indexes: np.ndarray,
+    together: int,
+    length: int,
+    finish: Finish | None,
+    unreadable: dict[int, str] | None,
+) -> Rows:
+    """Read and finish rows; those that cannot be read have no labels, and are noted in ``unreadable`` (None: raise)."""
+    finished = finish or (lambda rows: rows)
+    try:
+        return finished(read(indexes))
+    except (OSError, MeshwrightError):
+        if unreadable is None:
+            raise
+
+    def group(of_group: np.ndarray) -> Rows:
         try:
-            rows = ended(self.samples.rows(indexes), length)
-            self._finished(rows)  # only to see whether it can be; groups are finished together
+            rows = read(of_group)
+            finished(dict(rows))  # only to see whether it can be; groups are finished together
             return rows
         except (OSError, MeshwrightError) as error:
-            self.unreadable.update(dict.fromkeys(indexes.tolist(), f"{type(error).__name__}: {error}"))
-        empty = np.zeros((len(indexes), length), dtype=np.int64)
+            unreadable.update(dict.fromkeys(of_group.tolist(), f"{type(error).__name__}: {error}"))
+        empty = np.zeros((len(of_group), length), dtype=np.int64)
         return {"tokens": empty, "labels": empty + IGNORE_INDEX, "positions": empty, "document_ids": empty}
+
+    rows = [group(of_group) for of_group in indexes.reshape(-1, together)]
+    others = {key: values for row in rows for key, values in row.items()}
+    rows = [{key: row.get(key, np.zeros_like(others[key])) for key in others} for row in rows]
+    return finished({key: np.concatenate([row[key] for row in rows]) for key in others})
 
 
 class _Threads:

@@ -8,7 +8,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError
+from meshwright.core.files import read_object
+from meshwright.core.units import epochs_text
 from meshwright.data import (
     Corpus,
     Interleave,
@@ -36,6 +40,7 @@ from meshwright.distributed.process.world import get_world_info
 from .config import Config, DataConfig
 from .model_source import FOLDER
 from .optim.fine_tuning import TEXT, with_length
+from .run.request import IDENTITY
 from .tokenizer import in_chat_template
 from .views.data_description import describe, notes_on
 
@@ -78,6 +83,10 @@ class Feed:
     """Opens the images of a batch's rows; None where the sources have none."""
     ends: RowEnds | None = None
     """Where rows end; None: all have data.seq_len tokens."""
+    other_data: str = ""
+    """How the data differs from that which the run began with."""
+    left_out: dict[int, str] | None = None
+    """Validation rows of this rank that could not be read, with the error; None: they end the run."""
 
     def next_batch(self) -> Any:
         """Return this rank's part of the next global batch, or its read error; ``forward_backward`` accepts either."""
@@ -93,6 +102,16 @@ class Feed:
                 f" {type(error).__name__}: {error}{advice}"
             )
 
+    def row_lengths(self) -> np.ndarray:
+        """Return the number of tokens before its padding of each row of the last step, over all ranks.
+
+        They follow from the indexes of the samples, so no rank asks another.
+        """
+        of_step = self.loader.state - self.loader.global_batch + np.arange(self.loader.global_batch)
+        if isinstance(self.samples, Samples):
+            return self.samples.row_lengths(of_step)
+        return np.full(len(of_step), self.samples.seq_len)
+
     def asked(self, tokenizer: Tokenizer, message: str) -> str | None:
         """Write a user's message out as the data's conversations are; None without a chat template."""
         text = in_chat_template(self.config, tokenizer, message)
@@ -104,6 +123,7 @@ class Feed:
             f"sample {index} (rank {get_world_info()[0]}): {why}"
             for index, why in sorted(self.loader.unreadable.items())
         ]
+        mine += [f"row {index} that is held out: {why}" for index, why in sorted((self.left_out or {}).items())]
         return [line for rank in agree.everybody_says(mine) for line in rank]
 
 
@@ -194,11 +214,13 @@ def _opened(
     epochs = samples.epochs(config.steps * config.batch.global_batch)
     for part, times in zip(parts, epochs.values(), strict=True):
         if part.max_epochs and times > part.max_epochs:
+            often = epochs_text(times).partition(" ")[0]
             raise ConfigError(
                 f"steps = {config.steps} of batch.global_batch = {config.batch.global_batch} samples would read"
-                f" {_source(part, data)} {times:.2f} times, more than its max_epochs = {part.max_epochs:g}: lower steps"
+                f" {_source(part, data)} {often} times, more than its max_epochs = {part.max_epochs:g}: lower steps"
                 f" or its weight, or raise max_epochs"
             )
+    skips = any(p.on_bad_row == "skip" for p in parts)
     return Feed(
         samples,
         Loader(
@@ -208,17 +230,19 @@ def _opened(
             ranks,
             data.workers,
             finish=pixels,
-            skip_unreadable=any(p.on_bad_row == "skip" for p in parts),
+            skip_unreadable=skips,
             ends=ends if ends is None or pixels is None else replace(ends, microbatch=0),  # a step's pixels are joined
         ),
         tuple(held_out_of(config, parts, corpora, stages)),
         _identity(parts, prepared, stages),
         describe(parts, corpora, epochs, config, stages[-1].weights),
-        tuple(notes_on(parts, corpora, data.seq_len)),
+        (*filter(None, (p.note for p in prepared)), *notes_on(parts, corpora, data.seq_len)),
         config,
         tasks,
         pixels,
         ends,
+        "; ".join(filter(None, (p.other for p in prepared))),
+        {} if skips else None,
     )
 
 
@@ -263,6 +287,11 @@ def refuse_contradictions(config: Config) -> None:
     Raises:
         ConfigError, UnsupportedError: as ``parts_of``; also for invalid mixture weights.
     """
+    if config.epochs is not None and config.data.streaming:
+        raise ConfigError(
+            f"epochs = {config.epochs:g} and data.streaming are both given, but the length of a stream's epoch is"
+            f" unknown until its end. Give steps instead"
+        )
     Interleave(stages_of(config, parts_of(config.data)))
 
 
@@ -294,7 +323,8 @@ def prepare_once_per_node(
         def tell(done: int, total: int) -> None:
             progress.portion(f"{prefix}reading", done, total)
 
-        return prepare(part, tokenizer, d.validation_fraction, d.cache or None, say, tell, vision)
+        begun = _begun(config, part)
+        return prepare(part, tokenizer, d.validation_fraction, d.cache or None, say, tell, vision, begun)
 
     mine = agree.together(prepared, here=first)
     reported = [(host, p) for host, p in agree.everybody_says((socket.gethostname(), mine)) if p is not None]
@@ -306,6 +336,15 @@ def prepare_once_per_node(
     # for files that are read in place, each node has its own index
     own = [p for host, p in reported if host == socket.gethostname()]
     return mine or next((p for p in own or [p for _, p in reported] if p.folder.is_dir()), reported[0][1])
+
+
+def _begun(config: Config, part: MixturePart) -> str:
+    """Return the digest of a part's data with which the run that is continued began; "" of a new run."""
+    kept = Path(config.run).expanduser() / IDENTITY
+    data = read_object(kept).get("data") if config.run and kept.is_file() else ""
+    if isinstance(data, dict):
+        data = (data.get(part.name) or {}).get("data")
+    return data if isinstance(data, str) else ""
 
 
 def _source(part: MixturePart, data: DataConfig) -> str:

@@ -5,22 +5,27 @@ Torch-free.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
 import time
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 
+from meshwright.core.axes import WORLD_AXES
 from meshwright.core.devices import gpu_count
 from meshwright.core.errors import ConfigError, MeshwrightError
 from meshwright.distributed.process.fitness import refuse_without_distributed
 from meshwright.distributed.process.workers import WorkerDied, WorkerFailed, WorkerPool
-from meshwright.distributed.process.world import get_world_info
+from meshwright.distributed.process.world import get_world_info, is_rank_zero, ranks_per_node
+from meshwright.planning.layout import Layout
 
 from .config import Config
 from .health.peers import latest_checkpoint, read_all_records, run_folder, with_way_on
+from .run.request import RESOLVED, completed, read_request
 from .stopping import INTERRUPT, answered, leave_terminal
 
 CPU_PROCESSES = 4
@@ -38,7 +43,11 @@ def launch(config: Config) -> int:
     """
     started = time.time()
     world = get_world_info()[2]
-    count = 1 if world > 1 else process_count(config)
+    count = process_count(config)
+    if world in (1, ranks_per_node()) and (words := completed(config)):  # all ranks see the same files
+        if is_rank_zero():
+            print(words)
+        return 0
     if world > 1 or (count == 1 and not config.process.max_restarts):
         return train(config, started)
     pool = WorkerPool(count, oversubscribe=bool(config.process.count))
@@ -59,24 +68,55 @@ def train(config: Config, started: float) -> int:
 
 
 def process_count(config: Config) -> int:
-    """Return the number of processes to start on this host.
+    """Return the number of ranks: those of an external launcher, or the processes to start on this host.
 
     Raises:
-        ConfigError: the layout does not fit that number.
+        ConfigError: the layout does not fit that number; the text names the key that the run keeps, if that is why.
     """
-    layout, count = config.layout, config.process.count
+    layout, world = config.layout, get_world_info()[2]
+    count = world if world > 1 else config.process.count
     if not count:
         count = layout.world if layout.is_resolved else gpu_count() or CPU_PROCESSES
     try:
-        layout.resolve(count, ranks_per_node=count)
+        layout.resolve(count, ranks_per_node=(ranks_per_node() if world > 1 else count) or None)
     except ConfigError as error:
-        if not config.process.count:
-            raise
-        raise ConfigError(
-            f"{error} process.count = {count} is set, by a flag, a file or the run that is resumed: give"
-            f" --process.count too (0: as many as the layout needs)."
-        ) from None
+        raise ConfigError(f"{error}{_way_on(config, count, world)}") from None
     return count
+
+
+def _way_on(config: Config, count: int, world: int) -> str:
+    """Say which key to change where one that is set, or that the run keeps, is why the layout does not fit."""
+    layout, kept = config.layout, read_request(Path(config.run).expanduser(), RESOLVED) if config.run else None
+    fixed = math.prod(size for axis in WORLD_AXES if (size := layout.size(axis)) > 0)
+    fitting = fixed if layout.is_resolved else max(fixed, count // max(fixed, 1) * fixed)
+    given = config.process.count if world == 1 else 0
+    if given and (kept is None or kept.process.count == given):
+        how = f"is kept in the run {config.run}: add" if kept else "is set: make it"
+        also = " (0: as many as the layout has ranks)" if layout.is_resolved else ""
+        return f" process.count = {given} {how} --process.count={fitting}{also}." if _fits(layout, fitting) else ""
+    if kept is None:
+        return ""
+    sizes = {axis: n for axis, n in vars(kept.layout).items() if n > 1 and n == getattr(layout, axis)}
+    held = [f"layout.{axis} = {n}" for axis, n in sizes.items()]
+    began = f" (it keeps process.count = {kept.process.count} too)" if kept.process.count else ""
+    here = "leave --process.count out" if given else f"add --process.count={fitting}"
+    other = here if world == 1 else f"start {fitting}"
+    left: dict[str, int] = {"dp_shard": -1}
+    for other_sizes in (left, {"dp_replicate": 1} | left, dict.fromkeys(sizes, 1) | left):
+        if held and _fits(replace(layout, **other_sizes), count):
+            flags = " ".join(f"--layout.{axis}={size}" for axis, size in other_sizes.items())
+            return (
+                f" {', '.join(held)} {'is' if len(held) == 1 else 'are'} kept in the run {config.run}{began}: add"
+                f" {flags} to go on with {count} processes, or {other}."
+            )
+    return ""
+
+
+def _fits(layout: Layout, count: int) -> bool:
+    try:
+        return bool(layout.resolve(count, ranks_per_node=count))
+    except ConfigError:
+        return False
 
 
 class _Attempts:

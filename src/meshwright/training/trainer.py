@@ -33,7 +33,7 @@ from .preference import give_references
 from .run.checkpointing import Checkpointing, Position
 from .run.folder import RunFolder
 from .run.occupancy import occupied
-from .run.request import keep_request
+from .run.request import RESOLVED, keep_request, read_request, words_of_complete
 from .stopping import Interrupted, StopRequest
 from .tokenizer import prompt_ids
 from .tracing import TraceCheck
@@ -127,7 +127,7 @@ def _open_folder(run: Run, config: Config, held: ExitStack) -> RunFolder:
                 f"out: this run began in {before}, which {socket.gethostname()} does not see; put it on a shared file"
                 f" system"
             )
-        folder = RunFolder.open(replace(config, run=config.run or before), run.identity)
+        folder = RunFolder.open(replace(config, run=config.run or before), run.identity, run.feed.other_data)
         held.enter_context(occupied(folder.path))
         if folder.is_new:
             folder.write_facts(run.config, run.identity, run.plan.to_json(), run.tokenizer)
@@ -169,9 +169,7 @@ class _Loop:
         self.r.model.learn_documents()
         self.teller.header()
         if self.at.step >= self.config.steps:
-            self.teller.say(
-                f"this run is complete: step {self.at.step} of {self.config.steps}. Raise steps to train it further."
-            )
+            self.teller.say(words_of_complete(self.folder.path, self.at.step, self.config.steps))
             return self._close(0)
         self._begin()
         tokens = min(self.config.sample.tokens, UNTRAINED_TOKENS)
@@ -202,9 +200,11 @@ class _Loop:
         """Write the run's facts to its folder, and mark metrics of steps that will be repeated as abandoned."""
 
         def write() -> None:
+            before = read_request(self.folder.path, RESOLVED)
             self.folder.write_facts(self.config, self.r.identity, self.r.plan.to_json(), self.r.tokenizer)
             if self.at.step or self.teller.trackers.has_past:
                 self.teller.trackers.resumed(self.at.step)
+            self.teller.begin(before or self.config)
             shutil.rmtree(self.folder.heartbeats, ignore_errors=True)  # from an attempt that was killed
 
         agree.together(in_words(write, f"cannot write in {self.folder.path}"), here=is_rank_zero())
@@ -284,7 +284,7 @@ class _Loop:
         self.peers.begin_steps(self.config.process.step_timeout_sec)
         begin_steps(self.r.model.mesh, self.config.process.step_timeout_sec)
         self.teller.say(f"start-up: {self.timeline.line()}")
-        self.teller.event("startup", self.timeline.seconds)
+        self.teller.started(self.timeline.seconds)
         if self.r.plan.compiled and (breaks := graph_breaks_text()):
             self.teller.say(breaks)
         if message := self.memory.first_step_report():
@@ -313,7 +313,7 @@ class _Loop:
         validated = Validated()
         with self.r.model.averaged():  # once, not for every batch
             for held in self.r.feed.held_out:
-                place = (self.rank, self.ranks, self.r.feed.pixels, self.r.feed.ends)
+                place = (self.rank, self.ranks, self.r.feed.pixels, self.r.feed.ends, self.r.feed.left_out)
                 for batch in validation_batches(held.split, c.data.seq_len, held.samples, rows, *place):
                     loss = self.r.model.evaluate(batch)
                     figures = {name: float(value) for name, value in loss.figures.items()}

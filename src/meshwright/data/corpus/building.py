@@ -21,9 +21,9 @@ from meshwright.data.text.tasks import Task, choose_task
 from meshwright.data.text.tokenizers import AligningTokenizer, Tokenizer
 from meshwright.data.text.turns import Example
 
-from .corpus import TRAINING, VALIDATION, VERSION, Encoded, Meta, find_damage, read_meta, write_corpus
+from .corpus import MOST_FILES, TRAINING, VALIDATION, VERSION, Encoded, Meta, find_damage, read_meta, write_corpus
 from .encoding import Encoder, Examples
-from .pictures import first_changed
+from .pictures import changed_images
 
 _NAMED = 3
 """Number of unusable rows per file that are reported one by one; the rest are only counted."""
@@ -97,8 +97,8 @@ class TokenisingRecipe:
         meta = read_meta(folder)
         if meta.key != self.key:
             return f"it was made of something else, with the tokenizer {meta.tokenizer}"
-        changed = first_changed(folder, image_folders(self.scan)) if meta.pictures else None
-        return f"the image {changed} is not what it was" if changed else ""
+        changed = changed_images(folder, image_folders(self.scan)) if meta.pictures else []
+        return f"the image {changed[0].path} is not what it was" if changed else ""
 
     def read_meta(self, folder: Path) -> Meta:
         return read_meta(folder)
@@ -128,6 +128,7 @@ class TokenisingRecipe:
             "n_source_bytes": self.scan.n_bytes,
             "skipped": skipped,
             "notes": notes,
+            "files": files_of(self.scan) if len(self.scan.files) <= MOST_FILES else [],
         }
         examples = self._texts(progress) if self.scan.format == "text" else self._records(skipped, say, progress)
         folders = image_folders(self.scan) if self.task.pictured else None
@@ -233,6 +234,11 @@ class TokenisingRecipe:
                 skipped[file.name] = skipped.get(file.name, 0) + 1
                 if skipped[file.name] <= _NAMED:
                     say(f"skipped: {bad}")
+
+
+def files_of(scan: Scan) -> list[list[Any]]:
+    """Return name, bytes, digest and records of each file of a scan."""
+    return [[file.name, file.n_bytes, file.digest, file.n_records] for file in scan.files]
 
 
 def folder_of(file: SourceFile) -> Path:

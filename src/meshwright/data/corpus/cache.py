@@ -13,7 +13,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,9 +27,10 @@ from meshwright.data.sources.listing import TOKEN_FORMATS
 from meshwright.data.sources.scan import Scan, scan_sources
 from meshwright.data.text.tokenizers import Tokenizer
 
-from .building import TokenisingRecipe, image_folders
-from .corpus import Corpus, Meta, TooLong, open_tokenised
+from .building import TokenisingRecipe, files_of, image_folders
+from .corpus import Corpus, Meta, TooLong, find_damage, has_documents_of, open_tokenised, read_meta
 from .mapped import PREFIX, Index, IndexingRecipe, open_index
+from .pictures import changed_images
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]
@@ -69,6 +70,10 @@ class Prepared:
     meta: Meta | Index
     was_built: bool
     """False if the corpus was already in the cache."""
+    note: str = ""
+    """What can no longer be read of the data that a run began with, and what becomes of it."""
+    other: str = ""
+    """How the data differs from that which a run began with."""
 
 
 def prepare(
@@ -79,6 +84,7 @@ def prepare(
     say: Say = _log.info,
     progress: Progress = lambda done, total: None,
     vision: Vision = NO_IMAGES,
+    begun: str = "",
 ) -> Prepared:
     """Build the corpus of ``source`` in the cache, unless it is there already.
 
@@ -93,6 +99,9 @@ def prepare(
         cache_dir: cache folder; None or an empty string means ``default_cache_dir()``.
         say: callback that receives one line at a time: what was found, built, waited for, or found damaged.
         vision: how records with images are read; by default they are refused.
+        begun: ``key`` of the data that a run to be continued began with. As long as its corpus is in the cache, images
+            that changed since are left to the one who reads rows, and rows that became unusable stay as they were
+            tokenised, where ``on_bad_row`` is skip; else ``other`` says what changed.
 
     Raises:
         ConfigError: an unusable source or fraction (see ``scan_sources``); an unusable record or id (with its
@@ -112,6 +121,9 @@ def prepare(
     recipe: Recipe = (
         IndexingRecipe(*made_of) if scan.format in TOKEN_FORMATS else TokenisingRecipe(*made_of, vision=vision)
     )
+    first = _begun_with(root, begun, scan) if isinstance(recipe, TokenisingRecipe) else None
+    if isinstance(recipe, TokenisingRecipe) and first is not None and first.meta.key == recipe.key:
+        return _with_images(first, is_skipped=options.on_bad_row == "skip")
     folder, was_built = root / recipe.folder_name, False
     try:
         if recipe.find_damage(folder):  # a whole one needs no lock: the cache may be read-only
@@ -124,7 +136,52 @@ def prepare(
             f" the sources; set data.cache to a folder that has room and can be written"
         ) from error
     meta = recipe.read_meta(folder)
-    return Prepared(folder, getattr(meta, "identity", meta.key), scan, meta, was_built)
+    made = Prepared(folder, getattr(meta, "identity", meta.key), scan, meta, was_built)
+    return made if first is None else _since(made, first)
+
+
+def _begun_with(root: Path, begun: str, scan: Scan) -> Prepared | None:
+    """Return the whole corpus of the cache that has an identity; None without one."""
+    name = f"corpus-{begun.partition('-')[0]}"
+    for folder in (root / name, root / f"{name}-skip") if begun else ():
+        if not find_damage(folder, contents=True) and (meta := read_meta(folder)).identity == begun:
+            return Prepared(folder, begun, scan, meta, False)
+    return None
+
+
+def _with_images(first: Prepared, *, is_skipped: bool) -> Prepared:
+    """Return the corpus that a run began with, with what became of its images."""
+    assert isinstance(first.meta, Meta)
+    changed = changed_images(first.folder, image_folders(first.scan)) if first.meta.pictures else []
+    if not changed:
+        return first
+    named = f"{_few([str(image.path) for image in changed])} {'is' if len(changed) == 1 else 'are'} not as at the start"
+    if is_skipped:
+        return replace(first, note=f"{named} of the run: rows that have it are left out (data.on_bad_row = 'skip')")
+    advice = "Put that back, or leave out the rows that have it: data.on_bad_row = 'skip'"
+    return replace(first, key=f"changed-{first.key}", other=f"{named} of the run. {advice}")
+
+
+def _since(made: Prepared, first: Prepared) -> Prepared:
+    """Return the corpus that a run began with if rows that became unusable are all that changed, else the new one."""
+    assert isinstance(made.meta, Meta) and isinstance(first.meta, Meta)
+    then = {name: values for name, *values in first.meta.files}
+    now = {name: values for name, *values in files_of(made.scan)}
+    has_as_many = then.keys() == now.keys() and all(then[name][-1] == now[name][-1] for name in now)
+    if has_as_many and made.meta.skipped and has_documents_of(first.folder, made.folder):
+        n, files = sum(made.meta.skipped.values()), _few(list(made.meta.skipped))
+        return replace(first, note=f"unusable rows of {files}, {n} in all, stay as they were when the run began")
+    changed = [f"{name} is gone" for name in then if name not in now]
+    changed += [f"{name} is new" for name in now if name not in then]
+    for name in then.keys() & now.keys():
+        if then[name][:2] != now[name][:2]:
+            sizes = f"has {now[name][0]:,} bytes, and had {then[name][0]:,}"
+            changed.append(f"{name} {'has other bytes' if then[name][0] == now[name][0] else sizes}")
+    return replace(made, other=f"{_few(sorted(changed))}. Put that back to continue" if changed and then else "")
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _build_unless_whole(folder: Path, alone: bool, recipe: Recipe, say: Say, progress: Progress) -> bool:

@@ -19,6 +19,7 @@ import contextlib
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -40,6 +41,7 @@ from .whole import Whole
 
 VERSION = 3
 META = "meta.json"
+MOST_FILES = 10_000
 TRAINING, VALIDATION = "training", "validation"
 
 TooLong = Literal["refuse", "truncate", "skip"]
@@ -86,6 +88,8 @@ class Meta:
     """Differences between the texts and their tokens, each a sentence."""
     pictures: Pictures | None = None
     """The files of images; None where documents have none."""
+    files: list[list[Any]] = field(default_factory=list)
+    """Name, bytes, digest and records of each source file; none of a corpus of more than MOST_FILES."""
 
     @property
     def identity(self) -> str:
@@ -204,6 +208,23 @@ def write_corpus(
     )
     write_meta(folder, asdict(meta))
     return meta
+
+
+def has_documents_of(folder: Path, other: Path) -> bool:
+    """Return whether a corpus has every document of another one, as often, in whatever split."""
+    return not _documents(other) - _documents(folder)
+
+
+def _documents(folder: Path) -> Counter[bytes]:
+    """Count the documents of both splits of a corpus, by digests of their ids and of what is learnt of them."""
+    meta, found = read_meta(folder), Counter[bytes]()
+    for name in (TRAINING, VALIDATION):
+        tokens, offsets = mapped(folder / f"{name}.tokens", meta.dtype), mapped(folder / f"{name}.offsets", "<i8")
+        learnt = mapped(folder / f"{name}.learnt", "u1") if meta.is_whole else tokens[:0]
+        bounds = offsets.tolist()
+        for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+            found[hashlib.blake2b(tokens[begin:end].tobytes() + learnt[begin:end].tobytes()).digest()] += 1
+    return found
 
 
 class _SplitWriter:

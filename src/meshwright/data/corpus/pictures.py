@@ -46,12 +46,14 @@ class PictureList:
         places: rows of ``<split>.images``.
         files: rows of ``images.files``.
         names: bytes of ``images.names``.
+        digests: rows of ``images.digests``.
         folders: of the data files, on this machine.
     """
 
     places: np.ndarray
     files: np.ndarray
     names: np.ndarray
+    digests: np.ndarray
     folders: Sequence[Path] = field(default=())
 
     def of(self, document: int) -> np.ndarray:
@@ -63,10 +65,13 @@ class PictureList:
         folder, end, width, height, n_bytes, mtime_ns = self.files[number].tolist()
         begin = int(self.files[number - 1, 1]) if number else 0
         name = self.names[begin:end].tobytes().decode("utf-8", "surrogateescape")
-        return ImageFile(self.folders[folder], name, width, height, n_bytes, mtime_ns)
+        digest = self.digests[number].tobytes().hex()
+        return ImageFile(self.folders[folder], name, width, height, n_bytes, mtime_ns, digest)
 
 
-NO_PICTURES = PictureList(np.empty((0, 4), np.int64), np.empty((0, 6), np.int64), np.empty(0, np.uint8))
+NO_PICTURES = PictureList(
+    np.empty((0, 4), np.int64), np.empty((0, 6), np.int64), np.empty(0, np.uint8), np.empty((0, 16), np.uint8)
+)
 
 
 class PicturesWriter:
@@ -128,18 +133,15 @@ def open_pictures(folder: Path, split: str, folders: Sequence[Path]) -> PictureL
         mapped(folder / f"{split}.images", "<i8").reshape(-1, 4),
         mapped(folder / _FILES, "<i8").reshape(-1, 6),
         mapped(folder / _NAMES, "u1"),
+        mapped(folder / _DIGESTS, "u1").reshape(-1, 16),
         folders,
     )
 
 
-def first_changed(folder: Path, folders: Sequence[Path]) -> Path | None:
-    """Return an image that is gone, or has other bytes than when the corpus was made; None if there is none."""
-    known, digests = open_pictures(folder, "training", folders), mapped(folder / _DIGESTS, "u1").reshape(-1, 16)
-    for number in range(len(known.files)):
-        file = known.file(number)
-        if has_changed(ImageFile(**{**vars(file), "digest": digests[number].tobytes().hex()})):
-            return file.path
-    return None
+def changed_images(folder: Path, folders: Sequence[Path]) -> list[ImageFile]:
+    """Return the images that are gone, or have other bytes than when the corpus was made."""
+    known = open_pictures(folder, "training", folders)
+    return list(filter(has_changed, map(known.file, range(len(known.files)))))
 
 
 def _table(rows: Sequence[tuple[int, ...]], columns: int) -> np.ndarray:

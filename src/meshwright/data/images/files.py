@@ -90,7 +90,7 @@ def open_image(image: ImageFile) -> Image:
     """Decode an image as RGB, upright, as transformers does.
 
     Raises:
-        IntegrityError: the file is gone or does not open, or is of another size than when the corpus was made.
+        IntegrityError: the file is gone or does not open, or is another one than when the corpus was made.
     """
     pillow = import_pillow(f"the image {image.path}")
     path = inside(image.folder, image.name)
@@ -106,6 +106,10 @@ def open_image(image: ImageFile) -> Image:
         raise IntegrityError(
             f"the image {path} has {found.width} x {found.height} pixels, and had {image.width} x {image.height} when"
             f" its data was tokenised: put that file back, and continue"
+        )
+    if image.digest and has_changed(image):
+        raise IntegrityError(
+            f"the image {path} has other bytes than when its data was tokenised: put that file back, and continue"
         )
     return found
 

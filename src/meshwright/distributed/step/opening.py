@@ -19,6 +19,7 @@ from meshwright.distributed.experts import routing
 from meshwright.distributed.loss import preference
 from meshwright.distributed.loss.declared import DeclaredLosses
 from meshwright.distributed.process import agree
+from meshwright.distributed.process.absent_peers import peers_are_absent
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.signature import REFERENCE, Signature
 from meshwright.planning.plan import Plan
@@ -128,7 +129,7 @@ class StepOpening:
         if refused:
             agree.raise_first(refusal, self.data_groups)
         ranks = self.plan.shares.batch_ranks
-        if mark and ranks > 1 and int(marks) ** 2 == int(mark_squares) * ranks:
+        if mark and ranks > 1 and not peers_are_absent() and int(marks) ** 2 == int(mark_squares) * ranks:
             self._say_that_rows_are_alike(ranks)
         brought, declared = others[: len(others) - len(own)], others[len(others) - len(own) :]
         if self.may_lack_reference:

@@ -41,7 +41,7 @@ def training_flops_per_token(
     *,
     n_layers: int,
     dim_attention: int,
-    seq_len: int,
+    seq_len: float,
     frozen_matmul_parameters: int = 0,
 ) -> float:
     """Count the training FLOPs of a token, forward and backward: ``6 * N + 12 * n_layers * dim_attention * seq_len``.
@@ -58,7 +58,8 @@ def training_flops_per_token(
             experts; without the input embedding (a lookup), norms and biases; with the output head, even if tied.
         n_layers: layers with attention.
         dim_attention: n_heads * head_dim, the width of all query heads together.
-        seq_len: tokens of one sequence.
+        seq_len: tokens of one sequence; of sequences of several lengths, that of the sequence which a token stands in
+            on the average.
         frozen_matmul_parameters: the same count for parameters that need no gradient.
     """
     return 6.0 * matmul_parameters + 4.0 * frozen_matmul_parameters + 12.0 * n_layers * dim_attention * seq_len

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 
 class Throughput:
@@ -14,26 +15,32 @@ class Throughput:
     """
 
     def __init__(self, window: int = 20):
-        self._steps: deque[tuple[int, float]] = deque(maxlen=window)
+        self._steps: deque[tuple[int, float, int]] = deque(maxlen=window)
         self._added = 0
 
-    def add(self, tokens: int, seconds: float) -> None:
-        """Add a step: its tokens over all ranks, and its wall-clock seconds."""
+    def add(self, row_lengths: Sequence[int], seconds: float) -> None:
+        """Add a step: the tokens of its rows over all ranks, without padding, and its wall-clock seconds."""
         if self._added == 1:
             self._steps.clear()
-        self._steps.append((tokens, seconds))
+        self._steps.append((sum(row_lengths), seconds, sum(length * length for length in row_lengths)))
         self._added += 1
+
+    @property
+    def row_length(self) -> float:
+        """Tokens of the row that a token of the window stands in, on the average; 0.0 before the first step."""
+        tokens = sum(t for t, *_ in self._steps)
+        return sum(squares for *_, squares in self._steps) / tokens if tokens else 0.0
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens per second over the window; 0.0 before the first step."""
-        seconds = sum(s for _, s in self._steps)
-        return sum(t for t, _ in self._steps) / seconds if seconds > 0 else 0.0
+        seconds = sum(s for _, s, _ in self._steps)
+        return sum(t for t, *_ in self._steps) / seconds if seconds > 0 else 0.0
 
     @property
     def seconds_per_step(self) -> float:
         """Mean seconds of a step over the window; 0.0 before the first step."""
-        return sum(s for _, s in self._steps) / len(self._steps) if self._steps else 0.0
+        return sum(s for _, s, _ in self._steps) / len(self._steps) if self._steps else 0.0
 
     def eta_seconds(self, remaining_steps: int) -> float | None:
         """Estimate the seconds of ``remaining_steps`` more steps at this speed; None before the first step."""

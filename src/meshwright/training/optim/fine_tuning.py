@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.core.config import is_unset, unset
+from meshwright.core.units import epochs_text
 from meshwright.planning.optimizer.kinds import kind_of
 
 if TYPE_CHECKING:
-    from meshwright.training.config import Config
+    from meshwright.training.config import Config, ModelConfig
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 LENGTHS = ("max_seq_len", "max_position_embeddings", "n_positions")
@@ -56,16 +57,25 @@ def length_follows(config: Config) -> bool:
     return config.epochs is not None or (is_unset(config.steps) and is_fine_tuning(config))
 
 
-def before_data(config: Config, *, is_forecast: bool = False) -> Config:
+def before_data(config: Config) -> Config:
     """Return a config with rows, rate and weight decay chosen where they are unset; they stay marked as unset.
 
-    Without weights in files nothing changes, but in a forecast, of a model whose weights may lie elsewhere.
+    Where no weights in files are trained, only rows change that are longer than the model knows. Training, forecasts,
+    rehearsals and evaluation all ask here, so they take the same values. Adapters are always trained beside weights,
+    although in a forecast these may lie elsewhere.
     """
-    if not (is_fine_tuning(config) or (is_forecast and config.model.hf)):
-        return config
+    longest = _longest(config.model)
+    if not (is_fine_tuning(config) or (config.model.hf and config.adapters is not None)):
+        rows = min(int(config.data.seq_len), longest)
+        is_shorter = is_unset(config.data.seq_len) and rows < config.data.seq_len
+        return replace(config, data=replace(config.data, seq_len=unset(rows))) if is_shorter else config
+    return _beside_weights(config, longest)
+
+
+def _beside_weights(config: Config, longest: int) -> Config:
     data, optimizer = config.data, _with_rate(config, RATES)
     if is_unset(data.seq_len):
-        data = replace(data, seq_len=unset(min(LONGEST_ROW, _longest(Path(config.model.hf).expanduser()))))
+        data = replace(data, seq_len=unset(min(LONGEST_ROW, longest)))
     if is_unset(optimizer.weight_decay) and "weight_decay" in kind_of(config.optimizer.kind).keys:
         optimizer = replace(optimizer, weight_decay=unset(0.0))
     return replace(config, data=data, optimizer=optimizer)
@@ -112,8 +122,17 @@ def chosen(config: Config) -> str:
 
 def of_forecast(config: Config) -> str:
     """Return a line with the values that a forecast takes because nobody set them; "" where all are set."""
-    values = of_unset(replace(config, steps=int(config.steps), sample=replace(config.sample, tokens=0)))
-    return f"not set, and taken as where the model's weights lie: {values}" if config.model.hf and values else ""
+    config = replace(config, steps=int(config.steps), sample=replace(config.sample, tokens=0))
+    values = of_unset(config)
+    if not (config.model.hf and values):
+        return ""
+    if is_fine_tuning(config) or config.adapters is not None:
+        return f"not set, and taken as in training beside the model's weights: {values}"
+    other = of_unset(_beside_weights(config, _longest(config.model)))
+    return (
+        f"not set, and taken as in training from random weights, since none lie in {config.model.hf}: {values}; beside"
+        f" weights training takes {other}"
+    )
 
 
 def of_unset(config: Config) -> str:
@@ -122,7 +141,8 @@ def of_unset(config: Config) -> str:
     rows = [("optimizer.lr", o.lr), ("optimizer.weight_decay", o.weight_decay), ("data.seq_len", config.data.seq_len)]
     parts = [f"{key} = {value:g}" for key, value in rows if is_unset(value)]
     if is_unset(config.steps):
-        passes = f" ({config.epochs:.3g} epoch{'s' * (config.epochs != 1)})" if config.epochs is not None else ""
+        of_all = " of all sources together" if config.data.mixture else ""
+        passes = f" ({epochs_text(config.epochs)}{of_all})" if config.epochs is not None else ""
         parts.append(f"steps = {config.steps}{passes}")
     if is_unset(config.sample.prompt) and config.sample.tokens:
         parts.append(f"sample.prompt = {json.dumps(config.sample.prompt, ensure_ascii=False)}")
@@ -137,8 +157,11 @@ def _with_rate(config: Config, rates: Rates) -> Any:
     return replace(config.optimizer, lr=unset(rate * factor))
 
 
-def _longest(place: Path) -> int:
+def _longest(model: ModelConfig) -> int:
     """Return the longest sequence of a model in tokens; as long as any where its config does not state one."""
+    if not model.hf:
+        return model.max_seq_len or LONGEST_ROW
+    place = Path(model.hf).expanduser()
     try:
         keys = json.loads((place / "config.json" if place.is_dir() else place).read_text(encoding="utf-8"))
         inner = keys.get("text_config")

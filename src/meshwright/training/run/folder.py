@@ -20,9 +20,7 @@ from meshwright.training.slurm.job_folder import FOLDER, job_number, note_job, r
 from meshwright.training.tokenizer import keep_tokenizer, template_file
 
 from .occupancy import NAME
-
-IDENTITY = "identity.json"
-"""File with the facts that must not change when a run is continued."""
+from .request import IDENTITY
 
 LOOSENED = ("too_long", "refuse")
 """A setting and its value that may change when a run is continued: what was refused is not among its samples."""
@@ -70,7 +68,7 @@ class RunFolder:
         return path
 
     @classmethod
-    def open(cls, config: Config, identity: dict[str, Any]) -> RunFolder:
+    def open(cls, config: Config, identity: dict[str, Any], other_data: str = "") -> RunFolder:
         """Return the folder that the config names, or a new one.
 
         Call it on one rank; existing runs are not changed.
@@ -80,6 +78,7 @@ class RunFolder:
 
         Args:
             identity: facts that must not change when a run is continued, as JSON values.
+            other_data: how its data differs from that which the run began with, and what to do.
 
         Raises:
             ConfigError: the folder holds a run of another identity, or other files than a run's.
@@ -90,14 +89,14 @@ class RunFolder:
             note_job(folder.path, config)
             return folder
         folder = cls(Path(run).expanduser())
-        folder.check_identity(identity)
+        folder.check_identity(identity, other_data)
         try:
             folder.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"run = {folder.path}: cannot make this folder ({error})") from None
         return folder
 
-    def check_identity(self, identity: dict[str, Any]) -> None:
+    def check_identity(self, identity: dict[str, Any], other_data: str = "") -> None:
         """Refuse to continue a run of another identity. Raises ConfigError."""
         stored = self.path / IDENTITY
         if not stored.is_file():
@@ -110,10 +109,11 @@ class RunFolder:
         before = read_object(stored)
         changed = list(changes(before, json.loads(json.dumps(identity))))
         if changed:
+            more = f"{other_data}. " if other_data else ""
             raise ConfigError(
-                f"run = {self.path} holds another run: {', '.join(changed)}. Model, data, tokenizer and seed make a"
-                f" run's identity;"
-                f" continue it with the old values, or leave run empty for a new folder. Nothing was changed."
+                f"run = {self.path} holds another run: {', '.join(changed)}. {more}Model, data, tokenizer and seed make"
+                f" a run's identity; continue it with the old values, or leave run empty for a new folder. Nothing was"
+                f" changed."
             )
 
     def write_facts(self, config: Config, identity: dict[str, Any], plan_text: str, tokenizer: Tokenizer) -> None:

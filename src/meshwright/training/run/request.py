@@ -1,15 +1,23 @@
-"""Keep a run's config as it was asked for, beside the one in which models and data have filled keys in. Torch-free."""
+"""Read what a run's folder keeps of its configs: as asked for, and as filled in from model and data. Torch-free."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from meshwright.core.config import load_toml, to_toml
-from meshwright.core.errors import ConfigError
-from meshwright.core.files import replace_text
+from meshwright.core.errors import ConfigError, command
+from meshwright.core.files import read_object, replace_text
 from meshwright.training.config import Config
+from meshwright.training.health.peers import latest_checkpoint
+from meshwright.training.optim.fine_tuning import length_follows
 
-NAME = "request.toml"
+from .occupancy import is_occupied
+
+NAME, RESOLVED = "request.toml", "config.toml"
+IDENTITY = "identity.json"
+"""File with the facts that must not change when a run is continued."""
+MANIFEST = "manifest.json"
+"""File that a checkpoint has once it is whole (``checkpoint.manifest`` would import torch)."""
 
 
 def keep_request(folder: Path, config: Config) -> None:
@@ -17,9 +25,45 @@ def keep_request(folder: Path, config: Config) -> None:
     replace_text(folder / NAME, to_toml(config))
 
 
-def read_request(folder: Path) -> Config | None:
-    """Return the config that a run was asked for; None where its folder has none that can be read."""
+def read_request(folder: Path, name: str = NAME) -> Config | None:
+    """Return the config that a run was asked for, or its resolved one; None where its folder has none that can be
+    read.
+    """
     try:
-        return load_toml(Config, folder / NAME) if (folder / NAME).is_file() else None
-    except ConfigError:  # keys of another version: it is only shown, and the run's config is shown in its place
+        return load_toml(Config, folder / name) if (folder / name).is_file() else None
+    except ConfigError:  # keys of another version: it is only compared and shown
         return None
+
+
+def words_of_complete(folder: Path, step: int, steps: int) -> str:
+    """Return what to tell of a run that has taken all its steps."""
+    further = command("train", folder, f"--steps={2 * max(step, steps)}")
+    return f"this run is complete: step {step} of {steps}. Raise steps to train it further, as in: {further}"
+
+
+def completed(config: Config) -> str:
+    """Return what to tell of a run whose files say that it is complete; "" where anything else must be looked at.
+
+    That is so for a run that another job holds, for one whose length only its data tells, for one that runs code or is
+    compared with a trace, and where model, data or seed are others than the run's: it is then refused, or continued, by
+    the one that opens the model and the data.
+
+    Raises:
+        IntegrityError: the run's identity, or the manifest of its latest checkpoint, cannot be read.
+    """
+    folder = Path(config.run).expanduser()
+    kept = [one for one in (read_request(folder, RESOLVED), read_request(folder)) if one] if config.run else []
+    asks_more = length_follows(config) or config.model.trust_remote_code or config.check_trace
+    name = "" if asks_more or not kept else latest_checkpoint(folder)
+    manifest = folder / "checkpoints" / name / MANIFEST
+    is_same = any(
+        (one.model, one.adapters, one.data, one.seed) == (config.model, config.adapters, config.data, config.seed)
+        for one in kept
+    )
+    if not (name and is_same and manifest.is_file() and read_object(folder / IDENTITY)) or is_occupied(folder):
+        return ""
+    try:
+        step = int(read_object(manifest)["extra"]["state"]["step"])
+    except (KeyError, TypeError, ValueError):  # refused, with the reason, by who loads it
+        return ""
+    return words_of_complete(folder, step, config.steps) if step >= config.steps else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from meshwright.core.units import count_text
+from meshwright.core.units import count_text, epochs_text
 from meshwright.data import Corpus
 from meshwright.data.corpus.pictured import Pictured
 from meshwright.data.corpus.whole import Whole
@@ -32,9 +32,9 @@ def describe(
         text += f" · {n_images:,} images"
     text += f" · {config.batch.global_batch} rows per step"
     if len(parts) == 1:
-        return f"{text} · {epochs[parts[0].name]:.2f} epochs"
+        return f"{text} · {epochs_text(epochs[parts[0].name])}"
     rows = [
-        f"{part.name} {weight / sum(weights):.1%}, {epochs[part.name]:.2f} epochs"
+        f"{part.name} {weight / sum(weights):.1%}, {epochs_text(epochs[part.name])}"
         for part, weight in zip(parts, weights, strict=True)
     ]
     return f"{text} · {len(parts)} sources: {'; '.join(rows)}"

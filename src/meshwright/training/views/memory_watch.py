@@ -78,6 +78,9 @@ class MemoryWatch:
         table = memory_table(self.found, self.r.plan, memory_shares(self.r), self._of_this_rank(estimate))
         unknown = f"\n  activations and logits were not estimated: {estimate.why_not}" if estimate.why_not else ""
         unknown += "".join(f"\n  plan: {note}" for note in estimate.notes)
+        whole, longest = self.r.config.data.seq_len, int(self.r.feed.row_lengths().max())
+        if longest < whole:
+            unknown += f"\n  plan: at most, with rows of data.seq_len = {whole}; the longest of this step has {longest}"
         return (
             f"memory of the first step on this rank{seen}; {reading.label} {bytes_text(reading.peak)}\n{table}{unknown}"
         )

@@ -12,10 +12,13 @@ from meshwright.core.errors import MeshwrightError, command
 from meshwright.core.units import count_text
 from meshwright.distributed.experts.load import LayerLoad
 from meshwright.distributed.loss.preference import ACCURACIES, MARGINS
+from meshwright.distributed.optimizer.parameter_groups import trained_names
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import is_rank_zero
 from meshwright.distributed.step.results import StepLoss, StepResult
-from meshwright.training.build import Run, device_name, most_tokens
+from meshwright.planning.plan import Plan
+from meshwright.training.build import Run, build_schedule, device_name, most_tokens
+from meshwright.training.config import Config
 from meshwright.training.metrics.flops import mfu, peak_flops, training_flops_per_token
 from meshwright.training.metrics.memory import read_memory
 from meshwright.training.metrics.throughput import Throughput
@@ -25,7 +28,8 @@ from meshwright.training.run.checkpointing import Checkpointing, Position
 from meshwright.training.run.folder import RunFolder
 
 from .next_steps import next_steps
-from .page.history import SAMPLE
+from .page.document import config_rows
+from .page.history import ABSENT, BEGIN, SAMPLE, change
 from .progress import Progress, StepReport
 from .report import ClosingReport
 
@@ -61,6 +65,16 @@ class Validated:
         return {"validation_loss": self.loss, **(own if len(own) > 1 else {}), **pairs}
 
 
+OF_RATE = ("steps", "optimizer.lr", "schedule.")
+"""Beginnings of the keys that a learning rate follows from."""
+
+
+def mesh_words(plan: Plan) -> str:
+    """Return a plan's mesh in words, as ``dp_shard=2 × tp=2``; axes of one rank are left out."""
+    axes = [*plan.mesh, *([("ep", plan.experts.ranks)] if plan.experts is not None else [])]
+    return " × ".join(f"{axis}={n}" for axis, n in axes if n > 1) or "one process"
+
+
 class Teller:
     """Reports a run on the first rank; silent on the others, with the same methods. Construction is collective.
 
@@ -73,6 +87,7 @@ class Teller:
         self.config = run.config
         self.throughput = Throughput()
         self.trouble: OSError | None = None
+        self.begun: tuple[dict[str, str], int] | None = None
         self.last_loss: float | None = None
         self.last_validation: float | None = None
         self.expert_figures: dict[str, float] = {}
@@ -81,10 +96,9 @@ class Teller:
         wanted = (folder.path, self.config.logging, self.config.name, facts, self.say)
         opening = in_words(lambda: open_trackers(*wanted), f"cannot write in {folder.path}")
         self.trackers = agree.together(opening, here=is_rank_zero()) or Trackers()
-        c = run.shape
-        self.flops = training_flops_per_token(
-            c.matmul_parameters, n_layers=c.n_layers, dim_attention=c.dim_attention, seq_len=self.config.data.seq_len
-        )
+        trained = set(trained_names(run.model.facts, run.plan))
+        learnt = sum(fact.numel for fact in run.model.facts.parameters if fact.name in trained)
+        self.frozen = max(0, run.shape.matmul_parameters - learnt)
         self.peak = peak_flops(device_name(run.model), run.plan.precision.compute)
 
     def say(self, text: str) -> None:
@@ -95,29 +109,65 @@ class Teller:
         """Print the run's model, layout, data and optimizer."""
         c, plan = self.r.shape, self.r.plan
         size = f"{count_text(c.parameters)} parameters, {c.n_layers} blocks, dim {c.dim}, vocabulary {c.vocab_size:,}"
-        axes = [*plan.mesh, *([("ep", plan.experts.ranks)] if plan.experts is not None else [])]
         reference = where_reference_comes_from(self.r.feed, self.r.model)
-        mesh = " × ".join(f"{axis}={n}" for axis, n in axes if n > 1) or "one process"
         whole, most = self.config.schedule.tokens or 0, most_tokens(self.config)
         early = f" (the run ends before, at token {most:,} at the latest)" if whole > most else ""
+        less = ", 4 for each of N that is frozen," if self.frozen else ""
+        counted = f"(6N + 12·L·d·s) FLOPs per token that is no padding{less}"
         lines = [
             f"meshwright · {self.config.name}",
             f"model: {size}",
             *([f"weights: {self.r.weights}"] if self.config.model.hf else []),
             *([f"default: {self.r.chosen}, as usual in fine-tuning"] if self.r.chosen else []),
-            f"layout: {mesh} · {plan.data.technique} · {plan.precision.compute} on {plan.device}",
+            f"layout: {mesh_words(plan)} · {plan.data.technique} · {plan.precision.compute} on {plan.device}",
             f"data: {self.r.feed.description}",
             *(f"note: {note}" for note in self.r.feed.notes),
             *([f"note: reference of the pairs: {reference}"] if reference else []),
             f"rate: {self.r.schedule.describe()}{early} · {self.r.optimizer.implementation} {plan.optimizer.row.title}",
-            *(
-                [f"MFU: (6N + 12·L·d·s) FLOPs per token over {self.peak / 1e12:,.0f} TFLOP/s (PaLM, appendix B)"]
-                if self.peak
-                else []
-            ),
+            *([f"MFU: {counted} over {self.peak / 1e12:,.0f} TFLOP/s (PaLM, appendix B)"] if self.peak else []),
             f"folder: {self.folder.path}",
         ]
         self.progress.start(lines)
+
+    def begin(self, before: Config) -> None:
+        """Record that the run begins or is continued: its layout, and the keys that differ from ``before``.
+
+        A learning rate that jumps because of them is said.
+        """
+        shown = {key: value for key, value, _ in config_rows(before)}
+        now = {key: value for key, value, _ in config_rows(self.config)}
+        changed = {key: change(shown.get(key, ABSENT), value) for key, value in now.items() if shown.get(key) != value}
+        changed |= {key: change(value, ABSENT) for key, value in shown.items() if key not in now}
+        facts = {"layout": mesh_words(self.r.plan), **changed}, self.at.step
+        self.begun = None if self.trackers.has_past else facts
+        if self.trackers.has_past:
+            self.event(BEGIN, *facts)
+        of_rate = [f"{key} {text}" for key, text in changed.items() if key.startswith(OF_RATE)]
+        old, new, step = build_schedule(before), self.r.schedule, self.at.step
+        if old.kind == "inverse_sqrt":  # its rates do not follow from its end
+            old = replace(old, total_steps=max(old.total_steps, new.total_steps))
+        was, rate = (each(each.place(step, self.at.tokens + 1)) for each in (old, new))
+        if not (step and of_rate) or f"{was:.2e}" == f"{rate:.2e}":
+            return
+        advice = f"leave {', '.join(text.partition(' ')[0] for text in of_rate)} as before"
+        if was and rate:
+            peak = new.peak * was / rate
+            advice = f"to go on at that rate, set optimizer.lr = {peak:.6g}"
+            if new.kind != "constant":
+                advice += (
+                    f" (it ends at {new(new.total_steps - 1) * was / rate:.2e}), or schedule.kind = constant beside"
+                )
+                advice += f" optimizer.lr = {was:.6g}"
+        self.say(
+            f"note: the learning rate jumps: step {step + 1} has {rate:.2e}, where the schedule before had {was:.2e}"
+            f" ({', '.join(of_rate)}); {advice}"
+        )
+
+    def started(self, seconds: Mapping[str, float]) -> None:
+        """Write how long the parts of the start took: the first line of a new run's metrics."""
+        self.event("startup", seconds)
+        if self.begun is not None:
+            self.event(BEGIN, *self.begun)
 
     def measured(
         self, rate: float, loss: StepLoss, result: StepResult, seconds: float, loads: Sequence[LayerLoad]
@@ -126,7 +176,15 @@ class Teller:
         self.expert_figures = figures_of_experts(loads)
         self.last_loss = float(loss)
         self.pair_figures = {name: float(value) for name, value in loss.figures.items()}
-        self.throughput.add(loss.tokens, seconds)
+        self.throughput.add(self.r.feed.row_lengths().tolist(), seconds)
+        c = self.r.shape
+        flops = training_flops_per_token(
+            c.matmul_parameters - self.frozen,
+            n_layers=c.n_layers,
+            dim_attention=c.dim_attention,
+            seq_len=self.throughput.row_length,
+            frozen_matmul_parameters=self.frozen,
+        )
         memory = read_memory(self.r.model.device)
         speed = self.throughput.tokens_per_second
         return StepReport(
@@ -138,7 +196,7 @@ class Teller:
             tokens_per_second=speed,
             memory_bytes=memory.peak,
             memory_label=memory.label,
-            mfu=mfu(speed, self.flops, self.peak, self.r.plan.world),
+            mfu=mfu(speed, flops, self.peak, self.r.plan.world),
             skipped=self.at.skipped,
             busiest_expert=self.expert_figures.get("experts.max_over_mean"),
             pairs=(self.pair_figures[MARGINS], self.pair_figures[ACCURACIES]) if self.pair_figures else None,

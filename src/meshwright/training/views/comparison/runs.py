@@ -12,13 +12,12 @@ from meshwright.core.errors import IntegrityError
 from meshwright.core.files import read_object
 from meshwright.training.config import Config
 from meshwright.training.metrics.metrics import NAME
-from meshwright.training.views.page.document import config_rows
+from meshwright.training.views.page.document import config_rows, shown_over_steps
 from meshwright.training.views.page.drawing import placed
-from meshwright.training.views.page.history import History, Series, read_history
+from meshwright.training.views.page.history import ABSENT, History, Series, read_history
 from meshwright.training.views.page.state import RunState, state_of
 
 FEWEST, MOST = 2, 8
-ABSENT = "–"
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class ComparedRun:
 
     Attributes:
         label: its folder's name, or its path where two have the same name.
-        layout: the mesh as its plan has it, or as its config asks for.
+        layout: the mesh, each with its steps if there were several; without a word in the metrics, that of its plan.
     """
 
     label: str
@@ -74,7 +73,8 @@ def read_run(folder: Path, config: Config, label: str) -> ComparedRun:
         IntegrityError: a line of its metrics was not written by meshwright.
     """
     history = read_history(folder / NAME)
-    return ComparedRun(label, folder, config, history, state_of(folder, config, history), _layout(folder, config))
+    layout = history.layout or _layout(folder, config)
+    return ComparedRun(label, folder, config, history, state_of(folder, config, history), layout)
 
 
 def _layout(folder: Path, config: Config) -> str:
@@ -118,7 +118,9 @@ def _losses(run: ComparedRun, by: str) -> list[tuple[float, float]]:
 
 def differences(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
     """Return (key, its value in each run) of the keys of the configs that are not the same in all runs."""
-    known = [{key: shown for key, shown, _ in config_rows(run.config)} for run in runs]
+    known = [
+        {key: shown_over_steps(run.history, key, shown) for key, shown, _ in config_rows(run.config)} for run in runs
+    ]
     keys = dict.fromkeys(key for rows in known for key in rows)
     rows = [(key, [one.get(key, ABSENT) for one in known]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1]

@@ -8,8 +8,9 @@ from typing import Any
 
 from meshwright.core.units import count_text, duration_text
 from meshwright.training.views.page.drawing import quantities
+from meshwright.training.views.page.history import ABSENT
 
-from .runs import ABSENT, ComparedRun, common_place, differences, loss_at
+from .runs import ComparedRun, common_place, differences, loss_at
 
 
 def rows(runs: Sequence[ComparedRun], by: str) -> list[tuple[str, list[str]]]:

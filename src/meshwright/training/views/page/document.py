@@ -18,7 +18,7 @@ from meshwright.training.run.request import read_request
 from .charts import Chart, common_axis, figure, hover_data
 from .drawing import MOST_POINTS, charts_of_run, quantities
 from .frame import asset, breakable, framed, table, tiles
-from .history import History, read_history
+from .history import ABSENT, History, over_steps, read_history
 from .state import RunState, moment, state_of, time_left
 
 OWN = ("run",)
@@ -49,7 +49,7 @@ def page(folder: Path, config: Config, *, refresh: int = 0) -> str:
         *_notes(history),
         curves,
         _sample(history),
-        _changed(read_request(folder) or config),
+        _changed(read_request(folder) or config, history),
         _events(history),
         plan_section(folder),
         _config(config),
@@ -154,12 +154,19 @@ def _value(kind: object, value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _changed(config: Config) -> str:
-    """Return the keys that the user set to other values than the defaults."""
-    rows = [[key, shown, usual] for key, shown, usual in config_rows(config) if shown != usual]
+def _changed(config: Config, history: History) -> str:
+    """Return the keys that the user set to other values than the defaults, or changed when the run was continued."""
+    known = {key: (shown, usual) for key, shown, usual in config_rows(config)}
+    known |= {key: (shown_over_steps(history, key, ""), known.get(key, ("", ABSENT))[1]) for key in history.changes}
+    rows = [[key, shown, usual] for key, (shown, usual) in known.items() if shown != usual]
     if not rows:
         return '<h2>Set for this run</h2><p class="soft">Nothing: every key has its default.</p>'
     return f"<h2>Set for this run</h2>{table(('key', 'value', 'default'), rows)}"
+
+
+def shown_over_steps(history: History, key: str, value: str) -> str:
+    """Return a key's value as text, or its values with their steps if it was changed when the run was continued."""
+    return over_steps(history.changes[key]) if key in history.changes else value
 
 
 def _config(config: Config) -> str:
@@ -176,7 +183,7 @@ def config_rows(config: Config) -> Iterable[tuple[str, str, str]]:
     usual = dict(_leaves(to_dict(Config())))
     for key, value in _leaves(to_dict(config)):
         if key not in OWN:
-            yield key, _json(value), _json(usual[key]) if key in usual else "–"
+            yield key, _json(value), _json(usual[key]) if key in usual else ABSENT
 
 
 def _json(value: Any) -> str:

@@ -14,6 +14,15 @@ from meshwright.training.metrics.metrics import metric_lines
 
 SAMPLE = "sample"
 """Event that holds a text which the run's model wrote."""
+BEGIN = "begin"
+"""Event of each start of a run, new or continued: its layout, and the keys whose values changed, each as ``change``."""
+ABSENT, TO = "–", " → "
+
+
+def change(was: str, now: str) -> str:
+    """Return a key's change as text; both values as JSON text, or ABSENT."""
+    return f"{was}{TO}{now}"
+
 
 OF_PAIRS = "rewards/margins"
 """A figure that only runs on pairs of answers have."""
@@ -83,6 +92,8 @@ class History:
         clock: seconds of training at each step that has figures, since the first line; pauses between a stop and the
             next start, and steps that were abandoned, are left out.
         sample: the last text that the model wrote.
+        layouts: first step and mesh of each part of the run that has another layout than the one before.
+        changes: key -> its values in order, each with its first step; keys that kept their value are left out.
     """
 
     series: dict[str, Series] = field(default_factory=dict)
@@ -92,6 +103,13 @@ class History:
     seconds: tuple[float, float] | None = None
     clock: Series = field(default_factory=Series)
     sample: TextSample | None = None
+    layouts: list[tuple[int, str]] = field(default_factory=list)
+    changes: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
+
+    @property
+    def layout(self) -> str:
+        """The layouts in words, with their steps where there are several; "" where the metrics name none."""
+        return over_steps(self.layouts)
 
     @property
     def sources(self) -> list[str]:
@@ -135,6 +153,8 @@ def read_history(path: Path) -> History:
             began = began if when is None else when - (history.clock.last or 0.0)
         if line.get("event") == SAMPLE:
             history.sample = _sample(line)
+        elif line.get("event") == BEGIN:
+            _begin(history, line)
         elif "event" in line:
             history.events.append(line)
             if len(history.events) > MOST_EVENTS:
@@ -156,6 +176,37 @@ def _forget_after(history: History, step: int) -> None:
     if history.sample is not None and history.sample.step > step:
         history.sample = None
     history.events = [event for event in history.events if event.get("step", 0) <= step]
+    for values in history.changes.values():  # the config keeps a change, whatever becomes of the steps after it
+        values[:] = [
+            *(one for one in values if one[0] <= step + 1),
+            *((step + 1, v) for f, v in values[-1:] if f > step + 1),
+        ]
+
+
+def over_steps(values: Sequence[tuple[int, str]]) -> str:
+    """Return values with the steps that each held for: ``"4 (to step 10), 2 (from step 11)"``; a single one alone."""
+    words = []
+    for place, (first, text) in enumerate(values):
+        last = values[place + 1][0] - 1 if place + 1 < len(values) else 0
+        steps = f"from step {first}" if first > 1 else ""
+        if last:
+            steps = f"step {first}" if first == last else f"steps {first} to {last}" if steps else f"to step {last}"
+        words.append(f"{text} ({steps})" if steps else text)
+    return ", ".join(words)
+
+
+def _begin(history: History, line: dict[str, Any]) -> None:
+    """Note the layout that a start has, and the keys that it changed; steps after it are taken anew."""
+    first = line["step"] + 1 if isinstance(line.get("step"), int) else 1
+    history.layouts = [known for known in history.layouts if known[0] < first]
+    layout = str(line.get("layout", ""))
+    if layout and layout != (history.layouts[-1][1] if history.layouts else ""):
+        history.layouts.append((first, layout))
+    for key, text in line.items():
+        was, arrow, now = text.partition(TO) if isinstance(text, str) else ("", "", "")
+        if arrow:
+            known = history.changes.setdefault(key, [(1, was)])
+            known[:] = [*(place for place in known if place[0] < first), (first, now)]
 
 
 def _sample(line: dict[str, Any]) -> TextSample | None:
