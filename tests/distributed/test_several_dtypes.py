@@ -340,7 +340,8 @@ def with_adapters(frozen_in=torch.bfloat16):
 
 
 def llama_in_bf16():
-    return on_cpu(config_of("llama", use_cache=False)).to(torch.bfloat16)
+    sizes = {"hidden_size": 64, "intermediate_size": 128}  # as blocks of 4 bits take them
+    return on_cpu(config_of("llama", use_cache=False, **sizes)).to(torch.bfloat16)
 
 
 def adapters_alone(frozen_in=torch.bfloat16):
@@ -400,18 +401,31 @@ def test_adapters_are_converted_where_the_user_asks(spmd):
             assert (gradient - expected[name]).norm() <= LOOSE * expected[name].norm(), name
 
 
-def own_adapters(sizes):
-    model = parallelize(llama_in_bf16, Layout(**sizes), techniques={"adapters": {"rank": 4}}, audit=True)
+def own_adapters(sizes, techniques, folder):
+    model = parallelize(llama_in_bf16, Layout(**sizes), techniques={"adapters": {"rank": 4}} | techniques, audit=True)
     rank, ranks = data_position(model.mesh)
-    loss = model.forward_backward({key: value.chunk(ranks)[rank] for key, value in batch().items()}).loss
-    gradients = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
-    return loss.item(), gradients, {n: p.dtype for n, p in model.named_parameters()}
+    mine = {key: value.chunk(ranks)[rank] for key, value in batch().items()}
+    loss = model.forward_backward(mine).loss
+    gradients = {n: whole(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.optimizer_step(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0))
+    with WireCounter() as wire:
+        model.forward_backward(mine)
+    save(model, folder, only_trained=True)
+    load(model, folder)
+    dtypes = {n: p.dtype for n, p in model.named_parameters()}
+    gathers = [
+        figures[("all_gather", 2)]
+        for figures in (estimated(model.plan, Batch(ROWS, SEQ, ROWS // ranks)), counted(wire))
+        if ranks > 1
+    ]
+    return loss.item(), gradients, dtypes, gathers
 
 
-def test_requested_adapters_keep_their_dtype_beside_a_module_in_bfloat16(spmd):
-    ((loss, expected, own),) = spmd(1, own_adapters, {"dp_shard": 1})
-    for other, gradients, dtypes in spmd(2, own_adapters, SHARDED):
-        assert other == pytest.approx(loss, rel=0.01) and dtypes == own
+@pytest.mark.parametrize("techniques", [{}, {"quantize_frozen": "nf4"}], ids=str)
+def test_requested_adapters_keep_their_dtype_beside_a_module_in_bfloat16(techniques, spmd, tmp_path):
+    ((loss, expected, own, _),) = spmd(1, own_adapters, {"dp_shard": 1}, techniques, str(tmp_path / "one"))
+    for other, gradients, dtypes, gathers in spmd(2, own_adapters, SHARDED, techniques, str(tmp_path / "two")):
+        assert other == pytest.approx(loss, rel=0.01) and dtypes == own and gathers[0] == gathers[1]
         assert all((dtype == torch.float32) == ("lora_" in name) for name, dtype in dtypes.items())
         for name, gradient in gradients.items():
             assert (gradient - expected[name]).norm() <= LOOSE * expected[name].norm() + 1e-8, name
@@ -521,3 +535,17 @@ def test_a_checkpoint_keeps_dtypes_on_any_layout(spmd, tmp_path):
                 assert weight.dtype == weights[name].dtype, name
                 assert (weights[name].double() - weight.double()).norm() <= 0.01 * weight.double().norm(), name
             assert {dtype for key, dtype in states.items() if key != "step"} == {torch.bfloat16}
+
+
+def test_weights_of_another_dtype_are_not_rounded_to_4_bits():
+    def build():
+        model = llama_in_bf16()
+        model.model.layers[0].mlp.up_proj.float()
+        return model
+
+    techniques = {"adapters": {"rank": 4}, "quantize_frozen": "nf4"}
+    words = r"rounds '.*up_proj.*' \(float32\) to 4 bits, and most .* are bfloat16.*precision.master = float32"
+    with pytest.raises(UnsupportedError, match=words):
+        plan(build, Layout(dp_shard=2), techniques=techniques)
+    asked = techniques | {"precision": {"master": "float32"}}
+    assert plan(build, Layout(dp_shard=2), techniques=asked).quantize is not None

@@ -133,6 +133,13 @@ def _assemble(
     data = _data_plan(facts, requested, layout, technique, device, reduction)
     tensor, tensor_notes = _tensor_plan(facts, layout, requested, precision)
     float8, quantize, about_weights = rounded_weights(facts, requested, device, tensor)
+    for p in facts.parameters:
+        if quantize is not None and p.name in quantize.weights and p.dtype != precision.master:
+            raise UnsupportedError(
+                f"techniques.quantize_frozen rounds '{p.name}' ({p.dtype}) to 4 bits, and most elements of {facts.kind}"
+                f" are {precision.master}: weights in 4 bits are rounded in one dtype, which checkpoints note. Set"
+                f" techniques.precision.master = float32, or convert the model."
+            )
     pipeline = make_pipeline_plan(facts, layout, requested, precision) if layout.pp > 1 else None
     if pipeline is not None:
         check_trained(facts, pipeline)
