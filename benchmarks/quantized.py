@@ -53,7 +53,7 @@ def measure(dim: int, seq: int, rounds: int, sizes: dict[str, int]) -> dict[str,
         found[kind] = {
             "held": sum(here.numel() * here.element_size() for here in local),
             "planned": plan_memory(model.plan).parameters,
-            "gathered": sum(unit.gathered_bytes(model.plan.precision.compute) for unit in blocks),
+            "gathered": sum(unit.bytes_gathered for unit in blocks),
             "bits": 8 * sum(map(torch.numel, packed)) / max(1, sum(here.numel() // 36 * 64 for here in packed)),
         }
     optimizers = {

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from support.adapters import adapted
 from support.families import config_of
 from support.laid_out import own_rows
 from support.unhurried import Unhurried, least_of
@@ -71,9 +72,20 @@ def family(name: str, **changes: Any) -> Callable[[], CausalLM]:
     return partial(_family, name, **changes)
 
 
+FAMILY = {"vocab_size": VOCABULARY, "max_position_embeddings": 256, "hidden_size": 64, "num_hidden_layers": 4}
+
+
 def _family(name: str, **changes: Any) -> CausalLM:
-    sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": 256, "hidden_size": 64, "num_hidden_layers": 4}
-    return CausalLM(config_of(name, **sizes | changes))
+    return CausalLM(config_of(name, **FAMILY | changes))
+
+
+def base_in_half() -> nn.Module:
+    """Adapters in float32 beside a frozen base in bfloat16."""
+    model = adapted("llama", **{f"model_{key}": size for key, size in FAMILY.items()})
+    for name, parameter in model.named_parameters():
+        if "lora_" not in name:
+            parameter.data = parameter.data.bfloat16()
+    return model
 
 
 def of(case: Case) -> Case:
@@ -163,6 +175,8 @@ SHARDED: dict[str, Case] = {
     "experts shared out": (SPARSE, Layout(dp_shard=2, ep=2), {}, 1),
     "replicated, reduced each time": (MODEL, Layout(dp_replicate=2, dp_shard=1), {"sync_grad_accum": True}, 3),
     "gpt_neox, full": (family("gpt_neox"), FSDP2, FULL, 1),
+    "two dtypes": (partial(base_in_half), FSDP2, {}, 1),
+    "two dtypes, ZeRO-2, full": (partial(base_in_half), FSDP2, {"zero_stage": 2, **FULL}, 2),
 }
 CUT: dict[str, Case] = {
     "tensor": (MODEL, TENSOR, {}, 1),

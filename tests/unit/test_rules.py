@@ -65,11 +65,15 @@ def scalar() -> nn.Module:
 
 
 def mixed_block() -> nn.Module:
-    return Model(Block(), Block(norm_dtype=torch.bfloat16))
+    mixed = Block()
+    mixed.norm.bias.data = mixed.norm.bias.data.bfloat16()
+    return Model(Block(), mixed)
 
 
 def mixed_rest() -> nn.Module:
-    return Model(Block(), a=nn.Linear(2, 2), b=nn.Linear(2, 2, dtype=torch.float64))
+    mixed = nn.Linear(2, 2)
+    mixed.bias.data = mixed.bias.data.double()
+    return Model(Block(), a=nn.Linear(2, 2), b=mixed)
 
 
 def drops() -> nn.Module:
@@ -387,12 +391,14 @@ CASES = [
     ),
     refuse(
         *("one_dtype", mixed_block, FSDP2, {}, UnsupportedError),
-        "weights that are sharded, and activations that travel between ranks, have one dtype. Set"
+        "parameters 'blocks.1.norm.bias' (bfloat16) and 'blocks.1.norm.weight' (float32) are trained in one module,"
+        " blocks.1.norm, and fully_shard gathers a module and reduces its gradients in one dtype. Set"
         " techniques.precision.master = float32 (all weights and",
     ),
     refuse(
         *("one_dtype", mixed_rest, FSDP2, {}, UnsupportedError),
-        "is float64, and most elements of Model are float32 (",
+        "parameters 'b.bias' (float64) and 'b.weight' (float32) are trained in one module, b, and fully_shard gathers"
+        " a module and reduces its gradients in one dtype. Set techniques.precision.master = float64",
     ),
     refuse(
         *("rows_stand_alone", MODELS["BatchNorm"], Layout(dp_replicate=2, dp_shard=3), {}, UnsupportedError),
@@ -707,12 +713,13 @@ CASES = [
     ),
     refuse(
         *("optimizer_fits", DEBUG, ONE, {"optimizer_state": "8bit", "precision": {"master": "fp64"}}, UnsupportedError),
-        "techniques.optimizer_state = 8bit is computed in float32, and the parameters rest in float64. Set",
-        "techniques.precision.master = float32 (or bfloat16), or techniques.optimizer_state = full.",
+        "techniques.optimizer_state = 8bit is computed in float32, and trained parameters rest in float64. Set",
+        "techniques.precision.master = float32 (or bfloat16), or optimizer_state = full.",
     ),
     refuse(
         *("optimizer_fits", DEBUG, FSDP2, {"stochastic_rounding": True}, ConfigError),
-        "techniques.stochastic_rounding = true is about weights that rest in bfloat16, and these rest in float32. Set",
+        "techniques.stochastic_rounding = true is about weights that rest in bfloat16, and trained ones rest in",
+        "float32. Set",
         "techniques.precision.master = bfloat16, or leave it out.",
     ),
     refuse(
@@ -830,6 +837,23 @@ def test_auto_precision_follows_device_and_model():
         Techniques(precision=Precision("fp32", "double", "bf16", "half")), {"float64": 1}, "cuda"
     )
     assert (given.master, given.compute, given.reduce, given.output) == ("float32", "float64", "bfloat16", "float16")
+
+
+def test_several_dtypes_compute_each_in_its_own_unless_one_is_asked_for():
+    def resolved(device="cuda", **asked):
+        held = {"float64": 1, "float32": 3, "bfloat16": 2}
+        return rules.resolve_precision(Techniques(precision=Precision(**asked)), held, device)
+
+    kept = resolved()
+    assert kept.is_kept and not kept.casts and not kept.is_mixed
+    assert [kept.computed_in(dtype) for dtype in ("float64", "bfloat16")] == ["float64", "bfloat16"]
+    assert [kept.reduced_in(dtype) for dtype in ("float64", "bfloat16")] == ["float64", "float32"]
+    cast = resolved(compute="bfloat16", reduce="float32")
+    assert cast.is_kept and cast.is_mixed and cast.computed_in("float64") == "bfloat16"
+    assert cast.reduced_in("float64") == "float32", "asked for"
+    one = resolved(master="float64")
+    assert not one.is_kept and (one.master, one.compute, one.reduce) == ("float64", "float64", "float64")
+    assert resolved(master="float32").compute == "bfloat16", "as of a model in float32"
 
 
 # --- batches

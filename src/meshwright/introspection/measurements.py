@@ -20,6 +20,7 @@ from .mixing.whole import copy_without_values
 from .premises import premises
 from .premises.hooks import lies_on_mesh
 from .premises.premises import Premises
+from .roles.homes import dtypes_of_calls, find_homes
 from .roles.readers import find_readers
 from .signature import Signature
 from .small.sample import Sample, samples_of
@@ -147,6 +148,24 @@ class Measurements:
         """Map patterns of linear layers to the code that reads their weights; empty where no copy can be called."""
         try:
             return self._once("weight readers", lambda: find_readers(self.sample()))
+        except UnsupportedError:
+            return {}
+
+    def homes(self) -> dict[str, str]:
+        """Map patterns of parameters to those of the modules that use them; empty where no copy can be called."""
+        try:
+            return self._once("homes", lambda: find_homes(self.sample()))
+        except UnsupportedError:
+            return {}
+
+    def dtypes_of_calls(self, dtypes: tuple[tuple[str, str], ...]) -> dict[str, frozenset[str]]:
+        """Map patterns of modules to the floating dtypes that they take and return; empty where no copy can be called.
+
+        Args:
+            dtypes: (pattern of a parameter or buffer, dtype in which it computes).
+        """
+        try:
+            return self._once(("dtypes of calls", dtypes), lambda: dtypes_of_calls(self.sample(), dict(dtypes)))
         except UnsupportedError:
             return {}
 

@@ -8,7 +8,7 @@ from typing import Any
 from meshwright.core.axes import WORLD_AXES, Axis
 from meshwright.core.devices import is_accelerator, local_device
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.core.names import matching, pattern
+from meshwright.core.names import matching, owner, pattern
 from meshwright.introspection.adapted.facts import facts_with
 from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import ModelFacts, ParameterFact
@@ -20,7 +20,7 @@ from .case import Case
 from .collectives import step_collectives
 from .context.collectives import context_collectives
 from .context.plan import ContextPlan, context_plan
-from .data.units import Narrow, trained_cuts, units_of
+from .data.units import Holding, Narrow, at_rest, trained_cuts, units_of, without_skipped
 from .data.zero import gathers_per_step, with_zero_stage, zero_notes
 from .experts.collectives import expert_collectives, router_collectives
 from .experts.plan import ExpertPlan, expert_mesh_of, without_experts
@@ -83,6 +83,7 @@ def plan(
     layout = layout.resolve(cluster.world, ranks_per_node=cluster.ranks_per_node or None)
     requested = _with_schedule_of(layout, requested)
     requested = with_zero_stage(requested, layout)
+    facts = _frozen(facts, requested)
     precision = resolve_precision(requested, facts.floating, cluster.device)
     technique = _data_technique(requested, layout, precision)
     check(Case(facts, layout, requested, precision, technique, cluster.device, reduction))
@@ -128,20 +129,31 @@ def _assemble(
     device: str,
     reduction: str,
 ) -> Plan:
-    facts = _frozen(facts, requested)
+    facts = at_rest(facts, precision)
     data = _data_plan(facts, requested, layout, technique, device, reduction)
-    tensor, tensor_notes = _tensor_plan(facts, layout, requested)
+    tensor, tensor_notes = _tensor_plan(facts, layout, requested, precision)
     float8, quantize, about_weights = rounded_weights(facts, requested, device, tensor)
+    for p in facts.parameters:
+        if quantize is not None and p.name in quantize.weights and p.dtype != precision.master:
+            raise UnsupportedError(
+                f"techniques.quantize_frozen rounds '{p.name}' ({p.dtype}) to 4 bits, and most elements of {facts.kind}"
+                f" are {precision.master}: weights in 4 bits are rounded in one dtype, which checkpoints note. Set"
+                f" techniques.precision.master = float32, or convert the model."
+            )
     pipeline = make_pipeline_plan(facts, layout, requested, precision) if layout.pp > 1 else None
     if pipeline is not None:
         check_trained(facts, pipeline)
     experts = _expert_plan(facts, layout, tensor, tensor_notes)
+    for p in facts.parameters:
+        if experts is not None and experts.has(p.name) and precision.computed_in(p.dtype) != precision.compute:
+            raise _odd(p, precision.compute, f"layout.ep = {layout.ep} sends tokens to it")
     reshard, optimizer = requested.reshard_after_forward, optimizer_plan(facts, requested)
     assert reshard != "auto"  # resolved above
     shares = shares_of(layout, technique, replicates_tokens=data.replicates_tokens)
     narrow = Narrow.of(float8, quantize)
-    units = units_of(_without_skipped(facts, layout), shares.shards, reshard, tensor, experts, narrow, optimizer)
-    parameters = _parameters(facts.parameters, precision, layout, shares, tensor, experts, narrow)
+    holding = Holding(shares.shards, precision, tensor, experts, narrow, optimizer)
+    units = units_of(without_skipped(facts, layout), holding, reshard)
+    parameters = _parameters(facts.parameters, layout, shares, tensor, experts, narrow)
     mode = requested.activation_checkpointing
     keep = requested.checkpoint_keep if mode == "selective_op" else ()
     made = Plan(
@@ -251,19 +263,6 @@ def _data_plan(
     )
 
 
-def _without_skipped(facts: ModelFacts, layout: Layout) -> ModelFacts:
-    """Drop blocks that some batches skip: all ranks gather or none, so their weights join those outside blocks."""
-    if shares_of(layout).batch_ranks == 1:
-        return facts
-    idle = may_be_idle(facts)
-    skipped = {
-        block
-        for block in facts.blocks
-        if facts.is_of_images(block) or all(p.name in idle for p in facts.of_unit(block))
-    }
-    return replace(facts, blocks=tuple(block for block in facts.blocks if block not in skipped)) if skipped else facts
-
-
 def _idle(facts: ModelFacts, layout: Layout) -> tuple[str, ...]:
     """List the parameters that some ranks may leave without a gradient; in a pipeline, those of images alone."""
     found = may_be_idle(facts) if layout.pp == 1 else set()
@@ -281,7 +280,18 @@ def _with_pipeline_collectives(facts: ModelFacts, plan: Plan, pipeline: Pipeline
     )
 
 
-def _tensor_plan(facts: ModelFacts, layout: Layout, requested: Techniques) -> tuple[TensorPlan | None, tuple[str, ...]]:
+def _odd(p: ParameterFact, compute: str, why: str) -> UnsupportedError:
+    wide = "float64" if "float64" in (p.dtype, compute) else "float32"
+    return UnsupportedError(
+        f"parameter '{p.name}' is {p.dtype}, and activations that travel between ranks are {compute}: {why}. Set"
+        f" techniques.precision.master = {wide} (all weights and their optimizer state are converted to it;"
+        f" precision.compute may stay {compute}), or convert the model."
+    )
+
+
+def _tensor_plan(
+    facts: ModelFacts, layout: Layout, requested: Techniques, precision: PrecisionPlan
+) -> tuple[TensorPlan | None, tuple[str, ...]]:
     if layout.tp == 1:
         return None, ()
     if facts.applied_plan(TensorPlan) is not None:
@@ -298,6 +308,21 @@ def _tensor_plan(facts: ModelFacts, layout: Layout, requested: Techniques) -> tu
             f"techniques.async_tensor_parallel = true overlaps what travels between cut sequences, and those of"
             f" {facts.kind} stay whole: {'; '.join(tensor_notes)}. Set techniques.async_tensor_parallel = false."
         )
+    beside = {
+        f"{block}.{path}"
+        for kind in made.kinds
+        for block in kind.blocks
+        for planned in kind.regions
+        for adapted in planned.region.adapted
+        for path in adapted.linears
+    }
+    for p in facts.parameters:
+        if (
+            precision.computed_in(p.dtype) != precision.compute
+            and made.cut_of(p.name, p.shape) is not None
+            and owner(p.name) not in beside
+        ):
+            raise _odd(p, precision.compute, f"layout.tp = {layout.tp} cuts it")
     if layout.cp > 1 and facts.applied_plan(ContextPlan) is None and facts.measurements.mixing().mixers:
         made = made.branch_by_branch()
     return replace(made, async_tensor_parallel=requested.async_tensor_parallel), tensor_notes
@@ -313,7 +338,6 @@ def _loss_plan(facts: ModelFacts, layout: Layout, requested: Techniques) -> Loss
 
 def _parameters(
     parameters: tuple[ParameterFact, ...],
-    precision: PrecisionPlan,
     layout: Layout,
     shares: Shares,
     tensor: TensorPlan | None,
@@ -335,7 +359,7 @@ def _parameters(
             placements = experts.placements(p.shape)
         summed = tensor is not None and cut is None and tensor.is_summed(p.name)
         is_alike = places_of.setdefault((pattern(p.name), p.shape), placements) == placements  # else: a separate row
-        dtype = NF4 if p.name in narrow.in_4_bits else p.dtype if precision.is_kept else precision.master
+        dtype = NF4 if p.name in narrow.in_4_bits else p.dtype
         key = (pattern(p.name) if is_alike else p.name, p.shape, dtype, p.trainable, placements, summed)
         before = rows.get(key)
         count = 1 if before is None else before.count + 1

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshwright.core.errors import MeshwrightError
-from meshwright.introspection.facts import ModelFacts
+from meshwright.introspection.facts import ModelFacts, ParameterFact
 
 from .layout import Layout
 from .shares import shares_of
@@ -19,7 +19,11 @@ Found = Iterator[MeshwrightError]
 
 @dataclass(frozen=True)
 class Case:
-    """The input of a rule: facts, a resolved layout, the requested techniques and what they resolved to."""
+    """The input of a rule: facts, a resolved layout, the requested techniques and what they resolved to.
+
+    Attributes:
+        facts: with the request's frozen parameters.
+    """
 
     facts: ModelFacts
     layout: Layout
@@ -28,6 +32,17 @@ class Case:
     technique: str
     device: str
     reduction: str = "sum"
+
+    @property
+    def trained(self) -> tuple[ParameterFact, ...]:
+        """The parameters that the request leaves trained."""
+        return tuple(p for p in self.facts.parameters if p.trainable)
+
+    @property
+    def trained_dtypes(self) -> tuple[str, ...]:
+        """The dtypes in which those rest."""
+        kept = tuple(dict.fromkeys(p.dtype for p in self.trained))
+        return kept if self.precision.is_kept else (self.precision.master,)
 
     @property
     def data_ranks(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from meshwright.core.axes import Axis
@@ -44,16 +44,18 @@ def step_collectives(
         per = "microbatch" if data.sync_grad_accum is True else "step"
         found += [replace(c, per=per) for c in over_batch(shares, "parameters used", len(data.idle), "int64")]
     elif data.technique == "ddp":
-        total = sum(unit.trainable_elements for unit in units)
         per = "microbatch" if data.sync_grad_accum else "step"
         over, ranks = Axis.DP_REPLICATE.value, shares.replicas
-        found.append(Collective("all_reduce", over, ranks, "gradients", total, precision.master, per, calls=None))
+        for dtype in dict.fromkeys(unit.dtype for unit in units if unit.trainable_elements):
+            total = sum(unit.trainable_elements for unit in units if unit.dtype == dtype)
+            found.append(Collective("all_reduce", over, ranks, "gradients", total, dtype, per, calls=None))
         if data.idle:
             found.append(Collective("all_reduce", over, ranks, "parameters used", trained, "int32", per))
     found += activations
     found += over_batch(shares, "loss", 1, "float64")
     own = experts if experts is not None and any(unit.experts and unit.trainable_elements for unit in units) else None
-    return (*found, *step_norm(precision, shares, trained_cuts, own), *step_agreement(shares))
+    trained_in = {unit.dtype for unit in units if unit.trainable_elements}
+    return (*found, *step_norm(trained_in, shares, trained_cuts, own), *step_agreement(shares))
 
 
 def token_count(shares: Shares) -> Iterator[Collective]:
@@ -61,9 +63,13 @@ def token_count(shares: Shares) -> Iterator[Collective]:
     return over_batch(shares, "token count", COUNT_ELEMENTS + (shares.size(*TOKENS) > 1), "float64")
 
 
-def step_norm(precision: PrecisionPlan, shares: Shares, trained_cuts: tuple[bool, ...], experts: ExpertPlan | None):
-    """List the norm's all-reduces, one number per sharding axis: of whole, of cut and of expert parameters."""
-    dtype = "float64" if precision.master == "float64" else "float32"
+def step_norm(trained_in: Iterable[str], shares: Shares, trained_cuts: tuple[bool, ...], experts: ExpertPlan | None):
+    """List the norm's all-reduces, one number per sharding axis: of whole, of cut and of expert parameters.
+
+    Args:
+        trained_in: dtypes of the trained parameters.
+    """
+    dtype = "float64" if "float64" in trained_in else "float32"
     tensor_ranks = shares.size(Axis.TP)
     for over_tensor in trained_cuts:
         if shares.shards > 1:
@@ -116,13 +122,11 @@ def sharded_units(
     for unit in units:
         own = experts if unit.experts else None
         shard, shards = (Axis.DP_SHARD.value, shares.shards) if own is None else (Axis.EFSDP.value, own.shards)
-        gather = Collective(
-            "all_gather", shard, shards, unit.name or "root", unit.elements, precision.compute, "microbatch"
-        )
+        name, reduced_in = unit.name or "root", precision.reduced_in(unit.dtype)
+        elements = unit.bytes_gathered if unit.gathered_in == "uint8" else unit.elements
+        gather = Collective("all_gather", shard, shards, name, elements, unit.gathered_in, "microbatch")
         if shards > 1:
             kept = (postponed or data.gathers_per_step) and not unit.reshard_after_forward
-            if unit.in_float8 or unit.in_4_bits:  # beside other dtypes, torch sends bytes
-                gather = replace(gather, elements=unit.gathered_bytes(precision.compute), dtype="uint8")
             yield replace(gather, per="step") if kept else gather
             if unit.gathers_in_backward:
                 again = unit.reshard_after_forward
@@ -132,10 +136,10 @@ def sharded_units(
                     gather,
                     op="reduce_scatter",
                     elements=unit.trainable_elements,
-                    dtype=precision.reduce,
+                    dtype=reduced_in,
                     per=scatter_per,
                 )
         replicas = shares.replicas if own is None else shares.size(*REPLICAS)
         if replicas > 1 and unit.trainable_elements:
             kept, axis = unit.trainable_elements // shards, Axis.DP_REPLICATE.value
-            yield Collective("all_reduce", axis, replicas, unit.name or "root", kept, precision.reduce, reduce_per)
+            yield Collective("all_reduce", axis, replicas, name, kept, reduced_in, reduce_per)

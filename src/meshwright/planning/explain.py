@@ -117,7 +117,7 @@ def _float8(plan: Plan) -> list[str]:
         return []
     how = "emulated, " if plan.float8.emulated else ""
     names = ", ".join(dict.fromkeys(pattern(path) for path in plan.float8.modules))
-    how += "gathered in float8, " if any(unit.in_float8 for unit in plan.units) else ""
+    how += "gathered in float8, " if plan.float8.all_gather and plan.shares.shards > 1 else ""
     return [f"  float8          {plan.float8.recipe}, {how}{len(plan.float8.modules)} linear layers: {names}"]
 
 

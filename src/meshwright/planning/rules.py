@@ -10,12 +10,13 @@ from meshwright.core.axes import Axis
 from meshwright.core.devices import is_accelerator
 from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError, nearest
-from meshwright.core.names import matching
-from meshwright.introspection.facts import ModelFacts
+from meshwright.core.names import is_within, owner, pattern
+from meshwright.introspection.facts import ModelFacts, ParameterFact
 
 from .case import Case, Found
 from .context.cut import refuse_shorter
 from .context.rules import context_companions
+from .data.units import Holding, apart, without_skipped
 from .data.zero import zero_fits
 from .experts.rules import experts_companions, experts_fit, own_loss_of_experts, stacked_adapters
 from .float8.plan import RECIPES
@@ -70,8 +71,8 @@ def legal_words(case: Case) -> Found:
 
 def half_precision(case: Case) -> Found:
     p, request = case.precision, case.techniques.precision
-    for key, dtype in (("master", p.master), ("reduce", p.reduce)):
-        if dtype == "float16":
+    for key, dtypes in (("master", case.trained_dtypes), ("reduce", (p.reduce,))):
+        if "float16" in dtypes:
             yield UnsupportedError(
                 f"techniques.precision.{key} = float16 would lose small gradients and overflow in sums. Set"
                 f" techniques.precision.{key} = float32, and techniques.precision.compute = float16 to compute in it."
@@ -111,20 +112,13 @@ def ddp_fits(case: Case) -> Found:
                 f"techniques.{key} does not go with techniques.data_parallel = ddp; fully_shard does it for"
                 f" layout.dp_shard = 1 too. Set techniques.data_parallel = fully_shard."
             )
-    trained = _trained(case)
+    trained = [p.name for p in case.trained]
     if trained and case.facts.images is not None and all(case.facts.is_of_images(name) for name in trained):
         yield UnsupportedError(
             f"techniques.data_parallel = ddp with {case.facts.kind}, of which modules for images alone are trained"
             f" ({trained[0]}, …): torch's DDP fails in a microbatch without images, which gives no parameter a"
             f" gradient. Set techniques.data_parallel = fully_shard, which gives zeros."
         )
-
-
-def _trained(case: Case) -> list[str]:
-    """List the names of the parameters that the request leaves trained."""
-    names = [p.name for p in case.facts.parameters]
-    frozen = matching(case.techniques.freeze, names, "techniques.freeze") if case.techniques.freeze else set()
-    return [p.name for p in case.facts.parameters if p.trainable and p.name not in frozen]
 
 
 def resharding(case: Case) -> Found:
@@ -166,21 +160,62 @@ def shardable_parameters(case: Case) -> Found:
 
 
 def one_dtype(case: Case) -> Found:
-    """Refuse to keep several dtypes where weights are gathered together, or activations travel in one."""
-    sizes = case.layout.tp, case.layout.cp, case.layout.pp, case.layout.ep
-    if not case.precision.is_kept or (case.technique != "fully_shard" and max(sizes) == 1):
+    """Refuse to keep several dtypes in a module whose gradients are reduced together, or where activations travel."""
+    if not case.precision.is_kept:
         return
-    most = case.precision.master
-    odd = [p for p in case.facts.parameters if p.dtype in case.facts.floating and p.dtype != most]
-    others = sorted({p.dtype for p in odd} | {most})
-    wide = "float64" if "float64" in others else "float32"
-    yield UnsupportedError(
-        f"parameter '{odd[0].name}' is {odd[0].dtype}, and most elements of {case.facts.kind} are {most} ({len(odd)}"
-        f" of {len(case.facts.parameters)} parameters are in others than that): weights that are sharded, and"
-        f" activations that travel between ranks, have one dtype. Set techniques.precision.master = {wide} (all"
-        f" weights and their optimizer state are converted to it; precision.compute may stay {most}), or convert the"
-        f" model."
+    facts, most = case.facts, case.precision.master
+    wide = "float64" if "float64" in facts.floating else "float32"
+    advice = (
+        f"Set techniques.precision.master = {wide} (all weights and their optimizer state are converted to it;"
+        f" precision.compute may stay {most}), or convert the model."
     )
+    if case.technique == "fully_shard":
+        facts = without_skipped(facts, case.layout)
+        holding = Holding(shares_of(case.layout).shards, case.precision)
+        for unit in ("", *facts.blocks):
+            trained: dict[str, ParameterFact] = {}
+            for path, parameters in apart(facts, unit, holding):
+                p = next((p for p in parameters if p.trainable), None)
+                if p is not None and trained.setdefault(path, p).dtype != p.dtype:
+                    yield UnsupportedError(
+                        f"parameters '{trained[path].name}' ({trained[path].dtype}) and '{p.name}' ({p.dtype}) are"
+                        f" trained in one module, {path or facts.kind}, and fully_shard gathers a module and reduces"
+                        f" its gradients in one dtype. {advice}"
+                    )
+    odd = _in_other_dtypes(case)
+    if odd:
+        yield UnsupportedError(
+            f"parameter '{odd[0].name}' is {odd[0].dtype}, and most elements of {facts.kind} are {most} ({len(odd)}"
+            f" of {len(facts.parameters)} parameters are in others, outside of modules that take and return {most}):"
+            f" activations that travel between ranks have one dtype. {advice}"
+        )
+
+
+def _in_other_dtypes(case: Case) -> list[ParameterFact]:
+    """List parameters whose dtype shows in activations that travel, as no module that takes and returns ``compute``
+    hides it.
+    """
+    layout, facts, compute = case.layout, case.facts, case.precision.compute
+    if case.precision.casts or max(layout.tp, layout.cp, layout.pp, layout.ep) == 1:
+        return []
+    held = (*facts.parameters, *facts.buffers)
+    calls = facts.measurements.dtypes_of_calls(tuple({pattern(each.name): each.dtype for each in held}.items()))
+    odd = [p for p in facts.parameters if p.dtype in facts.floating and p.dtype != compute]
+    if any(calls.get(pattern(block)) != {compute} for block in facts.blocks):
+        return odd
+    if max(layout.tp, layout.cp, layout.ep) == 1:
+        return []
+
+    def is_hidden(p: ParameterFact) -> bool:
+        path = owner(p.name)
+        while path and path not in facts.blocks:
+            attends = any(is_within(attention, path) for attention in facts.attentions)
+            if calls.get(pattern(path)) == {compute} and not attends:
+                return True
+            path = owner(path)
+        return False
+
+    return [p for p in odd if not is_hidden(p)]
 
 
 def compile_matches(case: Case) -> Found:
@@ -189,7 +224,7 @@ def compile_matches(case: Case) -> Found:
 
 
 def something_trains(case: Case) -> Found:
-    if not _trained(case):
+    if not case.trained:
         yield ConfigError(
             f"all {len(case.facts.parameters)} parameters of {case.facts.kind} are frozen: nothing would be trained"
             f" (see techniques.freeze)"
@@ -294,6 +329,7 @@ def resolve_precision(techniques: RunTechniques, held: Mapping[str, int], device
     """
     model_dtype = max(held, key=lambda dtype: held[dtype], default="float32")
     request = techniques.precision
+    is_kept = request.master == "auto" and len(held) > 1
     master = (
         canonical_dtype(request.master, where="techniques.precision.master")
         if request.master != "auto"
@@ -302,12 +338,12 @@ def resolve_precision(techniques: RunTechniques, held: Mapping[str, int], device
     compute = (
         canonical_dtype(request.compute, where="techniques.precision.compute")
         if request.compute != "auto"
-        else ("bfloat16" if is_accelerator(device) and master == "float32" else master)
+        else ("bfloat16" if is_accelerator(device) and master == "float32" and not is_kept else master)
     )
     reduce = (
         canonical_dtype(request.reduce, where="techniques.precision.reduce")
         if request.reduce != "auto"
-        else ("float32" if master != "float64" else master)
+        else ("float32" if master != "float64" or is_kept else master)
     )
     output = canonical_dtype(request.output, where="techniques.precision.output") if request.output else None
     return PrecisionPlan(
@@ -316,5 +352,7 @@ def resolve_precision(techniques: RunTechniques, held: Mapping[str, int], device
         reduce,
         output,
         loss_scale=request.loss_scale if compute == "float16" else 0.0,
-        is_kept=request.master == "auto" and len(held) > 1,
+        is_kept=is_kept,
+        casts=not is_kept or request.compute != "auto",
+        widens=is_kept and request.reduce == "auto",
     )

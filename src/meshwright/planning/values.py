@@ -81,16 +81,21 @@ class LossPlan:
 
 @dataclass(frozen=True)
 class Unit:
-    """An all-gather group: the parameters of a block, or ("") those outside the blocks.
+    """An all-gather group, whose trained parameters have one dtype.
+
+    It has the parameters of a block, of a stack of experts, of a module whose trained parameters have another dtype
+    than those around it, or ("") the others.
 
     Attributes:
         elements: elements gathered, padding of uneven shards included.
         trainable_elements: those of them that are trained, padding included.
+        bytes_at_rest: bytes at rest on all ranks that shard the unit.
+        bytes_gathered: bytes gathered.
+        gathered_in: dtype of the all-gather; torch sends several dtypes as "uint8".
+        dtype: dtype at rest of the trained parameters.
         experts: whether the unit is a rank's share of a stack of experts, gathered over efsdp.
+        outside_blocks: whether its parameters are outside the blocks.
         trainable_behind: elements outside the blocks that backward reaches before them.
-        in_float8: those of ``elements`` that are gathered in float8.
-        in_4_bits: those of ``elements`` that rest, and are gathered, in 4 bits.
-        bytes_in_4_bits: bytes of those.
         largest: most elements of one trained parameter on the first rank.
         state_elements: elements of the optimizer's state on the first rank.
         rounded_tensors, rounded_elements: number and elements of the trained parameters with low-bit optimizer state on
@@ -100,26 +105,24 @@ class Unit:
     name: str
     elements: int
     trainable_elements: int
+    bytes_at_rest: int
+    bytes_gathered: int
+    gathered_in: str
+    dtype: str
     reshard_after_forward: bool | int
     gathers_in_backward: bool
     experts: bool = False
+    outside_blocks: bool = False
     trainable_behind: int = 0
-    in_float8: int = 0
-    in_4_bits: int = 0
-    bytes_in_4_bits: int = 0
     largest: int = 0
     state_elements: int = 0
     rounded_tensors: int = 0
     rounded_elements: int = 0
 
-    def gathered_bytes(self, compute: str) -> int:
-        """Count the bytes gathered; elements in neither float8 nor 4 bits are in dtype ``compute``."""
-        others = self.elements - self.in_float8 - self.in_4_bits
-        return self.in_float8 + self.bytes_in_4_bits + others * dtype_bytes(compute)
-
-    def resting_bytes(self, master: str) -> int:
-        """Count the bytes at rest on all ranks that shard the unit; elements not in 4 bits are in dtype ``master``."""
-        return self.bytes_in_4_bits + (self.elements - self.in_4_bits) * dtype_bytes(master)
+    @property
+    def trainable_bytes(self) -> int:
+        """Bytes at rest of the trained parameters."""
+        return self.trainable_elements * dtype_bytes(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,8 @@ class PrecisionPlan:
 
     ``loss_scale``: the initial loss factor, 0 if the loss is not scaled; see ``distributed/optimizer/loss_scale``.
     ``is_kept``: parameters have several dtypes and nobody asked for one: each keeps its own, and ``master`` is that of
-    most elements.
+    most elements. ``casts``: parameters are cast to ``compute``; else each kept one computes in its own dtype.
+    ``widens``: gradients of kept float64 parameters are summed in float64, others in ``reduce``.
     """
 
     master: str
@@ -165,9 +169,21 @@ class PrecisionPlan:
     cast_forward_inputs: bool = True
     loss_scale: float = 0.0
     is_kept: bool = False
+    casts: bool = True
+    widens: bool = False
+
+    def computed_in(self, dtype: str) -> str:
+        """Return the dtype in which a parameter computes that rests in ``dtype``."""
+        return self.compute if self.casts else dtype
+
+    def reduced_in(self, dtype: str) -> str:
+        """Return the dtype in which fully_shard sums gradients of parameters that rest in ``dtype``."""
+        return dtype if self.widens and dtype == "float64" else self.reduce
 
     @property
     def is_mixed(self) -> bool:
+        if self.is_kept:
+            return self.casts or not self.widens or self.output is not None
         return self.compute != self.master or self.reduce != self.master or self.output is not None
 
 

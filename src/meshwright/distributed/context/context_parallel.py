@@ -45,7 +45,7 @@ def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh, facts: ModelFacts) -> 
 def _without_values(facts: ModelFacts, plan: Plan) -> nn.Module:
     """Return a copy of the model on meta that computes in the planned dtype."""
     made = facts.measurements.without_values()
-    return made if plan.precision.is_kept else made.to(torch_dtype(plan.precision.compute))
+    return made.to(torch_dtype(plan.precision.compute)) if plan.precision.casts else made
 
 
 def _count_whole_rows(model: nn.Module, ranks: RankGroup) -> None:

@@ -36,31 +36,36 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
     """Shard every unit of the plan, then the root, in place; ``model`` may be on meta."""
     mesh = _mesh(device_mesh, plan.shares)
     shared: dict[str, Any] = {"mesh": mesh, "offload_policy": _offload(plan)}
-    whole = policy(plan.precision)
-    inner = replace(whole, output_dtype=None)  # a block's output is not the model's
-    for unit in plan.units:
+    names = {unit.name for unit in plan.units}
+    for unit in reversed(plan.units):  # torch wraps what is inside first
         if unit.experts:
             _check_shared_out(model, unit, plan)
-            _shard_experts(model.get_submodule(unit.name), unit, plan, device_mesh, inner)
-    if plan.data.own_units:
-        reshard = next((unit.reshard_after_forward for unit in plan.units if unit.name), False)
-        cast(Any, model).fully_shard(reshard_after_forward=reshard, mp_policy=inner, **shared)
-    for unit in plan.units:
-        if unit.name and not unit.experts and not plan.data.own_units:
+            _shard_experts(model.get_submodule(unit.name), unit, plan, device_mesh)
+        elif unit.name and not plan.data.own_units:
+            is_inside = any(name and name != unit.name and is_within(unit.name, name) for name in names)
             module = model.get_submodule(unit.name)
             module.register_forward_hook(_without_views, with_kwargs=True)
+            own = policy(plan.precision, unit)
             block = fully_shard(
                 module,
                 reshard_after_forward=unit.reshard_after_forward,
-                mp_policy=inner,
+                mp_policy=replace(own, cast_forward_inputs=False) if is_inside or unit.outside_blocks else own,
                 **shared,
             )
             if unit.reshard_after_forward and not unit.gathers_in_backward:
                 # torch's prefetch would gather frozen blocks that no gradient reaches
                 block.set_unshard_in_backward(False)
+    root = next((unit for unit in plan.units if not unit.name), None)
+    if plan.data.own_units:
+        blocks = [unit for unit in plan.units if not unit.outside_blocks]
+        reshard = next((unit.reshard_after_forward for unit in blocks), False)
+        own = policy(plan.precision, root)
+        cast(Any, model).fully_shard(reshard_after_forward=reshard, mp_policy=own, **shared)
     for module in sharded_modules(model) if plan.data.own_units else ():
         cast(nn.Module, module).register_forward_hook(_without_views, prepend=True, with_kwargs=True)
     model.register_forward_hook(_without_views, with_kwargs=True)
+    output = torch_dtype(plan.precision.output) if plan.precision.output else None
+    whole = replace(policy(plan.precision, root), output_dtype=output)  # a block's output is not the model's
     fully_shard(model, reshard_after_forward=False, mp_policy=whole, **shared)
     model.register_forward_hook(_see_into_output)
     if plan.float8 is not None and plan.float8.all_gather and plan.shares.shards > 1:
@@ -85,9 +90,7 @@ def _check_shared_out(model: nn.Module, unit: Unit, plan: Plan) -> None:
         )
 
 
-def _shard_experts(
-    stack: nn.Module, unit: Unit, plan: Plan, device_mesh: DeviceMesh, policy: MixedPrecisionPolicy
-) -> None:
+def _shard_experts(stack: nn.Module, unit: Unit, plan: Plan, device_mesh: DeviceMesh) -> None:
     """Shard a stack that holds this rank's share of the expert axis; its inputs have their dtypes already."""
     experts, mesh = plan.experts, get_expert_mesh(device_mesh)
     assert experts is not None
@@ -102,7 +105,7 @@ def _shard_experts(
         stack,
         mesh=mesh[(*replicas, Axis.EFSDP.value)],
         reshard_after_forward=unit.reshard_after_forward,
-        mp_policy=replace(policy, cast_forward_inputs=False),
+        mp_policy=replace(policy(plan.precision, unit), cast_forward_inputs=False),
         offload_policy=_offload(plan),
         shard_placement_fn=lambda parameter: Shard(experts.sharded_dim(tuple(parameter.shape))),
     )
@@ -152,15 +155,20 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def policy(precision: PrecisionPlan) -> MixedPrecisionPolicy:
-    """Build torch's policy for the planned dtypes, empty where nothing is mixed, so that torch casts nothing."""
+def policy(precision: PrecisionPlan, unit: Unit | None) -> MixedPrecisionPolicy:
+    """Build torch's policy for a unit's planned dtypes, empty where nothing is mixed, so that torch casts nothing.
+
+    Args:
+        unit: None: no parameters.
+    """
+    reduced_in = precision.reduce if unit is None else precision.reduced_in(unit.dtype)
+    if not precision.casts:
+        return MixedPrecisionPolicy(reduce_dtype=torch_dtype(reduced_in))
     if not precision.is_mixed:
         return MixedPrecisionPolicy()
-    output = torch_dtype(precision.output) if precision.output else None
     return MixedPrecisionPolicy(
         torch_dtype(precision.compute),
-        torch_dtype(precision.reduce),
-        output,
+        torch_dtype(reduced_in),
         cast_forward_inputs=precision.cast_forward_inputs,
     )
 

@@ -215,6 +215,13 @@ class FullyShardTransform(PlannedTransform):
         own = callable(getattr(facts.module, "fully_shard", None))
         if own:
             log.info("fully_shard: %s has a fully_shard of its own, which says what is sharded together", facts.kind)
+            inside = [unit for unit in plan.units if unit.name and not unit.experts and unit.name not in facts.blocks]
+            if inside:
+                raise UnsupportedError(
+                    f"{inside[0].name} trains parameters in {inside[0].dtype} beside others of {facts.kind} in"
+                    f" {plan.units[0].dtype}, and torch shards together what trains in one dtype: the model's own"
+                    f" fully_shard says what that is. Convert the model to one dtype, or leave out its fully_shard."
+                )
         return replace(plan, data=replace(plan.data, pin_memory=pinned and plan.data.pin_memory, own_units=own))
 
     def device_mesh(self) -> DeviceMesh | None:

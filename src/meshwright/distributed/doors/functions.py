@@ -146,9 +146,8 @@ def averaging_plan(
         cuts: whether to cut over the tensor axis too; else the plan keeps the model's layout on that axis.
     """
     _warn_of_routers(facts)
-    requested = replace(
-        requested, data_parallel="fully_shard", precision=precision_of(policy, facts.parameters[0].dtype)
-    )
+    own = facts.parameters[0].dtype if len(facts.floating) < 2 else "auto"
+    requested = replace(requested, data_parallel="fully_shard", precision=precision_of(policy, own))
     sizes = sizes_of_stage(device_mesh)
     if not cuts and facts.applied_plan(TensorPlan) is None and get_expert_mesh(device_mesh) is None:
         sizes.pop(Axis.TP.value, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -100,11 +101,11 @@ def _norm_of_stage(parts: list[GradientPart]) -> Tensor:
     if not by_groups:
         return torch.zeros(())
     squares: dict[tuple[dist.ProcessGroup, ...], Tensor] = {}
+    wide = reduce(torch.promote_types, (part.tensor.dtype for part in parts), torch.float32)
     for (groups, copies), tensors in by_groups.items():
-        wide = torch.promote_types(tensors[0].dtype, torch.float32)
         norms = (
             foreach_norm(tensors)
-            if wide == tensors[0].dtype
+            if all(tensor.dtype == wide for tensor in tensors)
             else [torch.linalg.vector_norm(t, dtype=wide) for t in tensors]
         )
         square = torch.linalg.vector_norm(torch.stack(list(norms))).square() / copies

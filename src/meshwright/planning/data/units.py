@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
 
-from meshwright.core.names import owner
+from meshwright.core.dtypes import FLOATING, dtype_bytes
+from meshwright.core.names import is_within, owner, pattern
 from meshwright.core.parts import mixes_copies
 from meshwright.introspection.facts import ModelFacts, ParameterFact
 from meshwright.planning.experts.plan import ExpertPlan
 from meshwright.planning.float8.plan import Float8Plan
+from meshwright.planning.layout import Layout
 from meshwright.planning.optimizer.plan import OptimizerPlan
+from meshwright.planning.premise_rules import may_be_idle
 from meshwright.planning.quantize.format import stored_shape
 from meshwright.planning.quantize.plan import QuantizePlan
+from meshwright.planning.shares import shares_of
 from meshwright.planning.tensor.plan import TensorPlan
-from meshwright.planning.values import Unit
+from meshwright.planning.values import PrecisionPlan, Unit
 
 FULL = OptimizerPlan()
 
@@ -41,73 +47,188 @@ class Narrow:
 NONE = Narrow()
 
 
-def units_of(
-    facts: ModelFacts,
-    shards: int,
-    reshard: bool | int,
-    tensor: TensorPlan | None,
-    experts: ExpertPlan | None = None,
-    narrow: Narrow = NONE,
-    optimizer: OptimizerPlan = FULL,
-) -> tuple[Unit, ...]:
-    """List the communication units in forward order; the root ("") is first, gathered first, and stays gathered."""
-    early = _trains_before_blocks(facts)
-    units = [make_unit(facts, "", shards, False, False, tensor, optimizer=optimizer)]
-    flows = early
+@dataclass(frozen=True)
+class Holding:
+    """How ranks hold the parameters of a model.
+
+    Attributes:
+        shards: number of ranks that shard dense parameters.
+    """
+
+    shards: int
+    precision: PrecisionPlan
+    tensor: TensorPlan | None = None
+    experts: ExpertPlan | None = None
+    narrow: Narrow = NONE
+    optimizer: OptimizerPlan = FULL
+
+    def local_shape(self, p: ParameterFact) -> tuple[int, ...]:
+        """Return a parameter's shape on the first rank, dim 0 divided by the shards and rounded up, as FSDP2 pads."""
+        if self.of_experts(p):
+            assert self.experts is not None
+            return (self.experts.padded(p.shape) // self.experts.shards,)
+        rows, *others = (p.shape if self.tensor is None else self.tensor.local_shape(p.name, p.shape)) or (1,)
+        return (-(-rows // self.shards), *others)
+
+    def of_experts(self, p: ParameterFact) -> bool:
+        return self.experts is not None and self.experts.has(p.name)
+
+    def elements(self, p: ParameterFact) -> int:
+        """Count a parameter's elements on all ranks that shard it, those of padding included."""
+        if self.of_experts(p):
+            assert self.experts is not None
+            return self.experts.padded(p.shape)
+        return self.shards * math.prod(self.local_shape(p))
+
+    def stored(self, p: ParameterFact) -> int:
+        """Count the bytes on all those ranks of a parameter that rests in 4 bits."""
+        return self.shards * math.prod(stored_shape(self.local_shape(p)))
+
+    def gathered_in(self, p: ParameterFact) -> str:
+        if p.name in self.narrow.in_4_bits or (p.name in self.narrow.in_float8 and self.shards > 1):
+            return "uint8"
+        return self.precision.computed_in(p.dtype)
+
+    def unit(self, name: str, parameters: Sequence[ParameterFact], reshard: bool | int, gathers: bool) -> Unit:
+        trained = [p for p in parameters if p.trainable]
+        packed = {p.name for p in parameters if p.name in self.narrow.in_4_bits}
+        elements = {p: self.elements(p) for p in parameters}
+        sent = {p: self.gathered_in(p) for p in parameters}
+        stored = sum(self.stored(p) for p in parameters if p.name in packed)
+        full = [p for p in parameters if p.name not in packed]
+        sizes = {p: math.prod(self.local_shape(p)) for p in trained}
+        rounded = [size for p, size in sizes.items() if self.optimizer.rounds(size) and not self._mixes_copies(p)]
+        row = self.optimizer.row
+        state = [row.state_elements(self.local_shape(p), hidden=p.hidden, whole=p.shape) for p in trained]
+        return Unit(
+            name,
+            sum(elements.values()),
+            sum(elements[p] for p in trained),
+            stored + sum(elements[p] * dtype_bytes(p.dtype) for p in full),
+            stored + sum(elements[p] * (1 if sent[p] == "uint8" else dtype_bytes(sent[p])) for p in full),
+            sent[parameters[0]] if len(set(sent.values())) == 1 else "uint8",
+            trained[0].dtype if trained else self.precision.master,
+            reshard,
+            gathers,
+            experts=any(map(self.of_experts, parameters)),
+            largest=max(sizes.values(), default=0),
+            state_elements=sum(state),
+            rounded_tensors=len(rounded),
+            rounded_elements=sum(rounded),
+        )
+
+    def _mixes_copies(self, p: ParameterFact) -> bool:
+        cut = None if self.tensor is None or self.of_experts(p) else self.tensor.cut_of(p.name, p.shape)
+        return cut is not None and self.tensor is not None and mixes_copies(cut[1], self.tensor.ranks)
+
+
+def at_rest(facts: ModelFacts, precision: PrecisionPlan) -> ModelFacts:
+    """Return the facts with the dtypes in which a plan's parameters rest."""
+
+    def dtype(p: ParameterFact) -> str:
+        return p.dtype if precision.is_kept and p.dtype in FLOATING else precision.master
+
+    return replace(facts, parameters=tuple(replace(p, dtype=dtype(p)) for p in facts.parameters))
+
+
+def units_of(facts: ModelFacts, holding: Holding, reshard: bool | int) -> tuple[Unit, ...]:
+    """List the communication units in forward order.
+
+    Those outside the blocks are first, stay gathered, and the root ("") is first of all. A unit precedes those inside
+    it.
+    """
+    flows = _trains_before_blocks(facts)
+    units = units_outside_blocks(facts, holding)
     for block in facts.blocks:
         flows = flows or any(p.trainable for p in facts.of_unit(block))
         keeps = block == facts.blocks[-1] or reshard is False  # the last block is needed at once in backward
-        frees = False if keeps else reshard
-        units.append(make_unit(facts, block, shards, frees, flows and not keeps, tensor, experts, narrow, optimizer))
-        if experts is not None and (inside := experts.only((block,))) is not None:
-            frees, gathers = not keeps and bool(reshard), flows and not keeps
-            units += [_stack_unit(facts, stack.path, frees, gathers, experts, optimizer) for stack in inside.stacks]
-    return tuple(unit for unit in units if unit.elements)
+        frees, gathers = False if keeps else reshard, flows and not keeps
+        for path, parameters in apart(facts, block, holding):
+            inside = bool(frees) if any(map(holding.of_experts, parameters)) else frees
+            units.append(holding.unit(path, parameters, inside, gathers))
+    return tuple(units)
 
 
-def make_unit(
-    facts: ModelFacts,
-    name: str,
-    shards: int,
-    reshard: bool | int,
-    gathers: bool,
-    tensor: TensorPlan | None,
-    experts: ExpertPlan | None = None,
-    narrow: Narrow = NONE,
-    optimizer: OptimizerPlan = FULL,
-) -> Unit:
-    parameters = [p for p in facts.of_unit(name) if experts is None or not experts.has(p.name)]
-    total = sum(_padded(p, shards, tensor) for p in parameters)
-    trained = sum(_padded(p, shards, tensor) for p in parameters if p.trainable)
-    behind = 0 if name else sum(_padded(p, shards, tensor) for p in _behind_blocks(facts) if p.trainable)
-    rounded = sum(_padded(p, shards, tensor) for p in parameters if p.name in narrow.in_float8 and shards > 1)
-    packed = [p for p in parameters if p.name in narrow.in_4_bits]
-    in_4_bits = sum(_padded(p, shards, tensor) for p in packed)
-    stored = sum(shards * math.prod(stored_shape(_local_shape(p, shards, tensor))) for p in packed)
-    trains = [p for p in parameters if p.trainable]
-    sizes = [(_local_shape(p, shards, tensor), _mixes_copies(p, tensor), p) for p in trains]
-    return Unit(
-        name, total, trained, reshard, gathers, False, behind, rounded, in_4_bits, stored, *_states(sizes, optimizer)
-    )
+def units_outside_blocks(facts: ModelFacts, holding: Holding) -> list[Unit]:
+    """List the units of the parameters outside the blocks."""
+    behind, found = {p.name for p in _behind_blocks(facts)}, []
+    for path, parameters in apart(facts, "", holding):
+        late = sum(holding.elements(p) for p in parameters if p.trainable and p.name in behind)
+        unit = holding.unit(path, parameters, False, False)
+        found.append(replace(unit, outside_blocks=True, trainable_behind=late))
+    return found
 
 
-def _mixes_copies(p: ParameterFact, tensor: TensorPlan | None) -> bool:
-    cut = tensor.cut_of(p.name, p.shape) if tensor is not None else None
-    return tensor is not None and cut is not None and mixes_copies(cut[1], tensor.ranks)
+def apart(facts: ModelFacts, unit: str, holding: Holding) -> list[tuple[str, list[ParameterFact]]]:
+    """Split the parameters of a block, or of the modules outside the blocks (""), into groups by module and dtype.
 
+    torch wants one dtype of a group's trained parameters. A group is a module that is wrapped by itself, with all that
+    is inside it and in no further group. Two groups of one module are parameters that cannot be told apart so.
 
-def _states(
-    shapes: list[tuple[tuple[int, ...], bool, ParameterFact]], optimizer: OptimizerPlan
-) -> tuple[int, int, int, int]:
-    """Count (most elements of a parameter, elements of state, parameters whose state is low-bit, their elements).
-
-    ``shapes``: (shape on the first rank, whether it has copies, the parameter) of each trained one.
+    Returns:
+        (path of the module, parameters), a module before those inside it.
     """
-    sizes = [(math.prod(shape), mixes) for shape, mixes, _ in shapes]
-    rounded = [size for size, mixes in sizes if optimizer.rounds(size) and not mixes]
-    largest = max((size for size, _ in sizes), default=0)
-    elements = sum(optimizer.row.state_elements(shape, hidden=p.hidden, whole=p.shape) for shape, _, p in shapes)
-    return largest, elements, len(rounded), sum(rounded)
+    every = facts.of_unit(unit)
+    dense = [p for p in every if not holding.of_experts(p)]
+    trained = [p for p in dense if p.trainable]
+    dtypes = {unit: _dtype_around(unit, trained, facts)}
+    for p in sorted(trained, key=lambda p: _home(p, unit, facts).count(".")):
+        home = _home(p, unit, facts)
+        if p.dtype != dtypes[_innermost(home, dtypes, unit)]:
+            dtypes.setdefault(home, p.dtype)
+    groups: dict[tuple[str, str], list[ParameterFact]] = {(path, dtype): [] for path, dtype in dtypes.items()}
+    for p in dense:
+        for name in (p.name, *p.aliases):
+            path = _innermost(owner(name), dtypes, unit)
+            group = groups.setdefault((path, p.dtype if p.trainable else dtypes[path]), [])
+            if p not in group:
+                group.append(p)
+    for p in every:
+        if holding.of_experts(p):
+            groups.setdefault((owner(p.name), p.dtype if p.trainable else ""), []).append(p)
+    return [(path, parameters) for (path, _), parameters in groups.items() if parameters]
+
+
+def _dtype_around(unit: str, trained: Sequence[ParameterFact], facts: ModelFacts) -> str:
+    """Return the dtype of the trained parameters that only the unit itself can gather, else that of most elements."""
+    dtypes = dict.fromkeys(p.dtype for p in trained)
+    if len(dtypes) > 1:
+        own = [p for p in trained if _home(p, unit, facts) == unit] or trained
+        dtypes = {dtype: sum(p.numel for p in own if p.dtype == dtype) for dtype in dtypes}
+    return max(dtypes, key=lambda dtype: dtypes[dtype] or 0, default="")
+
+
+def _home(p: ParameterFact, unit: str, facts: ModelFacts) -> str:
+    """Return the innermost module of a unit during whose calls alone a parameter is used."""
+    found: list[str] | None = None
+    homes = facts.measurements.homes()
+    for name in (p.name, *p.aliases):
+        path, home = owner(name), homes.get(pattern(name))
+        while home is not None and path and pattern(path) != home:
+            path = owner(path)
+        steps = path.split(".") if path else []
+        alike = zip(steps if found is None else found, steps, strict=False)
+        found = [step for step, _ in takewhile(lambda both: both[0] == both[1], alike)]
+    home = ".".join(found or ())
+    return home if not unit or is_within(home, unit) else unit
+
+
+def _innermost(path: str, groups: Iterable[str], unit: str) -> str:
+    """Return the innermost of the groups that a module is in."""
+    return max((group for group in groups if group and is_within(path, group)), key=len, default=unit)
+
+
+def without_skipped(facts: ModelFacts, layout: Layout) -> ModelFacts:
+    """Drop blocks that some batches skip: all ranks gather or none, so their weights join those outside blocks."""
+    if shares_of(layout).batch_ranks == 1:
+        return facts
+    idle = may_be_idle(facts)
+    skipped = {
+        block
+        for block in facts.blocks
+        if facts.is_of_images(block) or all(p.name in idle for p in facts.of_unit(block))
+    }
+    return replace(facts, blocks=tuple(block for block in facts.blocks if block not in skipped)) if skipped else facts
 
 
 def _behind_blocks(facts: ModelFacts) -> list[ParameterFact]:
@@ -116,27 +237,6 @@ def _behind_blocks(facts: ModelFacts) -> list[ParameterFact]:
     last = max((number for number, p in enumerate(facts.parameters) if p.name in inside), default=len(facts.parameters))
     outside = {p.name for p in facts.of_unit("")}
     return [p for number, p in enumerate(facts.parameters) if p.name in outside and (number > last or p.aliases)]
-
-
-def _stack_unit(
-    facts: ModelFacts, path: str, reshard: bool, gathers: bool, experts: ExpertPlan, optimizer: OptimizerPlan
-) -> Unit:
-    parameters = [p for p in facts.parameters if owner(p.name) == path]
-    trained = [(experts.padded(p.shape), p) for p in parameters if p.trainable]
-    states = _states([((size // experts.shards,), False, p) for size, p in trained], optimizer)
-    total = sum(experts.padded(p.shape) for p in parameters)
-    return Unit(path, total, sum(size for size, _ in trained), reshard, gathers, True, 0, 0, 0, 0, *states)
-
-
-def _padded(p: ParameterFact, shards: int, tensor: TensorPlan | None) -> int:
-    """Count elements on the first tensor rank, dim 0 padded to a multiple of ``shards``, as FSDP2 sends them."""
-    return shards * math.prod(_local_shape(p, shards, tensor))
-
-
-def _local_shape(p: ParameterFact, shards: int, tensor: TensorPlan | None) -> tuple[int, ...]:
-    """Return the shape on the first rank, dim 0 divided by ``shards`` and rounded up."""
-    rows, *others = (p.shape if tensor is None else tensor.local_shape(p.name, p.shape)) or (1,)
-    return (-(-rows // shards), *others)
 
 
 def _trains_before_blocks(facts: ModelFacts) -> bool:

@@ -7,9 +7,8 @@ gathered and the gradients reduced at a time (arXiv 1910.02054).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
@@ -101,22 +100,22 @@ def plan_memory(
 
 
 def _memory(plan: Plan, stages: Sequence[tuple[Unit, ...]], microbatches: int, states: int | None, rank: int) -> Memory:
-    dtypes, master = plan.precision, dtype_bytes(plan.precision.master)
     units = [unit for stage in stages for unit in stage]
-    held = sum(unit.resting_bytes(plan.precision.master) // _shards(plan, unit) for unit in units)
-    trained = sum(unit.trainable_elements // _shards(plan, unit) for unit in units)
-    optimizer = _optimizer(plan.optimizer, units, trained, states, master)
+    held = sum(unit.bytes_at_rest // _shards(plan, unit) for unit in units)
+    trained = sum(unit.trainable_bytes // _shards(plan, unit) for unit in units)
+    optimizer = _optimizer(plan.optimizer, units, trained, states)
     if plan.data.technique != "fully_shard":
-        gradients = (trained + _beside_buckets(plan, trained, microbatches)) * master
-        kept = trained * master if plan.data.technique == "ddp" else 0
-        return Memory(held, 0, trained * master, gradients, 0, *optimizer, kept, pipeline_rank=rank)
+        gradients = trained + _beside_buckets(plan, trained, microbatches)
+        kept = trained if plan.data.technique == "ddp" else 0
+        return Memory(held, 0, trained, gradients, 0, *optimizer, kept, pipeline_rank=rank)
     rooms = [_Room.of(plan, stage) for stage in stages]
-    reducing = max((unit.trainable_elements for unit in units), default=0) * dtype_bytes(dtypes.reduce)
+    blocks = [block for room in rooms for block in room.every]
+    reducing = max((reduced.summed for block in blocks for reduced in block.reduced), default=0)
     return Memory(
         parameters=held,
         gathered=_gathered(plan, rooms),
-        gradients=trained * master,
-        gradients_at_peak=max(trained * master, *_gradients(plan, rooms, microbatches)),
+        gradients=trained,
+        gradients_at_peak=max(trained, *_gradients(plan, rooms, microbatches)),
         reducing=reducing,
         optimizer=optimizer[0],
         moving=optimizer[1],
@@ -125,93 +124,155 @@ def _memory(plan: Plan, stages: Sequence[tuple[Unit, ...]], microbatches: int, s
     )
 
 
-def _optimizer(
-    optimizer: OptimizerPlan, units: Sequence[Unit], trained: int, states: int | None, master: int
-) -> tuple[int, int]:
-    """Return the bytes of the state, and the most of them that move at a time."""
+def _optimizer(optimizer: OptimizerPlan, units: Sequence[Unit], trained: int, states: int | None) -> tuple[int, int]:
+    """Return the bytes of the state, and the most of them that move at a time.
+
+    Args:
+        trained: bytes of the trained parameters on the rank.
+    """
     tensors = len(optimizer.row.state)
-    elements = sum(unit.rounded_elements for unit in units) if states in (None, tensors) else 0
-    total = (sum(unit.state_elements for unit in units) if states is None else states * trained) - tensors * elements
-    total *= master
+    rounds = states in (None, tensors)
+    elements = sum(unit.rounded_elements for unit in units) if rounds else 0
+    total = 0 if states is None else states * trained
+    for unit in units:
+        full = (unit.state_elements if states is None else 0) - (tensors * unit.rounded_elements if rounds else 0)
+        total += full * dtype_bytes(unit.dtype)
     if elements:
         total += optimizer.bytes_of_rounded(elements, sum(unit.rounded_tensors for unit in units))
     if not optimizer.in_host_memory:
         return total, 0
-    largest = max((unit.largest for unit in units), default=0)
-    single = (
-        optimizer.bytes_of_rounded(largest, 1)
-        if elements and optimizer.rounds(largest)
-        else (tensors if states is None else states) * largest * master
+    single = max(
+        optimizer.bytes_of_rounded(unit.largest, 1)
+        if elements and optimizer.rounds(unit.largest)
+        else (tensors if states is None else states) * unit.largest * dtype_bytes(unit.dtype)
+        for unit in units
     )
     return total, min(total, max(ROOM, single))
 
 
 def _beside_buckets(plan: Plan, trained: int, microbatches: int) -> int:
-    """Count gradient elements beside DDP's buckets: all that accumulated without it, else the copied one."""
+    """Count bytes of gradients beside DDP's buckets: all that accumulated without it, else the copied one."""
     if plan.data.technique != "ddp":
         return 0
     if microbatches > 1 and not plan.data.sync_grad_accum:
         return trained
-    return max(math.prod(p.shape) for p in plan.parameters if p.trainable)
+    return max(p.bytes // p.count for p in plan.parameters if p.trainable)
+
+
+@dataclass(frozen=True)
+class _Reduced:
+    """The bytes of a unit's gradients, as it is reduced.
+
+    Attributes:
+        new: as backward makes them, whole.
+        summed: whole, in the dtype of the reduction, in which they accumulate.
+        apart: ``new`` where a new gradient is not added in place.
+        shard: those that a rank keeps.
+        behind: those of ``new`` that backward reaches before the blocks, of a unit outside them.
+        beside: the most that are new of a unit of another dtype inside, which backward may reach last.
+    """
+
+    new: int
+    summed: int
+    apart: int
+    shard: int
+    behind: int
+    beside: int = 0
+
+    @classmethod
+    def of(cls, plan: Plan, unit: Unit) -> _Reduced:
+        computed, reduced = plan.precision.computed_in(unit.dtype), plan.precision.reduced_in(unit.dtype)
+        new = unit.trainable_elements * dtype_bytes(computed)
+        return cls(
+            new=new,
+            summed=unit.trainable_elements * dtype_bytes(reduced),
+            apart=new if computed != reduced else 0,
+            shard=unit.trainable_bytes // _shards(plan, unit),
+            behind=unit.trainable_behind * dtype_bytes(computed),
+        )
 
 
 @dataclass(frozen=True)
 class _Block:
-    """A block with the stacks of experts inside it, or the root.
+    """A block with the units inside it, or those outside the blocks.
 
     Attributes:
         gathered: bytes of the gathered parameters.
-        reduced: (trained elements, those of them that a rank keeps) of each reduction, in the order of backward.
+        reduced: each reduction, in the order of backward.
     """
 
     gathered: int
-    reduced: tuple[tuple[int, int], ...]
+    reduced: tuple[_Reduced, ...]
     frees: bool | int
     gathers_in_backward: bool
 
     @property
-    def trained(self) -> int:
-        return sum(trained for trained, _ in self.reduced)
+    def new(self) -> int:
+        return sum(reduced.new for reduced in self.reduced)
+
+    @property
+    def summed(self) -> int:
+        return sum(reduced.summed for reduced in self.reduced)
+
+    @property
+    def apart(self) -> int:
+        return sum(reduced.apart for reduced in self.reduced)
 
     @property
     def shard(self) -> int:
-        return sum(kept for _, kept in self.reduced)
+        return sum(reduced.shard for reduced in self.reduced)
+
+    @property
+    def behind(self) -> int:
+        return sum(reduced.behind for reduced in self.reduced)
+
+    @property
+    def behind_apart(self) -> int:
+        return sum(reduced.behind for reduced in self.reduced if reduced.apart)
 
 
 @dataclass(frozen=True)
 class _Room:
-    """A model or pipeline stage as its backward sees it: the root outside the blocks, and blocks in forward order.
+    """A model or pipeline stage as its backward sees it.
 
     Attributes:
-        behind: trained elements of the root that backward reaches before the blocks.
+        root: what is outside the blocks, and reduced at the end.
+        early: units outside the blocks that backward reduces before it reaches the blocks.
+        blocks: in forward order.
     """
 
     root: _Block
-    behind: int
+    early: _Block
     blocks: tuple[_Block, ...]
+
+    @property
+    def every(self) -> tuple[_Block, ...]:
+        return (self.root, self.early, *self.blocks)
 
     @classmethod
     def of(cls, plan: Plan, units: tuple[Unit, ...]) -> _Room:
         together: list[list[Unit]] = []
         for unit in units:
-            if unit.name and together and is_within(unit.name, together[-1][0].name):
+            if unit.outside_blocks:
+                continue
+            if together and is_within(unit.name, together[-1][0].name):
                 together[-1].append(unit)
-            elif unit.name:
+            else:
                 together.append([unit])
-        root = [unit for unit in units if not unit.name]
-        return cls(
-            _block(plan, root),
-            sum(unit.trainable_behind for unit in root),
-            tuple(_block(plan, units) for units in together),
-        )
+        outside = [unit for unit in units if unit.outside_blocks]
+        early = [unit for unit in outside if unit.name and unit.trainable_behind]
+        root = [unit for unit in outside if unit not in early]
+        return cls(_block(plan, root), _block(plan, early), tuple(_block(plan, units) for units in together))
 
 
 def _block(plan: Plan, units: list[Unit]) -> _Block:
+    reduced = [_Reduced.of(plan, unit) for unit in units]
+    inside = [each.new for each, unit in zip(reduced[1:], units[1:], strict=True) if not unit.experts]
+    if inside:
+        reduced[0] = replace(reduced[0], beside=max(inside))
     return _Block(
-        gathered=sum(unit.gathered_bytes(plan.precision.compute) for unit in units),
-        reduced=tuple(
-            (unit.trainable_elements, unit.trainable_elements // _shards(plan, unit)) for unit in reversed(units)
-        ),
+        gathered=sum(unit.bytes_gathered for unit in units),
+        reduced=tuple(reversed(reduced)),
         frees=units[0].reshard_after_forward if units else False,
         gathers_in_backward=any(unit.gathers_in_backward for unit in units),
     )
@@ -227,7 +288,11 @@ def _gathered(plan: Plan, rooms: list[_Room]) -> int:
     """Return the most bytes gathered at a time: what stays, the computing block, and the one being prefetched."""
     kept, fetched = 0, 0
     for room in rooms:
-        kept += room.root.gathered + sum(block.gathered for block in room.blocks[:-1] if not block.frees)
+        kept += (
+            room.root.gathered
+            + room.early.gathered
+            + sum(block.gathered for block in room.blocks[:-1] if not block.frees)
+        )
         kept += sum(block.gathered // block.frees for block in room.blocks if block.frees is not True and block.frees)
         last = room.blocks[-1].gathered if room.blocks else 0
         if plan.pipeline is not None and room.blocks and not room.blocks[-1].frees:
@@ -249,33 +314,30 @@ def _side_by_side(plan: Plan, room: _Room, last: int) -> Iterator[int]:
 
 def _gradients(plan: Plan, rooms: list[_Room], microbatches: int) -> Iterator[int]:
     """Yield the bytes of gradients at the moments that can be the peak."""
-    dtypes, syncs = plan.precision, bool(plan.data.sync_grad_accum)
-    shard, new = dtype_bytes(dtypes.master), dtype_bytes(dtypes.compute)
-    summed = dtype_bytes(dtypes.reduce)  # gradients that accumulate whole do so in the reduction's dtype
-    shards = shard * sum(block.shard for room in rooms for block in (room.root, *room.blocks))
-    whole = summed * sum(block.trained for room in rooms for block in (room.root, *room.blocks))
-    apart = new if dtypes.compute != dtypes.reduce else 0  # else a new gradient is added in place
+    syncs = bool(plan.data.sync_grad_accum)
+    every = [block for room in rooms for block in room.every]
+    shards, whole = sum(block.shard for block in every), sum(block.summed for block in every)
     if plan.pipeline is not None:
-        new_at_once = apart * max(
-            room.behind + max((block.trained for block in room.blocks), default=0) for room in rooms
+        new_at_once = max(
+            room.root.behind_apart + max((block.apart for block in room.blocks), default=0) for room in rooms
         )
         if syncs and microbatches > 1:
-            largest = max(summed * (room.root.trained + sum(block.trained for block in room.blocks)) for room in rooms)
+            largest = max(sum(block.summed for block in room.every) for room in rooms)
             yield shards + largest + new_at_once
         else:
             yield whole + new_at_once
-            yield whole + apart * max(room.root.trained for room in rooms)
+            yield whole + max(room.root.apart for room in rooms)
         return
     (room,) = rooms
     if microbatches > 1 and not syncs:
-        last = max((trained for trained, _ in room.blocks[-1].reduced), default=0) if room.blocks else 0
-        yield whole + apart * (last + room.behind)
-        yield summed * room.root.trained + apart * room.root.trained + shards - shard * room.root.shard
+        last = max((reduced.apart for reduced in room.blocks[-1].reduced), default=0) if room.blocks else 0
+        yield whole + last + room.root.behind_apart
+        yield room.root.summed + room.root.apart + shards - room.root.shard
         return
-    done = shards if microbatches > 1 else 0
+    done = shards if microbatches > 1 else room.early.shard
     # cut sequences do not enter through the first block's arguments
     at_once = 1 if plan.tensor is not None and plan.tensor.sequence_parallel else 0
-    for trained, kept in chain.from_iterable(block.reduced for block in reversed(room.blocks[at_once:])):
-        yield done + new * (room.behind + trained)
-        done += 0 if microbatches > 1 else shard * kept
-    yield done + new * (room.root.trained + sum(block.trained for block in room.blocks[:at_once]))
+    for reduced in chain.from_iterable(block.reduced for block in reversed(room.blocks[at_once:])):
+        yield done + room.root.behind + reduced.new + reduced.beside
+        done += 0 if microbatches > 1 else reduced.shard
+    yield done + room.root.new + sum(block.new for block in room.blocks[:at_once])

@@ -24,7 +24,7 @@ def optimizer_collectives(plan: Plan, parameters: Sequence[ParameterFact]) -> It
     yield from sum_collectives(plan, parameters)
 
 
-def matrix_collectives(plan: Plan, parameters: Iterable[ParameterFact]) -> Iterator[Collective]:
+def matrix_collectives(plan: Plan, parameters: Sequence[ParameterFact]) -> Iterator[Collective]:
     """List the all-to-alls of a step, to owners and back, with the elements of the rank that sends most."""
     shares = plan.shares
     ranks = shares.size(*STAGE)
@@ -33,11 +33,11 @@ def matrix_collectives(plan: Plan, parameters: Iterable[ParameterFact]) -> Itera
     sent, calls = sent_elements(plan, parameters)
     if calls:
         axes = [axis.value for axis in STAGE if shares.size(axis) > 1]
-        unit, dtype = "parts of matrices", plan.precision.master
+        unit, dtype = "parts of matrices", next(p.dtype for p in parameters if p.trainable)
         yield Collective("all_to_all", " × ".join(axes), ranks, unit, max(sent), dtype, "step", calls, to_others=True)
 
 
-def sum_collectives(plan: Plan, parameters: Iterable[ParameterFact]) -> Iterator[Collective]:
+def sum_collectives(plan: Plan, parameters: Sequence[ParameterFact]) -> Iterator[Collective]:
     """List the all-reduces of an optimizer that sums over parts of cut matrices: first squares, then updates."""
     if not plan.optimizer.row.sums_parts:
         return
@@ -55,7 +55,7 @@ def sum_collectives(plan: Plan, parameters: Iterable[ParameterFact]) -> Iterator
         if any(size == plan.world for _, size in cut_by):  # one group of all ranks, whatever the axis
             cut_by = next((pack for pack in packs if any(size == plan.world for _, size in pack)), cut_by)
         packs.setdefault(cut_by, []).append(size_of_sums(p.shape))
-    dtype = "float64" if plan.precision.master == "float64" else "float32"
+    dtype = "float64" if any(p.dtype == "float64" for p in parameters if p.trainable) else "float32"
     for cut_by, sizes in packs.items():
         for elements, unit in ((sum(sizes), "squares of rows and columns"), (len(sizes), "squares of updates")):
             for axis, ranks in cut_by:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.core.names import matching
 from meshwright.planning.case import Case, Found
 
 from .kinds import KINDS, OptimizerKind, kind_of
@@ -14,12 +13,18 @@ ROUNDED_FROM = ("float32", "bfloat16")
 
 def optimizer_fits(case: Case) -> Found:
     """Require a known optimizer, and settings that fit it and the dtypes at rest."""
-    t, master = case.techniques, case.precision.master
+    t = case.techniques
     try:
         row = kind_of(t.optimizer)
     except ConfigError as unknown:
         yield unknown
         return
+    if (row.by_role or row.sums_parts) and len(case.trained_dtypes) > 1:
+        yield UnsupportedError(
+            f"the optimizer {t.optimizer} computes on parts of several parameters together, and the trained ones rest"
+            f" in {' and '.join(case.trained_dtypes)}. Set techniques.precision.master = float32, or choose the"
+            f" optimizer adamw."
+        )
     if row.by_role:
         yield from _matrices(case, row)
     if row.averages:
@@ -38,25 +43,22 @@ def optimizer_fits(case: Case) -> Found:
             f" and stochastic rounding of {able}. Set optimizer_state = full and stochastic_rounding = false, or"
             f" the optimizer {able}."
         )
-    if t.optimizer_state in ("8bit", "4bit") and master not in ROUNDED_FROM:
+    if t.optimizer_state in ("8bit", "4bit") and (others := [d for d in case.trained_dtypes if d not in ROUNDED_FROM]):
         yield UnsupportedError(
-            f"techniques.optimizer_state = {t.optimizer_state} is computed in float32, and the parameters rest in"
-            f" {master}. Set techniques.precision.master = float32 (or bfloat16), or techniques.optimizer_state = full."
+            f"techniques.optimizer_state = {t.optimizer_state} is computed in float32, and trained parameters rest in"
+            f" {others[0]}. Set techniques.precision.master = float32 (or bfloat16), or optimizer_state = full."
         )
-    if t.stochastic_rounding and master != "bfloat16":
+    if t.stochastic_rounding and (others := [dtype for dtype in case.trained_dtypes if dtype != "bfloat16"]):
         yield ConfigError(
-            f"techniques.stochastic_rounding = true is about weights that rest in bfloat16, and these rest in {master}."
+            f"techniques.stochastic_rounding = true is about weights that rest in bfloat16, and trained ones rest in"
+            f" {others[0]}."
             f" Set techniques.precision.master = bfloat16, or leave it out."
         )
 
 
 def _matrices(case: Case, row: OptimizerKind) -> Found:
     """Require hidden matrices, and parameters on the device, for an optimizer that computes on whole ones."""
-    word, trained = case.techniques.optimizer, [p for p in case.facts.parameters if p.trainable]
-    frozen = case.techniques.freeze
-    if frozen:
-        chosen = matching(frozen, [p.name for p in case.facts.parameters], "techniques.freeze")
-        trained = [p for p in trained if p.name not in chosen]
+    word, trained = case.techniques.optimizer, case.trained
     if trained and not any(p.hidden for p in trained):
         yield ConfigError(
             f"the optimizer {word} steps the matrices of linear layers and experts inside repeated blocks,"
@@ -75,10 +77,10 @@ def _matrices(case: Case, row: OptimizerKind) -> Found:
 
 def _average(case: Case, row: OptimizerKind) -> Found:
     """Require weights in which an average can move, with its state on the device, where the average is taken."""
-    word, master = case.techniques.optimizer, case.precision.master
-    if master not in ("float32", "float64"):
+    word = case.techniques.optimizer
+    if narrow := [dtype for dtype in case.trained_dtypes if dtype not in ("float32", "float64")]:
         yield UnsupportedError(
-            f"the optimizer {word} averages all steps, and in techniques.precision.master = {master} an"
+            f"the optimizer {word} averages all steps, and in techniques.precision.master = {narrow[0]} an"
             f" average of some hundred steps no longer moves. Set techniques.precision.master = float32 (compute may be"
             f" bfloat16)."
         )

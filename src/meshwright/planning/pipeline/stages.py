@@ -11,7 +11,7 @@ from meshwright.core.names import is_within
 from meshwright.introspection.facts import ModelFacts, ParameterFact
 from meshwright.planning.collectives import over_batch, sharded_units, step_agreement, step_norm, token_count
 from meshwright.planning.context.collectives import attention_collectives, row_agreement
-from meshwright.planning.data.units import make_unit, trained_cuts
+from meshwright.planning.data.units import Holding, trained_cuts, units_outside_blocks
 from meshwright.planning.experts.collectives import expert_collectives, router_collectives
 from meshwright.planning.experts.plan import without_experts
 from meshwright.planning.float8.messages import scales_of_gathered
@@ -37,7 +37,7 @@ def plan_of_stage(plan: Plan, stage: int) -> Plan:
     also = tuple(last for first, last in pipeline.tied for name in (first, last) if name in plan.frozen)
     return replace(
         plan,
-        units=tuple(unit for unit in plan.units if not unit.name or here((unit.name,))),
+        units=tuple(unit for unit in plan.units if unit.outside_blocks or here((unit.name,))),
         experts=None if plan.experts is None else plan.experts.only(blocks),
         frozen=(*plan.frozen, *also),
         checkpointed=here(plan.checkpointed),
@@ -135,7 +135,7 @@ def _of_rank(facts: ModelFacts, plan: Plan, rank: int) -> Iterator[Collective]:
         if plan.experts is not None and any(p.trainable and plan.experts.has(p.name) for p in own)
         else None
     )
-    yield from step_norm(plan.precision, shares, cuts, experts)
+    yield from step_norm({p.dtype for p in own if p.trainable}, shares, cuts, experts)
     yield Collective("all_reduce", Axis.PP.value, pipeline.ranks, "gradient norm", 1, "float64", "step")
     yield from step_agreement(shares)
     yield from optimizer_collectives(plan, own)
@@ -172,7 +172,7 @@ def _ties(facts: ModelFacts, plan: Plan, pipeline: PipelinePlan, rank: int) -> I
         if fact.trainable and any(first in (fact.name, *fact.aliases) for first, _ in pipeline.tied):
             shape = fact.shape if plan.tensor is None else plan.tensor.local_shape(fact.name, fact.shape)
             own = -(-shape[0] // plan.shares.shards) * math.prod(shape[1:])
-            yield Collective("send", Axis.PP.value, 2, f"gradient of {fact.name}", own, plan.precision.master, "step")
+            yield Collective("send", Axis.PP.value, 2, f"gradient of {fact.name}", own, fact.dtype, "step")
 
 
 def units_of_stages(facts: ModelFacts, plan: Plan) -> tuple[tuple[Unit, ...], ...]:
@@ -189,8 +189,8 @@ def units_of_stages(facts: ModelFacts, plan: Plan) -> tuple[tuple[Unit, ...], ..
 
 def _units_of(facts: ModelFacts, plan: Plan, shards: int) -> tuple[Unit, ...]:
     """List the units of a stage's part; its root holds the stage's parameters outside the blocks."""
-    root = make_unit(facts, "", shards, False, False, plan.tensor, optimizer=plan.optimizer)
-    return tuple(unit for unit in (root, *(unit for unit in plan.units if unit.name)) if unit.elements)
+    holding = Holding(shards, plan.precision, plan.tensor, optimizer=plan.optimizer)
+    return (*units_outside_blocks(facts, holding), *(unit for unit in plan.units if not unit.outside_blocks))
 
 
 def _sent_again(plan: Plan) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ class _Counts:
         self.plan, self.facts, self.shards = plan, facts, shards
         self.shapes = {name: p.shape for p in facts.parameters for name in (p.name, *p.aliases)}
         self._frozen = {name for p in facts.parameters if not p.trainable for name in (p.name, *p.aliases)}
-        self.dtype, self.master = precision.compute, precision.master
+        self.dtype = precision.compute
 
     def one(
         self,
@@ -89,21 +89,22 @@ class _Counts:
             if p.name not in self.plan.before and not _is_within_any(p.name, inside)
         )
 
-    def summed(self) -> int:
-        """Count elements of the gradients that are summed over the tensor axis, on one shard."""
-        total = 0
+    def summed(self) -> dict[str, int]:
+        """Count elements of the gradients that are summed over the tensor axis, on one shard, by dtype."""
+        total: dict[str, int] = {}
         for p in self.facts.parameters:
             if not p.trainable:
                 continue
             cut = self.plan.cut_of(p.name, p.shape)
             if cut is None:
-                total += self._shard(p.shape, p.shape[0] if p.shape else 1)
+                total[p.dtype] = total.get(p.dtype, 0) + self._shard(p.shape, p.shape[0] if p.shape else 1)
                 continue
             dim, parts = cut
             for part in parts:
                 if part.copies(self.plan.ranks) > 1:  # a slot for each share
                     whole = (*p.shape[:dim], part.size, *p.shape[dim + 1 :])
-                    total += math.prod(whole) // (self.shards if dim == 0 else 1)
+                    held = math.prod(whole) // (self.shards if dim == 0 else 1)
+                    total[p.dtype] = total.get(p.dtype, 0) + held
         return total
 
     def _shard(self, shape: tuple[int, ...], rows: int) -> int:
@@ -132,10 +133,9 @@ def _found(count: _Counts, loss: LossPlan | None, recomputed: dict[str, tuple[st
         if flows and plan.head:  # a whole head gives all ranks the same gradient
             yield count.one("reduce_scatter", "behind the blocks", width)
     yield from _head(count, loss, flows or any(count.is_trained(name) for name in count.between_blocks_and_head()))
-    summed = count.summed()
-    if summed:
+    for dtype, summed in count.summed().items():
         yield Collective(
-            "all_reduce", Axis.TP.value, plan.ranks, "gradients of whole parameters", summed, count.master, "step"
+            "all_reduce", Axis.TP.value, plan.ranks, "gradients of whole parameters", summed, dtype, "step"
         )
 
 

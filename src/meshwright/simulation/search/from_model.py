@@ -134,7 +134,12 @@ def _top_k(facts: ModelFacts) -> int:
 def execution_of(plan: Plan) -> Execution:
     """Describe how this library runs a plan."""
     precision, data = plan.precision, plan.data
-    master, compute, reduce = (dtype_bytes(d) for d in (precision.master, precision.compute, precision.reduce))
+    compute = dtype_bytes(precision.compute)
+    units = plan.units if plan.pipeline is None else [unit for stage in plan.stage_units for unit in stage]
+    trained = [(unit.trainable_elements, unit.dtype) for unit in units] or [(1, precision.master)]
+    elements = max(1, sum(size for size, _ in trained))
+    master = sum(size * dtype_bytes(dtype) for size, dtype in trained) / elements
+    reduce = sum(size * dtype_bytes(precision.reduced_in(dtype)) for size, dtype in trained) / elements
     blocks = max(1, len({unit.name for unit in plan.units if unit.name}))
     kept = [not unit.reshard_after_forward for unit in plan.units if unit.name]
     keeps_gathered = len(kept) > 1 and all(kept)
@@ -163,8 +168,8 @@ def execution_of(plan: Plan) -> Execution:
         reduces_each=data.sync_grad_accum is True,
         gathers_each=not (data.gathers_per_step or keeps_gathered),
         trained=_for_each_element(plan, lambda unit: unit.trainable_elements) if plan.units else 1.0,
-        weight_bytes=_for_each_element(plan, lambda unit: unit.resting_bytes(precision.master)),
-        gather_bytes=_for_each_element(plan, lambda unit: unit.gathered_bytes(precision.compute), blocks=True),
+        weight_bytes=_for_each_element(plan, lambda unit: unit.bytes_at_rest),
+        gather_bytes=_for_each_element(plan, lambda unit: unit.bytes_gathered, blocks=True),
     )
 
 
@@ -173,7 +178,7 @@ def _cuts(pipeline: PipelinePlan) -> tuple[tuple[int, int], ...]:
     return tuple(zip([0, *ends], ends, strict=False))
 
 
-def _optimizer_bytes(plan: Plan, master: int) -> float:
+def _optimizer_bytes(plan: Plan, master: float) -> float:
     """Return the bytes of optimizer state for each element on the device."""
     optimizer = plan.optimizer
     if optimizer.in_host_memory:

@@ -12,7 +12,7 @@ from meshwright.core.names import clean, is_within, owner
 from meshwright.introspection.facts import ModelFacts
 from meshwright.planning.collectives import step_collectives
 from meshwright.planning.context.collectives import context_collectives
-from meshwright.planning.data.units import Narrow, trained_cuts, units_of
+from meshwright.planning.data.units import Holding, Narrow, at_rest, trained_cuts, units_of
 from meshwright.planning.float8.messages import scales_of_gathered
 from meshwright.planning.plan import Plan
 
@@ -39,12 +39,11 @@ def with_units(model: nn.Module, facts: ModelFacts, plan: Plan, options: ZeroOpt
             f"{key}: beside tensor or expert parallelism the units are the repeated blocks"
             f" ({', '.join(facts.blocks[:2])} …), whose modules use each other's parameters. Leave it out."
         )
-    facts = replace(facts, blocks=chosen)
+    facts = replace(at_rest(facts, plan.precision), blocks=chosen)
     reshard = options.stage in (0, 3)
     shares = plan.shares
-    units = units_of(
-        facts, shares.shards, reshard, None, narrow=Narrow.of(plan.float8, plan.quantize), optimizer=plan.optimizer
-    )
+    narrow = Narrow.of(plan.float8, plan.quantize)
+    units = units_of(facts, Holding(shares.shards, plan.precision, narrow=narrow, optimizer=plan.optimizer), reshard)
     scales = tuple(scales_of_gathered(plan.float8, None, shares.shards))
     of_rows = () if plan.context is None else context_collectives(facts, plan.context, plan.precision, {})
     moved = step_collectives(shares, units, plan.data, plan.precision, (*scales, *of_rows), trained_cuts(facts, None))
