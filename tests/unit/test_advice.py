@@ -1,0 +1,248 @@
+"""Advice that an error or a notice prints names what exists, and works when it is followed."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import re
+import tomllib
+from dataclasses import replace
+from functools import cache
+from importlib.metadata import requires
+from itertools import product
+
+import pytest
+from support.advice import (
+    FLAG,
+    HOUSE,
+    LEFT_OUT,
+    MARKUP,
+    Way,
+    faults,
+    flags_of,
+    legal,
+    name_of,
+    strings,
+    trees,
+    verbs,
+    ways,
+)
+from test_rules import CASES, attempt, with_own_loss
+
+from meshwright import ConfigError, Layout, UnsupportedError
+from meshwright.core.config import to_dict
+from meshwright.introspection.source import as_module
+
+
+def planned(model, layout: Layout, techniques, changes: Way):
+    """Plan a request with some of its keys changed."""
+    techniques = copy.deepcopy(techniques) if isinstance(techniques, dict) else to_dict(techniques)
+    for key, value in changes:
+        section, _, name = key.partition(".")
+        if section == "layout":
+            layout = replace(layout, **{name: value})
+        elif section == "model":
+            model = replace(model, moe=replace(model.moe, **{name.removeprefix("moe."): value}))
+        else:
+            *path, last = [section, *name.split(".")] if section == "adapters" else name.split(".")
+            table = techniques
+            for part in path:
+                table = table.setdefault(part, {})
+            if value is LEFT_OUT:
+                table.pop(last, None)
+            else:
+                table[last] = value
+    return attempt(model if "adapters" in techniques else measured(model), layout, techniques)
+
+
+@cache
+def measured(model):
+    """A model that is built once, so that each question about it is measured once (adapters change a module)."""
+    return as_module(model)
+
+
+def refusal(*request) -> str:
+    try:
+        planned(*request)
+    except (ConfigError, UnsupportedError) as error:
+        return str(error)
+    return ""
+
+
+def followed(*request, known: set[str]) -> set[str]:
+    """Follow every advice of a refused request, each line's with one of every other line's, and name the advices.
+
+    Of values that are listed as legal, one is enough: others may need what the request has not.
+    """
+    lines = refusal(*request, ()).splitlines()
+    found: set[str] = set()
+    offered = [ways(line) for line in lines]
+    for number, line in enumerate(lines):
+        others = list(product(*(other for n, other in enumerate(offered) if n != number and other)))
+        for way in offered[number]:
+            if name_of(way) <= known | found:
+                continue
+            together = [(*way, *(one for other in rest for one in other)) for rest in others]
+            answers = (refusal(*request, changes) for changes in together[:6])
+            assert "" in answers, (
+                f"{line}\nFollowed by {way}, this is refused in turn: {refusal(*request, together[0])}"
+            )
+            found |= name_of(way)
+        if values := legal(line):
+            answers = [refusal(*request, way) for way in values[:2]]
+            assert "" in answers and line not in answers, f"{line}\nNone of these is legal: {answers}"
+    return found
+
+
+BY_RULE = {
+    "async_tensor_fits": [
+        "layout.tp = …",
+        "techniques.async_tensor_parallel = false",
+        "techniques.sequence_parallel = true",
+    ],
+    "checkpointing_companions": [
+        "techniques.activation_checkpointing = full",
+        "techniques.activation_checkpointing = memory_budget",
+        "techniques.activation_checkpointing = selective_op",
+        "techniques.async_tensor_parallel = false",
+        "techniques.compile = false",
+    ],
+    "checkpointing_keys": ["techniques.activation_checkpointing = selective_op", "techniques.checkpoint_keep, by 'it'"],
+    "checkpointing_matches": ["techniques.activation_checkpointing = full"],
+    "context_companions": ["layout.cp = …", "model.moe.capacity_factor = …"],
+    "ddp_fits": ["layout.dp_replicate = …", "layout.dp_shard = …", "techniques.data_parallel = fully_shard"],
+    "experts_companions": [
+        "model.moe.capacity_factor = …",
+        "techniques.data_parallel = fully_shard",
+        "techniques.sequence_parallel = false",
+        "techniques.zero_stage = …",
+    ],
+    "experts_fit": ["layout.ep = …"],
+    "float8_companions": ["techniques.async_tensor_parallel = false"],
+    "float8_gathering": [
+        "layout.dp_shard = …",
+        "techniques.float8 = tensorwise",
+        "techniques.float8_all_gather = false",
+        "techniques.reshard_after_forward = true",
+    ],
+    "float8_requested": [
+        "layout.dp_shard = …",
+        "techniques.float8 = none",
+        "techniques.float8 = tensorwise",
+        "techniques.float8_all_gather = false",
+        "techniques.float8_filter, by 'it'",
+        "techniques.precision.compute = bfloat16",
+    ],
+    "half_precision": [
+        "techniques.precision.compute = float16",
+        "techniques.precision.loss_scale, by 'it'",
+        "techniques.precision.master = float32",
+        "techniques.precision.output = float32",
+        "techniques.precision.reduce = float32",
+    ],
+    "lengths_of_whole_rows": ["adapters.kind = lora", "layout.tp = …"],
+    "one_dtype": ["techniques.precision.master = float32", "techniques.precision.master = float64"],
+    "optimizer_fits": [
+        "techniques.optimizer_state = full",
+        "techniques.precision.master = bfloat16",
+        "techniques.precision.master = float32",
+        "techniques.stochastic_rounding, by 'it'",
+    ],
+    "parameters_are_reached": ["techniques.sequence_parallel = false"],
+    "pipeline_companions": [
+        "techniques.compile = false",
+        "techniques.data_parallel = fully_shard",
+        "techniques.pipeline_schedule = 1f1b",
+        "techniques.pipeline_schedule = interleaved_1f1b",
+        "techniques.sync_grad_accum = false",
+        "techniques.zero_stage = …",
+    ],
+    "pipeline_requested": ["techniques.layers_per_stage, by 'it'", "techniques.pipeline_cuts, by 'it'"],
+    "postponed_all_reduce": ["techniques.sync_grad_accum = true"],
+    "quantize_companions": [
+        "techniques.async_tensor_parallel = false",
+        "techniques.float8 = none",
+        "techniques.quantize_frozen = none",
+    ],
+    "resharding": ["techniques.reshard_after_forward = true"],
+    "rows_stand_alone": ["layout.dp_replicate = …", "layout.dp_shard = …", "layout.pp = …", "layout.tp = …"],
+    "stacked_adapters": ["techniques.compile = false"],
+    "state_stays": ["techniques.activation_checkpointing = none"],
+    "tensor_companions": ["techniques.data_parallel = fully_shard"],
+    "zero_fits": [
+        "layout.dp_replicate = …",
+        "layout.dp_shard = …",
+        "techniques.data_parallel = fully_shard",
+        "techniques.data_parallel, by 'it'",
+        "techniques.zero_stage = auto",
+        "techniques.zero_stage = …",
+        "techniques.zero_stage, by 'it'",
+    ],
+}
+"""Advices of each rule of planning that are followed."""
+
+
+@pytest.mark.parametrize("rule", sorted({case[0] for case in CASES}))
+def test_advice_of_a_rule_is_followed(rule):
+    found: set[str] = set()
+    for name, model, layout, techniques, *_ in CASES:
+        if name == rule and model is not with_own_loss:  # no forward, so nothing can be measured of it
+            found |= followed(model, layout, techniques, known=found)
+    assert found >= set(BY_RULE.get(rule, ()))
+
+
+def test_names_in_every_message_exist():
+    wrong = [
+        f"{place}:{line}: {', '.join(found)}: {text}"
+        for place in trees()
+        for line, text in strings(place)
+        if not MARKUP.search(text) and (found := faults(text))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("Set techniques.sequence_paralel = false", "techniques.sequence_paralel is no key"),
+        ("set data.on_bad_row = 'drop'", "on_bad_row"),
+        ("Set techniques.precision.master = fp33", "fp33"),
+        ("Set techniques.float8 = colwise.", "is none of"),
+        ("Set steps, or batch.global_batch = 0", "out of range"),
+        ("write one with: meshwright traces CONFIG", "no such verb"),
+        ("write one with: meshwright verify CONFIG --write-traces FILE", "does not take --write-traces"),
+        ("add --dry-runs", "no verb takes --dry-runs"),
+        ("Set techniques={'optimiser': 'muon'}", "unknown key 'optimiser'"),
+        ("Use parallelize(model, mash=None)", "takes no mash"),
+        ("call meshwright.store(model)", "does not exist"),
+        ("give los_fn=", "no function takes los_fn="),
+        ("see docs/precisions.md", "is not there"),
+    ],
+)
+def test_names_that_do_not_exist_are_found(text, words):
+    assert words in " ".join(faults(text))
+
+
+@pytest.mark.parametrize("verb", [verb for verb in verbs() if verb != "completion"])
+def test_a_verb_speaks_of_flags_that_it_takes(verb):
+    (place,) = {
+        file for file in trees() if file in (f"cli/{verb}.py", f"cli/trained/{verb}.py", f"cli/views/{verb}.py")
+    }
+    said = {flag for _, text in strings(place) for flag in FLAG.findall(text) if "sbatch" not in text}
+    assert said <= flags_of(verb) | {"--layout", "--process", "--data"}
+
+
+def test_every_extra_that_is_missed_can_be_installed():
+    extras = tomllib.loads((HOUSE.parents[1] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    calls = [
+        (f"{place}:{node.lineno}", node)
+        for place, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "MissingExtraError"
+    ]
+    assert len(calls) > 15
+    for place, call in calls:
+        package, extra = (one.value if isinstance(one, ast.Constant) else None for one in call.args[1:3])
+        if extra:
+            brought = [need for line in extras[extra] for need in requires(re.split(r"[>\[]", line)[0]) or ()]
+            assert any(re.match(package or "", line) for line in [*extras[extra], *brought]), f"{place}: {package}"
