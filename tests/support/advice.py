@@ -60,8 +60,8 @@ VERBS = (
 _BEGINS = re.compile(rf"(?:^|[.:;,]\s+|\(|»|\b(?:or|and|then|instead|to)\s+)(?:{'|'.join(VERBS)})\b", re.IGNORECASE)
 _ENDS = re.compile(r"\.(?=\s|$)")
 KEY = re.compile(rf"(?<![\w.'/@«])(?:{'|'.join(SECTIONS)})(?:\.[a-z_0-9]+)+(?!\w)(?![.\w]*[(*\[])")
-VALUE = r"\"[^\"]*\"|'[^']*'|«[^»]*»|-?[A-Za-z0-9_+./-]*[A-Za-z0-9_]"
-SETTING = re.compile(rf"(?<![\w.])([a-z_]+(?:\.[a-z_0-9]+)*)(?: = | to (?=«|\d|false|true|none))({VALUE})")
+VALUE = r"\[[^\]]*\]|\"[^\"]*\"|'[^']*'|«[^»]*»|-?[A-Za-z0-9_+./-]*[A-Za-z0-9_]"
+SETTING = re.compile(rf"(?<![\w.])([a-z_]+(?:\.[a-z_0-9]+)*)(?: = | to (?:at most )?(?=«|\d|false|true|none))({VALUE})")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z_.-]*[a-z_]")
 COMMAND = re.compile(r"meshwright (?=[a-z])(\w+)")
 
@@ -301,18 +301,22 @@ def faults(text: str) -> list[str]:
     return [*_wrong_keys(text), *_wrong_flags(text), *_wrong_calls(text), *_wrong_pages(text)]
 
 
+@cache
+def keys() -> frozenset[str]:
+    """Every key, and the tables that hold keys."""
+    known = {key.partition("[]")[0] for key in public_keys(LaunchConfig)}
+    known |= {f"techniques.{field.name}" for field in fields(Techniques)}
+    return frozenset(known | {".".join(key.split(".")[:n]) for key in known for n in (2, 3)})
+
+
 def _wrong_keys(text: str) -> Iterator[str]:
-    known = {key.partition("[]")[0] for key in public_keys(LaunchConfig)} | {
-        f"techniques.{f.name}" for f in fields(Techniques)
-    }
-    known |= {".".join(key.split(".")[:n]) for key in known for n in (2, 3)}
     for key in KEY.findall(text):
         attribute = re.fullmatch(r"model\.(\w+).*", key)
-        if key not in known and not (attribute and attribute[1] in ATTRIBUTES) and key not in ("slurm.tasks",):
+        if key not in keys() and not (attribute and attribute[1] in ATTRIBUTES) and key not in ("slurm.tasks",):
             yield f"{key} is no key"
     for name, word in SETTING.findall(text):
         key = full_key(name, text)
-        if key in known and not re.search("[«»…{]", word):
+        if key in keys() and not re.search("[«»…{]", word):
             yield from _wrong_value(key, value_of(word))
 
 
@@ -475,4 +479,6 @@ def legal(line: str) -> list[Way]:
 
 def name_of(way: Way) -> set[str]:
     """The advices that following a way follows."""
-    return {f"{key}, by 'it'" if value is LEFT_OUT else f"{key} = {_plain(str(value).lower())}" for key, value in way}
+    left = {key for key, value in way if value is LEFT_OUT}
+    given = {f"{key} = {_plain(str(value).lower())}" for key, value in way if key not in left}
+    return given | left | {f"{key}, by 'it'" for key in left}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import copy
+import json
 import re
 import tomllib
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import requires
 from itertools import product
+from pathlib import Path
 
 import pytest
 from support.advice import (
@@ -18,6 +20,7 @@ from support.advice import (
     LEFT_OUT,
     MARKUP,
     Way,
+    advices,
     faults,
     flags_of,
     legal,
@@ -30,8 +33,14 @@ from support.advice import (
 from test_rules import CASES, attempt, with_own_loss
 
 from meshwright import ConfigError, Layout, UnsupportedError
+from meshwright.cli.arguments import read_launch
 from meshwright.core.config import to_dict
+from meshwright.core.errors import MeshwrightError
+from meshwright.data import SourceOptions, load_tokenizer, open_corpus, prepare
 from meshwright.introspection.source import as_module
+from meshwright.training.build import build_schedule
+from meshwright.training.feed import refuse_contradictions
+from meshwright.training.launch import process_count
 
 
 def planned(model, layout: Layout, techniques, changes: Way):
@@ -242,7 +251,154 @@ def test_every_extra_that_is_missed_can_be_installed():
     ]
     assert len(calls) > 15
     for place, call in calls:
-        package, extra = (one.value if isinstance(one, ast.Constant) else None for one in call.args[1:3])
+        package, extra = (str(one.value) if isinstance(one, ast.Constant) else "" for one in call.args[1:3])
         if extra:
             brought = [need for line in extras[extra] for need in requires(re.split(r"[>\[]", line)[0]) or ()]
-            assert any(re.match(package or "", line) for line in [*extras[extra], *brought]), f"{place}: {package}"
+            assert any(line.startswith(package) for line in [*extras[extra], *brought]), f"{place}: {package}"
+
+
+CONFIGS = [
+    (["--optimizer.kind=schedule_free_adamw", "--schedule.kind=cosine"], {}),
+    (["--optimizer.kind=schedule_free_adamw", "--schedule.kind=constant", "--optimizer.beta1=0"], {}),
+    (["--optimizer.kind=sgd", "--optimizer.beta2=0.5"], {}),
+    (
+        ["--schedule.tokens=1000", "--schedule.warmup_steps=3"],
+        {"schedule.warmup_tokens": 30, "schedule.warmup_steps": LEFT_OUT},
+    ),
+    (["--schedule.warmup_tokens=30"], {"schedule.tokens": 1000}),
+    (["--schedule.warmup_tokens=30"], {"schedule.warmup_steps": 3, "schedule.warmup_tokens": LEFT_OUT}),
+    (
+        ["--schedule.tokens=100000", "--schedule.kind=inverse_sqrt", "--schedule.warmup_tokens=0"],
+        {"schedule.warmup_tokens": 500},
+    ),
+    (["--schedule.tokens=100000", "--steps=4", "--schedule.warmup_tokens=99999"], {"schedule.warmup_tokens": 500}),
+    (["--steps=10", "--schedule.warmup_steps=20"], {}),
+    (
+        ["--steps=10", "--schedule.kind=wsd", "--schedule.warmup_steps=8", "--schedule.decay_fraction=0.5"],
+        {"schedule.warmup_steps": 1},
+    ),
+    (
+        ["--steps=1000000", "--schedule.kind=wsd", "--schedule.warmup_steps=333333", "--schedule.decay_fraction=0.9"],
+        {},
+    ),
+    (["--model.trust_remote_code=true"], {"model.hf": "folder"}),
+    (["--model.hf=folder", "--model.dim=128"], {}),
+    (["--adapters.rank=4"], {"model.hf": "folder"}),
+    (["--data.streaming=true", "--data.max_epochs=2"], {}),
+    (["--layout.dp_shard=4", "--process.count=2"], {"process.count": 0}),
+    (["--slurm.tasks_per_node=1", "--slurm.gpus_per_node=2"], {}),
+    (["--slurm.time=00:01:00", "--slurm.signal_sec=600"], {"slurm.time": "01:00:00"}),
+    (["--slurm.time=00:01:00", "--slurm.signal_sec=600"], {"slurm.signal_sec": 10}),
+]
+"""Flags that are refused, and values for the keys that the refusal advises without one."""
+BY_CONFIG = {
+    "optimizer.beta1 = …",
+    "optimizer.kind = adamw",
+    "model.hf",
+    "model.trust_remote_code, by 'it'",
+    "data.max_epochs",
+    "process.count",
+    "--process.count",
+    "schedule.decay_fraction = …",
+    "schedule.kind = constant",
+    "schedule.tokens",
+    "schedule.warmup_steps",
+    "schedule.warmup_tokens",
+    "slurm.gpus_per_node = …",
+    "slurm.signal_sec",
+    "slurm.tasks_per_node = …",
+    "slurm.time",
+}
+
+
+def answer(flags: list[str]) -> str:
+    """What a command says of its flags before it reads data or a model; empty if it goes on."""
+    try:
+        config = read_launch(flags, prog="meshwright launch", description="")
+        build_schedule(config)
+        refuse_contradictions(config)
+        process_count(config)
+    except MeshwrightError as error:
+        return str(error)
+    return ""
+
+
+def changed(flags: list[str], changes: Way) -> list[str]:
+    named = {key for key, _ in changes}
+    kept = [flag for flag in flags if flag.partition("=")[0].removeprefix("--") not in named]
+    return [*kept, *(f"--{key}={value}" for key, value in changes if value is not LEFT_OUT)]
+
+
+def test_advice_about_a_config_is_followed():
+    found: set[str] = set()
+    for flags, values in CONFIGS:
+        text = answer(flags)
+        assert all(key in text for key in values), f"{text}\nnames not all of {', '.join(values)}"
+        offered = [*ways(text), *([tuple(values.items())] if values else [])]
+        assert offered, f"{flags}: no advice is found in {text!r}"
+        for way in offered:
+            assert (again := answer(changed(flags, way))) == "", f"{text}\nFollowed by {way}, this is said: {again}"
+            found |= name_of(way)
+        found |= {name for name in advices(text) if name.removeprefix("--") in values}
+    assert found >= BY_CONFIG
+
+
+RECORDS = [{"prompt": "a", "completion": "b"}] * 3
+SOURCES: list[tuple[dict[str, object], dict[str, object], dict[str, object]]] = [
+    ({"a.jsonl": [*RECORDS, {"prompt": "a"}]}, {}, {}),
+    ({"a.jsonl": [{**RECORDS[0], "text": "x"}]}, {}, {"data.task": "completion", "data.ignore": ["text"]}),
+    ({"a.jsonl": [{**RECORDS[0], "input": "x"}]}, {"task": "completion"}, {}),
+    ({"a.jsonl": RECORDS}, {"learn": "last"}, {}),
+    ({"a.json": {"rows": 1}}, {}, {}),
+    ({"a.txt": "some text", "a.jsonl": RECORDS}, {}, {"data.format": "text"}),
+    ({"a.txt": "some text"}, {"seq_len": 999}, {"data.seq_len": 4}),
+    ({"a.jsonl": [{"prompt": "a" * 9, "completion": "b"}]}, {"seq_len": 4}, {"data.seq_len": 32}),
+]
+"""Files, the options under which they are refused, and values for the keys that the refusal advises without one."""
+BY_SOURCE = {
+    "data.format",
+    "data.format = text",
+    "data.ignore",
+    "data.learn, by 'it'",
+    "data.on_bad_row = skip",
+    "data.seq_len",
+    "data.task",
+    "data.too_long = truncate",
+}
+
+
+def reading(folder: Path, options: dict) -> str:
+    """What reading a folder's files says; empty if it has rows."""
+    options = dict(options)
+    seq_len = options.pop("seq_len", 3)
+    files = sorted(str(path) for path in folder.glob("a.json*"))
+    source = files if len(list(folder.iterdir())) == 1 and files else [str(folder)]
+    try:
+        made = SourceOptions(tuple(source), **options)
+        prepared = prepare(made, load_tokenizer("bytes"), 0, folder.parent / "cache")
+        assert open_corpus(prepared.folder).training.n_samples(seq_len) > 0
+    except MeshwrightError as error:
+        return str(error)
+    return ""
+
+
+def test_advice_about_data_is_followed(tmp_path):
+    found: set[str] = set()
+    for number, (files, options, values) in enumerate(SOURCES):
+        folder = tmp_path / str(number) / "files"
+        folder.mkdir(parents=True)
+        for name, held in files.items():
+            lines = "\n".join(map(json.dumps, held)) if isinstance(held, list) else json.dumps(held)
+            (folder / name).write_text(held if isinstance(held, str) else lines)
+        text = reading(folder, options)
+        assert all(key in text for key in values), f"{text}\nnames not all of {', '.join(values)}"
+        offered = [*ways(text), *([tuple(values.items())] if values else [])]
+        assert offered, f"{files}: no advice is found in {text!r}"
+        for way in offered:
+            new = {**options, **{key.removeprefix("data."): value for key, value in way}}
+            new = {key: value for key, value in new.items() if value is not LEFT_OUT}
+            assert (again := reading(folder, new)) == "", f"{text}\nFollowed by {way}, this is said: {again}"
+            found |= name_of(way)
+        found |= {name for name in advices(text) if name in values}
+        found |= {key for key in values if re.search(rf"{key}\b", text)}
+    assert found >= BY_SOURCE, BY_SOURCE - found
