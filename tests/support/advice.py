@@ -283,7 +283,8 @@ def value_of(text: str) -> object:
     if text[:1] in "'\"":
         return text[1:-1]
     try:
-        return tomllib.loads(f"it = {text}")["it"]
+        found = tomllib.loads(f"it = {text}")["it"]
+        return tuple(found) if isinstance(found, list) else found
     except tomllib.TOMLDecodeError:
         return text
 
