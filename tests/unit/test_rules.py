@@ -22,6 +22,7 @@ from meshwright.planning.values import Batch
 DEBUG = SIZES["debug"]
 BUDGET = {"activation_checkpointing": "memory_budget", "compile": True}
 BY_OPERATOR = {"activation_checkpointing": "selective_op"}
+NF4 = {"quantize_frozen": "nf4", "freeze": ["layers"]}
 
 
 def modules(*patterns: str) -> dict:
@@ -125,7 +126,7 @@ def reshard(shards: int, request: int, legal: str) -> tuple:
     words = (
         f"techniques.reshard_after_forward = {request}: as a number it must divide layout.dp_shard = {shards} and be"
         f" neither 1 nor"
-        f" {shards}; legal here: {legal}, or true / false."
+        f" {shards}; legal here: {legal}."
     )
     return "resharding", DEBUG, Layout(dp_shard=shards), {"reshard_after_forward": request}, ConfigError, words
 
@@ -330,7 +331,11 @@ CASES = [
     ),
     *(
         reshard(*request)
-        for request in ((12, 5, "2, 3, 4, 6"), (4, 4, "2"), (4, 1, "2"), (4, 0, "2"), (4, -2, "2"), (2, 2, "none"))
+        for request in (
+            (12, 5, "2, 3, 4, 6, or true / false"),
+            *((4, other, "2, or true / false") for other in (4, 1, 0, -2)),
+            (2, 2, "true or false"),
+        )
     ),
     refuse(
         *("resharding", DEBUG, DDP2, {"reshard_after_forward": 2}, ConfigError),
@@ -496,7 +501,7 @@ CASES = [
         " alone.",
     ),
     refuse(
-        *("checkpointing_keys", DEBUG, ONE, {"activation_checkpointing": "full", "checkpoint_every": 3}, ConfigError),
+        *("checkpointing_keys", FOUR, ONE, {"activation_checkpointing": "full", "checkpoint_every": 3}, ConfigError),
         "techniques.checkpoint_every acts only with techniques.activation_checkpointing = every_n, and here that is"
         " full.",
     ),
@@ -656,16 +661,16 @@ CASES = [
         "layout.tp = 2 cuts head, and adapters.kind = dora trains the lengths of its whole rows.",
     ),
     refuse(
-        *("quantize_companions", DEBUG, ONE, {"quantize_frozen": "nf4", "float8": "rowwise"}, UnsupportedError),
+        *("quantize_companions", DEBUG, ONE, NF4 | {"float8": "rowwise"}, UnsupportedError),
         "techniques.quantize_frozen = nf4 does not go with techniques.float8 = rowwise, which rounds the weights of the"
         " same layers. Set one of them to none.",
     ),
     refuse(
         *(
             "quantize_companions",
-            DEBUG,
+            replace(DEBUG, dim=128, hidden_dim=256),
             Layout(dp_shard=1, tp=2),
-            {"quantize_frozen": "nf4", "async_tensor_parallel": True},
+            NF4 | {"async_tensor_parallel": True},
             UnsupportedError,
         ),
         "techniques.quantize_frozen = nf4 does not go with techniques.async_tensor_parallel = true",

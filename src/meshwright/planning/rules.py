@@ -136,7 +136,7 @@ def resharding(case: Case) -> Found:
         yield ConfigError(
             f"techniques.reshard_after_forward = {value}: as a number it must divide layout.dp_shard"
             f"{' × cp' if case.layout.cp > 1 else ''} = {shards} and be neither 1 nor {shards}; legal here:"
-            f" {', '.join(map(str, legal)) or 'none'}, or true / false."
+            f" {''.join(f'{n}, ' for n in legal)}{'or true / false' if legal else 'true or false'}."
         )
 
 

@@ -61,13 +61,13 @@ class Task:
             if self.refusal and names_images(record):
                 raise BadRow(f"{where}: the record has images, {self.refusal}")
             examples = self.examples(record, where)
-        for name in self.missed:
-            if (value := record.get(name)) and not _is_told(value, examples):
-                raise BadRow(
-                    f"{where}: the column '{name}' holds {str(value)[:60]!r}, and the task '{self.name}' reads it"
-                    f" not (it reads {', '.join(self.columns)}). Write it into these, or leave it out on purpose:"
-                    f" data.ignore = ['{name}']"
-                )
+        untold = [name for name in self.missed if (value := record.get(name)) and not _is_told(value, examples)]
+        if untold:
+            raise BadRow(
+                f"{where}: the column '{untold[0]}' holds {str(record[untold[0]])[:60]!r}, and the task '{self.name}'"
+                f" reads it not (it reads {', '.join(self.columns)}). Write it into these, or leave it out on purpose:"
+                f" data.ignore = {[*self.ignore, *untold]}"
+            )
         return examples
 
 

@@ -46,15 +46,12 @@ def zero_fits(case: Case) -> Found:
     """Require that the stage agrees with the mesh and with the keys that set a part of it."""
     t, layout = case.techniques, case.layout
     stage, shards = t.zero_stage, shares_of(layout).size(*SHARDS)
-    if stage == "auto":
-        return
-    if stage == 0:
-        if layout.dp_shard > 1:
-            yield ConfigError(
-                f"techniques.zero_stage = 0 keeps everything whole on every rank, but layout.dp_shard ="
-                f" {layout.dp_shard} cuts it. Set"
-                f" layout.dp_shard = 1 and layout.dp_replicate = {case.data_ranks}, or another stage."
-            )
+    if stage == 0 and layout.dp_shard > 1:
+        yield ConfigError(
+            f"techniques.zero_stage = 0 keeps everything whole on every rank, but layout.dp_shard = {layout.dp_shard}"
+            f" cuts it. Set layout.dp_shard = 1 and layout.dp_replicate = {case.data_ranks}, or another stage."
+        )
+    if stage not in SHARED_OUT:
         return
     if t.data_parallel == "ddp":
         yield ConfigError(

@@ -59,7 +59,7 @@ def float8_gathering(case: Case) -> Found:
             f" has one for each row, another in forward than in backward. Set techniques.float8 = tensorwise, or"
             f" techniques.float8_all_gather = false."
         )
-    if wanted and (case.technique != "fully_shard" or shards == 1):
+    if t.float8_all_gather and (case.technique != "fully_shard" or shards == 1):
         yield ConfigError(
             f"techniques.float8_all_gather = true is about weights that FSDP gathers, and here none are:"
             f" layout.dp_shard = {shards},"

@@ -57,15 +57,12 @@ def pipeline_companions(case: Case) -> Found:
             f" sees. Set techniques.data_parallel = fully_shard, which replicates over layout.dp_replicate too."
         )
     if t.sync_grad_accum is not False and _splits_backward(case):
-        key = (
-            f"sync_grad_accum = {str(t.sync_grad_accum).lower()}"
-            if t.zero_stage == "auto"
-            else f"zero_stage = {t.zero_stage}"
-        )
+        by_stage = t.zero_stage in (2, 3)
+        key = f"zero_stage = {t.zero_stage}" if by_stage else f"sync_grad_accum = {str(t.sync_grad_accum).lower()}"
         yield UnsupportedError(
             f"techniques.{key} does not go with techniques.pipeline_schedule = {t.pipeline_schedule}, which computes"
             f" input and weight gradients apart, so that no microbatch has all of its gradients at one time. Use 1f1b"
-            f" or interleaved_1f1b, or techniques.zero_stage = 1."
+            f" or interleaved_1f1b, or techniques.{'zero_stage = 1' if by_stage else 'sync_grad_accum = false'}."
         )
     if t.compile and _splits_backward(case):
         yield UnsupportedError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from decimal import ROUND_FLOOR, Context
 from typing import TYPE_CHECKING
 
 from meshwright.core.errors import ConfigError, nearest
@@ -199,5 +200,5 @@ def _check(
             f"schedule.kind = wsd: reaching the peak takes {at_peak} {unit} and the decay"
             f" {_decay_steps(total_steps, decay_fraction)} (schedule.decay_fraction = {decay_fraction} of"
             f" {total_steps}), together more than {total} = {total_steps}. Lower {warmup}, or set"
-            f" schedule.decay_fraction to at most {(total_steps - at_peak) / total_steps:.4g}"
+            f" schedule.decay_fraction to at most {Context(4, ROUND_FLOOR).divide(total_steps - at_peak, total_steps)}"
         )
