@@ -320,3 +320,26 @@ def test_pointers_of_git_lfs_stand_for_no_model_tokenizer_or_dataset(tmp_path):
     arrow.write_bytes(POINTER)
     with pytest.raises(ConfigError, match=rf"{arrow.name} is a pointer of Git LFS"):
         prepare(str(tmp_path / "a"), ByteTokenizer(), 0, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("write", [parquet, saved])
+def test_nulls_in_arguments_that_arrow_filled_in_are_counted(tmp_path, write):
+    def row(arguments, wrap=lambda value: value):
+        calls = [{"type": "function", "function": {"name": "f", "arguments": arguments}}]
+        turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": calls}]
+        return {"messages": wrap(turns)}
+
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{{ m.tool_calls[0].function.arguments | tojson if m.tool_calls }}"
+        "{% endfor %}"
+    )
+    given = [{"a": 1, "why": None}, {"a": 1, "why": "so"}, {"a": 2, "why": "no"}]
+    options = {"template": str(tmp_path / "t.jinja")}
+    for name, wrap, count in (("a", lambda value: value, 1), ("b", json.dumps, 0)):
+        source = SourceOptions((str(write(tmp_path / name, [row(each, wrap) for each in given])),), **options)
+        if write is parquet:
+            source = SourceOptions((str((tmp_path / name).rename(tmp_path / f"{name}.parquet")),), **options)
+        prepared = prepare(source, ByteTokenizer(), 0, tmp_path / "cache")
+        assert ("null" in texts(open_corpus(prepared.folder).training)[0]) == (not count)
+        found = [note for note in prepared.meta.notes if "nulls" in note]
+        assert [note.split()[0] for note in found] == ["1"] * count and all("as JSON text" in note for note in found)

@@ -34,6 +34,28 @@ def without_filled_in(value: Any) -> Any:
     return value
 
 
+class ArrowRecord(dict[str, Any]):
+    """A row of Parquet or Arrow without the null keys that other rows have.
+
+    Attributes:
+        nulls: those in arguments of calls of tools, which the row may have had itself.
+    """
+
+    def __init__(self, row: dict[str, Any]):
+        super().__init__((name, without_filled_in(value)) for name, value in row.items())
+        self.nulls = sum(map(_nulls, row.values()))
+
+
+def _nulls(value: Any, is_argument: bool = False) -> int:
+    """Count the keys with null in arguments of calls."""
+    if isinstance(value, list):
+        return sum(_nulls(item, is_argument) for item in value)
+    if not isinstance(value, dict):
+        return 0
+    own = sum(item is None for item in value.values()) if is_argument else 0
+    return own + sum(_nulls(item, is_argument or key == "arguments") for key, item in value.items())
+
+
 class Parquet:
     """A Parquet file, read in batches of rows (needs pyarrow, which the extra hf installs)."""
 
@@ -45,7 +67,7 @@ class Parquet:
         for batch in self._open(path).iter_batches(batch_size=1024):
             for record in batch.to_pylist():
                 number += 1
-                yield number, {name: without_filled_in(value) for name, value in record.items()}
+                yield number, ArrowRecord(record)
 
     def _open(self, path: Path):
         try:
@@ -112,7 +134,7 @@ class SavedDataset:
             columns = dict(dataset[begin : begin + 1024])
             columns |= {name: [_INSIDE] * 1024 for name in self._images(path)}
             for i in range(min(1024, len(dataset) - begin)):
-                yield begin + i + 1, {name: without_filled_in(values[i]) for name, values in columns.items()}
+                yield begin + i + 1, ArrowRecord({name: values[i] for name, values in columns.items()})
 
     def _images(self, path: Path) -> tuple[str, ...]:
         """Return the columns that name images in records, and hold them here, where they are not read."""

@@ -14,8 +14,8 @@ from meshwright.data.options import BUILT_IN, FARMYARD, STDLIB
 
 from .farmyard import MODULE
 from .formats import RECORD_FORMATS, SUFFIXES, is_saved_dataset, suffix_of
-from .json_files import UNPACKED
 from .hub import absence, in_cache, is_about, is_split, of_split
+from .json_files import UNPACKED
 
 _WORDS = " or ".join(f"'{word}'" for word in BUILT_IN)
 
