@@ -26,6 +26,10 @@ MARKED = (
     "{{ m['content'] }}<|im_end|>\n{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+INSIDE = MARKED.replace("{{ m['content'] }}<|im_end|>{% endgen", "{{ m['content'][:-2] }}{% endgen").replace(
+    "{% endgeneration %}\n", "{% endgeneration %}{{ m['content'][-2:] }}<|im_end|>\n"
+)
+"""Its marks end before an answer's last two characters, which may be within a token."""
 TEXTS = ["Two and two? Four, I say. And three? Five. user assistant system Be brief: Hello there, yes\n"] * 4
 
 
@@ -114,6 +118,7 @@ WAYS: dict[str, tuple[Any, dict[str, Any], str]] = {
         ENDLESS,
     ),
     "marks": (lambda: _around(_byte_level(), "<s> $A"), {"bos_token": "<s>", "eos_token": "</s>"}, MARKED),
+    "marks inside tokens": (_byte_level, {"eos_token": "</s>"}, INSIDE),
     "begins twice": (lambda: _around(_byte_level(), "<s> $A"), {"bos_token": "<s>", "eos_token": "<|im_end|>"}, BEGUN),
     "special tokens are text": (
         lambda: _around(_byte_level(), "<s> $A"),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
+import csv
 import gzip
 import json
+import lzma
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +30,16 @@ def jsonl(path: Path, rows=ROWS) -> Path:
 
 
 def gzipped(path: Path, rows=ROWS) -> Path:
-    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    packing = {".gz": gzip, ".bz2": bz2, ".xz": lzma}[path.suffix]
+    path.write_bytes(packing.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    return path
+
+
+def table(path: Path, rows=ROWS) -> Path:
+    with open(path, "w", newline="", encoding="utf-8-sig") as file:
+        made = csv.DictWriter(file, list(rows[0]), delimiter="\t" if path.suffix == ".tsv" else ",")
+        made.writeheader()
+        made.writerows(rows)
     return path
 
 
@@ -51,7 +63,17 @@ def listed(path: Path, rows=ROWS) -> Path:
     return path
 
 
-WRITERS = {"a.jsonl": jsonl, "a.jsonl.gz": gzipped, "a.json": listed, "a.parquet": parquet, "a": saved}
+WRITERS = {
+    "a.jsonl": jsonl,
+    "a.jsonl.gz": gzipped,
+    "a.jsonl.bz2": gzipped,
+    "a.ndjson.xz": gzipped,
+    "a.json": listed,
+    "a.csv": table,
+    "a.tsv": table,
+    "a.parquet": parquet,
+    "a": saved,
+}
 
 
 def texts(split) -> list[str]:
@@ -245,3 +267,79 @@ def test_a_tokenizer_belongs_to_the_text_as_it_was_read(tmp_path):
         for format in ("jsonl", "text")
     ]
     assert made[0].path != made[1].path
+
+
+def test_a_table_has_quotes_line_ends_and_json_text_in_its_values(tmp_path):
+    from meshwright.data.sources.formats import RECORD_FORMATS
+
+    rows = [{"instruction": 'Say "a, b"\nand c', "input": "", "output": "é\t"}, {"instruction": "x", "input": "y"}]
+    rows[1]["output"] = json.dumps([{"role": "user", "content": "a"}])
+    for name in ("a.csv", "a.tsv"):
+        found = list(RECORD_FORMATS["csv"].records(table(tmp_path / name, rows)))
+        assert found == [(1, rows[0]), (2, rows[1])]
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 12345\n"
+FOREIGN = [
+    ("a.jsonl.zst", b"\x28\xb5\x2f\xfd\x00", r"a.jsonl.zst is a zstd file, and is read unpacked: zstd -d a.jsonl.zst"),
+    ("a.txt.gz", gzip.compress(b"once"), r"a.txt.gz is a gzip file, and is read unpacked: gunzip a.txt.gz"),
+    ("a.xlsx", b"PK\x03\x04\x14", r"a.xlsx is a zip archive \(as .xlsx"),
+    *(
+        (name, text.encode("utf-16"), rf"{name} is UTF-16 text.*iconv -f utf-16 -t utf-8 {name} > utf8-{name}")
+        for name, text in {"a.jsonl": '{"text": "x"}', "a.json": "[]", "a.txt": "once", "a.csv": "text\nx\n"}.items()
+    ),
+    *((name, POINTER, rf"{name} is a pointer of Git LFS.*git lfs pull") for name in ("a.txt", "a.jsonl", "a.parquet")),
+    ("a.npy", POINTER, "a.npy is a pointer of Git LFS"),
+    ("a.csv", b"text,text\n1,2\n", "the first row of .*a.csv must name the columns"),
+    ("a.csv", b"text,id\n1\n", r"a.csv, row 1 \(up to line 2\) has 1 values, and the first row names 2 columns"),
+    ("a.csv", b'text\n"once', r"a.csv is no table of UTF-8 text behind line 2 .*to_json"),
+    ("a.csv", b"text\n\xe9\n", r"a.csv is no table of UTF-8 text behind line"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "words"), FOREIGN, ids=range(len(FOREIGN)))
+def test_a_file_that_is_something_else_is_called_by_its_name(tmp_path, name, content, words):
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / name).write_bytes(content)
+    places = [tmp_path / "d" / name] + ([tmp_path / "d"] if name not in ("a.txt.gz", "a.xlsx") else [])
+    for place in places:
+        with pytest.raises(ConfigError, match=words):
+            prepare(str(place), ByteTokenizer(), 0, tmp_path / "cache")
+
+
+def test_pointers_of_git_lfs_stand_for_no_model_tokenizer_or_dataset(tmp_path):
+    from meshwright.checkpoint.tensor_files import TensorFiles
+    from meshwright.data.text.tokenizers import FileTokenizer
+
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_bytes(POINTER)
+    for opened in (TensorFiles, FileTokenizer):
+        with pytest.raises(ConfigError, match="is a pointer of Git LFS, and not the file itself"):
+            opened(tmp_path)
+    arrow = next(saved(tmp_path / "a").glob("*.arrow"))
+    arrow.write_bytes(POINTER)
+    with pytest.raises(ConfigError, match=rf"{arrow.name} is a pointer of Git LFS"):
+        prepare(str(tmp_path / "a"), ByteTokenizer(), 0, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("write", [parquet, saved])
+def test_nulls_in_arguments_that_arrow_filled_in_are_counted(tmp_path, write):
+    def row(arguments, wrap=lambda value: value):
+        calls = [{"type": "function", "function": {"name": "f", "arguments": arguments}}]
+        turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": calls}]
+        return {"messages": wrap(turns)}
+
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{{ m.tool_calls[0].function.arguments | tojson if m.tool_calls }}"
+        "{% endfor %}"
+    )
+    given = [{"a": 1, "why": None}, {"a": 1, "why": "so"}, {"a": 2, "why": "no"}]
+    options = {"template": str(tmp_path / "t.jinja")}
+    for name, wrap, count in (("a", lambda value: value, 1), ("b", json.dumps, 0)):
+        source = SourceOptions((str(write(tmp_path / name, [row(each, wrap) for each in given])),), **options)
+        if write is parquet:
+            source = SourceOptions((str((tmp_path / name).rename(tmp_path / f"{name}.parquet")),), **options)
+        prepared = prepare(source, ByteTokenizer(), 0, tmp_path / "cache")
+        assert ("null" in texts(open_corpus(prepared.folder).training)[0]) == (not count)
+        found = [note for note in prepared.meta.notes if "nulls" in note]
+        assert [note.split()[0] for note in found] == ["1"] * count and all("as JSON text" in note for note in found)

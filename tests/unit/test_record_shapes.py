@@ -22,6 +22,7 @@ TEMPLATE = (
     "{% for call in m.tool_calls or [] %}({{ call.function.name }}){% endfor %};{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+NONE = ""
 PLAIN = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }};{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -53,8 +54,11 @@ TOOLS = [{"type": "function", "function": {"name": "add"}}]
 
 def read(tmp_path, record, template=TEMPLATE, **options):
     """Write each example as its text, with what is learnt in [[ ]], and the task's name before them."""
-    (tmp_path / "t.jinja").write_text(options.pop("template", template))
-    lists = [value for name, value in record.items() if isinstance(value, list) and name != "history"]
+    template = options.pop("template", template)
+    (tmp_path / "t.jinja").write_text(template)
+    talks = "output" in record and {"system", "history"} & {*record} - {*options.get("ignore", ())}
+    lists = [value for value in record.values() if isinstance(value, list)] if talks or "output" not in record else []
+    lists = [] if template is NONE else [*lists, *(talks or ())]
     if lists or isinstance(record.get("chosen"), dict) or "messages" in record:
         options["template"] = str(tmp_path / "t.jinja")
     task = choose_task(SourceOptions(**options), ByteTokenizer(), record)
@@ -65,6 +69,21 @@ def read(tmp_path, record, template=TEMPLATE, **options):
 READ = {
     "prompt and completion": ({"prompt": "2+2=", "completion": "4"}, "completion", "2+2=[[4]]"),
     "alpaca, no input": ({"instruction": "Add.", "input": "", "output": "4"}, "alpaca", "### Response:\n[[4]]"),
+    "alpaca, history": (
+        {"instruction": "3+3?", "input": "now", "output": "6", "history": [["2+2?", "4"], ["And?", "So"]]},
+        "alpaca",
+        "<user>2+2?;<assistant>[[4;]]<user>And?;<assistant>[[So;]]<user>3+3?\nnow;<assistant>[[6;]]",
+    ),
+    "alpaca, system": (
+        {"instruction": "2+2?", "input": "", "output": "4", "history": [], "system": "S"},
+        "alpaca",
+        "<system>S;<user>2+2?;<assistant>[[4;]]",
+    ),
+    "alpaca, history as JSON": (
+        {"instruction": "3+3?", "output": "6", "system": "", "history": json.dumps([["2+2?", "4"]])},
+        "alpaca",
+        "<user>2+2?;<assistant>[[4;]]<user>3+3?;<assistant>[[6;]]",
+    ),
     "alpaca, its text too": ({"instruction": "Add.", "output": "4", "text": "Add. 4"}, "alpaca", "Response:\n[[4]]"),
     "messages": ({"messages": [ASK, FOUR]}, "chat", "<user>2+2?;<assistant>[[4;]]"),
     "ultrachat": ({"prompt": "2+2?", "prompt_id": "x", "messages": [ASK, FOUR]}, "chat", "?;<assistant>[[4;]]"),
@@ -165,10 +184,39 @@ def test_what_is_read_and_learnt(name, tmp_path):
 REFUSED = {
     "alpaca's history": (
         {"instruction": "Go on.", "output": "4", "history": [["Hi", "Ho"]]},
-        {},
-        "'history'.*data.ignore",
+        {"template": NONE},
+        "'history'.*data.ignore.*A chat template .* writes 'system' and 'history' as turns",
     ),
-    "alpaca's system": ({"instruction": "Add.", "output": "4", "system": "Be brief"}, {}, "'system'.*data.ignore"),
+    "alpaca's system": (
+        {"instruction": "Add.", "output": "4", "system": "Be brief"},
+        {"template": NONE},
+        "'system'.*data.ignore",
+    ),
+    "a history of no pairs": (
+        {"instruction": "Add.", "output": "4", "history": [["Hi"]]},
+        {},
+        "'history' must be a list of pairs of text",
+    ),
+    "a system that the template drops": (
+        {"messages": [turn("system", "S"), ASK, FOUR]},
+        {"template": PLAIN.replace("messages %}", "messages if m['role'] != 'system' %}")},
+        "turn 1: the chat template does not write the system's 'S'",
+    ),
+    "a pair's system that the template drops": (
+        {"system": "S", "prompt": [ASK], "chosen": [FOUR], "rejected": [FIVE]},
+        {"template": PLAIN.replace("messages %}", "messages if m['role'] != 'system' %}")},
+        "turn 1: the chat template does not write the system's 'S'",
+    ),
+    "marks of no answer in a pair": (
+        {"prompt": [ASK], "chosen": [FOUR], "rejected": [FIVE]},
+        {
+            "template": MARKED.replace("{% generation %}", "{% generation %}{% endgeneration %}{% if true %}").replace(
+                "{% endgeneration %}{% else", "{% endif %}{% else"
+            )
+            + "{% if add_generation_prompt %}<assistant>{% endif %}"
+        },
+        "marks nothing of the answer",
+    ),
     "two systems": ({"system": "S", "messages": [turn("system", "T"), ASK, FOUR]}, {}, "another|leave one of them out"),
     "null": ({"messages": [ASK, turn("assistant", None)]}, {}, "turn 2: the content must be text.*null"),
     "a number": ({"messages": [turn("user", 5), FOUR]}, {}, "turn 1: the content must be text.*int"),
@@ -220,6 +268,20 @@ def test_a_column_is_left_out_on_purpose(tmp_path):
 )
 def test_which_turns_are_learnt(learn, expected, template, tmp_path):
     assert read(tmp_path, {"messages": [ASK, FOUR, MORE, SIX]}, template, learn=learn) == ("chat", expected)
+
+
+def test_a_history_is_learnt_as_data_learn_has_it(tmp_path):
+    record = {"instruction": "3+3?", "output": "6", "history": [["2+2?", "4"]]}
+    found = read(tmp_path, record, learn="last")
+    assert found == ("alpaca", "<user>2+2?;<assistant>4;<user>3+3?;<assistant>[[6;]]")
+
+
+def test_marks_of_a_pair_are_learnt_and_no_more(tmp_path):
+    template = MARKED.replace("}};{% endgeneration %}", "}}{% endgeneration %};")
+    template += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    found = read(tmp_path, {"chosen": [ASK, FOUR, MORE, SIX], "rejected": [ASK, FOUR, MORE, FIVE]}, template)
+    asked = "<user>2+2?;<assistant>4;<user>3+3?;<assistant>"
+    assert found == ("preference", f"{asked}[[6]];", f"{asked}[[5]];")
 
 
 def test_marks_of_a_template_and_of_turns(tmp_path):

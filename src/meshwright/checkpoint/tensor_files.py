@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.core.errors import ConfigError, IntegrityError, UnsupportedError
-from meshwright.core.files import inside
+from meshwright.core.files import inside, refuse_pointer
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -126,6 +126,7 @@ def _files(folder: Path) -> Iterator[tuple[Path, set[str] | None]]:
 def _header(path: Path, expected: set[str] | None) -> Iterator[StoredTensor]:
     """Yield the tensors that a file's header lists, after comparing it with the file's size and the index."""
     size = path.stat().st_size
+    refuse_pointer(path)
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")

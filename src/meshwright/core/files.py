@@ -12,6 +12,7 @@ from typing import Any
 
 from .errors import ConfigError, IntegrityError
 
+_POINTER = b"version https://git-lfs.github.com/spec/"
 _REPOSITORY = re.compile(r"(models|datasets|spaces)--.+")
 _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
@@ -99,6 +100,16 @@ def refuse_links_out(folder: Path, but: Collection[str] = ()) -> None:
             if os.path.islink(path := os.path.join(place, name)):
                 inside(folder, os.path.relpath(path, folder))
         folders[:] = [name for name in folders if name not in but]
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raise ConfigError for a pointer of Git LFS, which stands in a clone in place of a file's contents."""
+    with open(path, "rb") as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            raise ConfigError(
+                f"{path} is a pointer of Git LFS, and not the file itself: fetch the contents (in its repository: git"
+                f" lfs install && git lfs pull)"
+            )
 
 
 def read_object(path: Path) -> dict[str, Any]:

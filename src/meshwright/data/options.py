@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Format = Literal["auto", "text", "jsonl", "json", "parquet", "dataset", "npy", "bin", "megatron"]
+Format = Literal["auto", "text", "jsonl", "json", "csv", "parquet", "dataset", "npy", "bin", "megatron"]
 FARMYARD = "farmyard"
 """The word for the demo's text (``sources/farmyard``)."""
 STDLIB = "stdlib"
@@ -27,8 +27,8 @@ class SourceOptions:
     """Files or folders; "farmyard" is the demo's text, short sentences about animals; "stdlib" is the source code of
     Python's own standard library."""
     format: Format = "auto"
-    """How they are written; auto: by the names of the files. json: a list of records; dataset: a folder of Hugging
-    Face datasets' save_to_disk; npy, bin and megatron hold token ids, and are read where they lie.
+    """How they are written; auto: by the names of the files. json: a list of records; csv: CSV or TSV; dataset: a
+    folder of Hugging Face datasets' save_to_disk; npy, bin and megatron hold token ids, and are read where they lie.
     """
     task: Task = "auto"
     """The part of a record that is learnt; auto: chat where it has messages, completion where it has prompt and

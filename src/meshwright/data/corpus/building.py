@@ -46,6 +46,8 @@ class TokenisingRecipe:
         self.task = self._choose_task()
         self.unread: Counter[str] = Counter()
         """Columns that the task does not read, and the number of records that have them."""
+        self.nulls = 0
+        """Nulls in arguments of calls of tools, which Arrow cannot tell from keys that a record has not."""
         if self.task.is_whole and not isinstance(tokenizer, AligningTokenizer):
             raise ConfigError(
                 f"the task '{self.task.name}' must know which text each id stands for, and {tokenizer!r} has no"
@@ -149,10 +151,14 @@ class TokenisingRecipe:
         notes += self.notes()
 
     def notes(self) -> list[str]:
-        """Name the columns that were not read, with the number of records that have each, in a sentence."""
+        """Name the columns that were not read, and count the nulls that were left out, in a sentence each."""
         named = ", ".join(f"{name} (in {n})" for name, n in self.unread.most_common())
         read = f"the task '{self.task.name}' reads {', '.join(self.task.columns)}"
-        return [f"{read}; columns not read: {named}"] if named else []
+        nulls = (
+            f"{self.nulls:,} nulls in arguments of calls of tools are left out, since Arrow and Parquet give each call"
+            f" the keys of all others as null: where a null is meant, write the column of messages as JSON text"
+        )
+        return [*([f"{read}; columns not read: {named}"] if named else []), *([nulls] if self.nulls else [])]
 
     def encoder(self) -> Encoder:
         """Return the rules by which the documents become ids."""
@@ -219,6 +225,7 @@ class TokenisingRecipe:
             raise record
         read, where = {*self.task.columns, *self.task.ignore}, f"{file.path}, row {number}"
         self.unread.update(name for name, value in record.items() if value is not None and name not in read)
+        self.nulls += getattr(record, "nulls", 0)
         examples = self.task.examples_in(record, where, folder_of(file))
         _check_text(examples, where)
         return examples

@@ -58,7 +58,7 @@ class Encoder:
                 continue
             assert isinstance(self.tokenizer, AligningTokenizer)
             for (split, example), (ids, ends) in zip(batch, self.tokenizer.encode_aligned(texts), strict=True):
-                learnt = learnt_tokens(example, ends)
+                learnt = learnt_tokens(example, ends, np.isin(ids, self._special))
                 self._lost += int((ids == self._unknown).sum())
                 if self.task.ends:
                     yield split, *self._closed(ids, learnt), ()
@@ -149,15 +149,25 @@ def part_of(more: Sequence[int] | np.ndarray, ids: np.ndarray) -> np.ndarray:
     return np.array(more, dtype=np.result_type(ids.dtype, np.uint32))
 
 
-def learnt_tokens(example: Example, ends: np.ndarray) -> np.ndarray:
-    """Mark the tokens that end in a learnt piece, so that no part of an answer is left out.
+def learnt_tokens(example: Example, ends: np.ndarray, is_special: np.ndarray) -> np.ndarray:
+    """Mark the tokens that hold characters of a learnt piece, so that no part of an answer is left out.
 
-    ``ends``: the index of the last character of each token. A learnt token may begin in a prompt: most tokenizers
-    merge a prompt's last space with the answer's first word.
+    A learnt token may begin in a prompt: most tokenizers merge a prompt's last space with the answer's first word. It
+    may end behind its piece, where a template's mark ends within it; but a special token that strips the blank at the
+    end of an answer is none of the answer.
+
+    Args:
+        ends: the index of the last character of each token.
+        is_special: whether each token is special.
     """
     bounds = np.cumsum([len(text) for text, _ in example])
     is_learnt = np.array([learnt for _, learnt in example] + [False])
-    return is_learnt[np.searchsorted(bounds, ends, side="right")]
+    found = is_learnt[np.searchsorted(bounds, ends, side="right")]
+    last = [bound - 1 for bound, (text, learnt) in zip(bounds, example, strict=True) if text and learnt]
+    holds_last = np.searchsorted(ends, last)
+    holds_last = holds_last[holds_last < len(ends)]
+    found[holds_last] |= ~is_special[holds_last]
+    return found
 
 
 def places_of_images(example: Example, ends: np.ndarray) -> list[tuple[int, int, ImageFile]]:

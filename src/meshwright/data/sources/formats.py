@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +15,7 @@ from meshwright.core.files import inside
 from meshwright.data.options import FARMYARD
 
 from .farmyard import Farmyard
-from .json_files import JsonLines, JsonList
+from .json_files import UNPACKED, JsonLines, JsonList, opened
 from .records import MEDIA_COLUMNS, BadRow, Record, RecordFormat
 
 _INSIDE = {"bytes": b"in the data set"}
@@ -32,6 +34,28 @@ def without_filled_in(value: Any) -> Any:
     return value
 
 
+class ArrowRecord(dict[str, Any]):
+    """A row of Parquet or Arrow without the null keys that other rows have.
+
+    Attributes:
+        nulls: those in arguments of calls of tools, which the row may have had itself.
+    """
+
+    def __init__(self, row: dict[str, Any]):
+        super().__init__((name, without_filled_in(value)) for name, value in row.items())
+        self.nulls = sum(map(_nulls, row.values()))
+
+
+def _nulls(value: Any, is_argument: bool = False) -> int:
+    """Count the keys with null in arguments of calls."""
+    if isinstance(value, list):
+        return sum(_nulls(item, is_argument) for item in value)
+    if not isinstance(value, dict):
+        return 0
+    own = sum(item is None for item in value.values()) if is_argument else 0
+    return own + sum(_nulls(item, is_argument or key == "arguments") for key, item in value.items())
+
+
 class Parquet:
     """A Parquet file, read in batches of rows (needs pyarrow, which the extra hf installs)."""
 
@@ -43,7 +67,7 @@ class Parquet:
         for batch in self._open(path).iter_batches(batch_size=1024):
             for record in batch.to_pylist():
                 number += 1
-                yield number, {name: without_filled_in(value) for name, value in record.items()}
+                yield number, ArrowRecord(record)
 
     def _open(self, path: Path):
         try:
@@ -59,6 +83,45 @@ class Parquet:
             ) from error
 
 
+class Table:
+    """A CSV file (RFC 4180) or, by its suffix, one of tab-separated values; its first row names the columns.
+
+    All values are text, empty ones too; a row's number is its place below the first row.
+    """
+
+    def count(self, path: Path) -> int:
+        return sum(1 for _ in self.records(path))
+
+    def records(self, path: Path) -> Iterator[tuple[int, Record | BadRow]]:
+        csv.field_size_limit(1 << 30)
+        with opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
+            rows = csv.reader(text, delimiter="\t" if ".tsv" in suffix_of(path) else ",", strict=True)
+            try:
+                names = next(rows, [])
+                if "" in names or len(set(names)) != len(names):
+                    raise ConfigError(
+                        f"data.source: the first row of {path} must name the columns, each by a name of its own, and is"
+                        f" {str(names)[:60]}"
+                    )
+                for number, row in enumerate((row for row in rows if row), 1):
+                    if len(row) == len(names):
+                        yield number, dict(zip(names, row, strict=True))
+                    else:
+                        yield (
+                            number,
+                            BadRow(
+                                f"{path}, row {number} (up to line {rows.line_num}) has {len(row)} values, and the"
+                                f" first row names {len(names)} columns"
+                            ),
+                        )
+            except (csv.Error, UnicodeDecodeError) as error:
+                raise ConfigError(
+                    f"data.source: {path} is no table of UTF-8 text behind line {rows.line_num} ({error}). Write it as"
+                    f" JSON lines (pandas.read_csv({path.name!r}).to_json('rows.jsonl', orient='records', lines=True)),"
+                    f" or set data.format = 'text' to train on its characters"
+                ) from None
+
+
 class SavedDataset:
     """A folder written by ``Dataset.save_to_disk`` of Hugging Face datasets."""
 
@@ -71,7 +134,7 @@ class SavedDataset:
             columns = dict(dataset[begin : begin + 1024])
             columns |= {name: [_INSIDE] * 1024 for name in self._images(path)}
             for i in range(min(1024, len(dataset) - begin)):
-                yield begin + i + 1, {name: without_filled_in(values[i]) for name, values in columns.items()}
+                yield begin + i + 1, ArrowRecord({name: values[i] for name, values in columns.items()})
 
     def _images(self, path: Path) -> tuple[str, ...]:
         """Return the columns that name images in records, and hold them here, where they are not read."""
@@ -117,13 +180,20 @@ RECORD_FORMATS: dict[str, RecordFormat] = {
     "jsonl": JsonLines(),
     "json": JsonList(),
     "parquet": Parquet(),
+    "csv": Table(),
     "dataset": SavedDataset(),
     FARMYARD: Farmyard(),
 }
 
+
+def _also_packed(*suffixes: str) -> frozenset[str]:
+    return frozenset(suffix + packed for suffix in suffixes for packed in ("", *UNPACKED, ".zst"))
+
+
 SUFFIXES = {
-    "jsonl": frozenset({".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"}),
-    "json": frozenset({".json", ".json.gz"}),
+    "jsonl": _also_packed(".jsonl", ".ndjson"),
+    "json": _also_packed(".json"),
+    "csv": _also_packed(".csv", ".tsv"),
     "parquet": frozenset({".parquet", ".pq"}),
     "npy": frozenset({".npy"}),
     "bin": frozenset({".bin"}),
@@ -133,9 +203,9 @@ SUFFIXES = {
 
 
 def suffix_of(path: Path) -> str:
-    """Return the suffix in lower case; for ``.gz``, together with the suffix before it."""
+    """Return the suffix in lower case; for that of a packed file, together with the suffix before it."""
     suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
-    return "".join(suffixes) if suffixes[-1:] == [".gz"] else "".join(suffixes[-1:])
+    return "".join(suffixes) if suffixes[-1:] and suffixes[-1] in (*UNPACKED, ".zst") else "".join(suffixes[-1:])
 
 
 def is_saved_dataset(path: Path) -> bool:

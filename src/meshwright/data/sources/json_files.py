@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
 import codecs
 import gzip
 import json
+import lzma
 import re
 import zlib
 from collections.abc import Iterator
@@ -24,23 +26,31 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 _decode = json.JSONDecoder().raw_decode
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file, and decompress a ``.gz`` file while it is read.
+UNPACKED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+"""Suffixes of packed files that are unpacked while they are read."""
 
-    Raises ConfigError for a ``.gz`` file that is not a complete gzip file.
+
+@contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file, and decompress a packed file while it is read.
+
+    Raises ConfigError for a packed file that is not complete.
     """
+    packed = path.suffix.lower()
     try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
+        with UNPACKED.get(packed, open)(path, "rb") as file:
             yield file  # pyright: ignore[reportReturnType]
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+    except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+        if packed not in UNPACKED or getattr(error, "errno", None) is not None:
+            raise
+        kind = {".gz": "gzip"}.get(packed, packed[1:])
         raise ConfigError(
-            f"data.source: {path} is no whole gzip file ({error}): get it again, or unpack what there is"
+            f"data.source: {path} is no whole {kind} file ({error}): get it again, or unpack what there is"
         ) from error
 
 
 class JsonLines:
-    """One JSON object per line; ``.gz`` files are decompressed while they are read."""
+    """One JSON object per line; packed files are decompressed while they are read."""
 
     def count(self, path: Path) -> int:
         return sum(1 for _ in _lines(path))
@@ -52,7 +62,7 @@ class JsonLines:
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield every line that is not blank, with its number."""
-    with _opened(path) as file:
+    with opened(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 yield number, line
@@ -90,7 +100,7 @@ class JsonList:
         return sum(1 for _ in self.records(path))
 
     def records(self, path: Path) -> Iterator[tuple[int, Record | BadRow]]:
-        with _opened(path) as file:
+        with opened(path) as file:
             text = _ListText(path, file)
             is_list = text.next_sign() == "["
             if is_list:

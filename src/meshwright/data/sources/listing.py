@@ -1,4 +1,4 @@
-"""List the files that a user names, with their formats, without reading them."""
+"""List the files that a user names, with their formats; of each, the first bytes alone are read."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from meshwright.core.errors import ConfigError, nearest
-from meshwright.core.files import inside, refuse_links_out
+from meshwright.core.files import inside, refuse_links_out, refuse_pointer
 from meshwright.data.options import BUILT_IN, FARMYARD, STDLIB
 
 from .farmyard import MODULE
 from .formats import RECORD_FORMATS, SUFFIXES, is_saved_dataset, suffix_of
 from .hub import absence, in_cache, is_about, is_split, of_split
+from .json_files import UNPACKED
 
 _WORDS = " or ".join(f"'{word}'" for word in BUILT_IN)
 
@@ -60,6 +61,8 @@ def list_files(sources: tuple[str, ...], format: str) -> tuple[list[tuple[str, s
         place, split = _place_of(source)
         formats[source] = _format_of(place, format)
         names, others = _files_of(place, formats[source], split)
+        if source not in BUILT_IN:
+            _refuse_foreign(source, [path for _, path in names], formats[source])
         listed += [(source, name, path) for name, path in names]
         n_other += others
     if len(set(formats.values())) > 1:
@@ -92,6 +95,43 @@ def resolved(source: str) -> str:
 def _is_here(path: Path) -> bool:
     """Return whether a path is a file or folder, or names a split behind a folder."""
     return path.exists() or (is_split(path.name) and path.parent.is_dir())
+
+
+_PACKED = {
+    b"\x1f\x8b": ("a gzip file", "gunzip"),
+    b"BZh": ("a bzip2 file", "bunzip2"),
+    b"\xfd7zXZ\x00": ("an xz file", "unxz"),
+    b"\x28\xb5\x2f\xfd": ("a zstd file", "zstd -d"),
+    b"PK\x03\x04": ("a zip archive (as .xlsx and .docx are)", "unzip"),
+}
+"""How packed files begin, with their name and the command that unpacks them."""
+_WIDE = {b"\xff\xfe\x00\x00": "utf-32", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
+"""How texts of wider characters begin."""
+
+
+def _refuse_foreign(source: str, paths: list[Path], format: str) -> None:
+    """Raise ConfigError for a file that is something else than text or records, by its first bytes."""
+    for path in paths:
+        try:
+            for file in path.rglob("*.arrow") if path.is_dir() else [path]:
+                refuse_pointer(file)
+            if format not in ("text", "jsonl", "json", "csv"):
+                continue
+            with open(path, "rb") as opened:
+                head = opened.read(8)
+        except OSError as error:
+            raise unreadable(source, error) from error
+        if encoding := next((name for begin, name in _WIDE.items() if head.startswith(begin)), ""):
+            raise ConfigError(
+                f"data.source: {path} is {encoding.upper()} text, and UTF-8 is read: iconv -f {encoding} -t utf-8"
+                f" {path.name} > utf8-{path.name}"
+            )
+        kind, unpack = next((what for begin, what in _PACKED.items() if head.startswith(begin)), ("", ""))
+        if kind and (format == "text" or path.suffix.lower() not in UNPACKED):
+            raise ConfigError(
+                f"data.source: {path} is {kind}, and is read unpacked: {unpack} {path.name} (JSON lines, lists and"
+                f" tables are also read as {' '.join(UNPACKED)})"
+            )
 
 
 def _place_of(source: str) -> tuple[str, str]:

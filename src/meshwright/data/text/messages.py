@@ -66,6 +66,24 @@ def with_system(messages: list[Message], record: Record, where: str) -> list[Mes
     raise BadRow(f"{where}: the column 'system' must be text, and is {str(system)[:60]!r}{there}")
 
 
+def history_of(record: Record, where: str) -> list[Message]:
+    """Return the turns in a column ``history`` of an Alpaca record: pairs of a question and its answer.
+
+    Raises:
+        BadRow: the column holds something else.
+    """
+    pairs = _parsed(record.get("history")) or []
+    if not isinstance(pairs, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in pairs
+    ):
+        raise BadRow(
+            f"{where}: 'history' must be a list of pairs of text, a question and its answer each, and is"
+            f" {str(pairs)[:60]!r}"
+        )
+    turns = zip(("user", "assistant") * len(pairs), (text for pair in pairs for text in pair), strict=True)
+    return [{"role": role, "content": text} for role, text in turns]
+
+
 def tools_of(record: Record, template: ChatTemplate, where: str) -> dict[str, Any]:
     """Return the template's variable ``tools`` of a record, which may be JSON text; empty without tools.
 

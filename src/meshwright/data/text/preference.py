@@ -10,6 +10,7 @@ from meshwright.data.sources.records import BadRow, Record, column
 
 from .chat import ChatTemplate, Message
 from .messages import checked, messages_of, text_of, tools_of, with_system
+from .turns import Example, check_context, pieces_of
 
 TASK = "preference"
 SIDES = ("chosen", "rejected")
@@ -43,8 +44,9 @@ class Preferences:
         """The columns that are read."""
         return (*SIDES, "prompt") if self.template is None else (*SIDES, *PROMPTS, "system", "tools")
 
-    def examples(self, record: Record, where: str) -> list[tuple[tuple[str, bool], ...]]:
-        """Return the two examples of a record: the prompt, which is not learnt, and an answer, which is.
+    def examples(self, record: Record, where: str) -> list[Example]:
+        """Return the two examples of a record: the prompt, which is not learnt, and an answer, which is
+        (of a template with {% generation %} marks, what they mark of it).
 
         Raises:
             BadRow: an answer is missing, both are the same, or more than an answer tells them apart.
@@ -52,19 +54,20 @@ class Preferences:
         pairs = self._of_text(record, where) if self.template is None else self._of_messages(record, where)
         if pairs[0] == pairs[1]:
             raise BadRow(f"{where}: '{SIDES[0]}' and '{SIDES[1]}' are the same, so there is nothing to prefer")
-        return [((prompt, False), (answer, True)) for prompt, answer in pairs]
+        return pairs
 
-    def _of_text(self, record: Record, where: str) -> list[tuple[str, str]]:
+    def _of_text(self, record: Record, where: str) -> list[Example]:
         sides = [text_of(record, side, where) for side in SIDES]
         if record.get("prompt") is not None:
-            return [(text_of(record, "prompt", where), side) for side in sides]
+            prompt = text_of(record, "prompt", where)
+            return [((prompt, False), (side, True)) for side in sides]
         shared = _common(*sides)
         prompt = shared[: max(shared.rfind(space) for space in " \n") + 1]
         if not prompt.strip():
             raise BadRow(f"{where}: there is no column 'prompt', and the two sides do not begin with the same words")
-        return [(prompt, side[len(prompt) :]) for side in sides]
+        return [((prompt, False), (side[len(prompt) :], True)) for side in sides]
 
-    def _of_messages(self, record: Record, where: str) -> list[tuple[str, str]]:
+    def _of_messages(self, record: Record, where: str) -> list[Example]:
         assert self.template is not None
         given = [self._side(record, side, where) for side in SIDES]
         shared = _common(*given)
@@ -81,9 +84,7 @@ class Preferences:
             return [{"role": "assistant", "content": value}]
         return messages_of([value] if isinstance(value, dict) else value, side, where)
 
-    def _written(
-        self, asked: list[Message], answer: list[Message], where: str, others: dict[str, Any]
-    ) -> tuple[str, str]:
+    def _written(self, asked: list[Message], answer: list[Message], where: str, others: dict[str, Any]) -> Example:
         assert self.template is not None
         if [message["role"] for message in answer] != ["assistant"]:
             roles = ", ".join(str(message["role"]) for message in answer) or "nothing"
@@ -96,12 +97,19 @@ class Preferences:
         asked, answer = checked(asked, self.template, where), checked(answer, self.template, where)
         try:
             prompt = self.template.render(asked, prompts_answer=True, **others)
-            whole = self.template.render(asked + answer, **others)
+            whole, spans = self.template.render_marked(asked + answer, **others)
         except ValueError as error:
             raise BadRow(f"{where}: {error}") from error
         if not whole.startswith(prompt):
             raise BadRow(f"{where}: the chat template writes an answer differently from how it asks for it")
-        return prompt, whole[len(prompt) :]
+        check_context(asked, [((whole, True),)], where)
+        if not self.template.has_marks:
+            return ((prompt, False), (whole[len(prompt) :], True))
+        # a mark may begin before the answer, with the words that ask for it
+        spans = [(max(begin, len(prompt)), end) for begin, end in spans if end > len(prompt)]
+        if not spans:
+            raise BadRow(f"{where}: the chat template has {{% generation %}} marks, and marks nothing of the answer")
+        return pieces_of(whole, spans)
 
 
 def _common(one: Any, other: Any) -> Any:

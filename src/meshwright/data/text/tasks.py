@@ -14,8 +14,9 @@ from meshwright.data.options import SourceOptions
 from meshwright.data.sources.records import BadRow, Record, column
 
 from .chat import ChatTemplate, Message, load_template
-from .messages import ROLES, SPEAKERS, messages_of, text_of, tools_of, with_system
+from .messages import ROLES, SPEAKERS, history_of, messages_of, text_of, tools_of, with_system
 from .preference import SIDES, TASK, Preferences, holds_messages
+from .tokenizer_settings import template_of
 from .tokenizers import Tokenizer
 from .turns import Example, Turns
 
@@ -46,6 +47,8 @@ class Task:
     """Columns that are not read, and would change what a model learns or sees: records that have one are refused."""
     ignore: tuple[str, ...] = ()
     """Columns that are left out on purpose."""
+    advice: str = ""
+    """What reads them, as the end of a sentence; "" where nothing does."""
 
     def examples_in(self, record: Record, where: str, folder: Path) -> list[Example]:
         """Return the examples of a record of a file in ``folder``.
@@ -66,7 +69,7 @@ class Task:
             raise BadRow(
                 f"{where}: the column '{untold[0]}' holds {str(record[untold[0]])[:60]!r}, and the task '{self.name}'"
                 f" reads it not (it reads {', '.join(self.columns)}). Write it into these, or leave it out on purpose:"
-                f" data.ignore = {[*self.ignore, *untold]}"
+                f" data.ignore = {[*self.ignore, *untold]}{self.advice}"
             )
         return examples
 
@@ -121,11 +124,17 @@ def choose_task(options: SourceOptions, tokenizer: Tokenizer, sample: Record, vi
 
 def _of_text(name: str, key: str, options: SourceOptions, tokenizer: Tokenizer, sample: Record) -> Task:
     folder = getattr(tokenizer, "folder", None)
+    own_template = template_of(folder) if folder else None
     if name == "chat" or (name == "completion" and any(isinstance(sample.get(side), list) for side in _COMPLETION)):
         chat = _Chat(key, Turns(load_template(options.template, folder), options.learn))
         decides = json.dumps([key, *chat.turns.fingerprint])
         columns = (*((key,) if key else _COMPLETION), "system", "tools")
         return Task(name, chat.examples, is_whole=True, ends=False, fingerprint=decides, columns=columns)
+    if name == "alpaca" and any(other in sample for other in _TALKED) and (options.template or own_template):
+        talk = _AlpacaTalk(Turns(load_template(options.template, folder), options.learn))
+        decides = json.dumps(["alpaca", *talk.turns.fingerprint])
+        columns = (*_ALPACA_COLUMNS, *_TALKED, "tools")
+        return Task(name, talk.examples, is_whole=True, ends=False, fingerprint=decides, columns=columns)
     if options.learn == "last":
         raise ConfigError(f"data.learn = 'last' is of conversations, and the task is '{name}': leave it out")
     if name == TASK and options.learn != "answers":
@@ -143,7 +152,19 @@ def _of_text(name: str, key: str, options: SourceOptions, tokenizer: Tokenizer, 
         write, columns = _PAIRS[name]
         asks = options.learn == "all"
         pair = _Pair(write, asks)
-        return Task(name, pair.examples, is_whole=True, ends=True, fingerprint="all" if asks else "", columns=columns)
+        advice = (
+            ". A chat template (the tokenizer's, or data.template) writes 'system' and 'history' as turns, if the first"
+            " record has these columns, empty or not"
+        )
+        return Task(
+            name,
+            pair.examples,
+            is_whole=True,
+            ends=True,
+            fingerprint="all" if asks else "",
+            columns=columns,
+            advice=advice if name == "alpaca" else "",
+        )
     own = options.column
     return Task("text", _Text(own).examples, is_whole=False, ends=True, fingerprint=own, columns=(own,))
 
@@ -249,7 +270,25 @@ def _alpaca(record: Record, where: str) -> tuple[str, str]:
     return prompt, answer
 
 
-_PAIRS = {"completion": (_completion, _COMPLETION), "alpaca": (_alpaca, ("instruction", "input", "output"))}
+_ALPACA_COLUMNS = ("instruction", "input", "output")
+_TALKED = ("system", "history")
+"""Columns by which Alpaca records are conversations, which the chat template writes, as in LLaMA-Factory."""
+
+
+@dataclass(frozen=True)
+class _AlpacaTalk:
+    turns: Turns
+
+    def examples(self, record: Record, where: str) -> list[Example]:
+        instruction, answer = text_of(record, "instruction", where), text_of(record, "output", where)
+        given = text_of(record, "input", where) if record.get("input") is not None else ""
+        asked = {"role": "user", "content": "\n".join(text for text in (instruction, given) if text)}
+        messages = [*history_of(record, where), asked, {"role": "assistant", "content": answer}]
+        others = tools_of(record, self.turns.template, where)
+        return self.turns.examples(with_system(messages, record, where), others, where)
+
+
+_PAIRS = {"completion": (_completion, _COMPLETION), "alpaca": (_alpaca, _ALPACA_COLUMNS)}
 """What a task of prompts and answers reads, and from which columns."""
 
 

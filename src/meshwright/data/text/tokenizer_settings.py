@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.core.errors import ConfigError
-from meshwright.core.files import inside
+from meshwright.core.files import inside, refuse_pointer
 
 SETTINGS = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
@@ -30,6 +30,8 @@ def read_settings(folder: Path, name: str = SETTINGS) -> dict[str, Any]:
         ConfigError: the file is not a JSON object, or is a link out of the folder.
     """
     file = inside(folder, name)
+    if file.is_file():
+        refuse_pointer(file)
     try:
         settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except (ValueError, RecursionError, OSError) as error:

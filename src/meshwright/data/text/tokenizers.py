@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from meshwright.core.errors import ConfigError, nearest
-from meshwright.core.files import inside
+from meshwright.core.files import inside, refuse_pointer
 
 from .own_call import FILE, read_tokenizer, tokens_in, unknown_in, written_around
 from .tokenizer_settings import (
@@ -158,6 +158,7 @@ class FileTokenizer:
                 f"data.tokenizer: {self.path} does not exist; name a tokenizer.json, a folder that holds one, or"
                 f" '{BYTES}'"
             )
+        refuse_pointer(self.path)
         self.of_transformers, self.note = read_tokenizer(self.path)
         self._tokenizer = self.of_transformers.backend_tokenizer
         self._tokenizer.no_truncation()

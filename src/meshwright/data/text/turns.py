@@ -68,13 +68,19 @@ class Turns:
             )
         try:
             if self.learn == "all":
-                return [self._whole(messages, marked, others, where)]
-            answers = [i for i in answers if i <= max(learnt)]  # what comes later is neither learnt nor context
-            if self.template.has_marks:
-                return [self._marked(messages[: answers[-1] + 1], answers, learnt, others, where)]
-            return self._parted(messages, answers, learnt, others, where)
+                examples = [self._whole(messages, marked, others, where)]
+            else:
+                answers = [i for i in answers if i <= max(learnt)]  # what comes later is neither learnt nor context
+                messages = messages[: answers[-1] + 1]
+                if self.template.has_marks:
+                    examples = [self._marked(messages, answers, learnt, others, where)]
+                else:
+                    examples = self._parted(messages, answers, learnt, others, where)
         except ValueError as error:
             raise (error if isinstance(error, BadRow) else BadRow(f"{where}: {error}")) from error
+        if not parts:
+            check_context(messages, examples, where)
+        return examples
 
     def _whole(self, messages: list[Message], marked: list[bool], others: dict[str, Any], where: str) -> Example:
         if not all(marked):
@@ -137,5 +143,24 @@ class Turns:
                     f" {len(spans)} parts, so that none belongs to one answer"
                 )
             spans = [span for i, span in zip(answers, spans, strict=True) if i in learnt]
-        edges = [0, *(edge for span in spans for edge in span), len(text)]
-        return tuple((text[a:b], bool(number % 2)) for number, (a, b) in enumerate(pairwise(edges)))
+        return pieces_of(text, spans)
+
+
+def pieces_of(text: str, spans: list[tuple[int, int]]) -> Example:
+    """Return the pieces of a text of which spans, from a character to the one behind, are learnt."""
+    edges = [0, *(edge for span in spans for edge in span), len(text)]
+    return tuple((text[a:b], bool(number % 2)) for number, (a, b) in enumerate(pairwise(edges)))
+
+
+def check_context(messages: list[Message], examples: list[Example], where: str) -> None:
+    """Raise BadRow where a chat template leaves out a turn of the system or the user."""
+    whole = ["".join(text for text, _ in example) for example in examples]
+    for turn, message in enumerate(messages, 1):
+        content = message.get("content")
+        if message["role"] not in ("system", "developer", "user") or not isinstance(content, str):
+            continue
+        if not any(content.strip() in text for text in whole):
+            raise BadRow(
+                f"{where}, turn {turn}: the chat template does not write the {message['role']}'s {content[:60]!r}, so"
+                f" the model would not read it: use a template that does, or leave the turn out"
+            )
