@@ -8,6 +8,7 @@ from itertools import islice
 
 import numpy as np
 
+from meshwright.core.errors import ConfigError
 from meshwright.data.sources.formats import RECORD_FORMATS
 from meshwright.data.sources.records import BadRow
 from meshwright.data.text.turns import Example
@@ -62,7 +63,11 @@ class Account:
 
 
 def account_of(recipe: TokenisingRecipe) -> Account:
-    """Read up to MOST records, also where one of them cannot be used, and count what becomes of them."""
+    """Read up to MOST records, also where one of them cannot be used, and count what becomes of them.
+
+    Raises:
+        ConfigError: none of them can be used.
+    """
     found: list[Example] = []
     bad: list[str] = []
     every = ((file, row) for file in recipe.scan.files for row in RECORD_FORMATS[recipe.scan.format].records(file.path))
@@ -73,6 +78,8 @@ def account_of(recipe: TokenisingRecipe) -> Account:
             found += recipe.examples_of(file, number, record)
         except BadRow as error:
             bad.append(str(error))
+    if bad and not found:
+        raise ConfigError(f"none of {n:,} records can be used. The first: {bad[0]}")
     encoder = recipe.encoder()
     encoded = list(encoder.encode((TRAINING, example) for example in found))
     ids = [each for _, each, _, _ in encoded]
