@@ -7,7 +7,6 @@ Each is a context manager of a few lines, as in support/mutants.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
@@ -197,7 +196,7 @@ def replicas_counted_in_the_norm():
     """The squares of all replicas are added up."""
 
     def over_all(parameters):
-        return [replace(part, groups=(*part.groups, *_replicas(part.groups))) for part in local_gradients(parameters)]
+        return [part._replace(groups=(*part.groups, *_replicas(part.groups))) for part in local_gradients(parameters)]
 
     made, known = ParallelModel.__init__, []
 

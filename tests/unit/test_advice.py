@@ -522,6 +522,7 @@ NOT_HERE: dict[str, set[str]] = {
         "layout.pp",
         "layout.tp",
         "optimizer.lr",
+        "optimizer.lr = …",
         "process.backend = gloo",
         "process.backend = …",
         "process.count = …",

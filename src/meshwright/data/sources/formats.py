@@ -116,9 +116,8 @@ class Table:
                         )
             except (csv.Error, UnicodeDecodeError) as error:
                 raise ConfigError(
-                    f"data.source: {path} is no table of UTF-8 text behind line {rows.line_num} ({error}). Write it as"
-                    f" JSON lines (pandas.read_csv({path.name!r}).to_json('rows.jsonl', orient='records', lines=True)),"
-                    f" or set data.format = 'text' to train on its characters"
+                    f"data.source: {path} is no table of UTF-8 text behind line {rows.line_num} ({error})."
+                    f" Repair it, write the rows as JSON lines, or set data.format = 'text' to train on its characters"
                 ) from None
 
 

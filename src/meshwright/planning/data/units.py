@@ -172,8 +172,8 @@ def apart(facts: ModelFacts, unit: str, holding: Holding) -> list[tuple[str, lis
     dense = [p for p in every if not holding.of_experts(p)]
     trained = [p for p in dense if p.trainable]
     dtypes = {unit: _dtype_around(unit, trained, facts)}
-    for p in sorted(trained, key=lambda p: _home(p, unit, facts).count(".")):
-        home = _home(p, unit, facts)
+    several = trained if len({p.dtype for p in trained}) > 1 else []  # where there is one, nothing is measured
+    for home, p in sorted(((_home(p, unit, facts), p) for p in several), key=lambda pair: pair[0].count(".")):
         if p.dtype != dtypes[_innermost(home, dtypes, unit)]:
             dtypes.setdefault(home, p.dtype)
     groups: dict[tuple[str, str], list[ParameterFact]] = {(path, dtype): [] for path, dtype in dtypes.items()}

@@ -186,7 +186,7 @@ def _tokens(tensors: Sequence[Tensor], shares: tuple[tuple[range, ...], ...], me
 
 def _joined(parts: list[Tensor], shares: tuple[range, ...]) -> Tensor:
     """Put heads together, of which several members may have had the same one: those are summed."""
-    heads = shares[-1].stop
+    heads = max([share.stop for share in shares])
     if sum(map(len, shares)) == heads:
         return torch.cat(parts, dim=1)
     rows, _, tokens, features = parts[0].shape
