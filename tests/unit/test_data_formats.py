@@ -292,7 +292,7 @@ FOREIGN = [
     ("a.npy", POINTER, "a.npy is a pointer of Git LFS"),
     ("a.csv", b"text,text\n1,2\n", "the first row of .*a.csv must name the columns"),
     ("a.csv", b"text,id\n1\n", r"a.csv, row 1 \(up to line 2\) has 1 values, and the first row names 2 columns"),
-    ("a.csv", b'text\n"once', r"a.csv is no table of UTF-8 text behind line 2 .*to_json"),
+    ("a.csv", b'text\n"once', r"a.csv is no table of UTF-8 text behind line 2 .*as JSON lines"),
     ("a.csv", b"text\n\xe9\n", r"a.csv is no table of UTF-8 text behind line"),
 ]
 
