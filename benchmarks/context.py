@@ -181,14 +181,13 @@ def held(tokens: int, ranks: int, kind: str) -> int:
     import torch
 
     from meshwright.distributed.context.attention import Context, attend
-    from meshwright.distributed.context.reaches import Reaches
-    from meshwright.distributed.context.rows import cut_rows
+    from meshwright.distributed.context.rows import Reaches, cut_rows
     from meshwright.distributed.exchange.threads import Thread, on_threads
     from meshwright.introspection.mixing.interception import AttentionCall
     from meshwright.introspection.mixing.masks import causal
     from meshwright.introspection.mixing.reach import RowMask
     from meshwright.introspection.mixing.values import Arithmetic
-    from meshwright.planning.context.methods import Method
+    from meshwright.planning.context.plan import Method
 
     def job(group: Thread) -> int:
         rows = cut_rows({"tokens": torch.zeros(1, tokens)}, ranks, group.rank)
@@ -227,8 +226,8 @@ def measure_held(args: argparse.Namespace) -> bool:
 
 
 def measure_packed(args: argparse.Namespace) -> bool:
-    from meshwright.planning.context.cut import head_tail
     from meshwright.planning.context.documents import cut_documents, fetched_tokens, work_of_ranks
+    from meshwright.planning.context.plan import head_tail
 
     length, worst_of_all = 2**17, 0.0
     print("documents of lognormal lengths, rows of 131,072 tokens; work: most / mean of the ranks, worst of all rows")
@@ -270,14 +269,12 @@ def measure_families(args: argparse.Namespace) -> bool:
     import families as tiny
 
     from meshwright import UnsupportedError
-    from meshwright.distributed.context.kernels import blocks
-    from meshwright.distributed.context.rehearsal import LARGEST_ERROR, rehearse, rehearsed
-    from meshwright.introspection.mixing.calls import small_copy
-    from meshwright.introspection.mixing.measure import measure_mixing
-    from meshwright.planning.context.methods import KINDS, Bytes
-    from meshwright.planning.context.plan import plan_methods
+    from meshwright.distributed.context import kernels
+    from meshwright.distributed.context.context_parallel import LARGEST_ERROR, rehearse, rehearsed
+    from meshwright.introspection.mixing.measure import measure_mixing, small_copy
+    from meshwright.planning.context.plan import KINDS, Bytes, plan_methods
 
-    blocks.QUERIES, blocks.KEYS = 5, 4  # rows are short: attention in several blocks
+    kernels.QUERIES, kernels.KEYS = 5, 4  # rows are short: attention in several blocks
     fine = True
     for family in args.only or tiny.families():
         try:

@@ -257,7 +257,7 @@ def judge(family: str, sizes: dict[str, int], dtype: str = "float32") -> Result:
     from meshwright import Layout, parallelize
     from meshwright.core.errors import MeshwrightError
     from meshwright.distributed.mesh import data_position
-    from meshwright.introspection.images.dealing import rows_of
+    from meshwright.introspection.images import rows_of
 
     warnings.filterwarnings("ignore")
     expected, plain = alone(family, dtype), model_of(family)

@@ -19,7 +19,7 @@ from meshwright import Layout, parallelize
 from meshwright.cli.arguments import open_model
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.models.decoder_config import SIZES
-from meshwright.training.run.sampling import threads_for
+from meshwright.training.run.opened import threads_for
 
 PROMPT = list(b"def ")
 BUSY = 2

@@ -77,8 +77,7 @@ def batches(model: Any, vocabulary: int) -> list[dict[str, Any]]:
     """Make each step's batch of rows with images, without ``images_per_row`` where rows can be told without."""
     import torch
 
-    from meshwright.introspection.images.arguments import PIXELS, ImageArguments
-    from meshwright.introspection.images.examples import length_for, pictured, sizes_of
+    from meshwright.introspection.images import PIXELS, ImageArguments, length_for, pictured, sizes_of
     from meshwright.introspection.signature import Signature
 
     images = ImageArguments.of(model)

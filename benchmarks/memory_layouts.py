@@ -29,7 +29,7 @@ from meshwright.core.errors import MeshwrightError
 from meshwright.distributed.process.workers import WorkerPool
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.planning.layout import Layout
-from meshwright.planning.memory.step import RankMemory
+from meshwright.planning.memory.states import RankMemory
 from meshwright.planning.values import Batch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # support
@@ -104,7 +104,7 @@ def family(name: str) -> Any:
     """Return the config of a small model of transformers."""
     from transformers import AutoConfig
 
-    from meshwright.introspection.huggingface import CausalLM
+    from meshwright.introspection.source import CausalLM
 
     sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": 128, "hidden_size": 64, "num_hidden_layers": 4}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 160}

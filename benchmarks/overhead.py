@@ -93,7 +93,7 @@ def measure(dim: int, rounds: int, steps: int, device: str):
     import torch.distributed as dist
 
     from meshwright import Layout
-    from meshwright.distributed.process.wire import WireCounter
+    from meshwright.distributed.process.absent_peers import WireCounter
     from meshwright.distributed.setup import init_distributed
     from meshwright.models.decoder_config import DecoderConfig
 

@@ -24,7 +24,7 @@ from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import SIZES
-from meshwright.distributed.tensor.rehearsal import prove
+from meshwright.distributed.tensor.parallel import prove
 begin = time.process_time()
 facts = model_facts(as_module(SIZES["8B"]))
 known = time.process_time()

@@ -29,7 +29,7 @@ def run_of(seq_len: int, folder: Path, args: argparse.Namespace) -> Any:
     from meshwright.core.config import from_dict
     from meshwright.training.build import build_run
     from meshwright.training.config import Config
-    from meshwright.training.metrics.timeline import StartupTimeline
+    from meshwright.training.metrics.throughput import StartupTimeline
     from meshwright.training.preference import pretend_references
     from meshwright.training.stopping import StopRequest
     from meshwright.training.views.progress import SilentProgress

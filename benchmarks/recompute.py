@@ -42,15 +42,15 @@ def kept_bytes(model, batch) -> int:
     from torch.utils._python_dispatch import _disable_current_modes
 
     from meshwright.distributed.memory.live import LiveStorages
-    from meshwright.distributed.recompute import host_activations
+    from meshwright.distributed.recompute import recompute
 
-    leave = host_activations.Copies.leave
+    leave = recompute.Copies.leave
 
     def unseen(self, tensor):
         with _disable_current_modes():
             return leave(self, tensor)
 
-    with patch.object(host_activations.Copies, "leave", unseen), LiveStorages() as live:
+    with patch.object(recompute.Copies, "leave", unseen), LiveStorages() as live:
         logits = model.parts[0](batch["tokens"])
     found = live.bytes()
     assert logits.requires_grad

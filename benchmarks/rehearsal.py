@@ -29,8 +29,8 @@ from transformers import (
 )
 
 from meshwright import Layout, plan
-from meshwright.distributed.pipeline import rehearsal as stages
-from meshwright.distributed.tensor import rehearsal as cuts
+from meshwright.distributed.pipeline import split as stages
+from meshwright.distributed.tensor import parallel as cuts
 from meshwright.introspection.facts import model_facts
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import SIZES

@@ -33,8 +33,8 @@ def main() -> int:
     from meshwright import Layout, parallelize
     from meshwright.distributed import destroy_distributed, is_rank_zero
     from meshwright.models.decoder_config import SIZES, parameter_count
-    from meshwright.training.metrics.flops import mfu, peak_flops, training_flops_per_token
     from meshwright.training.metrics.memory import read_memory, reset_peak
+    from meshwright.training.metrics.throughput import mfu, peak_flops, training_flops_per_token
     from meshwright.training.optim.build import make_optimizer
 
     config = SIZES[o.size]

@@ -66,7 +66,7 @@ def measure(config: Config, rounds: int) -> list[tuple[float, float]]:
     import torch.distributed as dist
 
     from meshwright.training.build import build_run
-    from meshwright.training.metrics.timeline import StartupTimeline
+    from meshwright.training.metrics.throughput import StartupTimeline
     from meshwright.training.stopping import StopRequest
     from meshwright.training.tracing import TraceCheck
     from meshwright.training.views.display import build_progress

@@ -237,7 +237,7 @@ PIPELINE = [
 EXPERTS = [
     Fault(
         "experts' gradients are halved",
-        "distributed/experts/expert_parallel.py",
+        "distributed/experts.py",
         'reduction == "mean" else 1.0\n',
         'reduction == "mean" else 0.5\n',
         ROUTED,
@@ -246,7 +246,7 @@ EXPERTS = [
     ),
     Fault(
         "what experts made comes back in another order",
-        "distributed/experts/expert_parallel.py",
+        "distributed/experts.py",
         "index_copy(0, order, made)",
         "index_copy(0, order.flip(0), made)",
         ROUTED,
@@ -255,7 +255,7 @@ EXPERTS = [
     ),
     Fault(
         "routers get no gradient from their weights",
-        "distributed/experts/expert_parallel.py",
+        "distributed/experts.py",
         "(made * weights.unsqueeze(-1))",
         "(made * weights.unsqueeze(-1).detach())",
         ROUTED,
@@ -265,7 +265,7 @@ EXPERTS = [
     ),
     Fault(
         "rows that arrive are taken for another expert's",
-        "distributed/experts/expert_parallel.py",
+        "distributed/experts.py",
         "torch.arange(own, device=rows.device).repeat(ranks)",
         "torch.arange(own, device=rows.device).flip(0).repeat(ranks)",
         ROUTED,
@@ -274,7 +274,7 @@ EXPERTS = [
     ),
     Fault(
         "gradients on their way back from experts are halved",
-        "distributed/experts/expert_parallel.py",
+        "distributed/experts.py",
         "journey.begin(grad_outputs[0], journey.receives, journey.sends)",
         "journey.begin(grad_outputs[0] * 0.5, journey.receives, journey.sends)",
         ROUTED,
@@ -283,7 +283,7 @@ EXPERTS = [
     ),
     Fault(
         "the head of a token's experts counts for all of them",
-        "distributed/experts/expert_parallel.py",
+        "distributed/experts.py",
         "given = _exchange(rows[order // k], sends,",
         "given = _exchange(rows[order // k * 0 + order[:1] // k], sends,",
         ROUTED,
@@ -380,7 +380,7 @@ DATA = [
     ),
     Fault(
         "frozen parameters are trained",
-        "distributed/weights/freezing.py",
+        "distributed/weights/constructed.py",
         "clean(name) not in frozen)",
         "True)",
         PLAIN,

@@ -54,7 +54,7 @@ FAULTS = [
     ),
     Fault(
         "the rate is the next step's",
-        "training/optim/schedules.py",
+        "training/optim/build.py",
         "        rate = self(step)\n",
         "        rate = self(step + 1)\n",
         PLAIN,
@@ -86,7 +86,7 @@ FAULTS = [
     ),
     Fault(
         "gradients of whole norms are a rank's summands",
-        "distributed/tensor/sums.py",
+        "distributed/tensor/layers.py",
         "    _sum(places, group)\n    for parameter, earlier",
         "    for parameter, earlier",
         TP,

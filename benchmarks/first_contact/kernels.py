@@ -66,8 +66,7 @@ def fused(name: str, dtype: str) -> Outcome:
 def _error(
     name: str, dtype: str, device: str, length: int, features: tuple[int, int], groups: tuple[int, int]
 ) -> float:
-    from meshwright.distributed.context.kernels.blocks import Scores, block_attention
-    from meshwright.distributed.context.kernels.fused import fused_kernel
+    from meshwright.distributed.context.kernels import Scores, block_attention, fused_kernel
     from meshwright.introspection.mixing.reach import KeyRanges
 
     sizes = ((groups[0], features[0]), (groups[1], features[0]), (groups[1], features[1]))  # queries, keys, values

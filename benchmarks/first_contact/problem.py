@@ -161,7 +161,7 @@ def laid_out(problem: Problem, layout: Any) -> Outcome:
     """Train on a layout; tensors on rank 0 alone. Collective."""
     from meshwright import parallelize
     from meshwright.distributed.mesh import data_position
-    from meshwright.distributed.weights.wholes import whole_on_first
+    from meshwright.distributed.weights.whole_state import whole_on_first
 
     model = parallelize(
         problem.config,

@@ -176,7 +176,7 @@ def _measured(setting: Setting) -> dict[str, Any]:
 
 def _rates(setting: Setting, speed: float) -> dict[str, Any]:
     """Return tokens/s, and MFU of matrix parameters and as those count who take all parameters."""
-    from meshwright.training.metrics.flops import mfu, peak_flops, training_flops_per_token
+    from meshwright.training.metrics.throughput import mfu, peak_flops, training_flops_per_token
 
     config = setting.config
     active = parameter_count(config) - idle_parameters(config)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from meshwright.simulation.hardware.device import Device
+from meshwright.simulation.hardware.cards import Device
 from meshwright.simulation.workload.execution import Execution, MixtureRun
 
 DISPATCHERS = 32

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from meshwright.planning.layout import Layout
-from meshwright.simulation.hardware.cards import device, link, sheets
-from meshwright.simulation.hardware.links import Machines
+from meshwright.simulation.hardware.cards import Machines, device, link, sheets
 from meshwright.simulation.workload.architecture import Architecture, decoder_block
 from meshwright.simulation.workload.execution import Execution, Job, MixtureRun, blocks_of_size
 from meshwright.simulation.workload.step_memory import step_memory

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.core.devices import finish_stream, is_accelerator
-from meshwright.distributed.measuring.clock import Effort, seconds_of
 from meshwright.distributed.measuring.messages import _gather as gather
+from meshwright.distributed.measuring.products import Effort, seconds_of
 from meshwright.distributed.parallelize import parallelize
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module
@@ -24,7 +24,7 @@ from meshwright.planning.layout import Layout
 from meshwright.planning.plan import Plan
 from meshwright.planning.values import Batch
 from meshwright.simulation.hardware.measured import ProfileCurves
-from meshwright.training.rehearsal.one_rank import alone_as
+from meshwright.training.rehearsal import alone_as
 
 from .operators import Event, MessageBegin, OperatorWork, Phase
 from .pricing import DETACH, OperatorPrices, is_detached

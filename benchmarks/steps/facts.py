@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.core.torch_private import tree_leaves
-from meshwright.distributed.process.wire import name_of_operator
+from meshwright.distributed.process.absent_peers import name_of_operator
 
 from .operators import OperatorKind, OperatorWork, Phase
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from meshwright.core.axes import WORLD_AXES
-from meshwright.planning.experts.plan import EXPERT_AXES
+from meshwright.planning.experts import EXPERT_AXES
 from meshwright.planning.plan import Plan
 from meshwright.planning.step.kinds import coordinates
 

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from meshwright.core.devices import current_device, is_accelerator, local_device
-from meshwright.distributed.measuring.clock import FULL, Effort
 from meshwright.distributed.measuring.messages import _reduce as reduce
+from meshwright.distributed.measuring.products import FULL, Effort
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.workers import WorkerPool
-from meshwright.simulation.hardware.profile import MachineProfile
+from meshwright.simulation.hardware.measured import MachineProfile
 from meshwright.training.machine import measure
 
 MESSAGES = 8

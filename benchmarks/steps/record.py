@@ -12,15 +12,24 @@ from meshwright.core.axes import Axis
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.torch_private import fake_mode
 from meshwright.distributed.context.runtime import first_tokens
-from meshwright.distributed.memory.dry_run import KEYS, DryRun, quiet
-from meshwright.distributed.memory.fake import DryRunError, imagining, same_random_numbers, untouched
-from meshwright.distributed.memory.optimizers import BuildOptimizer, default_optimizer, make_states
+from meshwright.distributed.memory.dry_run import (
+    KEYS,
+    BuildOptimizer,
+    DryRun,
+    DryRunError,
+    default_optimizer,
+    imagining,
+    make_states,
+    quiet,
+    same_random_numbers,
+    untouched,
+)
 from meshwright.distributed.parallel_model import ParallelModel
-from meshwright.distributed.step.results import OpenedStep, StepLoss
+from meshwright.distributed.step.part import OpenedStep, StepLoss
 from meshwright.introspection.facts import ModelFacts
+from meshwright.planning.collectives import resolved
 from meshwright.planning.plan import Plan
 from meshwright.planning.step.kinds import coordinates, kinds_of_ranks
-from meshwright.planning.traffic import resolved
 from meshwright.planning.values import Batch
 
 from .buckets import reduce_in_buckets

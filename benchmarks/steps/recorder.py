@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.core.torch_private import tree_leaves
 from meshwright.distributed.memory.live import storage_of
-from meshwright.distributed.process.wire import WireCounter, name_of_operator, ranks_in
+from meshwright.distributed.process.absent_peers import WireCounter, name_of_operator, ranks_in
 
 from .facts import work_of
 from .operators import Event, MessageBegin, MessageWait, OperatorKind, OperatorWork, Phase

@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from meshwright.core.losses import Loss, PreferenceLoss
     from meshwright.distributed.parallel_model import ParallelModel
     from meshwright.distributed.parallelize import parallelize
-    from meshwright.distributed.step.results import StepLoss, StepResult
+    from meshwright.distributed.step.part import StepLoss, StepResult
+    from meshwright.introspection.blocks import Hints
     from meshwright.introspection.cluster import Cluster
-    from meshwright.introspection.hints import Hints
     from meshwright.planning.layout import Layout
     from meshwright.planning.plan import Plan
     from meshwright.planning.techniques import Precision, Techniques
     from meshwright.planning.values import Batch
+    from meshwright.simulation.search.answer import Foresight
     from meshwright.simulation.search.foresee import foresee, plan
-    from meshwright.simulation.search.foresight import Foresight
     from meshwright.training.config import Config
     from meshwright.training.trainer import Trainer
     from meshwright.verification.verify import verify
@@ -74,8 +74,8 @@ _HOME = {
     "Cluster": "meshwright.introspection.cluster",
     "Config": "meshwright.training.config",
     "ConfigError": "meshwright.core.errors",
-    "Foresight": "meshwright.simulation.search.foresight",
-    "Hints": "meshwright.introspection.hints",
+    "Foresight": "meshwright.simulation.search.answer",
+    "Hints": "meshwright.introspection.blocks",
     "IntegrityError": "meshwright.core.errors",
     "Layout": "meshwright.planning.layout",
     "Loss": "meshwright.core.losses",
@@ -86,8 +86,8 @@ _HOME = {
     "Plan": "meshwright.planning.plan",
     "Precision": "meshwright.planning.techniques",
     "PreferenceLoss": "meshwright.core.losses",
-    "StepLoss": "meshwright.distributed.step.results",
-    "StepResult": "meshwright.distributed.step.results",
+    "StepLoss": "meshwright.distributed.step.part",
+    "StepResult": "meshwright.distributed.step.part",
     "Techniques": "meshwright.planning.techniques",
     "Trainer": "meshwright.training.trainer",
     "UnsupportedError": "meshwright.core.errors",

@@ -10,8 +10,7 @@ from meshwright.core.errors import ConfigError
 from meshwright.distributed import DistributedConfig, init_distributed
 from meshwright.distributed.mesh import build_mesh
 from meshwright.distributed.process import agree
-from meshwright.distributed.process.absent_peers import absent_peers, peers_are_absent
-from meshwright.distributed.process.operators import OperatorRecorder
+from meshwright.distributed.process.absent_peers import OperatorRecorder, absent_peers, peers_are_absent
 from meshwright.planning.layout import Layout
 
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)

@@ -20,8 +20,8 @@ from meshwright import Layout, parallelize
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.distributed.optimizer import adafactor
 from meshwright.distributed.optimizer.adafactor import Adafactor
-from meshwright.distributed.process.wire import WireCounter
-from meshwright.distributed.weights.wholes import whole_on_first
+from meshwright.distributed.process.absent_peers import WireCounter
+from meshwright.distributed.weights.whole_state import whole_on_first
 from meshwright.planning.build import plan
 from meshwright.planning.memory.states import plan_memory
 from meshwright.planning.values import Batch

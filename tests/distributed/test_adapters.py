@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from meshwright.checkpoint import load, save
 from meshwright.core.errors import UnsupportedError
-from meshwright.distributed.doors import lay_out
+from meshwright.distributed.doors import functions
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.parallelizer import fsdp2_strategy_parallelize
@@ -169,7 +169,7 @@ def without_the_sum_of(part: str, model: torch.nn.Module, mesh: Any) -> torch.nn
     whole = TensorPlan.is_summed
     with (
         patch.object(TensorPlan, "is_summed", lambda self, name: part not in name and whole(self, name)),
-        patch.object(lay_out, "prove", lambda *args, **options: None),
+        patch.object(functions, "prove", lambda *args, **options: None),
     ):
         return by_one_call(model, mesh)
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright import Layout, UnsupportedError, parallelize
 from meshwright.distributed.mesh import data_position
-from meshwright.introspection.outputs import logits_of
+from meshwright.introspection.signature import logits_of
 
 DELTA = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 SIZES = {

@@ -16,7 +16,7 @@ from support.train import gradients, lay_out, local
 
 from meshwright import ConfigError, IntegrityError, Layout, parallelize, plan
 from meshwright.distributed import apply_ac, apply_fsdp2, init_distributed
-from meshwright.distributed.process.wire import WireCounter
+from meshwright.distributed.process.absent_peers import WireCounter
 from meshwright.distributed.process.world import get_world_info
 from meshwright.distributed.weights import weights
 

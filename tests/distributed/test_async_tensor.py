@@ -15,7 +15,7 @@ from support import families
 
 from meshwright import ConfigError, Layout, UnsupportedError, parallelize
 from meshwright import plan as make_plan
-from meshwright.distributed.tensor import overlap
+from meshwright.distributed.tensor import functions
 from meshwright.introspection.cluster import Cluster
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.values import Batch
@@ -26,7 +26,7 @@ TIED = replace(UNTIED, tied_embeddings=True)
 CALLS: Counter[str] = Counter()
 
 
-def counted(group: Any) -> overlap.Operators:
+def counted(group: Any) -> functions.Operators:
     """torch's own definition of the operators, in plain collectives."""
     from torch.distributed._symmetric_memory import (
         _fused_all_gather_matmul_fallback,
@@ -41,16 +41,16 @@ def counted(group: Any) -> overlap.Operators:
         CALLS["scatter"] += 1
         return _fused_matmul_reduce_scatter_fallback(*args)
 
-    return overlap.Operators(gather_products, product_scatter)
+    return functions.Operators(gather_products, product_scatter)
 
 
-def summands_left_alone(group: Any) -> overlap.Operators:
+def summands_left_alone(group: Any) -> functions.Operators:
     """A broken one: ranks keep their own summands."""
     whole = counted(group)
     return replace(whole, product_scatter=lambda x, matrix, *_: (x @ matrix).chunk(group.size(), dim=1)[group.rank()])
 
 
-def parts_in_another_order(group: Any) -> overlap.Operators:
+def parts_in_another_order(group: Any) -> functions.Operators:
     """A broken one: what others hold comes in another order."""
     whole = counted(group)
 
@@ -88,7 +88,7 @@ def compared(
 ) -> tuple[float, dict[str, int]]:
     """The largest relative error against the plain form, and how often each operator was called."""
     CALLS.clear()
-    with patch.object(overlap, "symmetric_memory", operators):
+    with patch.object(functions, "symmetric_memory", operators):
         found = gradients(kind, layout, True, seq, techniques)
     calls = dict(CALLS)
     expected = gradients(kind, layout, False, seq, techniques)

@@ -14,7 +14,7 @@ from support import families
 
 from meshwright import Layout, parallelize, plan
 from meshwright.distributed.recompute import compilation
-from meshwright.distributed.tensor.sequence import Sequence
+from meshwright.distributed.tensor.functions import TokenSequence
 from meshwright.introspection import signature
 from meshwright.models.decoder_config import DecoderConfig
 
@@ -89,13 +89,13 @@ def compiled_hooks() -> AbstractContextManager:
 
 
 def length_as_a_number() -> AbstractContextManager:
-    whole = Sequence.begin
+    whole = TokenSequence.begin
 
     def begin(self: Any, rows: int, length: int) -> None:
         whole(self, rows, length)
         self.known = length
 
-    return patch.multiple(Sequence, begin=begin, length=lambda self, share: self.known)
+    return patch.multiple(TokenSequence, begin=begin, length=lambda self, share: self.known)
 
 
 def caches_kept() -> AbstractContextManager:

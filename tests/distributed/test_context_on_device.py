@@ -21,17 +21,15 @@ from meshwright.core.errors import UnsupportedError
 from meshwright.core.losses import IGNORED
 from meshwright.core.names import clean
 from meshwright.distributed import DistributedConfig, context_parallel_rows, init_distributed
-from meshwright.distributed.context import reaches
-from meshwright.distributed.context.reaches import Reaches, of_whole_rows
-from meshwright.distributed.context.rows import PLACES, cut_batch, cut_rows, kept_on, on_host
+from meshwright.distributed.context import rows as reaches
+from meshwright.distributed.context.rows import PLACES, Reaches, cut_batch, cut_rows, kept_on, of_whole_rows, on_host
 from meshwright.distributed.exchange.threads import on_threads
-from meshwright.distributed.process.verdicts import Verdicts
+from meshwright.distributed.process.agree import Verdicts
 from meshwright.distributed.process.world import get_world_info
-from meshwright.distributed.weights.wholes import whole_on_first
+from meshwright.distributed.weights.whole_state import whole_on_first
 from meshwright.introspection.mixing import masks
 from meshwright.introspection.mixing.masks import dense, within
-from meshwright.introspection.outputs import logits_of
-from meshwright.introspection.signature import Signature
+from meshwright.introspection.signature import Signature, logits_of
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig
 
@@ -184,16 +182,16 @@ def test_cut_rows_on_a_device_are_equal_and_nothing_waits(on_device, name):
 
 
 def read_of_bounds(patch: pytest.MonkeyPatch) -> None:
-    from meshwright.distributed.context.kernels import blocks
+    from meshwright.distributed.context import kernels
 
-    correct = blocks.kept_on
+    correct = kernels.kept_on
 
     def reading(values: Tensor, device: torch.device) -> Tensor:
         copied = correct(values, device)
         copied.max().item()
         return copied
 
-    patch.setattr(blocks, "kept_on", reading)
+    patch.setattr(kernels, "kept_on", reading)
 
 
 def places_on_the_device(patch: pytest.MonkeyPatch) -> None:

@@ -27,11 +27,11 @@ from meshwright.distributed import (
     context_parallel_rows,
     init_distributed,
 )
-from meshwright.distributed.context import own_rows
+from meshwright.distributed.context import context_parallel
 from meshwright.distributed.process.workers import WorkerFailed
 from meshwright.distributed.process.world import get_world_info
 from meshwright.models.decoder import Decoder
-from meshwright.planning.shares import Shares
+from meshwright.planning.layout import Shares
 
 CP2 = Layout(dp_shard=1, cp=2)
 
@@ -249,17 +249,17 @@ def test_doors_refuse_by_name(spmd, name):
 def faulty(fault: str) -> float:
     with pytest.MonkeyPatch.context() as patch:
         if fault == "recomputes whole rows":
-            patch.setattr(own_rows._Backward, "watch", lambda *_: None)
+            patch.setattr(context_parallel._Backward, "watch", lambda *_: None)
             return loop(DECODER, CP2, recomputed, by_sum, False)
         if fault == "keeps its place":
-            correct = own_rows._Backward._enter
+            correct = context_parallel._Backward._enter
 
             def enter(self: Any, gradient: torch.Tensor) -> None:
                 rows = self._rows
                 self._rows = type(rows)(1 - rows.rank, rows.length, rows.places, rows.counts)
                 correct(self, gradient)
 
-            patch.setattr(own_rows._Backward, "_enter", enter)
+            patch.setattr(context_parallel._Backward, "_enter", enter)
             return loop(DECODER, CP2, recomputed, by_sum, False)
         patch.setattr(Shares, "batch_ranks", property(lambda shares: shares.data_ranks))
         return loop(EXPERTS, Layout(dp_shard=2, cp=2, ep=2), experts_first)

@@ -11,10 +11,10 @@ from support.laid_out import assert_estimated, counted, estimated
 from support.mixing import WIDTH, Model, causal, far_window, windowed
 
 from meshwright import ConfigError, Layout, UnsupportedError, parallelize, verify
-from meshwright.distributed.process.wire import WireCounter
+from meshwright.distributed.process.absent_peers import WireCounter
 from meshwright.distributed.process.world import get_world_info
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
-from meshwright.planning.traffic import step_traffic
+from meshwright.planning.collectives import step_traffic
 from meshwright.planning.values import Batch
 from meshwright.verification.problem import RandomBatches
 

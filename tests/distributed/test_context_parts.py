@@ -15,7 +15,7 @@ from test_context_doors import DECODER, decoder, fsdp2, llama
 from meshwright import Layout, parallelize
 from meshwright.core.errors import MeshwrightError
 from meshwright.distributed import DistributedConfig, context_parallel_rows, init_distributed
-from meshwright.distributed.context import parts
+from meshwright.distributed.context import runtime
 from meshwright.distributed.process.workers import WorkerFailed
 from meshwright.distributed.process.world import get_world_info
 
@@ -39,7 +39,7 @@ def drawn(batch: Batch, rank: int, ranks: int, *, alike: bool = False) -> Batch:
     orders = orders[:1].expand(rows, -1) if alike else orders
     ends = [0, *(length // ranks - 1 + (length - length // ranks + 1) * n // (ranks - 1) for n in range(ranks))]
     places = orders[:, ends[rank] : ends[rank + 1]].sort(1).values
-    return {key: value.gather(1, places) for key, value in batch.items()} | {parts.PLACES: places}
+    return {key: value.gather(1, places) for key, value in batch.items()} | {runtime.PLACES: places}
 
 
 CASES: dict[str, tuple[Callable[[], Any], Callable[[], Batch], dict]] = {
@@ -199,7 +199,7 @@ def test_gradients_of_parts_or_an_error_show(spmd, fault):
 
 def faulty(fault: str) -> float:
     with pytest.MonkeyPatch.context() as patch:
-        correct = parts.join
+        correct = runtime.join
 
         def join(piece: Any, *options: Any) -> Any:
             made = correct(piece, *options)
@@ -212,7 +212,7 @@ def faulty(fault: str) -> float:
                 object.__setattr__(made.rows, "documents", made.rows.documents.roll(5, 1))
             return made
 
-        patch.setattr(parts, "join", join)
+        patch.setattr(runtime, "join", join)
         model = decoder()
         whole = packed(batch_of(61, length=24))
         expected = whole_gradients(copy.deepcopy(model), whole)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright import Layout, parallelize, verify
 from meshwright.distributed.context import context_parallel
-from meshwright.distributed.process.wire import WireCounter
+from meshwright.distributed.process.absent_peers import WireCounter
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.planning.values import Batch
 from meshwright.verification.problem import RandomBatches

@@ -12,7 +12,7 @@ from support.mixing import Model, causal
 
 from meshwright import Layout, UnsupportedError, parallelize
 from meshwright.distributed.context import context_parallel
-from meshwright.introspection.mixing.calls import LENGTHS, batches
+from meshwright.introspection.mixing.measure import LENGTHS, batches
 
 ROWS, LENGTH = 2, 24
 EXACT = {"precision": {"master": "float64"}}

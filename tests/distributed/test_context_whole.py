@@ -13,11 +13,11 @@ from support.laid_out import assert_estimated, counted, estimated
 from meshwright import Layout, load, parallelize, plan, save, verify
 from meshwright.core.axes import Axis
 from meshwright.distributed.mesh import data_position
-from meshwright.distributed.process.wire import WireCounter
+from meshwright.distributed.process.absent_peers import WireCounter
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
-from meshwright.planning.data.zero import stage_of
-from meshwright.planning.shares import Shares
+from meshwright.planning.data import stage_of
+from meshwright.planning.layout import Shares
 from meshwright.planning.values import Batch
 from meshwright.verification.problem import RandomBatches
 

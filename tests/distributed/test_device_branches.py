@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.distributed.measuring.clock import SHORTEST
+from meshwright.distributed.measuring.products import SHORTEST
 from meshwright.training.machine import measure
 
 PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
@@ -89,11 +89,10 @@ def job_plans():
     from meshwright.introspection.facts import model_facts
     from meshwright.introspection.source import as_module
     from meshwright.models.decoder_config import SIZES
-    from meshwright.planning.memory.step import MemoryUse, assumptions
+    from meshwright.planning.memory.states import MemoryUse, assumptions
     from meshwright.planning.values import Batch
     from meshwright.training.capacity import Capacity, Fit, judge
-    from meshwright.training.metrics.memory import reset_peak
-    from meshwright.training.metrics.memory_table import MemoryShares, _savings
+    from meshwright.training.metrics.memory import MemoryShares, _savings, reset_peak
 
     with spying() as taken:
         techniques = {"activation_checkpointing": "offload"}
@@ -118,8 +117,7 @@ def job_plans():
 def job_rehearse(folder):
     """Rehearse rank 0 of 2 on a device."""
     from meshwright.training.config import Config
-    from meshwright.training.rehearsal.one_rank import rehearse
-    from meshwright.training.rehearsal.processes import _computing_on
+    from meshwright.training.rehearsal import _computing_on, rehearse
 
     text = Path(folder) / "text.txt"
     text.write_text("".join(f"line {i} of a text that nobody reads, {i * i}\n" for i in range(2000)))
@@ -135,7 +133,7 @@ def job_measure(folder):
     from meshwright.introspection.facts import model_facts
     from meshwright.introspection.source import as_module
     from meshwright.models.decoder_config import SIZES
-    from meshwright.simulation.hardware.profile import to_json
+    from meshwright.simulation.hardware.measured import to_json
     from meshwright.training.machine import measure_here
 
     with spying() as taken, suppress(UnsupportedError):

@@ -17,7 +17,7 @@ from support.ways import Way
 from torch import nn
 
 from meshwright.distributed.process.workers import WorkerFailed
-from meshwright.distributed.recompute.host_activations import HostActivations, offload
+from meshwright.distributed.recompute.recompute import HostActivations, offload
 
 OFFLOADED, EXPERTS = "dp=fsdp recompute=offload", "dp=fsdp ep=2 model=softmax"
 DIES = {

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from meshwright.core.torch_private import fake_mode
 from meshwright.distributed import DistributedConfig, init_distributed
 from meshwright.distributed import torch_private as private
-from meshwright.training.health import torch_frames
+from meshwright.training.health import stacks
 
 
 def tensors_and_groups() -> None:
@@ -89,10 +89,7 @@ def fully_sharded() -> None:
     group.post_backward()
     private.end_backward(model)
     assert model.weight.grad.full_tensor().eq(1).all(), "the mean over ranks of what was postponed"
-    assert (
-        inspect.getsourcefile(type(group)).endswith(torch_frames.FSDP_FILE)
-        and getattr(group, torch_frames.MODULE_NAME) == ""
-    )
+    assert inspect.getsourcefile(type(group)).endswith(stacks.FSDP_FILE) and getattr(group, stacks.MODULE_NAME) == ""
     model.unshard()
     assert private.gathered(parameter).shape == (3, 3)
 
@@ -153,7 +150,7 @@ def test_torch_distributed_on_two_axes(spmd):
 
 def test_torchao():
     torchao = pytest.importorskip("torchao.float8")
-    from meshwright.distributed.float8 import torchao_private as ao
+    from meshwright.distributed.float8 import products as ao
 
     linear = torchao.convert_to_float8_training(
         nn.Linear(16, 16, bias=False), config=torchao.Float8LinearConfig(emulate=True)
@@ -175,7 +172,7 @@ def test_torchao():
 
 def test_torchaos_optimizers():
     pytest.importorskip("torchao.optim")
-    from meshwright.distributed.float8 import torchao_private as ao
+    from meshwright.distributed.float8 import products as ao
 
     weight, gradient = torch.ones(4), torch.full((4,), 0.5)
     ours = nn.Parameter(weight.clone())

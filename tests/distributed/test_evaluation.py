@@ -13,8 +13,7 @@ from meshwright.data import Stream
 from meshwright.data.text.tokenizers import ByteTokenizer, IdTokenizer
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig
-from meshwright.training.evaluation.losses import Evaluation, evaluate_rows
-from meshwright.training.evaluation.rows import Rowful, ToTheEnd
+from meshwright.training.evaluation import Evaluation, Rowful, ToTheEnd, evaluate_rows
 
 SEQ = 16
 LENGTHS = (61, 3, 150, 17)

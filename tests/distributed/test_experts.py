@@ -25,18 +25,19 @@ from meshwright import ConfigError
 from meshwright.checkpoint import load, save
 from meshwright.comparison.equality import relative_errors
 from meshwright.distributed import apply_expert_parallel, apply_fsdp2, apply_tensor_parallel, init_distributed
+from meshwright.distributed import experts as expert_parallel
+from meshwright.distributed import experts as routing
 from meshwright.distributed.data import fully_sharded
-from meshwright.distributed.experts import expert_parallel, routing
 from meshwright.distributed.mesh import data_position, get_ep_mesh
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
-from meshwright.distributed.process.wire import WireCounter
+from meshwright.distributed.process.absent_peers import WireCounter
 from meshwright.distributed.process.workers import WorkerFailed
 from meshwright.distributed.process.world import get_world_info
 from meshwright.distributed.step.batch import labels_of
-from meshwright.distributed.tensor.runtime import LocalView
-from meshwright.distributed.weights.wholes import whole_on_first
-from meshwright.introspection.huggingface import CausalLM
+from meshwright.distributed.tensor.layers import LocalView
+from meshwright.distributed.weights.whole_state import whole_on_first
+from meshwright.introspection.source import CausalLM
 from meshwright.introspection.structure.experts import Stack
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
@@ -813,7 +814,7 @@ def equal_rows() -> Iterator[None]:
 @contextmanager
 def choices_of_one_rank() -> Iterator[None]:
     """The loss of a family's own routers counts the choices of a rank's own tokens."""
-    with patch("meshwright.distributed.experts.router_loss.sum_over", lambda groups, counts: counts):
+    with patch("meshwright.distributed.experts.sum_over", lambda groups, counts: counts):
         yield
 
 

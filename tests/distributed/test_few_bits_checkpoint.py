@@ -12,12 +12,12 @@ import torch
 from support.states import DEEP, LAYOUTS, SPARSE, Held, adamw, held, laid_out, train, uncompiled
 
 from meshwright import Layout, load, parallelize, save
-from meshwright.checkpoint import low_bit
+from meshwright.checkpoint import state as low_bit
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.core.errors import ConfigError
-from meshwright.distributed.float8.torchao_private import kind_of_state
-from meshwright.distributed.optimizer.torchao_adamw import SIGNED, is_rounded
-from meshwright.distributed.weights.wholes import whole_on_first
+from meshwright.distributed.float8.products import kind_of_state
+from meshwright.distributed.optimizer.low_bit import SIGNED, is_rounded
+from meshwright.distributed.weights.whole_state import whole_on_first
 
 BLOCK = {"8bit": 256, "4bit": 128}
 FURTHEST = {"8bit": 0.00704, "4bit": 0.11251}

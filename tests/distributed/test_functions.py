@@ -32,7 +32,7 @@ from meshwright.distributed import (
 from meshwright.distributed.mesh import build_mesh, data_position
 from meshwright.distributed.order import applied
 from meshwright.distributed.parallelize import single_process_mesh
-from meshwright.distributed.process.wire import WireCounter
+from meshwright.distributed.process.absent_peers import WireCounter
 from meshwright.models.decoder import Attention, Decoder
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.rules import LEGAL

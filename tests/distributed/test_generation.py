@@ -10,9 +10,8 @@ from support.families import saved
 from support.problems import DDP2, FSDP2, ONE
 
 from meshwright import ConfigError, Layout, parallelize, pretrained
-from meshwright.distributed.step.generation.sampling import Sampling
-from meshwright.distributed.step.generation.windows import Cached, next_logits
-from meshwright.introspection.huggingface import read_causal_lm
+from meshwright.distributed.step.generation import Cached, Sampling, next_logits
+from meshwright.introspection.source import read_causal_lm
 from meshwright.models.decoder import AttentionCore, Decoder
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 
@@ -146,15 +145,15 @@ def test_models_without_a_cache_say_so_and_compute_whole_windows(spmd):
 
 def judged_with(shift):
     """A text and the verdict, where kept positions are ``shift`` too far."""
-    from meshwright.distributed.step.generation import windows
+    from meshwright.distributed.step import generation
 
     arange = torch.arange
     model = parallelize(DECODER, ONE, techniques={"precision": {"master": "float64"}}, seed=4)
-    windows.torch.arange = lambda *a, **k: arange(*a, **k) + (shift if a and a[0] else 0)
+    generation.torch.arange = lambda *a, **k: arange(*a, **k) + (shift if a and a[0] else 0)
     try:
         return model.generate(PROMPT, 8, temperature=0), model.recomputes_text
     finally:
-        windows.torch.arange = arange
+        generation.torch.arange = arange
 
 
 def test_a_cache_that_is_not_exact_is_noticed_and_left(spmd):

@@ -9,10 +9,10 @@ import torch
 
 from meshwright import Layout, Precision, Techniques, parallelize
 from meshwright.distributed.parallelizer import to_cpu
-from meshwright.distributed.process.wire import WireCounter
+from meshwright.distributed.process.absent_peers import WireCounter
 from meshwright.models.decoder_config import DecoderConfig
+from meshwright.planning.collectives import step_traffic
 from meshwright.planning.techniques import TensorStyleRequest
-from meshwright.planning.traffic import step_traffic
 from meshwright.planning.values import Batch
 
 SMALL = DecoderConfig(

@@ -20,15 +20,15 @@ from torch.distributed.tensor import DTensor, Shard
 from meshwright import Layout, ParallelModel, load, parallelize, save
 from meshwright.core.errors import UnsupportedError
 from meshwright.distributed.memory.account import MemoryAccount
-from meshwright.distributed.optimizer import state_offload
+from meshwright.distributed.optimizer import low_bit
 from meshwright.distributed.setup import init_distributed
 from meshwright.distributed.weights import shards
 from meshwright.planning.build import plan as make_plan
 from meshwright.planning.explain import table
+from meshwright.planning.memory.states import MemoryUse as Kind
 from meshwright.planning.memory.states import plan_memory
-from meshwright.planning.memory.step import MemoryUse as Kind
 from meshwright.planning.optimizer.kinds import KINDS
-from meshwright.training.metrics.memory_table import MemoryShares, memory_table
+from meshwright.training.metrics.memory import MemoryShares, memory_table
 from meshwright.training.optim.build import make_optimizer
 
 OFFLOADED = {"cpu_offload": "optimizer"}
@@ -45,7 +45,7 @@ def of_word(model: ParallelModel) -> torch.optim.Optimizer:
 
 def trained(layout: str, techniques: dict[str, Any], folder: str, kind: str = "adamw") -> Held:
     """Four steps, saved, loaded into another model and continued after the second."""
-    with uncompiled(), patch.object(state_offload, "step", partial(state_offload.step, room=SMALL)):
+    with uncompiled(), patch.object(low_bit, "step", partial(low_bit.step, room=SMALL)):
         losses: list[float] = []
         for half, seed in ((range(2), 3), (range(2, 4), 99)):
             model = laid_out(layout, {"optimizer": kind} | techniques, seed=seed)
@@ -128,9 +128,9 @@ class Watched:
         self.come = self.left = self.made = self.most = 0
         self._here: list[weakref.ref[Tensor]] = []
         self._copied, self._to_host, self._put_back = (
-            state_offload._copied,
-            state_offload._to_host,
-            state_offload._put_back,
+            low_bit._copied,
+            low_bit._to_host,
+            low_bit._put_back,
         )
 
     def copied(self, plain: Tensor, device: torch.device) -> Tensor:
@@ -145,7 +145,7 @@ class Watched:
         return self._to_host(plain, pinned=pinned)
 
     def put_back(self, state: dict, rested: dict, device: torch.device) -> None:
-        self.left += sum(plain.nbytes for value in rested.values() for plain in state_offload.memory_of(value))
+        self.left += sum(plain.nbytes for value in rested.values() for plain in low_bit.memory_of(value))
         self._put_back(state, rested, device)
 
 
@@ -161,16 +161,14 @@ def moves(layout: str, word: str) -> tuple[Watched, Watched, int, int, bool]:
         places: list[list[int]] = []
         for number, watched in enumerate((first, second)):
             with (
-                patch.object(state_offload, "_copied", watched.copied),
-                patch.object(state_offload, "_to_host", watched.to_host),
-                patch.object(state_offload, "_put_back", watched.put_back),
-                patch.object(state_offload, "step", partial(state_offload.step, room=SMALL)),
+                patch.object(low_bit, "_copied", watched.copied),
+                patch.object(low_bit, "_to_host", watched.to_host),
+                patch.object(low_bit, "_put_back", watched.put_back),
+                patch.object(low_bit, "step", partial(low_bit.step, room=SMALL)),
             ):
                 train(model, optimizer, range(number, number + 1))
             gc.collect()
-            places.append(
-                [plain.data_ptr() for tensors in _moments(optimizer) for plain in state_offload.memory_of(tensors)]
-            )
+            places.append([plain.data_ptr() for tensors in _moments(optimizer) for plain in low_bit.memory_of(tensors)])
             watched._here = []
         for watched in (first, second):
             del watched._copied, watched._to_host, watched._put_back
@@ -191,14 +189,14 @@ def test_a_step_moves_the_state_there_and_back_by_portions(spmd, layout, word):
         )
         assert second.come == second.left == first.made and second.made == 0 and rests, "and rests where it was put"
         assert 0 < second.most <= SMALL < state or word == "8bit"
-        assert second.most < state and moving == min(state, state_offload.ROOM)
+        assert second.most < state and moving == min(state, low_bit.ROOM)
 
 
 def test_portions_fit_and_leave_nothing_out():
     weights = [torch.nn.Parameter(torch.zeros(n)) for n in (10, 10, 10, 1000, 10, 5)]
-    found = [[len(p) for p in portion] for portion in state_offload.portions(weights, room=8 * 25)]
+    found = [[len(p) for p in portion] for portion in low_bit.portions(weights, room=8 * 25)]
     assert found == [[10, 10], [10], [1000], [10, 5]]
-    assert list(state_offload.portions([], room=1)) == []
+    assert list(low_bit.portions([], room=1)) == []
 
 
 # --- said and refused
@@ -284,10 +282,10 @@ def forgets() -> list[str]:
         else:
             put_back(state, rested, device)
 
-    put_back = state_offload._put_back
+    put_back = low_bit._put_back
     model, other = (laid_out("one", techniques) for techniques in (OFFLOADED, {}))
     mine, theirs = adamw(model), adamw(other)
-    with patch.object(state_offload, "_put_back", kept_old):
+    with patch.object(low_bit, "_put_back", kept_old):
         found = held(model, mine, train(model, mine, range(3)))
     return found.differs_from(held(other, theirs, train(other, theirs, range(3))))
 

@@ -113,7 +113,7 @@ def by_their_own_class(model, tasks):
 
 def by_ours(model, tasks, layout, rows):
     from meshwright.integrations.lm_eval import TaskRequest, evaluate_tasks
-    from meshwright.training.evaluation.request import ModelOnRanks
+    from meshwright.training.evaluation import ModelOnRanks
 
     request = TaskRequest(
         ModelOnRanks(open_model(str(model)), layout, ProcessConfig()), NAMES, str(tasks), batch_rows=rows
@@ -144,7 +144,7 @@ WRONG = {
 
 def refused(model, tasks):
     from meshwright.integrations.lm_eval import TaskRequest, evaluate_tasks
-    from meshwright.training.evaluation.request import ModelOnRanks
+    from meshwright.training.evaluation import ModelOnRanks
 
     for names in WRONG:
         try:

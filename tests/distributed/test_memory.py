@@ -15,7 +15,7 @@ from support.laid_out import own_rows
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright import Layout
-from meshwright.core.units import bytes_text
+from meshwright.core.dtypes import bytes_text
 from meshwright.distributed.data import fully_sharded
 from meshwright.distributed.memory.live import stored as storages_of
 from meshwright.distributed.memory.live import tensors_in

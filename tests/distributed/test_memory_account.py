@@ -14,8 +14,8 @@ from meshwright.distributed.memory import account as memory_account
 from meshwright.distributed.memory.account import MemoryAccount
 from meshwright.distributed.parallelize import parallelize
 from meshwright.models.decoder_config import DecoderConfig
-from meshwright.planning.memory.step import MemoryUse
-from meshwright.training.metrics.memory_table import MemoryShares, estimated
+from meshwright.planning.memory.states import MemoryUse
+from meshwright.training.metrics.memory import MemoryShares, estimated
 from meshwright.verification.problem import RandomBatches
 
 VOCABULARY, ROWS, SEQ = 258, 8, 32

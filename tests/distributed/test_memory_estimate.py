@@ -20,23 +20,22 @@ from support.unhurried import Unhurried, least_of
 from torch import Tensor, nn
 
 from meshwright import Layout
-from meshwright.distributed.experts import expert_parallel
-from meshwright.distributed.memory import dry_run, fake, pipeline_ranks
+from meshwright.distributed import experts
+from meshwright.distributed.memory import dry_run
+from meshwright.distributed.memory import dry_run as fake
+from meshwright.distributed.memory import dry_run as pipeline_ranks
 from meshwright.distributed.memory.account import MemoryAccount, dims_of_logits
-from meshwright.distributed.memory.dry_run import estimate_memory
-from meshwright.distributed.memory.optimizers import default_optimizer
+from meshwright.distributed.memory.dry_run import default_optimizer, estimate_memory
 from meshwright.distributed.mesh import get_pp_rank
 from meshwright.distributed.parallelize import parallelize
 from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import model_facts
-from meshwright.introspection.huggingface import CausalLM
-from meshwright.introspection.source import as_module
+from meshwright.introspection.source import CausalLM, as_module
 from meshwright.models.decoder_config import SIZES, DecoderConfig, MoEConfig
 from meshwright.models.moe import Router
 from meshwright.planning.build import plan
 from meshwright.planning.memory.bounds import bytes_of_states
-from meshwright.planning.memory.states import plan_memory
-from meshwright.planning.memory.step import MemoryEstimate, MemoryUse, RankMemory
+from meshwright.planning.memory.states import MemoryEstimate, MemoryUse, RankMemory, plan_memory
 from meshwright.planning.plan import Plan
 from meshwright.planning.values import Batch, DataParallel
 from meshwright.verification.problem import RandomBatches
@@ -284,7 +283,7 @@ def without_buckets():
 
 def all_rows_on_one_rank():
     """Experts of one rank get every token."""
-    return patch.object(expert_parallel, "_rows_by_rank", lambda mine, theirs, ranks, rows: ([rows, 0], [rows, rows]))
+    return patch.object(experts, "_rows_by_rank", lambda mine, theirs, ranks, rows: ([rows, 0], [rows, rows]))
 
 
 def in_fp32():

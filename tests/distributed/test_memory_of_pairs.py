@@ -16,13 +16,12 @@ from test_memory_estimate import FULL, MODEL, SEQ, VOCABULARY, family, off
 
 from meshwright import Config, Layout, PreferenceLoss, parallelize
 from meshwright.distributed.memory.account import MemoryAccount, dims_of_logits
-from meshwright.distributed.memory.dry_run import estimate_memory
-from meshwright.distributed.memory.optimizers import default_optimizer
+from meshwright.distributed.memory.dry_run import default_optimizer, estimate_memory
 from meshwright.distributed.mesh import get_pp_rank
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module, with_adapters
 from meshwright.planning.build import plan
-from meshwright.planning.memory.step import RankMemory
+from meshwright.planning.memory.states import RankMemory
 from meshwright.planning.values import Batch
 from meshwright.training.preference import expects_pairs
 

@@ -11,8 +11,8 @@ from support import families
 from support.laid_out import assert_estimated, counted, estimated
 
 from meshwright import Layout, parallelize, verify
-from meshwright.distributed.process.wire import WireCounter
-from meshwright.planning.traffic import step_traffic
+from meshwright.distributed.process.absent_peers import WireCounter
+from meshwright.planning.collectives import step_traffic
 from meshwright.planning.values import Batch
 from meshwright.verification.problem import RandomBatches
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright import Layout, UnsupportedError, parallelize
-from meshwright.distributed.data import idle_parameters
+from meshwright.distributed.data import fully_sharded
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process.workers import WorkerDied
@@ -172,11 +172,11 @@ def test_ranks_that_draw_other_layers_do_not_wait_for_each_other(spmd, name):
 
 
 def nothing_is_filled_up():
-    return patch.object(idle_parameters, "fill", lambda model, plan, mesh: None)
+    return patch.object(fully_sharded, "fill", lambda model, plan, mesh: None)
 
 
 def zeros_for_what_nobody_used():
-    return patch.object(idle_parameters._Usage, "agree", lambda self: setattr(self, "_is_waiting", False))
+    return patch.object(fully_sharded._Usage, "agree", lambda self: setattr(self, "_is_waiting", False))
 
 
 FAULTS = {"nothing_is_filled_up": "ForOneToken", "zeros_for_what_nobody_used": "ForOneToken"}

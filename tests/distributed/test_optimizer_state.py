@@ -12,13 +12,13 @@ from support.states import BATCHES, LAYOUTS, Held, adamw, beside_torchao, bits, 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshwright.checkpoint.low_bit import as_values
+from meshwright.checkpoint.state import as_values
 from meshwright.core.errors import ConfigError
 from meshwright.distributed.memory.account import MemoryAccount
-from meshwright.distributed.optimizer.torchao_adamw import SIGNED, TorchaoAdamW
+from meshwright.distributed.optimizer.low_bit import SIGNED, TorchaoAdamW
 from meshwright.distributed.weights.shards import memory_of
+from meshwright.planning.memory.states import MemoryUse as Kind
 from meshwright.planning.memory.states import plan_memory
-from meshwright.planning.memory.step import MemoryUse as Kind
 from meshwright.planning.optimizer.plan import OptimizerPlan
 
 

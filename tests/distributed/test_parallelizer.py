@@ -34,7 +34,7 @@ from meshwright.distributed.parallelizer import (
 from meshwright.distributed.tensor import parallel
 from meshwright.distributed.transforms import apply_model_transforms, build_model_transform
 from meshwright.distributed.weights.parts_tensor import distribute
-from meshwright.distributed.weights.placement import PartsShard
+from meshwright.distributed.weights.shards import PartsShard
 
 KEPT = MixedPrecisionPolicy()
 FP32_INSIDE = 1e-6

@@ -27,13 +27,11 @@ from meshwright.distributed import parallelize as parallelizing
 from meshwright.distributed.data import fully_sharded
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
-from meshwright.distributed.pipeline.messages import StageLost
-from meshwright.distributed.pipeline.run import Pipeline
-from meshwright.distributed.pipeline.ties import Ties
-from meshwright.distributed.process.wire import WireCounter
+from meshwright.distributed.pipeline.run import Pipeline, StageLost, Ties
+from meshwright.distributed.process.absent_peers import WireCounter
 from meshwright.distributed.step.deferred import DeferredGradients
-from meshwright.distributed.tensor.runtime import local
-from meshwright.distributed.weights.wholes import whole_on_first
+from meshwright.distributed.tensor.layers import local
+from meshwright.distributed.weights.whole_state import whole_on_first
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.layout import Layout
 from meshwright.planning.pipeline.schedules.orders import KINDS

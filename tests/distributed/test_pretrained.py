@@ -23,8 +23,7 @@ from meshwright.distributed import init_distributed
 from meshwright.distributed.process.world import get_world_info
 from meshwright.distributed.transforms import apply_model_transforms
 from meshwright.distributed.weights.shards import pieces
-from meshwright.introspection.huggingface import read_causal_lm
-from meshwright.introspection.source import as_module
+from meshwright.introspection.source import as_module, read_causal_lm
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from meshwright.core.errors import ConfigError, IntegrityError, UnsupportedError
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.quantize import nf4
 from meshwright.distributed.quantize.nf4 import pack, unpack
-from meshwright.distributed.weights import destinations
+from meshwright.distributed.weights import constructed
 from meshwright.models.decoder_config import SIZES
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
@@ -275,7 +275,7 @@ def halves_swapped():
 @contextmanager
 def never_packed():
     """Values from files are written beside the bytes, and not into them."""
-    with patch.object(destinations, "pack", lambda values: torch.zeros((values.shape[0], values.shape[1] // 64 * 36))):
+    with patch.object(constructed, "pack", lambda values: torch.zeros((values.shape[0], values.shape[1] // 64 * 36))):
         yield
 
 

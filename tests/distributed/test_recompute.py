@@ -19,8 +19,9 @@ from torch.utils.checkpoint import CheckpointError, CheckpointPolicy, checkpoint
 from meshwright import ConfigError, UnsupportedError
 from meshwright.distributed import apply_ac
 from meshwright.distributed.parallelize import parallelize
-from meshwright.distributed.process.wire import WireCounter
-from meshwright.distributed.recompute import compilation, host_activations, kept, recompute
+from meshwright.distributed.process.absent_peers import WireCounter
+from meshwright.distributed.recompute import compilation, kept, recompute
+from meshwright.distributed.recompute import recompute as host_activations
 from meshwright.distributed.transforms import apply_model_transforms
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.models.moe import Router, is_recomputing

@@ -14,12 +14,10 @@ from support.rehearsed import beside, beside_training
 from meshwright.cli import main as cli
 from meshwright.core.config import to_toml
 from meshwright.distributed.parallel_model import ParallelModel
-from meshwright.simulation.hardware.cards import device
-from meshwright.simulation.hardware.links import Link, Machines
+from meshwright.simulation.hardware.cards import Link, Machines, device
+from meshwright.training import rehearsal
 from meshwright.training.config import Config
-from meshwright.training.rehearsal import processes
-from meshwright.training.rehearsal.one_rank import rehearse
-from meshwright.training.rehearsal.result import Rehearsal, read
+from meshwright.training.rehearsal import Rehearsal, read, rehearse
 
 LLAMA = {
     "model_type": "llama",
@@ -195,9 +193,9 @@ def die(*given: Any, **named: Any) -> None:
 
 
 def test_the_death_of_a_rank_is_its_result(pool, config, monkeypatch):
-    monkeypatch.setattr(processes, "rehearse", die)
-    parts = processes.cast(Config.from_dict(config({"layout": {"dp_shard": 2}})), 2)
-    found = processes.rehearse_each(parts, processes.one_rank(parts, 1), 1)
+    monkeypatch.setattr(rehearsal, "rehearse", die)
+    parts = rehearsal.cast(Config.from_dict(config({"layout": {"dp_shard": 2}})), 2)
+    found = rehearsal.rehearse_each(parts, rehearsal.one_rank(parts, 1), 1)
     assert [one.refused for one in found] == ["the process was killed by SIGKILL: its host has too little memory"]
     assert (found[0].rank, found[0].exit_status) == (1, 1)
 

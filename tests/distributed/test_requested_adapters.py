@@ -21,8 +21,7 @@ from meshwright.core.errors import ConfigError
 from meshwright.distributed.parallelize import parallelize
 from meshwright.introspection.adapted.request import Adapters
 from meshwright.introspection.constructor.recording import built
-from meshwright.introspection.huggingface import CausalLM
-from meshwright.introspection.source import with_adapters
+from meshwright.introspection.source import CausalLM, with_adapters
 from meshwright.models.decoder_config import SIZES
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout

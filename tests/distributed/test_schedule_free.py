@@ -20,11 +20,10 @@ from support.states import DENSE, LAYOUTS, SPARSE
 from torch import Tensor, nn
 
 from meshwright import Layout, load, parallelize, save
-from meshwright.distributed.averaging import schedule_free
-from meshwright.distributed.averaging.schedule_free import ScheduleFreeAdamW
-from meshwright.distributed.weights.wholes import whole_on_first
-from meshwright.training.optim.build import make_optimizer
-from meshwright.training.optim.schedules import LearningRateSchedule
+from meshwright.distributed import averaging
+from meshwright.distributed.averaging import ScheduleFreeAdamW
+from meshwright.distributed.weights.whole_state import whole_on_first
+from meshwright.training.optim.build import LearningRateSchedule, make_optimizer
 
 STEPS, LR, BETAS, EPS, DECAY, WARMUP = 4, 0.03, (0.9, 0.95), 1e-6, 0.1, 3
 BESIDE = {
@@ -99,7 +98,7 @@ def take(model: Any, optimizer: Any, steps: range, place: str, *, between: bool 
 def held(model: Any, optimizer: Any) -> list[Tensor]:
     """This rank's parameters and their state, as plain tensors."""
     tensors = [tensor for p in model.parameters() for tensor in (p.detach(), *optimizer.state[p].values())]
-    return [schedule_free.local_part(tensor).clone() for tensor in tensors]
+    return [averaging.local_part(tensor).clone() for tensor in tensors]
 
 
 def _whole(model: Any) -> Named:
@@ -127,12 +126,12 @@ def _train(place: str, folder: str, mutant: str = "") -> tuple[Named, Named, Nam
 def _stays(optimizer: ScheduleFreeAdamW) -> None:
     optimizer._is_averaged = False
     for state in optimizer.state.values():
-        state.pop(schedule_free.TRAINED, None)
+        state.pop(averaging.TRAINED, None)
 
 
 MUTANTS = {
     "evaluated where it trains": lambda: patch.object(ScheduleFreeAdamW, "eval", lambda self: None),
-    "average of equal shares": lambda: patch.object(schedule_free, "foreach_between_", lambda ys, zs, share: None),
+    "average of equal shares": lambda: patch.object(averaging, "foreach_between_", lambda ys, zs, share: None),
     "average not taken back": lambda: patch.object(ScheduleFreeAdamW, "train", _stays),
 }
 
@@ -186,13 +185,13 @@ def _other_weights() -> tuple[bool, bool, bool]:
     model, optimizer = laid_out("FSDP2")
     begun = model.state_dict()
     take(model, optimizer, range(2), "FSDP2")
-    trained = [schedule_free.local_part(p.detach()).clone() for p in model.parameters()]
+    trained = [averaging.local_part(p.detach()).clone() for p in model.parameters()]
     copied = copy.deepcopy(model)
     averages = model.state_dict()
     is_copy = all(torch.equal(averages[name], tensor) for name, tensor in copied.state_dict().items())
     copied.load_state_dict(begun)
     is_copy &= all(torch.equal(begun[name], tensor) for name, tensor in copied.state_dict().items())
-    is_left = all(map(torch.equal, trained, (schedule_free.local_part(p.detach()) for p in model.parameters())))
+    is_left = all(map(torch.equal, trained, (averaging.local_part(p.detach()) for p in model.parameters())))
     model.load_state_dict(begun)
     is_loaded = all(torch.equal(begun[name], tensor) for name, tensor in model.state_dict().items())
     take(model, optimizer, range(1), "FSDP2")

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright import Layout, UnsupportedError, load, parallelize, plan, save
 from meshwright.distributed.mesh import data_position
-from meshwright.distributed.process.wire import WireCounter
+from meshwright.distributed.process.absent_peers import WireCounter
 from meshwright.planning.memory.states import plan_memory
 from meshwright.planning.values import Batch
 

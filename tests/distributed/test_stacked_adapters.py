@@ -16,12 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from meshwright.checkpoint import load, pretrained, save
-from meshwright.checkpoint.export.adapter import export_adapter
-from meshwright.checkpoint.export.merged import export_merged
+from meshwright.checkpoint.export import export_adapter, export_merged
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.distributed.parallelize import parallelize
-from meshwright.introspection.huggingface import CausalLM
-from meshwright.introspection.source import as_module, with_adapters
+from meshwright.introspection.source import CausalLM, as_module, with_adapters
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import as_techniques

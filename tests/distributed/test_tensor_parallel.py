@@ -21,11 +21,10 @@ from meshwright.checkpoint import load, save
 from meshwright.comparison.equality import relative_errors
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
-from meshwright.distributed.process.wire import WireCounter
+from meshwright.distributed.process.absent_peers import WireCounter
 from meshwright.distributed.step import whole_model
-from meshwright.distributed.tensor.runtime import local
-from meshwright.distributed.tensor.sums import Sums
-from meshwright.distributed.weights.wholes import whole_on_first
+from meshwright.distributed.tensor.layers import Sums, local
+from meshwright.distributed.weights.whole_state import whole_on_first
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.layout import Layout
 from meshwright.planning.values import Batch

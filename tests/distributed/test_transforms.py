@@ -25,7 +25,7 @@ from meshwright.distributed import init_distributed
 from meshwright.distributed.doors.transform_registry import in_order
 from meshwright.distributed.mesh import axis_sizes, data_position
 from meshwright.distributed.order import NAMES
-from meshwright.distributed.process.wire import WireCounter
+from meshwright.distributed.process.absent_peers import WireCounter
 from meshwright.distributed.transforms import (
     ActivationCheckpointTransformConfig,
     DDPTransformConfig,

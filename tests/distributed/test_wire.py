@@ -33,7 +33,7 @@ from support.train import lay_out
 from meshwright import Layout
 from meshwright.core.losses import cross_entropy_sum
 from meshwright.distributed.parallel_model import LossFunction
-from meshwright.distributed.process.wire import WireCounter
+from meshwright.distributed.process.absent_peers import WireCounter
 from meshwright.distributed.process.world import get_world_info
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module

@@ -219,13 +219,13 @@ class FewAtOnce(Job):
     """A run that tokenises a few documents at once, as one of long documents does."""
 
     def __call__(self):
-        from meshwright.data.corpus import encoding
+        from meshwright.data.corpus import building
 
-        before, encoding._BATCH_CHARACTERS = encoding._BATCH_CHARACTERS, 2000
+        before, building._BATCH_CHARACTERS = building._BATCH_CHARACTERS, 2000
         try:
             return super().__call__()
         finally:
-            encoding._BATCH_CHARACTERS = before
+            building._BATCH_CHARACTERS = before
 
 
 def test_a_run_that_stops_over_a_bad_line_has_saved_and_goes_on_as_its_message_says(train, small, tmp_path):

@@ -18,7 +18,7 @@ from meshwright.distributed.process.world import is_rank_zero
 from meshwright.training.build import build_run
 from meshwright.training.config import Config
 from meshwright.training.metrics.metrics import MetricsWriter
-from meshwright.training.metrics.timeline import StartupTimeline
+from meshwright.training.metrics.throughput import StartupTimeline
 from meshwright.training.run.checkpointing import Checkpointing, Position
 from meshwright.training.run.folder import RunFolder
 from meshwright.training.stopping import StopRequest

@@ -17,13 +17,11 @@ from support.families import save_tokenizer, saved
 from tokenizers import Tokenizer
 
 from meshwright.cli.arguments import open_model, open_run
-from meshwright.data.text.chat import ChatTemplate
 from meshwright.data.text.tokenizers import FileTokenizer
+from meshwright.data.text.turns import ChatTemplate
 from meshwright.distributed.parallel_model import ParallelModel
-from meshwright.training.run.conversation import Conversation, ends_of_turn
 from meshwright.training.run.occupancy import occupied
-from meshwright.training.run.opened import Opened
-from meshwright.training.run.sampling import Sampler
+from meshwright.training.run.opened import Conversation, Opened, Sampler, ends_of_turn
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>"

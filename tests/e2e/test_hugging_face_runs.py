@@ -164,7 +164,7 @@ def test_a_large_model_is_written_into_several_files(run, tmp_path, monkeypatch)
     folder, config = open_run(str(run))
     whole = convert.convert(folder, convert.of_hugging_face(folder, config), tmp_path / "one")
     monkeypatch.setattr(convert, "export_tensors", lambda *args: export(*args, file_bytes=60_000))
-    from meshwright.checkpoint.export.files import export_tensors as export
+    from meshwright.checkpoint.export import export_tensors as export
 
     parts = convert.convert(folder, convert.of_hugging_face(folder, config), tmp_path / "several")
     index = json.loads((tmp_path / "several" / INDEX).read_text())
@@ -232,7 +232,7 @@ def stored(folder: Path) -> dict[str, tuple]:
     ("name", "like"), [("softmax", "qwen3_moe"), ("sigmoid", "glm4_moe"), ("biased", "glm4_moe"), ("biased", "dots1")]
 )
 def test_mixtures_of_experts_are_converted_as_transformers_saves_them(ask, decoders, tmp_path, monkeypatch, name, like):
-    monkeypatch.setattr("meshwright.checkpoint.export.files.CHUNK_BYTES", 50_000)
+    monkeypatch.setattr("meshwright.checkpoint.export.CHUNK_BYTES", 50_000)
     status, _, err = ask("convert", decoders[name], "--to=hf", tmp_path / "out", "--like", like)
     assert (status, err) == (0, "")
     logits, _ = theirs(tmp_path / "out")

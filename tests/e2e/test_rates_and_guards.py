@@ -9,7 +9,7 @@ import shutil
 import pytest
 from e2e_runs import Job, assert_equal_checkpoints, losses, metrics
 
-from meshwright.training.optim.schedules import learning_rate
+from meshwright.training.optim.build import learning_rate
 
 STEPS, BAD = 12, 9
 SCHEDULE_FREE = {"optimizer.kind": "schedule_free_adamw", "schedule.kind": "constant", "validation.every": 3}

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from e2e_runs import Job, metrics, tree
 
 from meshwright.planning.plan import Plan
-from meshwright.training.views.report import ClosingReport
+from meshwright.training.views.telling import ClosingReport
 
 
 @pytest.fixture(scope="module")

@@ -172,8 +172,7 @@ def test_the_history_of_memory_is_written(tmp_path):
 @pytest.mark.parametrize(("name", "dtype"), [("cuda flash", torch.bfloat16), ("cuda efficient", torch.float32)])
 @pytest.mark.parametrize("key_heads", [2, 4])
 def test_a_fused_kernel_gives_what_blocks_do(name, dtype, key_heads):
-    from meshwright.distributed.context.kernels.blocks import Scores, block_attention
-    from meshwright.distributed.context.kernels.fused import fused_kernel
+    from meshwright.distributed.context.kernels import Scores, block_attention, fused_kernel
     from meshwright.introspection.mixing.reach import KeyRanges
 
     def attended(given, reach):

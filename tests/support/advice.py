@@ -25,7 +25,7 @@ from meshwright.core.errors import MeshwrightError
 from meshwright.planning import rules
 from meshwright.planning.pipeline.schedules.orders import KINDS
 from meshwright.training.ranges import DTYPES, RANGES
-from meshwright.training.slurm.config import LaunchConfig
+from meshwright.training.slurm import LaunchConfig
 
 ATTRIBUTES = {*dir(ParallelModel), "plan", "safetensors"}
 """What a user's variable called model has, and a file of that name."""

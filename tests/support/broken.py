@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 from meshwright.planning.layout import Layout
-from meshwright.verification.aspects.random_numbers import Drawn, draws
+from meshwright.verification.aspects.sight import Drawn, draws
 from meshwright.verification.outcome import Outcome, candidate
 from meshwright.verification.problem import Problem
 

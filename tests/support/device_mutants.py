@@ -8,10 +8,10 @@ from unittest.mock import patch
 from torch import Tensor, nn
 
 from meshwright.distributed.exchange import ranks
-from meshwright.distributed.experts.expert_parallel import _Journey
-from meshwright.distributed.optimizer import state_offload
+from meshwright.distributed.experts import _Journey
+from meshwright.distributed.optimizer import low_bit
 from meshwright.distributed.parallel_model import ParallelModel
-from meshwright.distributed.recompute.host_activations import BlockForward, Copies
+from meshwright.distributed.recompute.recompute import BlockForward, Copies
 from meshwright.introspection import signature
 
 
@@ -77,5 +77,5 @@ def pageable_batch() -> AbstractContextManager:
 
 def pageable_state() -> AbstractContextManager:
     """The optimizer's state rests in memory that is not pinned."""
-    whole = state_offload._to_host
-    return patch.object(state_offload, "_to_host", lambda plain, *, pinned: whole(plain, pinned=False))
+    whole = low_bit._to_host
+    return patch.object(low_bit, "_to_host", lambda plain, *, pinned: whole(plain, pinned=False))

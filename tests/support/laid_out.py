@@ -10,9 +10,9 @@ from torch import Tensor
 
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.parallel_model import ParallelModel
-from meshwright.distributed.process.wire import WireCounter
-from meshwright.distributed.weights.wholes import whole_on_first
-from meshwright.planning.traffic import step_traffic
+from meshwright.distributed.process.absent_peers import WireCounter
+from meshwright.distributed.weights.whole_state import whole_on_first
+from meshwright.planning.collectives import step_traffic
 from meshwright.planning.values import Batch
 
 Figures = dict[tuple[str, int], tuple[int | None, float]]

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.planning.context.methods import KINDS
+from meshwright.planning.context.plan import KINDS
 from meshwright.planning.layout import Layout
 
 from . import families

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from meshwright import Layout, ParallelModel, parallelize
 from meshwright.distributed.optimizer import muon
 from meshwright.distributed.optimizer.owners import MatrixOwners
-from meshwright.distributed.process.wire import WireCounter
+from meshwright.distributed.process.absent_peers import WireCounter
 from meshwright.distributed.torch_private import local_part
-from meshwright.distributed.weights.wholes import whole_on_first
+from meshwright.distributed.weights.whole_state import whole_on_first
 from meshwright.models.decoder_config import DecoderConfig
+from meshwright.planning.collectives import step_traffic
 from meshwright.planning.memory.states import plan_memory
 from meshwright.planning.optimizer.collectives import sent_elements
-from meshwright.planning.traffic import step_traffic
 from meshwright.planning.values import Batch
 from meshwright.training.optim.build import make_optimizer
 

@@ -26,7 +26,7 @@ from meshwright.distributed.process import agree
 from meshwright.distributed.step import batch as step_batch
 from meshwright.distributed.step import whole_model
 from meshwright.distributed.step.whole_model import WholeModel
-from meshwright.distributed.weights import freezing, weights
+from meshwright.distributed.weights import constructed, weights
 from meshwright.models import decoder
 
 
@@ -104,7 +104,7 @@ def untied():
 
 @contextmanager
 def frozen_parameter_trained():
-    with patch.object(freezing, "apply", lambda model, plan: model), unaudited():
+    with patch.object(constructed, "apply", lambda model, plan: model), unaudited():
         yield
 
 

@@ -15,7 +15,7 @@ from meshwright.core.losses import IGNORED
 from meshwright.core.names import clean
 from meshwright.distributed import context_parallel_rows
 from meshwright.distributed.mesh import data_position
-from meshwright.introspection.outputs import logits_of
+from meshwright.introspection.signature import logits_of
 
 Batch = dict[str, Tensor]
 

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from meshwright.distributed import order
 from meshwright.distributed.memory.live import LiveStorages
-from meshwright.distributed.process.wire import WireCounter
-from meshwright.distributed.recompute import host_activations
+from meshwright.distributed.process.absent_peers import WireCounter
+from meshwright.distributed.recompute import recompute
 from meshwright.introspection.facts import model_facts
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig
@@ -58,13 +58,13 @@ def kept_bytes(config: DecoderConfig, techniques: dict[str, Any], rows: int, seq
     """What the graph of a forward keeps, not counting host memory."""
     model, tokens = built(config, techniques, torch.float32), None
     tokens = tokens_of(model, rows, seq)
-    leave = host_activations.Copies.leave
+    leave = recompute.Copies.leave
 
     def unseen(self: Any, tensor: Tensor) -> Tensor:
         with _disable_current_modes():
             return leave(self, tensor)
 
-    with patch.object(host_activations.Copies, "leave", unseen), LiveStorages() as live:
+    with patch.object(recompute.Copies, "leave", unseen), LiveStorages() as live:
         loss = model(tokens).logsumexp(-1).mean()
     found = live.bytes()
     assert loss.requires_grad

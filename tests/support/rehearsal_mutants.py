@@ -10,18 +10,16 @@ from unittest.mock import patch
 
 import torch
 
-from meshwright.distributed import parallel_model
-from meshwright.distributed.experts import expert_parallel
-from meshwright.distributed.pipeline.messages import Mail
+from meshwright.distributed import experts, parallel_model
+from meshwright.distributed.pipeline.run import Mail
 from meshwright.planning.techniques import Techniques
-from meshwright.training import build
-from meshwright.training.rehearsal import one_rank
+from meshwright.training import build, rehearsal
 
 
 def another_rank() -> AbstractContextManager:
     """The rank of another stage is rehearsed."""
-    whole = one_rank.absent_peers
-    return patch.object(one_rank, "absent_peers", lambda rank, world, *rest: whole((rank + world // 2) % world, world))
+    whole = rehearsal.absent_peers
+    return patch.object(rehearsal, "absent_peers", lambda rank, world, *rest: whole((rank + world // 2) % world, world))
 
 
 def nothing_sent() -> AbstractContextManager:
@@ -47,7 +45,7 @@ def selfish_peers() -> AbstractContextManager:
         theirs[group.rank()] = mine.view(group.size(), -1)[group.rank()]
         return theirs.flatten()
 
-    return patch.object(expert_parallel, "_counts_of_all", counts)
+    return patch.object(experts, "_counts_of_all", counts)
 
 
 def nothing_recomputed() -> AbstractContextManager:

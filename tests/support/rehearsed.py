@@ -15,19 +15,18 @@ import torch
 from meshwright.data.text.tokenizers import BYTES, load_tokenizer
 from meshwright.distributed.memory.account import MemoryAccount
 from meshwright.distributed.parallel_model import ParallelModel
-from meshwright.distributed.pipeline.messages import Mail
-from meshwright.distributed.process.operators import Message, Operator, OperatorRecorder
+from meshwright.distributed.pipeline.run import Mail
+from meshwright.distributed.process.absent_peers import Message, Operator, OperatorRecorder
 from meshwright.distributed.process.world import get_world_info
 from meshwright.distributed.setup import destroy_distributed
 from meshwright.models.moe import Router
 from meshwright.planning.step.kinds import kinds_of_ranks
 from meshwright.training.build import Run, batch_of
 from meshwright.training.config import Config
-from meshwright.training.rehearsal.observe import StepsOfRank, observe
-from meshwright.training.rehearsal.one_rank import alone_as, built
+from meshwright.training.rehearsal import StepsOfRank, alone_as, built, observe
 from meshwright.training.trainer import Trainer
-from meshwright.training.views import memory_watch
-from meshwright.training.views.memory_watch import MemoryWatch
+from meshwright.training.views import watching
+from meshwright.training.views.watching import MemoryWatch
 
 from . import rehearsal_mutants
 
@@ -149,7 +148,7 @@ def training(config: dict[str, Any]) -> StepsOfRank:
         return was_open
 
     # the first rank's estimate empties torch's caches, and what is in them is computed anew in the next step
-    no_estimate = patch.object(memory_watch, "is_rank_zero", lambda: False)
+    no_estimate = patch.object(watching, "is_rank_zero", lambda: False)
     with (
         seen("forward_backward"),
         seen("optimizer_step"),

@@ -26,8 +26,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.distributed.pipeline.rehearsal import rehearse as rehearse_stages
-from meshwright.distributed.tensor.rehearsal import rehearse
+from meshwright.distributed.pipeline.split import rehearse as rehearse_stages
+from meshwright.distributed.tensor.parallel import rehearse
 from meshwright.introspection.premises.premises import Premises, play
 from meshwright.introspection.structure import Measured, measured
 from meshwright.introspection.structure.experts import Stack, measure_stacks
@@ -148,7 +148,7 @@ def is_of_one_process(job: Callable[..., Any]) -> bool:
         ("support.oracle", "oracle"),
         ("support.oracle", "floors"),
         ("support.oracle", "bf16_gradients"),
-        ("meshwright.verification.floors", "references"),
+        ("meshwright.verification.compare", "references"),
     }
 
 
@@ -172,8 +172,8 @@ class Remembering:
 
 def remember() -> None:
     """From now on this process measures equal models once, and rehearses a plan of them once."""
-    from meshwright.distributed.pipeline import rehearsal as stages_rehearsal
-    from meshwright.distributed.tensor import rehearsal as tensor_rehearsal
+    from meshwright.distributed.pipeline import split as stages_rehearsal
+    from meshwright.distributed.tensor import parallel as tensor_rehearsal
     from meshwright.introspection import measurements
     from meshwright.introspection.premises import premises
 

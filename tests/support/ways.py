@@ -20,22 +20,22 @@ from meshwright.core.names import clean
 from meshwright.distributed.memory.live import stored, tensors_in
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
-from meshwright.distributed.process.wire import WireCounter
+from meshwright.distributed.process.absent_peers import WireCounter
 from meshwright.distributed.process.world import get_world_info
-from meshwright.distributed.weights.wholes import whole_on_first
+from meshwright.distributed.weights.whole_state import whole_on_first
 from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.planning.build import plan
-from meshwright.planning.context.methods import KINDS as METHODS
+from meshwright.planning.collectives import resolved
+from meshwright.planning.context.plan import KINDS as METHODS
 from meshwright.planning.layout import Layout
 from meshwright.planning.memory.states import plan_memory
 from meshwright.planning.pipeline.schedules.orders import KINDS
 from meshwright.planning.pipeline.stages import pipeline_collectives
 from meshwright.planning.plan import Plan
 from meshwright.planning.step.host_waits import host_waits
-from meshwright.planning.traffic import resolved
 from meshwright.planning.values import Batch
 
 from . import families

@@ -17,8 +17,8 @@ from torch import nn
 
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.parts import FusedPart
-from meshwright.distributed.tensor import adapted as running
-from meshwright.distributed.tensor import rehearsal
+from meshwright.distributed.tensor import normed as running
+from meshwright.distributed.tensor import parallel
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.structure import regions
@@ -33,8 +33,8 @@ def errors_of(facts: ModelFacts, **requested: Any) -> dict[str, float]:
     assert plan.sequence_parallel == requested.get("sequence_parallel", True)
     sample = measured(facts, plan.ranks).sample
     found: dict[str, float] = {}
-    for inputs, logits in rehearsal._performances(sample):
-        for name, error in rehearsal.rehearse(sample.model, plan.only(sample.blocks), inputs, logits=logits).items():
+    for inputs, logits in parallel._performances(sample):
+        for name, error in parallel.rehearse(sample.model, plan.only(sample.blocks), inputs, logits=logits).items():
             found[name] = max(found.get(name, 0.0), torch.inf if error != error else error)
     return found
 
@@ -83,7 +83,7 @@ def test_a_large_model_is_measured_on_a_small_copy_with_small_adapters():
     sample = measured(facts).sample.model
     assert sum(p.numel() for p in sample.parameters()) < 100_000 and facts.numel > 10**8
     plan, _ = cut(facts)
-    rehearsal.prove(facts, plan)
+    parallel.prove(facts, plan)
     name = "base_model.model.model.layers.2.mlp.down_proj.lora_A.default.weight"
     assert plan.cut_of(name, (16, 11008)) == (1, (FusedPart(11008, 11008),))
     assert all(p.is_meta for p in model.parameters())
@@ -123,8 +123,8 @@ def test_broken_sums_are_refused(fault: Callable[[TensorPlan], Any]):
     facts = model_facts(adapted("llama", ["q_proj", "down_proj"]))
     plan, _ = cut(facts)
     with fault(plan), pytest.raises(UnsupportedError, match=r"the (gradient of base_model\S+|loss) is wrong"):
-        rehearsal.prove(facts, plan)
-    rehearsal.prove(facts, plan)
+        parallel.prove(facts, plan)
+    parallel.prove(facts, plan)
 
 
 def test_a_second_matrix_that_is_cut_by_other_rows_than_its_host_is_refused():
@@ -137,7 +137,7 @@ def test_a_second_matrix_that_is_cut_by_other_rows_than_its_host_is_refused():
     with patch.object(regions, "_cuts_of_adapters", in_one_part):
         plan, _ = cut(facts)
     with pytest.raises(UnsupportedError, match=r"was rehearsed .* and (the loss|the gradient|its forward)"):
-        rehearsal.prove(facts, plan)
+        parallel.prove(facts, plan)
 
 
 # --- what cannot be cut is named
@@ -154,7 +154,7 @@ def test_an_adapter_with_parameters_of_its_own_is_refused_by_name():
 def test_an_adapter_beside_the_head_leaves_it_whole_and_says_so():
     facts = model_facts(adapted("llama", ["lm_head", "q_proj"]))
     plan, notes = cut(facts)
-    rehearsal.prove(facts, plan)
+    parallel.prove(facts, plan)
     assert plan.head == "" and "the head was not recognised and stays whole on every rank" in notes
 
 

@@ -14,7 +14,7 @@ from support.users import DIM, HEADS, FeedForward, User
 from torch import nn
 
 from meshwright import Layout, parallelize, plan
-from meshwright.distributed.tensor import rehearsal
+from meshwright.distributed.tensor import parallel
 from meshwright.introspection.facts import model_facts
 
 parallelize_module = importlib.import_module("meshwright.distributed.parallelize")
@@ -63,7 +63,7 @@ def test_every_spelling_is_cut_and_proven(name, is_cut_along_sequence):
     made = plan(facts, Layout(dp_shard=1, tp=2), techniques={"sequence_parallel": is_cut_along_sequence}).tensor
     assert made is not None and made.sequence_parallel == is_cut_along_sequence
     assert [planned.region.kind for kind in made.kinds for planned in kind.regions] == ["attention", "feed_forward"]
-    rehearsal.prove(facts, made)
+    parallel.prove(facts, made)
 
 
 # --- attention that stands in the block's own forward
@@ -109,7 +109,7 @@ def test_what_a_block_counts_itself_is_cut():
     facts = inline(Inline)
     found = plan(facts, Layout(dp_shard=1, tp=2))
     assert [p.region.kind for kind in found.tensor.kinds for p in kind.regions] == ["attention", "feed_forward"]
-    rehearsal.prove(facts, found.tensor)
+    parallel.prove(facts, found.tensor)
 
 
 @pytest.mark.parametrize("kind", [InlineByWidth, InlineCountedTwice])
@@ -119,4 +119,4 @@ def test_what_a_block_counts_for_more_than_its_attention_is_left_whole_with_its_
     assert [planned.region.kind for kind in found.tensor.kinds for planned in kind.regions] == ["feed_forward"]
     assert found.notes[0].startswith("layers.*: its heads could not be computed apart")
     assert kind is InlineCountedTwice or re.search(r"test_attention_spellings.py:\d+, '.*self.n_head", found.notes[0])
-    rehearsal.prove(facts, found.tensor)
+    parallel.prove(facts, found.tensor)

@@ -19,14 +19,14 @@ from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
 from meshwright.planning.memory import bounds
 from meshwright.planning.memory.bounds import bytes_at_least, bytes_at_most, bytes_of_states
-from meshwright.planning.memory.step import MemoryEstimate, MemoryUse, RankMemory
+from meshwright.planning.memory.states import MemoryEstimate, MemoryUse, RankMemory
 from meshwright.planning.plan import Plan
 from meshwright.planning.values import Batch
 from meshwright.training import capacity as capacity_module
 from meshwright.training.build import estimated_memory
 from meshwright.training.capacity import Capacity, Fit, judge, whether_it_fits
 from meshwright.training.config import Config
-from meshwright.training.metrics import host_memory as host
+from meshwright.training.metrics import memory as host
 from meshwright.training.neighbours import nearest_that_fits, refuse_too_large
 
 MODEL = replace(SIZES["debug"], n_layers=4, vocab_size=300)
@@ -319,7 +319,7 @@ def planned_line(monkeypatch, capsys):
     from meshwright.cli import plan as verb
 
     def line(size: float, *flags: str) -> str:
-        monkeypatch.setattr("meshwright.training.metrics.host_memory.host_memory", lambda: int(size))
+        monkeypatch.setattr("meshwright.training.metrics.memory.host_memory", lambda: int(size))
         assert verb.run([*FLAGS, *flags]) == 0
         memory = capsys.readouterr().out.partition("\nmemory of")[2].partition("\n\n")[0]
         return memory.splitlines()[-1].strip()

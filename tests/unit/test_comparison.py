@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from meshwright.comparison import sketch
-from meshwright.comparison.equality import sum_floor, traced_bound
-from meshwright.comparison.findings import Comparison, Difference
-from meshwright.comparison.observe import TokensOfRank, observing
-from meshwright.comparison.sketch import TENSOR_WIDTH, sketch_part, sketch_rows
+from meshwright.comparison.equality import Comparison, Difference, sum_floor, traced_bound
+from meshwright.comparison.sketch import TENSOR_WIDTH, TokensOfRank, observing, sketch_part, sketch_rows
 from meshwright.comparison.trace import Sketches, Trace, TracedStep, TraceFile, fingerprints
 from meshwright.core.errors import ConfigError
 from meshwright.core.files import replacing

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.core.torch_private import fake_mode
-from meshwright.introspection.constructor.recording import built, record, seeded
-from meshwright.introspection.constructor.steps import Values, pass_over
+from meshwright.introspection.constructor.recording import Values, built, pass_over, record, seeded
 
 
 class WithCopies(nn.Module):

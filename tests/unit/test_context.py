@@ -24,9 +24,8 @@ from support.mixing import (
 )
 
 from meshwright import ConfigError, Layout, UnsupportedError, plan
-from meshwright.distributed.context import attention, rehearsal, runtime
-from meshwright.distributed.context.methods import arriving
-from meshwright.distributed.context.rehearsal import (
+from meshwright.distributed.context import attention, context_parallel, methods, runtime
+from meshwright.distributed.context.context_parallel import (
     LARGEST_ERROR,
     WITHOUT_POSITIONS,
     prove,
@@ -40,15 +39,12 @@ from meshwright.distributed.context.rows import CutRows, Numbers, cut_batch, cut
 from meshwright.distributed.step import own_loss
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.mixing import masks, values
-from meshwright.introspection.mixing.calls import small_copy
-from meshwright.introspection.mixing.measure import measure_mixing
+from meshwright.introspection.mixing.measure import measure_mixing, small_copy
 from meshwright.introspection.mixing.reach import RowMask
 from meshwright.introspection.mixing.values import Sizes
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import SIZES, DecoderConfig, MoEConfig
-from meshwright.planning.context.cut import head_tail
-from meshwright.planning.context.methods import Bytes
-from meshwright.planning.context.plan import ContextPlan, plan_methods
+from meshwright.planning.context.plan import Bytes, ContextPlan, head_tail, plan_methods
 from meshwright.planning.values import Batch
 
 DECODER = DecoderConfig(vocab_size=61, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=24, max_seq_len=64)
@@ -245,13 +241,13 @@ def window_off_by_one(patch):
 
 
 def other_ranks_order(patch):
-    correct = arriving.Gathered.of
+    correct = methods.Gathered.of
 
     def rolled(group, rows):
         made = correct(group, rows)
         return replace(made, numbers=tuple(Numbers.of(numbers.index.roll(1, 1)) for numbers in made.numbers))
 
-    patch.setattr(arriving.Gathered, "of", rolled)
+    patch.setattr(methods.Gathered, "of", rolled)
 
 
 def never_exchanged(patch):
@@ -259,7 +255,7 @@ def never_exchanged(patch):
         others = exchange.places.shape[1]
         return lambda: torch.cat([x] * (1 + others // x.shape[2]), dim=2)[:, :, :others]
 
-    patch.setattr(arriving.Gathered, "begin_fetch", own_alone)
+    patch.setattr(methods.Gathered, "begin_fetch", own_alone)
 
 
 def documents_lost(patch):
@@ -267,13 +263,13 @@ def documents_lost(patch):
 
 
 def gradients_of_own_queries_alone(patch):
-    correct = arriving.Gathered.begin_return
-    patch.setattr(arriving.Gathered, "begin_return", lambda exchange, x: correct(exchange, 0 * x))
+    correct = methods.Gathered.begin_return
+    patch.setattr(methods.Gathered, "begin_return", lambda exchange, x: correct(exchange, 0 * x))
 
 
 def keys_in_another_order(patch):
-    correct = arriving.Gathered.begin_fetch
-    patch.setattr(arriving.Gathered, "begin_fetch", lambda exchange, x: correct(exchange, x.flip(1)))
+    correct = methods.Gathered.begin_fetch
+    patch.setattr(methods.Gathered, "begin_fetch", lambda exchange, x: correct(exchange, x.flip(1)))
 
 
 def local_positions(patch):
@@ -402,7 +398,7 @@ def test_rehearsal_is_once(monkeypatch):
     made = plan(facts, Layout(dp_shard=1, cp=2)).context
     assert made is not None
     prove(facts, made)
-    monkeypatch.setattr(rehearsal, "rehearse", None)
+    monkeypatch.setattr(context_parallel, "rehearse", None)
     prove(facts, made)
 
 

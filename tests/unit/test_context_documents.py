@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from meshwright import ConfigError
 from meshwright.distributed.context.rows import cut_rows
 from meshwright.planning.context import documents
-from meshwright.planning.context.cut import head_tail
 from meshwright.planning.context.documents import cut_documents, fetched_tokens, work_of, work_of_ranks
+from meshwright.planning.context.plan import head_tail
 
 LONG = 2**17
 

@@ -12,9 +12,8 @@ from torch import Tensor
 from meshwright import Layout, plan
 from meshwright.core import torch_private
 from meshwright.core.torch_private import fake_mode
-from meshwright.distributed.context.kernels import fused as kernels
-from meshwright.distributed.context.kernels.blocks import Scores, block_attention
-from meshwright.distributed.context.kernels.fused import FUSED, Fused, fused_kernel
+from meshwright.distributed.context import kernels as kernels
+from meshwright.distributed.context.kernels import FUSED, Fused, Scores, block_attention, fused_kernel
 from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.mixing.masks import causal as causal_places
 from meshwright.introspection.mixing.reach import search
@@ -90,9 +89,9 @@ def test_a_fused_kernel_gives_what_blocks_do(monkeypatch, dtype, widens, key_hea
         return torch_private.flash_attention(*args, **options)
 
     fused = Fused(replace(CPU_FLASH, widens=widens), noted, torch_private.flash_attention_backward)
-    monkeypatch.setattr("meshwright.distributed.context.kernels.blocks.fused_kernel", lambda *given, **more: fused)
+    monkeypatch.setattr("meshwright.distributed.context.kernels.fused_kernel", lambda *given, **more: fused)
     found = attended(tensors(dtype, key_heads=key_heads))
-    monkeypatch.setattr("meshwright.distributed.context.kernels.blocks.fused_kernel", lambda *given, **more: None)
+    monkeypatch.setattr("meshwright.distributed.context.kernels.fused_kernel", lambda *given, **more: None)
     expected = attended(tensors(torch.float64, key_heads=key_heads))
     bound = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     assert calls == [torch.float32 if widens and dtype is torch.bfloat16 else dtype]
@@ -104,8 +103,8 @@ def test_narrow_parts_are_merged_in_fp32(monkeypatch):
     narrow = Fused(
         replace(CPU_FLASH, widens=False), torch_private.flash_attention, torch_private.flash_attention_backward
     )
-    monkeypatch.setattr("meshwright.distributed.context.kernels.blocks.fused_kernel", lambda *given, **more: narrow)
-    from meshwright.distributed.context.kernels.blocks import Attended
+    monkeypatch.setattr("meshwright.distributed.context.kernels.fused_kernel", lambda *given, **more: narrow)
+    from meshwright.distributed.context.kernels import Attended
 
     q, k, v = (x.detach() for x in tensors(torch.bfloat16))
     reach = search(causal_places, 40, 1)

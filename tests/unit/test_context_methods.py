@@ -13,13 +13,10 @@ from support.mixing import Model, causal, windowed
 from torch import Tensor
 
 from meshwright import Layout, UnsupportedError, plan
-from meshwright.distributed.context import attention
+from meshwright.distributed.context import attention, kernels, methods
 from meshwright.distributed.context.attention import Context, attend, attend_to_whole_rows
-from meshwright.distributed.context.kernels import blocks, segments
-from meshwright.distributed.context.kernels.blocks import Scores, block_attention
-from meshwright.distributed.context.methods import halo, heads, ring
-from meshwright.distributed.context.reaches import Reaches
-from meshwright.distributed.context.rows import CutRows, cut_rows, select
+from meshwright.distributed.context.kernels import Scores, block_attention
+from meshwright.distributed.context.rows import CutRows, Reaches, cut_rows, select
 from meshwright.distributed.exchange.threads import Thread, on_threads
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.mixing import masks
@@ -28,8 +25,7 @@ from meshwright.introspection.mixing.interception import AttentionCall
 from meshwright.introspection.mixing.reach import KeyRanges, RowMask, fingerprint, is_reach, rule_of, search
 from meshwright.introspection.mixing.values import Arithmetic, Caller, MaskRule, Sizes
 from meshwright.models.decoder_config import DecoderConfig
-from meshwright.planning.context.cut import cut_row, fetched_tokens
-from meshwright.planning.context.methods import KINDS, Bytes, Method, choose, given
+from meshwright.planning.context.plan import KINDS, Bytes, Method, choose, cut_row, fetched_tokens, given
 
 ROWS, LENGTH, WHOLE = 2, 29, Arithmetic()
 DECODER = DecoderConfig(vocab_size=61, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=24, max_seq_len=64)
@@ -38,9 +34,9 @@ DECODER = DecoderConfig(vocab_size=61, dim=16, n_layers=2, n_heads=4, n_kv_heads
 @pytest.fixture(autouse=True, params=["segments", "blocks"])
 def small_parts(monkeypatch, request):
     """Rows are short: let attention be computed in several parts all the same."""
-    monkeypatch.setattr(blocks, "QUERIES", 5)
-    monkeypatch.setattr(blocks, "KEYS", 3)
-    monkeypatch.setattr(segments, "SHORTEST", 1 if request.param == "segments" else 1000)
+    monkeypatch.setattr(kernels, "QUERIES", 5)
+    monkeypatch.setattr(kernels, "KEYS", 3)
+    monkeypatch.setattr(kernels, "SHORTEST", 1 if request.param == "segments" else 1000)
 
 
 # --- calls of attention, each by one process and by several
@@ -211,8 +207,8 @@ def test_rows_that_are_cut_by_their_documents_compute_what_one_process_does(mask
 
 def test_rows_of_documents_go_by_halo_where_that_is_less(monkeypatch):
     used = []
-    correct = halo.Halo.begin_fetch
-    monkeypatch.setattr(halo.Halo, "begin_fetch", lambda *given: used.append(1) or correct(*given))
+    correct = methods.Halo.begin_fetch
+    monkeypatch.setattr(methods.Halo, "begin_fetch", lambda *given: used.append(1) or correct(*given))
     for of_method, asked, halos in ((10**6, False, 4), (1, False, 0), (10**6, True, 0)):
         used.clear()
         of_several(Case("documents"), 4, Method("all_gather", bytes=of_method, asked=asked), apart="ids")
@@ -318,10 +314,10 @@ def test_queries_without_keys_give_zeros_and_no_gradient():
 
 
 def test_blocks_that_no_query_reaches_are_passed_over(monkeypatch):
-    monkeypatch.setattr(segments, "SHORTEST", 1000)
+    monkeypatch.setattr(kernels, "SHORTEST", 1000)
     computed = []
-    correct = blocks._scores
-    monkeypatch.setattr(blocks, "_scores", lambda *given: computed.append(given[2]) or correct(*given))
+    correct = kernels._scores
+    monkeypatch.setattr(kernels, "_scores", lambda *given: computed.append(given[2]) or correct(*given))
     x = torch.randn(1, 1, 20, 4)
     for function, reached in ((masks.causal, 18), (masks.shorter_than(masks.causal, 2), 8)):
         computed.clear()
@@ -420,42 +416,42 @@ def sinks_counted_twice(patch):
 
 
 def window_of_halo_off_by_one(patch):
-    correct = halo._needed
-    patch.setattr(halo, "_needed", lambda reach, length: correct(KeyRanges(reach.lower + 1, reach.upper), length))
+    correct = methods._needed
+    patch.setattr(methods, "_needed", lambda reach, length: correct(KeyRanges(reach.lower + 1, reach.upper), length))
 
 
 def gradients_stay_where_they_are_computed(patch):
-    correct = halo.Halo.begin_return
+    correct = methods.Halo.begin_return
 
     def nothing_returned(self, gradients):
         wait = correct(self, gradients)
         return lambda: wait() * 0
 
-    patch.setattr(halo.Halo, "begin_return", nothing_returned)
+    patch.setattr(methods.Halo, "begin_return", nothing_returned)
 
 
 def shared_key_heads_not_summed(patch):
-    correct = heads._joined
+    correct = methods._joined
 
     def last_wins(parts, shares):
         made = correct(parts, shares)
         return made / len(shares) if len({share.start for share in shares}) < len(shares) else made
 
-    patch.setattr(heads, "_joined", last_wins)
+    patch.setattr(methods, "_joined", last_wins)
 
 
 def logarithms_forgotten(patch):
-    patch.setattr(ring, "given_of", lambda scores, gradients, made: blocks.Given(gradients[0], *made))
+    patch.setattr(methods, "given_of", lambda scores, gradients, made: kernels.Given(gradients[0], *made))
 
 
 def blocked_queries_divided_by_zero(patch):
-    correct = blocks.Attended.finish
+    correct = kernels.Attended.finish
 
     def finish(self):
         output, logarithm = correct(self)
         return output / (logarithm > float("-inf"))[..., None], logarithm
 
-    patch.setattr(blocks.Attended, "finish", finish)
+    patch.setattr(kernels.Attended, "finish", finish)
 
 
 def sinks_counted_by_each_rank(patch):
@@ -468,15 +464,15 @@ def sinks_counted_by_each_rank(patch):
 
 
 def last_segment_lost(patch):
-    correct = segments.segments
-    patch.setattr(blocks, "segments", lambda reach: (correct(reach) or [])[:-1])
-    patch.setattr(segments, "SHORTEST", 1)
+    correct = kernels.segments
+    patch.setattr(kernels, "segments", lambda reach: (correct(reach) or [])[:-1])
+    patch.setattr(kernels, "SHORTEST", 1)
 
 
 def last_block_lost(patch):
-    patch.setattr(segments, "SHORTEST", 1000)
-    correct = blocks.blocks
-    patch.setattr(blocks, "blocks", lambda reach: ([b for b in run if b.keys.start < 9] for run in correct(reach)))
+    patch.setattr(kernels, "SHORTEST", 1000)
+    correct = kernels.blocks
+    patch.setattr(kernels, "blocks", lambda reach: ([b for b in run if b.keys.start < 9] for run in correct(reach)))
 
 
 FAULTS = (

@@ -12,9 +12,9 @@ from support.releases import TRANSFORMERS, not_of_517
 from torch import Tensor, nn
 
 from meshwright import Layout, UnsupportedError, plan
-from meshwright.distributed.context import mixers as applied
-from meshwright.distributed.context.rehearsal import prove, rehearse, rehearsed
-from meshwright.distributed.context.rehearsal import small_and_plan as small_of
+from meshwright.distributed.context import attention as applied
+from meshwright.distributed.context.context_parallel import prove, rehearse, rehearsed
+from meshwright.distributed.context.context_parallel import small_and_plan as small_of
 from meshwright.introspection.facts import model_facts
 
 

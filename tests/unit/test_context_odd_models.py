@@ -10,14 +10,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwright import ConfigError, Layout, UnsupportedError, plan
-from meshwright.distributed.context.rehearsal import prove, rehearse, rehearsed
+from meshwright.distributed.context.context_parallel import prove, rehearse, rehearsed
 from meshwright.distributed.context.rows import refuse_other_shapes
 from meshwright.introspection.facts import model_facts
-from meshwright.introspection.mixing.calls import small_copy
-from meshwright.introspection.mixing.measure import measure_mixing
+from meshwright.introspection.mixing.measure import measure_mixing, small_copy
 from meshwright.introspection.premises.playing import FixedDraws, HeldRandomness
-from meshwright.planning.context.methods import Bytes
-from meshwright.planning.context.plan import plan_methods
+from meshwright.planning.context.plan import Bytes, plan_methods
 
 
 class OwnForward(Model):

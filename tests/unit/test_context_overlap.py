@@ -8,17 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.distributed.context import kernels, methods
 from meshwright.distributed.context.attention import Context, attend
-from meshwright.distributed.context.kernels import blocks
-from meshwright.distributed.context.methods import arriving, ring
-from meshwright.distributed.context.reaches import Reaches
-from meshwright.distributed.context.rows import cut_rows
+from meshwright.distributed.context.rows import Reaches, cut_rows
 from meshwright.distributed.exchange.threads import Thread, on_threads
 from meshwright.introspection.mixing.interception import AttentionCall
 from meshwright.introspection.mixing.masks import causal, shorter_than
 from meshwright.introspection.mixing.reach import RowMask
 from meshwright.introspection.mixing.values import Arithmetic
-from meshwright.planning.context.methods import Kind, Method
+from meshwright.planning.context.plan import Kind, Method
 
 
 class Recording(Thread):
@@ -56,7 +54,7 @@ def order_of_calls(monkeypatch: pytest.MonkeyPatch, kind: Kind, ranks: int) -> t
     """What the first rank does in the forward, and in the backward."""
     events: list[list[str]] = [[] for _ in range(ranks)]
     running: list[int] = []  # one thread computes at a time
-    add, found = blocks.Attended.add, blocks.gradients_of
+    add, found = kernels.Attended.add, kernels.gradients_of
 
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*given: Any, **options: Any) -> Any:
@@ -65,8 +63,8 @@ def order_of_calls(monkeypatch: pytest.MonkeyPatch, kind: Kind, ranks: int) -> t
 
         return run
 
-    monkeypatch.setattr(blocks.Attended, "add", noted("attend", add))
-    for module in (arriving, ring):
+    monkeypatch.setattr(kernels.Attended, "add", noted("attend", add))
+    for module in (methods, methods):
         monkeypatch.setattr(module, "gradients_of", noted("differentiate", found))
     meet = type(on_threads.__globals__["Board"](1)).meet
 
@@ -119,12 +117,12 @@ def test_a_rings_parts_and_sums_travel_behind_blocks(monkeypatch):
 
 
 def test_a_message_that_is_waited_for_at_once_is_seen(monkeypatch):
-    begin = arriving.Gathered.begin_fetch
+    begin = methods.Gathered.begin_fetch
 
     def at_once(exchange: Any, x: Any) -> Any:
         arrived = begin(exchange, x)()
         return lambda: arrived
 
-    monkeypatch.setattr(arriving.Gathered, "begin_fetch", at_once)
+    monkeypatch.setattr(methods.Gathered, "begin_fetch", at_once)
     forward, _ = order_of_calls(monkeypatch, "all_gather", 2)
     assert forward == ["send 0", "wait 0", "attend", "attend"]

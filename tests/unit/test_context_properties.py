@@ -12,11 +12,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meshwright.distributed.context import rows
-from meshwright.distributed.context.kernels import blocks, segments
-from meshwright.distributed.context.methods import halo, heads
-from meshwright.distributed.context.methods.halo import Halo
-from meshwright.distributed.context.methods.heads import Members, shares_of_heads
+from meshwright.distributed.context import kernels, methods, rows
+from meshwright.distributed.context.methods import Halo, Members, shares_of_heads
 from meshwright.distributed.context.rows import FILLER, CutRows, cut_batch, cut_rows, select
 from meshwright.distributed.exchange.threads import Board, Thread
 from meshwright.introspection.mixing import reach as reaches
@@ -143,7 +140,7 @@ def painted(tiles: list[Any], reach: KeyRanges, keys: int) -> Tensor:
     times = torch.zeros(*reach.lower.shape, keys, dtype=torch.int64)
     seen = dense_of(reach, keys)
     for tile in tiles:
-        if isinstance(tile, blocks.Tile):
+        if isinstance(tile, kernels.Tile):
             part = seen[tile.rows, tile.queries, tile.keys]
             assert bool(part.all()) or not tile.is_whole
             times[tile.rows, tile.queries, tile.keys] += part
@@ -162,10 +159,10 @@ def test_blocks_and_segments_have_every_pair_once(data, given_batch, queries, ke
     mine, theirs = (data.draw(st.sampled_from(cuts(batch, ranks, apart="ids"))).own for _ in range(2))
     reach = reach_of(mask, batch["tokens"].shape[1]).take(mine.expand(ROWS, -1)).among(theirs.expand(ROWS, -1))
     count = theirs.shape[1]
-    with patch.object(blocks, "QUERIES", queries), patch.object(blocks, "KEYS", keys):
-        tiles = [tile for run in blocks.blocks(reach) for tile in run]
-    with patch.object(segments, "SHORTEST", 0):
-        runs = segments.segments(reach)
+    with patch.object(kernels, "QUERIES", queries), patch.object(kernels, "KEYS", keys):
+        tiles = [tile for run in kernels.blocks(reach) for tile in run]
+    with patch.object(kernels, "SHORTEST", 0):
+        runs = kernels.segments(reach)
     assert runs is not None
     for found in (tiles, runs):
         assert torch.equal(painted(found, reach, count), dense_of(reach, count).long())
@@ -235,14 +232,18 @@ def ranks_in_another_order() -> AbstractContextManager[Any]:
 
 
 def a_key_too_few() -> AbstractContextManager[Any]:
-    correct = halo._needed
-    return patch.object(halo, "_needed", lambda reach, length: correct(KeyRanges(reach.lower + 1, reach.upper), length))
+    correct = methods._needed
+    return patch.object(
+        methods, "_needed", lambda reach, length: correct(KeyRanges(reach.lower + 1, reach.upper), length)
+    )
 
 
 def a_key_too_many() -> AbstractContextManager[Any]:
-    correct = halo._needed
+    correct = methods._needed
     return patch.object(
-        halo, "_needed", lambda reach, length: correct(KeyRanges((reach.lower - 1).clamp(min=0), reach.upper), length)
+        methods,
+        "_needed",
+        lambda reach, length: correct(KeyRanges((reach.lower - 1).clamp(min=0), reach.upper), length),
     )
 
 
@@ -252,8 +253,8 @@ def keys_counted_from_behind() -> AbstractContextManager[Any]:
 
 
 def last_tile_lost() -> AbstractContextManager[Any]:
-    correct = blocks.blocks
-    return patch.object(blocks, "blocks", lambda reach: [run[:-1] for run in correct(reach)])
+    correct = kernels.blocks
+    return patch.object(kernels, "blocks", lambda reach: [run[:-1] for run in correct(reach)])
 
 
 def members_by_rank() -> AbstractContextManager[Any]:
@@ -263,7 +264,7 @@ def members_by_rank() -> AbstractContextManager[Any]:
         wrong = (start + torch.arange(p.shape[1]).expand_as(p) for start, p in zip(starts, theirs, strict=True))
         return Members(group, first, count, made, tuple(map(rows.Numbers.of, wrong)), torch.cat(theirs, dim=1))
 
-    return patch.object(heads.Members, "of", of)
+    return patch.object(methods.Members, "of", of)
 
 
 FAULTS = {

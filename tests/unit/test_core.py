@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.releases import installed
 
-from meshwright.core.dtypes import canonical_dtype, dtype_bytes, torch_dtype
+from meshwright.core.dtypes import bytes_text, canonical_dtype, count_text, dtype_bytes, duration_text, torch_dtype
 from meshwright.core.errors import (
     ConfigError,
     IntegrityError,
@@ -28,7 +28,6 @@ from meshwright.core.errors import (
     command,
     install_command,
 )
-from meshwright.core.units import bytes_text, count_text, duration_text
 
 ROOT = Path(__file__).parents[2]
 

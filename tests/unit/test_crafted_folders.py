@@ -24,7 +24,7 @@ from meshwright.core.config import public_keys
 from meshwright.core.errors import IntegrityError
 from meshwright.data.text.tokenizers import FileTokenizer
 from meshwright.training.run.trust import RUNS_CODE
-from meshwright.training.slurm.config import LaunchConfig
+from meshwright.training.slurm import LaunchConfig
 
 pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors")
@@ -139,10 +139,10 @@ NO_FILE_IS_REFUSED = {
     for module in (
         "checkpoint.manifest",
         "checkpoint.tensor_files",
-        "data.text.own_call",
-        "data.text.tokenizer_settings",
+        "data.text.tokenizers",
+        "data.text.tokenizers",
         "data.corpus.mapped",
-        "introspection.huggingface",
+        "introspection.source",
     )
 }
 MUTANTS: list[tuple[dict[str, Any], str, str]] = [
@@ -160,7 +160,7 @@ MUTANTS: list[tuple[dict[str, Any], str, str]] = [
     (NO_FILE_IS_REFUSED, "weights_that_are_a_link", "was read"),
     (NO_FILE_IS_REFUSED, "a_config_that_is_a_link", "was read"),
     (NO_FILE_IS_REFUSED, "a_template_that_is_a_link", "was read"),
-    ({"meshwright.data.sources.listing._inside_source": lambda *_: None}, "a_text_that_is_a_link", "was read"),
+    ({"meshwright.data.sources.scan._inside_source": lambda *_: None}, "a_text_that_is_a_link", "was read"),
     ({"meshwright.core.files._is_blob": lambda *_: True}, "a_blob_of_another_repository", "status 0"),
     ({"meshwright.checkpoint.pieces.covers": lambda *_: True}, "a_shard_with_a_part_of_a_tensor", "status 0"),
 ]
@@ -265,7 +265,7 @@ def test_every_door_that_imports_by_name_is_known():
     """A new one needs its key in ``training.trust``, or its name from the command line."""
     house = Path(meshwright.__file__).parent
     doors = {path.relative_to(house).as_posix() for path in house.rglob("*.py") if "import_object(" in path.read_text()}
-    assert doors == {"core/imports.py", "planning/recompute/operators.py", "verification/problem.py", "cli/inspect.py"}
+    assert doors == {"core/errors.py", "planning/recompute.py", "verification/problem.py", "cli/inspect.py"}
     keys = [key for key in public_keys(LaunchConfig) if key in RUNS_CODE]
     assert len(keys) == len(RUNS_CODE)
 

@@ -11,8 +11,7 @@ from support.releases import installed
 from meshwright.core.errors import ConfigError, MissingExtraError
 from meshwright.data.corpus.cache import open_corpus, prepare
 from meshwright.data.sources.hub import split_of
-from meshwright.data.sources.listing import resolved
-from meshwright.data.sources.scan import list_sources, scan_sources
+from meshwright.data.sources.scan import list_sources, resolved, scan_sources
 from meshwright.data.text.tokenizers import ByteTokenizer
 
 CARD = (

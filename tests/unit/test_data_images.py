@@ -23,7 +23,7 @@ from meshwright.data import FileTokenizer, Loader, Samples, SourceOptions, open_
 from meshwright.data.corpus.building import TokenisingRecipe
 from meshwright.data.corpus.pictured import Pictured, beside_images
 from meshwright.data.images.dealing import PixelReader
-from meshwright.data.images.source import vision_of
+from meshwright.data.images.files import vision_of
 from meshwright.data.sources.scan import list_sources
 from meshwright.data.streaming import StreamedSamples
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from meshwright.core.errors import ConfigError
 from meshwright.data.corpus.cache import open_corpus, prepare
 from meshwright.data.options import SourceOptions
-from meshwright.data.sources import json_files
-from meshwright.data.sources.json_files import JsonList
+from meshwright.data.sources import formats
+from meshwright.data.sources.formats import JsonList
 from meshwright.data.sources.scan import scan_sources
 from meshwright.data.text.tokenizers import ByteTokenizer
 
@@ -40,11 +40,11 @@ def read(path: Path) -> list:
 def test_a_list_in_pieces_gives_its_records(tmp_path_factory, records, indent, ascii_only, piece):
     path = tmp_path_factory.getbasetemp() / "list.json"
     path.write_text(json.dumps(records, indent=indent, ensure_ascii=ascii_only) + "\n", encoding="utf-8")
-    whole, json_files._PIECE = json_files._PIECE, piece
+    whole, formats._PIECE = formats._PIECE, piece
     try:
         assert read(path) == list(enumerate(records, 1)) and JsonList().count(path) == len(records)
     finally:
-        json_files._PIECE = whole
+        formats._PIECE = whole
 
 
 @pytest.mark.parametrize("piece", [1, 3, 1 << 20])
@@ -68,14 +68,14 @@ def test_a_list_in_pieces_gives_its_records(tmp_path_factory, records, indent, a
     ],
 )
 def test_a_broken_list_is_named_with_its_line_and_record(tmp_path, monkeypatch, piece, text, words):
-    monkeypatch.setattr(json_files, "_PIECE", piece if len(text) < 1000 else 1 << 20)
+    monkeypatch.setattr(formats, "_PIECE", piece if len(text) < 1000 else 1 << 20)
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(ConfigError, match=r"data.source: .*a.json.*" + words):
         read(tmp_path / "a.json")
 
 
 def test_half_a_character_is_named_with_its_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(json_files, "_PIECE", 4)
+    monkeypatch.setattr(formats, "_PIECE", 4)
     (tmp_path / "a.json").write_bytes(b'[{"a": "x"},\n\n{"a": "\xff"}]')
     with pytest.raises(ConfigError, match=r"a.json, line 3 is not UTF-8 \(invalid start byte\)"):
         read(tmp_path / "a.json")
@@ -109,7 +109,7 @@ def test_lines_that_are_called_json_gzip_and_a_mark_of_byte_order_are_read(tmp_p
 
 @pytest.mark.parametrize("indent", [None, 1])
 def test_memory_holds_a_few_records_and_not_the_file(tmp_path, monkeypatch, indent):
-    monkeypatch.setattr(json_files, "_PIECE", 1 << 13)
+    monkeypatch.setattr(formats, "_PIECE", 1 << 13)
     rows = [{"text": f"{i} " + "x" * 300, "more": [i] * 5} for i in range(2000)]
     (tmp_path / "a.json").write_text(json.dumps(rows, indent=indent))
     size = (tmp_path / "a.json").stat().st_size
@@ -123,7 +123,7 @@ def test_memory_holds_a_few_records_and_not_the_file(tmp_path, monkeypatch, inde
 
 
 def test_a_fault_at_the_beginning_is_found_without_reading_the_rest(tmp_path, monkeypatch):
-    monkeypatch.setattr(json_files, "_PIECE", 1 << 13)
+    monkeypatch.setattr(formats, "_PIECE", 1 << 13)
     (tmp_path / "a.json").write_text('[{"a": 1 "b": 2},' + '{"a": 1},' * 100_000)
     tracemalloc.start()
     try:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.core.errors import ConfigError
-from meshwright.data.order import Order
+from meshwright.data.mixture import Order
 
 seeds = st.integers(-(2**70), 2**70)
 

@@ -12,7 +12,7 @@ from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.data.corpus.building import TokenisingRecipe
 from meshwright.data.corpus.cache import open_corpus, prepare
 from meshwright.data.corpus.packing import IGNORE_INDEX
-from meshwright.data.corpus.pairs import Pairs
+from meshwright.data.corpus.pictured import Pairs
 from meshwright.data.loader import Loader, validation_batches
 from meshwright.data.mixture import Samples
 from meshwright.data.options import SourceOptions

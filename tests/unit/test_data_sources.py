@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.data.sources import scan as sources
-from meshwright.data.sources.farmyard import ANIMALS, MODULE, Farmyard
+from meshwright.data.sources.formats import ANIMALS, MODULE, Farmyard
 from meshwright.data.sources.scan import scan_sources
 
 

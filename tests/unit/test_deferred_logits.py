@@ -10,7 +10,7 @@ from support.users import VOCABULARY
 
 from meshwright import UnsupportedError
 from meshwright.introspection.logits.operation import begin
-from meshwright.introspection.logits.pieces import within
+from meshwright.introspection.logits.tape import within
 
 EXACT = 1e-12
 TOKENS = ROWS * SEQ

@@ -16,10 +16,10 @@ from meshwright.core import devices
 from meshwright.core.errors import ConfigError
 from meshwright.core.torch_private import fake_mode
 from meshwright.distributed import order
-from meshwright.distributed.optimizer.state_offload import at_rest
+from meshwright.distributed.optimizer.low_bit import at_rest
 from meshwright.distributed.process import agree
-from meshwright.distributed.recompute.host_activations import Copies
-from meshwright.distributed.recompute.random_streams import restore_streams, streams
+from meshwright.distributed.recompute.kept import restore_streams, streams
+from meshwright.distributed.recompute.recompute import Copies
 from meshwright.distributed.setup import DEFAULT_BACKEND, choose_backend
 from meshwright.distributed.weights import audit, shards
 from meshwright.planning import rules

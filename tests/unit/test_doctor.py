@@ -16,16 +16,29 @@ import pytest
 
 import meshwright
 from meshwright.cli import main as cli
+from meshwright.core import host as network
+from meshwright.core import host as shared_memory
+from meshwright.core import host as versions
 from meshwright.core.errors import ConfigError, MissingExtraError, UnsupportedError
-from meshwright.core.host import interfaces as network
-from meshwright.core.host import shared_memory, versions
 from meshwright.distributed import setup
-from meshwright.distributed.process import fitness
-from meshwright.verification.doctor import graphics, host, libraries
-from meshwright.verification.doctor.findings import FAILURE, HOST, NOTE, OK, WARNING, Finding
+from meshwright.distributed.process import world
+from meshwright.verification.doctor import host
+from meshwright.verification.doctor import host as graphics
+from meshwright.verification.doctor import host as libraries
+from meshwright.verification.doctor.examination import EQUAL, judged
+from meshwright.verification.doctor.findings import (
+    FAILURE,
+    HOST,
+    NOTE,
+    OK,
+    WARNING,
+    Finding,
+    closing,
+    holds,
+    lines_of,
+    plain,
+)
 from meshwright.verification.doctor.inside import sentence_of
-from meshwright.verification.doctor.judgement import EQUAL, judged
-from meshwright.verification.doctor.report import closing, holds, lines_of, plain
 
 SOURCE = Path(meshwright.__file__).parents[1]
 
@@ -98,9 +111,9 @@ def test_small_shared_memory_is_warned_of_with_the_command(monkeypatch, caplog):
     found = by_name(host.host_findings())[str(shared_memory.FOLDER)]
     assert found.status == WARNING and found.text.startswith("64 MiB") and "mount -o remount,size=8g" in found.remedy
     with caplog.at_level(logging.WARNING, "meshwright"):
-        fitness.warn_of_small_shared_memory(1)
+        world.warn_of_small_shared_memory(1)
         assert caplog.text == ""
-        fitness.warn_of_small_shared_memory(2)
+        world.warn_of_small_shared_memory(2)
     assert "64 MiB" in caplog.text and "--shm-size=8g" in caplog.text
 
 
@@ -350,16 +363,16 @@ def test_import_of_the_public_names_refuses_a_torch_without_distributed(monkeypa
 
 
 def test_newer_releases_are_warned_of_once_and_on_rank_0_alone(monkeypatch, caplog):
-    monkeypatch.setattr(fitness, "newer_than_tested", lambda: ["torch 9 is newer"])
+    monkeypatch.setattr(world, "newer_than_tested", lambda: ["torch 9 is newer"])
     for rank, times in (("1", 0), ("0", 1)):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("WORLD_SIZE", "2")
-        fitness.warn_of_newer_releases.cache_clear()
+        world.warn_of_newer_releases.cache_clear()
         with caplog.at_level(logging.WARNING, "meshwright"):
-            fitness.warn_of_newer_releases()
-            fitness.warn_of_newer_releases()
+            world.warn_of_newer_releases()
+            world.warn_of_newer_releases()
         assert caplog.text.count("torch 9 is newer") == times
-    fitness.warn_of_newer_releases.cache_clear()
+    world.warn_of_newer_releases.cache_clear()
 
 
 def test_a_named_back_end_that_the_driver_does_not_carry_is_refused_with_the_drivers_sentence(monkeypatch, caplog):

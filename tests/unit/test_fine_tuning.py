@@ -13,8 +13,8 @@ import pytest
 
 from meshwright.cli.arguments import open_model, read_config
 from meshwright.core.config import all_set, from_dict, is_unset, to_dict, to_toml
+from meshwright.core.dtypes import epochs_text
 from meshwright.core.errors import ConfigError
-from meshwright.core.units import epochs_text
 from meshwright.training.config import Config
 from meshwright.training.feed import refuse_contradictions
 from meshwright.training.optim.fine_tuning import (

@@ -13,18 +13,15 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, and_masks, create_block_mask, flex_attention
 
 from meshwright import ConfigError, Layout, UnsupportedError, plan
-from meshwright.distributed.context import reaches
-from meshwright.distributed.context.rehearsal import LARGEST_ERROR, prove, rehearse, rehearsed
+from meshwright.distributed.context import rows as reaches
+from meshwright.distributed.context.context_parallel import LARGEST_ERROR, prove, rehearse, rehearsed
 from meshwright.introspection.facts import model_facts
-from meshwright.introspection.mixing import flex
-from meshwright.introspection.mixing.arithmetic import formula
-from meshwright.introspection.mixing.calls import small_copy
-from meshwright.introspection.mixing.flex import PlaceMask, computing_flex, replaced
+from meshwright.introspection.mixing import arithmetic
+from meshwright.introspection.mixing.arithmetic import PlaceMask, computing_flex, formula, replaced
 from meshwright.introspection.mixing.interception import AttentionCall
-from meshwright.introspection.mixing.measure import measure_mixing
+from meshwright.introspection.mixing.measure import measure_mixing, small_copy
 from meshwright.introspection.mixing.values import Arithmetic
-from meshwright.planning.context.methods import Bytes
-from meshwright.planning.context.plan import ContextPlan, plan_methods
+from meshwright.planning.context.plan import Bytes, ContextPlan, plan_methods
 
 
 def causal_mod(row: Any, head: Any, query: Any, key: Any) -> Any:
@@ -178,13 +175,13 @@ def test_a_soft_cap_is_recognised():
 
 
 def calls_of(attend: Callable[[Tensor], Tensor]) -> list[AttentionCall]:
-    class Noting(flex._AsGiven):
+    class Noting(arithmetic._AsGiven):
         def attend(self, call: AttentionCall) -> Tensor:
             noted.append(call)
             return call.as_given()
 
     noted: list[AttentionCall] = []
-    with flex.FlexCalls(Noting()):
+    with arithmetic.FlexCalls(Noting()):
         attend(torch.randn(1, 1, 4, 8, dtype=torch.float64))
     return noted
 

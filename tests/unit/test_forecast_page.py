@@ -14,7 +14,7 @@ from meshwright import Layout, plan
 from meshwright.cli.main import main
 from meshwright.core.axes import Axis
 from meshwright.models.decoder_config import SIZES
-from meshwright.planning.traffic import step_traffic
+from meshwright.planning.collectives import step_traffic
 from meshwright.planning.values import Batch
 from meshwright.simulation.hardware.cards import machines
 from meshwright.simulation.search.search import Candidate
@@ -23,9 +23,8 @@ from meshwright.simulation.workload.execution import Execution, Job
 from meshwright.simulation.workload.step_memory import step_memory
 from meshwright.simulation.workload.step_time import step_time
 from meshwright.simulation.workload.timeline import LaneUse, memory_over_step, step_timeline
-from meshwright.training.views.forecast.areas import drawn_times
-from meshwright.training.views.forecast.mesh import coordinates, groups, link_of, partners
-from meshwright.training.views.forecast.page import forecast_page
+from meshwright.training.views.forecast.page import drawn_times, forecast_page
+from meshwright.training.views.forecast.picture import coordinates, groups, link_of, partners
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -19,18 +19,15 @@ from meshwright.cli.main import main
 from meshwright.core.errors import ConfigError
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import Techniques
-from meshwright.simulation.hardware.cards import card_names, device, link_across, machines
-from meshwright.simulation.hardware.links import Group, gather_s, reduce_s
-from meshwright.simulation.search.counts import nearest_counts, open_works
-from meshwright.simulation.search.pins import Pin
-from meshwright.simulation.search.search import FRONT, search
-from meshwright.simulation.search.space import meshes, microbatches, recomputations, schedules
+from meshwright.simulation.hardware.cards import Group, card_names, device, gather_s, link_across, machines, reduce_s
+from meshwright.simulation.search.answer import nearest_counts, open_works
+from meshwright.simulation.search.search import FRONT, Pin, meshes, microbatches, recomputations, schedules, search
 from meshwright.simulation.workload.architecture import Architecture, decoder_block
 from meshwright.simulation.workload.execution import Execution, Job, even_cuts
 from meshwright.simulation.workload.step_memory import step_memory
 from meshwright.simulation.workload.step_time import step_time
 from meshwright.training.config import Config
-from meshwright.training.metrics.flops import peak_flops
+from meshwright.training.metrics.throughput import peak_flops
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

@@ -16,11 +16,9 @@ from meshwright.planning.pipeline.schedules.orders import KINDS
 from meshwright.planning.pipeline.schedules.simulate import peak_live, simulate, wait_order
 from meshwright.planning.pipeline.schedules.table import write_schedule
 from meshwright.simulation.hardware.cards import machines
-from meshwright.simulation.search.pins import Pin
-from meshwright.simulation.search.search import search
+from meshwright.simulation.search.search import Pin, search
 from meshwright.simulation.workload import pipeline
 from meshwright.simulation.workload.architecture import Architecture, decoder_block
-from meshwright.simulation.workload.block_times import Cost
 from meshwright.simulation.workload.execution import Execution, Job
 from meshwright.simulation.workload.pipeline import (
     StageSeconds,
@@ -31,7 +29,7 @@ from meshwright.simulation.workload.pipeline import (
     schedule_of,
 )
 from meshwright.simulation.workload.step_memory import SavedBytes, rank_memory, step_memory
-from meshwright.simulation.workload.step_time import Kinds, least_step_seconds, stage_seconds, step_time
+from meshwright.simulation.workload.step_time import Cost, Kinds, least_step_seconds, stage_seconds, step_time
 
 
 def job(pp: int, microbatches: int, schedule: str = "1f1b", per_rank: int = 0, blocks: int = 24) -> Job:

@@ -7,8 +7,15 @@ from dataclasses import dataclass, fields
 import pytest
 
 from meshwright import ConfigError, Techniques
-from meshwright.integrations.handed_over import CARRIED, refuse, refused
-from meshwright.integrations.training_arguments import SFT_CONFIG, TRAINING_ARGUMENTS, handed_over, techniques_of
+from meshwright.integrations.training_arguments import (
+    CARRIED,
+    SFT_CONFIG,
+    TRAINING_ARGUMENTS,
+    handed_over,
+    refuse,
+    refused,
+    techniques_of,
+)
 
 transformers = pytest.importorskip("transformers")
 

@@ -15,9 +15,18 @@ import pytest
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.distributed.process.workers import WorkerDied, WorkerFailed
 from meshwright.training import launch
-from meshwright.training.health.heartbeat import FIRST_LINE, Heartbeat, Record, file_of, read_record
+from meshwright.training.health.heartbeat import (
+    FIRST_LINE,
+    Heartbeat,
+    Record,
+    condition,
+    file_of,
+    find_stall,
+    first_lost,
+    read_record,
+    whereabouts,
+)
 from meshwright.training.health.peers import RankLost, RankStalled
-from meshwright.training.health.postmortem import condition, find_stall, first_lost, whereabouts
 
 NOW = time.time()
 HERE = socket.gethostname()

@@ -13,10 +13,10 @@ import pytest
 
 from meshwright.cli import main as cli
 from meshwright.core.config import field_doc, keys_text, public_keys
-from meshwright.core.config.help import key_kind, legal_words
+from meshwright.core.config.flags import key_kind, legal_words
 from meshwright.core.errors import ConfigError
 from meshwright.training.config import Config
-from meshwright.training.slurm.config import LaunchConfig
+from meshwright.training.slurm import LaunchConfig
 
 
 def helped(capsys, *words: str) -> str:

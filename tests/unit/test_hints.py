@@ -12,8 +12,8 @@ import pytest
 from support.hinted import REMIXED, UNROLLED, Remixed, Unrolled
 
 from meshwright import ConfigError, Hints, Layout, UnsupportedError, plan
+from meshwright.introspection.blocks import Hinted, hints_of
 from meshwright.introspection.facts import model_facts
-from meshwright.introspection.hints import Hinted, hints_of
 from meshwright.introspection.source import as_module
 
 TP = Layout(dp_shard=1, tp=2)
@@ -92,7 +92,7 @@ def test_an_argument_that_blocks_do_not_take_is_refused():
 
 
 def test_wrong_hints_do_not_pass_the_rehearsal():
-    from meshwright.distributed.pipeline.rehearsal import prove
+    from meshwright.distributed.pipeline.split import prove
 
     facts = model_facts(as_module(Remixed, hints=Hints(residual="places")))
     made = plan(facts, Layout(dp_shard=1, pp=2)).pipeline

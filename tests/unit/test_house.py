@@ -259,14 +259,14 @@ def test_a_tensors_way_to_cuda_is_seen(code):
 PRIVATE_FILES = (
     "core/torch_private.py",
     "distributed/torch_private.py",
-    "distributed/optimizer/foreach_private.py",
-    "distributed/float8/torchao_private.py",
+    "distributed/optimizer/grad_clip.py",
+    "distributed/float8/products.py",
     "distributed/loss/peft_private.py",
     "integrations/fabric_private.py",
     "integrations/trainer_private.py",
-    "introspection/transformers_private.py",
+    "introspection/module_kinds.py",
     "distributed/weights/torch_2_11.py",
-    "training/slurm/job.py",  # submitit's script and its submission
+    "training/slurm.py",  # submitit's script and its submission
 )
 REGISTRIES = {"_parameters", "_buffers", "_apply"}
 """Of nn.Module, the same since its first release."""

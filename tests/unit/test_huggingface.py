@@ -20,12 +20,11 @@ from meshwright import ConfigError, IntegrityError, Layout, MissingExtraError, U
 from meshwright.checkpoint.tensor_files import INDEX, SINGLE, TensorFiles, holds_weights
 from meshwright.introspection.constructor.recording import built
 from meshwright.introspection.facts import model_facts
-from meshwright.introspection.huggingface import CausalLM, read_causal_lm
-from meshwright.introspection.source import as_module
+from meshwright.introspection.source import CausalLM, as_module, read_causal_lm
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.training.config import Config
-from meshwright.verification.counterpart.counterpart import of_decoder, prove
-from meshwright.verification.shrink import shrunk
+from meshwright.verification.counterpart import of_decoder, prove
+from meshwright.verification.problem import shrunk
 
 ONE = Layout(dp_shard=1)
 

@@ -7,10 +7,9 @@ from torch import nn
 
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.introspection.facts import model_facts
-from meshwright.introspection.huggingface import read_causal_lm
-from meshwright.introspection.images.dealing import counted, rows_of
+from meshwright.introspection.images import counted, rows_of
 from meshwright.introspection.premises.premises import play
-from meshwright.introspection.source import as_module
+from meshwright.introspection.source import as_module, read_causal_lm
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
 

@@ -8,10 +8,9 @@ from support.families import config_of
 from torch import nn
 
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.distributed.tensor.rehearsal import prove
+from meshwright.distributed.tensor.parallel import prove
 from meshwright.introspection.facts import model_facts
-from meshwright.introspection.huggingface import CausalLM
-from meshwright.introspection.source import as_module
+from meshwright.introspection.source import CausalLM, as_module
 from meshwright.models.decoder_config import SIZES
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout

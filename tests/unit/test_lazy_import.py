@@ -86,7 +86,7 @@ def test_a_wrong_config_is_refused_without_torch():
     [
         "core.config",
         "core.dtypes",
-        "core.units",
+        "core.dtypes",
         "planning.layout",
         "planning.techniques",
         "training.config",

@@ -14,7 +14,7 @@ from torch import nn
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.training.build import build_schedule, open_trace
 from meshwright.training.config import Config
-from meshwright.training.optim.schedules import KINDS, LearningRateSchedule, learning_rate
+from meshwright.training.optim.build import KINDS, LearningRateSchedule, learning_rate
 from meshwright.training.tracing import traced_facts
 
 DECAYING = [kind for kind in KINDS if kind != "constant"]

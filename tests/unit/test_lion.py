@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from meshwright.core.errors import ConfigError
-from meshwright.distributed.optimizer.lion import Lion
+from meshwright.distributed.optimizer.muon import Lion
 
 LR, BETAS, DECAY = 0.03, (0.9, 0.99), 0.1
 SHAPES = (5, 3), (7,), ()

@@ -11,11 +11,20 @@ from support.releases import installed
 
 from meshwright.cli import main as cli
 from meshwright.core.errors import ConfigError
-from meshwright.distributed.measuring.clock import SHORTEST
-from meshwright.simulation.hardware.curves import ProductGrid, SecondsCurve
-from meshwright.simulation.hardware.find import COME_ALONG, profile_of
-from meshwright.simulation.hardware.measured import measured_machines, notes
-from meshwright.simulation.hardware.profile import GridPoints, MachineProfile, from_json, read_profile, to_json
+from meshwright.distributed.measuring.products import SHORTEST
+from meshwright.simulation.hardware.measured import (
+    COME_ALONG,
+    GridPoints,
+    MachineProfile,
+    ProductGrid,
+    SecondsCurve,
+    from_json,
+    measured_machines,
+    notes,
+    profile_of,
+    read_profile,
+    to_json,
+)
 from meshwright.training.machine import measure, measure_here
 
 WAYS = ("nt", "nn", "tn")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshwright import Layout, plan
-from meshwright.distributed.memory.pipeline_ranks import along_pipeline
+from meshwright.distributed.memory.dry_run import along_pipeline
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.explain import table
-from meshwright.planning.memory.step import MemoryEstimate, MemoryUse, RankMemory, assumptions
+from meshwright.planning.memory.states import MemoryEstimate, MemoryUse, RankMemory, assumptions
 from meshwright.planning.pipeline.schedules.simulate import peak_live
 from meshwright.planning.values import Batch
 

@@ -9,12 +9,18 @@ import pytest
 from meshwright.planning.layout import Layout
 from meshwright.simulation.hardware.cards import device, machines
 from meshwright.simulation.workload.architecture import Architecture, decoder_block, gated_experts, latent_block
-from meshwright.simulation.workload.block_times import Cost, block_times
 from meshwright.simulation.workload.execution import Execution, Job, MixtureRun
-from meshwright.simulation.workload.host_times import host_seconds, starved_seconds
-from meshwright.simulation.workload.mixture_times import dispatch_seconds, mixture_traffic, ordered_bytes, reached
-from meshwright.simulation.workload.products import cast_seconds
+from meshwright.simulation.workload.products import (
+    cast_seconds,
+    dispatch_seconds,
+    host_seconds,
+    mixture_traffic,
+    ordered_bytes,
+    reached,
+    starved_seconds,
+)
 from meshwright.simulation.workload.step_memory import block_activations
+from meshwright.simulation.workload.step_time import Cost, block_times
 
 TOP_K = 8
 BLOCK = decoder_block(2048, 16, 8, 1024, experts=gated_experts(2048, 64, TOP_K, 1024))

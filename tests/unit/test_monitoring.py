@@ -29,17 +29,19 @@ from meshwright.models.decoder_config import SIZES
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
 from meshwright.training.config import Config
-from meshwright.training.metrics.flops import mfu, peak_flops, training_flops_per_token
 from meshwright.training.metrics.memory import read_memory
 from meshwright.training.metrics.metrics import MetricsWriter, read_metrics
-from meshwright.training.metrics.throughput import Throughput
-from meshwright.training.metrics.timeline import StartupTimeline
-from meshwright.training.views.curve import LossCurve
+from meshwright.training.metrics.throughput import (
+    StartupTimeline,
+    Throughput,
+    mfu,
+    peak_flops,
+    training_flops_per_token,
+)
 from meshwright.training.views.display import build_progress
-from meshwright.training.views.live import LiveProgress
-from meshwright.training.views.next_steps import next_steps
+from meshwright.training.views.live import LiveProgress, LossCurve
 from meshwright.training.views.progress import PlainProgress, SilentProgress, StepReport
-from meshwright.training.views.report import ClosingReport
+from meshwright.training.views.telling import ClosingReport, next_steps
 
 REPORT = StepReport(
     step=7,

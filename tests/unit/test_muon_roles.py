@@ -14,11 +14,10 @@ from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.distributed.optimizer.muon import Muon
 from meshwright.distributed.optimizer.parameter_groups import split_by_role
 from meshwright.introspection.facts import model_facts
-from meshwright.introspection.roles.hidden import hidden_matrices
+from meshwright.introspection.roles import hidden_matrices
 from meshwright.introspection.source import as_module
-from meshwright.planning.optimizer import owners
-from meshwright.planning.optimizer.collectives import sent_elements
-from meshwright.planning.optimizer.owners import HeldBox, Matrix, matrices_of, rounds_of, sent_by
+from meshwright.planning.optimizer import collectives
+from meshwright.planning.optimizer.collectives import HeldBox, Matrix, matrices_of, rounds_of, sent_by, sent_elements
 
 
 class Odd(nn.Module):
@@ -127,9 +126,9 @@ def test_a_copy_is_brought_by_the_nearest_rank():
 def test_rounds_hold_what_fits_and_at_least_one_matrix_of_each_owner(monkeypatch):
     matrices = [cut(64, 64, 2) for _ in range(8)]
     assert [len(one.owners) for one in rounds_of(matrices, 2)] == [8]
-    monkeypatch.setattr(owners, "ROUND_ELEMENTS", 4 * 64 * 64)
+    monkeypatch.setattr(collectives, "ROUND_ELEMENTS", 4 * 64 * 64)
     assert [len(one.owners) for one in rounds_of(matrices, 2)] == [4, 4]
-    monkeypatch.setattr(owners, "ROUND_ELEMENTS", 1)
+    monkeypatch.setattr(collectives, "ROUND_ELEMENTS", 1)
     assert [len(one.owners) for one in rounds_of(matrices, 2)] == [2, 2, 2, 2]
 
 

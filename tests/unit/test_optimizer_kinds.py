@@ -12,7 +12,7 @@ from torch import nn
 
 from meshwright import Layout, plan
 from meshwright.core.errors import ConfigError
-from meshwright.distributed.optimizer.classes import optimizer_class
+from meshwright.distributed.optimizer.muon import optimizer_class
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import SIZES, DecoderConfig

@@ -10,7 +10,7 @@ import torch
 
 from meshwright import Layout, Techniques, plan
 from meshwright.core.errors import MissingExtraError, UnsupportedError
-from meshwright.distributed.optimizer.torchao_adamw import TorchaoAdamW, refuse_absent
+from meshwright.distributed.optimizer.low_bit import TorchaoAdamW, refuse_absent
 from meshwright.models.decoder_config import SIZES
 from meshwright.planning.optimizer.plan import OptimizerPlan
 from meshwright.training.build import build_optimizer, open_trace

@@ -11,8 +11,8 @@ import test_record_shapes as records
 from support.tokenizers_made import BEGUN, CHATML, ENDLESS, INSIDE, WAYS, save_way
 
 from meshwright.core.errors import ConfigError
+from meshwright.data.corpus.building import Encoder
 from meshwright.data.corpus.cache import open_corpus, prepare
-from meshwright.data.corpus.encoding import Encoder
 from meshwright.data.options import SourceOptions
 from meshwright.data.text.tasks import choose_task
 from meshwright.data.text.tokenizers import FileTokenizer, encode_prompt

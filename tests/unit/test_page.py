@@ -27,9 +27,8 @@ from meshwright.training.config import Config
 from meshwright.training.metrics.metrics import MetricsWriter, read_metrics
 from meshwright.training.run.occupancy import occupied
 from meshwright.training.run.request import keep_request
-from meshwright.training.views.page.charts import Chart, Curve, common_axis, value_axis
+from meshwright.training.views.page.charts import MOST_POINTS, Chart, Curve, common_axis, value_axis
 from meshwright.training.views.page.document import page
-from meshwright.training.views.page.drawing import MOST_POINTS
 from meshwright.training.views.page.history import BEGIN, MOST_SOURCES, OF_PAIRS, Series, read_history, thinned
 
 EVIL = "</script><script>alert(1)</script><img src=http://x.y/z onerror=alert(1)>\"'&\u2028"

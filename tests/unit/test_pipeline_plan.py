@@ -16,13 +16,12 @@ from torch import nn
 
 from meshwright import ConfigError, Layout, Plan, UnsupportedError, plan
 from meshwright.distributed import DistributedConfig
-from meshwright.distributed.pipeline import absent, rehearsal
+from meshwright.distributed.pipeline import split
 from meshwright.distributed.step.deferred import DeferredGradients
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import SIZES
-from meshwright.planning.pipeline.plan import PipelinePlan
-from meshwright.planning.pipeline.split import balanced, compute_layer_assignment, given_cuts
+from meshwright.planning.pipeline.plan import PipelinePlan, balanced, compute_layer_assignment, given_cuts
 from meshwright.planning.values import Batch
 
 DEBUG = replace(SIZES["debug"], n_layers=4)
@@ -212,17 +211,17 @@ def pipeline_of(facts: ModelFacts, schedule: str = "1f1b") -> PipelinePlan:
 @pytest.mark.parametrize("name", [*OWN, *MORE])
 def test_every_family_goes_through_stages(monkeypatch, name, schedule):
     """With every kind of input, by as many stages as there are blocks, in the way of the plan's schedule."""
-    facts, found, rehearse = cutting.family(name), [], rehearsal.rehearse
+    facts, found, rehearse = cutting.family(name), [], split.rehearse
 
     def noted(model, plan, inputs):
         found.append((plan, rehearse(model, plan, inputs)))
         return found[-1][1]
 
-    monkeypatch.setattr(rehearsal, "rehearse", noted)
-    rehearsal.prove(facts, pipeline_of(facts, schedule), 1)
+    monkeypatch.setattr(split, "rehearse", noted)
+    split.prove(facts, pipeline_of(facts, schedule), 1)
     assert found and all(len(plan.stages) > 1 and plan.schedule == schedule for plan, _ in found)
     for _, errors in found:
-        assert len(errors) > 5 and max(errors.values()) <= rehearsal.LARGEST_ERROR, max(
+        assert len(errors) > 5 and max(errors.values()) <= split.LARGEST_ERROR, max(
             errors.items(), key=lambda item: item[1]
         )
 
@@ -247,16 +246,16 @@ CANNOT = {
 def test_a_users_model_goes_through_stages_or_is_refused(name):
     facts = cutting.user(name)
     if name not in CANNOT:
-        rehearsal.prove(facts, pipeline_of(facts), 1)
+        split.prove(facts, pipeline_of(facts), 1)
         return
     with pytest.raises((UnsupportedError, ConfigError)) as found:
-        rehearsal.prove(facts, pipeline_of(facts), 1)
+        split.prove(facts, pipeline_of(facts), 1)
     assert CANNOT[name] in str(found.value)
 
 
 def wrong_exit(patch: Any) -> None:
     """A stage gives its rows in another order."""
-    forward = absent.AbsentBlock.forward
+    forward = split.AbsentBlock.forward
 
     def broken(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = forward(self, *args, **kwargs)
@@ -264,7 +263,7 @@ def wrong_exit(patch: Any) -> None:
             self._passage.leaving = self._passage.leaving.flip(0)
         return output
 
-    patch.setattr(absent.AbsentBlock, "forward", broken)
+    patch.setattr(split.AbsentBlock, "forward", broken)
 
 
 def forgotten_weights(patch: Any) -> None:
@@ -274,8 +273,8 @@ def forgotten_weights(patch: Any) -> None:
 
 def weights_of_another_dtype(patch: Any) -> None:
     """Tables behind an absent embedding are made in the dtype in which the model was built."""
-    made = absent.AbsentModule.__init__
-    patch.setattr(absent.AbsentModule, "__init__", lambda self, original, dtype: made(self, original, torch.float32))
+    made = split.AbsentModule.__init__
+    patch.setattr(split.AbsentModule, "__init__", lambda self, original, dtype: made(self, original, torch.float32))
 
 
 @pytest.mark.kills("stages", "fault")
@@ -287,14 +286,14 @@ def test_a_fault_in_the_stages_is_caught(fault: Callable, monkeypatch):
     stages = tuple(replace(made.stages[0], blocks=(block,)) for block in sample.blocks)
     small = replace(made, stages=stages, dtype="float64")
     fault(monkeypatch)
-    errors = rehearsal.rehearse(sample.model, small, sample.inputs[0])
+    errors = split.rehearse(sample.model, small, sample.inputs[0])
     assert not max(errors.values()) <= 1e-10
 
 
 def test_absent_modules_take_no_memory_and_keep_their_attributes():
     embedding = nn.Embedding(10, 4)
     embedding.attention_type = "sliding"  # type: ignore[assignment]
-    stand = absent.AbsentModule(embedding, torch.float64)
+    stand = split.AbsentModule(embedding, torch.float64)
     output = stand(torch.zeros((2, 3), dtype=torch.int64))
     assert (tuple(output.shape), output.dtype, output.untyped_storage().nbytes()) == ((2, 3, 4), torch.float64, 8)
     assert output.isnan().all()

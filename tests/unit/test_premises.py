@@ -19,8 +19,7 @@ from support.premises import MODELS
 from meshwright import Layout, UnsupportedError, plan
 from meshwright.distributed.recompute import recompute
 from meshwright.introspection.premises import playing, premises
-from meshwright.introspection.premises.hooks import hooks_of
-from meshwright.introspection.premises.premises import Premises, play
+from meshwright.introspection.premises.premises import Premises, hooks_of, play
 
 SEEN: dict[str, dict[str, str]] = {
     "BatchNorm": {"mixes_rows": "batch_norm (BatchNorm1d)", "buffers": "batch_norm.running_mean"},

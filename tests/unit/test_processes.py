@@ -10,8 +10,8 @@ import pytest
 
 from meshwright import ConfigError
 from meshwright.cli import main as cli
-from meshwright.core.host import processes
-from meshwright.core.host.processes import MIB, refuse_too_many
+from meshwright.core import host as processes
+from meshwright.core.host import MIB, refuse_too_many
 from meshwright.distributed.process import workers
 
 

@@ -12,7 +12,7 @@ from meshwright.core.errors import ConfigError
 from meshwright.data.corpus.cache import open_corpus, prepare
 from meshwright.data.corpus.packing import IGNORE_INDEX
 from meshwright.data.options import SourceOptions
-from meshwright.data.sources.records import BadRow
+from meshwright.data.sources.formats import BadRow
 from meshwright.data.text.tasks import choose_task
 from meshwright.data.text.tokenizers import ByteTokenizer
 

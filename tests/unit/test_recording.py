@@ -17,9 +17,7 @@ from meshwright.cli.main import main
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.distributed.process.flight import Issued
 from meshwright.training.config import Config
-from meshwright.training.profiling.profiling import Profile
-from meshwright.training.profiling.recording import check_recordings, open_recordings
-from meshwright.training.profiling.trace import name_ranges
+from meshwright.training.profiling.recording import Profile, check_recordings, name_ranges, open_recordings
 from meshwright.training.profiling.windows import read_window
 
 

@@ -24,7 +24,7 @@ from meshwright.core.errors import MeshwrightError, UnsupportedError
 from meshwright.core.parts import FusedPart
 from meshwright.distributed.exchange import ranks as exchange
 from meshwright.distributed.exchange import threads
-from meshwright.distributed.tensor import ends, functions, layers, loss, normed, rehearsal
+from meshwright.distributed.tensor import ends, functions, layers, loss, normed, parallel
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.logits.tail import Tail
 from meshwright.introspection.logits.tape import LogitsTape
@@ -54,8 +54,8 @@ def errors_of(facts: ModelFacts, ranks: int, cut_sequences: bool, which: slice =
     assert plan.sequence_parallel == cut_sequences
     sample = measured(facts, ranks).sample
     found: dict[str, float] = {}
-    for inputs, logits in list(rehearsal._performances(sample))[which]:
-        for name, error in rehearsal.rehearse(sample.model, plan.only(sample.blocks), inputs, logits=logits).items():
+    for inputs, logits in list(parallel._performances(sample))[which]:
+        for name, error in parallel.rehearse(sample.model, plan.only(sample.blocks), inputs, logits=logits).items():
             found[name] = max(found.get(name, 0.0), torch.inf if error != error else error)
     return found
 
@@ -106,7 +106,7 @@ def test_a_model_of_a_user_is_proved_or_refused_in_words(name, cut_sequences):
     refused = (REFUSED if cut_sequences else REFUSED_WHOLE).get(name)
     for ranks in (2, 4):
         with pytest.raises(MeshwrightError, match=refused) if refused else nullcontext():
-            rehearsal.prove(user(name), cut(user(name), ranks, sequence_parallel=cut_sequences)[0])
+            parallel.prove(user(name), cut(user(name), ranks, sequence_parallel=cut_sequences)[0])
 
 
 # --- broken plans
@@ -231,11 +231,11 @@ def test_a_broken_plan_is_refused(name):
         pytest.skip("transformers 5.17's OPT is refused for another reason: it draws whether a block is skipped")
     facts, ranks, cut_sequences, change = BROKEN[name]
     plan, _ = cut(facts(), ranks, sequence_parallel=cut_sequences)
-    rehearsal.prove(facts(), plan)
+    parallel.prove(facts(), plan)
     broken = change(plan)
     assert broken != plan
     with pytest.raises(UnsupportedError, match=f"layout.tp = {ranks}: .* rehearsed .* (is wrong|fails)"):
-        rehearsal.prove(facts(), broken)
+        parallel.prove(facts(), broken)
 
 
 # --- broken code
@@ -260,7 +260,7 @@ def slices_of_the_next_rank() -> AbstractContextManager:
     return patch.object(layers, "share_of", share)
 
 
-def in_backward(kind: type[functions.Sequence], node: Any = functions._ColumnParallel) -> AbstractContextManager:
+def in_backward(kind: type[functions.TokenSequence], node: Any = functions._ColumnParallel) -> AbstractContextManager:
     """Column-parallel layers whose backward works on another kind of sequence."""
     whole = node.backward
 
@@ -271,7 +271,7 @@ def in_backward(kind: type[functions.Sequence], node: Any = functions._ColumnPar
     return patch.object(node, "backward", staticmethod(backward))
 
 
-class Unreduced(functions.Sequence):
+class Unreduced(functions.TokenSequence):
     def reduced(self, x: Tensor) -> Tensor:
         return exchange.own_share(x, self.group.rank, self.group.size)
 
@@ -353,7 +353,7 @@ def maxima_of_own_logits() -> AbstractContextManager:
     return patch.object(threads.Thread, "largest", lambda self, x: x)
 
 
-class Flipped(functions.Sequence):
+class Flipped(functions.TokenSequence):
     def whole(self, x: Tensor) -> Tensor:
         return super().whole(x).flip(0)
 
@@ -402,17 +402,17 @@ def test_broken_code_is_caught(monkeypatch, fault):
     plan, _ = cut(facts(), ranks)
     monkeypatch.setattr(facts().measurements, "proven", set())
     with fault(), pytest.raises(UnsupportedError, match="(is wrong|fails)"):
-        rehearsal.prove(facts(), plan)
-    rehearsal.prove(facts(), plan)
+        parallel.prove(facts(), plan)
+    parallel.prove(facts(), plan)
 
 
 def test_a_plan_that_was_proved_is_not_rehearsed_again(monkeypatch):
     plan, _ = cut(user("plain"), 2)
-    rehearsal.prove(user("plain"), plan)
-    monkeypatch.setattr(rehearsal, "rehearse", lambda *_, **__: pytest.fail("rehearsed again"))
-    rehearsal.prove(user("plain"), plan)
+    parallel.prove(user("plain"), plan)
+    monkeypatch.setattr(parallel, "rehearse", lambda *_, **__: pytest.fail("rehearsed again"))
+    parallel.prove(user("plain"), plan)
     with pytest.raises(pytest.fail.Exception, match="rehearsed again"):
-        rehearsal.prove(user("plain"), replace(plan, regather=False))
+        parallel.prove(user("plain"), replace(plan, regather=False))
 
 
 def test_a_rank_that_fails_frees_the_others():
@@ -450,4 +450,4 @@ def test_a_forgotten_soft_cap_is_refused(monkeypatch):
     monkeypatch.setattr(facts.measurements, "proven", set())
     monkeypatch.setattr(LogitsTape, "replay", lambda self, logits, piece, **_: piece)
     with pytest.raises(UnsupportedError, match="is wrong"):
-        rehearsal.prove(facts, plan)
+        parallel.prove(facts, plan)

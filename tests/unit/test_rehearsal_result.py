@@ -11,7 +11,7 @@ from meshwright.core.config import to_toml
 from meshwright.core.errors import ConfigError
 from meshwright.planning.layout import Layout
 from meshwright.training.config import Config, ModelConfig
-from meshwright.training.rehearsal.result import FORMAT, MessageRow, Rehearsal, from_json, read, to_json
+from meshwright.training.rehearsal import FORMAT, MessageRow, Rehearsal, from_json, read, to_json
 
 FOUND = Rehearsal(
     37,
@@ -119,13 +119,13 @@ def test_help_needs_no_rank(capsys):
 
 
 def test_a_device_that_is_not_here_is_refused(file, capsys, monkeypatch):
-    monkeypatch.setattr("meshwright.training.rehearsal.processes.local_device", lambda: "cpu")
+    monkeypatch.setattr("meshwright.training.rehearsal.local_device", lambda: "cpu")
     assert cli.main(["rehearse", file, "--rank", "1", "--device", "cuda"]) == 2
     assert "--device = cuda: there is none here, and a rehearsal computes" in capsys.readouterr().err
 
 
 def test_memory_of_other_ranks_cannot_be_read_in_a_rehearsal(file, capsys, monkeypatch):
-    monkeypatch.setattr("meshwright.training.rehearsal.processes.is_accelerator", lambda device: False)
+    monkeypatch.setattr("meshwright.training.rehearsal.is_accelerator", lambda device: False)
     words = ["--rank", "1", "--device", "cuda", "--techniques.async_tensor_parallel=true"]
     assert cli.main(["rehearse", file, *words]) == 3
     assert "techniques.async_tensor_parallel reads other ranks' memory" in capsys.readouterr().err

@@ -16,15 +16,17 @@ from meshwright.models.decoder_config import SIZES
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
 from meshwright.planning.values import Batch
-from meshwright.simulation.hardware.cards import machines
-from meshwright.simulation.hardware.links import Group, gather_s, reduce_s, send_s
-from meshwright.simulation.hardware.messages import message_s
+from meshwright.simulation.hardware.cards import Group, gather_s, machines, message_s, reduce_s, send_s
 from meshwright.simulation.search.from_model import job_of_plan
-from meshwright.simulation.workload.block_times import Cost
-from meshwright.simulation.workload.rehearsed import MESSAGES, RehearsedRank, rehearsed_memory, rehearsed_time
-from meshwright.simulation.workload.step_memory import step_memory
-from meshwright.simulation.workload.step_time import Kinds, optimizer_seconds, rank_costs, step_time
-from meshwright.training.rehearsal.result import Rehearsal, digest, to_json
+from meshwright.simulation.workload.step_memory import (
+    MESSAGES,
+    RehearsedRank,
+    rehearsed_memory,
+    rehearsed_time,
+    step_memory,
+)
+from meshwright.simulation.workload.step_time import Cost, Kinds, optimizer_seconds, rank_costs, step_time
+from meshwright.training.rehearsal import Rehearsal, digest, to_json
 
 FACTS = model_facts(as_module(SIZES["8B"]))
 BATCH = Batch(64, 4096, 1, 128256)

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from meshwright import Batch, Cluster, Layout, foresee
-from meshwright.distributed.memory import saved
-from meshwright.distributed.memory.dry_run import estimate_memory
-from meshwright.distributed.memory.saved import SavedByBlock, saved_by_blocks
+from meshwright.distributed.memory import dry_run
+from meshwright.distributed.memory.dry_run import SavedByBlock, estimate_memory, saved_by_blocks
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import SIZES
@@ -131,5 +130,5 @@ def test_arithmetic_alone_would_count_too_little(monkeypatch):
 
 def test_saved_parameters_are_no_activations(monkeypatch):
     found = saved_by_blocks(FACTS, ALONE, Batch(1, 64, 1, 4096))
-    monkeypatch.setattr(saved._BlockSaves, "_enter", lambda self, path: setattr(self, "_block", path))
+    monkeypatch.setattr(dry_run._BlockSaves, "_enter", lambda self, path: setattr(self, "_block", path))
     assert saved_by_blocks(FACTS, ALONE, Batch(1, 64, 1, 4096))[0].all > 2 * found[0].all

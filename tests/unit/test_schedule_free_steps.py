@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.distributed.averaging.schedule_free import ScheduleFreeAdamW, optimizers_of
+from meshwright.distributed.averaging import ScheduleFreeAdamW, optimizers_of
 from meshwright.models.decoder_config import SIZES
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout

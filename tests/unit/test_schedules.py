@@ -12,18 +12,23 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torchs
 
 from meshwright import ConfigError
-from meshwright.planning.pipeline.schedules.action import Action, PipelineSchedule, Work, actions_in
 from meshwright.planning.pipeline.schedules.orders import KINDS, forwards, schedule_kind
-from meshwright.planning.pipeline.schedules.program import (
+from meshwright.planning.pipeline.schedules.simulate import (
+    Action,
     Content,
     Message,
+    PipelineSchedule,
     Receive,
     Send,
+    Work,
+    actions_in,
+    check_whole,
     message_after,
     message_before,
+    peak_live,
     programs,
+    simulate,
 )
-from meshwright.planning.pipeline.schedules.simulate import check_whole, peak_live, simulate
 from meshwright.planning.pipeline.schedules.table import read_schedule, write_schedule
 
 RANKS = st.integers(2, 6)

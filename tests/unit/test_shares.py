@@ -11,7 +11,7 @@ import meshwright
 from meshwright import Layout, plan
 from meshwright.core.axes import Axis
 from meshwright.models.decoder_config import DecoderConfig
-from meshwright.planning.shares import BATCH, SAMPLES, SHARDS, Shares, shares_of
+from meshwright.planning.layout import BATCH, SAMPLES, SHARDS, Shares, shares_of
 
 MODEL = DecoderConfig(256, 64, 2, 4, 2, 128, 64)
 MESH = {"pp": 2, "dp_replicate": 3, "dp_shard": 5, "cp": 7, "tp": 11}

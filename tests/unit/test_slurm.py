@@ -18,8 +18,7 @@ from meshwright.core.config import field_doc, public_keys
 from meshwright.core.errors import ConfigError, MissingExtraError
 from meshwright.training.config import Config
 from meshwright.training.run.folder import RunFolder
-from meshwright.training.slurm.config import LaunchConfig, SlurmConfig, seconds_of
-from meshwright.training.slurm.job import batch_script, folder_of, submit
+from meshwright.training.slurm import LaunchConfig, SlurmConfig, batch_script, folder_of, seconds_of, submit
 
 KEYS = (
     "nodes tasks_per_node gpus_per_node cpus_per_task partition account qos time signal_sec requeue setup extra".split()
@@ -231,7 +230,7 @@ def test_a_requeued_job_does_not_continue_what_became_another_run(job, tmp_path)
 
 
 def test_none_of_it_needs_torch_or_submitit():
-    imported = "import sys, meshwright.training.slurm.job, meshwright.training.slurm.job_folder"
+    imported = "import sys, meshwright.training.slurm, meshwright.training.slurm"
     code = f"{imported}; print({{'torch', 'submitit', 'json'}} & set(sys.modules))"
     assert (
         subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()

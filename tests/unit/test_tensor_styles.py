@@ -12,7 +12,7 @@ from support.families import config_of
 from torch import Tensor, nn
 
 from meshwright import ConfigError, Layout, Plan, Techniques, UnsupportedError, plan
-from meshwright.distributed.tensor.rehearsal import prove
+from meshwright.distributed.tensor.parallel import prove
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.module_kinds import own_tensor_plan
 from meshwright.planning.techniques import TensorStyleRequest

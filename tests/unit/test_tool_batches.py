@@ -97,7 +97,7 @@ def test_an_accelerator_that_would_do_the_same_is_refused(monkeypatch, accelerat
 
 
 def test_a_checkpoint_that_does_not_exist_is_not_taken_for_another_trainers(tmp_path):
-    from meshwright.integrations.trainer_files import state_folder
+    from meshwright.integrations.trainer_private import state_folder
 
     with pytest.raises(ConfigError, match=r"checkpoint-9 does not exist.* resume_from_checkpoint"):
         state_folder(tmp_path / "checkpoint-9")

@@ -16,12 +16,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.core import torch_private as private
-from meshwright.distributed.memory.storage_private import noting_resizes
-from meshwright.distributed.optimizer import foreach_private
-from meshwright.distributed.process.wire import name_of_operator
-from meshwright.introspection import transformers_private
-from meshwright.planning.recompute.operators import OPERATOR, OVERLOADED
-from meshwright.training.health import torch_frames
+from meshwright.distributed.memory.account import noting_resizes
+from meshwright.distributed.optimizer import grad_clip
+from meshwright.distributed.process.absent_peers import name_of_operator
+from meshwright.introspection import module_kinds
+from meshwright.planning.recompute import OPERATOR, OVERLOADED
+from meshwright.training.health import stacks
 
 
 class Squares(private.TorchDispatchMode):
@@ -99,16 +99,16 @@ def test_operators_tell_their_schema_and_name():
 
 def test_operators_on_many_tensors():
     tensors = [torch.full((4,), 2.0), torch.full((1,), 3.0)]
-    assert [norm.item() for norm in foreach_private.foreach_norm(tensors)] == [4, 3]
-    foreach_private.foreach_multiply_(tensors, 2.0)
+    assert [norm.item() for norm in grad_clip.foreach_norm(tensors)] == [4, 3]
+    grad_clip.foreach_multiply_(tensors, 2.0)
     assert tensors[1].item() == 6
     others = [torch.full((4,), -4.0), torch.full((1,), 2.0)]
-    assert [each[0].item() for each in foreach_private.foreach_between(tensors, others, 0.25)] == [2, 5]
-    foreach_private.foreach_between_(tensors, others, 0.5)
+    assert [each[0].item() for each in grad_clip.foreach_between(tensors, others, 0.25)] == [2, 5]
+    grad_clip.foreach_between_(tensors, others, 0.5)
     assert [each[0].item() for each in tensors] == [0, 4]
-    foreach_private.foreach_add_(tensors, others, 2.0)
+    grad_clip.foreach_add_(tensors, others, 2.0)
     assert [each[0].item() for each in tensors] == [-8, 8]
-    foreach_private.foreach_sign_(tensors)
+    grad_clip.foreach_sign_(tensors)
     assert [each[0].item() for each in tensors] == [-1, 1]
     private.foreach_zero_(tensors)
     assert not any(tensor.any() for tensor in tensors)
@@ -206,7 +206,7 @@ def test_the_frame_that_calls_a_module_has_its_name():
         def forward(self):
             return [frame.function for frame in inspect.stack()]
 
-    assert torch_frames.CALLING in Looks()()
+    assert stacks.CALLING in Looks()()
 
 
 def test_what_draws_a_truncated_normal_stands_in_init(monkeypatch):
@@ -227,15 +227,13 @@ def test_a_model_of_transformers_is_built_again_and_tells_its_plan():
     }
     config = transformers.LlamaConfig(**sizes)
     model = transformers.LlamaForCausalLM(config)
-    assert transformers_private.brings_initialiser(model) and not transformers_private.brings_initialiser(
-        nn.Linear(1, 1)
-    )
-    again = transformers_private.build_again(type(model), model.config)
+    assert module_kinds.brings_initialiser(model) and not module_kinds.brings_initialiser(nn.Linear(1, 1))
+    again = module_kinds.build_again(type(model), model.config)
     assert [p.shape for p in again.parameters()] == [p.shape for p in model.parameters()]
-    assert transformers_private.tensor_plan_of(model) and transformers_private.tensor_plan_of(nn.Linear(1, 1)) is None
-    assert transformers_private.names_to_ignore(nn.Linear(1, 1)) == ()
+    assert module_kinds.tensor_plan_of(model) and module_kinds.tensor_plan_of(nn.Linear(1, 1)) is None
+    assert module_kinds.names_to_ignore(nn.Linear(1, 1)) == ()
     gptj = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=16))
-    assert isinstance(transformers_private.names_to_ignore(gptj), (list, tuple, set))
+    assert isinstance(module_kinds.names_to_ignore(gptj), (list, tuple, set))
 
 
 def test_experts_can_be_computed_one_by_one():
@@ -250,9 +248,9 @@ def test_experts_can_be_computed_one_by_one():
         num_local_experts=2,
     )
     model = transformers.MixtralForCausalLM(config).double()
-    transformers_private.compute_experts_one_by_one(model.config)
+    module_kinds.compute_experts_one_by_one(model.config)
     assert model(torch.tensor([[1, 2]])).logits.dtype == torch.float64
-    assert any(key.endswith(transformers_private.KERNEL_KEYS) for key in dir(model.config))
+    assert any(key.endswith(module_kinds.KERNEL_KEYS) for key in dir(model.config))
 
 
 def test_attention_returns_logarithms_and_its_backward_takes_them():

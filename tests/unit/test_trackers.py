@@ -17,8 +17,14 @@ import pytest
 from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError, MissingExtraError
 from meshwright.training.config import Config
 from meshwright.training.metrics.board import TensorBoard
-from meshwright.training.metrics.metrics import MetricsWriter, read_metrics
-from meshwright.training.metrics.trackers import Tracker, Trackers, check_trackers, open_trackers
+from meshwright.training.metrics.metrics import (
+    MetricsWriter,
+    Tracker,
+    Trackers,
+    check_trackers,
+    open_trackers,
+    read_metrics,
+)
 from meshwright.training.metrics.weights_biases import WeightsAndBiases
 
 needs_tensorboard = pytest.mark.skipif(
@@ -237,7 +243,7 @@ PART_OF_A_RUN = """
 import math, sys
 from pathlib import Path
 from types import SimpleNamespace
-from meshwright.training.metrics.trackers import open_trackers
+from meshwright.training.metrics.metrics import open_trackers
 
 folder, resumed, *steps = sys.argv[1], *map(int, sys.argv[2:])
 logging = SimpleNamespace(tensorboard="off", wandb="offline", wandb_project="")
@@ -291,7 +297,7 @@ def test_neither_tensorboard_nor_wandb_nor_torch_nor_rich_is_imported_before_it_
     code = """
 import sys
 import meshwright.training.views.progress
-import meshwright.training.metrics.trackers as trackers
+import meshwright.training.metrics.metrics as trackers
 from meshwright.training.config import Config
 opened = trackers.open_trackers(__import__("pathlib").Path(sys.argv[1]), Config().logging, "run", {}, print)
 opened.event("startup", {})

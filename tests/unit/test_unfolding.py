@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.text.tokenizers import ByteTokenizer, FileTokenizer
-from meshwright.data.text.unfolding import Unfolding
-from meshwright.training.run.sampling import PARAMETERS_PER_THREAD, threads_for
+from meshwright.data.text.tokenizers import ByteTokenizer, FileTokenizer, Unfolding
+from meshwright.training.run.opened import PARAMETERS_PER_THREAD, threads_for
 
 
 @pytest.fixture(scope="module")

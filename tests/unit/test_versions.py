@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from meshwright import UnsupportedError
-from meshwright.core.host import versions
-from meshwright.core.host.versions import TESTED, Range, numbers
+from meshwright.core import host
+from meshwright.core.host import TESTED, Range, numbers
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -53,21 +53,21 @@ def test_the_lower_bounds_of_the_metadata_are_those_of_the_oldest_environment():
 
 @pytest.mark.parametrize("package, version", [("torch", "2.10.1"), ("transformers", "4.57.6"), ("torch", "1.13")])
 def test_an_older_release_is_refused_with_the_range_and_the_command(monkeypatch, package, version):
-    monkeypatch.setattr(versions, "installed", lambda name: version)
+    monkeypatch.setattr(host, "installed", lambda name: version)
     with pytest.raises(UnsupportedError) as caught:
-        versions.refuse_older(package)
+        host.refuse_older(package)
     said = str(caught.value)
     assert version in said and str(TESTED[package]) in said and "meshwright doctor" in said and "pip install" in said
 
 
 def test_a_newer_release_is_a_sentence_and_those_of_the_range_are_none(monkeypatch):
-    monkeypatch.setattr(versions, "installed", lambda name: "2.16.0a0+git" if name == "torch" else None)
-    (said,) = versions.newer_than_tested()
+    monkeypatch.setattr(host, "installed", lambda name: "2.16.0a0+git" if name == "torch" else None)
+    (said,) = host.newer_than_tested()
     assert "torch 2.16.0a0+git" in said and str(TESTED["torch"]) in said
     for version in ("2.11.0", "2.13.0+cpu", "2.15.3"):
-        monkeypatch.setattr(versions, "installed", lambda name, version=version: version if name == "torch" else None)
-        versions.refuse_older("torch")
-        assert versions.newer_than_tested() == []
+        monkeypatch.setattr(host, "installed", lambda name, version=version: version if name == "torch" else None)
+        host.refuse_older("torch")
+        assert host.newer_than_tested() == []
 
 
 def test_versions_are_compared_by_their_numbers():

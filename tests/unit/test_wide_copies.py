@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from support.users import Attention, Block, User
 
 from meshwright import Layout, plan
-from meshwright.distributed.context.rehearsal import prove as prove_context
-from meshwright.distributed.pipeline.rehearsal import prove as prove_stages
-from meshwright.distributed.tensor.rehearsal import prove
+from meshwright.distributed.context.context_parallel import prove as prove_context
+from meshwright.distributed.pipeline.split import prove as prove_stages
+from meshwright.distributed.tensor.parallel import prove
 from meshwright.introspection.facts import model_facts
 
 

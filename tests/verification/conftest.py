@@ -3,9 +3,8 @@
 import pytest
 from support import broken
 
-from meshwright.comparison.findings import Comparison
-from meshwright.verification.compare import differences
-from meshwright.verification.floors import references
+from meshwright.comparison.equality import Comparison
+from meshwright.verification.compare import differences, references
 from meshwright.verification.problem import Problem
 
 

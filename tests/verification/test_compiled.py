@@ -11,10 +11,9 @@ from support import mutants
 from support.problems import UNTIED
 from test_verify import BATCHES, FSDP
 
-from meshwright.comparison.findings import Comparison
-from meshwright.comparison.observe import is_inside, observing
-from meshwright.verification.compare import differences
-from meshwright.verification.floors import references
+from meshwright.comparison.equality import Comparison
+from meshwright.comparison.sketch import is_inside, observing
+from meshwright.verification.compare import differences, references
 from meshwright.verification.outcome import Outcome, candidate
 from meshwright.verification.problem import Problem
 

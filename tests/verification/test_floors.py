@@ -12,8 +12,8 @@ from test_verify import BATCHES, FSDP
 from torch import Tensor
 
 from meshwright.comparison.equality import relative_errors
-from meshwright.verification import floors as module
-from meshwright.verification.floors import references
+from meshwright.verification import compare as module
+from meshwright.verification.compare import references
 from meshwright.verification.outcome import Reference, reference
 from meshwright.verification.problem import Problem
 from meshwright.verification.verify import verify

@@ -10,10 +10,10 @@ import pytest
 from support import broken, composed
 from test_verify import DDP, FSDP, HSDP, even
 
-from meshwright.comparison.findings import Comparison
+from meshwright.comparison.equality import Comparison
 from meshwright.core.errors import IntegrityError
 from meshwright.planning.layout import Layout
-from meshwright.verification.aspects.random_numbers import nature, random_differences
+from meshwright.verification.aspects.sight import nature, random_differences
 from meshwright.verification.problem import Problem
 from meshwright.verification.verify import verify
 

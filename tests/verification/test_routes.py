@@ -10,7 +10,7 @@ import torch
 from support import families
 from support.routed import VOCABULARY, called_twice, capped_near_ties, clear_choices, near_ties, saturated
 
-from meshwright.comparison.observe import TokensOfRank
+from meshwright.comparison.sketch import TokensOfRank
 from meshwright.models.moe import Router
 from meshwright.planning.layout import Layout
 from meshwright.verification import verify as verifying

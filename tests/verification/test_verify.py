@@ -17,12 +17,12 @@ from support.problems import TIED, UNTIED
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.comparison.findings import Comparison, Difference
+from meshwright.comparison.equality import Comparison, Difference
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.distributed.process.world import get_world_info
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.layout import Layout
-from meshwright.verification import coverage
+from meshwright.verification import report as coverage
 from meshwright.verification.problem import Problem, RandomBatches
 from meshwright.verification.report import Report
 from meshwright.verification.verify import default_batches, verify

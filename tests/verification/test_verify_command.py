@@ -12,7 +12,7 @@ from test_verify import DDP, even, off_by_a_little
 from meshwright.cli.main import main
 from meshwright.models.decoder_config import SIZES, MoEConfig
 from meshwright.planning.layout import Layout
-from meshwright.verification.shrink import shrunk
+from meshwright.verification.problem import shrunk
 from meshwright.verification.testing import assert_layout_equals_single_process
 
 SMALL = ["--model.size=debug", "--data.seq_len=12", "--batch.global_batch=4", "--steps=1"]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -17,16 +20,27 @@ from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.core.names import clean, is_within
 from meshwright.core.record import recall
 from meshwright.core.torch_private import is_persistent
+from meshwright.distributed import order
+from meshwright.distributed.doors.builtin_transforms import LoadWeightsTransformConfig
+from meshwright.distributed.doors.transform_registry import ModelTransform, register_model_transform
+from meshwright.distributed.mesh import sizes_of_stage
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.pipeline.split import SharedEnds
 from meshwright.distributed.process import agree
-from meshwright.distributed.weights.destinations import Destinations
+from meshwright.distributed.weights.constructed import Destinations
 from meshwright.distributed.weights.shards import pieces
-from meshwright.introspection.adapted.names import base_name, is_adapter
-from meshwright.introspection.transformers_private import names_to_ignore
+from meshwright.distributed.weights.weights import Weights
+from meshwright.introspection.adapted.model import base_name, is_adapter
+from meshwright.introspection.facts import model_facts
+from meshwright.introspection.module_kinds import names_to_ignore
+from meshwright.planning.build import plan_for_mesh_sizes
+from meshwright.planning.techniques import Techniques
 
-from .stored_names import Source, sources
-from .tensor_files import TensorFiles
+from .load import load_model_tensors
+from .manifest import NAME
+from .tensor_files import Source, TensorFiles, sources
+
+# --- load weights from a Hugging Face folder
 
 SHOWN = 4
 """Number of problems that an error lists."""
@@ -262,3 +276,60 @@ def _fill(destinations: Destinations, tensor: Tensor, source: Source) -> None:
     with torch.no_grad(), destinations.opened(tensor) as values:
         for piece in pieces(values):
             piece.local.copy_(source.read(piece.slices))
+
+
+# --- register the transform ``load_weights``, which reads a Hugging Face folder or one of our checkpoints
+
+log = logging.getLogger("meshwright")
+RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+
+
+@register_model_transform("load_weights", LoadWeightsTransformConfig, after=("fully_shard",), before=("ddp",))
+class LoadWeightsTransform(ModelTransform):
+    """A transform that writes each rank's share of a folder's weights, creating a model on meta. Collective.
+
+    Context: ``is_restart`` states whether this process resumes what an earlier one began (default: torchrun's and
+    Slurm's restart counts).
+    """
+
+    def apply(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        config: LoadWeightsTransformConfig = self.config
+        if config.skip_on_restart and self._is_restart():
+            log.info("load_weights: this is a restart, so %s is not read", config.checkpoint_path)
+            return model
+        weights = weights_in(config.checkpoint_path)
+        facts = model_facts(model)
+        if not facts.on_meta:
+            weights(model.module if isinstance(model, DistributedDataParallel) else model)
+            return model
+        mesh = self.context.get("device_mesh")
+        plan = plan_for_mesh_sizes(
+            facts, sizes_of_stage(mesh), mesh.device_type if mesh is not None else "cpu", Techniques(), "mean"
+        )
+        return order.apply(
+            model, plan, order.Site(mesh, facts, self.context.get("seed", 0), weights=weights), only=("weights",)
+        )
+
+    def _is_restart(self) -> bool:
+        restarts = self.context.get("is_restart")
+        return any(int(os.environ.get(name, "0")) > 0 for name in RESTARTS) if restarts is None else bool(restarts)
+
+
+def weights_in(path: str | Path) -> Weights:
+    """Return a writer of a folder's weights; ConfigError where there is no such folder."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(
+            f"load_weights.checkpoint_path = {path!r} is no folder; name one with safetensors, or a checkpoint of"
+            f" meshwright"
+        )
+    return _checkpoint(folder) if (folder / NAME).is_file() else Pretrained(folder)
+
+
+def _checkpoint(folder: Path) -> Weights:
+    def write(model: nn.Module) -> set[str]:
+        tensors = named_tensors(model)
+        load_model_tensors({f"model.{name}": tensor for name, tensor in tensors.items()}, folder)
+        return set(tensors)
+
+    return write

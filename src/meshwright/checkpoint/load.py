@@ -18,18 +18,18 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from meshwright.core.devices import CPU, local_device
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.core.names import clean
-from meshwright.distributed.averaging.switch import begin_anew
-from meshwright.distributed.optimizer.torchao_adamw import TorchaoAdamW
+from meshwright.distributed.averaging import begin_anew
+from meshwright.distributed.optimizer.low_bit import TorchaoAdamW
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process import agree
-from meshwright.distributed.recompute.random_streams import restore_streams
-from meshwright.distributed.weights.destinations import Destinations
+from meshwright.distributed.recompute.kept import restore_streams
+from meshwright.distributed.weights.constructed import Destinations
 from meshwright.distributed.weights.shards import pieces
 from meshwright.planning.quantize.format import STORED
 
+from .folder import PARTIAL, settle
 from .manifest import Manifest, damage, strangers
 from .pieces import WholePlanner, in_pieces
-from .replacing import PARTIAL, settle
 from .save import cause
 from .state import (
     empty_optimizer_tensors,

@@ -21,13 +21,13 @@ from meshwright.core.files import sync_folder
 from meshwright.core.record import recall
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process import agree
-from meshwright.distributed.recompute.random_streams import streams
+from meshwright.distributed.recompute.kept import streams
 from meshwright.introspection.constructor.origin import ModelOrigin
 
 from .base import runs_of
+from .folder import PARTIAL, beside, put_in_place
 from .manifest import NAME, FileEntry, Manifest, TensorEntry, describe_file
 from .pieces import Writer, in_pieces
-from .replacing import PARTIAL, beside, put_in_place
 from .state import group_records, merged_groups, model_tensors, optimizer_tensors, shape_and_dtype
 
 Result = TypeVar("Result")

@@ -15,8 +15,7 @@ from meshwright.training.config import Config, ModelConfig, check
 from meshwright.training.optim.fine_tuning import before_data
 from meshwright.training.run.trust import FLAG as TRUST
 from meshwright.training.run.trust import MODEL_CODE, refuse_code
-from meshwright.training.slurm.config import LaunchConfig, check_job
-from meshwright.training.slurm.job_folder import FOLDER
+from meshwright.training.slurm import FOLDER, LaunchConfig, check_job
 
 if TYPE_CHECKING:
     from meshwright.training.run.opened import Opened
@@ -202,7 +201,7 @@ def open_model(
     folder = Path(path).expanduser()
     if (folder / "config.toml").is_file() or not (folder / "config.json").is_file():
         if folder.is_dir() and not (folder / "config.toml").is_file():
-            from meshwright.introspection.huggingface import what_to_do_with_adapters
+            from meshwright.introspection.source import what_to_do_with_adapters
 
             if advice := what_to_do_with_adapters(folder):
                 raise ConfigError(f"{path}: {advice}")

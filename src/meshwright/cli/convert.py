@@ -19,9 +19,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.core.dtypes import canonical_dtype
+from meshwright.core.dtypes import bytes_text, canonical_dtype
 from meshwright.core.errors import ConfigError, nearest
-from meshwright.core.units import bytes_text
 
 from .arguments import open_run, refuse_rest, take_option, take_trust
 
@@ -140,7 +139,7 @@ def _convert(
     if like is None:
         counterpart = convert.of_hugging_face(folder, config)
     else:
-        from meshwright.verification.counterpart.counterpart import of_decoder
+        from meshwright.verification.counterpart import of_decoder
 
         counterpart = of_decoder(folder, config, like)
     return convert.convert(folder, counterpart, out, **options)

@@ -35,7 +35,7 @@ def run(argv: list[str]) -> int:
     if not as_json:
         print(f"meshwright {__version__} on {platform.node()}", flush=True)
     from meshwright.verification.doctor.examination import LIMIT_S, examine
-    from meshwright.verification.doctor.report import closing, holds, lines_of, plain
+    from meshwright.verification.doctor.findings import closing, holds, lines_of, plain
 
     findings, section = [], ""
     for finding in examine(began + (limit_s or LIMIT_S)):

@@ -15,9 +15,9 @@ from .arguments import take_option
 from .views.pages import check_page, write_page
 
 if TYPE_CHECKING:
-    from meshwright.planning.memory.step import MemoryEstimate
+    from meshwright.planning.memory.states import MemoryEstimate
     from meshwright.planning.values import Batch
-    from meshwright.simulation.search.foresight import Foresight
+    from meshwright.simulation.search.answer import Foresight
     from meshwright.training.config import Config
 
 PATIENCE_S = 2.0
@@ -101,12 +101,11 @@ def _take_pins(argv: list[str]) -> tuple[list[str], list[str]]:
 def run(config: Config, asked: Asked, per_node: int, *, as_json: bool) -> int:
     """Print what is foreseen of a config on a cluster of GPUs."""
     from meshwright.introspection.cluster import Cluster
-    from meshwright.simulation.hardware.find import machines_of, profile_of
-    from meshwright.simulation.hardware.measured import notes
+    from meshwright.simulation.hardware.measured import machines_of, notes, profile_of
     from meshwright.simulation.search.foresee import foresee
     from meshwright.training.build import batch_of, estimated_memory, facts_of
     from meshwright.training.model_source import model_source
-    from meshwright.training.rehearsal.forecast import check_same, rehearsals_for, rehearsed_ranks
+    from meshwright.training.rehearsal import check_same, rehearsals_for, rehearsed_ranks
     from meshwright.training.tokenizer import planned_tokenizer
 
     profile = "" if asked.profile is None else str(asked.profile)

@@ -25,8 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.core.errors import ConfigError, nearest
-from meshwright.core.imports import import_object
+from meshwright.core.errors import ConfigError, import_object, nearest
 from meshwright.data.options import BUILT_IN
 from meshwright.models.decoder_config import SIZES
 
@@ -84,7 +83,7 @@ def run(argv: list[str]) -> int:
 
 def _schedule(argv: list[str]) -> int:
     from meshwright.core.files import replace_text
-    from meshwright.training.views.schedule_view import TIMES, drawn, drawn_run, schedule_of
+    from meshwright.training.views.watching import TIMES, drawn, drawn_run, schedule_of
 
     numbers: dict[str, int | None] = {}
     name, words = take_option(argv, "--schedule", str)
@@ -108,8 +107,7 @@ def _schedule(argv: list[str]) -> int:
 
 
 def _model(model: Any) -> None:
-    from meshwright.introspection.explain import describe_model, describe_premises, describe_structure
-    from meshwright.introspection.facts import model_facts
+    from meshwright.introspection.facts import describe_model, describe_premises, describe_structure, model_facts
 
     facts = model_facts(model)
     print(describe_model(facts))
@@ -166,7 +164,7 @@ def _data(name: str, argv: list[str]) -> int:
         config = replace(config, data=replace(config.data, source=(name,)))
     from rich.console import Console
 
-    from meshwright.training.views.data_preview import show_data
+    from meshwright.training.views.telling import show_data
 
     show_data(config, documents or 3, Console(soft_wrap=True))
     return 0

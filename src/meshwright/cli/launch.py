@@ -9,8 +9,7 @@ and need --trust. --dry-run prints the batch script and submits nothing.
 
 from __future__ import annotations
 
-from meshwright.training.slurm.config import LaunchConfig
-from meshwright.training.slurm.job import batch_script, folder_of, submit
+from meshwright.training.slurm import LaunchConfig, batch_script, folder_of, submit
 
 from .arguments import read_launch
 

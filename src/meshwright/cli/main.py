@@ -99,7 +99,7 @@ def _run(verb: str, target: str, argv: list[str]) -> int:
             print(verb_help(verb, target, argv))
             return 0
         if verb not in WITHOUT_TORCH:
-            from meshwright.core.host.versions import refuse_unfit_torch
+            from meshwright.core.host import refuse_unfit_torch
 
             refuse_unfit_torch()
         return getattr(import_module(module), function)(argv)

@@ -20,7 +20,7 @@ from meshwright.core.errors import ConfigError
 from .arguments import take_option
 
 if TYPE_CHECKING:
-    from meshwright.simulation.hardware.profile import MachineProfile
+    from meshwright.simulation.hardware.measured import MachineProfile
 
 
 def run(argv: list[str]) -> int:
@@ -36,7 +36,7 @@ def run(argv: list[str]) -> int:
     from meshwright.core.files import replace_text
     from meshwright.distributed.process.world import get_world_info
     from meshwright.distributed.setup import destroy_distributed
-    from meshwright.simulation.hardware.profile import to_json
+    from meshwright.simulation.hardware.measured import to_json
     from meshwright.training.machine import measure, measure_here
 
     rank, _, world = get_world_info()

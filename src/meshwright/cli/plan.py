@@ -46,7 +46,7 @@ def run(argv: list[str]) -> int:
     from meshwright.training.build import batch_of, estimated_memory, facts_of, plan_run
     from meshwright.training.capacity import Capacity, whether_it_fits
     from meshwright.training.launch import process_count
-    from meshwright.training.metrics.host_memory import host_memory
+    from meshwright.training.metrics.memory import host_memory
     from meshwright.training.model_source import model_source
     from meshwright.training.tokenizer import planned_tokenizer
 

@@ -13,7 +13,7 @@ from meshwright.training.optim.fine_tuning import of_forecast
 from .arguments import read_config, take_option
 
 if TYPE_CHECKING:
-    from meshwright.training.rehearsal.result import Rehearsal
+    from meshwright.training.rehearsal import Rehearsal
 
 
 def run(argv: list[str]) -> int:
@@ -50,8 +50,7 @@ def run(argv: list[str]) -> int:
     if gpus is None and not config.layout.is_resolved:
         raise ConfigError("the layout leaves open how many ranks there are: say it, such as --gpus 512")
     from meshwright.simulation.hardware.cards import machines
-    from meshwright.training.rehearsal.processes import cast, one_rank, rehearse_each
-    from meshwright.training.rehearsal.result import to_json
+    from meshwright.training.rehearsal import cast, one_rank, rehearse_each, to_json
 
     world = gpus or config.layout.world
     cards = machines(gpu, world, per_node=per_node or 0, across=link or "") if gpu else None

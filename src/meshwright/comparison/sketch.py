@@ -1,19 +1,35 @@
-"""Sketch tensors as a few numbers; tensors with equal sketches are equal with overwhelming probability.
+"""Sketch tensors as a few numbers, and observe a step: every module's output and its gradient, row by row.
 
 A sketch is a few random projections (Johnson and Lindenstrauss 1984), which preserve distances:
 ‖sketch(x) − sketch(y)‖ is about ‖x − y‖. The directions are products of signs: two vectors along the last dim, and a
 few for each of them along the others. Sketching thus reads a tensor only twice, by matrix-vector products; the tables
 of signs are small, a multiplication by them is exact in every dtype, and a shard's sketch is a partial sum of the
 whole tensor's.
+
+Each row has its own sketch, so that ranks with different rows can be put together. Outputs that activation
+checkpointing recomputes in the backward are compared with those of the forward.
 """
 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import set_checkpoint_early_stop
+
+from meshwright.core.calls import computed
+from meshwright.core.names import clean, is_within
+from meshwright.core.torch_private import compiled_call, is_in_backward, set_compiled_call, version_of
+
+# --- sketch tensors as a few numbers
 
 ROW_WIDTH = 8
 """Number of projections per row of a batch."""
@@ -73,3 +89,308 @@ def _signs(number: int, n: int, role: str, dtype: torch.dtype, device: torch.dev
     """Draw a table of ±1, (number, n), that depends on (number, n, role) alone."""
     generator = torch.Generator().manual_seed(4 * n + 2 * (role == "last") + (number == TENSOR_WIDTH))
     return (2 * torch.randint(0, 2, (number, n), generator=generator, device="cpu") - 1).to(device, dtype)
+
+
+# --- observe a step
+
+
+@dataclass(frozen=True, eq=False)
+class TokensOfRank:
+    """The tokens of each row that a rank has where ranks have parts of rows.
+
+    Attributes:
+        places: (rows of a step or 1, tokens) int64: the places of these tokens in each row; 1: alike in all rows.
+        filled: number of tokens in the rank's tensors, those included that only fill up.
+        length: number of tokens of a whole row.
+        now: returns the places for the rows that are computed at the moment, where rows differ.
+    """
+
+    places: Tensor = field(default_factory=lambda: torch.zeros((1, 0), dtype=torch.int64))
+    filled: int = 0
+    length: int = 0
+    now: Callable[[], Tensor] | None = None
+
+    @classmethod
+    def run(cls, rank: int, ranks: int, length: int) -> TokensOfRank:
+        """The ``rank``-th of ``ranks`` equal runs of ⌈length / ranks⌉ tokens, the last one filled up."""
+        share = -(-length // ranks)
+        places = torch.arange(min(rank * share, length), min((rank + 1) * share, length))
+        return cls(places[None], share, length)
+
+    @property
+    def count(self) -> int:
+        """Tokens of a row, without those that fill up."""
+        return self.places.shape[1]
+
+    def of_step(self) -> TokensOfRank:
+        """Return the value without ``now``, for other processes."""
+        return replace(self, now=None)
+
+    def are_those_of(self, tensor: Tensor) -> bool:
+        """Return whether a module's output (rows, tokens, …, features) is this rank's part of a whole one."""
+        return (
+            self.filled < self.length
+            and tensor.dim() > 2
+            and tensor.shape[1] == self.filled
+            and not hasattr(tensor, "full_tensor")
+        )
+
+    def sketch(self, part: Tensor) -> Tensor:
+        """Sketch a part without its filling; the ranks' sketches add up to the sketch of the whole."""
+        places = self.places if self.now is None else self.now()
+        part = part[:, : self.count]
+        if len(places) == 1:
+            return sketch_rows(part, places[0], self.length)
+        return torch.cat([sketch_rows(row[None], its, self.length) for row, its in zip(part, places, strict=True)])
+
+
+@dataclass
+class Observed:
+    """Sketches by module, in the order in which modules first ended (forward) and were first reached (backward).
+
+    A module that is called several times in a forward has a name for each call: ``norm``, ``norm (call 2)``. Outputs
+    without a row for each row of the batch, such as a table of positions, are not observed. The sketch of an output
+    that is this rank's ``tokens`` of each row is a partial sum of the whole output's sketch.
+    """
+
+    tokens: TokensOfRank = TokensOfRank()
+    forward: dict[str, list[Tensor]] = field(default_factory=dict)
+    backward: dict[str, list[Tensor]] = field(default_factory=dict)
+    compiled: list[str] = field(default_factory=list)
+    """Modules that run compiled: their outputs are observed, nothing inside them."""
+    recomputed: dict[str, float] = field(default_factory=dict)
+    """The largest relative error of a module's outputs that the backward recomputed, by module."""
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shape of each call's first output without its rows; of the whole row where the output is a part of each row."""
+    _homes: dict[str, int] = field(default_factory=dict)
+    _calls: Counter[str] = field(default_factory=Counter)
+    _computed: dict[str, list[Tensor]] = field(default_factory=dict)
+    _without_graph: set[str] = field(default_factory=set)
+    _n_rows: int = 0
+    _last: _Seen | None = None
+
+    def rows(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Concatenate all microbatches' sketches: (rows, ROW_WIDTH) float64 for each module, on its device."""
+        forward = {name: torch.cat(parts) for name, parts in self.forward.items()}
+        return forward, {name: torch.cat(parts) for name, parts in self.backward.items()}
+
+    def graphless(self) -> tuple[str, ...]:
+        """List the modules whose outputs had no graph in some microbatch."""
+        return tuple(sorted(self._without_graph))
+
+    def begin(self, root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Begin a forward of the whole model (one per microbatch)."""
+        if not _is_recomputing():
+            self._calls.clear()
+            self._n_rows = next((len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), 0)
+
+    def note(self, name: str, output: Any, part: PartOfModel | None = None) -> None:
+        """Sketch the output of a module that ended.
+
+        Args:
+            part: the part of the model that runs a module without parameters. An output without values belongs to
+                another part, and one that several parts compute belongs to the first.
+        """
+        tensor = computed(_tensor_of(output))
+        if tensor is None or len(tensor) != self._n_rows:
+            return
+        if part is not None and (
+            part.is_without_values(tensor) or self._homes.setdefault(name, part.number) != part.number
+        ):
+            return
+        if _is_recomputing():
+            if not is_stand_in(tensor):
+                self._note_again(name, tensor)
+            return
+        self._calls[name] += 1
+        call = name if self._calls[name] == 1 else f"{name} (call {self._calls[name]})"
+        if is_stand_in(tensor):
+            self.shapes.setdefault(call, ())
+            return
+        if self._last is None or self._last.tensor() is not tensor or self._last.version != version_of(tensor):
+            self._last = _Seen(weakref.ref(tensor), version_of(tensor), self._sketch(tensor.detach()))
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._came_back, self._last.calls))
+        self._last.calls.append(call)  # several where a module returns its last child's output
+        self.forward.setdefault(call, []).append(self._last.sketch)
+        self.shapes.setdefault(call, self._whole_shape(tensor))
+        self._computed.setdefault(name, []).append(self._last.sketch)
+        if not tensor.requires_grad:
+            self._without_graph.add(call)
+
+    def _note_again(self, name: str, tensor: Tensor) -> None:
+        """Compare a recomputed output with the nearest of the module's forward calls, since the call is unknown."""
+        again = self._sketch(tensor.detach())
+        before = [sketch for sketch in self._computed.get(name, ()) if sketch.shape == again.shape]
+        if before:
+            error = min(_apart(again, sketch) for sketch in before)
+            self.recomputed[name] = max(error, self.recomputed.get(name, 0.0))
+        if name in self._without_graph and tensor.requires_grad:  # reentrant checkpointing makes the graph only now
+            self._without_graph.discard(name)
+            tensor.register_hook(partial(self._came_back, [name]))
+
+    def _came_back(self, calls: list[str], gradient: Tensor) -> None:
+        found = self._sketch(gradient)
+        for call in calls:
+            self.backward.setdefault(call, []).append(found)
+
+    def _sketch(self, tensor: Tensor) -> Tensor:
+        return self.tokens.sketch(tensor) if self.tokens.are_those_of(tensor) else sketch_rows(_whole(tensor))
+
+    def _whole_shape(self, tensor: Tensor) -> tuple[int, ...]:
+        length, *others = tensor.shape[1:]
+        return (self.tokens.length if self.tokens.are_those_of(tensor) else length, *others)
+
+
+@dataclass(frozen=True)
+class PartOfModel:
+    """One of several parts that a process has of a model.
+
+    Attributes:
+        number: the part's index.
+        begins: the part's first blocks receive another process's output.
+        ends: the part's last blocks send their output to another process.
+    """
+
+    number: int
+    begins: bool
+    ends: bool
+
+    def is_without_values(self, tensor: Tensor) -> bool:
+        """Return whether a parameterless module's output is empty, or computed from a stand-in: another part has it."""
+        return self.ends if tensor.numel() == 0 else self.begins and bool(tensor.flatten()[:1].isnan())
+
+
+@dataclass
+class _Seen:
+    """A tensor that the modules of ``calls`` returned."""
+
+    tensor: weakref.ref[Tensor]
+    version: int
+    sketch: Tensor
+    calls: list[str] = field(default_factory=list)
+
+
+def _apart(found: Tensor, reference: Tensor) -> float:
+    error = ((found - reference).norm() / max(reference.norm().item(), torch.finfo(torch.float64).tiny)).item()
+    return error if math.isfinite(error) else math.inf
+
+
+def _whole(tensor: Any) -> Tensor:
+    """Gather a tensor that is sharded over ranks (collective); return any other itself."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def is_stand_in(tensor: Tensor) -> bool:
+    """Return whether a tensor stands in for values that are elsewhere.
+
+    Such a tensor is one expanded NaN (another rank has the values) or has no elements (the logits of a head that
+    computed the loss instead)."""
+    if tensor.numel() == 0:
+        return True
+    return (
+        tensor.is_floating_point()
+        and not any(tensor.stride())
+        and tensor.dim() > 0
+        and bool(tensor.flatten()[:1].isnan().any())
+    )
+
+
+def _is_recomputing() -> bool:
+    """Return whether a backward is running, in which a forward repeats one already computed."""
+    return is_in_backward()
+
+
+def _noted(observed: Observed, name: str, part: PartOfModel | None, module: nn.Module, args: Any, output: Any) -> None:
+    computes = any(parameter is not None for parameter in module._parameters.values())
+    observed.note(name, output, None if computes else part)
+
+
+@contextmanager
+def observing(
+    *models: nn.Module,
+    opaque: Collection[str] = (),
+    tokens: TokensOfRank = TokensOfRank(),
+    unobserved: Collection[str] = (),
+) -> Iterator[Observed]:
+    """Sketch the outputs of ``models``, a model or parts of one, inside the block.
+
+    Args:
+        opaque: modules whose inside is not observed.
+        tokens: each row's tokens on this rank, where ranks share out sequences.
+        unobserved: modules whose outputs have no dim of rows, and neither have those inside: a tower of images.
+
+    A compiled module is observed from outside: hooks on or in the module would be compiled with it, and break its
+    graph.
+    """
+    observed = Observed(tokens)
+    with ExitStack() as stack:
+        stack.enter_context(set_checkpoint_early_stop(False))  # else the module that is recomputed last does not end
+        for part, model in enumerate(models):
+            _observe(model, observed, stack, part, opaque, unobserved)
+        yield observed
+
+
+def _observe(
+    model: nn.Module,
+    observed: Observed,
+    stack: ExitStack,
+    number: int,
+    opaque: Collection[str],
+    unobserved: Collection[str],
+) -> None:
+    if not _is_compiled(model):
+        stack.callback(model.register_forward_pre_hook(observed.begin, with_kwargs=True).remove)
+    ended = [clean(raw) for raw, module in model.named_modules() if getattr(module, "ends_part", False)]
+    begins = any(getattr(module, "begins_part", False) for module in model.modules())
+    part = PartOfModel(number, begins, bool(ended)) if begins or ended else None
+    for raw, module in model.named_modules():
+        name = clean(raw)
+        if is_inside(name, (*observed.compiled, *opaque)) or isinstance(module, nn.ModuleList | nn.ModuleDict):
+            continue
+        if any(is_within(name, other) for other in unobserved):
+            continue
+        if isinstance(module, nn.Identity) and module is not model:
+            continue  # it gives what it took: the tensor, and what comes back to it, are another module's
+        if getattr(module, "is_absent", False) or any(is_within(end, name) for end in ended):
+            continue  # another part has the module or its output
+        if _is_compiled(module):
+            observed.compiled.append(name)
+            stack.enter_context(_observed_outside(observed, name, module, module is model))
+        else:
+            stack.callback(module.register_forward_hook(partial(_noted, observed, name, part)).remove)
+
+
+def is_inside(name: str, modules: Collection[str]) -> bool:
+    """Return whether a module (or a call of it) is inside one of ``modules``."""
+    return any(name.startswith(f"{module}.") if module else name for module in modules)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return compiled_call(module) is not None
+
+
+@contextmanager
+def _observed_outside(observed: Observed, name: str, module: nn.Module, is_root: bool) -> Iterator[None]:
+    compiled = cast("Callable[..., Any]", compiled_call(module))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if is_root:
+            observed.begin(module, args, kwargs)
+        output = compiled(*args, **kwargs)
+        observed.note(name, output)
+        return output
+
+    set_compiled_call(module, call)
+    try:
+        yield
+    finally:
+        set_compiled_call(module, compiled)
+
+
+def _tensor_of(output: Any) -> Tensor | None:
+    """Return the floating-point tensor of at least 2 dims that an output is or begins with, else None."""
+    if isinstance(output, tuple | list) and output:
+        output = output[0]
+    output = getattr(output, "logits", output)
+    return output if isinstance(output, Tensor) and output.is_floating_point() and output.dim() >= 2 else None

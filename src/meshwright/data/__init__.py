@@ -14,14 +14,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from meshwright.data.corpus.packing import Whole
+
     from .corpus.cache import Prepared, default_cache_dir, open_corpus, prepare
     from .corpus.corpus import Corpus
     from .corpus.packing import IGNORE_INDEX, Split, Stream
-    from .corpus.whole import Whole
     from .loader import Loader, validation_batches
-    from .mixture import Interleave, Samples, Stage
+    from .mixture import Interleave, Order, Samples, Stage
     from .options import SourceOptions
-    from .order import Order
     from .sources.scan import Scan, scan_sources
     from .text.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
 
@@ -54,13 +54,11 @@ _HOME = {
     "corpus.cache": ("Prepared", "default_cache_dir", "open_corpus", "prepare"),
     "corpus.corpus": ("Corpus",),
     "loader": ("Loader", "validation_batches"),
-    "mixture": ("Interleave", "Samples", "Stage"),
+    "mixture": ("Interleave", "Order", "Samples", "Stage"),
     "options": ("SourceOptions",),
-    "order": ("Order",),
-    "corpus.packing": ("IGNORE_INDEX", "Split", "Stream"),
+    "corpus.packing": ("IGNORE_INDEX", "Split", "Stream", "Whole"),
     "sources.scan": ("Scan", "scan_sources"),
     "text.tokenizers": ("ByteTokenizer", "FileTokenizer", "Tokenizer", "load_tokenizer"),
-    "corpus.whole": ("Whole",),
 }
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwright.data.corpus.packing import Whole
 from meshwright.planning.plan import Plan
 
 from .corpus.packing import Rows, Split
-from .corpus.whole import Whole
 
 MULTIPLE = 16
 """Tokens that a row's length is a multiple of: matrix units work in tiles, and allocators like few shapes."""

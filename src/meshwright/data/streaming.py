@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.data.corpus.packing import Whole
 
 from .corpus.building import TokenisingRecipe
 from .corpus.packing import Rows, Split, Stream
-from .corpus.whole import Whole
 from .text.preference import TASK as PREFERENCE
 
 _WINDOW_ROWS = 64

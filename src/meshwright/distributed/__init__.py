@@ -10,7 +10,7 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from meshwright.core.host.versions import refuse_older
+from meshwright.core.host import refuse_older
 
 refuse_older("torch")
 
@@ -25,8 +25,8 @@ _HOME = {
         "build_parallel_model",
         "default_mp_policy",
     ),
-    "doors.context_door": ("apply_context_parallel",),
-    "context.own_rows": ("context_parallel_rows",),
+    "doors.builtin_transforms": ("apply_context_parallel",),
+    "context.context_parallel": ("context_parallel_rows",),
     "optimizer.grad_clip": ("clip_grad_norm_",),
     "mesh": (
         "get_cp_mesh",
@@ -39,8 +39,13 @@ _HOME = {
         "get_tp_mesh",
         "has_dp_mesh",
     ),
-    "doors.stage_module": ("PipelineStageModule", "build_stage_module", "compute_layer_assignment"),
-    "doors.torch_schedules": ("build_pipeline_schedule", "build_pipeline_stage"),
+    "doors.stage_module": (
+        "PipelineStageModule",
+        "build_pipeline_schedule",
+        "build_pipeline_stage",
+        "build_stage_module",
+        "compute_layer_assignment",
+    ),
     "setup": ("DistributedConfig", "destroy_distributed", "init_distributed"),
     "process.world": ("get_world_info", "is_rank_zero"),
 }
@@ -62,7 +67,7 @@ def __dir__() -> list[str]:
 
 
 def _refuse_unfit() -> None:
-    from .process.fitness import refuse_without_distributed
+    from meshwright.distributed.process.world import refuse_without_distributed
 
     refuse_without_distributed()
 

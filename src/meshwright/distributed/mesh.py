@@ -11,9 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from meshwright.core.axes import WORLD_AXES, Axis
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.distributed.torch_private import flattened
-from meshwright.planning.experts.plan import expert_mesh_of
-from meshwright.planning.layout import Layout
-from meshwright.planning.shares import BATCH, SAMPLES, SHARDS, Shares
+from meshwright.planning.experts import expert_mesh_of
+from meshwright.planning.layout import BATCH, SAMPLES, SHARDS, Layout, Shares
 
 
 def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:

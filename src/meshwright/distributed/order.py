@@ -13,26 +13,27 @@ from meshwright.core.devices import current_device
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError
 from meshwright.core.record import recall, remember
+from meshwright.distributed.optimizer.step import watch_steps
+from meshwright.distributed.process.world import warn_of_newer_releases
 from meshwright.introspection.facts import ModelFacts
-from meshwright.planning.experts.plan import ExpertPlan
+from meshwright.planning.experts import ExpertPlan
 from meshwright.planning.float8.plan import Float8Plan
+from meshwright.planning.layout import EXPERTS, REPLICAS, SHARDS
 from meshwright.planning.plan import Plan
-from meshwright.planning.shares import EXPERTS, REPLICAS, SHARDS
 
+from . import experts
 from .context import context_parallel
-from .data import fully_sharded, idle_parameters, replicated
-from .experts import expert_parallel
+from .data import fully_sharded, replicated
+from .data import fully_sharded as idle_parameters
 from .float8 import float8
 from .mesh import get_expert_mesh, groups_of
-from .optimizer.rehearsal import watch_steps
 from .pipeline.split import split
-from .process.fitness import warn_of_newer_releases
 from .quantize import quantize
 from .recompute import compilation, recompute
-from .step import fused_loss
+from .step import objective
 from .step.part import ModelPart
 from .tensor import parallel as tensor_parallel
-from .weights import freezing
+from .weights import constructed
 from .weights.audit import refuse_unequal
 from .weights.shards import apply_to_tensors, move_buffers
 from .weights.weights import Weights, materialise
@@ -72,7 +73,7 @@ class Technique:
 def _fully_shard(model: nn.Module, plan: Plan, site: Site) -> nn.Module:
     sharded = fully_sharded.apply(model, plan, _mesh(site))
     if plan.data.idle:
-        freezing.join_backward(sharded, plan, site.facts)
+        constructed.join_backward(sharded, plan, site.facts)
         idle_parameters.fill(sharded, plan, _mesh(site))
     return sharded
 
@@ -101,7 +102,7 @@ ORDER: tuple[Technique, ...] = (
         ),
         _cast,
     ),
-    Technique("freeze", lambda plan, site: bool(plan.frozen), lambda model, plan, site: freezing.apply(model, plan)),
+    Technique("freeze", lambda plan, site: bool(plan.frozen), lambda model, plan, site: constructed.apply(model, plan)),
     Technique(
         "float8",
         lambda plan, site: (
@@ -123,7 +124,7 @@ ORDER: tuple[Technique, ...] = (
     Technique(
         "expert_parallel",
         lambda plan, site: plan.experts is not None,
-        lambda model, plan, site: expert_parallel.apply(model, plan, _expert_mesh(site)),
+        lambda model, plan, site: experts.apply(model, plan, _expert_mesh(site)),
         shares=EXPERTS,
     ),
     Technique(
@@ -133,7 +134,7 @@ ORDER: tuple[Technique, ...] = (
         shares=(Axis.CP,),
     ),
     Technique(
-        "fused_loss", lambda plan, site: plan.loss is not None, lambda model, plan, site: fused_loss.apply(model, plan)
+        "fused_loss", lambda plan, site: plan.loss is not None, lambda model, plan, site: objective.apply(model, plan)
     ),
     Technique(
         "activation_checkpoint",
@@ -211,7 +212,7 @@ def lay_out(model: nn.Module, plan: Plan, site: Site, only: tuple[str, ...] = NA
     if not site.facts.on_meta:
         refuse_unequal(model, groups_of(site.device_mesh, *WORLD_AXES))
     if site.facts.measurements.image_modules():  # asked here: of a model that is laid out no copy can be made
-        freezing.join_backward(model, plan, site.facts)
+        constructed.join_backward(model, plan, site.facts)
     if plan.pipeline is None:
         return [ModelPart(apply(model, plan, site, only), plan, site.facts)]
     rank = _mesh(site).get_local_rank(Axis.PP.value)

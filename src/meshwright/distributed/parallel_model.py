@@ -13,42 +13,42 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.comparison.observe import TokensOfRank
+from meshwright.comparison.sketch import TokensOfRank
 from meshwright.core.axes import Axis
 from meshwright.core.devices import current_device
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.losses import Loss, PreferenceLoss
 from meshwright.core.record import remember
+from meshwright.distributed.optimizer.step import LossScale
+from meshwright.distributed.step.module import Inference
+from meshwright.distributed.step.part import OpenedStep, StepLoss, StepResult
+from meshwright.distributed.step.whole_model import runner_of
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.signature import Signature
-from meshwright.planning.pipeline.schedules.action import Action
+from meshwright.planning.layout import TOKENS
+from meshwright.planning.pipeline.schedules.simulate import Action
 from meshwright.planning.plan import Plan
-from meshwright.planning.shares import TOKENS
 
-from .context import parts
+from . import experts
+from .context import runtime
 from .context.context_parallel import runtime_of
 from .data import accumulation, fully_sharded, replicated
-from .experts import routing
-from .experts.load import ExpertLoad, LayerLoad
-from .experts.router_loss import SharedRouterLoss
+from .experts import ExpertLoad, LayerLoad, SharedRouterLoss
 from .loss import preference
 from .loss.declared import DeclaredLosses
 from .loss.first_batch import FirstBatch
 from .mesh import data_groups, data_position, get_pp_rank, groups_of, is_first_of_stage, tensor_position
 from .optimizer import step as optimizer_step
 from .optimizer.grad_clip import EPSILON, gradients_times, local_gradients, scale_gradients, total_norm
-from .optimizer.loss_scale import LossScale
 from .order import Applied, applied
 from .process import agree
 from .step import batch as step_batch
-from .step import documents
-from .step.inference import Inference
+from .step import opening
 from .step.objective import LossFunction
 from .step.opening import StepOpening
 from .step.part import ModelPart
-from .step.results import OpenedStep, StepLoss, StepResult
-from .step.runner import runner_of
-from .weights import audit, describe
+from .weights import audit
+from .weights import audit as describe
 
 
 class ParallelModel(Inference):
@@ -90,8 +90,8 @@ class ParallelModel(Inference):
         self._pipeline_groups = groups_of(mesh, Axis.PP)
         self._copy_groups = groups_of(mesh, *plan.shares.copies)
         self._token_groups = groups_of(mesh, *plan.shares.routed)
-        self._routers = routing.routers_of(self.parts)
-        routing.share_microbatches(self._routers, self._data_groups)
+        self._routers = experts.routers_of(self.parts)
+        experts.share_microbatches(self._routers, self._data_groups)
         self._expert_load = ExpertLoad(self.parts) if facts.has_experts else None
         router = plan.router_loss
         self._router_loss = None if router is None else SharedRouterLoss(router, parts[0].model, self._token_groups)
@@ -135,13 +135,13 @@ class ParallelModel(Inference):
         signature = self._opening.signature
         if signature.takes["document_ids"] is None and signature.takes["positions"] is not None:
             with self._evaluating():
-                apart = not agree.any_rank(not documents.stay_apart(self._runner.logits))
+                apart = not agree.any_rank(not opening.stay_apart(self._runner.logits))
             self._opening.signature = replace(signature, positions_part_documents=apart)
 
     def own_tokens(self, batch: step_batch.Batch) -> TokensOfRank:
         """Return which tokens of a step's rows lie on this rank between the model's blocks."""
         length = batch["tokens"].shape[1]
-        if parts.PLACES in batch:
+        if runtime.PLACES in batch:
             raise UnsupportedError("a trace compares whole rows: bring them without places, and they are cut here")
         if self._context:
             is_cut = self.plan.tensor is not None and self.plan.tensor.sequence_parallel
@@ -175,13 +175,13 @@ class ParallelModel(Inference):
         for model in self.parts:
             fully_sharded.reshard(model)  # gathered by somebody else's forward, it would change gradients under tp
         scale = self.loss_scale.value if self.loss_scale is not None else 1.0
-        routing.begin_step(self._routers, routed, self.device, scale)
-        routing.begin_step([self._router_loss] if self._router_loss is not None else [], routed, self.device)
+        experts.begin_step(self._routers, routed, self.device, scale)
+        experts.begin_step([self._router_loss] if self._router_loss is not None else [], routed, self.device)
         try:
             with gradients_times(scale, self.parameters):
                 total = self._runner.forward_backward(pieces, weight or 1.0, scale)
         except BaseException:
-            routing.forget_step(self._routers)
+            experts.forget_step(self._routers)
             if self._router_loss is not None:
                 self._router_loss.forget()
             raise
@@ -224,7 +224,7 @@ class ParallelModel(Inference):
             optimizer_step.step(optimizer, self.plan.optimizer, self.device, self.mesh)
         if self.loss_scale is not None:
             self.loss_scale.follow(is_finite=is_finite)
-        routing.end_step(self._routers, self._token_groups, skipped=skipped)
+        experts.end_step(self._routers, self._token_groups, skipped=skipped)
         optimizer.zero_grad(set_to_none=True)
         return StepResult(norm, skipped)
 

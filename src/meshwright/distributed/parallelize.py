@@ -18,10 +18,14 @@ from meshwright.core.devices import DEFAULT_BACKEND, check_device_type
 from meshwright.core.errors import ConfigError
 from meshwright.core.losses import Loss, PreferenceLoss
 from meshwright.core.record import remember
+from meshwright.distributed.context.context_parallel import keep_for_batches
+from meshwright.distributed.context.context_parallel import prove as prove_context
+from meshwright.distributed.pipeline.split import prove as prove_stages
+from meshwright.distributed.tensor.parallel import prove
+from meshwright.introspection.blocks import Hints
 from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.constructor.origin import ModelOrigin
 from meshwright.introspection.facts import ModelFacts, model_facts
-from meshwright.introspection.hints import Hints
 from meshwright.introspection.source import as_module, with_adapters
 from meshwright.planning.build import plan as make_plan
 from meshwright.planning.build import plan_for_mesh_sizes
@@ -31,18 +35,14 @@ from meshwright.planning.techniques import Techniques, as_techniques
 from meshwright.planning.tensor.make import LEFT_TO_EVERY_RANK
 
 from . import order
-from .context.rehearsal import keep_for_batches
-from .context.rehearsal import prove as prove_context
 from .float8.float8 import refuse_absent
 from .loss import preference
 from .mesh import build_mesh, known_mesh, plan_sizes
 from .parallel_model import LossFunction, ParallelModel
-from .pipeline.rehearsal import prove as prove_stages
 from .process import agree
 from .process.world import get_world_info, ranks_per_node
 from .setup import DistributedConfig, bound_device, choose_backend, init_distributed
 from .step import own_loss
-from .tensor.rehearsal import prove
 from .weights.weights import Weights
 
 log = getLogger("meshwright")

@@ -24,14 +24,14 @@ from meshwright.core.devices import (
     why_cuda_is_unusable,
 )
 from meshwright.core.errors import ConfigError
-from meshwright.core.host.interfaces import refuse_absent_interfaces
+from meshwright.core.host import refuse_absent_interfaces
+from meshwright.distributed.process.world import warn_of_small_shared_memory
 from meshwright.distributed.torch_private import forget_meshes
 from meshwright.planning.layout import Layout
 
 from .mesh import axis_sizes, build_mesh, data_position, get_expert_mesh
 from .mesh import get_dp_mesh as get_dp_mesh  # KempnerForge's users import it, and is_rank_zero, from here
 from .process import agree
-from .process.fitness import warn_of_small_shared_memory
 from .process.world import STORE, get_world_info, ranks_per_node
 from .process.world import is_rank_zero as is_rank_zero
 

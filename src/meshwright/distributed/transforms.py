@@ -3,19 +3,10 @@
 Gradients are averaged over data ranks, as in torch: these transforms serve loops that bring mean losses.
 """
 
-from .doors.builtin_transforms import (
-    ActivationCheckpointTransform,
-    CompileTransform,
-    DDPTransform,
-    ExpertParallelTransform,
-    Float8Transform,
-    FullyShardTransform,
-    TensorParallelTransform,
-)
-from .doors.context_door import ContextParallelTransform
-from .doors.transform_options import (
+from meshwright.distributed.doors.builtin_transforms import (
     ActivationCheckpointTransformConfig,
     CompileTransformConfig,
+    ContextParallelTransform,
     ContextParallelTransformConfig,
     DDPTransformConfig,
     ExpertParallelTransformConfig,
@@ -26,6 +17,16 @@ from .doors.transform_options import (
     ModelTransformConfig,
     OffloadConfig,
     TensorParallelTransformConfig,
+)
+
+from .doors.builtin_transforms import (
+    ActivationCheckpointTransform,
+    CompileTransform,
+    DDPTransform,
+    ExpertParallelTransform,
+    Float8Transform,
+    FullyShardTransform,
+    TensorParallelTransform,
 )
 from .doors.transform_registry import (
     BaseDistributedTransform,

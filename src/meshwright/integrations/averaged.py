@@ -11,11 +11,11 @@ from torch import nn
 from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.distributed import order
-from meshwright.distributed.doors.lay_out import lay_out_module
+from meshwright.distributed.doors.functions import lay_out_module
 from meshwright.distributed.mesh import axis_sizes, data_position, groups_of, plan_sizes
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process import agree
-from meshwright.distributed.recompute.random_streams import streams
+from meshwright.distributed.recompute.kept import streams
 from meshwright.distributed.step.part import ModelPart
 from meshwright.introspection.facts import model_facts
 from meshwright.planning.build import plan_for_mesh_sizes

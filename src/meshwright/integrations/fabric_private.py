@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from meshwright.checkpoint import load, save
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.distributed.doors.zero.optimizer_swap import OptimizerSwap
+from meshwright.distributed.doors.zero import OptimizerSwap
 from meshwright.distributed.mesh import build_mesh, tensor_position
 from meshwright.distributed.optimizer.grad_clip import clip_gradients_
 from meshwright.distributed.parallel_model import ParallelModel

@@ -11,16 +11,14 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from meshwright.core.errors import ConfigError, MeshwrightError, MissingExtraError, nearest
-from meshwright.core.imports import quieten_torchao
+from meshwright.core.errors import ConfigError, MeshwrightError, MissingExtraError, nearest, quieten_torchao
 from meshwright.data import Tokenizer
 from meshwright.data.text.tokenizers import FileTokenizer
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import is_rank_zero
-from meshwright.training.evaluation.losses import ROWS
-from meshwright.training.evaluation.request import ModelOnRanks
+from meshwright.training.evaluation import ROWS, ModelOnRanks
 
 try:
     quieten_torchao()

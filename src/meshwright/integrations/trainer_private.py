@@ -1,9 +1,10 @@
-"""Step a laid-out model in the loop of ``transformers.Trainer``, through the hooks that its loop calls."""
+"""Step a model of transformers' Trainer on a mesh, and save its files."""
 
 from __future__ import annotations
 
 import inspect
 import itertools
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,20 +15,97 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_pt_utils import nested_detach
 
-from meshwright.checkpoint import load
+from meshwright.checkpoint import load, save
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.losses import Loss
 from meshwright.core.names import clean
+from meshwright.core.record import recall
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
+from meshwright.distributed.process import agree
+from meshwright.introspection.constructor.origin import ModelOrigin
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import Techniques, as_techniques
+from meshwright.training.run.saved import convert_saved
 
 from .accelerate import deal_rows, mesh_of, refuse_other_sharding
-from .handed_over import Handling
 from .rows import RowsOfRank, one_batch, step_batch
-from .trainer_files import read_scheduler, state_folder, write_model, write_small_files
-from .training_arguments import TRAINING_ARGUMENTS, handed_over, techniques_of
+from .training_arguments import TRAINING_ARGUMENTS, Handling, handed_over, techniques_of
+
+# --- write and read a Trainer's folders
+
+STATE = "meshwright"
+"""Folder inside a checkpoint of Trainer: shards of model and optimizer, which any layout reads."""
+
+
+def state_folder(checkpoint: str | Path) -> Path:
+    """Return the folder with the state of a checkpoint.
+
+    Raises:
+        ConfigError: there is no checkpoint; another Trainer wrote it, or one with save_only_model.
+    """
+    if not Path(checkpoint).is_dir():
+        raise ConfigError(
+            f"{checkpoint} does not exist, or is no folder: give resume_from_checkpoint a folder checkpoint-N that this"
+            f" Trainer wrote into output_dir, or True for its last one"
+        )
+    folder = Path(checkpoint) / STATE
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{checkpoint} has no folder {STATE}: it was written with save_only_model = True, or by another Trainer."
+            f" Start from its weights instead: the model by from_pretrained({str(checkpoint)!r}), without"
+            f" resume_from_checkpoint"
+        )
+    return folder
+
+
+def write_model(
+    model: ParallelModel,
+    folder: Path,
+    requested: Techniques,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    keeps: bool,
+) -> None:
+    """Write the shards, and from them the model as transformers (or, with adapters, peft) reads it (collective).
+
+    Args:
+        keeps: whether the shards stay, to go on from.
+    """
+    shards = folder / (STATE if keeps else f"{STATE}-shards")
+    save(model, shards, optimizer=optimizer, only_trained=requested.adapters is not None)
+    agree.decided_once(lambda: _export(model, shards, folder, "adapter" if requested.adapters is not None else "hf"))
+    if not keeps:
+        agree.decided_once(lambda: shutil.rmtree(shards, ignore_errors=True))
+
+
+def _export(model: ParallelModel, shards: Path, folder: Path, form: str) -> None:
+    origin = recall(model, ModelOrigin)
+    if origin is None or not origin.config:
+        raise ConfigError(
+            f"{model.facts.kind} is no model of transformers' own, which save_model could write: set save_strategy ="
+            f" 'no', and write the shards with meshwright.save(trainer.parallel, FOLDER)"
+        )
+    made = folder / f"{STATE}-export"
+    shutil.rmtree(made, ignore_errors=True)
+    convert_saved(shards, made, form)
+    for path in made.iterdir():
+        path.replace(folder / path.name)
+    made.rmdir()
+
+
+def write_small_files(folder: Path, arguments: Any, tokenizer: Any) -> None:
+    """Write tokenizer and arguments, as Trainer has them beside a model."""
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    torch.save(arguments, folder / "training_args.bin")
+
+
+def read_scheduler(scheduler: Any, checkpoint: str) -> None:
+    scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
+
+
+# --- step a laid-out model in the loop of ``transformers.Trainer``, through the hooks that its loop calls
 
 LOSSES = ("compute_loss", "training_step")
 """Methods that users override, and that nothing would call here."""

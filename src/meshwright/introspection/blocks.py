@@ -1,13 +1,113 @@
-"""Find a model's repeated blocks from its structure alone."""
+"""Find a model's repeated blocks from its structure alone, or from the hints that its code does not show.
+
+Hints come first, measurement second, the model's own plan third; whichever supplies the plan, a rehearsal proves the
+layout.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from meshwright.core.names import clean, is_within
+from meshwright.core.errors import ConfigError, nearest
+from meshwright.core.names import clean, is_within, pattern, selected
+from meshwright.core.record import recall, remember
 
-from .hints import blocks_in, hints_of
+# --- describe a model that measurement cannot read, by the few facts that its code does not show
+
+
+@dataclass(frozen=True)
+class Hints:
+    """The facts about a model that its author gives; in patterns of module paths, ``*`` stands for a part of a name.
+
+    Attributes:
+        blocks: patterns of the repeated blocks, which are called in the order of their registration. Empty: the
+            children of lists of modules.
+        residual: argument of a block that is the residual stream (rows, seq, features): its name or position,
+            without ``self``. None: the first floating point tensor of three dims.
+        regions: pattern of a module -> its style of tensor parallelism, as in ``techniques.tensor_plan``, which
+            replaces these. Empty: the regions that measurement finds are cut.
+        whole: patterns of modules that stay whole on every rank of the tensor axis.
+    """
+
+    blocks: tuple[str, ...] = ()
+    residual: int | str | None = None
+    regions: Mapping[str, str] = field(default_factory=dict)
+    whole: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("blocks", "whole"):
+            value = getattr(self, name)
+            if isinstance(value, str) or not all(isinstance(text, str) for text in value):
+                raise ConfigError(f"hints: {name} = {value!r}: it is a tuple of patterns, such as ('layer_*',)")
+            object.__setattr__(self, name, tuple(value))
+
+    def keeps_whole(self, path: str) -> bool:
+        """Return whether the module at a path, or one around it, stays whole."""
+        return any(is_within(path, around) for text in self.whole for around in selected(text, _around(path)))
+
+
+NONE = Hints()
+
+
+def hints_of(model: nn.Module) -> Hints:
+    """Return the hints that were given for the model."""
+    return recall(model, Hints) or NONE
+
+
+def give(model: nn.Module, hints: Hints) -> None:
+    """Give hints for a model, before it is planned or laid out.
+
+    Raises:
+        ConfigError: a pattern names no module, or a block lies inside another.
+    """
+    paths = [clean(path) for path, _ in model.named_modules() if path]
+    for name in ("blocks", "whole"):
+        for text in getattr(hints, name):
+            if not selected(text, paths):
+                known = dict.fromkeys(pattern(path) for path in paths)
+                raise ConfigError(
+                    f"hints: {name}: '{text}' names no module of this {type(model).__name__}.{nearest(text, known)}"
+                )
+    found = blocks_in(model, hints)
+    inside = next((path for path in found for other in found if path != other and is_within(path, other)), None)
+    if inside is not None:
+        raise ConfigError(f"hints: blocks: {inside} lies inside another block. Name the outer ones or the inner ones.")
+    remember(model, hints)
+
+
+def blocks_in(model: nn.Module, hints: Hints) -> tuple[str, ...]:
+    """List the modules that hints name as blocks, in registration order."""
+    paths = [clean(path) for path, _ in model.named_modules() if path]
+    named = {path for text in hints.blocks for path in selected(text, paths)}
+    return tuple(path for path in paths if path in named)
+
+
+@dataclass(frozen=True)
+class Hinted:
+    """A function that builds a model and gives its hints; it pickles if the function does."""
+
+    build: Callable[[], Any]
+    hints: Hints
+
+    def __call__(self) -> Any:
+        made = self.build()
+        if isinstance(made, nn.Module):
+            give(made, self.hints)
+        return made
+
+
+def _around(path: str) -> list[str]:
+    """List a path and the paths of the modules around it."""
+    parts = path.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+
+
+# --- find a model's repeated blocks from its structure alone
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 """Modules that only hold others and are never called."""

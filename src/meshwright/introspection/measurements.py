@@ -10,21 +10,20 @@ from torch import nn
 
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.record import recall, remember
+from meshwright.introspection.premises.premises import lies_on_mesh
+from meshwright.introspection.small.copies import rows_of_token_table
 
+from .blocks import NONE, hints_of
 from .constructor.recording import seeded
-from .hints import NONE, hints_of
-from .images.arguments import ImageArguments
+from .images import ImageArguments
 from .mixing.measure import measure_mixing
 from .mixing.values import Mixing
 from .mixing.whole import copy_without_values
 from .premises import premises
-from .premises.hooks import lies_on_mesh
 from .premises.premises import Premises
-from .roles.homes import dtypes_of_calls, find_homes
-from .roles.readers import find_readers
+from .roles import dtypes_of_calls, find_homes, find_readers
 from .signature import Signature
 from .small.sample import Sample, samples_of
-from .small.token_table import rows_of_token_table
 from .structure import Measured, measured
 from .structure.experts import Stack, measure_stacks
 from .structure.router_loss import RouterLoss, asks_for_router_loss, measure_router_loss

@@ -1,9 +1,10 @@
-"""Map the keys of a batch to the arguments of a model's forward."""
+"""Map the keys of a batch to the arguments of a model's forward, and find the logits in its output."""
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,40 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.devices import to_device
+from meshwright.core.errors import UnsupportedError
 
-from .wrapped import layers_of_wrapping
+# --- find models inside others that pass their inputs on, as adapter libraries wrap them
+
+
+def layers_of_wrapping(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the model, then each model inside that receives its wrapper's inputs unchanged; the innermost last."""
+    yield model
+    while (inner := _inside(model)) is not None:
+        yield (model := inner)
+
+
+def core_of(model: nn.Module) -> nn.Module:
+    """Return the innermost wrapped model, the one that a config builds."""
+    *_, core = layers_of_wrapping(model)
+    return core
+
+
+def _inside(model: nn.Module) -> nn.Module | None:
+    """Return the model inside a wrapper: the only child with parameters, where the wrapper has none of its own.
+
+    The wrapper either takes any arguments, or takes any keyword and shows the child's config as its own.
+    """
+    children = [child for child in model.children() if next(child.parameters(), None) is not None]
+    if len(children) != 1 or any(parameter is not None for parameter in model._parameters.values()):
+        return None
+    kinds = {parameter.kind for parameter in inspect.signature(model.forward).parameters.values()}
+    takes_anything = kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    config = getattr(model, "config", None)
+    shows_config = config is not None and getattr(children[0], "config", None) is config
+    return children[0] if takes_anything or (inspect.Parameter.VAR_KEYWORD in kinds and shows_config) else None
+
+
+# --- map the keys of a batch to the arguments of a model's forward
 
 REFERENCE = "reference_log_probs"
 """The key of a batch that a loss of pairs reads, and no model."""
@@ -99,3 +132,58 @@ def _required(model: nn.Module) -> list[str]:
 def _named(model: nn.Module) -> list[str]:
     takes = inspect.signature(model.forward).parameters.values()
     return [p.name for p in takes if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+# --- find the logits in a model's output
+
+
+def logits_of(output: Any) -> Tensor:
+    """Return the logits of a forward's output.
+
+    The logits are a tensor output itself, its ``logits``, or its only floating (rows, seq, vocabulary).
+
+    Raises:
+        UnsupportedError: none or several values could be the logits; the text proposes what to return.
+    """
+    if isinstance(output, Tensor):
+        return output
+    named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if isinstance(named, Tensor):
+        return named
+    values = (
+        tuple(output.values()) if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else ()
+    )
+    found = [value for value in values if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 3]
+    if len(found) == 1:
+        return found[0]
+    raise UnsupportedError(
+        f"the model's forward returns {_words(output)}, in which {len(found) or 'no'} tensors could be the logits"
+        " (rows, seq, vocabulary). Return the logits alone, or in an object or a dict under the name logits, or as the"
+        " only floating tensor of three dims."
+    )
+
+
+def with_logits(output: Any, logits: Tensor) -> Any:
+    """Return a forward's output with other logits in the place of those that ``logits_of`` finds."""
+    found = logits_of(output)
+    if found is output:
+        return logits
+    if isinstance(output, (tuple, list)):
+        return type(output)(logits if value is found else value for value in output)
+    if not isinstance(output, Mapping):
+        output = copy.copy(output)
+        output.logits = logits
+        return output
+    output = copy.copy(output)
+    output[next(key for key, value in output.items() if value is found)] = logits  # type: ignore[index]
+    return output
+
+
+def _words(output: Any) -> str:
+    """Return what it consists of."""
+    if isinstance(output, Mapping):
+        return f"a {type(output).__name__} of {', '.join(map(str, output)) or 'nothing'}"
+    if isinstance(output, (tuple, list)):
+        kinds = (f"{tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__ for value in output)
+        return f"a {type(output).__name__} of {', '.join(kinds) or 'nothing'}"
+    return f"a {type(output).__name__}"

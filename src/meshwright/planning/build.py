@@ -10,40 +10,47 @@ from meshwright.core.devices import is_accelerator, local_device
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import matching, owner, pattern
 from meshwright.introspection.adapted.facts import facts_with
+from meshwright.introspection.blocks import Hints
 from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import ModelFacts, ParameterFact
-from meshwright.introspection.hints import Hints
 from meshwright.introspection.structure.experts import find_stacks
+from meshwright.planning.float8.rules import scales_of_gathered
+from meshwright.planning.pipeline.make import check_trained
+from meshwright.planning.tensor.make import words_for
 
-from . import notes
+from . import explain
 from .case import Case
 from .collectives import step_collectives
 from .context.collectives import context_collectives
 from .context.plan import ContextPlan, context_plan
-from .data.units import Holding, Narrow, at_rest, trained_cuts, units_of, without_skipped
-from .data.zero import gathers_per_step, with_zero_stage, zero_notes
-from .experts.collectives import expert_collectives, router_collectives
-from .experts.plan import ExpertPlan, expert_mesh_of, without_experts
-from .float8.messages import scales_of_gathered
-from .layout import Layout
+from .data import (
+    Holding,
+    Narrow,
+    at_rest,
+    gathers_per_step,
+    trained_cuts,
+    units_of,
+    with_zero_stage,
+    without_skipped,
+    zero_notes,
+)
+from .experts import ExpertPlan, expert_collectives, expert_mesh_of, router_collectives, without_experts
+from .layout import Layout, Shares, shares_of
 from .optimizer.collectives import optimizer_collectives
 from .optimizer.plan import optimizer_plan
 from .pipeline.make import make_pipeline_plan
 from .pipeline.plan import PipelinePlan
-from .pipeline.rules import check_trained
 from .pipeline.stages import pipeline_collectives, recomputed_in, units_of_stages
 from .plan import Plan
 from .premise_rules import may_be_idle
 from .quantize.format import NF4
 from .quantize.plan import rounded_weights
-from .recompute.plan import checkpointed_modules, sent_again
+from .recompute import checkpointed_modules, sent_again
 from .rules import check, check_batch, check_data, resolve_precision
-from .shares import Shares, shares_of
 from .techniques import RunTechniques, Techniques, as_techniques
 from .tensor.collectives import tensor_collectives
 from .tensor.make import make_tensor_plan
 from .tensor.plan import TensorPlan, placement_words
-from .tensor.words import words_for
 from .values import Batch, Collective, DataParallel, LossPlan, ParameterPlan, PrecisionPlan
 
 
@@ -185,7 +192,7 @@ def _assemble(
         notes=(
             *tensor_notes,
             *about_weights,
-            *notes.of(facts, layout, requested, technique, parameters, tensor),
+            *explain.of(facts, layout, requested, technique, parameters, tensor),
             *zero_notes(requested, layout, technique),
         ),
     )

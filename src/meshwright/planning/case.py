@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from meshwright.core.errors import MeshwrightError
 from meshwright.introspection.facts import ModelFacts, ParameterFact
 
-from .layout import Layout
-from .shares import shares_of
+from .layout import Layout, shares_of
 from .techniques import Techniques
 from .values import PrecisionPlan
 

@@ -10,12 +10,12 @@ from meshwright.core.errors import ConfigError
 from meshwright.introspection.structure.router_loss import RouterLoss
 
 from .context.plan import ContextPlan
-from .experts.plan import ExpertPlan
+from .experts import ExpertPlan
 from .float8.plan import Float8Plan
+from .layout import Shares
 from .optimizer.plan import OptimizerPlan
 from .pipeline.plan import PipelinePlan
 from .quantize.plan import QuantizePlan
-from .shares import Shares
 from .tensor.plan import TensorPlan
 from .values import Collective, DataParallel, LossPlan, ParameterPlan, PrecisionPlan, Unit
 

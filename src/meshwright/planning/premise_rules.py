@@ -7,11 +7,10 @@ from collections.abc import Iterable
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import is_within, pattern
 from meshwright.introspection.facts import ModelFacts
-from meshwright.introspection.premises.hooks import hooks_of
-from meshwright.introspection.premises.premises import GRADIENT
+from meshwright.introspection.premises.premises import GRADIENT, hooks_of
 
 from .case import Case, Found
-from .recompute.plan import checkpointed_modules
+from .recompute import checkpointed_modules
 
 
 def calls_differ(case: Case) -> bool:

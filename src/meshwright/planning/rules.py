@@ -12,17 +12,17 @@ from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError, nearest
 from meshwright.core.names import is_within, owner, pattern
 from meshwright.introspection.facts import ModelFacts, ParameterFact
+from meshwright.planning.context.plan import refuse_shorter
+from meshwright.planning.pipeline.make import check_microbatches, pipeline_companions, pipeline_requested
 
 from .case import Case, Found
-from .context.cut import refuse_shorter
 from .context.rules import context_companions
-from .data.units import Holding, apart, without_skipped
-from .data.zero import zero_fits
-from .experts.rules import experts_companions, experts_fit, own_loss_of_experts, stacked_adapters
+from .data import Holding, apart, without_skipped, zero_fits
+from .experts import experts_companions, experts_fit, own_loss_of_experts, stacked_adapters
 from .float8.plan import RECIPES
 from .float8.rules import float8_companions, float8_gathering, float8_requested
+from .layout import SHARDS, shares_of
 from .optimizer.rules import optimizer_fits
-from .pipeline.rules import check_microbatches, pipeline_companions, pipeline_requested
 from .premise_rules import (
     gradients_are_dense,
     hooks_are_called,
@@ -32,8 +32,7 @@ from .premise_rules import (
     weights_are_read_only,
 )
 from .quantize.rules import quantize_companions
-from .recompute.rules import checkpointing_companions, checkpointing_keys, checkpointing_matches
-from .shares import SHARDS, shares_of
+from .recompute import checkpointing_companions, checkpointing_keys, checkpointing_matches
 from .techniques import Precision, RunTechniques, Techniques
 from .tensor.rules import (
     async_tensor_fits,

@@ -156,7 +156,7 @@ class DataParallel:
 class PrecisionPlan:
     """dtypes of parameters at rest (with optimizer state), compute, gradient reduction, output (None: as computed).
 
-    ``loss_scale``: the initial loss factor, 0 if the loss is not scaled; see ``distributed/optimizer/loss_scale``.
+    ``loss_scale``: the initial loss factor, 0 if the loss is not scaled; see ``distributed/optimizer/step``.
     ``is_kept``: parameters have several dtypes and nobody asked for one: each keeps its own, and ``master`` is that of
     most elements. ``casts``: parameters are cast to ``compute``; else each kept one computes in its own dtype.
     ``widens``: gradients of kept float64 parameters are summed in float64, others in ``reduce``.

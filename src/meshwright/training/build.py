@@ -20,7 +20,7 @@ from meshwright.data.row_ends import RowEnds
 from meshwright.distributed.float8.float8 import refuse_absent
 from meshwright.distributed.memory.dry_run import estimate_memory
 from meshwright.distributed.mesh import data_position
-from meshwright.distributed.optimizer import torchao_adamw
+from meshwright.distributed.optimizer import low_bit
 from meshwright.distributed.optimizer.parameter_groups import make_parameter_groups, refuse_unused, trained_names
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize, single_process_mesh
@@ -30,14 +30,16 @@ from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.source import as_module
 from meshwright.planning.build import plan as make_plan
-from meshwright.planning.memory.step import MemoryEstimate
+from meshwright.planning.memory.states import MemoryEstimate
 from meshwright.planning.optimizer.plan import OptimizerPlan
 from meshwright.planning.plan import Plan
 from meshwright.planning.values import Batch
+from meshwright.training.metrics.throughput import StartupTimeline
+from meshwright.training.optim.build import LearningRateSchedule
+from meshwright.training.run.folder import absolute_paths
 
 from .config import Config
 from .feed import Feed, build_feed, refuse_contradictions
-from .metrics.timeline import StartupTimeline
 from .model_source import (
     ModelSource,
     Shape,
@@ -51,9 +53,7 @@ from .model_source import (
 from .neighbours import refuse_too_large
 from .optim import fine_tuning
 from .optim.build import BuiltOptimizer, make_optimizer
-from .optim.schedules import LearningRateSchedule
 from .preference import expects_pairs, loss_of
-from .run.paths import absolute_paths
 from .stopping import StopRequest
 from .tokenizer import run_tokenizer, tokenizer_name
 from .views.progress import Progress
@@ -111,7 +111,7 @@ def build_run(
     trained = trained_names(facts, plan)
     refuse_unused([row.pattern for row in config.optimizer.overrides], trained)
     refuse_absent(plan)
-    torchao_adamw.refuse_absent(plan.optimizer)
+    low_bit.refuse_absent(plan.optimizer)
     if config.process.check_memory:
         refuse_too_large(
             config, facts, plan, batch, cluster, lambda one, made, rows: estimated_memory(one, facts, made, rows)

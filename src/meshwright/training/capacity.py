@@ -8,19 +8,17 @@ from enum import StrEnum
 from functools import partial
 
 from meshwright.core.devices import CPU, device_memory, is_accelerator
-from meshwright.core.dtypes import dtype_bytes
-from meshwright.core.units import bytes_text
+from meshwright.core.dtypes import bytes_text, dtype_bytes
 from meshwright.distributed.process.world import get_world_info, ranks_per_node
 from meshwright.introspection.facts import ModelFacts
 from meshwright.planning.memory.bounds import RankBytes, bytes_at_least, bytes_at_most, bytes_of_states
-from meshwright.planning.memory.step import MemoryEstimate
+from meshwright.planning.memory.states import MemoryEstimate
 from meshwright.planning.plan import Plan
 from meshwright.planning.values import Batch
 from meshwright.simulation.hardware.cards import machines
 from meshwright.simulation.search.from_model import job_of_plan
 from meshwright.simulation.workload.step_memory import step_memory
-
-from .metrics.host_memory import host_memory
+from meshwright.training.metrics.memory import host_memory
 
 WORTH_A_DRY_RUN = 1 / 3
 """Fraction of the memory that states, with a rough count of activations, must reach before a dry run is made."""

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from meshwright.core.dtypes import epochs_text
 from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError
 from meshwright.core.files import read_object
-from meshwright.core.units import epochs_text
 from meshwright.data import (
     Corpus,
     Interleave,
@@ -26,13 +26,12 @@ from meshwright.data import (
     prepare,
 )
 from meshwright.data.corpus.building import TokenisingRecipe
-from meshwright.data.corpus.whole import Whole
+from meshwright.data.corpus.packing import Whole
 from meshwright.data.images.dealing import PixelReader, open_parts
-from meshwright.data.images.source import Vision, vision_of
+from meshwright.data.images.files import Vision, vision_of
 from meshwright.data.options import MixturePart
 from meshwright.data.row_ends import RowEnds
-from meshwright.data.sources.listing import TOKEN_FORMATS
-from meshwright.data.sources.scan import list_sources
+from meshwright.data.sources.scan import TOKEN_FORMATS, list_sources
 from meshwright.data.streaming import StreamedSamples
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import get_world_info

@@ -18,9 +18,13 @@ from types import FrameType
 from meshwright.core.axes import WORLD_AXES
 from meshwright.core.devices import gpu_count
 from meshwright.core.errors import ConfigError, MeshwrightError
-from meshwright.distributed.process.fitness import refuse_without_distributed
 from meshwright.distributed.process.workers import WorkerDied, WorkerFailed, WorkerPool
-from meshwright.distributed.process.world import get_world_info, is_rank_zero, ranks_per_node
+from meshwright.distributed.process.world import (
+    get_world_info,
+    is_rank_zero,
+    ranks_per_node,
+    refuse_without_distributed,
+)
 from meshwright.planning.layout import Layout
 
 from .config import Config
@@ -165,7 +169,7 @@ class _Attempts:
         """
         if isinstance(trouble, WorkerFailed):
             return for_the_user(trouble)
-        from .health.postmortem import find_stall, name_of, whereabouts
+        from meshwright.training.health.heartbeat import find_stall, name_of, whereabouts
 
         records = read_all_records(self.pool.folder)
         record = records.get(trouble.rank)

@@ -17,13 +17,13 @@ import torch
 from meshwright.core.devices import CPU, current_device, is_accelerator, local_device
 from meshwright.core.errors import ConfigError
 from meshwright.distributed.measuring import memory_bound, messages, products
-from meshwright.distributed.measuring.clock import ACCELERATED, FULL, Effort
+from meshwright.distributed.measuring.products import ACCELERATED, FULL, Effort
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.workers import WorkerFailed, WorkerPool
 from meshwright.distributed.process.world import get_world_info, ranks_per_node
 from meshwright.distributed.setup import init_distributed
 from meshwright.planning.layout import Layout
-from meshwright.simulation.hardware.profile import GridPoints, MachineProfile
+from meshwright.simulation.hardware.measured import GridPoints, MachineProfile
 
 MOST_RANKS = 64
 """Processes that are started on one host at most."""

@@ -20,8 +20,7 @@ from meshwright.data import Tokenizer
 from meshwright.distributed.weights.weights import Weights
 from meshwright.introspection.adapted.model import AdaptedModel
 from meshwright.introspection.facts import ModelFacts
-from meshwright.introspection.huggingface import CONFIG, CausalLM, read_causal_lm
-from meshwright.introspection.source import with_adapters
+from meshwright.introspection.source import CONFIG, CausalLM, read_causal_lm, with_adapters
 from meshwright.models.decoder_config import SIZES, DecoderConfig, idle_parameters, parameter_count
 
 from .config import Config, ModelConfig

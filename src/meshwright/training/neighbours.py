@@ -8,14 +8,14 @@ from functools import partial
 from typing import Any
 
 from meshwright.core.config import to_dict
+from meshwright.core.dtypes import bytes_text
 from meshwright.core.errors import ConfigError, MeshwrightError
-from meshwright.core.units import bytes_text
-from meshwright.distributed.optimizer import torchao_adamw
+from meshwright.distributed.optimizer import low_bit
 from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import ModelFacts
 from meshwright.planning.build import plan as make_plan
 from meshwright.planning.memory.bounds import bytes_of_states
-from meshwright.planning.memory.step import MemoryEstimate
+from meshwright.planning.memory.states import MemoryEstimate
 from meshwright.planning.plan import Plan
 from meshwright.planning.values import Batch
 
@@ -134,7 +134,7 @@ class _Trial:
 def _is_installed(plan: Plan) -> bool:
     """Return whether the packages that a plan's optimizer needs are here."""
     try:
-        torchao_adamw.refuse_absent(plan.optimizer)
+        low_bit.refuse_absent(plan.optimizer)
         return True
     except MeshwrightError:
         return False

@@ -12,9 +12,16 @@ from meshwright.core.errors import ConfigError
 from meshwright.core.files import inside, replace_text
 from meshwright.data import Tokenizer, load_tokenizer
 from meshwright.data.text.bpe import PREFIX, trained_bpe, vocabulary_of
-from meshwright.data.text.chat import ChatTemplate, load_template
-from meshwright.data.text.tokenizer_settings import SETTINGS, TEMPLATE, read_settings
-from meshwright.data.text.tokenizers import BYTES, FileTokenizer, IdTokenizer, encode_prompt
+from meshwright.data.text.tokenizers import (
+    BYTES,
+    SETTINGS,
+    TEMPLATE,
+    FileTokenizer,
+    IdTokenizer,
+    encode_prompt,
+    read_settings,
+)
+from meshwright.data.text.turns import ChatTemplate, load_template
 
 from .config import Config
 from .optim.fine_tuning import GREETING

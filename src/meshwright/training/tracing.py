@@ -12,18 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.comparison.equality import traced_bound
-from meshwright.comparison.findings import Comparison, Difference
-from meshwright.comparison.observe import Observed, observing
+from meshwright.comparison.equality import Comparison, Difference, traced_bound
+from meshwright.comparison.sketch import Observed, observing
 from meshwright.comparison.trace import Sketches, TracedStep, TraceFile, fingerprints
 from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.distributed.mesh import data_position, get_pp_rank, groups_of
 from meshwright.distributed.process import agree
-from meshwright.distributed.step.results import StepLoss, StepResult
+from meshwright.distributed.step.part import StepLoss, StepResult
 from meshwright.distributed.weights.shards import sketches
 from meshwright.introspection.structure.experts import stack_paths
-from meshwright.planning.shares import SAMPLES, TOKENS
+from meshwright.planning.layout import SAMPLES, TOKENS
 
 from .build import Run, build_schedule, refuse_untraced
 from .config import Config

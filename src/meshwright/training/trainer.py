@@ -21,14 +21,16 @@ from meshwright.distributed.process import agree, elastic
 from meshwright.distributed.process.world import is_rank_zero
 from meshwright.distributed.recompute.compilation import graph_breaks_text
 from meshwright.distributed.setup import begin_steps, destroy_distributed
-from meshwright.distributed.step.results import StepLoss, StepResult
+from meshwright.distributed.step.part import StepLoss, StepResult
+from meshwright.training.metrics.throughput import StartupTimeline
+from meshwright.training.views.telling import is_demo
+from meshwright.training.views.watching import MemoryWatch, keep_times
 
 from .build import Run, build_run
 from .config import Config, check
 from .health.heartbeat import Heartbeat
 from .health.loss_guard import LossGuard
 from .health.peers import Peers, announce, early_folder, sweep
-from .metrics.timeline import StartupTimeline
 from .preference import give_references
 from .run.checkpointing import Checkpointing, Position
 from .run.folder import RunFolder
@@ -38,10 +40,7 @@ from .stopping import Interrupted, StopRequest
 from .tokenizer import prompt_ids
 from .tracing import TraceCheck
 from .views.display import build_progress
-from .views.memory_watch import MemoryWatch
-from .views.next_steps import is_demo
 from .views.progress import Progress, StepReport
-from .views.schedule_view import keep_times
 from .views.telling import Teller, Validated, in_words
 from .views.watching import Watch, check_watching
 

@@ -1,29 +1,291 @@
-"""Lay out a problem's model, by meshwright or by another library, and step it as its users do."""
+"""Compute the oracle, one process with plain torch, and lay out a problem's model to step it as its users do."""
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.comparison.observe import TokensOfRank
+from meshwright.comparison.sketch import Observed, TokensOfRank, observing
 from meshwright.core.names import clean
+from meshwright.distributed.experts import count_routed, routed_tokens, routers_of
 from meshwright.distributed.mesh import data_position, get_pp_rank, get_pp_size, tensor_position
 from meshwright.distributed.optimizer.grad_clip import clip_grad_norm_
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.process import agree
 from meshwright.distributed.setup import init_distributed
+from meshwright.distributed.weights.weights import Weights, materialise
+from meshwright.introspection.constructor.recording import STREAM_ELEMENTS, built
 from meshwright.introspection.facts import model_facts
-from meshwright.introspection.roles.hidden import hidden_matrices
+from meshwright.introspection.images import rows_of
+from meshwright.introspection.roles import hidden_matrices
 from meshwright.introspection.signature import Signature
-from meshwright.introspection.source import as_module
+from meshwright.introspection.small.copies import narrows
+from meshwright.introspection.source import as_module, builder_of
+from meshwright.introspection.structure.experts import stack_paths
+from meshwright.introspection.structure.router_loss import RouterLogits, RouterLoss
+from meshwright.models.moe import Router
 from meshwright.planning.layout import Layout
+from meshwright.verification.aspects.routes import converted, in_4_bits
 
-from .one_process import build, row_losses
-from .problem import Batch, Parallelize, Problem, count, without_dropout
+from .aspects.routes import Replay, Routes, noting
+from .problem import Batch, Parallelize, Problem, count, divisors, labels_of, without_dropout
+
+# --- compute the oracle
+
+
+@dataclass(frozen=True)
+class OneStep:
+    """The results of a forward and backward of the global batch, besides the gradients."""
+
+    losses: Tensor
+    """(rows,) each row's share of the loss; their sum is the mean over the real tokens of the batch."""
+    observed: Observed
+    routes: Routes
+    """The experts of the tokens, concatenated."""
+
+
+class OneProcess:
+    """A process that computes steps with plain torch, the loss by ``F.cross_entropy``.
+
+    Args:
+        model: the model with its weights; its gradients come in its own dtype.
+        compute: dtype of parameters in forward and backward, where it differs from the model's (mixed precision:
+            weights are rounded for the step, gradients of each forward and backward are added up in the model's
+            dtype).
+        rows: rows per forward; 0: the whole batch. Fewer rows add the same gradients in another order.
+        noise: relative size of random changes to every module's output, as rounding in other kernels makes them.
+        seed: seed of the noise.
+        scale: factor on losses for the backward; gradients come divided by it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        compute: torch.dtype | None = None,
+        rows: int = 0,
+        noise: float = 0.0,
+        seed: int = 0,
+        scale: float = 1.0,
+    ):
+        self.model, self.rows, self.scale = model, rows, scale
+        self._signature = Signature.of(model)
+        self._device = next(model.parameters()).device
+        dtype = next(model.parameters()).dtype
+        self._computing = model if compute in (None, dtype) else copy.deepcopy(model)
+        self._compute = compute or dtype
+        self._routers = routers_of([self._computing])
+        if noise:
+            generator = torch.Generator(self._device).manual_seed(seed)
+            for module in self._computing.modules():
+                module.register_forward_hook(lambda module, args, output: _shaken(output, noise, generator))
+        measurements = model_facts(model).measurements
+        self._router_loss, self._of_images = measurements.router_loss(), measurements.image_modules()
+        if self._router_loss is not None:
+            self._logits = RouterLogits(self._computing, self._router_loss)
+
+    def replay(self, routes: Routes) -> Replay:
+        """Make a replay of a batch's routing, for one step."""
+        return Replay(self._computing, routes)
+
+    def forward_backward(
+        self,
+        batch: Batch,
+        *,
+        observe: bool = True,
+        replay: Replay | None = None,
+        microbatches: Sequence[int] = (),
+        means: int = 0,
+    ) -> OneStep:
+        """Add the gradients of the mean loss over the real tokens of ``batch`` to the parameters' ``grad``.
+
+        Args:
+            replay: a replay of the experts that tokens go to.
+            microbatches: for each row, the microbatch whose tokens a router's loss counts; empty: all rows are one.
+            means: number of ranks the mean of whose mean losses is the loss instead; 0: off.
+        """
+        self._round_weights()
+        tokens, routed = divisors(batch, means).to(self._device), max(count_routed([batch]), 1)
+        losses: list[Tensor] = []
+        needs_loads = self._router_loss is not None or any(r.config.batch_loss for r in self._routers)
+        loads, shares = self._loads(batch, replay, microbatches) if needs_loads else ({}, torch.zeros(0))
+        watched = (
+            observing(self._computing, opaque=stack_paths(self._computing), unobserved=self._of_images)
+            if observe
+            else nullcontext(Observed())
+        )
+        with watched as observed, noting([self._computing]) as routes:
+            for piece in _pieces(batch, self.rows or len(batch["tokens"])):
+                first, rows = sum(map(len, losses)), len(piece["tokens"])
+                for router, load in loads.items():
+                    router.everywhere = partial(_known, load[first : first + rows])
+                with replay.at(first, rows) if replay is not None else nullcontext():
+                    if self._router_loss is not None:
+                        self._logits.begin()
+                    loss = row_losses(self._computing, self._signature, piece, self._device)
+                    loss = loss / tokens[first : first + rows].to(loss.dtype)
+                auxiliary = [router.auxiliary / routed for router in self._routers if router.auxiliary is not None]
+                if self._router_loss is not None:
+                    auxiliary.append(
+                        _balance(self._router_loss, self._logits.take(), piece, shares[first : first + rows]) / routed
+                    )
+                (sum(auxiliary, loss.sum()) * self.scale).backward()
+                losses.append(loss.detach())
+                self._collect_gradients()
+        return OneStep(torch.cat(losses).double().cpu(), observed, routes)
+
+    @torch.no_grad()
+    def _loads(
+        self, batch: Batch, replay: Replay | None, microbatches: Sequence[int]
+    ) -> tuple[dict[Router, Tensor], Tensor]:
+        """Count for each row what all rows of its microbatch count together, in a separate forward.
+
+        Returns:
+            By router of ours, (rows, experts + 1) counts; and for a model of transformers the choices' shares of all
+            layers, (rows, experts).
+        """
+        noted: dict[Router, Tensor] = {}
+        before = [(router, router.counts, router.z) for router in self._routers]
+        for router in self._routers:
+            router.everywhere = partial(_noted, noted, router)
+        rows = len(batch["tokens"])
+        with replay.at(0, rows) if replay is not None else nullcontext():
+            if self._router_loss is not None:
+                self._logits.begin()
+            self._computing(**self._signature.inputs(batch, self._device))
+        for router, counts, z in before:
+            router.counts, router.z, router.auxiliary = counts, z, None
+        numbers = torch.tensor(microbatches or [0] * rows, device=self._device)
+        same = (numbers.unsqueeze(0) == numbers.unsqueeze(1)).double()
+        shares = torch.zeros(rows, 0, dtype=torch.float64)
+        if self._router_loss is not None:
+            chosen, tokens = _chosen(self._router_loss, self._logits.take(), batch, replay)
+            shares = (same @ chosen) / (same @ tokens).clamp(min=1)
+        return {router: same.to(counted.dtype) @ counted for router, counted in noted.items()}, shares
+
+    def end_step(self) -> None:
+        """Move the biases of routers by the loads of their experts since the last step."""
+        for router, kept in zip(self._routers, routers_of([self.model]), strict=True):
+            if router.counts is not None:
+                router.balance(router.counts)
+            if router.bias is not None and kept.bias is not None:
+                kept.bias.copy_(router.bias)
+
+    def _round_weights(self) -> None:
+        if self._computing is not self.model:
+            for mine, theirs in zip(self._computing.parameters(), self.model.parameters(), strict=True):
+                mine.data = theirs.detach().to(self._compute)
+
+    def _collect_gradients(self) -> None:
+        if self._computing is not self.model:
+            for mine, theirs in zip(self._computing.parameters(), self.model.parameters(), strict=True):
+                if mine.grad is not None:
+                    added = mine.grad.to(theirs.dtype) / self.scale
+                    theirs.grad = added if theirs.grad is None else theirs.grad + added
+                    mine.grad = None
+
+
+def _known(load: Tensor, counted: Tensor) -> Tensor:
+    return load
+
+
+def _noted(noted: dict[Router, Tensor], router: Router, counted: Tensor) -> Tensor:
+    noted[router] = counted
+    return counted
+
+
+def _real(batch: Batch, device: torch.device) -> Tensor:
+    """Mark real tokens by 1 and padding by 0: (rows, seq) float64."""
+    real = routed_tokens(batch)
+    return (torch.ones_like(batch["tokens"]) if real is None else real).to(device, torch.float64)
+
+
+def _chosen(loss: RouterLoss, logits: Sequence[Tensor], batch: Batch, replay: Replay | None) -> tuple[Tensor, Tensor]:
+    """Count by row each expert's choices, (rows, experts), and all choices, (rows, 1); a replay's routes win."""
+    layers = [layer.view(*batch["tokens"].shape, -1) for layer in logits]
+    picked = [layer.softmax(-1).topk(loss.top_k).indices for layer in layers]
+    if replay is not None and len(replay.routes) == len(layers):
+        picked = [routes.to(layers[0].device, torch.int64) for routes in replay.routes.values()]
+    real = _real(batch, layers[0].device)
+    counted = [(F.one_hot(index, loss.experts).sum(2) * real.unsqueeze(-1)).sum(1) for index in picked]
+    return torch.stack(counted).sum(0), real.sum(1, keepdim=True) * len(layers)
+
+
+def _balance(loss: RouterLoss, logits: Sequence[Tensor], piece: Batch, shares: Tensor) -> Tensor:
+    """Sum E · Σₑ Fₑ pₑ, the mean of all layers, over the tokens of ``piece``, times the loss's coefficient.
+
+    Args:
+        shares: F of each row's microbatch: (rows, experts).
+    """
+    layers = torch.stack([layer.softmax(-1).double().view(*piece["tokens"].shape, -1) for layer in logits])
+    probabilities = (layers.mean(0) * _real(piece, shares.device).unsqueeze(-1)).sum(1)
+    return loss.coefficient * loss.experts * (shares * probabilities).sum()
+
+
+def build(problem: Problem, *, dropout: bool = False, weights: Weights | None = None) -> nn.Module:
+    """Build the model of a problem with its initial weights, in one process.
+
+    Args:
+        dropout: leave dropout layers as they are.
+        weights: source of the weights of a model on meta, instead of its initialiser.
+    """
+    model = as_module(problem.source(), problem.seed)
+    facts = model_facts(model)
+    is_drawn_alike = facts.on_meta and weights is None and facts.numel <= STREAM_ELEMENTS
+    build = builder_of(model) if is_drawn_alike and not hasattr(model, "weight_law") else None
+    if build is not None:  # by plain torch: the code that gives a layout its weights is under test too
+        model = built(build, problem.seed)
+    model = model.to(getattr(torch, problem.master))
+    model = model if dropout else without_dropout(model)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        ties = {alias: p.name for p in facts.parameters for alias in p.aliases}
+        materialise(model, torch.device("cpu"), problem.seed, ties, weights=weights)
+    frozen = [re.compile(pattern) for pattern in problem.techniques.get("freeze", ())]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and not any(pattern.search(clean(name)) for pattern in frozen))
+    model = in_4_bits(converted(model, problem), problem)
+    return model.eval() if problem.evaluating else model
+
+
+def narrows_inside(problem: Problem) -> bool:
+    """Return whether the model's forward computes in a narrower dtype somewhere."""
+    model = build(problem)
+    return narrows(lambda: model(**Signature.of(model).inputs(problem.batch(0), torch.device("cpu"))))
+
+
+def row_losses(model: nn.Module, signature: Signature, batch: Batch, device: torch.device | None = None) -> Tensor:
+    """Sum the losses of each row: (rows,), in at least float32."""
+    output = model(**signature.inputs(batch, device or torch.device("cpu")))
+    logits = output if isinstance(output, Tensor) else output.logits
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    labels = labels_of(batch).to(logits.device)
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
+    return losses.view(labels.shape).sum(1)
+
+
+def _pieces(batch: Batch, rows: int) -> Iterator[dict[str, Tensor]]:
+    for begin in range(0, len(batch["tokens"]), rows):
+        yield rows_of(batch, begin, begin + rows)
+
+
+def _shaken(output: Any, noise: float, generator: torch.Generator) -> Any:
+    if isinstance(output, Tensor) and output.is_floating_point():
+        drawn = torch.rand(output.shape, generator=generator, device=output.device, dtype=torch.float32)
+        return output * (1 + noise * (2 * drawn - 1)).to(output.dtype)
+    return output
+
+
+# --- lay out a problem's model, by meshwright or by another library, and step it as its users do
 
 
 class LaidOut:

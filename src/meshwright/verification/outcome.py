@@ -11,21 +11,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from meshwright.comparison.observe import Observed, TokensOfRank, observing
+from meshwright.comparison.sketch import Observed, TokensOfRank, observing
 from meshwright.core.names import clean
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import is_rank_zero
-from meshwright.distributed.weights.destinations import Destinations
+from meshwright.distributed.weights.constructed import Destinations
 from meshwright.distributed.weights.shards import in_dtype, sketches
-from meshwright.distributed.weights.wholes import whole_on_first
-from meshwright.introspection.roles.hidden import hidden_matrices
+from meshwright.distributed.weights.whole_state import whole_on_first
+from meshwright.introspection.roles import hidden_matrices
 from meshwright.introspection.structure.experts import stack_paths
 from meshwright.planning.layout import Layout
+from meshwright.verification.aspects.routes import Products, counting, together
 
-from .aspects.float8 import Products, counting, together
 from .aspects.routes import Routes, noting, numbers_of_experts, put_together
-from .laid_out import LaidOut, lay_out
-from .one_process import OneProcess, build
+from .laid_out import LaidOut, OneProcess, build, lay_out
 from .problem import Parallelize, Problem, share
 
 Named = dict[str, Tensor]

@@ -1,7 +1,8 @@
-"""Define a problem: the computation that one process and a layout share."""
+"""Define a problem, what one process and a layout compute, and shrink a model to one that fits anywhere."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -11,20 +12,54 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.comparison.equality import HALVES
-from meshwright.core.errors import ConfigError
-from meshwright.core.imports import import_object
+from meshwright.core.errors import ConfigError, import_object
 from meshwright.core.losses import PADDING
-from meshwright.distributed.optimizer.classes import optimizer_class
+from meshwright.distributed.optimizer.muon import optimizer_class
 from meshwright.distributed.optimizer.parameter_groups import split_by_role
-from meshwright.introspection.hints import Hinted, Hints
-from meshwright.introspection.huggingface import CausalLM, is_config
-from meshwright.introspection.images.arguments import IMAGE_KEYS
-from meshwright.introspection.images.dealing import rows_of
+from meshwright.introspection.blocks import Hinted, Hints
+from meshwright.introspection.images import IMAGE_KEYS, rows_of
 from meshwright.introspection.module_kinds import DROPOUTS
 from meshwright.introspection.signature import IMAGES_PER_ROW
-from meshwright.introspection.source import with_adapters
+from meshwright.introspection.source import CausalLM, is_config, with_adapters
+from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.optimizer.kinds import kind_of
 from meshwright.planning.techniques import as_techniques
+
+# --- shrink a model to one of the same structure that fits anywhere
+
+HEAD_DIM = 8
+LAYERS = 2
+VOCABULARY = 307
+
+
+def shrunk(config: DecoderConfig) -> DecoderConfig:
+    """Shrink a decoder to a small one of the same structure.
+
+    The ratio of query to key heads, ties, norms, rotary scaling and the number of experts stay. Small values stay
+    too: at most 2 key heads, heads of 8, 2 blocks (one of them dense if some are), 307 token ids.
+    """
+    group = config.n_heads // config.n_kv_heads
+    n_kv_heads = min(config.n_kv_heads, 2)
+    head_dim = min(config.head_dim, HEAD_DIM)
+    dim = n_kv_heads * group * head_dim
+    n_layers = min(config.n_layers, LAYERS)
+    moe = config.moe
+    if moe is not None:
+        width = max(1, round(moe.hidden_dim * dim / config.dim)) if moe.hidden_dim else 0
+        moe = dataclasses.replace(moe, hidden_dim=width, first_dense=min(moe.first_dense, n_layers - 1))
+    return dataclasses.replace(
+        config,
+        vocab_size=min(config.vocab_size, VOCABULARY),
+        dim=dim,
+        n_layers=n_layers,
+        n_heads=n_kv_heads * group,
+        n_kv_heads=n_kv_heads,
+        hidden_dim=max(1, round(config.hidden_dim * dim / config.dim)),
+        moe=moe,
+    )
+
+
+# --- define a problem
 
 Batch = Mapping[str, Tensor]
 

@@ -8,17 +8,15 @@ from typing import Any
 import psutil
 
 from meshwright.core.config import to_dict
+from meshwright.core.dtypes import bytes_text
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.core.units import bytes_text
 from meshwright.introspection.facts import model_facts
-from meshwright.introspection.huggingface import CausalLM
-from meshwright.introspection.source import as_module
+from meshwright.introspection.source import CausalLM, as_module
 from meshwright.training.config import Config
 from meshwright.training.model_source import causal_lm, decoder_config
 from meshwright.training.tokenizer import planned_tokenizer
 
-from .problem import GAP, Problem, RandomBatches
-from .shrink import shrunk
+from .problem import GAP, Problem, RandomBatches, shrunk
 from .verify import default_batches
 
 BYTES_PER_PARAMETER = 2 * 8 * 7

@@ -19,8 +19,8 @@ from meshwright.distributed.setup import choose_backend
 from meshwright.distributed.weights.shards import sketches
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module
+from meshwright.planning.layout import shares_of
 from meshwright.planning.rules import resolve_precision
-from meshwright.planning.shares import shares_of
 from meshwright.training.build import build_optimizer, build_schedule, refuse_untraced, run_identity
 from meshwright.training.config import Config
 from meshwright.training.feed import Feed, build_feed, refuse_contradictions
@@ -30,7 +30,7 @@ from meshwright.training.tokenizer import run_tokenizer
 from meshwright.training.tracing import traced_facts
 from meshwright.training.views.progress import Progress
 
-from .one_process import OneProcess, build
+from .laid_out import OneProcess, build
 from .problem import Problem
 from .subject import check_size
 

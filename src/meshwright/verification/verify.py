@@ -13,29 +13,26 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from meshwright.comparison.equality import HALVES, relative_errors
-from meshwright.comparison.findings import Comparison
+from meshwright.comparison.equality import HALVES, Comparison, relative_errors
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError, UnsupportedError
 from meshwright.distributed.process.workers import WorkerDied, WorkerFailed, WorkerPool
+from meshwright.introspection.blocks import Hints
 from meshwright.introspection.facts import model_facts
-from meshwright.introspection.hints import Hints
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.source import as_module
 from meshwright.planning.build import plan
-from meshwright.planning.layout import Layout
+from meshwright.planning.layout import Layout, shares_of
 from meshwright.planning.optimizer.kinds import kind_of
 from meshwright.planning.optimizer.plan import OptimizerPlan
-from meshwright.planning.shares import shares_of
+from meshwright.verification.aspects.routes import refuse_unseen
+from meshwright.verification.aspects.sight import Nature, draws, nature, random_differences
 
-from . import coverage
+from . import report
 from .aspects import sight
-from .aspects.float8 import refuse_unseen
 from .aspects.images import with_images
-from .aspects.random_numbers import Nature, draws, nature, random_differences
 from .aspects.routes import flips
-from .compare import differences, notes
-from .floors import Floors, references
+from .compare import Floors, differences, notes, references
 from .outcome import Outcome, Reference, candidate, reference
 from .problem import GAP, BatchFactory, Parallelize, Problem, RandomBatches, digests
 from .report import Report
@@ -144,7 +141,7 @@ def verify(
     finally:
         if own:
             pool.close()
-    return Report(layout, tuple(comparisons), time.monotonic() - begun, coverage.of(problem))
+    return Report(layout, tuple(comparisons), time.monotonic() - begun, report.of(problem))
 
 
 def _optimizer(techniques: dict[str, Any]) -> str:
@@ -178,7 +175,7 @@ def default_batches(model: Any, world: int) -> RandomBatches:
     if facts.vocab_size is None:
         raise ConfigError(f"{facts.kind} says nowhere how many token ids it takes (vocab_size): give a batch_factory")
     takes = Signature.of(module).takes
-    wanted = coverage.tokens_wanted(module)
+    wanted = report.tokens_wanted(module)
     room = wanted if facts.max_seq_len is None else min(wanted, facts.max_seq_len - GAP - 3)
     plain = RandomBatches(
         facts.vocab_size, 2 * world, max(room, 1), tuple(key for key in ("positions", "document_ids") if takes[key])
@@ -207,7 +204,7 @@ def _compared(
             compared += random_differences(drawn, known)
         is_wrong = number == 0 and any(difference.is_beyond for difference in compared)
         seen = sight.explain(pool, problem, layout) if is_wrong and parallelize_fn is None else ""
-        more_notes = filter(None, (rerouted_note, seen, coverage.of_means(problem)))
+        more_notes = filter(None, (rerouted_note, seen, report.of_means(problem)))
         yield Comparison(problem.rounds_to, tuple(compared), (*known.notes, *notes(found, one), *more_notes))
 
 

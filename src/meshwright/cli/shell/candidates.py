@@ -103,7 +103,7 @@ def _without_tables(keys: Iterable[str]) -> list[str]:
 
 
 def _values_of_key(cls: type, flag: str) -> tuple[str, ...]:
-    from meshwright.core.config.help import legal_words
+    from meshwright.core.config.flags import legal_words
     from meshwright.core.config.schema import field_types, section_of
 
     *path, last = flag.removeprefix("--").replace("-", "_").split(".")

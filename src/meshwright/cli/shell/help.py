@@ -87,7 +87,7 @@ def sections_text(verb: str, cls: type) -> str:
 def config_of(verb: str) -> type:
     """Return the config whose keys a verb takes."""
     if verb == "launch":
-        from meshwright.training.slurm.config import LaunchConfig
+        from meshwright.training.slurm import LaunchConfig
 
         return LaunchConfig
     from meshwright.training.config import Config

@@ -41,12 +41,11 @@ from meshwright.core.config import parse_flags
 from meshwright.core.errors import ConfigError
 from meshwright.data.options import BUILT_IN
 from meshwright.distributed.process.world import is_rank_zero
-from meshwright.training.evaluation.ranks import DataOptions, EvaluationOptions, on_ranks, resolved_layout
+from meshwright.training.evaluation import DataOptions, EvaluationOptions, on_ranks, resolved_layout
 
 if TYPE_CHECKING:
     from meshwright.data.options import SourceOptions
-    from meshwright.training.evaluation.losses import Evaluation
-    from meshwright.training.evaluation.request import ModelOnRanks
+    from meshwright.training.evaluation import Evaluation, ModelOnRanks
 
 FLAGS = (
     "--data, --rows, --tasks, --tasks_path, --shots, --limit, --batch, --step, --base, --tokenizer, --dtype, --json,"
@@ -92,7 +91,7 @@ def run(argv: list[str]) -> int:
             os.environ.setdefault(name, "1")
     names = ("step", "base", "tokenizer", "dtype")
     opened = open_model(argv[0], trusted=trusted, **{name: given[f"--{name}"] for name in names})
-    from meshwright.training.evaluation.request import ModelOnRanks
+    from meshwright.training.evaluation import ModelOnRanks
 
     placed = ModelOnRanks(opened, layout, options.process)
     if given["--tasks"] is not None:
@@ -129,8 +128,7 @@ def _source(path: str | None, options: DataOptions) -> SourceOptions | None:
 
 
 def _loss(placed: ModelOnRanks, given: dict[str, Any], data: DataOptions, count: int, *, as_json: bool) -> int:
-    from meshwright.training.evaluation.losses import ROWS
-    from meshwright.training.evaluation.request import TextRequest, evaluate_loss
+    from meshwright.training.evaluation import ROWS, TextRequest, evaluate_loss
 
     opened, path = placed.opened, given["--data"]
     if path is None and opened.checkpoint is None:

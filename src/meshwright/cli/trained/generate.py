@@ -11,8 +11,8 @@ from meshwright.cli.arguments import open_model, refuse_rest, take_flag, take_op
 from meshwright.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from meshwright.data.text.chat import ChatTemplate
-    from meshwright.training.run.sampling import Sampler
+    from meshwright.data.text.turns import ChatTemplate
+    from meshwright.training.run.opened import Sampler
 
 FLAGS = (
     "--prompt, --chat, --template, --tokens, --temperature, --top_k, --top_p, --seed, --step, --base, --tokenizer,"
@@ -62,12 +62,12 @@ def run(argv: list[str]) -> int:
     if template is not None and not is_chat:
         raise ConfigError("--template is for --chat: add --chat, or leave it out")
     opened = open_model(argv[0], step=step, base=base, tokenizer=tokenizer, dtype=dtype, trusted=trusted)
-    from meshwright.training.run.sampling import Sampler
+    from meshwright.training.run.opened import Sampler
 
     s = opened.config.sample
     chat = None
     if is_chat:
-        from meshwright.training.run.conversation import template_for
+        from meshwright.training.run.opened import template_for
 
         chat = template_for(opened, template)
     sampler = Sampler.of(
@@ -102,7 +102,7 @@ def _write(part: str) -> None:
 
 def _converse(sampler: Sampler, template: ChatTemplate, prompt: str | None, tokens: int) -> None:
     """Answer the prompt, or each line of standard input."""
-    from meshwright.training.run.conversation import Conversation
+    from meshwright.training.run.opened import Conversation
 
     conversation = Conversation(sampler, template)
     if prompt is not None:

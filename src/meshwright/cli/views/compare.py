@@ -37,7 +37,7 @@ def run(argv: list[str]) -> int:
     if flag := next((word for word in argv if word.startswith("-")), ""):
         raise ConfigError(f"meshwright compare does not know '{flag}'. Flags: {FLAGS}.")
     from meshwright.training.views.comparison.page import comparison_page
-    from meshwright.training.views.comparison.table import to_dict
+    from meshwright.training.views.comparison.runs import to_dict
     from meshwright.training.views.page.charts import AXES
 
     by = by or "steps"
@@ -82,8 +82,7 @@ def _print(runs: list[ComparedRun], by: str) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from meshwright.training.views.comparison.runs import differences, letter_of
-    from meshwright.training.views.comparison.table import narrowed, rows
+    from meshwright.training.views.comparison.runs import differences, letter_of, narrowed, rows
 
     console = Console(highlight=False, soft_wrap=True)
     letters = [letter_of(number) for number in range(len(runs))]

@@ -4,12 +4,10 @@ The package is torch-free; dtypes are strings. A key that does not exist, or a v
 ConfigError that names the key, the place and the repair.
 """
 
-from .flags import parse_flags
-from .help import keys_text
+from .flags import keys_text, parse_flags
 from .read import all_set, from_dict, to_dict
-from .schema import field_doc, public_keys
+from .schema import field_doc, is_unset, public_keys, unset, without_mark
 from .toml import load_toml, to_toml
-from .unset import is_unset, unset, without_mark
 
 __all__ = [
     "all_set",

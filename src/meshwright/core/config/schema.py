@@ -1,4 +1,4 @@
-"""Inspect a tree of dataclasses: types, keys, and the docs below its fields."""
+"""Inspect a tree of dataclasses: types, keys, docs below its fields, and which values nobody chose."""
 
 from __future__ import annotations
 
@@ -9,7 +9,48 @@ import textwrap
 import types
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+# --- tell a default from a value that somebody chose
+
+Value = TypeVar("Value", int, float, str)
+
+
+class Unset:
+    """Marks a number or text that nobody chose. It computes, compares and prints as the plain value does."""
+
+
+class _UnsetInt(Unset, int):
+    pass
+
+
+class _UnsetFloat(Unset, float):
+    pass
+
+
+class _UnsetText(Unset, str):
+    pass
+
+
+_KINDS: tuple[tuple[type, type], ...] = ((int, _UnsetInt), (float, _UnsetFloat), (str, _UnsetText))
+
+
+def unset(value: Value) -> Value:
+    """Return a default that is still to be chosen: by the user, or else by what is known of model and data."""
+    return next(marked(value) for plain, marked in _KINDS if isinstance(value, plain))
+
+
+def is_unset(value: object) -> bool:
+    """Return whether nobody chose a value."""
+    return isinstance(value, Unset)
+
+
+def without_mark(value: Any) -> Any:
+    """Return the plain value, as if it had been chosen."""
+    return next(plain(value) for plain, marked in _KINDS if isinstance(value, marked)) if is_unset(value) else value
+
+
+# --- inspect a tree of dataclasses
 
 
 @cache

@@ -10,10 +10,8 @@ from typing import Any, TypeVar
 
 from meshwright.core.errors import ConfigError
 
-from .read import from_dict, plain
-from .schema import default_of, is_section, join
-from .unset import is_unset
-from .words import toml_value
+from .read import from_dict, plain, toml_value
+from .schema import default_of, is_section, is_unset, join
 
 T = TypeVar("T")
 

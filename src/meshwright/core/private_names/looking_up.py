@@ -11,12 +11,10 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from meshwright.core.devices import cuda_release
-from meshwright.core.errors import UnsupportedError
-from meshwright.core.host.versions import DOCTOR, installed
-from meshwright.core.imports import quieten_torchao
+from meshwright.core.errors import UnsupportedError, quieten_torchao
+from meshwright.core.host import DOCTOR, installed
 
-from .library_names import LIBRARIES
-from .row import EVERYTHING, PrivateName
+from .library_names import EVERYTHING, LIBRARIES, PrivateName
 from .torch_names import TORCH
 
 P = ParamSpec("P")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from meshwright.core.devices import CUDA
-from meshwright.core.host.versions import Range
+from meshwright.core.host import Range
 
-from .row import EVERYTHING, PrivateName, names_in
+from .library_names import EVERYTHING, PrivateName, names_in
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
 _STATE = f"{_FSDP}._fsdp_state.FSDPState"

@@ -9,13 +9,12 @@ from itertools import islice
 import numpy as np
 
 from meshwright.core.errors import ConfigError
-from meshwright.data.sources.formats import RECORD_FORMATS
-from meshwright.data.sources.records import BadRow
+from meshwright.data.sources.formats import RECORD_FORMATS, BadRow
 from meshwright.data.text.turns import Example
 
 from .building import TokenisingRecipe
 from .corpus import TRAINING
-from .whole import Whole
+from .packing import Whole
 
 MOST = 10_000
 """Records that are counted of a source."""

@@ -19,18 +19,17 @@ from typing import Any, Protocol
 
 from meshwright.core.errors import ConfigError
 from meshwright.core.files import sync_folder
-from meshwright.core.host.folders import default_cache_dir
+from meshwright.core.host import default_cache_dir
 from meshwright.data.holdout import check_fraction
-from meshwright.data.images.source import NO_IMAGES, Vision
+from meshwright.data.images.files import NO_IMAGES, Vision
 from meshwright.data.options import SourceOptions
-from meshwright.data.sources.listing import TOKEN_FORMATS
-from meshwright.data.sources.scan import Scan, scan_sources
+from meshwright.data.sources.scan import TOKEN_FORMATS, Scan, scan_sources
 from meshwright.data.text.tokenizers import Tokenizer
 
+from .arrays import changed_images
 from .building import TokenisingRecipe, files_of, image_folders
 from .corpus import Corpus, Meta, TooLong, find_damage, has_documents_of, open_tokenised, read_meta
 from .mapped import PREFIX, Index, IndexingRecipe, open_index
-from .pictures import changed_images
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]

@@ -32,12 +32,9 @@ from meshwright.core.files import sync_folder
 from meshwright.data.images.files import ImageFile
 from meshwright.data.text.preference import TASK as PREFERENCE
 
-from .arrays import array_file, mapped
-from .packing import Split, Stream
-from .pairs import Pairs
-from .pictured import Pictured
-from .pictures import Pictures, PicturesWriter, open_pictures
-from .whole import Whole
+from .arrays import Pictures, PicturesWriter, array_file, mapped, open_pictures
+from .packing import Split, Stream, Whole
+from .pictured import Pairs, Pictured
 
 VERSION = 3
 META = "meta.json"

@@ -9,14 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.core.errors import ConfigError
-from meshwright.data.sources.records import BadRow, Record, column
-from meshwright.data.text.chat import Message
-from meshwright.data.text.messages import messages_of, tools_of, with_system
-from meshwright.data.text.turns import Example, Piece, Turns
+from meshwright.data.sources.formats import BadRow, Record, column
+from meshwright.data.text.turns import Example, Message, Piece, Turns, messages_of, tools_of, with_system
 
-from .files import ImageFile, find_image
-from .processor import VisionProcessor
-from .source import ANSWERS, COLUMNS, IMAGE_PARTS, PROMPTS
+from .files import ANSWERS, COLUMNS, IMAGE_PARTS, PROMPTS, ImageFile, VisionProcessor, find_image
 
 MARK = "<image>"
 """The placeholder of an image in plain text, whatever the model's own is, as LLaVA's data has it."""

@@ -11,9 +11,7 @@ from meshwright.data.corpus.packing import Rows
 from meshwright.data.corpus.pictured import IMAGES, Pictured, beside_images
 from meshwright.data.options import MixturePart
 
-from .files import open_image
-from .processor import VisionProcessor
-from .source import Vision
+from .files import Vision, VisionProcessor, open_image
 
 PER_ROW = "images_per_row"
 """The key of a batch that holds the number of each row's images, int64 (rows,)."""

@@ -1,21 +1,33 @@
-"""Find and open the image files that records name, inside the folder of the data file."""
+"""Find the images that records name, and load the model's own processor for them."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
+import json
 import re
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.core.errors import ConfigError, IntegrityError, MissingExtraError
-from meshwright.core.files import inside
-from meshwright.data.sources.records import BadRow
+import numpy as np
+
+from meshwright.core.errors import ConfigError, IntegrityError, MissingExtraError, UnsupportedError
+from meshwright.core.files import inside, refuse_links_out
+from meshwright.data.sources.formats import MEDIA_COLUMNS as COLUMNS
+from meshwright.data.sources.formats import BadRow, Record
+from meshwright.data.text.tokenizers import AligningTokenizer, Tokenizer
+from meshwright.introspection.source import KEY, TRUST, import_transformers
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+
+# --- find and open the image files that records name, inside the folder of the data file
 
 EXTRA = "vision"
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
@@ -170,3 +182,335 @@ def _unreadable() -> tuple[type[Exception], ...]:
 
 def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+# --- load a model's own processor, which turns an image into tokens of its text and into pixels
+
+_NAMES_CLASS = (*PROCESSOR_FILES, "tokenizer_config.json")
+_KNOWN_PARTS = {"tokenizer", "image_processor", "video_processor"}
+_PER_TOKEN = ("token_type_ids", "mm_token_type_ids")
+"""Outputs that mark the tokens of images; the others of a text are made here."""
+_OF_TEXT = ("input_ids", "attention_mask", "text_replacement_offsets", *_PER_TOKEN)
+_REPLACED = "text_replacement_offsets"
+_PROBE = (96, 64)
+"""Width and height of the blank images by which a processor is asked for its outputs."""
+_SIZES = 1 << 16
+"""Sizes of images whose texts are remembered."""
+
+
+class VisionProcessor:
+    """A model's processor, read from its folder: text and numbers of images are its own.
+
+    Images are resized by Pillow, whatever else is installed, so that every machine computes the same pixels. Videos
+    are not read; the part that would read them is left out, since it needs torchvision.
+
+    Args:
+        folder: of the model.
+        trust_remote_code: whether code that lies in the folder may run.
+
+    Raises:
+        ConfigError: transformers cannot load the processor.
+        UnsupportedError: the processor does not say which text stands for an image.
+        MissingExtraError: transformers or pillow is not installed.
+    """
+
+    def __init__(self, folder: Path, *, trust_remote_code: bool = False):
+        self.folder, what = folder, f"the processor in {folder}"
+        import_pillow(what)
+        refuse_links_out(folder)
+        self._processor = _load(folder, import_transformers(what), trust_remote_code=trust_remote_code)
+        self.image_token: str = getattr(self._processor, "image_token", None) or ""
+        if not self.image_token:
+            raise UnsupportedError(
+                f"{KEY} = {folder}: its processor ({type(self._processor).__name__}) has no image_token, so it is not"
+                f" known where a text has its images. Supported are processors such as those of LLaVA, Gemma 3,"
+                f" Qwen2.5-VL and SmolVLM"
+            )
+        self.image_token_ids = np.array([int(i) for i in self._processor.image_token_ids], dtype=np.int64)
+        self._probe()
+        self._text_of = functools.lru_cache(_SIZES)(self._replacement)
+
+    def _probe(self) -> None:
+        """Learn from blank images which outputs mark tokens, and which have an entry for each row of a batch."""
+        blank = _blank(*_PROBE)
+        found = self._call([blank, blank])
+        ids = np.asarray(found["input_ids"]).reshape(-1)
+        self.token_kinds = next((key for key in _PER_TOKEN if key in found), "")
+        """Name of the argument that marks the tokens of images; "" where the model takes none."""
+        if self.token_kinds:
+            marks = np.asarray(found[self.token_kinds]).reshape(-1)
+            if not np.array_equal(marks, self.kinds_of(ids)):
+                raise UnsupportedError(
+                    f"{KEY} = {self.folder}: its processor marks other tokens in {self.token_kinds} than those of"
+                    f" images ({self.image_token_ids.tolist()}), which meshwright does not compute"
+                )
+        self._per_row = frozenset(key for key, value in self._pixels_in(found).items() if len(value) == 1)
+
+    @property
+    def template(self) -> str | None:
+        """The processor's own chat template, or its tokenizer's; None without one."""
+        for holder in (self._processor, self._processor.tokenizer):
+            found = getattr(holder, "chat_template", None)
+            found = found.get("default") if isinstance(found, dict) else found
+            if found:
+                return str(found)
+        return None
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Texts of the tokens that a template may name, such as ``bos_token``."""
+        return {key: str(text) for key, text in self._processor.tokenizer.special_tokens_map.items()}
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A digest of the settings that determine tokens and pixels."""
+        parts = [self._processor, self._processor.image_processor]
+        settings = [type(self._processor).__name__, *(json.dumps(part.to_dict(), default=str) for part in parts)]
+        return hashlib.blake2b("\n".join(settings).encode(), digest_size=16).hexdigest()
+
+    @functools.cached_property
+    def _before(self) -> tuple[str, tuple[int, ...]]:
+        """The token that begins a text by its text, and the ids that the tokenizer puts before a text without it."""
+        tokenizer = self._processor.tokenizer
+        whole, bare = (list(tokenizer("a", add_special_tokens=adds)["input_ids"]) for adds in (True, False))
+        at = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
+        return tokenizer.bos_token or "", tuple(whole[:at])
+
+    def ids_before(self, text: str) -> tuple[int, ...]:
+        """Return the ids that the processor puts before the ids of a conversation's text: none, where it begins so."""
+        begin, ids = self._before
+        return () if begin and text.startswith(begin) else ids
+
+    def begun(self, text: str) -> str:
+        """Return a text with the token in front that the processor puts before it, spelt out."""
+        ids = list(self.ids_before(text))
+        return "".join(map(str, self._processor.tokenizer.convert_ids_to_tokens(ids))) + text
+
+    def text_of(self, width: int, height: int) -> str:
+        """Return the text that stands for an image of this size where a template writes ``image_token``."""
+        return self._text_of(width, height)
+
+    def _replacement(self, width: int, height: int) -> str:
+        # a blank image of the size: no processor looks at its pixels to count tokens
+        return self._call([_blank(width, height)], **{f"return_{_REPLACED}": True})[_REPLACED][0][0]["replacement"]
+
+    def kinds_of(self, ids: np.ndarray) -> np.ndarray:
+        """Return 1 for each token of an image and 0 for the others; int64 of the shape of ``ids``."""
+        return np.isin(ids, self.image_token_ids).astype(np.int64)
+
+    def spelt_tokens(self) -> list[str]:
+        """Return the texts of the tokens of images, which stand in no other text."""
+        spelt = self._processor.tokenizer.convert_ids_to_tokens(self.image_token_ids.tolist())
+        return sorted({self.image_token, *map(str, spelt)})
+
+    def check(self, tokenizer: Tokenizer) -> None:
+        """Raise ConfigError unless ``tokenizer`` gives an image's text the ids that the processor's own gives it."""
+        text = self.text_of(*_PROBE)
+        own = list(self._processor.tokenizer(text, add_special_tokens=False)["input_ids"])
+        given = tokenizer.encode_aligned([text])[0][0] if isinstance(tokenizer, AligningTokenizer) else []
+        if own != [int(i) for i in given]:
+            raise ConfigError(
+                f"data.tokenizer: {tokenizer!r} does not write an image as the processor in {self.folder} does"
+                f" ({text[:40]!r}… has the ids {own[:3]}…, and here {[int(i) for i in given][:3]}…): leave"
+                f" data.tokenizer out, so that the model's own is used"
+            )
+
+    def pixels(self, rows: Sequence[Sequence[Image]]) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Return the tensors of images by the names of the model's arguments, joined in the order of the rows.
+
+        Each row is processed by itself, so its numbers do not depend on its neighbours. Where rows have tensors of
+        different sizes, the smaller are followed by zeros, as the processor does within a batch.
+
+        Args:
+            rows: the images of each row; some may have none.
+
+        Returns:
+            Float and integer arrays, whose first dim counts images or patches, or rows; none where no row has images.
+            The number of each row's images, int64 (rows,); the parts that a processor cuts an image into count.
+        """
+        found = [self._pixels_in(self._call(images)) if images else {} for images in rows]
+        counts = np.array([self._number(each) for each in found], dtype=np.int64)
+        joined = {}
+        for key, example in next(filter(None, found), {}).items():
+            if key in self._per_row:
+                parts = [each.get(key, np.zeros((1, 0, *example.shape[2:]), example.dtype)) for each in found]
+            else:
+                parts = [each[key] for each in found if each]
+            joined[key] = _joined(parts)
+        return joined, counts
+
+    def _number(self, row: dict[str, np.ndarray]) -> int:
+        """Return the number of a row's images: its patches, if it has any, are more."""
+        return min((value.shape[key in self._per_row] for key, value in row.items()), default=0)
+
+    def _call(self, images: Sequence[Image], **options: Any) -> dict[str, Any]:
+        text = self.image_token * len(images)
+        try:
+            found = self._processor(images=[list(images)], text=[text], **(options or {"return_tensors": "np"}))
+        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, NotImplementedError) as error:
+            sizes = ", ".join(f"{image.width} x {image.height}" for image in images)
+            raise ConfigError(
+                f"{KEY} = {self.folder}: its processor ({type(self._processor).__name__}) does not take images of"
+                f" {sizes} pixels ({type(error).__name__}: {error})"
+            ) from error
+        if options and _REPLACED not in found:
+            raise UnsupportedError(
+                f"{KEY} = {self.folder}: its processor ({type(self._processor).__name__}) does not tell the text of an"
+                f" image ({_REPLACED}), which transformers' processors do since 5.23"
+            )
+        return dict(found)
+
+    def _pixels_in(self, found: dict[str, Any]) -> dict[str, np.ndarray]:
+        return {key: np.asarray(value) for key, value in found.items() if key not in _OF_TEXT}
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    """Join arrays along their first dim; fill their other dims up with zeros where they differ."""
+    largest = np.max([part.shape[1:] for part in parts], axis=0)
+    filled = [
+        np.pad(part, [(0, 0), *((0, int(most) - n) for most, n in zip(largest, part.shape[1:], strict=True))])
+        if tuple(largest) != part.shape[1:]
+        else part
+        for part in parts
+    ]
+    return np.concatenate(filled)
+
+
+def _blank(width: int, height: int) -> Image:
+    return import_pillow().Image.new("RGB", (width, height))
+
+
+def _load(folder: Path, transformers: Any, *, trust_remote_code: bool) -> Any:
+    """Load a processor of transformers without the part for videos, or one of the folder's own code whole."""
+    settings = {name: _settings(folder, name) for name in _NAMES_CLASS}
+    code = next((name for name, keys in settings.items() if keys.get("auto_map")), "")
+    name = next((str(keys["processor_class"]) for keys in settings.values() if keys.get("processor_class")), "")
+    kind = getattr(transformers, name, None) if name else _kind_of(folder, transformers)
+    options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+    if kind is None and code and not trust_remote_code:
+        raise ConfigError(
+            f"{KEY}: {folder / code} names code of its own (auto_map), and transformers has no processor {name!r}."
+            f" Read that code, then allow it with {TRUST} = true, on the command line: --{TRUST}=true"
+        )
+    if "--" in json.dumps([keys.get("auto_map") for keys in settings.values()]):
+        raise ConfigError(f"{KEY}: {folder / code} names code in another repository (auto_map), which is not run")
+    if kind is None and not code:
+        raise ConfigError(
+            f"{KEY} = {folder}: no file there ({', '.join(_NAMES_CLASS)}) names a processor_class that transformers"
+            f" {transformers.__version__} has"
+        )
+    try:
+        if kind is None or not set(kind.get_attributes()) <= _KNOWN_PARTS:
+            return transformers.AutoProcessor.from_pretrained(folder, **options)
+        return _without_videos(kind, folder, transformers, options)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError) as error:
+        raise ConfigError(
+            f"{KEY} = {folder}: transformers {transformers.__version__} cannot load its processor"
+            f" ({name or 'by its type'}): {' '.join(str(error).split())}"
+        ) from error
+
+
+def _kind_of(folder: Path, transformers: Any) -> Any:
+    """Return the class of processor that transformers has for the folder's model type."""
+    kind = str(_settings(folder, "config.json").get("model_type", ""))
+    names = transformers.models.auto.processing_auto.PROCESSOR_MAPPING_NAMES
+    return getattr(transformers, str(names.get(kind)), None)
+
+
+def _without_videos(kind: Any, folder: Path, transformers: Any, options: dict[str, Any]) -> Any:
+    class ImagesAlone(kind):
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            return None if argument is None else super().check_argument_for_proper_class(argument_name, argument)
+
+    ImagesAlone.__name__ = kind.__name__
+    makers = {
+        "tokenizer": lambda: transformers.AutoTokenizer.from_pretrained(folder, **options),
+        "image_processor": lambda: transformers.AutoImageProcessor.from_pretrained(folder, backend="pil", **options),
+        "video_processor": lambda: None,
+    }
+    settings, _ = kind.get_processor_dict(folder, local_files_only=True)
+    made = ImagesAlone.from_args_and_dict([makers[part]() for part in kind.get_attributes()], settings)
+    return made[0] if isinstance(made, tuple) else made
+
+
+def _settings(folder: Path, name: str) -> dict[str, Any]:
+    file = inside(folder, name)
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{KEY}: {file} is no JSON ({error})") from None
+    return found if isinstance(found, dict) else {}
+
+
+# --- say whether a run's model takes images, and load its processor when data needs it
+
+CONFIG, TOWER = "config.json", "vision_config"
+"""A model's config, and its key that describes the part for images."""
+IMAGE_PARTS = {"image": ("image", "path", "url"), "image_url": ("image_url",)}
+"""Types of a message's parts that are images, and the keys that hold their path."""
+PROMPTS, ANSWERS = ("prompt", "question"), ("completion", "answer")
+"""Columns of a prompt and its answer, where a record has images and no messages."""
+
+
+def names_images(record: Record) -> bool:
+    """Return whether a record has images: in a column of them, or as parts of messages."""
+    if any(record.get(name) for name in COLUMNS):
+        return True
+    return any(
+        isinstance(part, dict) and part.get("type") in IMAGE_PARTS
+        for value in record.values()
+        if isinstance(value, list)
+        for message in value
+        if isinstance(message, dict) and isinstance(message.get("content"), list)
+        for part in message["content"]
+    )
+
+
+@dataclass(frozen=True)
+class Vision:
+    """How a run's data is read where records have images.
+
+    Attributes:
+        folder: of a model with a processor; None where records with images are refused.
+        refusal: why they are, as the end of a sentence.
+        trust_remote_code: whether code that lies in the folder may run.
+    """
+
+    folder: Path | None = None
+    refusal: str = "and here no model takes images: name one with model.hf"
+    trust_remote_code: bool = False
+
+    @cached_property
+    def processor(self) -> VisionProcessor:
+        """The model's processor, loaded at the first use. Raises as ``VisionProcessor`` does."""
+
+        if self.folder is None:
+            raise ConfigError(f"data.source has images, {self.refusal}")
+        return VisionProcessor(self.folder, trust_remote_code=self.trust_remote_code)
+
+
+NO_IMAGES = Vision()
+
+
+def vision_of(model: str, *, trust_remote_code: bool = False) -> Vision:
+    """Return the vision of the model in a folder (``model.hf``; "" for a built-in one). Imports nothing."""
+    folder = Path(model).expanduser() if model else None
+    if folder is None:
+        return Vision(refusal="and the run's model takes no images: name a vision-language model with model.hf")
+    keys = _keys(folder / CONFIG if folder.is_dir() else folder)
+    if not isinstance(keys.get(TOWER), dict):
+        return Vision(refusal=f"and the model of model.hf = {model} takes no images (its config has no {TOWER})")
+    if not folder.is_dir() or not any((folder / name).is_file() for name in PROCESSOR_FILES):
+        return Vision(
+            refusal=f"and beside the model of model.hf = {model} lies no processor ({' or '.join(PROCESSOR_FILES)}),"
+            f" which turns them into tokens and pixels: copy it there from the model's folder"
+        )
+    return Vision(folder, "", trust_remote_code)
+
+
+def _keys(config: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):  # refused, with the reason, where the model is read
+        return {}
+    return found if isinstance(found, dict) else {}

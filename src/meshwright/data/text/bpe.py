@@ -12,8 +12,7 @@ from meshwright.core.errors import ConfigError, MissingExtraError
 from meshwright.data.corpus.building import texts_of
 from meshwright.data.corpus.cache import default_cache_dir, only_one
 from meshwright.data.options import SourceOptions
-from meshwright.data.sources.listing import TOKEN_FORMATS
-from meshwright.data.sources.scan import Scan, scan_sources
+from meshwright.data.sources.scan import TOKEN_FORMATS, Scan, scan_sources
 
 from .tokenizers import ByteTokenizer, FileTokenizer
 

@@ -6,11 +6,20 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.data.sources.records import BadRow, Record, column
+from meshwright.data.sources.formats import BadRow, Record, column
 
-from .chat import ChatTemplate, Message
-from .messages import checked, messages_of, text_of, tools_of, with_system
-from .turns import Example, check_context, pieces_of
+from .turns import (
+    ChatTemplate,
+    Example,
+    Message,
+    check_context,
+    checked,
+    messages_of,
+    pieces_of,
+    text_of,
+    tools_of,
+    with_system,
+)
 
 TASK = "preference"
 SIDES = ("chosen", "rejected")

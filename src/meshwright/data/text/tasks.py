@@ -9,16 +9,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.core.errors import ConfigError
-from meshwright.data.images.source import ANSWERS, COLUMNS, NO_IMAGES, PROMPTS, Vision, names_images
+from meshwright.data.images.files import ANSWERS, COLUMNS, NO_IMAGES, PROMPTS, Vision, names_images
 from meshwright.data.options import SourceOptions
-from meshwright.data.sources.records import BadRow, Record, column
+from meshwright.data.sources.formats import BadRow, Record, column
 
-from .chat import ChatTemplate, Message, load_template
-from .messages import ROLES, SPEAKERS, history_of, messages_of, text_of, tools_of, with_system
 from .preference import SIDES, TASK, Preferences, holds_messages
-from .tokenizer_settings import template_of
-from .tokenizers import Tokenizer
-from .turns import Example, Turns
+from .tokenizers import Tokenizer, template_of
+from .turns import (
+    ROLES,
+    SPEAKERS,
+    ChatTemplate,
+    Example,
+    Message,
+    Turns,
+    history_of,
+    load_template,
+    messages_of,
+    text_of,
+    tools_of,
+    with_system,
+)
 
 if TYPE_CHECKING:
     from meshwright.data.images.conversation import PicturedChat

@@ -1,4 +1,4 @@
-"""Turn text into ids and back.
+"""Turn text into ids and back, as the tokenizer's own call does.
 
 The byte tokenizer needs no file; all others are read from a local tokenizer.json. Nothing is downloaded.
 """
@@ -7,27 +7,204 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from meshwright.core.errors import ConfigError, nearest
+from meshwright.core.errors import ConfigError, MissingExtraError, nearest
 from meshwright.core.files import inside, refuse_pointer
 
-from .own_call import FILE, read_tokenizer, tokens_in, unknown_in, written_around
-from .tokenizer_settings import (
-    CLASS,
-    EOS,
-    EOS_ID,
-    PLAIN_CLASS,
-    SETTINGS,
-    WITH_IDS,
-    WITH_TOKENS,
-    read_settings,
-    special_tokens,
-    stated_end,
-)
+# --- read the files beside a tokenizer.json
+
+SETTINGS = "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"
+WITH_TOKENS = (SETTINGS, "special_tokens_map.json")
+"""Files that name special tokens by their texts, in order of precedence."""
+WITH_IDS = ("generation_config.json", "config.json")
+"""Files of a model that name special tokens by their ids."""
+EOS, EOS_ID = "eos_token", "eos_token_id"
+CLASS, PLAIN_CLASS = "tokenizer_class", "PreTrainedTokenizerFast"
+"""The key of the class that reads a tokenizer, and the one that reads a tokenizer.json as it is."""
+COPIED = "_from_model_config"
+"""The mark of a ``generation_config.json`` that transformers derived from ``config.json``."""
+
+
+def read_settings(folder: Path, name: str = SETTINGS) -> dict[str, Any]:
+    """Return the JSON object in a file beside a tokenizer; an empty dict if the file does not exist.
+
+    Raises:
+        ConfigError: the file is not a JSON object, or is a link out of the folder.
+    """
+    file = inside(folder, name)
+    if file.is_file():
+        refuse_pointer(file)
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except (ValueError, RecursionError, OSError) as error:
+        raise ConfigError(f"data.tokenizer: {file} is no JSON ({error})") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(
+            f"data.tokenizer: {file} holds a {type(settings).__name__}, and settings by name were expected"
+        )
+    return settings
+
+
+def special_tokens(folder: Path, name: str = SETTINGS) -> dict[str, str]:
+    """Return the texts of bos_token, eos_token and the like; the file has a text, or a dict with its content."""
+    found = {key: value for key, value in read_settings(folder, name).items() if key.endswith("_token")}
+    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in found.items()}
+    return {key: text for key, text in texts.items() if isinstance(text, str)}
+
+
+def template_of(folder: Path) -> str | None:
+    """Return the chat template of a tokenizer, or None; of several templates, the one named "default".
+
+    Raises:
+        ConfigError: the template is not text.
+    """
+    file = inside(folder, TEMPLATE)
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except ValueError as error:
+            raise ConfigError(f"data.tokenizer: {file} is not UTF-8 text ({error})") from None
+    found = read_settings(folder).get("chat_template")
+    if isinstance(found, list):  # several, by name
+        found = next(
+            (row.get("template") for row in found if isinstance(row, dict) and row.get("name") == "default"), None
+        )
+    if found is not None and not isinstance(found, str):
+        raise ConfigError(
+            f"data.tokenizer: {folder / SETTINGS} has a chat_template that is a {type(found).__name__}; it must be text"
+        )
+    return found
+
+
+def stated_end(folder: Path, id_of: Callable[[str], int | None], token_of: Callable[[int], str | None]) -> str | None:
+    """Return the token that ends a text, as the files beside a tokenizer.json name it; None if they name none.
+
+    A model may stop at several tokens: of these the tokenizer's own end, else the first. An answer that is learnt with
+    another end would not end. What ``generation_config.json`` only copied from ``config.json`` counts where the
+    tokenizer names no end: it may be the default of the model's class.
+
+    Raises:
+        ConfigError: they name a token that the tokenizer lacks.
+    """
+    own = _end_of_tokenizer(folder, id_of)
+    chosen = WITH_IDS[0]
+    if not read_settings(folder, chosen).get(COPIED) and (stops := _ends_of_model(folder, chosen, token_of)):
+        return own if own in stops else stops[0]
+    if own is not None:
+        return own
+    return next((stops[0] for name in WITH_IDS if (stops := _ends_of_model(folder, name, token_of))), None)
+
+
+def _end_of_tokenizer(folder: Path, id_of: Callable[[str], int | None]) -> str | None:
+    for name in WITH_TOKENS:
+        if (text := special_tokens(folder, name).get(EOS)) is not None:
+            if id_of(text) is None:
+                raise ConfigError(
+                    f"data.tokenizer: {folder / name} has {EOS} = {text!r}, which tokenizer.json lacks: correct one"
+                    f" of the two"
+                )
+            return text
+    return None
+
+
+def _ends_of_model(folder: Path, name: str, token_of: Callable[[int], str | None]) -> list[str]:
+    """Return the tokens at which a model stops, by one of its files."""
+    settings = read_settings(folder, name)
+    inner = settings.get("text_config")  # a model of several kinds of input
+    found = settings.get(EOS_ID, inner.get(EOS_ID) if isinstance(inner, dict) else None)
+    ids = [number for number in (found if isinstance(found, list) else [found]) if type(number) is int]
+    tokens = [token_of(number) if 0 <= number < 2**32 else None for number in ids]
+    if tokens and tokens[0] is None:
+        raise ConfigError(
+            f"data.tokenizer: {folder / name} has {EOS_ID} = {ids[0]}, and tokenizer.json has no such id: correct one"
+            f" of the two"
+        )
+    return [token for token in tokens if token is not None]
+
+
+# --- read a tokenizer as transformers reads it, so that ids are those of its own call
+
+FILE = "tokenizer.json"
+_READ = (FILE, *WITH_TOKENS, *WITH_IDS, TEMPLATE, "added_tokens.json", "additional_chat_templates")
+"""Names that transformers opens beside a tokenizer."""
+_PROBES = ("a", "0", "the", "\N{LATIN SMALL LETTER E WITH ACUTE}")
+
+
+def read_tokenizer(path: Path) -> tuple[Any, str]:
+    """Return the tokenizer of transformers in ``path``, and a note where the files beside it are not used.
+
+    A file named tokenizer.json is read with the files beside it, as ``AutoTokenizer.from_pretrained(folder)`` does:
+    they may name a class with rules of its own, further tokens, or flags of tokens. Any other file is read alone. Code
+    in the folder is not run, and nothing is downloaded.
+
+    Raises:
+        MissingExtraError: tokenizers or transformers is not installed.
+        ConfigError: the file is no tokenizer, or a file beside it is a link out of the folder.
+    """
+    try:
+        import tokenizers
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    except ImportError as error:
+        raise MissingExtraError(f"the tokenizer {path}", error.name or "tokenizers", "hf") from error
+    why = ""
+    if path.name == FILE:
+        for name in _READ:
+            inside(path.parent, name)
+        try:
+            found = AutoTokenizer.from_pretrained(path.parent, local_files_only=True, trust_remote_code=False)
+            if getattr(found, "backend_tokenizer", None) is not None:
+                return found, ""
+            why = f"{type(found).__name__} does not use it"
+        except Exception as error:  # noqa: BLE001 (any class of transformers may read the files; the note says why)
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+    try:
+        alone = PreTrainedTokenizerFast(tokenizer_file=str(path))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of Rust is not an Exception
+        raise ConfigError(
+            f"data.tokenizer: {path} is not a tokenizer.json that tokenizers {tokenizers.__version__} reads: {error}"
+        ) from error
+    return alone, f"ids are those of {path} alone, since AutoTokenizer cannot read its folder ({why})" if why else ""
+
+
+def unknown_in(content: dict[str, Any]) -> str | None:
+    """Return the token that a tokenizer.json has for what its vocabulary cannot spell; None without one."""
+    model = content["model"]
+    number = model.get("unk_id")
+    return model.get("unk_token") if number is None else model["vocab"][number][0]
+
+
+def tokens_in(content: dict[str, Any]) -> set[str]:
+    """Return the tokens in a tokenizer.json; transformers may add more, such as the default tokens of a class."""
+    vocabulary = content["model"]["vocab"]
+    words = vocabulary if isinstance(vocabulary, dict) else (word for word, _ in vocabulary)
+    return {*words, *(token["content"] for token in content["added_tokens"])}
+
+
+def written_around(backend: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ids that a tokenizer's own call puts before the ids of a text, and behind them."""
+    for probe in _probes(backend):
+        bare = backend.encode(probe, add_special_tokens=False).ids
+        if bare:
+            whole = backend.encode(probe, add_special_tokens=True).ids
+            at = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
+            return tuple(whole[:at]), tuple(whole[at + len(bare) :])
+    return (), ()
+
+
+def _probes(backend: Any) -> Iterator[str]:
+    yield from _PROBES
+    yield from backend.get_vocab(with_added_tokens=False)
+
+
+# --- turn text into ids and back
 
 BYTES = "bytes"
 """The name of the tokenizer that needs no file."""
@@ -326,3 +503,42 @@ def _id_tokenizer(name: str) -> IdTokenizer:
             f" a document, like ids:50257:50256"
         )
     return IdTokenizer(int(words[0]), int(words[1]))
+
+
+# --- turn ids into text as they come, without ever giving half a character
+
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+FAR = 64
+"""Ids that are decoded again with each new one, at most twice so many: characters before them stay as they are."""
+
+
+class Unfolding:
+    """A text that grows by ids; all its parts together are what its tokenizer makes of all ids at once.
+
+    A part is held back while it ends in bytes that are no character yet.
+
+    Args:
+        before: ids before the text, which decide how it is spelt: a space may go before a word, and not before a text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()):
+        self._tokenizer, self._ids = tokenizer, [int(i) for i in before]
+        self._given = self._tokenizer.decode(self._ids)
+
+    def more(self, *new: int) -> str:
+        """Return the text that the next ids add, "" where they end within a character."""
+        self._ids += map(int, new)
+        text = self._tokenizer.decode(self._ids)
+        if text.endswith(UNKNOWN) or not text.startswith(self._given):
+            return ""
+        part, self._given = text[len(self._given) :], text
+        if len(self._ids) >= 2 * FAR:  # the text is whole here, so what comes does not depend on far ids
+            self._ids = self._ids[-FAR:]
+            self._given = self._tokenizer.decode(self._ids)
+        return part
+
+    def rest(self) -> str:
+        """Return what was held back, at the end of the text."""
+        text = self._tokenizer.decode(self._ids)
+        common = next((i for i, (a, b) in enumerate(zip(text, self._given, strict=False)) if a != b), None)
+        return text[len(self._given) if common is None else common :]

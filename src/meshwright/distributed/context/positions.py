@@ -18,12 +18,11 @@ from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.record import wrap
 from meshwright.core.torch_private import has_no_values, uncompiled
 from meshwright.distributed.exchange.ranks import RankGroup
-from meshwright.introspection.logits.model_line import model_line, shown
+from meshwright.introspection.logits.tape import model_line, shown
 from meshwright.introspection.mixing.lengths import ends_of_range, runs_of, scanned
 from meshwright.introspection.mixing.values import LengthUse, Mixing, in_words, value_of
 
-from .attention import gather_tokens
-from .mixers import RowsInUse
+from .attention import RowsInUse, gather_tokens
 from .rows import PLACES, CutRows, kept_on, select
 
 

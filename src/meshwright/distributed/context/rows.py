@@ -1,27 +1,37 @@
-"""Cut a microbatch's rows over the ranks of the context axis, and know where every token lies.
+"""Cut a microbatch's rows over the ranks of the context axis, and know where every token lies and which it reaches.
 
 Where tokens lie, and what follows from it, is decided and kept on the host, so that no decision waits for the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwright.core.devices import is_accelerator, to_device
-from meshwright.core.errors import ConfigError
-from meshwright.core.torch_private import by_values
-from meshwright.introspection.mixing.masks import segments_of
-from meshwright.introspection.signature import SPELLINGS
-from meshwright.planning.context.cut import Cut, Runs, cut_row
+from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.names import clean
+from meshwright.core.torch_private import by_values, has_no_values, version_of
+from meshwright.distributed.exchange.ranks import RankGroup
+from meshwright.distributed.process import agree
+from meshwright.distributed.recompute.kept import not_counted
+from meshwright.introspection.constructor.recording import seeded
+from meshwright.introspection.mixing.arithmetic import raise_unless, replaced
+from meshwright.introspection.mixing.masks import MaskFunction, TokenMask, segments_of
+from meshwright.introspection.mixing.reach import KeyRanges, RowMask, fingerprint, is_reach, search
+from meshwright.introspection.mixing.whole import META, whole_arguments
+from meshwright.introspection.signature import SPELLINGS, TARGETS, Signature
 from meshwright.planning.context.documents import cut_documents
+from meshwright.planning.context.plan import ContextPlan, RowCut, Runs, cut_row
+
+# --- cut a microbatch's rows over the ranks of the context axis, and know where every token lies
 
 FILLER = -1
 Apart = Literal["", "positions", "ids"]
@@ -219,7 +229,7 @@ def cut_rows(
     ranks: int,
     rank: int,
     *,
-    cut: Cut = "head_tail",
+    cut: RowCut = "head_tail",
     by_positions: bool = False,
     apart: Apart = "",
 ) -> CutRows:
@@ -251,7 +261,7 @@ def cut_rows(
     return CutRows(*where, count=len(batch["tokens"]))
 
 
-def _by_documents(row: Tensor, ranks: int, cut: Cut) -> tuple[Runs, ...]:
+def _by_documents(row: Tensor, ranks: int, cut: RowCut) -> tuple[Runs, ...]:
     """Cut one row by its documents, (length,) numbers; as many tokens for each rank as of any other row."""
     sizes = torch.unique_consecutive(row, return_counts=True)[1].tolist()
     return cut_row(cut, len(row), ranks) if len(sizes) == 1 else cut_documents(sizes, ranks)
@@ -303,3 +313,283 @@ def refuse_other_shapes(batch: Mapping[str, Tensor]) -> None:
                 f" second of two dims, (rows, tokens, …), along which rows are cut over ranks: leave it to the model,"
                 f" or give it with these dims"
             )
+
+
+# --- find the reach of masks, once for each mask and length
+
+CPU = torch.device("cpu")
+Expect = Callable[[Tensor, Exception], None]
+"""Raises an error, at once or later, unless a bool of no dims is true."""
+
+
+class Reaches:
+    """The reach of each mask that a model has made, or that there is none.
+
+    A function of places may be anything, so that its values are compared with the intervals that were found, by each
+    rank for a part of the queries; the ranks then agree, with a message of one number. A function that is made of the
+    same code and the same numbers is not looked at again.
+    """
+
+    def __init__(self, group: RankGroup):
+        self._group = group
+        self._known: dict[Any, KeyRanges | None] = {}
+
+    @by_values
+    def of(self, mask: RowMask, rows: CutRows, count: int, device: torch.device = CPU) -> KeyRanges | None:
+        """Return the reach of all tokens of ``count`` rows, by places; None where a query's keys are no interval.
+
+        Args:
+            device: where the mask is used; tensors that it closes over may lie there.
+        """
+        if mask not in rows.memo:
+
+            def known(function: MaskFunction, length: int) -> KeyRanges | None:
+                return self._of(function, length, count, device, is_known=mask.is_known)
+
+            rows.memo[mask] = mask.reach(rows.length, known)
+        return rows.memo[mask]
+
+    def _of(
+        self, function: MaskFunction, length: int, count: int, device: torch.device, *, is_known: bool
+    ) -> KeyRanges | None:
+        code = fingerprint(function)
+        key = (code, length, count)
+        if code is not None and key in self._known:
+            return self._known[key]
+        function, device = _readable(function, device)
+        found = search(function, length, count, device)
+        if not is_known:
+            mine = torch.arange(self._group.rank, length, self._group.size, device=device)[None]
+            is_right = found is not None and is_reach(function, found, mine, length, count)
+            wrong = torch.tensor([not is_right], dtype=torch.int64, device=agree.word_device())
+            with not_counted():
+                found = None if bool(self._group.largest(wrong)) else found
+        if found is not None:
+            found = KeyRanges(found.lower.cpu(), found.upper.cpu())
+        if code is not None:
+            self._known[key] = found
+        return found
+
+
+def _readable(function: MaskFunction, device: torch.device) -> tuple[MaskFunction, torch.device]:
+    """Return a mask that can be asked on the host, with the tensors brought there that it closes over.
+
+    Returns:
+        The mask, and the device of its places: the given one if it reaches tensors there by other names.
+    """
+    if not is_accelerator(device):
+        return function, device
+    brought = replaced(function, lambda held: held.cpu() if is_accelerator(held.device) else held)
+    first = torch.zeros((1, 1, 1, 1), dtype=torch.int64)
+    try:
+        answer = brought(first, first[0, 0, 0, 0], first, first)
+    except RuntimeError:  # tensors of two devices
+        return function, device
+    return (brought, CPU) if answer.device == CPU else (function, device)
+
+
+@by_values
+def on_device(mask: RowMask, rows: CutRows, device: torch.device) -> RowMask:
+    """Return a mask with its tensors on a device, to be evaluated there."""
+    if not is_accelerator(device):
+        return mask
+    key = (mask, device)
+    if key not in rows.memo:
+        function = replaced(mask.function, lambda held: kept_on(held, device) if held.dim() else held)
+        tensors = (mask.positions, mask.segments, mask.padding)
+        positions, segments, padding = (None if x is None else kept_on(x, device) for x in tensors)
+        rows.memo[key] = RowMask(function, positions, segments, padding)
+    return rows.memo[key]
+
+
+@by_values
+def of_whole_rows(function: MaskFunction, rows: CutRows, expect: Expect = raise_unless) -> RowMask:
+    """Return a mask by places in whole rows, of a function that a model has made for this rank's tokens.
+
+    Of tensors that it closes over, the batch's documents are known, and are taken from whole rows.
+
+    Args:
+        expect: raises an error, at once or later, unless such a tensor holds the documents.
+
+    Raises:
+        UnsupportedError: it closes over another tensor with one number for each of this rank's tokens.
+    """
+    key = (function, "whole rows")
+    if key not in rows.memo:
+        rows.memo[key] = RowMask(_of_each_pair(replaced(function, lambda held: _whole(held, rows, expect))))
+    return rows.memo[key]
+
+
+def _of_each_pair(function: MaskFunction) -> MaskFunction:
+    """Give a mask a value for each query and key, also where it looks at neither."""
+
+    def of_each_pair(row: Any, head: Any, query: Any, key: Any) -> Tensor:
+        return function(row, head, query, key) & (query >= 0) & (key >= 0)
+
+    return of_each_pair
+
+
+def _whole(held: Tensor, rows: CutRows, expect: Expect) -> Tensor:
+    """Return the whole rows of a tensor that a mask closes over, if it has a number for each of a rank's tokens."""
+    own = rows.counts[rows.rank]
+    if own not in held.shape or own == rows.length:
+        return held
+    error = UnsupportedError(
+        f"the mask of flex_attention closes over a tensor of {list(held.shape)}, one number for each of this rank's"
+        f" {own} tokens, and is asked about the {rows.length} tokens of whole rows. Let it close over the batch's"
+        f" document_ids themselves, or over nothing, or set layout.cp = 1"
+    )
+    if (whole := rows.documents) is not None:
+        for part, of_rows in ((rows.take(whole), whole), (rows.take(whole)[0], whole[0])):
+            if len(whole) in (1, len(of_rows)) and part.shape == held.shape:
+                expect((to_device(part, held.device) == held).all(), error)
+                return of_rows
+    raise error
+
+
+# --- hand modules that compute whole rows the masks and biases of whole rows
+
+MOST_IN_DRY_RUNS = 2**27
+"""Pairs of tokens up to which a dry run makes them with values, where code looks at these."""
+PLAIN = (bool, int, float, str)
+"""Types of attributes that a forward may read and a user may change between steps."""
+
+
+@dataclass(eq=False)
+class Made:
+    """The arguments of some rows.
+
+    Attributes:
+        known: by module, arguments by their paths.
+        of: what they follow from, to see whether the next rows are alike.
+        held: tensors in the dtypes in which they were asked for, by the numbers (``id``) of those in ``known``.
+    """
+
+    known: dict[str, dict[str, Any]]
+    of: tuple[Any, ...]
+    held: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class PairArguments:
+    """What modules are given for pairs of tokens, of the whole rows that are computed now.
+
+    Attributes:
+        copy: of the model, on meta, before anything was changed.
+        last: what was made last; rows keep what is theirs, for a backward that recomputes.
+    """
+
+    copy: nn.Module
+    plan: ContextPlan
+    last: Made | None = None
+
+    def refuse_other_keys(self, batch: Mapping[str, Tensor], signature: Signature) -> None:
+        """Refuse tensors of a batch that may have a say in the arguments, which are computed without them.
+
+        Raises:
+            UnsupportedError: the model takes such a tensor.
+        """
+        known = {*DECIDING, *TARGETS}
+        other = next((key for key in batch if key not in known and signature.argument_of(key) is not None), None)
+        if other is not None:
+            path = next(planned.mixer.path for planned in self.plan.mixers if planned.mixer.pairs)
+            raise UnsupportedError(
+                f"{path} computes whole rows, and what it is given for pairs of tokens is made of positions, documents"
+                f" and padding alone, while the batch has '{other}' too. Leave it out, or set layout.cp = 1."
+            )
+
+    @by_values
+    def enter(self, model: nn.Module, rows: CutRows, device: torch.device) -> None:
+        """Compute the arguments of these rows, unless the last ones were alike."""
+        brought = {"positions": rows.positions, "document_ids": rows.documents, MASK: rows.padding}
+        names = {clean(name): buffer for name, buffer in model.named_buffers()}
+        buffers = {name: names[clean(name)] for name, _ in self.copy.named_buffers() if clean(name) in names}
+        written = tuple((id(buffer), version_of(buffer)) for buffer in buffers.values())
+        shape, attributes = (rows.count, rows.length), self._attributes(model)
+        of = (model.training, shape, device, written, attributes, *brought.values())
+        if self.last is None or not all(map(_alike, of, self.last.of)):
+            batch = {key: value for key, value in brought.items() if value is not None}
+            batch["tokens"] = torch.zeros(shape, dtype=torch.int64)
+            self._follow(model.training, attributes)
+            self.last = Made(self._computed(buffers, batch, device), of)
+        rows.memo[PairArguments] = self.last
+
+    def _computed(
+        self, buffers: Mapping[str, Tensor], batch: dict[str, Tensor], device: torch.device
+    ) -> dict[str, dict[str, Any]]:
+        wanted = {mixer.path: mixer.pairs for mixer in (each.mixer for each in self.plan.mixers) if mixer.pairs}
+        compute = partial(whole_arguments, self.copy, buffers, batch, wanted)
+        with seeded(0):  # draws of the copy are none of the run's
+            try:
+                return compute(device)
+            except Exception:
+                if device != META or batch["tokens"].numel() * batch["tokens"].shape[1] > MOST_IN_DRY_RUNS:
+                    raise
+                return compute(torch.device("cpu"))  # the model's code looks at values of positions or masks
+
+    def _attributes(self, model: nn.Module) -> dict[tuple[str, str], Any]:
+        """Return the plain attributes of a model's modules and configs, without those that layouts set."""
+        found: dict[tuple[str, str], Any] = {}
+        configs: set[int] = set()
+        for path, module in model.named_modules():
+            config = vars(module).get("config")
+            for name, value in vars(module).items():
+                if type(value) in PLAIN and not name.startswith("_") and name != "training":
+                    found[clean(path), name] = value
+            if config is not None and id(config) not in configs and hasattr(config, "__dict__"):
+                configs.add(id(config))
+                named = {name: value for name, value in vars(config).items() if not name.startswith("_")}
+                found |= {(clean(path), f"config.{name}"): v for name, v in named.items() if type(v) in PLAIN}
+        return found
+
+    def _follow(self, training: bool, attributes: dict[tuple[str, str], Any]) -> None:
+        """Give the copy the mode and the attributes that the model has now."""
+        self.copy.train(training)
+        modules = {clean(path): module for path, module in self.copy.named_modules()}
+        for (path, name), value in attributes.items():
+            of: Any = modules.get(path)
+            if name.startswith("config."):
+                of, name = getattr(of, "config", None), name.removeprefix("config.")
+            if of is not None and vars(of).get(name, value) != value:
+                setattr(of, name, value)
+
+    def given(self, path: str, key: str, instead: Tensor | TokenMask, rows: CutRows) -> Any:
+        """Return an argument of whole rows.
+
+        Args:
+            instead: what the module is given of this rank's part.
+
+        Raises:
+            UnsupportedError: the argument depends on weights, or on a buffer of another pipeline stage.
+        """
+        made: Made | None = rows.memo.get(PairArguments)
+        known = {} if made is None else made.known.get(path, {})
+        whole = known.get(key)
+        if made is not None and isinstance(instead, Tensor) and isinstance(whole, Tensor):
+            place = id(whole), instead.dtype  # blocks are given one tensor
+            if place not in made.held and has_no_values(instead):
+                made.held[place] = instead.new_empty(whole.shape)
+            elif place not in made.held and not whole.is_meta:
+                made.held[place] = _as_dtype(whole, instead.dtype)
+            if (found := made.held.get(place)) is not None:
+                return found
+        elif key in known and (whole is None or not whole.is_meta):
+            return whole
+        raise UnsupportedError(
+            f"{path} computes whole rows, and what it is given for pairs of tokens ({key}) depends on weights, or on"
+            f" buffers that are not at hand. Set layout.cp = 1, or layout.pp = 1."
+        )
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return one is other or (not isinstance(one, Tensor) and not isinstance(other, Tensor) and one == other)
+
+
+def _as_dtype(whole: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return values in another dtype; the smallest number of a dtype, by which masks block, is that of the other."""
+    if whole.dtype == dtype or not whole.is_floating_point() or not dtype.is_floating_point:
+        return whole.to(dtype)
+    most = min(torch.finfo(dtype).max, torch.finfo(whole.dtype).max)
+    return torch.where(whole.isinf(), whole, whole.clamp(-most, most)).to(dtype)

@@ -22,7 +22,7 @@ from meshwright.core.torch_private import foreach_zero_, tree_leaves
 from meshwright.distributed.memory.live import LiveStorages
 from meshwright.distributed.mesh import replica_axis
 from meshwright.distributed.torch_private import has_recorded_graph
-from meshwright.introspection.outputs import logits_of
+from meshwright.introspection.signature import logits_of
 from meshwright.planning.plan import Plan
 from meshwright.planning.values import DataParallel
 

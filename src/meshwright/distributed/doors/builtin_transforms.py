@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.core.axes import Axis
 from meshwright.core.config import to_dict
-from meshwright.core.errors import ConfigError, UnsupportedError, nearest
-from meshwright.core.imports import import_classes_from_paths
+from meshwright.core.dtypes import canonical_dtype, torch_dtype
+from meshwright.core.errors import ConfigError, UnsupportedError, import_classes_from_paths, nearest
 from meshwright.core.names import clean
+from meshwright.distributed import order
 from meshwright.distributed.mesh import (
     axis_sizes,
     build_mesh,
@@ -38,25 +40,168 @@ from meshwright.distributed.torch_private import local_part
 from meshwright.distributed.weights import audit
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.planning.build import plan_for_mesh_sizes
-from meshwright.planning.layout import Layout
+from meshwright.planning.context.plan import Auto, Kind
+from meshwright.planning.layout import SAMPLES, Layout
 from meshwright.planning.plan import Plan
-from meshwright.planning.recompute.operators import check_kept
+from meshwright.planning.recompute import check_kept
 from meshwright.planning.rules import raise_all
-from meshwright.planning.shares import SAMPLES
 from meshwright.planning.techniques import Techniques, TensorStyleRequest
+from meshwright.planning.tensor.plan import TensorPlan
 
-from .functions import averaging_plan, float8_plan, tensor_plan
-from .lay_out import lay_out_module, rows_that_cut
-from .transform_options import (
-    ActivationCheckpointTransformConfig,
-    CompileTransformConfig,
-    DDPTransformConfig,
-    ExpertParallelTransformConfig,
-    Float8TransformConfig,
-    FullyShardTransformConfig,
-    TensorParallelTransformConfig,
-)
+from .functions import CONTEXT, averaging_plan, float8_plan, lay_out_module, rows_that_cut, tensor_plan
 from .transform_registry import BaseDistributedTransform, DDPWrappedModel, equip, register_model_transform
+
+# --- define the options of the built-in transforms, under the names that their users know
+
+
+@dataclass
+class ModelTransformConfig:
+    """Base class of transforms' configs, under Optimus-DL's name; any dataclass will do as well.
+
+    Attributes:
+        _name: name of the transform, where a config alone is given to ``build_model_transform``.
+    """
+
+    _name: str = field(default="", kw_only=True, repr=False, compare=False)
+
+
+@dataclass
+class DDPTransformConfig(ModelTransformConfig):
+    """torch's DistributedDataParallel options of the same names."""
+
+    find_unused_parameters: bool = False
+    gradient_as_bucket_view: bool = True
+    static_graph: bool = False
+
+
+@dataclass
+class MixedPrecisionConfig:
+    """dtype names: float32/fp32, float16/fp16/half, bfloat16/bf16, float64/double; None: torch's default."""
+
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    output_dtype: str | None = None
+    cast_forward_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        for key in ("param_dtype", "reduce_dtype", "output_dtype"):
+            if getattr(self, key) is not None:
+                canonical_dtype(getattr(self, key), where=f"mixed_precision.{key}")
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy:
+        self.__post_init__()  # a field may have been changed
+
+        def dtype(name: str | None) -> torch.dtype | None:
+            return None if name is None else torch_dtype(name)
+
+        return MixedPrecisionPolicy(
+            dtype(self.param_dtype), dtype(self.reduce_dtype), dtype(self.output_dtype), self.cast_forward_inputs
+        )
+
+
+@dataclass
+class OffloadConfig:
+    """Parameters, gradients and optimizer state in host memory; ``pin_memory`` if there is a GPU to copy to."""
+
+    cpu_offload: bool = False
+    pin_memory: bool = True
+
+
+@dataclass
+class FullyShardTransformConfig(ModelTransformConfig):
+    """Options of FSDP2 / HSDP.
+
+    ``use_hybrid_sharding`` shards inside a node and replicates across nodes if the layout left both sizes open; false
+    shards over all ranks. ``sync_grad_accum``: communicate gradients with every microbatch; "shard" reduce-scatters
+    each and postpones only the all-reduce over replicas.
+    """
+
+    reshard_after_forward: bool | int = False
+    mixed_precision: MixedPrecisionConfig | None = None
+    offload: OffloadConfig | None = None
+    use_hybrid_sharding: bool = True
+    sync_grad_accum: bool | Literal["shard"] = False
+
+
+@dataclass
+class Float8TransformConfig(ModelTransformConfig):
+    """Options of float8 multiplication in linear layers.
+
+    ``recipe``: tensorwise, rowwise or rowwise_with_gw_hp. ``filter``: regular expressions on paths of other layers.
+    ``enable_fsdp_float8_all_gather``: a later fully_shard gathers their weights in float8; tensorwise alone.
+    """
+
+    recipe: str = "tensorwise"
+    filter: tuple[str, ...] = ()
+    enable_fsdp_float8_all_gather: bool = False
+
+
+@dataclass
+class TensorParallelTransformConfig(ModelTransformConfig):
+    """Options of weights cut over the mesh's tp axis.
+
+    ``sequence_parallel``: between blocks each rank has its part of the sequence. ``regather``: activations are
+    gathered again in backward, not saved. ``plan``: module pattern -> style by transformers' names; empty: measured.
+    """
+
+    sequence_parallel: bool = True
+    regather: bool = True
+    plan: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class ExpertParallelTransformConfig(ModelTransformConfig):
+    """No options: the mesh fixes the number of ranks that share experts (``ep``)."""
+
+
+@dataclass
+class ContextParallelTransformConfig(ModelTransformConfig):
+    """How attention reaches the tokens of other ranks of the mesh's cp axis.
+
+    ``method``: auto, all_gather, ring, ulysses, ulysses_ring or halo.
+    """
+
+    method: str = "auto"
+
+
+@dataclass
+class ActivationCheckpointTransformConfig(ModelTransformConfig):
+    """Recomputation of every module of the given classes ("package.module.Class", or "Class"); none: each block.
+
+    ``ops_to_save``: saved results, by operators ("aten.mm.default", or "aten.mm" for all its forms) or by names of
+    ``techniques.checkpoint_keep``.
+    """
+
+    layer_classes: tuple[str, ...] = ()
+    use_reentrant: bool = False
+    ops_to_save: tuple[str, ...] = ()
+
+
+@dataclass
+class CompileTransformConfig(ModelTransformConfig):
+    """Options of torch.compile, applied to each repeated block.
+
+    ``activation_memory_budget``: share, above 0 and below 1, of a block's activations for backward that it may save.
+    """
+
+    compile_kwargs: dict[str, Any] = field(default_factory=dict)
+    activation_memory_budget: float | None = None
+
+
+@dataclass
+class LoadWeightsTransformConfig(ModelTransformConfig):
+    """Options of loading weights.
+
+    ``checkpoint_path``: a Hugging Face folder with safetensors, or a checkpoint of meshwright (only its model is
+    read). ``skip_on_restart``: do nothing if a run resumes, whose own checkpoint will be loaded instead.
+    """
+
+    checkpoint_path: str
+    skip_on_restart: bool = False
+
+
+# --- define the built-in transforms
 
 log = logging.getLogger("meshwright")
 
@@ -365,3 +510,62 @@ class CompileTransform(PlannedTransform):
             )
         plan = self.wanted(facts, device_mesh, requested)
         return replace(plan, compile_options=tuple({"backend": "inductor", **c.compile_kwargs}.items()))
+
+
+# --- apply context parallelism for a training loop of the user's own, by a function and by a registered transform
+
+
+def apply_context_parallel(model: nn.Module, device_mesh: DeviceMesh, method: Kind | Auto = "auto") -> nn.Module:
+    """Let attention of ``model`` reach tokens that lie on other ranks of the mesh's ``cp`` axis, in place; return it.
+
+    Rows are cut by the loop, with ``context_parallel_rows`` around each forward; without it every rank computes whole
+    rows. The calls of attention are measured and then rehearsed on a small copy. Gradients are those of a rank's own
+    tokens until ``apply_fsdp2`` (which calls this by itself where nothing came in between) or DDP sums them over the
+    axis. Apply it after ``apply_tensor_parallel`` and ``apply_expert_parallel``, and before ``apply_ac``.
+
+    Args:
+        method: auto, all_gather, ring, ulysses, ulysses_ring or halo.
+
+    Raises:
+        ConfigError: an unknown method, or a later technique came first.
+        UnsupportedError: tokens see each other in a way that is not known, the method does not fit an attention, or
+            the mesh has a pipeline.
+    """
+    device_mesh = known_mesh(device_mesh)
+    if context_ranks(device_mesh) == 1:
+        log.info(
+            "apply_context_parallel: the mesh %s has no cp axis larger than 1, so rows stay whole",
+            axis_sizes(device_mesh),
+        )
+        return model
+    order.refuse_misorder(CONTEXT, order.applied(model), type(model).__name__)
+    facts = model_facts(model)
+    plan = rows_plan(facts, device_mesh, method)
+    return lay_out_module(model, facts, plan, device_mesh, (CONTEXT,), door="apply_context_parallel")
+
+
+@register_model_transform(CONTEXT, ContextParallelTransformConfig)
+class ContextParallelTransform(PlannedTransform):
+    """Attention that reaches the tokens of other ranks; a loop cuts rows by ``context_parallel_rows``."""
+
+    rows = (CONTEXT,)
+
+    def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
+        if context_ranks(device_mesh) == 1:
+            log.info("context_parallel: the mesh %s has no cp axis larger than 1", axis_sizes(device_mesh))
+        return rows_plan(facts, device_mesh, self.config.method)
+
+    def device_mesh(self) -> DeviceMesh | None:
+        given = super().device_mesh()
+        return mesh_of_world(self.context["layout"]) if given is None and self.context.get("layout") else given
+
+
+def rows_plan(facts: ModelFacts, device_mesh: DeviceMesh | None, method: Any) -> Plan:
+    """Plan how rows are cut over the context axis alone, beside a tensor axis that cuts the model already."""
+    axes = (Axis.CP, Axis.TP) if facts.applied_plan(TensorPlan) is not None else (Axis.CP,)
+    sizes = {axis.value: axis_sizes(device_mesh).get(axis.value, 1) for axis in axes}
+    device = device_mesh.device_type if device_mesh is not None else "cpu"
+    # parameters stay as they are, whoever shards or replicates them later
+    method = method if sizes[Axis.CP.value] > 1 else "auto"
+    requested = Techniques(context_parallel_method=method, zero_stage=0)
+    return plan_for_mesh_sizes(facts, sizes, device, requested, "mean")

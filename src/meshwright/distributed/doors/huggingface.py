@@ -18,21 +18,18 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from meshwright.core.axes import Axis
-from meshwright.core.errors import ConfigError
-from meshwright.core.imports import import_classes_from_paths
-from meshwright.distributed.doors.lay_out import lay_out_module, rows_that_cut
+from meshwright.core.errors import ConfigError, import_classes_from_paths
 from meshwright.distributed.mesh import NEMO_NAMES, context_ranks, has_dp_mesh, known_mesh, sizes_of_stage
-from meshwright.distributed.weights.wholes import whole_everywhere
+from meshwright.distributed.weights.whole_state import whole_everywhere
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.module_kinds import own_tensor_plan
 from meshwright.planning.build import plan_for_mesh_sizes
-from meshwright.planning.shares import SAMPLES
+from meshwright.planning.layout import SAMPLES
 from meshwright.planning.techniques import Techniques
 
-from .functions import averaging_plan, default_mp_policy
-from .given_styles import requested_of
-from .styles import translate_to_torch_parallel_style
-from .zero.strategy import nvfsdp_strategy_parallelize
+from .functions import averaging_plan, default_mp_policy, lay_out_module, rows_that_cut
+from .styles import requested_of, translate_to_torch_parallel_style
+from .zero import nvfsdp_strategy_parallelize
 
 __all__ = [
     "HAVE_NVFSDP",

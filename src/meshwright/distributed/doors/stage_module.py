@@ -1,22 +1,83 @@
-"""Make one stage of meshwright's decoder a module, for users with their own loop and torch's pipeline classes."""
+"""Make stages of meshwright's decoder modules, for users with their own loop and torch's pipeline classes."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from meshwright.core.errors import ConfigError
+from meshwright.core.axes import Axis
+from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.distributed.mesh import axis_sizes, refuse_rows_of_stages
+from meshwright.distributed.torch_private import mixed_precision_of
 from meshwright.distributed.weights.weights import write_by_law
-from meshwright.models.decoder import Block, document_mask, refuse_longer, rotary_tables, weight_law_of
+from meshwright.introspection.constructor.meta import on_meta
+from meshwright.introspection.facts import ModelFacts, model_facts
+from meshwright.models.decoder import Block, Decoder, document_mask, refuse_longer, rotary_tables, weight_law_of
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.models.layers import RMSNorm
-from meshwright.planning.pipeline.split import compute_layer_assignment
+from meshwright.planning.float8.plan import Float8Plan
+from meshwright.planning.pipeline.plan import compute_layer_assignment
+from meshwright.planning.pipeline.schedules.orders import schedule_kind
+from meshwright.planning.plan import Plan
 
-from .other_config import decoder_config
+# --- convert KempnerForge's ModelConfig to a config of meshwright's decoder
+
+SAME = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "max_seq_len", "norm_eps", "rope_theta", "qk_norm")
+ONE_VALUE = {
+    "norm_type": "rmsnorm",
+    "activation": "silu",
+    "init_std": 0.02,
+    "num_experts": 0,
+    "vision_config": None,
+    "vlm_config": None,
+}
+"""Fields for which meshwright's decoder supports only one value."""
+INSTEAD = {
+    "num_experts": "write a DecoderConfig with moe=MoEConfig(n_experts=..., top_k=...)",
+    "vision_config": "lay your own model with a vision tower out by apply_fsdp2",
+    "vlm_config": "lay your own model with a vision tower out by apply_fsdp2",
+}
+
+
+def decoder_config(config: Any) -> Any:
+    """Convert KempnerForge's config (with ``ffn_hidden_dim``, ``tie_embeddings``) to a DecoderConfig; return others.
+
+    Raises:
+        UnsupportedError: a field requests a feature that the decoder lacks; the text names it and the legal value.
+        ConfigError: the width of the feed-forward is not given.
+    """
+    if isinstance(config, DecoderConfig) or not all(
+        hasattr(config, name) for name in ("ffn_hidden_dim", "tie_embeddings", "dim")
+    ):
+        return config
+    for name, only in ONE_VALUE.items():
+        if (found := getattr(config, name, only)) != only:
+            hint = INSTEAD.get(name, "lay your own nn.Module out")
+            has = f"has {name} = {only} alone" if only is not None else "has no vision tower"
+            raise UnsupportedError(
+                f"{type(config).__name__}.{name} is {found}: meshwright's decoder {has}. Use that, or {hint}."
+            )
+    width = config.ffn_hidden_dim or getattr(config, "computed_ffn_hidden_dim", None)
+    if width is None:
+        raise ConfigError(
+            f"{type(config).__name__}.ffn_hidden_dim = None: give it a number; it is hidden_dim of a DecoderConfig"
+        )
+    same = {name: value for name in SAME if (value := getattr(config, name, None)) is not None}
+    same.setdefault("n_kv_heads", config.n_heads)
+    return DecoderConfig(**same, hidden_dim=width, tied_embeddings=config.tie_embeddings)
+
+
+# --- make one stage of meshwright's decoder a module, for users with their own loop and torch's pipeline classes
 
 log = logging.getLogger("meshwright")
 
@@ -143,3 +204,149 @@ def build_stage_module(
     return PipelineStageModule(
         config, pp_rank, pp_size, layers[pp_rank] if 0 <= pp_rank < pp_size else (0, 0), seed=seed
     )
+
+
+# --- plan a decoder's stage module over the tensor axis, cut as the whole decoder is, between whole messages
+
+
+def facts_of_whole(facts: ModelFacts) -> ModelFacts | None:
+    """Describe the decoder that a stage module belongs to; None for other models.
+
+    A later stage takes hidden states, and cannot be measured by itself.
+    """
+    stage = facts.module
+    if not isinstance(stage, PipelineStageModule) or stage.num_stages == 1:
+        return None
+    with on_meta():
+        whole = model_facts(Decoder(stage.config))
+    converted = facts.applied_plan(Float8Plan)
+    return whole if converted is None else replace(whole, applied={Float8Plan: converted})
+
+
+def plan_of_stage_module(plan: Plan, facts: ModelFacts) -> Plan:
+    """Reduce the decoder's plan to one stage module, with whole sequences in and out, as torch's stages send them."""
+    stage, tensor = facts.module, plan.tensor
+    assert isinstance(stage, PipelineStageModule)
+    if tensor is None:
+        return plan
+    first, last = stage.is_first, stage.is_last
+    own = replace(
+        tensor.only(tuple(f"layers.{number}" for number in stage.layers)),
+        begins=True,
+        embedding=tensor.embedding if first else "",
+        embedding_is_hidden=tensor.embedding_is_hidden and first,
+        before=tensor.before if first else (),
+        head=tensor.head if last else "",
+        alike_behind=tensor.alike_behind if last else (),
+        gathers_after_blocks=tensor.gathers_after_blocks if last else tensor.sequence_parallel,
+    )
+    return replace(plan, tensor=own)
+
+
+# --- build torch's own pipeline objects, for users with their own loop
+
+LossFunction = Callable[[Tensor, Any], Tensor]
+"""(output of the last stage, target) -> 0-dim loss of a microbatch."""
+NAMES = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved_1f1b": "Interleaved1F1B",
+    "looped_bfs": "LoopedBFS",
+    "interleaved_zero_bubble": "InterleavedZeroBubble",
+    "zbv_zero_bubble": "ZBVZeroBubble",
+    "dualpipe_v": "DualPipeV",
+}
+"""Names of schedules: meshwright's -> torch's."""
+
+
+def build_pipeline_stage(
+    stage_module: PipelineStageModule,
+    device_mesh: DeviceMesh,
+    device: torch.device | str,
+    batch_size: int,
+    seq_len: int,
+    param_dtype: torch.dtype = torch.bfloat16,
+) -> PipelineStage:
+    """Build torch's stage around a stage module, with static shapes: no inference pass before the first step.
+
+    Args:
+        batch_size: rows of a microbatch.
+        seq_len: tokens of a row.
+        param_dtype: dtype of hidden states, in which the stage computes.
+
+    Raises:
+        ConfigError: the mesh lacks a pp axis, or the stage computes in another dtype, or takes no such sequences.
+        UnsupportedError: the mesh has a cp axis larger than 1.
+    """
+    if Axis.PP.value not in axis_sizes(device_mesh):
+        raise ConfigError(f"a pipeline stage needs a mesh axis named pp; the mesh has {tuple(axis_sizes(device_mesh))}")
+    if (computed := _computed_in(stage_module)) != param_dtype:
+        raise ConfigError(
+            f"param_dtype = {param_dtype}, but the stage computes in {computed}, and ranks that expect messages of"
+            f" other sizes abort or hang: give param_dtype={computed}, or shard the stage first with apply_fsdp2 and a"
+            f" policy that computes in {param_dtype}"
+        )
+    if seq_len > stage_module.config.max_seq_len:
+        raise ConfigError(
+            f"seq_len = {seq_len} is longer than the model's max_seq_len = {stage_module.config.max_seq_len}"
+        )
+    refuse_rows_of_stages(device_mesh)
+    stage_module.pipeline_group = device_mesh.get_group(Axis.PP.value)
+    config, hidden = stage_module.config, (batch_size, seq_len, stage_module.config.dim)
+    between = torch.empty(hidden, device="meta", dtype=param_dtype, requires_grad=True)
+    tokens = torch.empty(hidden[:2], device="meta", dtype=torch.int64)
+    logits = torch.empty((*hidden[:2], config.vocab_size), device="meta", dtype=param_dtype, requires_grad=True)
+    return PipelineStage(
+        stage_module,
+        stage_module.stage_id,
+        stage_module.num_stages,
+        torch.device(device),
+        input_args=(tokens if stage_module.is_first else between,),
+        output_args=(logits if stage_module.is_last else between,),
+        group=stage_module.pipeline_group,
+    )
+
+
+def _computed_in(stage_module: PipelineStageModule) -> torch.dtype:
+    """Return the dtype of hidden states: that of the parameters, unless FSDP casts them."""
+    own = next(stage_module.parameters()).dtype
+    policy = mixed_precision_of(stage_module) if isinstance(stage_module, FSDPModule) else None
+    return (policy.output_dtype or policy.param_dtype or own) if policy is not None else own
+
+
+def build_pipeline_schedule(
+    stage: PipelineStage | Sequence[PipelineStage],
+    n_microbatches: int,
+    loss_fn: LossFunction | None,
+    schedule: str = "1f1b",
+    scale_grads: bool = True,
+) -> Any:
+    """Build torch's schedule by meshwright's or torch's name, with ``step()`` and ``eval()``.
+
+    Args:
+        stage: this rank's stage, or the list of its stages for schedules with several on a rank.
+        scale_grads: divide gradients by the number of microbatches, as in torch.
+
+    Raises:
+        ConfigError: an unknown name, one stage where several are needed or vice versa, or too few microbatches.
+    """
+    kind = schedule_kind(schedule)
+    made = get_schedule_class(NAMES[kind.name])
+    stages = [stage] if isinstance(stage, PipelineStage) else list(stage)
+    ranks = stages[0].group_size
+    needed = ranks if kind.name == "1f1b" else 1  # torch's keeps every stage busy before its first backward
+    if (legal := kind.legal(max(n_microbatches, needed), ranks)) != n_microbatches:
+        raise ConfigError(f"{kind.name} on {ranks} ranks takes {legal} microbatches or more, not {n_microbatches}")
+    if issubclass(made, PipelineScheduleSingle):
+        if len(stages) > 1:
+            raise ConfigError(
+                f"{kind.name} has one stage on each rank, and {len(stages)} were given: use interleaved_1f1b for"
+                f" several"
+            )
+        return made(stages[0], n_microbatches, loss_fn=loss_fn, scale_grads=scale_grads)
+    if isinstance(stage, PipelineStage):
+        raise ConfigError(
+            f"{kind.name} has several stages on each rank: give the list of them, such as"
+            f" [build_pipeline_stage(...) for each of this rank's stage modules]"
+        )
+    return made(stages, n_microbatches, loss_fn=loss_fn, scale_grads=scale_grads)

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.core.devices import CUDA
-from meshwright.core.errors import ConfigError, MissingExtraError, UnsupportedError
-from meshwright.core.imports import quieten_torchao
+from meshwright.core.errors import ConfigError, MissingExtraError, UnsupportedError, quieten_torchao
 from meshwright.core.names import owner
 from meshwright.core.record import remember
 from meshwright.planning.float8.plan import Float8Plan

@@ -22,16 +22,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from meshwright.core.errors import IntegrityError
 from meshwright.core.names import clean
 from meshwright.core.torch_private import version_of
-from meshwright.distributed.float8.torchao_private import (
-    codes_of,
-    kernels_of,
-    rounded_by,
-    scale_for,
-    set_scale,
-    weight_in_float8,
-)
 from meshwright.distributed.torch_private import begin_forward, cuts_beside, gather_through, local_part, padded_shard
 from meshwright.introspection.module_kinds import config_at
+
+from .products import codes_of, kernels_of, rounded_by, scale_for, set_scale, weight_in_float8
 
 STALE = -1
 """A version that no parameter has."""

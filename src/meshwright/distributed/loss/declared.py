@@ -14,7 +14,7 @@ from meshwright.core.devices import to_device
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.losses import IGNORED, Loss
 from meshwright.core.torch_private import tree_leaves
-from meshwright.introspection.wrapped import core_of
+from meshwright.introspection.signature import core_of
 
 Batch = Mapping[str, Tensor]
 ONLY = "loss"

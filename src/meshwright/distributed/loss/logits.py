@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from meshwright.distributed.tensor.layers import runtime_of
 from meshwright.distributed.tensor.loss import VocabularyShard
-from meshwright.distributed.tensor.runtime import runtime_of
-from meshwright.introspection.outputs import logits_of
+from meshwright.introspection.signature import logits_of
 from meshwright.planning.plan import Plan
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .clock import MIB, Effort, Points, Work, seconds_of
+from .products import MIB, Effort, Points, Work, seconds_of
 
 WIDTH = 64
 """Features of the rows of a memory-bound operator's tensors; (tokens, WIDTH)."""

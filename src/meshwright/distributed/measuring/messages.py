@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshwright.core.devices import CPU, finish_stream, is_accelerator
 
-from .clock import SHORTEST, Effort, Points, Work, seconds_of
+from .products import SHORTEST, Effort, Points, Work, seconds_of
 
 gather_tensor = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 scatter_tensor = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
 import torch
@@ -16,11 +16,32 @@ from meshwright.distributed.data.fully_sharded import parameter_groups
 from meshwright.distributed.data.replicated import GradientBuckets
 from meshwright.distributed.torch_private import arriving, gathered
 from meshwright.distributed.weights.shards import memory_of
-from meshwright.introspection.logits.deferred import DeferredLogits
-from meshwright.planning.memory.step import MemoryUse
+from meshwright.introspection.logits.tape import DeferredLogits
+from meshwright.planning.memory.states import MemoryUse
 
 from .live import Storages, addresses, newly_made, storage_of, tensors_in
-from .storage_private import noting_resizes
+
+# --- see what torch does to storages behind its dispatcher
+
+
+@contextmanager
+def noting_resizes(note: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Call a function with each storage that Python code resizes, until dispatch modes see it."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        note(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_and_note  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+
+# --- account for every storage that a step's operators allocate, by its owner and by the operator
 
 UNSEEN = 0.01
 """Fraction of its maximum by which a kind of memory may grow before its storages' owners are looked up again."""

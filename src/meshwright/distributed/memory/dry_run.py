@@ -7,11 +7,14 @@ The very code of a run lays the model out and runs a step, for one rank of a wor
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,37 +22,256 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.core.axes import Axis
 from meshwright.core.devices import CPU, is_accelerator
+from meshwright.core.dtypes import dtype_bytes
 from meshwright.core.losses import PreferenceLoss
-from meshwright.core.torch_private import fake_mode
+from meshwright.core.record import remember
+from meshwright.core.torch_private import TorchDispatchMode, fake_mode, is_grouped_product
 from meshwright.distributed import order
 from meshwright.distributed.context.runtime import first_tokens
+from meshwright.distributed.data.replicated import GradientBuckets
 from meshwright.distributed.mesh import build_mesh
+from meshwright.distributed.optimizer.muon import Muon, optimizer_class
+from meshwright.distributed.optimizer.parameter_groups import split_by_role
 from meshwright.distributed.parallel_model import ParallelModel
-from meshwright.distributed.pipeline import messages
-from meshwright.distributed.pipeline.absent import on_meta
+from meshwright.distributed.pipeline import run as messages
+from meshwright.distributed.pipeline.split import on_meta
 from meshwright.distributed.process.absent_peers import absent_peers
-from meshwright.distributed.recompute import host_activations
-from meshwright.distributed.step.part import ModelPart
-from meshwright.distributed.step.results import OpenedStep
+from meshwright.distributed.recompute import recompute
+from meshwright.distributed.step.part import ModelPart, OpenedStep
+from meshwright.distributed.torch_private import local_part
 from meshwright.distributed.weights.shards import apply_to_tensors
 from meshwright.distributed.weights.weights import tie
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.signature import REFERENCE, Signature
+from meshwright.planning.collectives import resolved
 from meshwright.planning.layout import Layout
-from meshwright.planning.memory.states import plan_memory
-from meshwright.planning.memory.step import MemoryEstimate, MemoryUse, RankMemory, assumptions
+from meshwright.planning.memory.states import (
+    MemoryEstimate,
+    MemoryUse,
+    RankMemory,
+    assumptions,
+    composition,
+    plan_memory,
+)
+from meshwright.planning.optimizer.plan import OptimizerPlan
+from meshwright.planning.pipeline.plan import PipelinePlan
+from meshwright.planning.pipeline.schedules.simulate import peak_live
 from meshwright.planning.plan import Plan
-from meshwright.planning.traffic import resolved
 from meshwright.planning.values import Batch, DataParallel
 
 from .account import MemoryAccount, dims_of_logits
-from .buckets import keep_in_buckets
-from .fake import DryRunError, imagining, same_random_numbers, untouched
-from .optimizers import BuildOptimizer, default_optimizer, make_states
-from .pipeline_ranks import along_pipeline
+from .live import addresses, storage_of
 
 if TYPE_CHECKING:
     from meshwright.core.torch_private import FakeTensorMode
+
+
+# --- run code on fake tensors, which have shapes but no memory
+
+PATIENCE, PATIENCE_PER_BLOCK = 100_000, 4_000
+"""Largest number of operators in a dry run, about ten seconds, and how many each repeated block adds: three
+microbatches of a decoder's block over a context axis have a thousand."""
+
+
+@contextmanager
+def imagining(*, experts: bool, blocks: int = 0, mode: FakeTensorMode | None = None) -> Iterator[None]:
+    """Make every tensor created inside fake.
+
+    Args:
+        experts: whether the model may compute grouped products.
+        blocks: number of repeated blocks.
+        mode: makes them; tensors of two modes do not go together.
+
+    Raises:
+        DryRunError: the step has more operators than any model of so many blocks, like a Python loop over tokens.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(mode or fake_mode())
+        stack.enter_context(_Patience(PATIENCE + blocks * PATIENCE_PER_BLOCK))
+        if experts:
+            stack.enter_context(_GroupedProducts())
+        yield
+
+
+@contextmanager
+def same_random_numbers() -> Iterator[None]:
+    """Restore the random states of torch (CPU), numpy and Python on exit."""
+    own, arrays = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(own)
+        np.random.set_state(arrays)
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Check that a dry run of a copy of ``model`` gives no gradients to the original, and restore them if it does.
+
+    Functions that were set on a copied module may still refer to the original.
+
+    Raises:
+        DryRunError: a gradient of the original changed.
+    """
+    before = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        yield
+    finally:
+        touched = [parameter for parameter, gradient in before if parameter.grad is not gradient]
+        for parameter, gradient in before:
+            parameter.grad = gradient
+    if touched:
+        raise DryRunError(
+            "a function that was set on one of its modules computes with the model itself, but the dry run uses a copy"
+        )
+
+
+class DryRunError(Exception):
+    """Raised if a model cannot be dry-run; the text gives the reason."""
+
+
+class _Patience(TorchDispatchMode):
+    """Limits the number of operators."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._operators, self._most = 0, most
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self._operators += 1
+        if self._operators > self._most:
+            raise DryRunError(f"its step has more than {self._most:,} operators, too many for a dry run")
+        return func(*args, **(kwargs or {}))
+
+
+class _GroupedProducts(TorchDispatchMode):
+    """Gives grouped products their shapes in every dtype, without computing them.
+
+    torch limits them to bfloat16 on fake tensors, although their kernels take other dtypes too.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if not is_grouped_product(func):
+            return func(*args, **(kwargs or {}))
+        first, second = args[:2]
+        if first.dim() == second.dim() == 2:  # a weight's gradient: as many products as there are groups
+            groups = (args[2] if len(args) > 2 else (kwargs or {})["offs"]).shape[0]
+            return first.new_empty((groups, first.shape[0], second.shape[1]))
+        return first.new_empty((*first.shape[:-1], second.shape[-1]))
+
+
+# --- keep gradients where DDP would keep them
+
+
+def keep_in_buckets(model: nn.Module, microbatches: int, *, syncs: bool) -> None:
+    """Allocate a gradient for each trained parameter now, and move gradients there as DDP does.
+
+    Args:
+        microbatches: backwards of a step; gradients accumulate elsewhere until the last one.
+        syncs: whether each backward reduces, and so moves, its gradients.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    buckets = GradientBuckets(None)
+    remember(model, buckets)
+    done: Counter[int] = Counter()
+    for number, parameter in enumerate(trained):
+        bucket = torch.empty_like(parameter, requires_grad=False)
+        buckets.note(storage_of(bucket))
+
+        def move(tensor: Tensor, number: int = number, bucket: Tensor = bucket) -> None:
+            done[number] += 1
+            if syncs or done[number] % microbatches == 0:
+                tensor.grad = bucket
+
+        parameter.register_post_accumulate_grad_hook(move)
+
+
+# --- make the optimizer of a dry run, with the state of one that has stepped before
+
+BuildOptimizer = Callable[[ParallelModel], torch.optim.Optimizer]
+
+
+class LowBitStates(torch.optim.Optimizer):
+    """Holds as many bytes as torchao's optimizer, whose compiled step cannot be run on fake tensors."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter], plan: OptimizerPlan, master: str):
+        super().__init__(parameters, {})
+        self._plan, self._bytes = plan, dtype_bytes(master)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            elements = local_part(parameter).numel()
+            size = len(self._plan.row.state) * elements * self._bytes
+            if self._plan.rounds(elements):
+                size = self._plan.bytes_of_rounded(elements, 1)
+            if not self.state[parameter]:
+                self.state[parameter] = {"moments": torch.empty(size, dtype=torch.uint8)}
+
+
+def default_optimizer(model: ParallelModel) -> torch.optim.Optimizer:
+    """Make an optimizer of the plan's kind, with torch's default implementation."""
+    plan = model.plan.optimizer
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if plan.needs_torchao:
+        return LowBitStates(trained, plan, model.plan.precision.master)
+    if plan.row.by_role:
+        return Muon(split_by_role([{"params": trained}], model.named_parameters(), plan.matrices), lr=1e-3)
+    return optimizer_class(plan.row)(trained, lr=1e-3)
+
+
+def make_states(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer make its state, by a step with gradients of zero."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+# --- estimate the memory of all ranks of a pipeline from dry runs of a few, with few microbatches
+
+RunRank = Callable[[int, int], RankMemory]
+"""(pipeline rank, microbatches) -> the bytes of its step."""
+DIRECT = 16
+"""Number of microbatches up to which a step is run as it is."""
+
+
+def along_pipeline(pipeline: PipelinePlan, microbatches: int, run: RunRank) -> tuple[RankMemory, ...]:
+    """Return the bytes of each rank of a pipeline.
+
+    Ranks with equal stages differ by the number of microbatches whose activations they hold. So of these two are run,
+    and the others lie on the line through them. Once all stages work, each further microbatch adds as much as the one
+    before: nothing, a buffer that was sent, or (GPipe) its activations. So two short steps give a long one.
+    """
+    held = peak_live(pipeline.order(microbatches))
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for rank in range(pipeline.ranks):
+        alike.setdefault(composition(pipeline, rank), []).append(rank)
+    found: dict[int, RankMemory] = {}
+    for ranks in alike.values():
+        # by what they hold; where that is equal, by their place, since messages travel for longer
+        ordered = sorted(ranks, key=lambda rank: (held[rank], rank))
+        for rank in ordered if len(ordered) < 3 else (ordered[0], ordered[-1]):
+            found[rank] = _of_rank(pipeline, rank, microbatches, run)
+        first, last = ordered[0], ordered[-1]
+        measure = held if held[first] != held[last] else range(pipeline.ranks)
+        for rank in ordered[1:-1]:
+            share = (measure[rank] - measure[first]) / (measure[last] - measure[first])
+            found.setdefault(rank, found[first].towards(found[last], share))
+    return tuple(found[rank] for rank in range(pipeline.ranks))
+
+
+def _of_rank(pipeline: PipelinePlan, rank: int, microbatches: int, run: RunRank) -> RankMemory:
+    few = pipeline.legal(2 * pipeline.ranks)
+    more = pipeline.legal(few + pipeline.ranks)
+    if microbatches <= max(DIRECT, more):
+        return run(rank, microbatches)
+    return run(rank, few).towards(run(rank, more), (microbatches - few) / (more - few))
+
+
+# --- estimate the memory of a rank's step by a dry run on tensors without memory
 
 KEYS = ("tokens", "labels", "positions", "document_ids")
 """Keys of the batches that loaders return."""
@@ -217,12 +439,12 @@ def _in_host(plan: Plan) -> tuple[MemoryUse, ...]:
 def _as_on(device: str, account: MemoryAccount) -> Iterator[None]:
     """On an accelerator, offloaded activations are in another memory, and messages say when they have been sent."""
     is_apart = is_accelerator(device)
-    notice = host_activations.notice.set(account.note_host if is_apart else None)
+    notice = recompute.notice.set(account.note_host if is_apart else None)
     sent = messages.sends_complete.set(is_apart)
     try:
         yield
     finally:
-        host_activations.notice.reset(notice)
+        recompute.notice.reset(notice)
         messages.sends_complete.reset(sent)
 
 
@@ -265,3 +487,93 @@ def _allocated(tensor: Tensor) -> Tensor:
 
 def _bare(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CPU)
+
+
+# --- measure what each block of a model saves for its backward, by a dry run on tensors without memory
+
+
+@dataclass(frozen=True)
+class SavedByBlock:
+    """Bytes that a block saves of a microbatch for its backward.
+
+    Attributes:
+        all: of tensors that no earlier block saved, parameters left out.
+        in_attention: those among them that its attention saves.
+    """
+
+    all: int
+    in_attention: int
+
+
+def saved_by_blocks(facts: ModelFacts, plan: Plan, batch: Batch) -> tuple[SavedByBlock, ...]:
+    """Measure each repeated block of a model in a step of one microbatch under a plan of one rank.
+
+    The model is not changed. Empty where its code fails on tensors without memory.
+
+    Args:
+        facts: facts of the model before a plan is applied.
+        plan: a plan of one rank that recomputes and compiles nothing.
+    """
+    if facts.module is None or plan.world != 1:
+        return ()
+    try:
+        dry = DryRun(facts, plan, resolved(plan, batch), KEYS, default_optimizer)
+        with same_random_numbers(), untouched(facts.module), dry.model_of(0) as model:
+            step, seen = dry.step(model, 1), _BlockSaves(model.parts[0])
+            with seen.watching(facts):
+                model.run_opened(step)
+    except Exception:  # noqa: BLE001  (whatever a model's code raises when its tensors have no values)
+        return ()
+    return tuple(SavedByBlock(seen.bytes[block], seen.in_attention[block]) for block in facts.blocks)
+
+
+@dataclass
+class _BlockSaves:
+    """Counts saved bytes by the block that computes."""
+
+    model: nn.Module
+    bytes: Counter[str] = field(default_factory=Counter)
+    in_attention: Counter[str] = field(default_factory=Counter)
+    _block: str = ""
+    _attends: int = 0
+    _parameters: set[int] = field(default_factory=set)
+    _known: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    """Storages that were saved, by address; held, since a freed one's address comes again."""
+
+    @contextmanager
+    def watching(self, facts: ModelFacts) -> Iterator[None]:
+        """Watch a forward."""
+        with ExitStack() as stack:
+            for path in facts.blocks:
+                self._hook(stack, path, lambda path=path: self._enter(path), lambda: self._enter(""))
+            for path in facts.attentions:
+                self._hook(stack, path, lambda: self._attend(1), lambda: self._attend(-1))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, lambda saved: saved))
+            yield
+
+    def _hook(self, stack: ExitStack, path: str, before: Callable[[], None], behind: Callable[[], None]) -> None:
+        module = self.model.get_submodule(path)
+        for handle in (
+            module.register_forward_pre_hook(lambda *_: before()),
+            module.register_forward_hook(lambda *_: behind()),
+        ):
+            stack.callback(handle.remove)
+
+    def _enter(self, path: str) -> None:
+        self._block = path
+        if path:
+            weights = self.model.get_submodule(path).parameters()
+            self._parameters = addresses(weights)
+
+    def _attend(self, step: int) -> None:
+        self._attends += step
+
+    def _save(self, tensor: Tensor) -> Tensor:
+        storage = storage_of(tensor)
+        key = id(storage)
+        if self._block and key not in self._parameters and key not in self._known:
+            self._known[key] = storage
+            self.bytes[self._block] += storage.nbytes()
+            if self._attends:
+                self.in_attention[self._block] += storage.nbytes()
+        return tensor

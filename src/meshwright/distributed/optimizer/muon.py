@@ -1,4 +1,4 @@
-"""Step hidden matrices by the orthogonalised mean of their gradients, and all else by AdamW: Muon.
+"""Step by optimizers that torch lacks: Muon for hidden matrices, Lion by the sign of a moving mean.
 
 Jordan et al. 2024 (kellerjordan.github.io/posts/muon), with the decoupled weight decay and the scale of arXiv
 2502.16982, by which one learning rate and one weight decay serve both kinds of parameters.
@@ -18,11 +18,16 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from meshwright.core.errors import ConfigError
+from meshwright.distributed.averaging import ScheduleFreeAdamW
 from meshwright.distributed.torch_private import local_part
 from meshwright.distributed.weights.shards import local_gradient, with_local
+from meshwright.planning.optimizer.kinds import OptimizerKind
 
-from .foreach_private import foreach_between, foreach_between_
+from .adafactor import Adafactor
+from .grad_clip import foreach_add_, foreach_between, foreach_between_, foreach_multiply_, foreach_sign_
 from .owners import MatrixOwners
+
+# --- step hidden matrices by the orthogonalised mean of their gradients, and all else by AdamW
 
 RMS = 0.2
 """Root mean square of an update's elements at a learning rate of 1, as of AdamW's (arXiv 2502.16982, section 2.2)."""
@@ -193,3 +198,92 @@ def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.T if stands else x).to(matrix.dtype)
+
+
+# --- step parameters by the sign of a moving mean of their gradients
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion, algorithm 2 of the paper, element by element, so that parameters may be cut in any way.
+
+    With gradient g and mean m, which is zero at first, a step is: w decays by ``lr * weight_decay`` of itself;
+    w = w - lr * sign(beta1 * m + (1 - beta1) * g); m = beta2 * m + (1 - beta2) * g. Each trained parameter has one
+    state, ``exp_avg``, in its dtype. The paper advises a rate 3 to 10 times smaller than AdamW's, and a weight decay as
+    many times larger.
+
+    A step is as large where a gradient is rounding alone as anywhere: of parameters without a gradient in exact
+    arithmetic (biases of attention's keys), layouts differ by the size of a step.
+
+    Args:
+        params: tensors or DTensors, or groups of them.
+        lr: rate; every element moves by so much.
+        betas: weight of the mean in the step's direction, and decay of the mean.
+        weight_decay: decoupled weight decay.
+        foreach: whether torch steps all parameters of a group in one call of each operator.
+
+    Raises:
+        ConfigError: a rate or a weight decay below zero, or a beta outside [0, 1).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        foreach: bool = False,
+    ):
+        if lr < 0 or weight_decay < 0:
+            raise ConfigError(f"Lion: lr = {lr} and weight_decay = {weight_decay} are 0 or more")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ConfigError(f"Lion: betas = {betas} are in [0, 1)")
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "foreach": foreach})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step of all parameters that have gradients; return what the closure returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            for p in params:
+                if "exp_avg" not in self.state[p]:
+                    self.state[p]["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            gradients, means = [p.grad for p in params], [self.state[p]["exp_avg"] for p in params]
+            if group["foreach"] and params:
+                _step_all(params, gradients, means, group)
+            else:
+                for one in zip(params, gradients, means, strict=True):
+                    _step_one(*one, group)
+        return loss
+
+
+def _step_one(param: Tensor, gradient: Tensor, mean: Tensor, group: dict[str, Any]) -> None:
+    rate, (ahead, behind) = float(group["lr"]), group["betas"]
+    param.mul_(1 - rate * group["weight_decay"])
+    param.add_(mean.lerp(gradient, 1 - ahead).sign_(), alpha=-rate)
+    mean.lerp_(gradient, 1 - behind)
+
+
+def _step_all(params: list[Tensor], gradients: list[Tensor], means: list[Tensor], group: dict[str, Any]) -> None:
+    rate, (ahead, behind) = float(group["lr"]), group["betas"]
+    foreach_multiply_(params, 1 - rate * group["weight_decay"])
+    directions = foreach_between(means, gradients, 1 - ahead)
+    foreach_sign_(directions)
+    foreach_add_(params, directions, -rate)
+    foreach_between_(means, gradients, 1 - behind)
+
+
+# --- find the class of an optimizer's row
+
+OURS: dict[str, type[torch.optim.Optimizer]] = {
+    kind.__name__: kind for kind in (Adafactor, Lion, Muon, ScheduleFreeAdamW)
+}
+
+
+def optimizer_class(row: OptimizerKind) -> Callable[..., torch.optim.Optimizer]:
+    """Return the class that a row names."""
+    return OURS.get(row.title) or getattr(torch.optim, row.title)

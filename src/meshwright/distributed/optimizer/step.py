@@ -2,16 +2,208 @@
 
 from __future__ import annotations
 
-import torch
-from torch.distributed.device_mesh import DeviceMesh
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+from weakref import WeakSet
 
-from meshwright.core.errors import ConfigError
+import torch
+from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.torch_private import has_no_values
+from meshwright.distributed.averaging import ScheduleFreeAdamW
+from meshwright.distributed.torch_private import local_part
 from meshwright.planning.optimizer.plan import OptimizerPlan
 
-from . import rehearsal as optimizer_rehearsal
-from . import state_offload
-from .muon import Muon
-from .torchao_adamw import TorchaoAdamW
+from . import low_bit
+from .low_bit import TorchaoAdamW
+from .muon import Lion, Muon
+
+# --- scale the loss dynamically
+
+SMALLEST = 2.0**-14
+LARGEST = 2.0**24
+INTERVAL = 2000
+
+
+@dataclass
+class LossScale:
+    """The factor of a step's loss, by which the gradients are divided when they are whole.
+
+    The scale is halved after a step whose gradients are not finite, and doubled after ``interval`` finite steps in a
+    row. All ranks agree, since finiteness follows from a sum over them. A power of two as a scale rounds nothing.
+
+    Attributes:
+        value: the present scale.
+        interval: steps before the scale is doubled.
+        good_steps: finite steps in a row since the last change.
+    """
+
+    value: float
+    interval: int = INTERVAL
+    good_steps: int = 0
+
+    def follow(self, *, is_finite: bool) -> None:
+        """Adjust the scale after a step whose gradients were finite, or not."""
+        if not is_finite:
+            self.value, self.good_steps = max(self.value / 2, SMALLEST), 0
+            return
+        self.good_steps += 1
+        if self.good_steps >= self.interval:
+            self.value, self.good_steps = min(self.value * 2, LARGEST), 0
+
+    def state(self) -> dict[str, Any]:
+        """Return JSON values for a checkpoint."""
+        return {"value": self.value, "good_steps": self.good_steps}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restore ``state``; an empty one, from a checkpoint without a scale, changes nothing."""
+        if state:
+            self.value, self.good_steps = float(state["value"]), int(state["good_steps"])
+
+
+# --- try an unknown optimizer on small parameters with the placements of the model's, before it changes a weight
+
+ELEMENT_BY_ELEMENT = frozenset(
+    (
+        optim.Adadelta,
+        optim.Adagrad,
+        optim.Adam,
+        optim.Adamax,
+        optim.AdamW,
+        optim.ASGD,
+        optim.NAdam,
+        optim.RAdam,
+        optim.RMSprop,
+        optim.SGD,
+        Lion,
+        ScheduleFreeAdamW,
+    )
+)
+"""Optimizers that update an element by its own gradients alone, so that a shard updates as the whole."""
+
+OTHERWISE: dict[type[optim.Optimizer], tuple[str, str]] = {
+    optim.LBFGS: (
+        "computes the loss again inside its step, over all parameters as one vector, where a layout has gradients of a"
+        " step that is over, and ranks have parts of the vector",
+        "Use AdamW, or LBFGS in one process on a module of your own.",
+    ),
+    optim.SparseAdam: (
+        "takes sparse gradients alone, and those of a model that is laid out are dense",
+        "Use Adam, which steps each element alike.",
+    ),
+}
+"""Optimizers that no trial of a small parameter can judge: the reason, and the remedy."""
+
+STEPS, ROWS, COLUMNS = 2, 4, 6
+LARGEST_ERROR = 0.05
+"""Relative to the update's norm: torch's Muon iterates in bfloat16; taking a shard for the whole errs by about 1."""
+
+_KNOWN: WeakSet[optim.Optimizer] = WeakSet()
+
+
+@cache
+def watch_steps() -> None:
+    """Try unknown optimizers of this process before their first step on sharded parameters, also in users' own loops.
+
+    ``optimizer_step`` refuses some more, for all parameters.
+    """
+    register_optimizer_step_pre_hook(_before)
+
+
+def _before(optimizer: optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+    if type(optimizer) in ELEMENT_BY_ELEMENT or optimizer in _KNOWN or is_ours(optimizer):
+        return
+    if next(_ways(optimizer), None) is not None:
+        refuse_unequal(optimizer)
+
+
+def is_ours(optimizer: optim.Optimizer) -> bool:
+    """Return whether an optimizer is one of this library, made for parameters that are cut."""
+    return type(optimizer).__module__.startswith(f"{__name__.partition('.')[0]}.")
+
+
+def refuse_unequal(optimizer: optim.Optimizer) -> None:
+    """Raise UnsupportedError if an optimizer fails on sharded parameters, or updates them unlike whole ones.
+
+    Each of its parameters' placements is tried on a small one: a few collectives, once per optimizer. An optimizer
+    whose class does not take its own settings as arguments cannot be tried, and passes.
+    """
+    if type(optimizer) in ELEMENT_BY_ELEMENT or optimizer in _KNOWN:
+        return
+    if (found := next((why for kind, why in OTHERWISE.items() if isinstance(optimizer, kind)), None)) is not None:
+        reason, remedy = found
+        raise UnsupportedError(f"optimizer: {type(optimizer).__name__} {reason}. {remedy}")
+    _KNOWN.add(optimizer)
+    for mesh, placements, dims in dict.fromkeys(_ways(optimizer)):
+        kind = type(optimizer).__name__
+        begin = (
+            f"{kind} was tried on a small parameter that lies as {' × '.join(map(str, placements))} over"
+            f" {mesh.mesh_dim_names}, and"
+        )
+        instead = "this library's Adafactor (optimizer.kind = adafactor), or " * isinstance(optimizer, optim.Adafactor)
+        remedy = (
+            f"Use {instead}one that updates element by element (AdamW), or a layout in which parameters are whole"
+            " (layout.dp_replicate with dp_shard = tp = 1)."
+        )
+        try:
+            error = _error(optimizer, mesh, placements, dims)
+        except Exception as failed:
+            raise UnsupportedError(
+                f"{begin} its step fails: {type(failed).__name__}: {str(failed).splitlines()[0]} {remedy}"
+            ) from failed
+        if not error <= LARGEST_ERROR:
+            raise UnsupportedError(
+                f"{begin} its update is not that of the whole parameter (relative error {error:.1e}). {remedy}"
+            )
+
+
+def _ways(optimizer: optim.Optimizer) -> Iterator[tuple[DeviceMesh, tuple[Placement, ...], int]]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if has_no_values(local_part(parameter)):
+                continue  # of a dry run, whose tensors have no values to compare
+            if type(parameter.data) is DTensor and any(placement.is_shard() for placement in parameter.placements):
+                yield parameter.device_mesh, parameter.placements, parameter.dim()
+
+
+def _error(optimizer: optim.Optimizer, mesh: DeviceMesh, placements: tuple[Placement, ...], dims: int) -> float:
+    """Return the relative error of a sharded parameter's update against that of a whole one."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (ROWS * mesh.size(), *[COLUMNS * mesh.size()] * (dims - 1))
+    values = [torch.randn(shape, generator=generator).to(mesh.device_type) for _ in range(1 + STEPS)]
+    whole = _updated(optimizer, values, lambda tensor: tensor)
+    if whole is None:
+        return 0.0
+    cut = _updated(optimizer, values, lambda tensor: distribute_tensor(tensor, mesh, placements, src_data_rank=None))
+    assert isinstance(cut, DTensor)
+    return float((cut.full_tensor() - whole).norm() / (whole - values[0]).norm())
+
+
+def _updated(optimizer: optim.Optimizer, values: list[Tensor], laid: Any) -> Tensor | None:
+    """Return a parameter after some steps of another optimizer of this kind; None if none can be made."""
+    parameter = nn.Parameter(laid(values[0].clone()))
+    takes = inspect.signature(type(optimizer)).parameters
+    try:
+        other = type(optimizer)(
+            [parameter], **{name: value for name, value in optimizer.defaults.items() if name in takes}
+        )
+    except Exception:  # noqa: BLE001  (the class may need other arguments)
+        return None
+    _KNOWN.add(other)  # its step is the trial
+    for gradient in values[1:]:
+        parameter.grad = laid(gradient)
+        other.step()
+    return parameter.detach()
+
+
+# --- step an optimizer by its plan
 
 
 def step(
@@ -29,10 +221,10 @@ def step(
     check(optimizer, plan)
     if isinstance(optimizer, Muon):
         optimizer.share_out(mesh)
-    elif not optimizer_rehearsal.is_ours(optimizer):
-        optimizer_rehearsal.refuse_unequal(optimizer)
+    elif not is_ours(optimizer):
+        refuse_unequal(optimizer)
     if plan.in_host_memory:
-        state_offload.step(optimizer, device)
+        low_bit.step(optimizer, device)
     else:
         optimizer.step()
 

@@ -1,4 +1,8 @@
-"""Run one rank's part of a pipeline's step, in the order of its program."""
+"""Run one rank's part of a pipeline's step, in the order of its program.
+
+Each of the two stages has its own copy. Both start with the same values and get the sum of both gradients, so they stay
+equal to the last bit, and so do their optimizer states.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,19 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.core.axes import Axis
 from meshwright.core.dtypes import torch_dtype
-from meshwright.core.errors import UnsupportedError
+from meshwright.core.errors import MeshwrightError, UnsupportedError
 from meshwright.core.losses import IGNORED, PADDING
 from meshwright.distributed.data import fully_sharded
 from meshwright.distributed.exchange.ranks import share_of_sequence
@@ -23,28 +30,219 @@ from meshwright.distributed.loss.declared import Blank, DeclaredLosses
 from meshwright.distributed.loss.preference import CountedPairs, log_probs_of
 from meshwright.distributed.step.deferred import DeferredGradients, defer_linear
 from meshwright.distributed.step.objective import LossFunction, objective_of
-from meshwright.distributed.step.part import Batch, Inputs
+from meshwright.distributed.step.part import Batch, Inputs, ModelPart
+from meshwright.distributed.tensor.layers import runtime_of, summing
 from meshwright.distributed.tensor.parallel import sums_of
-from meshwright.distributed.tensor.runtime import runtime_of
-from meshwright.distributed.tensor.sums import summing
-from meshwright.introspection.outputs import logits_of
-from meshwright.planning.pipeline.schedules.action import Action, Work
+from meshwright.distributed.torch_private import local_part
+from meshwright.introspection.signature import logits_of
+from meshwright.planning.pipeline.plan import PipelinePlan
 from meshwright.planning.pipeline.schedules.orders import forwards
-from meshwright.planning.pipeline.schedules.program import (
+from meshwright.planning.pipeline.schedules.simulate import (
+    Action,
     Content,
     Message,
     Receive,
     Send,
     Step,
+    Work,
     message_after,
     message_before,
     programs,
 )
 from meshwright.planning.plan import Plan
 
-from .messages import Mail, broadcast_object
 from .split import StagePart, arguments_of
-from .ties import Ties
+
+# --- send activations and gradients between the ranks of the pipeline axis
+
+sends_complete: ContextVar[bool] = ContextVar("sends_complete", default=False)
+"""Whether messages count as sent at once. Where peers are absent their works never say so: as gloo's, unlike NCCL's."""
+
+
+class StageLost(MeshwrightError):
+    """Raised if a message was not received or not taken: another rank ended, or does not answer."""
+
+    is_echo = True
+
+
+class Mail:
+    """Sends and receives messages of one rank without waiting for them.
+
+    Args:
+        group: process group of the pipeline axis.
+        plan: the pipeline, whose stages are named in errors.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, plan: PipelinePlan):
+        self.group, self.plan = group, plan
+        self._sent: list[tuple[dist.Work, Tensor, int]] = []
+        self._coming: dict[Message, tuple[dist.Work | None, Tensor, int]] = {}
+
+    def send(self, message: Message, peer: int, tensor: Tensor) -> None:
+        """Begin to send a tensor. Raises StageLost: the receiving rank is gone."""
+        tensor = tensor.detach().contiguous()
+        if sends_complete.get():
+            self._sent.clear()
+        self._sent = [(other, kept, to) for other, kept, to in self._sent if not other.is_completed()]
+        with self._losses(lambda: self._untaken(peer)):
+            work = dist.isend(tensor, group=self.group, group_dst=peer, tag=_tag(message))
+        assert work is not None  # this rank is in the group
+        self._sent.append((work, tensor, peer))
+
+    def receive(self, message: Message, peer: int, room: Tensor) -> None:
+        """Begin to receive into ``room``. Raises StageLost: the sending rank is gone."""
+        with self._losses(lambda: self._not_given(message, peer)):
+            work = dist.irecv(room, group=self.group, group_src=peer, tag=_tag(message))
+        self._coming[message] = work, room, peer
+
+    def hand_over(self, message: Message, tensor: Tensor) -> None:
+        """Pass a tensor to another stage on this rank."""
+        self._coming[message] = None, tensor.detach(), dist.get_rank(self.group)
+
+    def take(self, message: Message) -> Tensor:
+        """Wait for a message and return its tensor.
+
+        Raises:
+            StageLost: the sending rank is gone or silent.
+        """
+        work, tensor, peer = self._coming.pop(message)
+        if work is not None:
+            with self._losses(lambda: self._not_given(message, peer)):
+                work.wait()
+        return tensor
+
+    def finish(self) -> None:
+        """Wait until all messages are sent. Raises StageLost: a receiving rank is gone or silent."""
+        for work, _, peer in self._sent:
+            with self._losses(partial(self._untaken, peer)):
+                work.wait()
+        self._sent.clear()
+
+    def forget(self) -> None:
+        """Drop all pending messages after an error."""
+        self._sent.clear()
+        self._coming.clear()
+
+    @contextmanager
+    def _losses(self, describe: Callable[[], str]) -> Iterator[None]:
+        """Turn torch's error for a lost connection into ``StageLost``."""
+        try:
+            yield
+        except RuntimeError as error:
+            why = str(error).strip().split("\n")[0]
+            raise StageLost(
+                f"{describe()}: its process ended, or does not answer ({why}). Look at what that rank said last."
+            ) from error
+
+    def _not_given(self, message: Message, peer: int) -> str:
+        stage = message.stage - 1 if message.content is Content.ACTIVATION else message.stage + 1
+        blocks = self.plan.stages[stage].blocks
+        where = f"stage {stage} ({blocks[0]} to {blocks[-1]}, on {self._name(peer)})"
+        return f"{where} sent no {message.content} of microbatch {message.microbatch}"
+
+    def _untaken(self, peer: int) -> str:
+        return f"{self._name(peer)} ({self.plan.part_of(peer)}) accepted no further message"
+
+    def _name(self, peer: int) -> str:
+        return f"rank {dist.get_global_rank(self.group, peer)}"
+
+
+def _tag(message: Message) -> int:
+    """Return a tag by which gloo tells messages apart; NCCL ignores it, and matches messages by their order."""
+    return (message.microbatch << 12) | (message.stage << 1) | (message.content is Content.GRADIENT)
+
+
+def broadcast_object(tensor: Tensor | None, source: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    """Broadcast a tensor of the rank ``source`` to all ranks of a group."""
+    box = [None if tensor is None else (tuple(tensor.shape), tensor.dtype)]
+    dist.broadcast_object_list(box, group_src=source, group=group, device=device)
+    assert box[0] is not None
+    shape, dtype = box[0]
+    tensor = torch.empty(shape, dtype=dtype, device=device) if tensor is None else tensor.detach().contiguous()
+    dist.broadcast(tensor, group_src=source, group=group)
+    return tensor
+
+
+# --- share parameters between the first and the last stage, such as a tied embedding
+
+
+class Ties:
+    """The tied parameters of this rank's stages."""
+
+    def __init__(self, parts: Sequence[ModelPart], plan: PipelinePlan, group: dist.ProcessGroup):
+        self.group = group
+        by_stage = {part.stage: part.module for part in parts}
+        self.first_rank, self.last_rank = plan.stages[0].rank, plan.stages[-1].rank
+        self._modules = by_stage.get(0), by_stage.get(len(plan.stages) - 1)
+        self._names = plan.tied
+
+    @property
+    def pairs(self) -> list[tuple[nn.Parameter | None, nn.Parameter | None]]:
+        """The shared parameters on the first and on the last stage; None if that stage is on another rank."""
+        first, last = self._modules
+        if first is None and last is None:
+            return []
+        return [(first and first.get_parameter(one), last and last.get_parameter(other)) for one, other in self._names]
+
+    @torch.no_grad()
+    def copy(self) -> None:
+        """Copy the values of the first stage to the last."""
+        for first, last in self.pairs:
+            if first is not None and last is not None:
+                _local(last).copy_(_local(first))
+            elif first is not None:
+                dist.send(_local(first).contiguous(), group=self.group, group_dst=self.last_rank)
+            elif last is not None:
+                room = torch.empty_like(_local(last), memory_format=torch.contiguous_format)
+                dist.recv(room, group=self.group, group_src=self.first_rank)
+                _local(last).copy_(room)
+
+    @contextmanager
+    def summing(self) -> Iterator[None]:
+        """Sum over both stages, on exit, the shared gradients that the step inside adds."""
+        held = [p for pair in self.pairs for p in pair if p is not None and p.requires_grad]
+        before = [p.grad for p in held]
+        for parameter in held:
+            parameter.grad = None
+        yield
+        with torch.no_grad():
+            for first, last in self.pairs:
+                if any(p is not None and p.requires_grad for p in (first, last)):
+                    self._sum(first, last)
+        for parameter, earlier in zip(held, before, strict=True):
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+
+    def _sum(self, first: nn.Parameter | None, last: nn.Parameter | None) -> None:
+        if first is not None and last is not None:
+            total = _local(_gradient(first)).add_(_local(_gradient(last)))
+            _local(_gradient(last)).copy_(total)
+            return
+        mine, peer = (first, self.last_rank) if first is not None else (last, self.first_rank)
+        assert mine is not None
+        own = _local(_gradient(mine))
+        other = torch.empty_like(own, memory_format=torch.contiguous_format)
+        sides = [
+            dist.P2POp(dist.isend, own.contiguous(), group=self.group, group_peer=peer),
+            dist.P2POp(dist.irecv, other, group=self.group, group_peer=peer),
+        ]
+        for work in dist.batch_isend_irecv(sides):
+            work.wait()
+        own.add_(other)  # a + b is b + a to the last bit
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return local_part(tensor)
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """Return a parameter's gradient; make it zeros if the stage computed none."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
+# --- run one rank's part of a pipeline's step, in the order of its program
 
 Take = Callable[[StagePart], Tensor]
 """Run the last stage's forward, and return what is wanted of it."""

@@ -1,25 +1,149 @@
-"""Cut a model into the stages of one rank, a module for each."""
+"""Cut a model into the stages of one rank, a module for each, and rehearse the cut on a small copy.
+
+The model's own forward runs on every stage. So its own code computes masks, positions, rotary tables and other
+arguments of its blocks, and no family needs special code. Absent blocks pass their input on; the last one before the
+stage's own blocks returns the received tensor, and the first one after them takes the tensor to send. Other absent
+modules run on meta to find the shape of their output, and return a tensor of that shape without values.
+
+The code that makes the stages of the real model makes them here too; only the transport of messages differs.
+"""
 
 from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from meshwright.core.dtypes import torch_dtype
+from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean, is_within, owner
 from meshwright.core.record import remember
+from meshwright.core.torch_private import tree_leaves, tree_map
+from meshwright.distributed.step.deferred import DeferredGradients, defer_linear
 from meshwright.distributed.step.part import ModelPart
 from meshwright.introspection.facts import ModelFacts
-from meshwright.introspection.images.arguments import OF_TOWER
+from meshwright.introspection.images import OF_TOWER
 from meshwright.introspection.module_kinds import children_of
-from meshwright.planning.pipeline.plan import PipelinePlan
+from meshwright.introspection.signature import logits_of
+from meshwright.introspection.small.copies import copy_of
+from meshwright.introspection.stages import BlockFlow, read_outside
+from meshwright.planning.pipeline.plan import PipelinePlan, StagePlan
 from meshwright.planning.pipeline.stages import facts_of_stage, plan_of_stage
 from meshwright.planning.plan import Plan
 
-from .absent import AbsentBlock, AbsentModule, StageIO
+# --- replace the modules that other stages have
+
+Part = Literal["entrance", "exit", "bystander"]
+
+
+@dataclass
+class StageIO:
+    """The activations that enter and leave a stage in the current forward.
+
+    Attributes:
+        shape: (rows, seq) of the token ids.
+        entering: (rows, seq, features), received; None on the first stage.
+        leaving: (rows, seq, features), to be sent; None on the last stage.
+    """
+
+    shape: tuple[int, ...] = ()
+    entering: Tensor | None = None
+    leaving: Tensor | None = None
+
+
+class Absent(nn.Module):
+    """A module without parameters in place of one that another stage has.
+
+    Its other attributes are those of the original, such as a block's type of attention.
+
+    Attributes:
+        begins_part: whether its output comes from another stage, so that modules before it compute nothing.
+        ends_part: whether the modules after it, and around it, return nothing.
+    """
+
+    is_absent = True
+    begins_part = False
+    ends_part = False
+
+    def __init__(self, original: nn.Module):
+        super().__init__()
+        self.__dict__["_original"] = original  # not a submodule: its parameters are on another stage
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_original"], name)
+
+
+class AbsentBlock(Absent):
+    """Takes the place of a repeated block that another stage has.
+
+    Args:
+        keeps_shape: whether modules after the exit get a tensor of the full shape; else one of no tokens, which costs
+            nothing.
+    """
+
+    def __init__(self, original: nn.Module, flow: BlockFlow, part: Part, passage: StageIO, *, keeps_shape: bool):
+        super().__init__(original)
+        self._flow, self._part, self._passage, self._keeps_shape = flow, part, passage, keeps_shape
+        self.begins_part, self.ends_part = part == "entrance", part == "exit"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        key = self._flow.hidden
+        hidden = args[key] if isinstance(key, int) else kwargs[key]
+        if self._part == "entrance":
+            assert self._passage.entering is not None
+            hidden = self._passage.entering
+        elif self._part == "exit":
+            self._passage.leaving = hidden
+            hidden = hidden.detach()[:, :0]
+            if self._keeps_shape:
+                hidden = _stand_in(hidden, hidden.device, (*self._passage.shape, *hidden.shape[2:]))
+        return (hidden,) if self._flow.returns_tuple else hidden
+
+
+class AbsentModule(Absent):
+    """Takes the place of a module outside the blocks, such as an embedding or a head, that another stage has.
+
+    Args:
+        dtype: dtype of the module's output, since tables and masks take the dtype of the activations.
+    """
+
+    def __init__(self, original: nn.Module, dtype: torch.dtype):
+        super().__init__(on_meta(original).to(dtype))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        device = next((leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
+        given = tree_map(lambda leaf: leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        with torch.no_grad():
+            output = self.__dict__["_original"](*given[0], **given[1])
+        return tree_map(lambda leaf: _stand_in(leaf, device) if isinstance(leaf, Tensor) else leaf, output)
+
+
+def on_meta(module: nn.Module) -> nn.Module:
+    """Return a copy of a module on meta."""
+    tensors = [*module.parameters(), *module.buffers()]
+    memo: dict[int, Any] = {id(tensor): _bare(tensor) for tensor in tensors}
+    return copy.deepcopy(module, memo)
+
+
+def _bare(tensor: Tensor) -> Tensor:
+    bare = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
+
+
+def _stand_in(like: Tensor, device: torch.device | None, shape: tuple[int, ...] | None = None) -> Tensor:
+    """Return a NaN without memory in the shape of ``like`` (or ``shape``), so that code which reads it shows."""
+    blank = torch.nan if like.is_floating_point() else 0
+    return torch.full((1,), blank, dtype=like.dtype, device=device).expand(like.shape if shape is None else shape)
+
+
+# --- cut a model into the stages of one rank, a module for each
 
 
 @dataclass(frozen=True)
@@ -147,3 +271,112 @@ def _facts_of(facts: ModelFacts, module: nn.Module, pipeline: PipelinePlan, stag
     held = {clean(name) for name, _ in module.named_buffers(remove_duplicate=False)}
     buffers = tuple(fact for fact in facts.buffers if fact.name in held)
     return replace(facts_of_stage(facts, pipeline, stage), buffers=buffers, module=module)
+
+
+# --- rehearse a cut into stages before its first use, on a small copy of the model with one block for each stage
+
+LARGEST_ERROR = 1e-6
+"""Largest relative error, in fp64; models that compute in fp32 inside are not more exact."""
+
+
+def prove(facts: ModelFacts, plan: PipelinePlan, ranks: int) -> None:
+    """Rehearse the plan on a small copy of the model, without communication, once for each model and plan.
+
+    Args:
+        ranks: size of the tensor axis, for which the small copy was measured.
+
+    Raises:
+        UnsupportedError: the stages' results differ from the whole model's; the text names the first tensor that does.
+    """
+    sample = facts.measurements.structure(ranks).sample
+    stages = tuple(StagePlan(0, (block,)) for block in sample.blocks)
+    small = replace(plan, stages=stages, dtype="float64")
+    if small in facts.measurements.proven:
+        return
+    for inputs in (*sample.inputs, *filter(None, [sample.pictured])):
+        try:
+            errors = rehearse(sample.model, small, inputs)
+        except Exception as error:
+            outside = read_outside(sample.model, sample.blocks, inputs)
+            why = outside or f"its forward or backward fails: {type(error).__name__}: {error}"
+            raise UnsupportedError(_refused(facts, plan, why)) from error
+        worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
+        if not errors[worst] <= LARGEST_ERROR:
+            what = "the loss" if worst == "loss" else f"the gradient of {worst}"
+            wrong = f"{what} is wrong (relative error {errors[worst]:.1e})"
+            outside = read_outside(sample.model, sample.blocks, inputs)
+            raise UnsupportedError(_refused(facts, plan, f"{wrong}: {outside}" if outside else wrong))
+    facts.measurements.proven.add(small)
+
+
+def _refused(facts: ModelFacts, plan: PipelinePlan, why: str) -> str:
+    return (
+        f"layout.pp = {plan.ranks}: {facts.kind}, cut between its blocks, was rehearsed on a small copy of it, and"
+        f" {why}. Only what one block gives to the next may go from stage to stage. Set layout.pp = 1."
+    )
+
+
+def rehearse(model: nn.Module, plan: PipelinePlan, inputs: dict[str, Any]) -> dict[str, float]:
+    """Return the relative error of the loss ("loss"), and of each parameter's gradient, against the whole model.
+
+    Args:
+        model: a small model with weights.
+        plan: plan of its stages.
+        inputs: arguments of its forward.
+    """
+    reference = copy_of(model)
+    expected_loss = _loss(reference, inputs)
+    expected_loss.backward()
+    loss, found = _through_stages(copy_of(model), plan, inputs)
+    errors = {"loss": float(((loss - expected_loss) / expected_loss).abs().detach())}
+    expected = {clean(name): p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    scale = float(torch.stack([gradient.norm() for gradient in expected.values()]).norm())
+    for name, gradient in expected.items():
+        off = (found.get(name, torch.zeros_like(gradient)) - gradient).norm()
+        errors[name] = float(off / gradient.norm().clamp(min=1e-6 * scale))
+    return errors
+
+
+def _through_stages(model: nn.Module, plan: PipelinePlan, inputs: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss, and the gradients of the parameters by name.
+
+    The gradients of tied parameters add up, since the stages share the parameters here.
+    """
+    passages = [StageIO() for _ in plan.stages]
+    stages = [stage_of(model, plan, number, passage) for number, passage in enumerate(passages)]
+    deferred = DeferredGradients()
+    for stage, module in zip(plan.stages, stages, strict=True):
+        for path, transposed in plan.kind_of(stage.blocks[0]).linears if plan.splits_backward else ():
+            defer_linear(module.get_submodule(f"{stage.blocks[0]}.{path}"), transposed, deferred)
+    left: list[Tensor] = []
+    entered: list[Tensor | None] = []
+    for number, (module, passage) in enumerate(zip(stages, passages, strict=True)):
+        passage.shape = tuple(next(iter(inputs.values())).shape)
+        passage.entering = left[-1].detach().requires_grad_() if left else None
+        entered.append(passage.entering)
+        output = module(**arguments_of(number, inputs))
+        left.append(_loss_of(output) if module is stages[-1] else _given(passage))
+    gradient: Tensor | None = None
+    for number in reversed(range(len(stages))):
+        deferred.begin(number)
+        torch.autograd.backward(left[number], gradient)
+        deferred.end()
+        gradient = None if (given := entered[number]) is None else given.grad
+        deferred.do(number)
+    found = {clean(name): p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return left[-1].detach(), found
+
+
+def _given(passage: StageIO) -> Tensor:
+    assert passage.leaving is not None
+    return passage.leaving
+
+
+def _loss(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    return _loss_of(model(**inputs))
+
+
+def _loss_of(output: Any) -> Tensor:
+    logits = logits_of(output)
+    labels = torch.arange(logits[..., 0].numel(), device=logits.device) * 7 % logits.shape[-1]  # of tokens, or of rows
+    return F.cross_entropy(logits.flatten(0, -2), labels)

@@ -28,11 +28,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.core.errors import ConfigError, MeshwrightError
-from meshwright.core.host.interfaces import GLOO, LOOPBACK
-from meshwright.core.host.processes import refuse_too_many
+from meshwright.core.host import GLOO, LOOPBACK, refuse_too_many
 
-from .fitness import refuse_without_distributed
-from .world import STORE
+from .world import STORE, refuse_without_distributed
 
 PRELOAD = "meshwright.distributed.process.preload"
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from meshwright.core.errors import IntegrityError, UnsupportedError
 from meshwright.core.record import recall
-from meshwright.introspection.roles.readers import reader_of
+from meshwright.introspection.roles import reader_of
 from meshwright.planning.quantize.format import BLOCK, BLOCK_BYTES
 
 CODES = BLOCK // 2

@@ -19,7 +19,7 @@ from meshwright.core.torch_private import (
 )
 from meshwright.planning.plan import Plan
 
-from .random_streams import streams
+from .kept import streams
 
 
 def apply(model: nn.Module, plan: Plan) -> nn.Module:

@@ -12,8 +12,7 @@ from torch import Tensor
 from meshwright.core.devices import to_device
 from meshwright.core.errors import ConfigError
 from meshwright.core.losses import IGNORED
-from meshwright.introspection.images.arguments import IMAGE_KEYS, ImageArguments
-from meshwright.introspection.images.dealing import counted, rows_of
+from meshwright.introspection.images import IMAGE_KEYS, ImageArguments, counted, rows_of
 from meshwright.introspection.signature import IMAGES_PER_ROW, SPELLINGS, Signature
 
 Batch = Mapping[str, Tensor]

@@ -1,9 +1,9 @@
-"""Let a laid-out model behave as a module: calls, modes, names, whole state dicts, copies of its weights."""
+"""Let a laid-out model behave as a module: calls, modes, names, whole state dicts, texts, copies of its weights."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Any, NamedTuple, NoReturn
 
@@ -16,8 +16,7 @@ from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean
 from meshwright.core.torch_private import tree_map_only
-from meshwright.distributed.averaging.switch import averaged, begin_anew
-from meshwright.distributed.averaging.weight_copy import WeightCopy, load_within
+from meshwright.distributed.averaging import WeightCopy, averaged, begin_anew, load_within
 from meshwright.distributed.data import fully_sharded
 from meshwright.distributed.mesh import groups_of
 from meshwright.distributed.optimizer.parameter_groups import make_parameter_groups, trained_names
@@ -25,7 +24,12 @@ from meshwright.distributed.weights import whole_state
 from meshwright.introspection.facts import ModelFacts
 from meshwright.planning.plan import Plan
 
-from .part import ModelPart
+from . import batch as step_batch
+from .generation import Cacheless, Heard, Sampling, generate, next_logits
+from .opening import StepOpening
+from .part import ModelPart, Runner
+
+# --- let a laid-out model behave as a module
 
 
 class IncompatibleKeys(NamedTuple):
@@ -321,3 +325,71 @@ def _guarded(output: Tensor) -> Tensor:
 
 def _under(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
+
+
+# --- compute without gradients, on any layout
+
+
+class Inference(PartsAsModule):
+    """The forwards of a laid-out model that no step follows."""
+
+    microbatch_rows: int
+    _opening: StepOpening
+    _runner: Runner
+    _inputs: Callable[[step_batch.Batch], dict[str, Any]]
+
+    def __init__(self, parts: Sequence[ModelPart]):
+        super().__init__(parts)
+        self._cacheless = Cacheless()
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Evaluate the average without gradients; then restore each module's mode, and free gathered parameters."""
+        modes = [(module, module.training) for part in self._parts for module in part.module.modules()]
+        for part in self._parts:
+            part.module.eval()
+        try:
+            with torch.no_grad(), self.averaged():
+                yield
+        finally:
+            for module, training in modes:
+                module.training = training
+            for model in self.parts:
+                fully_sharded.reshard(model)
+
+    def row_log_probs(self, batch: step_batch.Batch) -> Tensor:
+        """Return the sum of the labels' log-probabilities in each row, (rows,), without gradients (collective).
+
+        Data ranks bring equally many rows. ``PreferenceLoss`` compares with those of the first weights.
+        """
+        named = self._opening.named(batch)
+        pieces = self._opening.cut_alike(step_batch.microbatches(named, self.microbatch_rows))  # type: ignore[arg-type]
+        with self._evaluating():
+            return torch.cat([self._runner.row_log_probs(piece) for piece in pieces])
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        tokens: int,
+        *,
+        stop: int | Collection[int] | None = None,
+        heard: Heard | None = None,
+        **sampling: Any,
+    ) -> list[int]:
+        """Continue a prompt, on every rank with the same arguments, and return the same ids (see ``generation``).
+
+        ``sampling``: the fields of ``Sampling``: temperature, seed, top_k, top_p."""
+        how = Sampling(**sampling)
+        of_model = self.parts[0], self.plan, self._opening.signature, self._inputs, self._runner.logits
+        with self._evaluating(), next_logits(*of_model, self.facts.max_seq_len, self._cacheless) as following:
+            return generate(following, prompt, tokens, how, stop=stop, heard=heard)
+
+    @property
+    def recomputes_text(self) -> str:
+        """Why ``generate`` computes the whole window for each id; "" where it keeps keys and values."""
+        return self._cacheless.reason or ""
+
+    def logits(self, batch: step_batch.Batch) -> Tensor:
+        """Return the logits of whole rows, (rows, seq, vocabulary), on all ranks that have these rows (collective)."""
+        with self._evaluating():
+            return self._runner.logits(self._opening.named(batch))  # type: ignore[arg-type]

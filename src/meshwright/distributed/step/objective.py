@@ -11,16 +11,39 @@ from torch import Tensor, nn
 
 from meshwright.core.errors import ConfigError
 from meshwright.core.losses import cross_entropy_sum
+from meshwright.core.record import recall, remember
 from meshwright.distributed.loss.declared import DeclaredLosses, DeclaredObjective
 from meshwright.distributed.loss.logits import LogitsOfRank
 from meshwright.distributed.loss.preference import CountedPairs, PreferenceObjective
+from meshwright.distributed.tensor.ends import answer_behind, loss_computing_head
+from meshwright.distributed.tensor.layers import LossRequest, LossSite, runtime_of
 from meshwright.distributed.tensor.loss import vocabulary_parallel_cross_entropy_sum
-from meshwright.distributed.tensor.runtime import LossRequest, LossSite
 from meshwright.planning.plan import Plan
 
 from .batch import targets_of
-from .fused_loss import site_of
 from .part import Batch
+
+# --- let the head compute the loss itself, in chunks, on request, so that whole logits never exist
+
+
+def apply(model: nn.Module, plan: Plan) -> nn.Module:
+    """Enable the planned head to compute the loss; a head that is cut can do so already."""
+    assert plan.loss is not None
+    runtime = runtime_of(model)
+    if runtime is None or (plan.tensor is not None and not plan.tensor.head):
+        site = runtime or LossSite()
+        loss_computing_head(model.get_submodule(plan.loss.head), site)
+        answer_behind(model, site)
+        remember(model, site)
+    return model
+
+
+def site_of(model: nn.Module) -> LossSite | None:
+    """Return the place of loss requests to the model's head; None for a head that computes logits only."""
+    return runtime_of(model) or recall(model, LossSite)
+
+
+# --- compute a microbatch's loss by the plan
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """(logits, labels) -> the SUM of the loss over real tokens, 0-dim."""

@@ -1,21 +1,25 @@
-"""Open an optimizer step: check each rank's batch, agree, and count what the losses of all ranks are divided by."""
+"""Open an optimizer step: check each rank's batch, agree, and count what the losses of all ranks are divided by.
+
+transformers masks by positions that restart at each document, but not in every model, and not in every version.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError
-from meshwright.distributed.context import parts
+from meshwright.distributed import experts
+from meshwright.distributed.context import runtime
 from meshwright.distributed.context.rows import PLACES, CutBatch
 from meshwright.distributed.context.runtime import ContextRuntime
-from meshwright.distributed.experts import routing
 from meshwright.distributed.loss import preference
 from meshwright.distributed.loss.declared import DeclaredLosses
 from meshwright.distributed.process import agree
@@ -25,7 +29,41 @@ from meshwright.introspection.signature import REFERENCE, Signature
 from meshwright.planning.plan import Plan
 
 from . import batch as step_batch
-from .results import OpenedStep
+from .part import OpenedStep
+
+# --- ask a model itself whether it keeps packed documents apart if it gets positions only
+
+HALF = 4
+"""Tokens of each of a row's two documents."""
+LEAKS = 1e-3
+"""The share of an earlier document's influence above which a later one sees it; rounding is far below."""
+
+
+def stay_apart(logits: Callable[[Mapping[str, Tensor]], Tensor]) -> bool:
+    """Return whether a row's second document is computed independently of the first.
+
+    Args:
+        logits: batch (tokens, positions: (2, seq) int64) -> (2, seq, vocab), without gradients.
+
+    Where peers are absent, no logits are the model's, and the answer is taken to be yes.
+    """
+    if peers_are_absent():
+        return True
+    tokens = torch.tensor([[3, 1, 2, 1, 2, 3, 1, 3], [1, 2, 1, 3, 2, 3, 1, 3]])  # the second halves are alike
+    running = torch.arange(2 * HALF).expand(2, -1)
+    seen, kept = (
+        _influence(logits({"tokens": tokens, "positions": positions})) for positions in (running, running % HALF)
+    )
+    return kept <= LEAKS * seen and seen > 0
+
+
+def _influence(logits: Tensor) -> float:
+    """Return the distance between the second halves of two rows whose first halves differ."""
+    one, other = logits[:, HALF:].double().unbind()
+    return float((one - other).norm())
+
+
+# --- open an optimizer step
 
 
 @dataclass
@@ -83,9 +121,9 @@ class StepOpening:
         counted, rows_word, is_part, lacks, mark = _Counted(), None, False, False, 0
         try:
             pieces = bring()
-            is_part = parts.are_parts(pieces, cuts_rows=bool(self.context))
+            is_part = runtime.are_parts(pieces, cuts_rows=bool(self.context))
             for piece in pieces:
-                self._check(parts.without_places(piece))
+                self._check(runtime.without_places(piece))
             rows_word = None if is_part or not self.row_groups else step_batch.fingerprint(pieces)
             pairs = self._pairs(pieces, is_part=is_part)
             for context in () if is_part else self.context[:1]:  # a rank's stages have the same tokens
@@ -111,7 +149,7 @@ class StepOpening:
         """Return the step with the counts of all ranks, or raise on all what one of them refuses (collective)."""
         same_rows = agree.is_equal(rows_word if refusal is None else None, self.row_groups)
         if refusal is None and not same_rows:
-            refusal = parts.other_rows(self.plan.size(Axis.CP))
+            refusal = runtime.other_rows(self.plan.size(Axis.CP))
         self.is_first = False
         counts = [
             *counted.words,
@@ -134,7 +172,7 @@ class StepOpening:
         brought, declared = others[: len(others) - len(own)], others[len(others) - len(own) :]
         if self.may_lack_reference:
             preference.refuse_some(int(brought.pop()), ranks)
-        parts.refuse_some(int(sum(brought)), ranks)
+        runtime.refuse_some(int(sum(brought)), ranks)
         if number * number != squares * ranks:
             raise ConfigError(
                 f"ranks brought different numbers of microbatches ({number:.0f} on {ranks} data ranks, here"
@@ -142,7 +180,7 @@ class StepOpening:
             )
         if is_part:
             known = (self.signature, self.facts.max_seq_len)
-            pieces = parts.join_all(pieces, self.data_groups, self.context[0], *known)
+            pieces = runtime.join_all(pieces, self.data_groups, self.context[0], *known)
         if self.declared is not None:
             self.declared.begin(declared)
             weight = 1.0  # each loss is divided by its own count
@@ -164,10 +202,10 @@ class StepOpening:
         Raises:
             ConfigError: they bring other rows, or parts of rows.
         """
-        if parts.are_parts(pieces, cuts_rows=bool(self.context)):
+        if runtime.are_parts(pieces, cuts_rows=bool(self.context)):
             raise ConfigError(f"whole rows are needed, and batch['{PLACES}'] says that a rank has a part of each")
         if not agree.is_equal(step_batch.fingerprint(pieces) if self.row_groups else None, self.row_groups):
-            raise parts.other_rows(self.plan.size(Axis.CP))
+            raise runtime.other_rows(self.plan.size(Axis.CP))
         for context in self.context[:1]:
             pieces = [cut(context, piece, self.signature) for piece in pieces]
         return pieces
@@ -209,7 +247,7 @@ class StepOpening:
         return 0 if any(context.group.rank for context in self.context) else preference.count(pieces)
 
     def _count(self, pieces: list[step_batch.Batch], pairs: int) -> _Counted:
-        routed = routing.count_routed(pieces) if self.counts_routed else 0
+        routed = experts.count_routed(pieces) if self.counts_routed else 0
         if self.declared is None:
             weight = pairs if self.of_pairs else step_batch.weight(pieces)
             return _Counted((step_batch.count(pieces), weight, routed))

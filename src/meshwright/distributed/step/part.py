@@ -1,17 +1,19 @@
-"""Define the parts of a model that one process runs: one per pipeline stage; without a pipeline, the model."""
+"""Define the parts of a model that one process runs, and the results of an optimizer step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.introspection.facts import ModelFacts
-from meshwright.planning.pipeline.schedules.action import Action
+from meshwright.planning.pipeline.schedules.simulate import Action
 from meshwright.planning.plan import Plan
+
+# --- define the parts of a model that one process runs
 
 Batch = Mapping[str, Tensor]
 Inputs = Callable[[Batch], dict[str, Any]]
@@ -69,3 +71,52 @@ class Runner(Protocol):
     def copy_shared(self) -> None:
         """Copy each shared parameter's values from the first part to the others that hold it."""
         ...
+
+
+# --- report the results of an optimizer step
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """The (weighted) mean loss of all ranks' real ``tokens``, in nats, 0-dim float64, equal on all ranks.
+
+    ``tokens`` is the number that it is a mean over: tokens, other labels or rows. ``parts``: each loss's share of it,
+    where several were declared. ``weight``: what the sum of losses was divided by: the number of real tokens, the sum
+    of their weights, or the number of pairs; 1 with declared losses, each of which has its own count. ``figures``: of
+    pairs of answers, means over them by name (``loss.preference.FIGURES``).
+    """
+
+    loss: Tensor
+    tokens: int
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
+    weight: float = 1.0
+    figures: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __float__(self) -> float:
+        return float(self.loss)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The global gradient 2-norm before clipping; ``skipped``: weights unchanged.
+
+    A step is skipped for a loss or gradient that is not finite, or by a guard's verdict.
+    """
+
+    grad_norm: float
+    skipped: bool
+
+
+class OpenedStep(NamedTuple):
+    """This rank's microbatches of a step, and counts over all ranks.
+
+    Attributes:
+        tokens: tokens that have a loss.
+        weight: sum of the weights of these tokens' losses.
+        routed: tokens that are no padding.
+    """
+
+    pieces: list[Batch]
+    tokens: int
+    weight: float
+    routed: int

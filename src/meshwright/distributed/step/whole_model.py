@@ -1,25 +1,31 @@
-"""Run a step of a model that is one part, microbatch after microbatch."""
+"""Run a step of a model that is one part, microbatch after microbatch, and choose the runner that a plan needs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import cast
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.distributed.data import accumulation, fully_sharded, replicated
-from meshwright.distributed.experts.router_loss import SharedRouterLoss
+from meshwright.distributed.experts import SharedRouterLoss
 from meshwright.distributed.loss.declared import DeclaredLosses
 from meshwright.distributed.loss.preference import CountedPairs, log_probs_of
+from meshwright.distributed.pipeline.run import Pipeline
+from meshwright.distributed.pipeline.split import StagePart
+from meshwright.distributed.tensor.layers import runtime_of, summing
 from meshwright.distributed.tensor.parallel import sums_of
-from meshwright.distributed.tensor.runtime import runtime_of
-from meshwright.distributed.tensor.sums import summing
-from meshwright.introspection.outputs import logits_of
-from meshwright.planning.pipeline.schedules.action import Action
+from meshwright.introspection.signature import logits_of
+from meshwright.planning.pipeline.schedules.simulate import Action
+from meshwright.planning.plan import Plan
 
 from .objective import LossFunction, objective_of
-from .part import Batch, Inputs, ModelPart
+from .part import Batch, Inputs, ModelPart, Runner
+
+# --- run a step of a model that is one part, microbatch after microbatch
 
 
 class WholeModel:
@@ -80,3 +86,27 @@ class WholeModel:
         """Sum gradients that the plan marks as partial sums over the tensor axis, at the end, in one message."""
         runtime = runtime_of(self.part.model)
         return nullcontext() if runtime is None else summing(self._sums, runtime.group)
+
+
+# --- choose the runner that a plan needs
+
+
+def runner_of(
+    parts: Sequence[ModelPart],
+    plan: Plan,
+    mesh: DeviceMesh | None,
+    loss_fn: LossFunction | CountedPairs | DeclaredLosses | None,
+    inputs: Inputs,
+    device: torch.device,
+    router_loss: SharedRouterLoss | None,
+    enter: Callable[[Batch], None],
+) -> Runner:
+    """Return the runner of a plan.
+
+    Args:
+        enter: called before a microbatch's backward, in which forwards may be recomputed.
+    """
+    if plan.pipeline is None:
+        return WholeModel(parts[0], loss_fn, inputs, device, router_loss)
+    assert mesh is not None
+    return Pipeline(cast("Sequence[StagePart]", parts), plan, mesh, loss_fn, inputs, device, enter)

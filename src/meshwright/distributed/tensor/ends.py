@@ -13,18 +13,16 @@ from meshwright.core.calls import argument, show_computed, with_arguments, witho
 from meshwright.core.losses import cross_entropy_sum
 from meshwright.core.record import note, wrap
 from meshwright.distributed.float8.products import PLAIN
-from meshwright.distributed.recompute.random_streams import drawn_number, restore_streams, streams
+from meshwright.distributed.recompute.kept import drawn_number, restore_streams, streams
 from meshwright.distributed.torch_private import as_no_view
 from meshwright.distributed.weights.shards import seed_of
-from meshwright.introspection.logits.deferred import DeferredLogits
 from meshwright.introspection.logits.operation import begin
-from meshwright.introspection.logits.pieces import within
-from meshwright.introspection.outputs import logits_of, with_logits
-from meshwright.introspection.signature import KEEPING
+from meshwright.introspection.logits.tape import DeferredLogits, within
+from meshwright.introspection.signature import KEEPING, logits_of, with_logits
 
 from . import functions
+from .layers import LossRequest, LossSite, Runtime, local
 from .loss import VocabularyShard, head_loss_sum, vocabulary_parallel_cross_entropy_sum
-from .runtime import LossRequest, LossSite, Runtime, local
 
 
 def first_block(module: nn.Module, hidden: int | str, runtime: Runtime) -> None:

@@ -1,4 +1,7 @@
-"""Define the differentiable steps of tensor and sequence parallelism.
+"""Define the differentiable steps of tensor and sequence parallelism, and how activations lie on the ranks.
+
+torch's fused operators ("async TP" in torchtitan) read the other ranks' memory over NVLink while they multiply. The
+result is the same as of the message and the product one after the other.
 
 These are Megatron-LM's operators (arXiv 1909.08053), with the sequence cut between them (arXiv 2205.05198): between
 blocks a rank holds its part of the sequence; column-parallel layers gather it, row-parallel layers reduce and scatter.
@@ -8,21 +11,181 @@ that paper).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.distributed.exchange.ranks import RankGroup, own_share
+from meshwright.core.devices import CUDA, local_device
+from meshwright.core.errors import UnsupportedError
+from meshwright.distributed.exchange.ranks import RankGroup, own_share, share_of_sequence
 from meshwright.distributed.float8 import agreed
 from meshwright.distributed.float8.products import OWN, Largest, Products
+from meshwright.distributed.step.deferred import DeferredGradients
+from meshwright.distributed.torch_private import as_no_view, map_memory
 
-from .sequence import Sequence
+# --- overlap matrix products with the messages before or after them, through symmetric memory
+
+TOKENS = 1
+"""The dim of (rows, tokens, features) along which ranks gather and scatter."""
+
+
+@dataclass(frozen=True)
+class Operators:
+    """torch's fused operators, or replacements with the same signature.
+
+    Attributes:
+        gather_products: (part, matrices, dim, group name, return_A=) → (whole, its product with each matrix).
+        product_scatter: (x, matrix, "sum", dim, group name) → this rank's part of the sum of ``x @ matrix``.
+    """
+
+    gather_products: Callable[..., Any]
+    product_scatter: Callable[..., Tensor]
+
+
+def symmetric_memory(group: dist.ProcessGroup) -> Operators:
+    """Return torch's operators. Collective: the ranks map each other's memory.
+
+    Raises:
+        UnsupportedError: the ranks cannot map each other's memory.
+    """
+    way = "Set techniques.async_tensor_parallel = false: the numbers are the same."
+    if local_device() != CUDA:
+        raise UnsupportedError(f"techniques.async_tensor_parallel needs CUDA, which is not available. {way}")
+    try:
+        map_memory(group)
+    except (ImportError, RuntimeError) as error:
+        raise UnsupportedError(
+            f"techniques.async_tensor_parallel: the {dist.get_world_size(group)} ranks of layout.tp cannot map each"
+            f" other's memory; for that they must be joined by NVLink ({type(error).__name__}: {error}). {way}"
+        ) from error
+    return Operators(torch.ops.symm_mem.fused_all_gather_matmul, torch.ops.symm_mem.fused_matmul_reduce_scatter)
+
+
+class Overlap:
+    """Computes products of activations (rows, tokens, features) with matrices (features, others) over a group."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self._operators, self._name = symmetric_memory(group), group.group_name
+
+    def gather_products(self, part: Tensor, matrices: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Gather the tokens of all ranks, and return them and their product with each matrix.
+
+        All products share one message.
+        """
+        whole, products = self._operators.gather_products(part, matrices, TOKENS, self._name, return_A=True)
+        return whole.contiguous(), [product.contiguous() for product in products]  # models take views
+
+    def product_scatter(self, whole: Tensor, matrix: Tensor) -> Tensor:
+        """Return this rank's part of the sum over the ranks of (rows, tokens, features) @ (features, others)."""
+        return self._operators.product_scatter(whole, matrix, "sum", TOKENS, self._name).contiguous()
+
+
+# --- describe how activations between blocks lie on the ranks of the tensor axis
+
+
+@dataclass
+class TokenSequence:
+    """The layout of one model's activations along the sequence.
+
+    The length is not stored but read off the tensors: a stored number would be a constant to torch.compile, and each
+    new length a compilation.
+
+    Attributes:
+        group: the ranks of the tensor axis.
+        cut: whether each rank has its part of the sequence; else every rank has all of it.
+        regather: save only a rank's part for backward, and gather it again.
+        overlap: computes products together with the messages beside them; None: one after the other.
+        deferred: collects the weight gradients that a pipeline defers.
+        rows: number of rows in the batch of the current forward.
+        filled: number of padding tokens at the end of the last rank's part of a row.
+    """
+
+    group: RankGroup
+    cut: bool = True
+    regather: bool = True
+    overlap: Overlap | None = None
+    deferred: DeferredGradients | None = None
+    rows: int = 0
+    filled: int = 0
+
+    def begin(self, rows: int, length: int) -> None:
+        """Begin a forward of ``rows`` rows with ``length`` tokens each."""
+        self.rows, self.filled = rows, -length % self.group.size
+
+    def shape_of(self, x: Tensor) -> tuple[int | None, int]:
+        """Return the sizes that the backward of ``x`` must restore.
+
+        The number of rows is included only if the shape of ``x`` does not give it.
+        """
+        return self.rows if x.dim() == 2 else None, self.filled
+
+    def restore(self, shape: tuple[int | None, int]) -> None:
+        rows, self.filled = shape
+        if rows is not None:
+            self.rows = rows
+
+    def length(self, share: int) -> int:
+        """Return the length of the whole sequence, from the length of a rank's part."""
+        return share * self.group.size - self.filled
+
+    def own_shape(self, x: Tensor) -> tuple[int, ...]:
+        """Return the leading dims of this rank's part of ``x``: (rows, share) or (rows · share,)."""
+        length = x.shape[1] if x.dim() == 3 else x.shape[0] // self.rows
+        share = share_of_sequence(length, self.group.size) if self.cut else length
+        return (x.shape[0], share) if x.dim() == 3 else (self.rows * share,)
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Gather the whole sequence from (rows, share, features) or (rows · share, features)."""
+        if not self.cut:
+            return x
+        by_row = x if x.dim() == 3 else x.view(self.rows, -1, x.shape[-1])
+        gathered = self.group.gather(by_row, self.length(by_row.shape[1]))
+        return gathered if x.dim() == 3 else gathered.reshape(-1, x.shape[-1])
+
+    def reduced(self, x: Tensor) -> Tensor:
+        """Sum partial sums of the whole sequence; return this rank's part of the sum if the sequence is cut."""
+        if not self.cut:
+            return self.group.sum(x.contiguous())
+        mine = self.group.scatter(x if x.dim() == 3 else x.reshape(self.rows, -1, x.shape[-1]))
+        # a view could not be changed in place
+        return mine if x.dim() == 3 else as_no_view(mine, (-1, x.shape[-1]))
+
+    def _overlapping(self, x: Tensor) -> Overlap | None:
+        """Return the overlap if it applies: with padding, or with flat rows, the fused operators do not."""
+        return self.overlap if self.cut and not self.filled and x.dim() == 3 else None
+
+    def whole_and_products(self, x: Tensor, matrices: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Gather ``x`` as ``whole`` does, and return the product with each matrix (features, others) too."""
+        if (overlap := self._overlapping(x)) is not None:
+            return overlap.gather_products(x, matrices)
+        whole = self.whole(x)
+        return whole, [whole @ matrix for matrix in matrices]
+
+    def reduced_product(self, factors: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Reduce, as ``reduced`` does, the sum of products x @ matrix, where each x has the whole sequence."""
+        x = factors[0][0]
+        if (overlap := self._overlapping(x)) is not None:
+            if len(factors) > 1:  # a sum of products is one product of the concatenated factors
+                return overlap.product_scatter(
+                    torch.cat([x for x, _ in factors], dim=-1), torch.cat([matrix for _, matrix in factors])
+                )
+            return overlap.product_scatter(*factors[0])
+        total = x @ factors[0][1]
+        for x, matrix in factors[1:]:
+            total.add_(x @ matrix)
+        return self.reduced(total)
+
+
+# --- define the differentiable steps of tensor and sequence parallelism
 
 
 def column_parallel(
-    x: Tensor, layers: list[tuple[Tensor, Tensor | None, Products]], sequence: Sequence
+    x: Tensor, layers: list[tuple[Tensor, Tensor | None, Products]], sequence: TokenSequence
 ) -> tuple[Tensor, ...]:
     """Compute several column-parallel linear layers of one input.
 
@@ -42,7 +205,7 @@ class _ColumnParallel(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        sequence: Sequence,
+        sequence: TokenSequence,
         shape: tuple[int | None, int],
         ways: tuple[Products, ...],
         *tensors: Tensor | None,
@@ -93,7 +256,7 @@ class _ColumnParallel(torch.autograd.Function):
 
 
 def row_parallel(
-    x: Tensor, weight: Tensor, bias: Tensor | None, way: Products, sequence: Sequence, others: Tensor | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None, way: Products, sequence: TokenSequence, others: Tensor | None = None
 ) -> Tensor:
     """Compute a linear layer of which each rank has some input features, and reduce its partial sums.
 
@@ -119,7 +282,7 @@ class _RowParallel(torch.autograd.Function):
         bias: Tensor | None,
         others: Tensor | None,
         way: Products,
-        sequence: Sequence,
+        sequence: TokenSequence,
         shape: tuple[int | None, int],
     ) -> Tensor:
         (largest,) = agreed.before_outputs(x, [weight], [way], sequence.group)
@@ -180,7 +343,7 @@ def now_or_later(
     return None
 
 
-def gathered(x: Tensor, sequence: Sequence) -> Tensor:
+def gathered(x: Tensor, sequence: TokenSequence) -> Tensor:
     """Gather (rows, share, features) to (rows, length, features), of which each rank then uses a part.
 
     The gradients of the ranks are summed and scattered.
@@ -190,7 +353,7 @@ def gathered(x: Tensor, sequence: Sequence) -> Tensor:
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sequence: Sequence, shape: tuple[int | None, int]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, sequence: TokenSequence, shape: tuple[int | None, int]) -> Tensor:
         ctx.sequence, ctx.shape = sequence, shape
         return sequence.whole(x)
 
@@ -202,7 +365,7 @@ class _Gathered(torch.autograd.Function):
         return sequence.reduced(gradient if sequence.cut else gradient.clone()), None, None  # reduced in place
 
 
-def gathered_alike(x: Tensor, sequence: Sequence) -> Tensor:
+def gathered_alike(x: Tensor, sequence: TokenSequence) -> Tensor:
     """Gather (rows, share, features) to (rows, length, features), with which all ranks then compute the same.
 
     Each rank keeps its part of the gradient.
@@ -212,7 +375,7 @@ def gathered_alike(x: Tensor, sequence: Sequence) -> Tensor:
 
 class _GatheredAlike(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sequence: Sequence) -> Tensor:
+    def forward(ctx: Any, x: Tensor, sequence: TokenSequence) -> Tensor:
         ctx.group = sequence.group
         return sequence.whole(x)
 
@@ -222,7 +385,7 @@ class _GatheredAlike(torch.autograd.Function):
         return own_share(gradient, ctx.group.rank, ctx.group.size), None
 
 
-def own_part(x: Tensor, sequence: Sequence) -> Tensor:
+def own_part(x: Tensor, sequence: TokenSequence) -> Tensor:
     """Take this rank's part of the sequence from (rows, length, features), which is equal on all ranks.
 
     The gradient is gathered from all ranks.
@@ -232,7 +395,7 @@ def own_part(x: Tensor, sequence: Sequence) -> Tensor:
 
 class _OwnPart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sequence: Sequence) -> Tensor:
+    def forward(ctx: Any, x: Tensor, sequence: TokenSequence) -> Tensor:
         ctx.sequence, ctx.length = sequence, x.shape[1]
         return own_share(x, sequence.group.rank, sequence.group.size)
 
@@ -242,7 +405,7 @@ class _OwnPart(torch.autograd.Function):
         return ctx.sequence.group.gather(gradient, ctx.length), None
 
 
-def summed_part(x: Tensor, sequence: Sequence) -> Tensor:
+def summed_part(x: Tensor, sequence: TokenSequence) -> Tensor:
     """Reduce partial sums (rows, length, features) and scatter the sum along the sequence.
 
     The partial sum of every rank gets the whole gradient.
@@ -252,7 +415,7 @@ def summed_part(x: Tensor, sequence: Sequence) -> Tensor:
 
 class _SummedPart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sequence: Sequence) -> Tensor:
+    def forward(ctx: Any, x: Tensor, sequence: TokenSequence) -> Tensor:
         ctx.sequence, ctx.length = sequence, x.shape[1]
         return sequence.group.scatter(x)
 

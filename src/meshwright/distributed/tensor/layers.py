@@ -1,28 +1,346 @@
-"""Wrap the layers inside a block for one rank of a tensor-parallel group."""
+"""Wrap the layers inside a block for one rank of a tensor-parallel group, with state that a model's modules share.
+
+A wrapped forward computes with plain tensors, this rank's parts; outside forwards the parameters are DTensors.
+
+The plan tells which gradients to sum. The sum is taken once for each optimizer step, in one message for each dtype.
+"""
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from meshwright.core.calls import argument, with_arguments
+from meshwright.core.calls import argument, with_arguments, without_values
 from meshwright.core.parts import FusedPart, ranges
-from meshwright.core.record import wrap
-from meshwright.distributed.exchange.ranks import own_share
+from meshwright.core.record import recall, wrap
+from meshwright.distributed.exchange.ranks import RankGroup, own_share
 from meshwright.distributed.float8 import agreed
 from meshwright.distributed.float8.products import Products, products_of
-from meshwright.introspection.structure.local_form import LocalForm, counting_locally, share_of
+from meshwright.distributed.quantize.nf4 import QuantizedLinear
+from meshwright.distributed.torch_private import local_part, spec_of
+from meshwright.distributed.weights.parts_tensor import placed
+from meshwright.distributed.weights.shards import pieces
+from meshwright.introspection.structure.local_search import LocalForm, counting_locally, share_of
 from meshwright.models.moe import Router
 from meshwright.planning.float8.operand_parts import COLUMN, ROW, WHOLE, OperandParts
 
 from . import functions
-from .runtime import Runtime, local
-from .sums import summing_copies
+from .functions import TokenSequence
+from .loss import VocabularyShard
+
+# --- share state among the wrapped modules of one model, and give them plain local parameters
+
+
+@dataclass
+class LossRequest:
+    """A request that the head compute a loss itself, in chunks, instead of logits.
+
+    Attributes:
+        labels: (rows, seq).
+        chunks: number of chunks into which the tokens are cut.
+        weights: (rows, seq) factors of the tokens' losses.
+        result: the summed loss, after the model was called.
+    """
+
+    labels: Tensor
+    chunks: int
+    weights: Tensor | None = None
+    result: Tensor | None = None
+
+
+@dataclass
+class LossSite:
+    """The place where a model's head finds a request for a loss.
+
+    Attributes:
+        request: the loss to compute instead of logits, or None.
+        answer: what the model returns in place of the deferred logits that its head gave it, as a function of what it
+            made of these; None where the head computed logits.
+        shard: this rank's part of the vocabulary that the last answer is of; None: all of it.
+    """
+
+    request: LossRequest | None = None
+    answer: Callable[[Tensor], Tensor] | None = None
+    shard: VocabularyShard | None = None
+
+
+@dataclass
+class Runtime(LossSite):
+    """State shared by the wrapped modules of one model.
+
+    Attributes:
+        sequence: how activations are laid out between the blocks.
+        logits: "whole": the model returns all logits on every rank; "own": those of this rank's part of the vocabulary.
+        arriving: this rank's part of the embedding's output, on its way to the first block.
+        deferred: partial sums that wait for the row-parallel layer that reduces them.
+        own: modules whose parameters are not replaced by plain tensors, since the wrapper of their forward computes
+            with the local parts.
+    """
+
+    sequence: TokenSequence = field(kw_only=True)
+    logits: Literal["whole", "own"] = "whole"
+    arriving: Tensor | None = None
+    deferred: Tensor | None = None
+    own: set[nn.Module] = field(default_factory=set)
+    _standing_for: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    @property
+    def group(self) -> RankGroup:
+        return self.sequence.group
+
+    def stand_in(self, part: Tensor, parts: int = 1) -> Tensor:
+        """Return a tensor with the shape of the whole sequence that takes no memory, for code that only reads shapes.
+
+        Its values are NaN. It has one of ``parts`` parts of the features.
+        """
+        sequence = self.sequence
+        if not sequence.cut:
+            shape = part.shape
+        elif part.dim() == 2:
+            shape = (sequence.rows * sequence.length(part.shape[0] // sequence.rows), part.shape[-1])
+        else:
+            shape = (part.shape[0], sequence.length(part.shape[1]), *part.shape[2:])
+        made = without_values(part, (*shape[:-1], shape[-1] // parts))
+        self._standing_for.append((made, part))
+        return made
+
+    def forget(self, made: Tensor | None) -> None:
+        """Drop a stand-in that is no longer needed."""
+        for number, (other, _) in enumerate(self._standing_for):
+            if other is made:
+                del self._standing_for[number]
+                return
+
+    def behind(self, x: Tensor) -> Tensor:
+        """Return the tensor that a stand-in replaces, or ``x`` itself if it is no stand-in."""
+        for made, part in self._standing_for:
+            if made is x:
+                return part
+        return x
+
+
+def runtime_of(model: nn.Module) -> Runtime | None:
+    """Return the shared state of a model's wrapped modules, or None if the model is not cut."""
+    return recall(model, Runtime)
+
+
+def local(parameter: Tensor) -> Tensor:
+    """Return this rank's part of a parameter, differentiably."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if torch.compiler.is_compiling():  # the compiler can trace to_local, but not the internals of a DTensor
+        return parameter.to_local()
+    return _Local.apply(parameter)
+
+
+class _Local(torch.autograd.Function):
+    """``to_local`` in half the time: the layout of the whole gradient is known, and not derived anew."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> Tensor:
+        part = local_part(parameter)
+        ctx.spec, ctx.strides = spec_of(parameter), part.stride()
+        ctx.set_materialize_grads(False)
+        return part.view_as(part)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> Tensor | None:
+        (gradient,) = grad_outputs
+        if gradient is None:
+            return None
+        if gradient.stride() != ctx.strides:  # the strides of the whole are derived from the part's
+            gradient = gradient.new_empty_strided(gradient.shape, ctx.strides).copy_(gradient)
+        return placed(gradient, copy.copy(ctx.spec))  # a copy: the dispatcher may write into it
+
+
+@dataclass(frozen=True)
+class LocalView:
+    """A parameter of which forwards see this rank's part as a plain tensor.
+
+    Attributes:
+        home: the module that has the parameter.
+        summed_over: group over which its gradient is summed in the backward.
+        gradient_factor: factor of its gradient.
+    """
+
+    home: nn.Module
+    name: str
+    summed_over: RankGroup | None = None
+    gradient_factor: float = 1.0
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        *,
+        summing: Iterable[str] = (),
+        group: RankGroup | None = None,
+        gradient_factor: float = 1.0,
+    ) -> list[LocalView]:
+        """Return views of all parameters of the module itself.
+
+        The gradients of those in ``summing`` are summed over ``group``.
+        """
+        names = [name for name, parameter in module._parameters.items() if parameter is not None]
+        return [cls(module, name, group if name in summing else None, gradient_factor) for name in names]
+
+    @functools.cached_property
+    def key(self) -> str:
+        """The attribute that shows the part: of bytes one that other code does not read."""
+        return "local_weight" if isinstance(self.home, QuantizedLinear) and self.name == "weight" else self.name
+
+    def part(self, parameter: Tensor) -> Tensor:
+        part = local(parameter)
+        if self.gradient_factor != 1.0:
+            part = functions.scaled_gradient(part, self.gradient_factor)
+        return part if self.summed_over is None else functions.summing_gradients(part, self.summed_over)
+
+
+def use_local_parameters(module: nn.Module, views: Iterable[LocalView] | None = None) -> None:
+    """Show this rank's parts of some parameters as plain tensors to every module while the module's forward runs.
+
+    Parameters that an outer forward already replaced stay as they are. Parameters that FSDP has not gathered are left
+    to the unit that gathers them: its forward runs inside this one.
+
+    Args:
+        views: the parameters, of this module or of modules inside; by default all of the module's own.
+    """
+    found = tuple(LocalView.of(module) if views is None else views)
+
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def forward_with_local_parameters(*args: Any, **kwargs: Any) -> Any:
+            held: list[tuple[dict[str, Any], str]] = []
+            try:
+                for view in found:
+                    place, parameter = view.home.__dict__, view.home._parameters[view.name]
+                    if (
+                        parameter is not None
+                        and view.key not in place
+                        and (view.home is module or _is_gathered(parameter))
+                    ):
+                        place[view.key] = view.part(parameter)
+                        held.append((place, view.key))
+                return forward(*args, **kwargs)
+            finally:
+                for place, name in held:
+                    place.pop(name, None)
+
+        return forward_with_local_parameters
+
+    wrap(module, make, "local parameters")
+
+
+def _is_gathered(parameter: Tensor | None) -> bool:
+    """Return whether a parameter is cut over no axis but the tensor axis."""
+    return not isinstance(parameter, DTensor) or parameter.device_mesh.ndim == 1
+
+
+# --- sum partial gradients over the tensor axis, for whole parameters and for parts that several ranks hold
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Parameters that several ranks hold.
+
+    Attributes:
+        whole: whole on every rank, with a partial gradient on each.
+        copied: cut, but some parts lie on several ranks, with a partial gradient on each.
+        alike: whole, with the same gradient on every rank. Their mean is taken: kernels that add up in no fixed order
+            would let the ranks drift apart.
+    """
+
+    whole: list[nn.Parameter]
+    copied: list[nn.Parameter]
+    alike: list[nn.Parameter]
+
+
+@contextmanager
+def summing(sums: Sums, group: RankGroup) -> Iterator[None]:
+    """Sum over ``group``, on exit, the gradients that backwards inside add.
+
+    Gradients from before are put aside, and added afterwards.
+    """
+    before = [(parameter, parameter.grad) for parameter in (*sums.whole, *sums.copied, *sums.alike)]
+    for parameter, _ in before:
+        parameter.grad = None
+    yield
+    for parameter in sums.alike:
+        if parameter.grad is not None:
+            _local(parameter.grad).div_(group.size)
+    places = [(_local(p.grad), 0, 1) for p in (*sums.whole, *sums.alike) if p.grad is not None]
+    for parameter in sums.copied:
+        if parameter.grad is not None:
+            places += _copies(parameter.grad, group)
+    _sum(places, group)
+    for parameter, earlier in before:
+        if earlier is not None:
+            parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+
+
+def summing_copies(x: Tensor, dim: int, parts: Sequence[FusedPart], group: RankGroup) -> Tensor:
+    """Return a rank's part of a parameter cut along ``dim``, and sum the gradients of copied parts in the backward."""
+    return _SummingCopies.apply(x, dim, parts, group)
+
+
+class _SummingCopies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, parts: Sequence[FusedPart], group: RankGroup) -> Tensor:
+        ctx.dim, ctx.parts, ctx.group = dim, parts, group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor):
+        (gradient,) = grad_outputs
+        group = ctx.group
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
+        sizes = [high - low for low, high in ranges(ctx.parts, group.rank, group.size)]
+        copies = [part.copies(group.size) for part in ctx.parts]
+        views = zip(gradient.split(sizes, dim=ctx.dim), copies, strict=True)
+        _sum([(view, group.rank // n, group.size // n) for view, n in views if n > 1], group)
+        return gradient, None, None, None
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return local_part(gradient)
+
+
+def _copies(gradient: Tensor | None, group: RankGroup) -> list[tuple[Tensor, int, int]]:
+    """Return (view, slot, number of slots) for each copied part; ranks with copies of the same part share a slot."""
+    assert gradient is not None
+    return [
+        (piece.local, group.rank // piece.copies, group.size // piece.copies)
+        for piece in pieces(gradient)
+        if piece.copies > 1
+    ]
+
+
+def _sum(places: list[tuple[Tensor, int, int]], group: RankGroup) -> None:
+    """Add up views over the ranks, in one message for each dtype; a view is added only to views in the same slot."""
+    for dtype in dict.fromkeys(view.dtype for view, *_ in places):
+        chosen = [entry for entry in places if entry[0].dtype == dtype]
+        flat = torch.zeros(
+            sum(view.numel() * slots for view, _, slots in chosen), dtype=dtype, device=chosen[0][0].device
+        )
+        rooms, start = [], 0
+        for view, slot, slots in chosen:
+            room = flat[start + slot * view.numel() : start + (slot + 1) * view.numel()].view(view.shape)
+            room.copy_(view)
+            rooms.append(room)
+            start += view.numel() * slots
+        group.sum(flat)
+        for (view, *_), room in zip(chosen, rooms, strict=True):
+            view.copy_(room)
+
+
+# --- wrap the layers inside a block for one rank of a tensor-parallel group
 
 
 @dataclass(frozen=True)

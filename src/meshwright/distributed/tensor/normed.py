@@ -1,4 +1,8 @@
-"""Compute parallel norms and the column-parallel layers after them from one gathered input.
+"""Compute parallel norms with the column-parallel layers after them, and layers with adapters, on one rank.
+
+The module that adds an adapter's output to its host's runs unchanged, on this rank's parts of the weights. So dropout,
+scales, casts, several adapters and disabled adapters work as their library wrote them, and the messages are the same as
+without adapters: the sequence is gathered before the module, or its partial sums are reduced after it.
 
 Gathering the norms' outputs instead would send one tensor for each. A rank computes partial gradients of the norms'
 parameters either way: here over all tokens for its own features, otherwise over its own tokens.
@@ -20,10 +24,124 @@ from meshwright.distributed.float8 import agreed
 from meshwright.distributed.float8.products import Products
 
 from . import functions
-from .functions import now_or_later
-from .layers import ColumnLayer, SharedInput
-from .runtime import Runtime, local
-from .sequence import Sequence as TokenSequence
+from .functions import TokenSequence, now_or_later
+from .layers import ColumnLayer, Reduction, Runtime, SharedInput, collect_deferred, local
+
+# --- compute linear layers with adapters on one rank of a tensor-parallel group
+
+
+class GatheredInput:
+    """Gathers one input for several column-parallel layers, some with adapters, and gives each the whole sequence.
+
+    Adapters save the whole input for backward. An adapter's first layer is whole on all ranks, and each rank computes a
+    partial gradient of it.
+    """
+
+    def __init__(self, runtime: Runtime, modules: list[nn.Module]):
+        self.runtime, self.modules = runtime, modules
+        self._taken: Tensor | None = None
+        self._whole: Tensor | None = None
+        self._served: set[int] = set()
+        for number, module in enumerate(modules):
+            wrap(module, self._make(number), f"input gathered over tp {runtime.group.size}")
+
+    def _make(self, number: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+            def gathered_input_forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+                return forward(self.whole(number, x), *args, **kwargs)
+
+            return gathered_input_forward
+
+        return make
+
+    def whole(self, number: int, x: Tensor) -> Tensor:
+        """Return the whole input of the module with this number, of which ``x`` is this rank's part."""
+        x = self.runtime.behind(x)
+        if self._taken is not x or number in self._served or self._whole is None:
+            self._taken, self._whole = x, functions.gathered(x, self.runtime.sequence)
+            self._served.clear()
+        self._served.add(number)
+        whole = self._whole
+        if len(self._served) == len(self.modules):
+            self._taken = self._whole = None
+        return whole
+
+
+def local_summand(layer: ColumnLayer, runtime: Runtime, *, sums_at_once: bool) -> None:
+    """Make a row-parallel layer, or the first layer of an adapter beside it, return a partial sum over the ranks.
+
+    The first rank alone adds the bias, so that its gradient is a sum over the ranks.
+    """
+
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def partial_sum_forward(x: Tensor) -> Tensor:
+            weight, bias, way = layer.tensors(runtime)
+            if bias is not None:
+                bias = functions.summing_gradients(bias, runtime.group) if sums_at_once else bias
+                # every rank needs a gradient, or the sum over the ranks would wait for one
+                bias = bias if runtime.group.rank == 0 else bias * 0
+            return agreed.linear(x, weight, bias, way, runtime.group)
+
+        return partial_sum_forward
+
+    wrap(layer.module, make, f"partial sums over tp {runtime.group.size}")
+
+
+def reduced(around: nn.Module, runtime: Runtime, reduction: Reduction) -> None:
+    """Reduce the partial sums that the module around a row-parallel layer and its adapters returns."""
+
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def reduced_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            summand = forward(x, *args, **kwargs)
+            if reduction.defers:
+                return collect_deferred(runtime, x, summand, None, begins=reduction.begins)
+            others = runtime.deferred if reduction.takes_deferred else None
+            runtime.deferred = None if reduction.takes_deferred else runtime.deferred
+            return _reduced(summand if others is None else summand + others.view(summand.shape), runtime.sequence)
+
+        return reduced_forward
+
+    wrap(around, make, f"summed over tp {runtime.group.size}")
+
+
+def _reduced(x: Tensor, sequence: TokenSequence) -> Tensor:
+    """Reduce partial sums (rows, length, features): to this rank's part of the sequence if that is cut."""
+    return _Reduced.apply(x, sequence, sequence.shape_of(x))
+
+
+class _Reduced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sequence: TokenSequence, shape: tuple[int | None, int]) -> Tensor:
+        ctx.sequence, ctx.shape = sequence, shape
+        # recomputed forwards end at the last saved tensor: the plan expects this message to be sent again
+        ctx.save_for_backward(x.new_empty(0))
+        return sequence.reduced(x if sequence.cut else x.clone())
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor):
+        (gradient,) = grad_outputs
+        _ = ctx.saved_tensors
+        ctx.sequence.restore(ctx.shape)
+        return ctx.sequence.whole(gradient), None, None
+
+
+def refuse_idle(module: nn.Module, path: str) -> None:
+    """Refuse calls of an adapter that was switched off when the model was cut: it was left whole."""
+
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def refused_forward(*args: Any, **kwargs: Any) -> Any:
+            raise UnsupportedError(
+                f"{path} is an adapter that was switched off when the model was cut for tensor parallelism, so it was"
+                f" left whole and cannot"
+                f" be used now. Switch on the adapters that you want to use, all of them, before you lay out the model."
+            )
+
+        return refused_forward
+
+    wrap(module, make, "switched off when the model was cut")
+
+
+# --- compute parallel norms and the column-parallel layers after them from one gathered input
 
 Normalise = Callable[[Tensor, Sequence[Tensor]], Tensor]
 """Type of a norm's forward: (input, parameters) → output."""

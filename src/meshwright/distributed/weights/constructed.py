@@ -1,4 +1,11 @@
-"""Give weights the constructor's values, on every layout.
+"""Give weights the values of their constructor or of their modules' own reset, on every layout.
+
+This is for models whose constructor is unknown; other initialisation in it is lost (see ``constructed``).
+
+Children come before parents, as in a constructor. A module's initialiser runs on unsharded CPU stand-ins of its
+parameters and buffers and of those inside it (a parent may set its children's), with torch's generator seeded by
+(seed, path of the module). Then each rank copies its shards. So the values do not depend on the layout, and only one
+module at a time is unsharded.
 
 Each rank replays the constructor's recorded steps (``introspection/constructor/recording``) for the parameters of
 which it holds a shard. A value is freed after the last step that needs it, so the peak is the rank's own share plus
@@ -13,25 +20,231 @@ A constructor that cannot be recorded runs whole, on one rank of a node after th
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from meshwright.core.errors import UnsupportedError
-from meshwright.core.names import clean
+from meshwright.core.names import clean, owner
+from meshwright.core.record import recall, remember
+from meshwright.core.torch_private import resetting
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import get_world_info, ranks_per_node
-from meshwright.introspection.adapted.names import host_of_magnitude, is_adapter
-from meshwright.introspection.constructor.recording import STREAM_ELEMENTS, NotRecordedError, built, record, seeded
-from meshwright.introspection.constructor.steps import ConstructorSteps, Step, Values, View, pass_over
+from meshwright.distributed.quantize.nf4 import Rounded, pack, unpack
+from meshwright.distributed.torch_private import DTensorSpec, TensorMeta, local_part
+from meshwright.introspection.adapted.model import host_of_magnitude, is_adapter
+from meshwright.introspection.constructor.recording import (
+    STREAM_ELEMENTS,
+    ConstructorSteps,
+    NotRecordedError,
+    Step,
+    Values,
+    View,
+    built,
+    pass_over,
+    record,
+    seeded,
+)
+from meshwright.introspection.facts import ModelFacts
+from meshwright.introspection.module_kinds import brings_initialiser, build_again
+from meshwright.introspection.signature import core_of
 from meshwright.introspection.source import builder_of
-from meshwright.introspection.transformers_private import brings_initialiser, build_again
+from meshwright.planning.plan import Plan
+from meshwright.planning.quantize.format import plain_shape
 
-from .destinations import Destinations
 from .shards import draw_rows, pieces, seed_of
+
+# --- write and read the values of parameters, also of those that rest in 4 bits
+
+
+class Destinations:
+    """The tensors of models as writers of values see them: weights that rest in 4 bits are plain ones.
+
+    Only one of those exists in its plain form at a time, and only this rank's shard of it; more where several
+    initialisers write them.
+    """
+
+    def __init__(self, *models: nn.Module):
+        found = ((module, recall(module, Rounded)) for model in models for module in model.modules())
+        self._begun: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._plain = {id(layer._parameters["weight"]): plain.dtype for layer, plain in found if plain is not None}
+
+    def is_packed(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._plain
+
+    def shape_of(self, tensor: Tensor) -> tuple[int, ...]:
+        """Return the shape of the whole tensor's values."""
+        if not self.is_packed(tensor):
+            return tuple(tensor.shape)
+        return plain_shape(tensor.shape)
+
+    def dtype_of(self, tensor: Tensor) -> torch.dtype:
+        """Return the dtype of the tensor's values."""
+        return self._plain.get(id(tensor), tensor.dtype)
+
+    @contextmanager
+    def opened(self, tensor: Tensor) -> Iterator[Tensor]:
+        """Yield the tensor to write values into, placed as ``tensor`` is; packed on exit, unless the body raises."""
+        yield self.begun(tensor)
+        self.close([id(tensor)])
+
+    def begun(self, tensor: Tensor) -> Tensor:
+        """Return the same tensor at each call until ``close``, for several writers of which each writes some values."""
+        if not self.is_packed(tensor):
+            return tensor
+        if id(tensor) not in self._begun:
+            here = local_part(tensor)
+            values = torch.empty(plain_shape(here.shape), dtype=self._plain[id(tensor)], device=here.device)
+            self._begun[id(tensor)] = here, values, self._placed_as(tensor, values)
+        return self._begun[id(tensor)][2]
+
+    def close(self, keys: Iterable[int]) -> None:
+        """Pack what was written into the tensors with these ids."""
+        for key in keys:
+            if key in self._begun:
+                here, values, _ = self._begun.pop(key)
+                with torch.no_grad():
+                    here.copy_(pack(values))
+
+    def values_of(self, tensor: Tensor) -> Tensor:
+        """Return a tensor's values, placed as the tensor is; the tensor itself if it does not rest in 4 bits."""
+        if not self.is_packed(tensor):
+            return tensor
+        return self._placed_as(tensor, unpack(local_part(tensor).detach(), self.dtype_of(tensor)))
+
+    def values(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the values of several tensors, by name."""
+        return {name: self.values_of(tensor) for name, tensor in tensors.items()}
+
+    def _placed_as(self, tensor: Tensor, values: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return values
+        shape = torch.Size(self.shape_of(tensor))
+        meta = TensorMeta(shape, (shape[1], 1), values.dtype)
+        spec = DTensorSpec(tensor.device_mesh, tensor.placements, tensor_meta=meta)
+        return type(tensor)(values, spec, requires_grad=False)
+
+
+# --- initialise a model built on meta by its modules' ``reset_parameters``
+
+
+def initialise_by_modules(
+    model: nn.Module, seed: int, done: Collection[str] = (), *, buffers_only: bool = False
+) -> set[str]:
+    """Write every parameter and buffer of ``model`` in place (whole or sharded) that is not in ``done``.
+
+    Returns the names written.
+
+    Args:
+        done: names of parameters and buffers that have their values already.
+        buffers_only: initialise only modules with their own buffers; parameters that they write are not reported.
+
+    Raises:
+        UnsupportedError: no module initialises some of them; the text names them and the module that should.
+    """
+    written: set[str] = set()
+    every = model.named_buffers() if buffers_only else (*model.named_parameters(), *model.named_buffers())
+    wanted = {id(tensor): name for raw, tensor in every if (name := clean(raw)) not in done}
+    asked: list[tuple[str, nn.Module, Callable[[], object]]] = []
+    last: dict[int, nn.Module] = {}
+    for raw, module in reversed(list(model.named_modules())) if wanted else ():
+        held = [
+            tensor for inner in module.modules() for tensor in (*inner._parameters.values(), *inner._buffers.values())
+        ]
+        is_asked = any(id(tensor) in wanted for tensor in held) and (module._buffers or not buffers_only)
+        if is_asked and callable(reset := resetting(module)):
+            asked.append((clean(raw), module, reset))
+            last |= {id(tensor): module for tensor in held}
+    destinations = Destinations(model)
+    for path, module, reset in asked:
+        found = _run(module, reset, seed_of(seed, path), destinations)
+        written |= {wanted[key] for key in found if key in wanted}
+        destinations.close(key for key, closing in last.items() if closing is module)
+    left = [name for name in wanted.values() if name not in written]
+    if left:
+        path = owner(left[0])
+        names = ", ".join(name.rpartition(".")[2] for name in left if owner(name) == path)
+        other = (
+            ""
+            if builder_of(model) is not None
+            else ", hand over the function that builds the model instead of the model"
+        )
+        raise UnsupportedError(
+            f"module '{path or 'the model itself'}' ({type(model.get_submodule(path)).__name__}) was built on meta"
+            f" and nothing initialises its {names}: give it a reset_parameters() that does{other}, or build the model"
+            f" on the CPU with its weights"
+        )
+    return written
+
+
+def _run(module: nn.Module, reset: Callable[[], object], seed: int, destinations: Destinations) -> set[int]:
+    """Run one initialiser and copy the elements that it set; return the ids of the tensors that it set completely."""
+    with _stand_ins(module, destinations) as pairs:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.manual_seed(seed)
+            reset()
+        made = [(tensor, find().detach()) for tensor, find in pairs]
+    whole = set()
+    for tensor, value in made:
+        untouched = _untouched(value)
+        if untouched.all():
+            continue
+        for piece in pieces(destinations.begun(tensor)):
+            local, cut = piece.local, piece.slices
+            local.copy_(torch.where(untouched[cut].to(local.device), local, value[cut].to(local)))
+        if not untouched.any():
+            whole.add(id(tensor))
+    return whole
+
+
+@contextmanager
+def _stand_ins(module: nn.Module, destinations: Destinations) -> Iterator[list[tuple[Tensor, Callable[[], Tensor]]]]:
+    """Replace all parameters and buffers inside by unwritten CPU tensors; restore them on exit.
+
+    Yields pairs of an original and a function that returns its stand-in.
+    """
+    kept: list[tuple[dict, dict]] = []
+    made: dict[int, Tensor] = {}
+    pairs: list[tuple[Tensor, Callable[[], Tensor]]] = []
+    for part in module.modules():
+        for held in cast("list[dict[str, Any]]", [part._parameters, part._buffers]):
+            kept.append((held, dict(held)))
+            for name, tensor in list(held.items()):
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    shape, dtype = destinations.shape_of(tensor), destinations.dtype_of(tensor)
+                    blank = torch.full(shape, _blank(dtype), dtype=dtype, device="cpu")
+                    made[id(tensor)] = nn.Parameter(blank, tensor.requires_grad) if held is part._parameters else blank
+                    pairs.append((tensor, lambda held=held, name=name: held[name]))
+                held[name] = made[id(tensor)]
+    try:
+        yield pairs
+    finally:
+        for held, before in kept:
+            held.update(before)
+
+
+def _blank(dtype: torch.dtype) -> float | int | bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return False if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+def _untouched(value: Tensor) -> Tensor:
+    """Return a mask of the elements of a stand-in that were not written."""
+    if value.is_floating_point() or value.is_complex():
+        return torch.isnan(value)
+    return ~value if value.dtype == torch.bool else value == _blank(value.dtype)
+
+
+# --- give weights the constructor's values, on every layout
 
 
 def write_constructed(
@@ -247,3 +460,43 @@ def _in_turns(action: Callable[[], None], why: str, part: _Part) -> None:
         )
     for turn in range(ranks_per_node()):
         agree.together(action, here=turn == local)
+
+
+# --- freeze parameters
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """Marks a model whose frozen token embedding takes part in backward."""
+
+
+def apply(model: nn.Module, plan: Plan) -> nn.Module:
+    """Set ``requires_grad`` as planned. It runs before sharding, which reads it."""
+    frozen = set(plan.frozen)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(clean(name) not in frozen)
+    return model
+
+
+def join_backward(model: nn.Module, plan: Plan, facts: ModelFacts) -> None:
+    """Let a frozen token embedding's output take part in backward, where what makes images' features is trained.
+
+    A batch without images would else need no gradient in front of its first trained block, and none at all where
+    images' modules alone are trained: ranks would end their units' backward in other orders, and sum gradients of
+    different weights, or have no backward while others wait.
+    """
+    frozen = {clean(name) for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    frozen |= set(plan.frozen)
+    trains_images = any(facts.is_of_images(p.name) and p.name not in frozen for p in facts.parameters)
+    find = getattr(core_of(model), "get_input_embeddings", None)
+    embedding = find() if trains_images and find is not None else None
+    if not isinstance(embedding, nn.Module) or recall(model, _Joined) is not None:
+        return
+
+    def join(module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, Tensor) and torch.is_grad_enabled() and not output.requires_grad:
+            return output.requires_grad_().clone()  # a model may write images' features into it
+        return output
+
+    embedding.register_forward_hook(join)
+    remember(model, _Joined())

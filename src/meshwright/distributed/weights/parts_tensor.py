@@ -22,10 +22,9 @@ from meshwright.distributed.torch_private import (
     spec_of,
 )
 
-from .placement import PartsShard
-from .shards import Piece, pieces, with_local
+from .shards import PartsShard, Piece, pieces, with_local
 from .torch_2_11 import PASSES_OVER_SUBCLASSES, PassedOver
-from .wholes import whole_everywhere
+from .whole_state import whole_everywhere
 
 aten = torch.ops.aten
 

@@ -14,11 +14,60 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 from meshwright.comparison.sketch import TENSOR_WIDTH, sketch_part
-from meshwright.core.parts import LocalRange, runs_of_chunk, runs_of_parts
+from meshwright.core.errors import UnsupportedError
+from meshwright.core.parts import FusedPart, LocalRange, is_plain, runs_of_chunk, runs_of_parts
 from meshwright.distributed.process import agree
 from meshwright.distributed.torch_private import STRIDED, DTensorSpec, TensorMeta, local_part
+from meshwright.planning.tensor.plan import words_of_cut
 
-from .placement import PartsShard
+from .torch_2_11 import may_hash
+
+# --- define the placement of a tensor of which a rank holds several runs of slices
+
+CANNOT = (
+    "torch cannot deal out, or compute with, a weight that a rank holds several parts of (fused queries, keys and"
+    " values; key heads that several ranks have). To write it: meshwright.load; pretrained weights from Hugging Face"
+    " files; or tensor.copy_ of a whole tensor that distribute_tensor placed as Replicate() on every axis. To read it:"
+    " full_tensor(), a full state dict, torch.distributed.checkpoint."
+)
+
+
+class PartsShard(Placement):
+    """Sharded along ``dim``, each of its ``parts`` separately: a rank holds its shards of all parts, side by side.
+
+    None of torch's placements describes this, so the placement is none of them. A ``PartsTensor`` answers all operators
+    itself. Wherever torch would derive other placements from this one, it looks them up by their hash first: there is
+    none, and so nothing is computed as if the tensor were not sharded.
+    """
+
+    def __init__(self, dim: int, parts: tuple[FusedPart, ...]):
+        super().__init__()
+        self.dim, self.parts = dim, parts
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PartsShard, (self.dim, self.parts)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PartsShard) and (self.dim, self.parts) == (other.dim, other.parts)
+
+    def __hash__(self) -> int:
+        if may_hash():
+            return hash((self.dim, self.parts))
+        raise UnsupportedError(CANNOT)
+
+    def __repr__(self) -> str:
+        return words_of_cut(self.dim, self.parts)
+
+    def __str__(self) -> str:
+        return words_of_cut(self.dim, self.parts)
+
+
+def placement_of_cut(dim: int, parts: tuple[FusedPart, ...], ranks: int) -> Placement:
+    """Return torch's Shard if it gives every rank the same shard, else a PartsShard."""
+    return Shard(dim) if is_plain(parts, ranks) else PartsShard(dim, parts)
+
+
+# --- locate a rank's shards of a tensor in the whole
 
 SHARDS = (Shard, *STRIDED, PartsShard)
 BLOCK_ELEMENTS = 2**20

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.core.host.versions import is_at_least
+from meshwright.core.host import is_at_least
 from meshwright.core.torch_private import EagerDispatchMode, is_in_backward, tree_leaves, without_subclass_functions
 from meshwright.distributed.torch_private import local_part, spec_of
 

@@ -21,13 +21,11 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.core.errors import ConfigError
 from meshwright.core.names import clean
-from meshwright.introspection.adapted.names import base_name, host_of_magnitude, is_adapter
+from meshwright.introspection.adapted.model import base_name, host_of_magnitude, is_adapter
 
-from .constructed import write_constructed
-from .destinations import Destinations
-from .module_weights import initialise_by_modules
+from .constructed import Destinations, initialise_by_modules, write_constructed
 from .shards import apply_to_tensors, draw_rows, pieces
-from .wholes import whole_everywhere
+from .whole_state import whole_everywhere
 
 Weights = Callable[[nn.Module], set[str]]
 """Writes every parameter and persistent buffer of a laid-out model, and returns their names. Collective."""

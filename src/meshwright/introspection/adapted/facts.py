@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.core.errors import ConfigError
+from meshwright.introspection.blocks import Hints
 from meshwright.introspection.facts import ModelFacts, model_facts
-from meshwright.introspection.hints import Hints
 from meshwright.introspection.source import as_module, with_adapters
 
 from .request import Adapters

@@ -1,28 +1,149 @@
-"""Build a model with adapters: the base by its own constructor, then the adapters by peft."""
+"""Build a model with adapters: the base by its own constructor, then the adapters by peft.
+
+peft replaces an adapted layer ``q_proj`` by a module that holds the layer as ``q_proj.base_layer`` and its adapter as
+``q_proj.lora_A.default`` and ``q_proj.lora_B.default``. A module that is trained whole, ``lm_head``, becomes
+``lm_head.modules_to_save.default`` beside the untrained ``lm_head.original_module``. Its wrapper around a whole model
+puts ``base_model.model.`` before every name.
+"""
 
 from __future__ import annotations
 
+import copy
+import importlib
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from meshwright.core.errors import ConfigError, MissingExtraError, UnsupportedError, nearest
-from meshwright.core.imports import quieten_torchao
-from meshwright.core.names import is_within
+from meshwright.core.errors import ConfigError, MissingExtraError, UnsupportedError, nearest, quieten_torchao
+from meshwright.core.names import is_within, pattern
 from meshwright.core.record import recall, remember
 from meshwright.introspection.blocks import repeated_blocks
 from meshwright.introspection.module_kinds import tied_modules
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig
 
-from .names import ADAPTER, base_name, is_adapter
-from .peft_private import injected
 from .request import ALL_LINEAR, Adapters
-from .stacked import refuse_beside_stacks, stacked_parameters
+
+# --- tell the names of an adapted model's parameters apart
+
+ADAPTER = "default"
+"""peft's name of the adapter."""
+WRAPPER = "base_model.model."
+_ADAPTERS = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector|bias)\b")
+_MAGNITUDE = re.compile(rf"\.lora_magnitude_vector\.{ADAPTER}\.weight$")
+_HOST = re.compile(r"\.base_layer\b")
+_UNTRAINED = re.compile(r"\.original_module\b")
+_TRAINED_WHOLE = re.compile(r"\.modules_to_save\.[^.]+")
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter belongs to an adapter, so that the base has nothing of its kind."""
+    return _ADAPTERS.search(name) is not None
+
+
+def host_of_magnitude(name: str) -> str | None:
+    """Return the name of the weight whose rows' lengths a parameter holds (DoRA); None for any other parameter."""
+    host, count = _MAGNITUDE.subn(".base_layer.weight", name)
+    return host if count else None
+
+
+def base_name(name: str) -> str:
+    """Return the name that a parameter of the base has without adapters; a copy that is trained whole has it too."""
+    for part in (_HOST, _UNTRAINED, _TRAINED_WHOLE):
+        name = part.sub("", name)
+    return name.removeprefix(WRAPPER)
+
+
+def is_trained_copy(name: str) -> bool:
+    """Return whether a parameter is the trained copy of one that the base has too."""
+    return _TRAINED_WHOLE.search(name) is not None
+
+
+def peft_name(name: str) -> str:
+    """Return the name under which peft stores an adapter's parameter or a trained copy."""
+    without = re.sub(rf"\.{ADAPTER}\b", "", name).replace(".modules_to_save", "")
+    return WRAPPER + without.removeprefix(WRAPPER)
+
+
+# --- reach what peft keeps private
+
+CONVERTS = "peft.utils.transformers_weight_conversion"
+CONVERTER = "convert_peft_config_for_transformers"
+
+
+def injected(peft: Any, config: Any, model: nn.Module, name: str) -> None:
+    """Put adapters beside the layers that a config names, and beside no others.
+
+    Of models whose experts were linear layers once, peft takes ``gate_proj`` for the experts' stack, also where a layer
+    of that name is there (a shared expert, a dense block).
+    """
+    place = importlib.import_module(CONVERTS)
+    converter = getattr(place, CONVERTER)
+    setattr(place, CONVERTER, lambda *args, **kwargs: None)
+    try:
+        peft.inject_adapter_in_model(config, model, name)
+    finally:
+        setattr(place, CONVERTER, converter)
+
+
+def rewritten(config: Any, model: nn.Module, names: Iterable[str]) -> list[str]:
+    """List the names among a config's targets that peft takes for the experts' stack of a model."""
+    convert = getattr(importlib.import_module(CONVERTS), CONVERTER)
+    found = []
+    for name in names:
+        alone = copy.copy(config)
+        alone.target_modules, alone.target_parameters = {name}, None
+        try:
+            convert(alone, model=model, conversions=None)
+        except ValueError:  # it asks for the layers that are fused with this one
+            alone.target_modules = set()
+        if alone.target_modules != {name}:
+            found.append(name)
+    return found
+
+
+# --- find parameters that hold one matrix for each expert, beside which peft can put adapters
+
+
+def stacked_parameters(model: nn.Module) -> tuple[str, ...]:
+    """List the names of a model's parameters of three dims inside its blocks, but those of torch's own modules."""
+    blocks = repeated_blocks(model)
+    return tuple(
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if not type(module).__module__.startswith("torch.nn.") and any(is_within(path, block) for block in blocks)
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() == 3
+    )
+
+
+def refuse_beside_stacks(parameters: Collection[str], adapters: Adapters, where: str) -> None:
+    """Refuse what peft cannot do beside stacked parameters, to whose values it adds the adapters' product.
+
+    Raises:
+        UnsupportedError: dropout or DoRA.
+    """
+    if not parameters:
+        return
+    name = pattern(next(iter(parameters)))
+    if adapters.dropout:
+        raise UnsupportedError(
+            f"{where}.dropout = {adapters.dropout}: beside stacked experts ({name}) adapters are added to the weights,"
+            f" not to what comes out, so that no feature of their input can be zeroed. Set dropout = 0, or leave the"
+            f" stacks out of {where}.targets."
+        )
+    if adapters.kind == "dora":
+        raise UnsupportedError(
+            f"{where}.kind = dora: peft has no magnitudes beside stacked experts ({name}). Set kind = lora, or leave"
+            f" the stacks out of {where}.targets."
+        )
+
+
+# --- build a model with adapters
 
 SHOWN = 6
 """Number of names that an error lists."""

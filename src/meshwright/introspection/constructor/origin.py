@@ -13,12 +13,11 @@ from torch import nn
 
 from meshwright.core.config import from_dict, to_dict
 from meshwright.core.errors import ConfigError, IntegrityError, UnsupportedError
-from meshwright.introspection.adapted.model import adapters_of
-from meshwright.introspection.adapted.names import is_adapter
+from meshwright.introspection.adapted.model import adapters_of, is_adapter
 from meshwright.introspection.adapted.request import Adapters
-from meshwright.introspection.huggingface import CONFIG, import_transformers, is_config, read_causal_lm
-from meshwright.introspection.transformers_private import ABOUT_THE_FILE, brings_initialiser
-from meshwright.introspection.wrapped import core_of
+from meshwright.introspection.module_kinds import ABOUT_THE_FILE, brings_initialiser
+from meshwright.introspection.signature import core_of
+from meshwright.introspection.source import CONFIG, import_transformers, is_config, read_causal_lm
 
 OWN_CODE = "auto_map"
 """Key of a config that names code beside it; a model of transformers' own needs none."""

@@ -17,9 +17,7 @@ from torch import Tensor
 
 from meshwright.core.torch_private import schema_of, tree_leaves, tree_map_only, version_of
 
-from .deferred import DeferredLogits, where
-from .pieces import Beside, Ids, Value, columns_of
-from .tape import LogitsStep, LogitsTape
+from .tape import Beside, DeferredLogits, Ids, LogitsStep, LogitsTape, Value, columns_of, where
 
 POINTWISE = frozenset(
     "fill_ fill copy_ copy zero_ zero _to_copy zeros_like ones_like full_like empty_like masked_fill masked_fill_"

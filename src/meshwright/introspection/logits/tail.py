@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.errors import UnsupportedError
-from meshwright.introspection.outputs import logits_of
+from meshwright.introspection.signature import logits_of
 from meshwright.introspection.small.copies import copy_of
 from meshwright.introspection.small.sample import SEQ
 

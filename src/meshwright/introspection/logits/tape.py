@@ -1,21 +1,159 @@
-"""Keep the operators between a head and the logits, and do them to a piece of the head's output."""
+"""Stand for logits that are not computed yet, and keep the operators behind the head to do them to pieces."""
 
 from __future__ import annotations
 
+import linecache
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshwright.core.errors import UnsupportedError
-from meshwright.core.torch_private import schema_of, version_of
+from meshwright.core.torch_private import schema_of, tree_leaves, version_of, without_subclass_functions, wrapper
 
-from .deferred import DeferredLogits
-from .pieces import Beside, Ids, Value, columns_of, ids_here, within
+# --- find the line of a model's code that runs now
+
+_PACKAGE = str(Path(__file__).parents[2])
+_MODELS = str(Path(__file__).parents[2] / "models")
+_TORCH = (str(Path(torch.__file__).parent), "<")
+
+
+def model_line(between: str = "") -> tuple[str, int]:
+    """Return the file and the number of the innermost line that is neither torch's nor this package's own.
+
+    Args:
+        between: a file of this package. Then calls that are not the model's own, but those of another file of this
+            package or of torch's, have no line: ("", 0).
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        is_own = file.startswith(_PACKAGE) and not file.startswith(_MODELS)
+        if not is_own and not file.startswith(_TORCH):
+            return file, frame.f_lineno
+        if between and file != between and frame.f_code.co_name != "__torch_function__":
+            return "", 0
+        frame = frame.f_back  # type: ignore[assignment]
+    return "", 0
+
+
+def shown(file: str, line: int) -> str:
+    """Return the place of a line, with its code: "model.py:12, 'y[..., 3] = 0'"."""
+    code = linecache.getline(file, line).strip()
+    return f"{Path(file).name}:{line}" + (f", '{code}'" if code else "")
+
+
+# --- stand for logits that are not computed yet, in the forward of a model
+
+
+class DeferredLogits(Tensor):
+    """A tensor without values: a head's logits, or what a model made of them.
+
+    Attributes:
+        columns: the vocabulary's ids that the last dim is for; None: it is for something else.
+        dropped: the last dim was dropped: it is for one column.
+    """
+
+    tape: LogitsTape
+    place: int
+    meta: Tensor
+    columns: range | None
+    dropped: bool
+
+    @staticmethod
+    def __new__(
+        cls, tape: LogitsTape, place: int, meta: Tensor, columns: range | None, dropped: bool, device: torch.device
+    ):
+        made = wrapper(cls, meta, device)
+        made.tape, made.place, made.meta, made.columns, made.dropped = tape, place, meta, columns, dropped
+        return made
+
+    def __init__(self, *args: Any):
+        pass
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        with without_subclass_functions():
+            return function(*args, **(kwargs or {}))
+
+    def register_hook(self, hook: Any) -> Any:
+        self.tape.stop([self], f"a hook on the logits' gradient{where()}")
+        return super().register_hook(hook)
+
+    @classmethod
+    def __torch_dispatch__(cls, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DeferredLogits))
+        return first.tape.operate(operator, args, kwargs or {})
+
+
+def where() -> str:
+    """Return the place of the model's line that runs now, with its code: " at model.py:12, 'y[..., 3] = 0'"."""
+    file, line = model_line()
+    return f" at {shown(file, line)}" if file else ""
+
+
+# --- cut what operators on logits take beside them, as the logits themselves are cut
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A tensor that an operator takes beside the logits, to be cut as they are.
+
+    Attributes:
+        rows: (tokens or 1, columns or 1).
+        columns: the vocabulary's ids that its columns are for; None: it is not cut.
+    """
+
+    rows: Tensor
+    columns: range | None
+
+
+@dataclass(frozen=True)
+class Ids:
+    """Ids along the last dim (1-D integers, or one bool for each column) that an operator writes to."""
+
+    ids: Tensor
+    columns: range
+
+
+@dataclass(frozen=True)
+class Value:
+    """The place of a deferred tensor among a tape's values."""
+
+    place: int
+
+
+def within(columns: range, here: range) -> range:
+    """Return the ids of ``columns`` that are in ``here``, a run of ids."""
+    begin = max(0, -(-(here.start - columns.start) // columns.step))
+    end = max(begin, min(len(columns), -(-(here.stop - columns.start) // columns.step)))
+    return columns[begin:end]
+
+
+def columns_of(piece: Tensor, held: range, kept: range, here: range) -> Tensor:
+    """Return a view of the columns ``kept`` of a piece that has those of ``held`` that are in ``here``."""
+    have, want = within(held, here), within(kept, here)
+    begin = (want.start - have.start) // have.step if want else 0
+    return piece[:, begin : begin + len(want) * (want.step // have.step) : want.step // have.step]
+
+
+def ids_here(ids: Tensor, columns: range, here: range) -> Tensor:
+    """Return which of a piece's columns are meant: (1, columns here), bool."""
+    mine = within(columns, here)
+    begin = (mine.start - columns.start) // columns.step
+    if ids.dtype != torch.bool:
+        chosen = torch.zeros(len(columns), dtype=torch.bool, device=ids.device)
+        ids = chosen.index_fill_(0, ids.long() % len(columns), True)
+    return ids[begin : begin + len(mine)].unsqueeze(0)
+
+
+# --- keep the operators between a head and the logits, and do them to a piece of the head's output
 
 
 @dataclass(frozen=True)

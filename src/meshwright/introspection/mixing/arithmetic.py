@@ -1,19 +1,263 @@
-"""Find out how a call of attention computes, by comparing its output with formulas."""
+"""Find out how a call of attention computes, by comparing its output with formulas.
+
+torch compiles the function at each eager call, and refuses a backward on a CPU. While a forward is intercepted here
+torch's public stance keeps it from compiling, so that the call reaches torch's function mode; the handler computes it.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import CellType, FunctionType
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from meshwright.core.errors import UnsupportedError
+from meshwright.core.record import wrap
+from meshwright.core.torch_private import by_values, flex_operator, flex_score_is_plain, is_asked_by_flex
 
-from .flex import PlaceMask
-from .interception import AttentionCall
-from .masks import causal, dense, everything
-from .values import Arithmetic
+from .interception import AttentionCall, Handler, SdpaCalls
+from .masks import MaskFunction, causal, dense, everything
+from .reach import rule_of
+from .values import Arithmetic, MaskRule
+
+# --- intercept calls of ``torch.nn.attention.flex_attention``, whose masks are functions of places
+
+MODULE = "torch.nn.attention.flex_attention"
+CAP = "softcap"
+"""Name of the soft cap among a call's other arguments."""
+_HEADS = "the mask of flex_attention ({}) differs from head to head"
+SCORES = (-300.0, -20.0, -3.0, -0.5, 0.0, 0.5, 3.0, 20.0, 300.0)
+"""Scores at which a function of scores is compared with a soft cap."""
+
+
+@dataclass(frozen=True, eq=False)
+class PlaceMask:
+    """A mask by places, as ``flex_attention`` takes it: ``mask_mod`` of its block mask."""
+
+    function: MaskFunction
+
+    @by_values
+    def dense(self, rows: int, heads: int, queries: int, keys: int, device: torch.device) -> Tensor:
+        """Evaluate the mask as torch does, place by place: (rows, 1, queries, keys) bool.
+
+        Raises:
+            UnsupportedError: it differs from head to head.
+        """
+        from torch.nn.attention.flex_attention import create_mask
+
+        made = create_mask(self.function, rows, heads, queries, keys, device=str(device))
+        if not bool((made == made[:, :1]).all()):
+            raise UnsupportedError(_HEADS.format(_name(self.function)))
+        return made[:, :1]
+
+
+class FlexCalls(SdpaCalls):
+    """Hands calls of ``flex_attention`` to a handler, and those of ``F.scaled_dot_product_attention``."""
+
+    def __enter__(self) -> Any:
+        _stance.enter()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _stance.leave()
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if MODULE in sys.modules:
+            if func is flex_operator():
+                output = self.handler.attend(flex_call(*args, **(kwargs or {})))
+                return output, output.new_empty(0), output.new_empty(0)  # neither logarithms nor largest scores
+            if func == Tensor.requires_grad.__get__ and is_asked_by_flex(sys._getframe(1)):  # type: ignore[attr-defined]
+                _stance.take()
+                return False  # torch's own kernel has no backward on a CPU, and is not called
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class _Stance:
+    """Keeps torch from compiling while some thread intercepts; torch has one stance for all threads.
+
+    Nothing is compiled before the compiler has been imported, which takes seconds: until then the stance is taken
+    where ``flex_attention`` is called first.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._inside = threading.RLock(), 0
+        self._taken: Any = None
+
+    def enter(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if "torch._dynamo" in sys.modules:
+                self.take()
+
+    def take(self) -> None:
+        with self._lock:
+            if self._taken is None:
+                self._taken = torch.compiler.set_stance("force_eager")
+
+    def leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0 and self._taken is not None:
+                self._taken.__exit__(None, None, None)
+                self._taken = None
+
+
+_stance = _Stance()
+
+
+class _AsGiven:
+    """A handler that computes every call as the model would."""
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        return call.as_given()
+
+    def mask(self, function: MaskFunction, padding: Tensor | None, plain: Callable[[], Any]) -> Any:
+        return plain()
+
+
+@contextmanager
+def computing_flex() -> Iterator[None]:
+    """Compute ``flex_attention`` in plain torch inside, with a backward on any device."""
+    with FlexCalls(_AsGiven()):
+        yield
+
+
+def intercept_flex(module: nn.Module, handler: Handler, change: str) -> None:
+    """Hand the calls that a module's forward makes to a handler, also when the forward is recomputed."""
+
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def intercepted_forward(*args: Any, **kwargs: Any) -> Any:
+            with FlexCalls(handler):
+                return forward(*args, **kwargs)
+
+        return intercepted_forward
+
+    wrap(module, make, change)
+
+
+def flex_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any,
+    block_mask: tuple,
+    scale: float,
+    options: Mapping[str, Any],
+    *_: Any,
+    **__: Any,
+) -> AttentionCall:
+    """Describe a call of ``flex_attention`` by the arguments of its operator.
+
+    Raises:
+        UnsupportedError: scores are changed by another function than a soft cap, or more than the output is asked for.
+    """
+    if query.device.type == "cpu" and any(options.get(name) for name in ("OUTPUT_LOGSUMEXP", "OUTPUT_MAX")):
+        # on other devices torch computes logarithms for its backward too; small copies are on the CPU
+        raise UnsupportedError(
+            "flex_attention is asked for more than its output (return_lse, return_aux), which is not computed"
+        )
+    cap = None if flex_score_is_plain(score_mod) else soft_cap_of(score_mod)
+
+    def compute(query: Tensor, key: Tensor, value: Tensor, mask: Any, is_causal: bool = False) -> Tensor:
+        if isinstance(mask, PlaceMask):
+            mask = mask.dense(len(query), query.shape[1], query.shape[2], key.shape[2], query.device)
+        groups = query.shape[1] // key.shape[1]
+        if cap is None:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=groups > 1)
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+        scores = cap * torch.tanh(query @ key.transpose(-1, -2) * scale / cap)
+        return scores.masked_fill(~mask, float("-inf")).softmax(-1).nan_to_num(0.0) @ value
+
+    extras = {} if cap is None else {CAP: cap}
+    return AttentionCall(query, key, value, PlaceMask(block_mask[-1]), False, compute, scale=scale, extras=extras)
+
+
+_caps: WeakKeyDictionary[Any, float | None] = WeakKeyDictionary()
+
+
+def soft_cap_of(score_mod: Any) -> float | None:
+    """Return the soft cap c of a function of scores that computes c · tanh(score / c); None if it changes none.
+
+    Raises:
+        UnsupportedError: it computes something else.
+    """
+    if score_mod not in _caps:
+        scores = torch.tensor(SCORES, dtype=torch.float64)
+        try:
+            found = torch.stack([_at(score_mod, scores, *places) for places in ((0, 1, 5, 2), (1, 0, 3, 7))])
+            cap = float(_at(score_mod, torch.tensor([1e30], dtype=torch.float64), 0, 1, 5, 2))
+        except Exception:  # noqa: BLE001  (a user's function, called with other tensors than it expects)
+            found, cap = torch.full((2, len(SCORES)), torch.nan, dtype=torch.float64), torch.nan
+        if bool((found == scores).all()):
+            _caps[score_mod] = None
+        elif 0 < cap < 1e29 and torch.allclose(found, (cap * torch.tanh(scores / cap)).expand(2, -1), 1e-6, 0):
+            _caps[score_mod] = cap
+        else:
+            raise UnsupportedError(
+                f"flex_attention is called with score_mod = {_name(score_mod)}, which changes scores by another rule"
+                f" than a soft cap"
+            )
+    return _caps[score_mod]
+
+
+def _at(score_mod: Any, scores: Tensor, *places: int) -> Tensor:
+    """Return what becomes of scores at one (row, head, query, key)."""
+    return torch.stack([score_mod(score, *map(torch.tensor, places)) for score in scores])
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)
+
+
+def far_rules(call: AttentionCall) -> list[MaskRule]:
+    """Return rules by which a call's mask may reach, from its values far from a row's first tokens.
+
+    Raises:
+        UnsupportedError: heads differ there.
+    """
+    function, last = call.mask.function, torch.tensor(call.query.shape[1] - 1)
+    try:
+        found, of_last = rule_of(function), rule_of(lambda row, head, query, key: function(row, last, query, key))
+    except Exception:  # noqa: BLE001  (a user's function, which may hold a tensor of this row's tokens)
+        return []
+    if found != of_last:
+        raise UnsupportedError(_HEADS.format(_name(function)))
+    return [] if found is None else [found, replace(found, documents=True)]
+
+
+# --- tensors that a mask holds
+
+
+def replaced(value: Any, instead: Callable[[Tensor], Tensor]) -> Any:
+    """Return a mask with each tensor that its functions close over replaced; the mask itself where none is."""
+    if isinstance(value, Tensor):
+        return instead(value)
+    if isinstance(value, (tuple, list)):
+        parts = [replaced(part, instead) for part in value]
+        return value if all(a is b for a, b in zip(parts, value, strict=True)) else type(value)(parts)
+    if not isinstance(value, FunctionType) or not (value.__closure__ or value.__defaults__):
+        return value
+    before = [cell.cell_contents for cell in value.__closure__ or ()]
+    cells, defaults = replaced(before, instead), replaced(value.__defaults__ or (), instead)
+    if cells is before and defaults is (value.__defaults__ or ()):
+        return value
+    closure = tuple(map(CellType, cells))
+    made = FunctionType(value.__code__, value.__globals__, value.__name__, defaults or None, closure)
+    made.__kwdefaults__, made.__qualname__ = value.__kwdefaults__, value.__qualname__
+    return made
+
+
+# --- find out how a call of attention computes, by comparing its output with formulas
 
 BLOCKED = -1e4
 """Summands of scores below this block a key."""

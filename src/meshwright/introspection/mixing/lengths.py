@@ -19,11 +19,11 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.core.names import clean, is_within, pattern
 from meshwright.core.torch_private import tree_leaves
-from meshwright.introspection.logits.model_line import model_line
+from meshwright.introspection.logits.tape import model_line
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.copies import meta_copy_of
 
-from .flex import computing_flex
+from .arithmetic import computing_flex
 from .values import LENGTH, Expression, LengthUse, value_of
 
 PRIMES = (29, 23, 31, 19, 17, 13, 11, 7, 5)

@@ -16,16 +16,97 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.names import clean
-from meshwright.introspection.images.arguments import ImageArguments
-from meshwright.introspection.images.dealing import rows_of
-from meshwright.introspection.images.examples import length_for, pictured, sizes_of
+from meshwright.core.torch_private import accumulation_hooks, gradient_hooks
+from meshwright.introspection.constructor.recording import seeded
+from meshwright.introspection.images import ImageArguments, length_for, pictured, rows_of, sizes_of
 from meshwright.introspection.module_kinds import BATCH_NORMS
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.copies import copy_of
 from meshwright.introspection.small.sample import ids_of, random_like, samples_of
 
-from .counters import forward_to, numbers
 from .playing import EXTREMES, ROWS, HeldRandomness, Play, called, parts, played
+
+# --- read the numbers that modules count in, and set them far ahead
+
+FAR = 1_000_000
+"""Increment of a counter of calls, to see a behaviour that begins late."""
+
+
+def numbers(model: nn.Module) -> dict[str, float]:
+    """Return the numbers that modules hold as attributes."""
+    return {
+        f"{clean(path)}.{name}".lstrip("."): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if type(value) in (int, float)
+    }
+
+
+def forward_to(model: nn.Module, counters: tuple[str, ...]) -> None:
+    for path, module in model.named_modules():
+        for name, value in list(vars(module).items()):
+            if f"{clean(path)}.{name}".lstrip(".") in counters:
+                setattr(module, name, value + FAR)
+
+
+# --- find users' hooks on parameters
+
+LARGEST_GRADIENT = 1 << 24
+"""Elements of a parameter beyond which its hooks are not tried."""
+
+
+def lies_on_mesh(model: nn.Module) -> bool:
+    """Return whether a model is laid out, at least in part: some of its parameters are DTensors."""
+    return any(hasattr(parameter, "placements") for parameter in model.parameters())
+
+
+@dataclass(frozen=True)
+class HookFact:
+    """A hook on a parameter.
+
+    ``kind``: "gradient", or "accumulated" for a hook that is called with the parameter once its gradient is there.
+    ``adds_up``: on random numbers, the hook of a sum was the sum of the hooks.
+    """
+
+    parameter: str
+    kind: str
+    adds_up: bool = False
+
+
+def hooks_of(model: nn.Module) -> tuple[HookFact, ...]:
+    """List the user's hooks on parameters; none if the model is laid out in part, with meshwright's among them."""
+    if lies_on_mesh(model):
+        return ()
+    found = []
+    for name, parameter in model.named_parameters():
+        if hooks := gradient_hooks(parameter):
+            found.append(HookFact(clean(name), "gradient", _add_up(hooks, parameter)))
+        if accumulation_hooks(parameter):
+            found.append(HookFact(clean(name), "accumulated"))
+    return tuple(found)
+
+
+def _add_up(hooks: list[Any], parameter: nn.Parameter) -> bool:
+    def called(gradient: Tensor) -> Tensor:
+        for hook in hooks:
+            given = hook(gradient)
+            gradient = gradient if given is None else given
+        return gradient
+
+    if parameter.is_meta or parameter.numel() > LARGEST_GRADIENT:
+        return False
+    try:
+        with seeded(0), torch.no_grad():
+            one, other = (
+                torch.randn(parameter.shape, dtype=parameter.dtype, device=parameter.device) for _ in range(2)
+            )
+            together, apart = called(one + other), called(one.clone()) + called(other.clone())
+    except Exception:  # noqa: BLE001  (a hook of the user's; one that cannot be tried has not been seen to add up)
+        return False
+    return bool(torch.allclose(together, apart, rtol=1e-3, atol=1e-4 * float(together.abs().max())))
+
+
+# --- observe on a small copy, before first use, the effects of a forward besides the logits of each row's tokens
 
 LENGTHS = (32, 6, 2)
 """Tokens per row to try, longest first: together, rows should have every id of a small vocabulary."""

@@ -13,22 +13,17 @@ from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean, is_within, owner
 from meshwright.core.record import recall, remember
 from meshwright.core.torch_private import resetting
-from meshwright.introspection.blocks import repeated_blocks
+from meshwright.introspection.blocks import Hints, hints_of, repeated_blocks
 from meshwright.introspection.constructor.meta import on_meta
 from meshwright.introspection.constructor.recording import built
-from meshwright.introspection.hints import Hints, hints_of
-from meshwright.introspection.images.arguments import ImageArguments
-from meshwright.introspection.images.examples import length_for, pictured, sizes_of
-from meshwright.introspection.outputs import logits_of
-from meshwright.introspection.signature import IMAGES_PER_ROW, SWITCHED_OFF, Signature
+from meshwright.introspection.images import ImageArguments, length_for, pictured, sizes_of
+from meshwright.introspection.module_kinds import compute_experts_one_by_one
+from meshwright.introspection.signature import IMAGES_PER_ROW, SWITCHED_OFF, Signature, core_of, logits_of
 from meshwright.introspection.source import builder_of
-from meshwright.introspection.transformers_private import compute_experts_one_by_one
-from meshwright.introspection.wrapped import core_of
 
-from .copies import carry_functions, codes_in, copy_of
+from .configs import key_of_text, smaller
+from .copies import carry_functions, codes_in, compute_wide, copy_of
 from .grafted import grafted
-from .nested import key_of_text, smaller
-from .wide import compute_wide
 
 ROWS, SEQ = 2, 6
 REPEATED = 16

@@ -12,10 +12,9 @@ from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean
 from meshwright.introspection.small.sample import Sample, samples_of
 
-from .local_form import LocalForm
-from .local_search import line_that_stops, local_form
+from .local_search import LocalForm, line_that_stops, local_form
 from .probe import Probe
-from .region import Region, resized, shapes_of
+from .regions import Region, resized, shapes_of
 from .structure import Structure, forms, measure
 
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.names import is_within, owner
-from meshwright.introspection.adapted.names import host_of_magnitude
+from meshwright.introspection.adapted.model import host_of_magnitude
 
 if TYPE_CHECKING:
-    from .call import Call
+    from .probe import Call
 
 TOLERANCE = 1e-8
 """Relative tolerance, in fp64, between a module's output and the sum of its layers' outputs."""

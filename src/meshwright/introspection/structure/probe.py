@@ -17,10 +17,114 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.introspection.small.copies import copy_of
 
 from .adapters import Adapted, find_adapted
-from .call import Call
-from .held import PUSHED, HeldOutputs
+
+# --- record a module's inputs and outputs
+
+
+@dataclass(frozen=True)
+class Call:
+    """One recorded call of a module, which holds the tensors themselves for identity checks."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+    entered: Tensor | None
+    """A copy of the first tensor among the arguments, which may be changed in place later."""
+    left: Tensor | None
+    """A copy of the output, or of the first tensor of a tuple."""
+
+    @classmethod
+    def of(cls, args: tuple, kwargs: dict, output: Any) -> Call:
+        first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        result = output[0] if isinstance(output, (tuple, list)) and output else output
+        result = result.clone() if isinstance(result, Tensor) else None
+        return cls(args, kwargs, output, None if first is None else first.clone(), result)
+
+    @property
+    def tensors(self) -> dict[int | str, Tensor]:
+        """The tensors among the arguments, by position or name."""
+        found = {key: value for key, value in enumerate(self.args) if isinstance(value, Tensor)}
+        return found | {key: value for key, value in self.kwargs.items() if isinstance(value, Tensor)}
+
+
+# --- hold outputs of a block's modules at recorded values, while features of one of them are pushed
+
+PUSHED = 1
+"""The token that is pushed: not the first, which attends to nothing but itself, whatever its query."""
+ROUNDING = 1e-9
+"""Relative tolerance, in fp64; smaller changes are no influence: a rerouted token reorders the sums of experts."""
+
+
+class HeldOutputs:
+    """The modules of a block whose outputs are held; features of one of them may be pushed."""
+
+    def __init__(self, probe: Probe):
+        self.probe = probe
+        self.rest: dict[str, Tensor] = {}
+        self._pushed: tuple[str, tuple[int, ...], float] | None = None
+        self._seen: dict[str, Tensor] = {}
+        self._least: dict[str, Tensor] = {}
+        self.watched: set[str] | None = None
+        """Modules whose inputs are compared; None: all."""
+
+    @property
+    def pairs(self) -> int:
+        """The number of pairs of rows."""
+        assert self.probe.call.entered is not None
+        return len(self.probe.call.entered) // 2
+
+    def push(self, path: str, *features: int, times: float = 1.0) -> None:
+        """Push features until the next push, each in a pair of rows of its own; a single feature in all rows."""
+        self._pushed = (path, features if len(features) > 1 else features * self.pairs, times)
+
+    def keeps_pairs_apart(self, path: str) -> bool:
+        """Return whether a push in the first pair of rows moves no other row."""
+        if self.pairs == 1:
+            return False
+        self._pushed = (path, (0,), 1.0)
+        return not any(places[2:].any() for places in self.moved().values())
+
+    def inputs(self) -> dict[str, Tensor]:
+        """Run the block, and return the input of each module."""
+        self._seen.clear()
+        self.probe.rerun()
+        return dict(self._seen)
+
+    def moved(self) -> dict[str, Tensor]:
+        """Run the block, and return where inputs of modules differ from those at rest: (rows, seq, features) bool."""
+        found: dict[str, Tensor] = {}
+        for path, value in self.inputs().items():
+            rest = self.rest[path]
+            if value.shape == rest.shape:
+                if (least := self._least.get(path)) is None:
+                    least = self._least[path] = ROUNDING * rest.abs().flatten(0, -2).amax(0)
+                found[path] = self.probe._by_token((value.sub_(rest).abs_() <= least).logical_not_())  # NaN has moved
+        return found
+
+    def hook(self, path: str) -> Callable[..., Tensor]:
+        recorded = self.probe.output_of(path)
+        amount = 2 * recorded.abs().max() + 0.37  # past every kink, up in one row and down in the next
+        up_and_down = torch.stack([amount, -amount])
+
+        def hold(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Tensor:
+            entered = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+            if entered is not None and (self.watched is None or path in self.watched):
+                self._seen[path] = entered.clone()
+            kept = recorded.clone()
+            if self._pushed is not None and self._pushed[0] == path:
+                _, features, times = self._pushed
+                by_token = self.probe._by_token(kept)
+                for pair, feature in enumerate(features):
+                    by_token[2 * pair : 2 * pair + 2, PUSHED, feature] += times * up_and_down
+            return kept
+
+        return hold
+
+
+# --- measure in one block which features of which layers move which others
 
 MOST_EFFORT = 4e8
 """Largest product of pushed and watched features: one to two minutes on a core."""
@@ -340,3 +444,51 @@ def _idle(module: nn.Module, output: Tensor) -> Iterator[None]:
         del module.forward
         if own is not None:
             module.forward = own
+
+
+# --- find parallel norms of one tensor, each of which alone feeds some of a block's layers
+
+
+def side_by_side(probe: Probe, gathers: tuple[tuple[str, ...], ...], hidden: int | str) -> tuple[str, ...]:
+    """Return the module before each group of ``gathers`` if all take the block's input itself; else nothing.
+
+    Each module acts on every token by itself, in the same way in training, and its output goes only to its group. So
+    each rank may compute it from the gathered input, if all the layers after it are.
+    """
+    if len(gathers) < 2:
+        return ()
+    found = [_before(probe, paths, probe.call.tensors[hidden]) for paths in gathers]
+    norms = tuple(path for path in found if path is not None)
+    if len(set(norms)) < len(gathers) or not all(_acts_by_token(probe, path) for path in norms):
+        return ()
+    return norms if _read_by_nobody_else(probe, norms, gathers) else ()
+
+
+def _before(probe: Probe, paths: tuple[str, ...], entered: Tensor) -> str | None:
+    """Return the module that takes the block's input and whose output the layers of these paths take."""
+    taken = next(iter(probe.calls[paths[0]][0].tensors.values()))
+    for path, (call, *others) in probe.calls.items():
+        if path and not others and call.output is taken and taken is not entered:
+            alone = len(call.args) == 1 and not call.kwargs and call.args[0] is entered
+            return path if alone and taken.shape == entered.shape and not any(probe.module(path).children()) else None
+    return None
+
+
+def _acts_by_token(probe: Probe, path: str) -> bool:
+    """Return whether, in training mode, some of the tokens alone give the same outputs as among all."""
+    call = probe.calls[path][0]
+    assert call.entered is not None and call.left is not None
+    half = call.entered.shape[1] // 2
+    with torch.no_grad():
+        found = copy_of(probe.module(path)).train()(call.entered[:, :half].clone())
+    return torch.allclose(found, call.left[:, :half], rtol=1e-9, atol=1e-12)
+
+
+def _read_by_nobody_else(probe: Probe, norms: tuple[str, ...], gathers: tuple[tuple[str, ...], ...]) -> bool:
+    """Return whether the block's output is unchanged if norms return NaN, and the layers after them recorded values."""
+    rest = probe.call.left
+    given = {path: probe.output_of(path) for paths in gathers for path in paths}
+    given |= {path: torch.full_like(probe.output_of(path), torch.nan) for path in norms}
+    with torch.no_grad(), probe.giving(given):
+        found = probe.rerun()
+    return rest is not None and torch.equal(found, rest)

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean, is_within
 from meshwright.introspection.blocks import repeated_blocks
+from meshwright.introspection.signature import core_of
 from meshwright.introspection.small.sample import Sample, samples_of
-from meshwright.introspection.wrapped import core_of
 from meshwright.models.layers import at_least_fp32
 from meshwright.models.moe import is_recomputing, tokens_per_expert
 

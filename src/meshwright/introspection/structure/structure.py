@@ -12,21 +12,15 @@ from torch import Tensor, nn
 
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean, is_within, pattern
-from meshwright.introspection.blocks import repeated_blocks
-from meshwright.introspection.hints import hints_of
+from meshwright.introspection.blocks import hints_of, repeated_blocks
 from meshwright.introspection.logits.tail import Tail, find_tail
-from meshwright.introspection.outputs import logits_of
+from meshwright.introspection.signature import logits_of
 from meshwright.introspection.small.sample import SEQ, Sample, kinds_of
 
 from .adapters import find_others
-from .call import Call
-from .held import PUSHED, ROUNDING
-from .local_form import LocalForm
-from .local_search import local_form
-from .normed import side_by_side
-from .probe import Probe, record
-from .region import Region, resized, shapes_of
-from .regions import find_regions
+from .local_search import LocalForm, local_form
+from .probe import PUSHED, ROUNDING, Call, Probe, record, side_by_side
+from .regions import Region, find_regions, resized, shapes_of
 
 
 @dataclass(frozen=True)

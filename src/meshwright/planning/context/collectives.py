@@ -12,9 +12,7 @@ from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.mixing.values import Caller, MaskRule, Sizes
 from meshwright.planning.values import Collective, PrecisionPlan
 
-from .methods import Method, keys_and_values, of_rank, summed_dtype, traded_elements
-from .mixers import MixerPlan
-from .plan import ContextPlan
+from .plan import ContextPlan, Method, MixerPlan, keys_and_values, of_rank, summed_dtype, traded_elements
 
 ROW_WORDS = 2
 """Numbers by which ranks compare the rows that they bring."""

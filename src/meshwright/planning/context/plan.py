@@ -1,24 +1,404 @@
-"""Describe context parallelism: how each attention of a model reaches the tokens of other ranks."""
+"""Decide context parallelism: which tokens each rank has, and how attention and mixers reach the others'.
+
+Elements per token that one rank sends, for heads of h_q features in all, keys and values of h_k + h_v, C ranks, and
+gradients that are summed in e_g bytes where keys have e:
+
+    all_gather  forward (C - 1) (h_k + h_v) e     backward (C - 1) (h_k + h_v) e_g
+    ring        forward (C - 1) (h_k + h_v) e     backward (C - 1) (h_k + h_v) (e + e_g)
+    ulysses     forward (C - 1) / C (h_q + h_k + h_v + h_o) e     backward the same
+    halo        what the queries reach: by a window of w tokens about w (h_k + h_v) for each run of a rank's tokens
+
+Rows of several documents are cut so that few queries reach beyond their rank; where halo moves less than the method
+chosen, such rows go by halo.
+
+heads  each rank computes some heads, or channels, for whole rows: what linear layers give of a rank's own tokens is
+       traded for that, as DeepSpeed Ulysses does for attention (arXiv 2309.14509), and back before the last layer
+whole  each rank gathers the module's input, computes whole rows, and keeps its own tokens: C times the work
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Literal
 
 from torch import nn
 
 from meshwright.core.dtypes import dtype_bytes
-from meshwright.core.names import clean
+from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.names import clean, is_within
+from meshwright.core.parts import FusedPart
 from meshwright.introspection.facts import ModelFacts
-from meshwright.introspection.mixing.values import Mixing
+from meshwright.introspection.mixing.values import Caller, MaskRule, Mixer, MixerInput, Mixing, Sizes
 from meshwright.introspection.small.sample import Sample
+from meshwright.introspection.structure import Measured
+from meshwright.introspection.structure.local_search import LocalForm
+from meshwright.introspection.structure.regions import Cut, Region, resized, shapes_of
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import Techniques
 from meshwright.planning.values import PrecisionPlan
 
-from .cut import Cut
-from .methods import Auto, Bytes, Kind, Method, methods, summed_dtype
-from .mixers import MixerPlan, plan_mixers
+# --- decide which tokens of a row each context-parallel rank has
+
+Runs = tuple[tuple[int, int], ...]
+"""Runs of tokens [start, stop) of a row, in order."""
+
+
+RowCut = Literal["head_tail", "contiguous"]
+"""Each rank has a run from either end of a row, or one run."""
+
+
+def cut_row(cut: RowCut, length: int, ranks: int) -> tuple[Runs, ...]:
+    """Cut a row; one tuple of runs per rank, whose numbers of tokens differ by at most one.
+
+    Raises:
+        ConfigError: the row has fewer tokens than there are ranks.
+    """
+    return head_tail(length, ranks) if cut == "head_tail" else contiguous(length, ranks)
+
+
+def contiguous(length: int, ranks: int) -> tuple[Runs, ...]:
+    """Give each rank one run: where attention reaches little, no run needs more than what is before its first token.
+
+    Returns, raises: see ``cut_row``.
+    """
+    refuse_shorter(length, ranks)
+    ends = accumulate((length // ranks + (rank < length % ranks) for rank in range(ranks)), initial=0)
+    return tuple((run,) for run in pairwise(ends))
+
+
+def fetched_tokens(cut: RowCut, length: int, ranks: int, rule: MaskRule) -> list[list[int]]:
+    """Count the tokens of a row that each rank sends to each other, which fetches those that its queries see.
+
+    Returns:
+        By sender and receiver.
+    """
+    runs = cut_row(cut, length, ranks)
+    sent = [[0] * ranks for _ in range(ranks)]
+    for rank, mine in enumerate(runs):
+        for owner in (other for other in range(ranks) if other != rank):
+            for first, end in runs[owner]:
+                lowest = min((rule.first(start) for start, _ in mine if start >= end or not rule.causal), default=end)
+                sent[owner][rank] += max(0, end - max(first, lowest))
+    return sent
+
+
+def head_tail(length: int, ranks: int) -> tuple[Runs, ...]:
+    """Cut a row into 2 · ranks runs of nearly equal length, and give rank r the run r from either end.
+
+    With a causal mask a token's work grows with its place; a run near the head and one near the tail together cost the
+    same on every rank (Llama 3, arXiv 2407.21783, section 3.3.2).
+
+    Returns:
+        One tuple of runs per rank; the numbers of tokens differ by at most one.
+
+    Raises:
+        ConfigError: the row has fewer tokens than there are ranks.
+    """
+    refuse_shorter(length, ranks)
+    counts = [length // ranks + (rank < length % ranks) for rank in range(ranks)]
+    heads = [-(-count // 2) for count in counts]
+    sizes = [*heads, *reversed([count - head for count, head in zip(counts, heads, strict=True)])]
+    ends = list(accumulate(sizes, initial=0))
+    runs = list(pairwise(ends))
+    return tuple(
+        tuple(run for run in (runs[rank], runs[2 * ranks - 1 - rank]) if run[0] < run[1]) for rank in range(ranks)
+    )
+
+
+def refuse_shorter(length: int, ranks: int) -> None:
+    if length < ranks:
+        raise ConfigError(
+            f"layout.cp = {ranks} cuts each row over {ranks} ranks, and the batch has rows of {length} tokens: set"
+            f" layout.cp = {max(length, 1)} or less, or give longer rows"
+        )
+
+
+# --- choose how each attention of a model reaches the tokens of other ranks
+
+Kind = Literal["all_gather", "ring", "ulysses", "ulysses_ring", "halo"]
+Auto = Literal["auto"]
+KINDS: tuple[Kind, ...] = ("all_gather", "ring", "ulysses", "ulysses_ring", "halo")
+LARGE = 4
+"""Whole rows of keys and values go round a ring where they are this many times larger than a rank's own queries."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """How one attention reaches other ranks' tokens.
+
+    Attributes:
+        kind: "all_gather": each rank gets keys and values of whole rows; "ring": they pass by, part by part;
+            "ulysses": each rank gets some heads of all tokens; "ulysses_ring": so among neighbours, whose parts then
+            pass by; "halo": each rank fetches those that its queries reach.
+        neighbours: ranks among which tokens are traded for heads; 1: none.
+        why: the reason in words.
+        asked: the kind was asked for, and is not ours to change.
+        bytes: that forward and backward send for each token of a rank; 0: it depends on the mask.
+    """
+
+    kind: Kind
+    neighbours: int = 1
+    why: str = ""
+    asked: bool = False
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes of a number of keys' and values', and of their gradients' in sums."""
+
+    element: int
+    summed: int
+
+
+def summed_dtype(compute: str) -> str:
+    """Return the dtype in which gradients are summed, for keys and values in a compute dtype."""
+    return "float64" if compute == "float64" else "float32"
+
+
+def choose(caller: Caller, ranks: int, tensor_ranks: int, size: Bytes) -> Method:
+    """Choose the method that moves fewest bytes; a ring where whole keys and values are large beside the rest."""
+    own = of_rank(caller.sizes, tensor_ranks)
+    gathered = (ranks - 1) * keys_and_values(own) * (size.element + size.summed)
+    all_gather = Method("all_gather", bytes=gathered)
+    if caller.arithmetic is None:
+        return replace(all_gather, why="it computes scores in a way of its own")
+    if caller.rule is None:
+        return replace(all_gather, why="its mask follows no known rule")
+    if caller.rule.reach:
+        return Method("halo", why=f"its mask is {caller.rule}")
+    if is_divisible(own.heads, own.key_heads, ranks):
+        traded = round(2 * (ranks - 1) / ranks * traded_elements(own, ranks) * size.element)
+        if traded <= gathered:
+            return Method("ulysses", ranks, f"{traded} bytes per token instead of {gathered}", bytes=traded)
+    if ranks * keys_and_values(own) > LARGE * own.heads * own.key_features:
+        passed = (ranks - 1) * keys_and_values(own) * (2 * size.element + size.summed)
+        return Method("ring", why=f"whole keys and values are over {LARGE} times a rank's queries", bytes=passed)
+    return replace(all_gather, why="keys and values are small beside the queries")
+
+
+def given(kind: Kind, caller: Caller, ranks: int, tensor_ranks: int) -> Method:
+    """Return the method that was asked for.
+
+    Raises:
+        UnsupportedError: this attention cannot be computed by it; the text says why.
+    """
+    start = f"techniques.context_parallel_method = {kind}: {caller.path}"
+    if kind == "all_gather":
+        return _asked("all_gather")
+    if caller.arithmetic is None:
+        raise UnsupportedError(f"{start} computes scores in a way of its own, which goes by all_gather alone")
+    own = of_rank(caller.sizes, tensor_ranks)
+    if kind in ("ring", "halo"):
+        return _asked(kind)
+    fitting = [n for n in range(ranks, 1, -1) if ranks % n == 0 and is_divisible(own.heads, own.key_heads, n)]
+    heads = f"{own.heads} heads and {own.key_heads} key heads on a rank"
+    if kind == "ulysses":
+        if ranks not in fitting:
+            raise UnsupportedError(f"{start} has {heads}, which {ranks} ranks cannot share out. {_instead(fitting)}")
+        return _asked("ulysses", ranks)
+    smaller = [n for n in fitting if n < ranks]
+    if not smaller:
+        raise UnsupportedError(
+            f"{start} has {heads}: no number of ranks between 1 and layout.cp = {ranks} divides both that and them."
+            f" {_instead(fitting)}"
+        )
+    return _asked("ulysses_ring", smaller[0])
+
+
+def _asked(kind: Kind, neighbours: int = 1) -> Method:
+    return Method(kind, neighbours, "asked for", asked=True)
+
+
+def _instead(fitting: list[int]) -> str:
+    sizes = f"layout.cp = {' or '.join(map(str, fitting))}, or " if fitting else ""
+    return f"Set {sizes}techniques.context_parallel_method = ring"
+
+
+def of_rank(sizes: Sizes, tensor_ranks: int) -> Sizes:
+    """Return the sizes that one of the ranks has that share the heads; fewer key heads than ranks are copied."""
+    heads = sizes.heads // tensor_ranks if sizes.heads % tensor_ranks == 0 else sizes.heads
+    return Sizes(heads, -(-sizes.key_heads // tensor_ranks), sizes.key_features, sizes.value_features)
+
+
+def keys_and_values(sizes: Sizes) -> int:
+    """Count the numbers of one token's keys and values."""
+    return sizes.key_heads * (sizes.key_features + sizes.value_features)
+
+
+def traded_elements(sizes: Sizes, neighbours: int) -> int:
+    """Count the numbers of one token that are traded for heads: queries, keys, values, outputs.
+
+    Where there are fewer key heads than neighbours, each is counted for every neighbour that needs one.
+    """
+    key_heads = max(sizes.key_heads, neighbours)
+    return (sizes.heads + key_heads) * (sizes.key_features + sizes.value_features)
+
+
+def is_divisible(heads: int, key_heads: int, ranks: int) -> bool:
+    """Return whether heads can be shared out with whole groups of heads for each key head."""
+    return heads % ranks == 0 and heads % key_heads == 0 and (key_heads % ranks == 0 or ranks % key_heads == 0)
+
+
+def methods(
+    kind: Kind | Auto, callers: tuple[Caller, ...], ranks: int, tensor_ranks: int, size: Bytes
+) -> Iterator[Method]:
+    """Yield the method of each attention: the one asked for, or with "auto" the one chosen.
+
+    Raises:
+        UnsupportedError: see ``given``.
+    """
+    for caller in callers:
+        if kind == "auto":
+            yield choose(caller, ranks, tensor_ranks, size)
+        else:
+            yield given(kind, caller, ranks, tensor_ranks)
+
+
+# --- decide how modules in which tokens meet otherwise than in attention are computed where rows are cut
+
+
+@dataclass(frozen=True)
+class HeadTrade:
+    """A mixer whose heads are shared out.
+
+    Attributes:
+        block: path of the block around it.
+        region: its layers and the cuts of their tensors, by paths within the block.
+        form: how the region runs with a rank's share of the heads.
+        tensor_ranks: ranks of the tensor axis, which have cut each tensor already.
+    """
+
+    block: str
+    region: Region
+    form: LocalForm
+    tensor_ranks: int = 1
+
+    def parts_of(self, cut: Cut) -> tuple[FusedPart, ...]:
+        """Return the parts of a tensor as the tensor axis has cut it."""
+        ranks = self.tensor_ranks
+        return tuple(
+            FusedPart(part.size * part.copies(ranks) // ranks, part.groups * part.copies(ranks) // ranks)
+            for part in cut.parts
+        )
+
+    def cut_of(self, layer: str) -> tuple[FusedPart, ...]:
+        """Return the parts of a layer's features."""
+        cut = self.region.cut_of(f"{layer}.weight")
+        assert cut is not None
+        return self.parts_of(cut)
+
+    def inner_cuts(self) -> Iterator[Cut]:
+        """Yield the cuts of tensors that are used for some heads each, between the layers that begin and end it."""
+        linear = (*self.region.producers, self.region.consumer)
+        for cut in self.region.cuts:
+            if not any(is_within(cut.name, layer) for layer in linear):
+                yield replace(cut, parts=self.parts_of(cut))
+
+    def traded(self, ranks: int) -> dict[str, int]:
+        """Return the numbers of one token that each layer's trade moves, those counted that several ranks need."""
+        return {
+            layer: sum(part.size * part.copies(ranks) for part in self.cut_of(layer))
+            for layer in (*self.region.producers, self.region.consumer)
+        }
+
+
+@dataclass(frozen=True)
+class MixerPlan:
+    """How one mixer is computed.
+
+    Attributes:
+        trade: its heads are shared out; None: it is computed whole on each rank.
+        reason: why, in words.
+        block: path of the block that the module is in; "": outside of all, and called on each stage of a pipeline.
+    """
+
+    mixer: Mixer
+    trade: HeadTrade | None = None
+    reason: str = ""
+    block: str = ""
+
+    @property
+    def kind(self) -> Literal["heads", "whole"]:
+        return "whole" if self.trade is None else "heads"
+
+    @property
+    def gathered(self) -> tuple[MixerInput, ...]:
+        """The inputs that are gathered: all whose values are read, but those that a trade takes from own tokens."""
+        form = None if self.trade is None else self.trade.form
+        own = () if form is None else tuple(map(key_in_arguments, (*form.hidden, *form.behind)))
+        return tuple(each for each in self.mixer.inputs if each.is_read and each.key not in own)
+
+    def for_sample(self, sample: Sample, model: nn.Module) -> MixerPlan:
+        """Adapt the plan of ``model`` to its small copy."""
+        if self.trade is None:
+            return self
+        block = self.trade.block
+        sizes = shapes_of(model.get_submodule(block)), shapes_of(sample.model.get_submodule(block))
+        region = resized(self.trade.region, *sizes, Fraction(1, sample.heads))
+        return replace(self, trade=replace(self.trade, region=region, tensor_ranks=1))
+
+
+def key_in_arguments(key: int | str) -> str:
+    """Return the path of a module's argument, by its position or name, in (arguments, named arguments)."""
+    return f"[0][{key}]" if isinstance(key, int) else f"[1]['{key}']"
+
+
+def plan_mixers(facts: ModelFacts, mixers: tuple[Mixer, ...], ranks: int, tensor_ranks: int) -> tuple[MixerPlan, ...]:
+    """Share out the heads of each mixer, where these were measured apart; compute the others whole."""
+    if not mixers:
+        return ()
+    facts.measurements.sample(ranks)  # for rehearsals: a model that is laid out cannot be copied
+    measured = None
+    if not all(mixer.has_attention for mixer in mixers):
+        with suppress(UnsupportedError):
+            measured = facts.measurements.structure(ranks)
+    blocks = {m.path: next((block for block in facts.blocks if is_within(m.path, block)), "") for m in mixers}
+    return tuple(
+        replace(_planned(measured, m, blocks[m.path], ranks * tensor_ranks, tensor_ranks), block=blocks[m.path])
+        for m in mixers
+    )
+
+
+def _planned(measured: Measured | None, mixer: Mixer, block: str, shares: int, tensor_ranks: int) -> MixerPlan:
+    """Plan one mixer, whose heads ``shares`` ranks of both axes would share out."""
+    if mixer.has_attention:
+        return MixerPlan(mixer, reason="it calls attention in a way of its own")
+    if measured is None:
+        return MixerPlan(mixer, reason="its heads were not measured")
+    kind = measured.structure.kind_of(block) if block in measured.structure.blocks else None
+    path = mixer.path[len(block) + 1 :]
+    region = next((r for r in kind.regions if r.container == path), None) if kind is not None else None
+    if kind is None or region is None:
+        return MixerPlan(mixer, reason="it has no heads that were measured apart")
+    if region.adapted or region.latent or region.spanning:
+        return MixerPlan(mixer, reason="it has adapters, or layers or norms that all heads share")
+    mixed = region.cut_of(f"{region.consumer}.weight")
+    assert mixed is not None
+    # a head that two ranks computed would be added twice
+    alone = all(part.fits(shares) and part.copies(shares) == 1 for part in mixed.parts)
+    if not alone or not all(part.fits(shares) for cut in region.cuts for part in cut.parts):
+        return MixerPlan(mixer, reason=f"its {region.groups} heads cannot be shared out")
+    first = kind.blocks[0]
+    form = measured.form_of(first, region, without_mask=True)
+    if form is None or not form.hidden:
+        return MixerPlan(mixer, reason="its code reads its input besides the layers that begin it")
+    if form.narrow and tensor_ranks > 1:
+        return MixerPlan(mixer, reason="its code divides the features of its input by its heads")
+    keys = {*form.hidden, *form.behind}
+    others = {each.key for each in mixer.inputs if each.is_read and each.follows and not each.is_integer}
+    if others - set(map(key_in_arguments, keys)):
+        return MixerPlan(mixer, reason="its code reads several inputs that depend on tokens")
+    trade = HeadTrade(block, region, form, tensor_ranks)
+    return MixerPlan(mixer, trade, f"its {region.groups} heads are shared out")
+
+
+# --- describe context parallelism
 
 
 @dataclass(frozen=True)
@@ -36,7 +416,7 @@ class ContextPlan:
     ranks: int
     mixing: Mixing
     methods: tuple[Method, ...]
-    cut: Cut = "head_tail"
+    cut: RowCut = "head_tail"
     mixers: tuple[MixerPlan, ...] = ()
 
     @property

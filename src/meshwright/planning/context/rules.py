@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import is_within
 from meshwright.introspection.mixing.values import Mixing
-from meshwright.introspection.wrapped import core_of
+from meshwright.introspection.signature import core_of
 from meshwright.models.moe import Router
 from meshwright.planning.case import Case, Found
 

@@ -13,7 +13,7 @@ from meshwright.core.devices import CUDA
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import is_within, matching, pattern
 from meshwright.introspection.facts import ModelFacts
-from meshwright.introspection.roles.linears import linears_of_blocks, routers_among
+from meshwright.introspection.roles import linears_of_blocks, routers_among
 from meshwright.introspection.structure.experts import find_stacks
 from meshwright.planning.techniques import Techniques
 from meshwright.planning.tensor.plan import TensorPlan

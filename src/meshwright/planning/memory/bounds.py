@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from meshwright.core.devices import is_accelerator
+from meshwright.planning.collectives import resolved
 from meshwright.planning.memory.states import Memory, plan_memory
-from meshwright.planning.memory.step import MemoryEstimate, MemoryUse
 from meshwright.planning.plan import Plan
-from meshwright.planning.traffic import resolved
 from meshwright.planning.values import Batch
+
+from .states import MemoryEstimate, MemoryUse
 
 STATES_EXACT = 0.99
 """Model states were found within 1 % of their arithmetic (tests/distributed/test_memory.py)."""

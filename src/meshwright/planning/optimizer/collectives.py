@@ -1,18 +1,195 @@
-"""List the messages of optimizers that need whole matrices, or sums over them."""
+"""List the messages of optimizers that need whole matrices, and which ranks own these.
+
+The owner of a matrix receives its parts, computes on the whole, and returns to each rank the part that it holds. The
+schedule follows from shapes and placements alone, so the plan counts what the ranks later send.
+"""
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, product
+from typing import NamedTuple
 
 from meshwright.core.axes import Axis
-from meshwright.core.parts import LocalRange, is_plain, runs_of_chunk, runs_of_parts
+from meshwright.core.parts import LocalRange, Range, is_plain, runs_of_chunk, runs_of_parts
 from meshwright.introspection.facts import ParameterFact
+from meshwright.planning.layout import EXPERTS
 from meshwright.planning.plan import Plan
-from meshwright.planning.shares import EXPERTS
 from meshwright.planning.values import Collective
 
-from .owners import Box, Matrix, boxes_of, matrices_of, messages_of, rounds_of, sent_by
+# --- share whole matrices out among the ranks that hold parts or copies of them
+
+ROUND_ELEMENTS = 1 << 22
+"""Number of elements of whole matrices, on all owners together, beyond which the next ones travel in a message of their
+own; each owner's first matrix of a round may exceed it.
+"""
+
+Box = tuple[Range, ...]
+"""A range for each dim of a whole tensor."""
+
+
+@dataclass(frozen=True, order=True)
+class HeldBox:
+    """A box of a matrix and the ranks that hold it."""
+
+    box: Box
+    ranks: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(high - low for low, high in self.box)
+
+    def sender(self, owner: int) -> int:
+        """Return the rank that brings the box to its owner: the owner itself, or the nearest that holds a copy."""
+        return min(self.ranks, key=lambda rank: (abs(rank - owner), rank))
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix, and where its boxes are; together they cover it once."""
+
+    rows: int
+    columns: int
+    boxes: tuple[HeldBox, ...]
+
+    @property
+    def cost(self) -> int:
+        """Operations of a step of Newton–Schulz, up to a factor: two products with the Gram matrix, and its square."""
+        short, long = sorted((self.rows, self.columns))
+        return short * short * (2 * long + short)
+
+    @property
+    def whole_on(self) -> tuple[int, ...]:
+        """The ranks that hold all of it."""
+        return self.boxes[0].ranks if len(self.boxes) == 1 else ()
+
+    @property
+    def elements(self) -> int:
+        return self.rows * self.columns
+
+
+class Transfer(NamedTuple):
+    """A box that one rank sends to another."""
+
+    matrix: int
+    held: HeldBox
+    sender: int
+    receiver: int
+
+
+@dataclass(frozen=True)
+class Round:
+    """Matrices whose parts travel together: (number of the matrix, its owner) of each."""
+
+    owners: tuple[tuple[int, int], ...]
+
+    def brought(self, matrices: Sequence[Matrix]) -> Iterator[Transfer]:
+        """Yield the boxes that owners receive."""
+        for number, owner in self.owners:
+            for held in matrices[number].boxes:
+                if (sender := held.sender(owner)) != owner:
+                    yield Transfer(number, held, sender, owner)
+
+    def returned(self, matrices: Sequence[Matrix]) -> Iterator[Transfer]:
+        """Yield the boxes that owners send back."""
+        for number, owner in self.owners:
+            for held in matrices[number].boxes:
+                yield from (Transfer(number, held, owner, rank) for rank in held.ranks if rank != owner)
+
+
+def boxes_of(runs: Sequence[Sequence[LocalRange]]) -> list[Box]:
+    """List the boxes that ranges of each dim make, in memory order, without empty ones."""
+    ranges = [[(run.low, run.high) for run in runs_of_dim if run.size] for runs_of_dim in runs]
+    return list(product(*ranges))
+
+
+def matrices_of(shape: Sequence[int], boxes: Sequence[Sequence[Box]]) -> list[Matrix]:
+    """List the matrices of a parameter: itself, or one for each expert of a stack.
+
+    Args:
+        boxes: those that each rank holds.
+    """
+    *stack, rows, columns = shape
+    holders: list[dict[Box, list[int]]] = [{} for _ in range(stack[0] if stack else 1)]
+    for rank, held in enumerate(boxes):
+        for box in held:
+            for number in range(*box[0]) if stack else (0,):
+                holders[number].setdefault(box[-2:], []).append(rank)
+    return [
+        Matrix(rows, columns, tuple(HeldBox(box, tuple(ranks)) for box, ranks in sorted(found.items())))
+        for found in holders
+    ]
+
+
+def rounds_of(matrices: Sequence[Matrix], ranks: int) -> tuple[Round, ...]:
+    """Give each matrix an owner, and cut the work into rounds, in each of which all owners have as much as possible.
+
+    Matrices that some ranks hold whole go to one of these, before the others; all by their cost, the largest first, to
+    the rank with least work. Equal matrices are interchangeable, so what each rank sends does not depend on the order
+    in which they are given.
+    """
+    owned: list[list[int]] = [[] for _ in range(ranks)]
+    work = [0] * ranks
+
+    def place(number: int, rank: int) -> None:
+        owned[rank].append(number)
+        work[rank] += matrices[number].cost
+
+    places = _numbered([matrix.boxes for matrix in matrices])
+    order = sorted(range(len(matrices)), key=lambda n: (-matrices[n].cost, matrices[n].rows, places[n]))
+    some = [n for n in order if 0 < len(matrices[n].whole_on) < ranks]
+    for number in some:
+        place(number, min(matrices[number].whole_on, key=lambda rank: (work[rank], rank)))
+    least = [(work[rank], rank) for rank in range(ranks)]
+    heapq.heapify(least)
+    bound = set(some)
+    for number in (n for n in order if n not in bound):
+        _, rank = heapq.heappop(least)
+        place(number, rank)
+        heapq.heappush(least, (work[rank], rank))
+    return tuple(Round(tuple(owners)) for owners in _together(matrices, owned))
+
+
+def _numbered(boxes: Sequence[tuple[HeldBox, ...]]) -> list[int]:
+    """Number places in an order that does not depend on that of the matrices; equal places have the same number."""
+    distinct = {id(one): one for one in boxes}  # most are one object: to hash each by its boxes would take long
+    values = {one: number for number, one in enumerate(sorted(set(distinct.values())))}
+    numbers = {key: values[one] for key, one in distinct.items()}
+    return [numbers[id(one)] for one in boxes]
+
+
+def _together(matrices: Sequence[Matrix], owned: Sequence[Sequence[int]]) -> Iterator[list[tuple[int, int]]]:
+    """Yield (matrix, owner) of each round."""
+    found: list[tuple[int, int]] = []
+    for place in range(max((len(numbers) for numbers in owned), default=0)):
+        following = [(numbers[place], rank) for rank, numbers in enumerate(owned) if place < len(numbers)]
+        if found and sum(matrices[number].elements for number, _ in (*found, *following)) > ROUND_ELEMENTS:
+            yield found
+            found = []
+        found += following
+    if found:
+        yield found
+
+
+def sent_by(matrices: Sequence[Matrix], rounds: Sequence[Round], ranks: int) -> list[int]:
+    """Count the elements that each rank sends to others, in all rounds together."""
+    sent = [0] * ranks
+    for one in rounds:
+        for transfer in chain(one.brought(matrices), one.returned(matrices)):
+            sent[transfer.sender] += transfer.held.elements
+    return sent
+
+
+def messages_of(matrices: Sequence[Matrix], rounds: Sequence[Round]) -> int:
+    """Count the all-to-alls of all rounds; one that would carry nothing is left out."""
+    ways = (way for one in rounds for way in (one.brought(matrices), one.returned(matrices)))
+    return sum(next(way, None) is not None for way in ways)
+
+
+# --- list the messages of optimizers that need whole matrices, or sums over them
 
 STAGE = (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP, Axis.TP)
 """Axes whose ranks hold parts or copies of the same matrices."""

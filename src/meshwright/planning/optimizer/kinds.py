@@ -1,7 +1,7 @@
 """List the optimizers that ``train`` builds and ``verify`` steps with: one row each.
 
 To add one of torch's optimizers, add its row here and its test; classes of ours are in
-``distributed/optimizer/classes``. The plan's rules, the memory estimate, parameter groups, low-bit states, ``train``
+``distributed/optimizer/muon``. The plan's rules, the memory estimate, parameter groups, low-bit states, ``train``
 and ``verify`` read the row; checkpoints save whatever tensors an optimizer keeps.
 """
 

@@ -11,13 +11,12 @@ from meshwright.core.names import is_within
 from meshwright.introspection.facts import ModelFacts, ParameterFact
 from meshwright.planning.collectives import over_batch, sharded_units, step_agreement, step_norm, token_count
 from meshwright.planning.context.collectives import attention_collectives, row_agreement
-from meshwright.planning.data.units import Holding, trained_cuts, units_outside_blocks
-from meshwright.planning.experts.collectives import expert_collectives, router_collectives
-from meshwright.planning.experts.plan import without_experts
-from meshwright.planning.float8.messages import scales_of_gathered
+from meshwright.planning.data import Holding, trained_cuts, units_outside_blocks
+from meshwright.planning.experts import expert_collectives, router_collectives, without_experts
+from meshwright.planning.float8.rules import scales_of_gathered
 from meshwright.planning.optimizer.collectives import optimizer_collectives
 from meshwright.planning.plan import Plan
-from meshwright.planning.recompute.plan import sent_again
+from meshwright.planning.recompute import sent_again
 from meshwright.planning.tensor.collectives import tensor_collectives
 from meshwright.planning.tensor.plan import TensorPlan
 from meshwright.planning.values import Collective, Unit

@@ -11,9 +11,9 @@ from torch import nn
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import is_within, pattern
 from meshwright.core.parts import is_plain
-from meshwright.introspection.adapted.names import is_adapter
+from meshwright.introspection.adapted.model import is_adapter
 from meshwright.introspection.facts import ModelFacts
-from meshwright.introspection.roles.linears import linears_of_blocks, routers_among
+from meshwright.introspection.roles import linears_of_blocks, routers_among
 from meshwright.introspection.structure.experts import find_stacks
 from meshwright.planning.float8.plan import Float8Plan, check_parts, make_float8_plan
 from meshwright.planning.techniques import Techniques

@@ -15,10 +15,10 @@ from functools import cache
 from meshwright.core.axes import WORLD_AXES, Axis
 from meshwright.core.parts import is_plain, ranges
 from meshwright.introspection.facts import ModelFacts, ParameterFact
-from meshwright.planning.experts.plan import EXPERT_AXES
+from meshwright.planning.collectives import own_tokens_of, resolved
+from meshwright.planning.experts import EXPERT_AXES
+from meshwright.planning.layout import EXPERTS
 from meshwright.planning.plan import Plan
-from meshwright.planning.shares import EXPERTS
-from meshwright.planning.traffic import own_tokens_of, resolved
 from meshwright.planning.values import Batch
 
 

@@ -14,8 +14,8 @@ from typing import Literal
 from meshwright.core.axes import Axis
 from meshwright.core.names import is_within, owner
 from meshwright.introspection.facts import ModelFacts
-from meshwright.planning.float8.messages import Agreements, agreeing
 from meshwright.planning.float8.plan import Float8Plan
+from meshwright.planning.float8.rules import Agreements, agreeing
 from meshwright.planning.values import Collective, LossPlan, PrecisionPlan
 
 from .plan import BlocksPlan, RegionPlan, TensorPlan

@@ -12,8 +12,8 @@ from meshwright.core.names import is_within, owner
 from meshwright.core.parts import FusedPart, is_plain, ranges
 from meshwright.introspection.logits.tail import Tail
 from meshwright.introspection.small.sample import Sample
-from meshwright.introspection.structure.local_form import LocalForm
-from meshwright.introspection.structure.region import Cut, Region, resized, shapes_of
+from meshwright.introspection.structure.local_search import LocalForm
+from meshwright.introspection.structure.regions import Cut, Region, resized, shapes_of
 from meshwright.planning.float8.operand_parts import COLUMN, FEEDING, ROW, SUMMAND, WHOLE, OperandParts
 
 

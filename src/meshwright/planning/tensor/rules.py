@@ -5,14 +5,14 @@ from __future__ import annotations
 from meshwright.core.devices import CUDA
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean, is_within, pattern
-from meshwright.introspection.adapted.names import host_of_magnitude
+from meshwright.introspection.adapted.model import host_of_magnitude
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.structure.structure import legal_degrees
 from meshwright.planning.case import Case, Found
 from meshwright.planning.tensor.plan import TensorPlan
 
+from .make import words_for
 from .styles import STYLES, unknown_style
-from .words import words_for
 
 
 def tensor_words(case: Case) -> Found:

@@ -1,20 +1,289 @@
-"""Look up devices and links by name."""
+"""Describe cards and the links between them, and the seconds of their messages."""
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, lru_cache
 from importlib.resources import files
 from typing import Any
 
 from meshwright.core.devices import CUDA
 from meshwright.core.errors import ConfigError, nearest
 
-from .device import AttentionSpeed, Device
-from .links import Link, Machines
+# --- price operators on one device
+
+TILES = ((256, 128, 1.0), (128, 128, 0.96), (128, 64, 0.86), (64, 64, 0.7))
+"""Tiles (rows, columns) of a matrix product's kernels, with their speed relative to the largest: smaller tiles load
+more operands per product. The effect is described in NVIDIA's Matrix Multiplication Background User's Guide; the
+fractions are assumed."""
+RAMP = 0.63
+"""Depth k, over the FLOPs that a device computes for each byte that it moves, at which the begin and end of a product's
+tile (first operands in, result out) take as long as its products: 96 on an A100, where it was assumed; twice as deep
+where products are twice as fast."""
+
+
+ALIGNED = ((64, 1.0), (32, 0.97), (16, 0.88), (8, 0.72))
+"""Speed of products by the power of two that divides their dims: rows of operands that begin within a line of memory
+are loaded in smaller pieces (the same guide; the fractions are assumed)."""
+
+
+def aligned(dim: float) -> float:
+    """Return the relative speed of products with this dim."""
+    return next((speed for power, speed in ALIGNED if dim % power == 0), 0.5)
+
+
+@dataclass(frozen=True)
+class AttentionSpeed:
+    """Fractions of the peak of half-precision products that an attention kernel reaches with heads of 128."""
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True, eq=False)
+class Device:
+    """One device's speeds.
+
+    Attributes:
+        name: name by which users ask for the device.
+        kind: device type of torch.
+        memory_bytes: memory that the allocator can use.
+        flops: dense products per second by dtype, in FLOP/s, by the data sheet or measured.
+        efficiency: fraction of ``flops`` that large products reach, by dtype.
+        bandwidth: bytes per second of device memory.
+        bandwidth_efficiency: fraction of it that memory-bound kernels reach.
+        multiprocessors: units that tiles of a product are distributed to; 0: products of any shape are equally fast.
+        kernel_s: seconds from a kernel's end to the next one's begin.
+        host_operator_s: seconds of the host per operator that it launches.
+        context_bytes: memory that the driver takes in each process.
+        attention: speeds of attention kernels by name.
+        source: where the figures are from.
+    """
+
+    name: str
+    kind: str
+    memory_bytes: float
+    flops: Mapping[str, float]
+    bandwidth: float
+    efficiency: Mapping[str, float] = field(default_factory=dict)
+    bandwidth_efficiency: float = 0.85
+    multiprocessors: int = 0
+    kernel_s: float = 2e-6
+    host_operator_s: float = 5e-6
+    context_bytes: float = 0.0
+    attention: Mapping[str, AttentionSpeed] = field(default_factory=dict)
+    source: str = ""
+
+    def speed(self, dtype: str) -> float:
+        """Return the FLOP/s of large products in ``dtype``.
+
+        Raises:
+            ConfigError: the device has no products in this dtype.
+        """
+        if dtype not in self.flops:
+            legal = ", ".join(self.flops)
+            raise ConfigError(f"{self.name} has no figure for products in {dtype}. Legal are {legal}.")
+        return self.flops[dtype] * self.efficiency.get(dtype, self.efficiency.get("default", 0.75))
+
+    @cached_property
+    def half(self) -> str:
+        """The dtype of half-precision products: bfloat16 where the device has it."""
+        return next((dtype for dtype in ("bfloat16", "float16") if dtype in self.flops), next(iter(self.flops)))
+
+    def product_s(
+        self, rows: float, columns: float, depth: float, dtype: str, element_bytes: float = 2.0, number: float = 1
+    ) -> float:
+        """Return the seconds of ``number`` products (rows, depth) x (depth, columns), launched as one group.
+
+        The tiles of a group share the multiprocessors (CUTLASS' grouped GEMM), so that only the group's last wave is
+        not full.
+        """
+        return _product_s(self, rows, columns, depth, dtype, element_bytes, number)
+
+    def utilization(self, rows: float, columns: float, depth: float, dtype: str, number: float) -> float:
+        """Return the fraction of large products' speed that ``number`` products of this shape reach."""
+        ramp = depth / (depth + RAMP * self.flops[dtype] / self.bandwidth) * min(aligned(columns), aligned(depth))
+        if not self.multiprocessors:
+            return ramp
+        return ramp * max(self._filled(rows, columns, number, *tile) for tile in TILES)
+
+    def _filled(self, rows: float, columns: float, number: float, height: int, width: int, speed: float) -> float:
+        """Return the fraction of the multiprocessors' time that computes elements of the result, for one tile size."""
+        tiles = math.ceil(number * math.ceil(rows / height) * math.ceil(columns / width))
+        waves = math.ceil(tiles / self.multiprocessors)
+        return speed * number * rows * columns / (waves * self.multiprocessors * height * width)
+
+    def traffic_s(self, moved: float) -> float:
+        """Return the seconds in which ``moved`` bytes are read or written."""
+        return moved / (self.bandwidth * self.bandwidth_efficiency)
+
+    def attention_s(self, flops: float, kernel: str, *, backward: bool, head_dim: int) -> float:
+        """Return the seconds of a fused attention kernel for ``flops`` products, the masked ones left out.
+
+        Heads narrower than 128 fill the units less: at 64, FlashAttention-2 (arXiv 2307.08691, figures 4 to 6) reaches
+        about 0.87 of its speed at 128.
+        """
+        speed = self.attention.get(kernel, AttentionSpeed(0.5, 0.4))
+        fraction = speed.backward if backward else speed.forward
+        narrow = 1.0 if head_dim >= 128 else 0.74 + 0.26 * head_dim / 128
+        return flops / (self.flops[self.half] * fraction * narrow) + self.kernel_s
+
+
+@lru_cache(maxsize=100_000)
+def _product_s(
+    on: Device, rows: float, columns: float, depth: float, dtype: str, element_bytes: float, number: float
+) -> float:
+    if min(rows, columns, depth) <= 0:
+        return 0.0
+    flops = 2.0 * number * rows * columns * depth
+    compute = flops / (on.speed(dtype) * on.utilization(rows, columns, depth, dtype, number))
+    moved = number * ((rows * depth + depth * columns) * element_bytes + rows * columns * 2.0)
+    return max(compute, on.traffic_s(moved)) + on.kernel_s
+
+
+# --- price collectives on a cluster by algorithm and topology
+
+
+@dataclass(frozen=True)
+class Link:
+    """How one device sends to another.
+
+    Attributes:
+        name: name by which users ask for the link.
+        bandwidth: bytes per second and device in each direction, by the data sheet or measured.
+        latency_s: seconds of an empty message, of one step of a ring.
+        efficiency: fraction of the bandwidth that large collectives reach.
+        source: where the figures are from.
+    """
+
+    name: str
+    bandwidth: float
+    latency_s: float
+    efficiency: float = 0.8
+    source: str = ""
+
+    @property
+    def speed(self) -> float:
+        return self.bandwidth * self.efficiency
+
+
+@dataclass(frozen=True)
+class Machines:
+    """A cluster as the forecast sees it: equal devices in equal nodes.
+
+    Attributes:
+        device: what computes.
+        gpus: number of devices.
+        per_node: devices that ``inside`` connects.
+        inside: link within a node.
+        across: link between nodes, for each device.
+        launch_s: seconds between the call of a collective and its first byte.
+    """
+
+    device: Device
+    gpus: int
+    per_node: int
+    inside: Link
+    across: Link
+    launch_s: float = 8e-6
+
+    @property
+    def words(self) -> str:
+        """The devices and their links, in words."""
+        nodes = f", {self.across.name} between nodes of {self.per_node}" * (self.gpus > self.per_node)
+        return f"{self.gpus} {self.device.name}, {self.inside.name}{nodes}"
+
+    def gather_s(self, moved: float, group: Group) -> float:
+        """Return the seconds of an all-gather to ``moved`` bytes on each rank, or of a reduce-scatter of as many."""
+        return _ring_s(moved, group, self)
+
+    def reduce_s(self, moved: float, group: Group) -> float:
+        """Return the seconds of an all-reduce of ``moved`` bytes: a reduce-scatter and an all-gather."""
+        return 2 * _ring_s(moved, group, self) - (self.launch_s if group.size > 1 and moved > 0 else 0.0)
+
+    def send_s(self, moved: float, stride: int) -> float:
+        """Return the seconds of a message of ``moved`` bytes to the rank ``stride`` further on."""
+        link = self.inside if stride < self.per_node else self.across
+        return moved / link.speed + link.latency_s + self.launch_s
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks of one mesh axis: ``size`` ranks, ``stride`` apart in the numbering of ranks."""
+
+    size: int
+    stride: int = 1
+
+    def in_node(self, machines: Machines) -> int:
+        """Return the number of these ranks on one node."""
+        return max(1, min(self.size, machines.per_node // self.stride))
+
+
+def _steps(ranks: int, inside: int, machines: Machines) -> float:
+    """Return the seconds of latency of one pass: a ring within nodes, a tree between many nodes."""
+    nodes = -(-ranks // inside)
+    ring = (ranks - nodes) * machines.inside.latency_s / max(1, nodes)
+    return ring + min(nodes - 1, 4 * math.log2(max(nodes, 1)) if nodes > 1 else 0) * machines.across.latency_s
+
+
+@lru_cache(maxsize=100_000)
+def _ring_s(moved: float, group: Group, machines: Machines) -> float:
+    """Price rings, as many as a node has adapters for the group: each link carries (1 - 1/ranks) of its ring's bytes
+    (Thakur, Rabenseifner, Gropp 2005; the bus bandwidth of nccl-tests).
+    """
+    ranks = group.size
+    if ranks <= 1 or moved <= 0:
+        return 0.0
+    inside = group.in_node(machines)
+    speed = machines.inside.speed if inside > 1 else math.inf
+    if ranks > inside:
+        speed = min(speed, machines.across.speed * inside)
+    return moved * (ranks - 1) / ranks / speed + _steps(ranks, inside, machines) + machines.launch_s
+
+
+def gather_s(moved: float, group: Group, machines: Machines) -> float:
+    """Return the seconds of an all-gather to ``moved`` bytes on each rank, or of a reduce-scatter of as many."""
+    return machines.gather_s(moved, group)
+
+
+def reduce_s(moved: float, group: Group, machines: Machines) -> float:
+    """Return the seconds of an all-reduce of ``moved`` bytes."""
+    return machines.reduce_s(moved, group)
+
+
+def send_s(moved: float, stride: int, machines: Machines) -> float:
+    """Return the seconds of a message of ``moved`` bytes to the rank ``stride`` further on."""
+    return machines.send_s(moved, stride)
+
+
+# --- price one message by its operation, its ranks and its bytes
+
+
+def message_s(op: str, ranks: tuple[int, ...], tensor_bytes: float, machines: Machines) -> float:
+    """Return the seconds of a message from its call to its last byte, with nothing else on its links.
+
+    An all-to-all of equal parts moves as many bytes over each link as an all-gather to the same bytes does; so does a
+    broadcast or a scatter in a ring.
+
+    Args:
+        op: all_gather, reduce_scatter, all_reduce, all_to_all, send, or torch's name of another operation.
+        ranks: ranks of the process group, in order, with equal distances.
+        tensor_bytes: bytes of the message's larger side.
+    """
+    if len(ranks) < 2:
+        return 0.0
+    stride = abs(ranks[1] - ranks[0])
+    if op == "send":
+        return send_s(tensor_bytes, stride, machines)
+    group = Group(len(ranks), stride)
+    return reduce_s(tensor_bytes, group, machines) if op == "all_reduce" else gather_s(tensor_bytes, group, machines)
+
+
+# --- look up devices and links by name
 
 BITS = {"ib": "infiniband", "roce": "roce", "eth": "ethernet", "opa": "omnipath"}
 """Prefixes by which users ask for a link between nodes; the number behind is its Gb/s for each device: ib400."""

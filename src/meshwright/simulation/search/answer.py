@@ -1,19 +1,27 @@
-"""Choose the layouts that the rules allow among the fastest, with figures, rows of a table and TOML of each."""
+"""Write a search's answer: the layouts with their figures, for people and for programs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from meshwright.core.errors import MeshwrightError
-from meshwright.planning.layout import Layout
+from meshwright.core.errors import ConfigError, MeshwrightError
+from meshwright.planning.explain import columns
+from meshwright.planning.layout import Layout, shares_of
 from meshwright.planning.plan import Plan
 from meshwright.planning.techniques import Techniques
+from meshwright.simulation.hardware.cards import Machines
 from meshwright.simulation.workload.execution import Job
+from meshwright.simulation.workload.step_memory import least_memory, step_memory
 
-from .search import Candidate
+from .search import Candidate, Pin, hold, meshes, microbatches, recomputations, stages_per_rank
+
+# --- choose the layouts that the rules allow among the fastest, with figures, rows of a table and TOML of each
 
 Legal = Callable[[Layout, Techniques, int], Plan]
 """Plans a layout with techniques and rows of a microbatch; raises where a rule refuses."""
@@ -220,3 +228,193 @@ def toml(candidate: Candidate, chosen: Techniques) -> str:
 
 def _word(value: bool | int | float | str) -> str:
     return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
+
+
+# --- find the numbers of GPUs next to one that no layout fills
+
+FARTHEST = 4
+"""Counts are looked for from a quarter of the requested one to four times as many."""
+TRIED = 6
+"""Candidates of one count that rules may refuse before it is given up."""
+MEASURED = 1000
+"""Candidates of one count that may be too large before it is given up; the first need least."""
+
+
+def nearest_counts(count: int, works: Callable[[int], bool]) -> tuple[int | None, int | None]:
+    """Return the nearest count below and the nearest above that ``works``; None where none does within the range."""
+    below = next((n for n in range(count - 1, math.ceil(count / FARTHEST) - 1, -1) if works(n)), None)
+    above = next((n for n in range(count + 1, FARTHEST * count + 1) if works(n)), None)
+    return below, above
+
+
+def words(count: int, works: Callable[[int], bool]) -> str:
+    """Return a sentence with the nearest counts that ``works``: "Nearest counts that work: 288 or 304 GPUs."."""
+    found = [n for n in nearest_counts(count, works) if n is not None]
+    least, most = math.ceil(count / FARTHEST), FARTHEST * count
+    if not found:
+        return f"No count from {least} to {most} GPUs works."
+    if len(found) == 2:
+        return f"Nearest counts that work: {found[0]} or {found[1]} GPUs."
+    other = f"above, up to {most}" if found[0] < count else f"below, down to {least}"
+    return f"Nearest count that works: {found[0]} GPU{'s' * (found != [1])} (none {other}, does)."
+
+
+def open_works(
+    base: Job,
+    pins: tuple[Pin, ...],
+    techniques: Techniques,
+    machines: Callable[[int], Machines],
+    legal: Callable[[int, Layout, Techniques, int], object],
+) -> Callable[[int], bool]:
+    """Return a test whether some layout fills a number of GPUs, fits, and is legal.
+
+    Args:
+        base: the model and batch of the search.
+        machines: gives the cluster of a number of GPUs; ConfigError where there is none.
+        legal: plans a layout with techniques and rows of a microbatch on a number of GPUs; raises where a rule refuses.
+    """
+
+    def works(count: int) -> bool:
+        try:
+            job = replace(base, machines=machines(count))
+        except ConfigError:
+            return False
+        refused = 0
+        for place, one in enumerate(_smallest(job, pins)):
+            if refused == TRIED or place == MEASURED:
+                return False
+            if step_memory(one).total > job.machines.device.memory_bytes:
+                continue
+            try:
+                legal(count, one.layout, techniques_of(one, techniques), int(one.microbatch))
+                return True
+            except MeshwrightError:
+                refused += 1
+        return False
+
+    return works
+
+
+def _smallest(base: Job, pins: tuple[Pin, ...]) -> Iterator[Job]:
+    """Yield jobs of all meshes that the pins allow, those whose states are smallest first, with what saves most."""
+    sized = [(least_memory(replace(base, layout=mesh.layout(mesh.data))), mesh) for mesh in meshes(base, pins)]
+    for _, mesh in sorted(sized, key=lambda entry: entry[0]):
+        shards = [
+            layout
+            for layout in map(mesh.layout, reversed(mesh.shards()))
+            if hold(pins, dp_shard=layout.dp_shard, dp_replicate=layout.dp_replicate)
+        ]
+        sizes = microbatches(base, mesh, pins)
+        for rows in dict.fromkeys((*sizes[:1], *sizes[-1:])):  # one microbatch alone accumulates no whole gradients
+            for run in recomputations(base, pins)[-1:]:
+                for per_rank in stages_per_rank(base, mesh, rows, pins):
+                    for reshard, chunks in ((True, 8), (True, 1), (False, 8), (False, 1)):
+                        # one shard gathers nothing that could stay gathered
+                        legal = shards and (reshard or shards[0].dp_shard * mesh.cp > 1)
+                        if legal and hold(pins, reshard=str(reshard).lower(), loss_chunks=chunks):
+                            run = replace(run, stages_per_rank=per_rank, gathers_each=reshard, loss_chunks=chunks)
+                            yield replace(base, layout=shards[0], microbatch=rows, execution=run)
+
+
+def stated_works(layout: Layout, rows: int, legal: Callable[[int], object]) -> Callable[[int], bool]:
+    """Return a test whether a layout that leaves a size open is legal on a number of GPUs, with these rows per step.
+
+    Args:
+        legal: plans the layout on a number of GPUs; raises where a rule refuses.
+    """
+
+    def works(count: int) -> bool:
+        if not fills(layout, count, rows):
+            return False
+        try:
+            legal(count)
+            return True
+        except MeshwrightError:
+            return False
+
+    return works
+
+
+def fills(layout: Layout, count: int, rows: int) -> bool:
+    """Return whether a layout's sizes divide ``count`` ranks, and its data ranks the rows."""
+    try:
+        return rows % shares_of(layout.resolve(count)).data_ranks == 0
+    except ConfigError:
+        return False
+
+
+@contextmanager
+def refusing(layout: Layout, count: int, rows: int, works: Callable[[int], bool]) -> Iterator[None]:
+    """Add the nearest counts to the error of a stated layout that ``count`` GPUs or their rows do not divide into."""
+    try:
+        yield
+    except ConfigError as error:
+        if layout.is_resolved or fills(layout, count, rows):
+            raise
+        raise ConfigError(f"{error} {words(count, works)}") from None
+
+
+# --- hold the answer to which layout to use
+
+SMALLER = 4
+"""Proposals of the front that the text shows beside the fastest."""
+
+
+@dataclass(frozen=True)
+class Foresight:
+    """Holds the forecasts of a model on a cluster: the answer of ``meshwright.foresee``.
+
+    Printed, it is the table of ``meshwright plan --gpus``.
+
+    Attributes:
+        chosen: the fastest layout that fits, or the stated one; None where that does not fit.
+        candidates: the fastest layouts that fit, or the stated one alone.
+        front: layouts that need less memory than all faster ones, fastest first.
+        refused: faster layouts that a rule refuses, with the reason.
+        simulated: number of layouts that were compared.
+        searched: whether the layout was open; else a stated one was judged.
+    """
+
+    chosen: Proposal | None
+    candidates: tuple[Proposal, ...]
+    front: tuple[Proposal, ...]
+    refused: tuple[Refused, ...]
+    simulated: int
+    searched: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures under the documented keys of ``meshwright plan --json``."""
+        return {
+            "chosen": None if self.chosen is None else self.chosen.figures,
+            "candidates": [one.figures for one in self.candidates],
+            "front": [one.figures for one in self.front],
+            "refused": [{**one.figures, "reason": one.reason} for one in self.refused],
+            "simulated": self.simulated,
+        }
+
+    def to_json(self) -> str:
+        """Return ``to_dict`` as text."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    def __str__(self) -> str:
+        first = self.candidates[0]
+        values, job = first.figures, first.candidate.job
+        head = (
+            f"{job.architecture.name} on {job.machines.gpus} {job.machines.device.name}, {job.machines.per_node} per"
+            f" node, {job.rows} rows of {job.seq_len} tokens per step"
+        )
+        parts = [
+            f"{head}\n{columns([row(one.candidate) for one in self.candidates], HEADS)}",
+            "memory of the first: "
+            + ", ".join(f"{name} {size:.1f}" for name, size in values["mem_parts_gb"].items())
+            + " GB",
+            f"{values['tokens_per_day'] / 1e9:.2f} billion tokens a day,"
+            f" {values['gpu_hours_per_billion_tokens']:,.0f} GPU hours for a billion."
+            " MFU: 6 FLOPs per product parameter and 12 per attended feature, over the data sheet's half precision.",
+        ]
+        if self.searched:
+            smaller = [row(one.candidate) for one in self.front if one.candidate.key != first.candidate.key][:SMALLER]
+            if smaller:
+                parts.append(f"less memory, more time\n{columns(smaller, HEADS)}")
+            parts.append(f"{self.simulated} candidates were compared. To train with the first:\n\n{first.toml()}")
+        return "\n\n".join(parts)

@@ -8,32 +8,26 @@ from functools import cached_property
 from typing import Any
 
 from meshwright.core.errors import ConfigError
-from meshwright.distributed.memory.saved import saved_by_blocks
+from meshwright.distributed.memory.dry_run import saved_by_blocks
 from meshwright.introspection.adapted.facts import facts_with
+from meshwright.introspection.blocks import Hints
 from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import ModelFacts
-from meshwright.introspection.hints import Hints
 from meshwright.planning.build import plan as build_plan
 from meshwright.planning.layout import Layout
 from meshwright.planning.plan import Plan
 from meshwright.planning.techniques import RunTechniques, Techniques, as_techniques
 from meshwright.planning.values import Batch
-from meshwright.simulation.hardware.cards import card_names
-from meshwright.simulation.hardware.find import machines_of
-from meshwright.simulation.hardware.links import Machines
-from meshwright.simulation.hardware.measured import computing_in
+from meshwright.simulation.hardware.cards import Machines, card_names
+from meshwright.simulation.hardware.measured import computing_in, machines_of
 from meshwright.simulation.workload.architecture import Architecture
 from meshwright.simulation.workload.execution import Job
-from meshwright.simulation.workload.rehearsed import RehearsedRank, rehearsed_memory, rehearsed_time
-from meshwright.simulation.workload.step_memory import step_memory
+from meshwright.simulation.workload.step_memory import RehearsedRank, rehearsed_memory, rehearsed_time, step_memory
 from meshwright.simulation.workload.step_time import step_time
 
-from .answer import legal_among, proposal
-from .counts import open_works, refusing, stated_works, words
-from .foresight import Foresight
+from .answer import Foresight, legal_among, open_works, proposal, refusing, stated_works, words
 from .from_model import job_of_plan, with_saved
-from .pins import Pin
-from .search import Candidate, Found, Progress, search
+from .search import Candidate, Found, Pin, Progress, search
 
 OPEN = Layout()
 """The layout that states no size."""

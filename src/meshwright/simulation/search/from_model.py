@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from meshwright.core.dtypes import dtype_bytes
 from meshwright.core.names import is_within
-from meshwright.distributed.memory.saved import SavedByBlock
+from meshwright.distributed.memory.dry_run import SavedByBlock
 from meshwright.introspection.facts import ModelFacts, ParameterFact
 from meshwright.introspection.measurements import stated
 from meshwright.introspection.structure.experts import find_stacks
@@ -16,7 +16,7 @@ from meshwright.planning.layout import Layout
 from meshwright.planning.pipeline.plan import PipelinePlan
 from meshwright.planning.plan import Plan
 from meshwright.planning.values import Batch, Unit
-from meshwright.simulation.hardware.links import Machines
+from meshwright.simulation.hardware.cards import Machines
 from meshwright.simulation.workload.architecture import (
     Architecture,
     AttentionShape,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from meshwright.planning.pipeline.split import balanced
+from meshwright.planning.pipeline.plan import balanced
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,10 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Literal
 
-from meshwright.planning.layout import Layout
+from meshwright.planning.layout import Layout, shares_of
 from meshwright.planning.pipeline.schedules.orders import schedule_kind
 from meshwright.planning.pipeline.schedules.table import read_schedule
-from meshwright.planning.shares import shares_of
-from meshwright.simulation.hardware.links import Group, Machines
+from meshwright.simulation.hardware.cards import Group, Machines
 
 from .architecture import Architecture, BlockShape
 

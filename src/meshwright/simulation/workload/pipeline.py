@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from meshwright.planning.pipeline.schedules.action import Action, PipelineSchedule, Work
 from meshwright.planning.pipeline.schedules.orders import schedule_kind
-from meshwright.planning.pipeline.schedules.simulate import WaitOrder, wait_order
+from meshwright.planning.pipeline.schedules.simulate import Action, PipelineSchedule, WaitOrder, Work, wait_order
 from meshwright.planning.pipeline.schedules.table import read_schedule
 
 from .execution import Job, stages_on

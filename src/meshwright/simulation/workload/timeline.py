@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from meshwright.planning.pipeline.schedules.action import Action, PipelineSchedule, Work
+from meshwright.planning.pipeline.schedules.simulate import Action, PipelineSchedule, Work
 
-from .block_times import Cost
 from .execution import Job
 from .pipeline import moments_on, pipeline_spans, schedule_of
 from .step_memory import HeldBytes, SavedBytes, StepMemory
-from .step_time import Kinds, StepTime, stage_seconds, step_time
+from .step_time import Cost, Kinds, StepTime, stage_seconds, step_time
 
 Span = tuple[Action, float, float]
 """An action, its begin and its end, in seconds."""

@@ -16,8 +16,18 @@ from meshwright.core.files import replace_text
 from meshwright.distributed.process.workers import is_broken_collective, meeting_place
 from meshwright.distributed.process.world import get_world_info
 
-from .heartbeat import FOLDER, Heartbeat, Record, read_records
-from .postmortem import find_stall, first_lost, name_of, process_state, whereabouts, write_stacks
+from .heartbeat import (
+    FOLDER,
+    Heartbeat,
+    Record,
+    find_stall,
+    first_lost,
+    name_of,
+    process_state,
+    read_records,
+    whereabouts,
+    write_stacks,
+)
 
 RUN = "run"
 """File in the launcher's temporary folder that names the run's folder."""

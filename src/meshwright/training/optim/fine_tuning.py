@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.core.config import is_unset, unset
-from meshwright.core.units import epochs_text
+from meshwright.core.dtypes import epochs_text
 from meshwright.planning.optimizer.kinds import kind_of
 
 if TYPE_CHECKING:

@@ -1,15 +1,234 @@
-"""Record a few steps and write the recording: a profile, or the memory history."""
+"""Record a few steps: a Chrome trace that names modules and mesh axes, or the memory history.
+
+Works on the parsed file; torch-free.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from meshwright.core.devices import CUDA
+import torch
+from torch import nn
+from torch.autograd.profiler import record_function
+from torch.utils.hooks import RemovableHandle
+
+from meshwright.core.devices import CUDA, is_accelerator
 from meshwright.core.errors import UnsupportedError
+from meshwright.core.names import clean
+from meshwright.core.torch_private import compiled_call
+from meshwright.distributed.process.flight import Issued, issued
 
 from .windows import read_window
+
+# --- name a profiler trace's events
+
+FORWARD, BACKWARD = "forward ", "backward "
+NODE = "autograd::engine::evaluate_function"
+KINDS = (
+    "reduce_scatter",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "barrier",
+    "gather",
+    "scatter",
+    "reduce",
+    "send",
+    "recv",
+)
+
+Event = dict[str, Any]
+
+
+def name_ranges(trace: dict[str, Any], collectives: Sequence[Issued], world_axis: str) -> None:
+    """Add backward ranges and rename collectives, in place.
+
+    * Every node of the backward pass has the sequence number of the operation that made it, and is named after the
+      module whose forward range holds that operation. Neighbours of one module become one range "backward <module>",
+      nested as in the forward.
+    * A collective is renamed like "all_gather dp_shard". NCCL's events name their group. gloo's do not: an operation
+      is the one that torch's flight recorder saw while it was issued; gloo's threads run them in the order of issue.
+
+    Args:
+        collectives: entries of the flight recorder since before the trace began, in order.
+        world_axis: name for "world", the group of all ranks.
+    """
+    events: list[Event] = trace["traceEvents"]
+    whole = [event for event in events if event.get("ph") == "X" and "dur" in event]
+    whole.sort(key=lambda event: (event["ts"], -event["dur"]))
+    _name_collectives(whole, collectives, float(trace.get("baseTimeNanoseconds", 0)), world_axis)
+    events += list(_backward(whole, _modules_of_operations(whole)))
+
+
+def _modules_of_operations(whole: Sequence[Event]) -> dict[int, tuple[str, ...]]:
+    """Map each sequence number to the modules that its operation ran in, outermost first."""
+    inside: dict[Any, list[tuple[float, str]]] = {}
+    found: dict[int, tuple[str, ...]] = {}
+    for event in whole:
+        if str(event["name"]).startswith(NODE):
+            continue
+        stack = inside.setdefault((event.get("pid"), event.get("tid")), [])
+        while stack and stack[-1][0] <= event["ts"]:
+            stack.pop()
+        if str(event["name"]).startswith(FORWARD):
+            stack.append((event["ts"] + event["dur"], event["name"].removeprefix(FORWARD)))
+        number = _number(event)
+        # the last of several operations with one number is the innermost: it made the node
+        if stack and number is not None and event["args"].get("Fwd thread id", 0) == 0:
+            found[number] = tuple(name for _, name in stack)
+    return found
+
+
+def _number(event: Event) -> int | None:
+    number = event.get("args", {}).get("Sequence number")
+    return number if isinstance(number, int) and number >= 0 else None
+
+
+def _backward(whole: Sequence[Event], modules: dict[int, tuple[str, ...]]) -> Iterator[Event]:
+    threads: dict[Any, list[tuple[tuple[str, ...], Event]]] = {}
+    for event in whole:
+        number = _number(event) if str(event["name"]).startswith(NODE) else None
+        if number is not None:
+            threads.setdefault((event.get("pid"), event.get("tid")), []).append((modules.get(number, ()), event))
+    for nodes in threads.values():
+        for depth in range(max(len(path) for path, _ in nodes)):
+            yield from _merged(nodes, depth)
+
+
+def _merged(nodes: Sequence[tuple[tuple[str, ...], Event]], depth: int) -> Iterator[Event]:
+    """Yield one range per run of neighbours that share their modules down to ``depth``."""
+    run: Event | None = None
+    before: tuple[str, ...] = ()
+    for path, event in nodes:
+        here = path[: depth + 1]
+        if run is not None and here == before:
+            run["dur"] = max(run["dur"], event["ts"] + event["dur"] - run["ts"])
+            continue
+        if run is not None:
+            yield run
+        before, run = here, None
+        if len(here) == depth + 1:
+            place = {key: event[key] for key in ("pid", "tid", "ts", "dur")}
+            run = {"ph": "X", "cat": "user_annotation", "name": BACKWARD + here[depth], **place, "args": {}}
+    if run is not None:
+        yield run
+
+
+def _name_collectives(whole: Sequence[Event], collectives: Sequence[Issued], base_ns: float, world_axis: str) -> None:
+    remembered = list(collectives)
+    named: list[tuple[int, str]] = []
+    for event in whole:
+        args = event.get("args", {})
+        if "Process Group Description" in args and "Collective name" in args:
+            axis = str(args["Process Group Description"]).removeprefix("mesh_")
+            _rename(event, str(args["Collective name"]), "world" if axis == "default_pg" else axis, world_axis)
+        elif str(event["name"]).startswith("c10d::"):
+            begins, ends = (base_ns + 1000 * at for at in (event["ts"], event["ts"] + event["dur"]))
+            seen = next(
+                (i for i, one in enumerate(remembered) if begins - 50_000 <= one.created_ns <= ends + 50_000), None
+            )
+            if seen is not None:
+                one = remembered.pop(seen)
+                named.append(
+                    (one.created_ns, _rename(event, event["name"].removeprefix("c10d::"), one.axis, world_axis))
+                )
+    threads = [
+        event
+        for event in whole
+        if str(event["name"]).startswith("gloo:") and "Collective name" not in event.get("args", {})
+    ]
+    if len(threads) == len(named):
+        for event, (_, name) in zip(threads, sorted(named), strict=True):
+            event["args"] = {**event.get("args", {}), "torch's name": event["name"]}
+            event["name"] = f"{name} (gloo)"
+
+
+def _rename(event: Event, reported: str, axis: str, world_axis: str) -> str:
+    """Rename ``"_allgather_base_"`` in dp_shard's group to ``"all_gather dp_shard"``; torch's name stays in args."""
+    plain = reported.lower().replace("_", "")
+    kind = next((kind for kind in KINDS if kind.replace("_", "") in plain), reported)
+    event["args"] = {**event.get("args", {}), "torch's name": event["name"]}
+    event["name"] = f"{kind} {world_axis if axis == 'world' else axis}"
+    return event["name"]
+
+
+# --- profile a few steps as a Chrome trace that names modules and mesh axes
+
+
+class Profile:
+    """The recording (see ``recording``) of torch.profiler on this rank.
+
+    While it records, every module that is not compiled has hooks that mark its forward; torch marks a compiled module
+    as one range. ``name_ranges`` adds backward ranges and names of collectives when the trace is written.
+
+    Args:
+        path: file of the trace.
+        parts: the local modules.
+        world_axis: the mesh axis that spans all ranks, whose group is torch's default one; "world" where none does.
+    """
+
+    def __init__(self, path: Path, parts: Iterable[nn.Module], device: torch.device, world_axis: str):
+        self.path, self._parts, self._device, self._world_axis = path, list(parts), device, world_axis
+        self._profiler: torch.profiler.profile | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._since = 0
+
+    def start(self) -> None:
+        activities = torch.profiler.supported_activities()
+        if not is_accelerator(self._device):
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise it logs start and end to stderr
+        self._since = time.time_ns()
+        for part in self._parts:
+            self._mark(part, "")
+        self._profiler = torch.profiler.profile(activities=activities)
+        self._profiler.start()
+
+    def stop(self) -> None:
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return
+        profiler.stop()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        raw = self.path.with_suffix(".raw.json")
+        profiler.export_chrome_trace(str(raw))
+        trace = json.loads(raw.read_text(encoding="utf-8", errors="replace"))
+        name_ranges(trace, issued(self._since), self._world_axis)
+        whole = self.path.with_suffix(".new.json")
+        whole.write_text(json.dumps(trace), encoding="utf-8")
+        os.replace(whole, self.path)
+        raw.unlink()
+
+    def _mark(self, module: nn.Module, name: str) -> None:
+        if compiled_call(module) is not None:
+            return
+        label = FORWARD + (clean(name) or "model")
+        running: list[record_function] = []
+
+        def enter(*_: object) -> None:
+            running.append(record_function(label))
+            running[-1].__enter__()
+
+        def leave(*_: object) -> None:
+            if running:
+                running.pop().__exit__(None, None, None)
+
+        self._hooks.append(module.register_forward_pre_hook(enter, prepend=True))
+        self._hooks.append(module.register_forward_hook(leave, always_call=True))
+        for child, below in module.named_children():
+            self._mark(below, f"{name}.{child}" if name else child)
+
+
+# --- record a few steps and write the recording
 
 
 class Recording(Protocol):

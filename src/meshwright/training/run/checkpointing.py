@@ -10,14 +10,14 @@ from pathlib import Path
 
 import meshwright.checkpoint as checkpoint
 from meshwright.checkpoint.manifest import NAME as MANIFEST
+from meshwright.core.dtypes import bytes_text, duration_text
 from meshwright.core.errors import IntegrityError
-from meshwright.core.units import bytes_text, duration_text
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import is_rank_zero
 from meshwright.training.build import Run
 from meshwright.training.feed import UnreadSamples
 from meshwright.training.health.peers import with_way_on
-from meshwright.training.metrics.timeline import StartupTimeline
+from meshwright.training.metrics.throughput import StartupTimeline
 
 from .folder import RunFolder
 

@@ -1,11 +1,11 @@
-"""Find a run's folder, and check that it holds the same run."""
+"""Find a run's folder, check that it holds the same run, and write the paths of its data as absolute ones."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,44 @@ from meshwright.checkpoint.folder import CheckpointFolder
 from meshwright.core.config import to_toml
 from meshwright.core.errors import ConfigError
 from meshwright.core.files import read_object, replace_text
-from meshwright.data import Tokenizer
-from meshwright.training.config import Config
+from meshwright.data import SourceOptions, Tokenizer
+from meshwright.data.sources.scan import resolved
+from meshwright.data.text.tokenizers import BYTES
+from meshwright.training.config import Config, DataConfig
 from meshwright.training.model_source import keep_model
-from meshwright.training.slurm.job_folder import FOLDER, job_number, note_job, run_of_requeued_job
+from meshwright.training.slurm import FOLDER, job_number, note_job, run_of_requeued_job
 from meshwright.training.tokenizer import keep_tokenizer, template_file
 
 from .occupancy import NAME
 from .request import IDENTITY
+
+# --- write the paths of a run's data as absolute ones, so that it can be continued from any folder
+
+
+def absolute_paths(data: DataConfig) -> dict[str, Any]:
+    """Return the data section's paths as absolute ones, so that a run can be continued from any folder."""
+
+    def absolute(path: str) -> str:
+        return str(Path(path).expanduser().absolute()) if path else ""
+
+    def source(values: SourceOptions) -> dict[str, Any]:
+        return {
+            "source": tuple(map(resolved, values.source)),
+            "template": absolute(values.template),
+        }
+
+    is_path = data.tokenizer != BYTES and not data.tokenizer.startswith(("bpe:", "ids:"))
+    parts = tuple(replace(part, **source(part)) for part in data.mixture)
+    own = {} if data.mixture else source(data)
+    return {
+        **own,
+        "tokenizer": absolute(data.tokenizer) if is_path else data.tokenizer,
+        "cache": absolute(data.cache),
+        "mixture": parts,
+    }
+
+
+# --- find a run's folder, and check that it holds the same run
 
 LOOSENED = ("too_long", "refuse")
 """A setting and its value that may change when a run is continued: what was refused is not among its samples."""

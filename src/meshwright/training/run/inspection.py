@@ -8,13 +8,11 @@ from typing import Any
 
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.tensor_files import TensorFiles, holds_weights
+from meshwright.core.dtypes import bytes_text, count_text
 from meshwright.core.errors import IntegrityError
 from meshwright.core.files import read_object
-from meshwright.core.units import bytes_text, count_text
-from meshwright.introspection.explain import describe_model, describe_premises, describe_structure
-from meshwright.introspection.facts import model_facts
-from meshwright.introspection.huggingface import read_causal_lm
-from meshwright.introspection.source import as_module
+from meshwright.introspection.facts import describe_model, describe_premises, describe_structure, model_facts
+from meshwright.introspection.source import as_module, read_causal_lm
 from meshwright.planning.plan import Plan
 from meshwright.training.config import Config
 from meshwright.training.metrics.metrics import read_metrics

@@ -1,11 +1,16 @@
-"""Open a run's checkpoint, or a folder of transformers' files, on any layout."""
+"""Open a run's checkpoint, or a folder of transformers' files, on any layout, and write text with it."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import psutil
+import torch
 
 import meshwright.checkpoint as checkpoint
 from meshwright.checkpoint.huggingface import pretrained
@@ -13,24 +18,27 @@ from meshwright.checkpoint.tensor_files import holds_weights
 from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError
 from meshwright.data import Tokenizer, load_tokenizer
+from meshwright.data.text.tokenizers import TEMPLATE, Unfolding, encode_prompt
+from meshwright.data.text.turns import ChatTemplate, Message, ends_of_turn, load_template
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize, single_process_mesh
 from meshwright.distributed.process.world import get_world_info, ranks_per_node
 from meshwright.distributed.setup import DistributedConfig, choose_backend, init_distributed
 from meshwright.distributed.weights.weights import Weights
 from meshwright.introspection.cluster import Cluster
-from meshwright.introspection.huggingface import CONFIG
-from meshwright.introspection.source import as_module
+from meshwright.introspection.source import CONFIG, as_module
 from meshwright.planning.build import plan as make_plan
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import Precision, Techniques
 from meshwright.training.config import Config
 from meshwright.training.model_source import ModelSource, causal_lm, model_source, with_kept_model
-from meshwright.training.tokenizer import own_tokenizer
+from meshwright.training.tokenizer import own_tokenizer, prompt_ids, template_file, template_folder
 
-from .base import weights_beside_adapters
+from .convert import weights_beside_adapters
 from .folder import RunFolder
 from .occupancy import held_by
+
+# --- open a run's checkpoint, or a folder of transformers' files, on any layout
 
 
 @dataclass(frozen=True)
@@ -187,3 +195,150 @@ def _stored_dtype(keys: dict[str, Any]) -> str:
     places = keys, keys.get("text_config") or {}
     named = (place.get(key) for place in places for key in ("dtype", "torch_dtype"))
     return canonical_dtype(next((name for name in named if name), "float32"), where=f"{CONFIG}: dtype")
+
+
+# --- write text with an opened model, in one process, as it comes
+
+PARAMETERS_PER_THREAD = 32_000_000
+"""Below so many, the threads of a product of one token wait for each other longer than they compute."""
+
+Write = Callable[[str], object]
+
+
+def use_threads(threads: int | None, parameters: int) -> None:
+    """Set torch's number of threads for products of one token.
+
+    Args:
+        threads: number that the user asks for; None: by the model's size, at most one for each physical core that
+            this process may use, or as ``OMP_NUM_THREADS`` says.
+    """
+    if threads is None and os.environ.get("OMP_NUM_THREADS", "").isdecimal():
+        return
+    torch.set_num_threads(threads if threads is not None else threads_for(parameters))
+
+
+def threads_for(parameters: int) -> int:
+    """Return the number of threads that write with a model of so many parameters."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = min(allowed, psutil.cpu_count(logical=False) or allowed)
+    return max(1, min(cores, parameters // PARAMETERS_PER_THREAD))
+
+
+@dataclass
+class Sampler:
+    """A model that continues texts.
+
+    Attributes:
+        sampling: fields of ``Sampling``.
+    """
+
+    opened: Opened
+    model: ParallelModel
+    sampling: dict[str, Any]
+
+    @classmethod
+    def of(cls, opened: Opened, threads: int | None = None, **sampling: Any) -> Sampler:
+        """Read an opened model onto this machine's device."""
+        use_threads(threads, 0)
+        model = opened.model()
+        use_threads(threads, model.facts.numel)
+        return cls(opened, model, sampling)
+
+    def continue_text(self, prompt: str, tokens: int, write: Write) -> None:
+        """Write the prompt and at most ``tokens`` more tokens, up to the end of the document.
+
+        Args:
+            write: called with each part of the text as soon as it is known.
+        """
+        ids = prompt_ids(prompt, self.opened.tokenizer, self.opened.path)
+        self.follow(ids, Unfolding(self.opened.tokenizer), tokens, write, shown=ids)
+
+    def follow(
+        self,
+        ids: Sequence[int],
+        text: Unfolding,
+        tokens: int,
+        write: Write,
+        *,
+        shown: Sequence[int] = (),
+        stop: Collection[int] = (),
+    ) -> list[int]:
+        """Write the text that follows ``ids``, and return its ids.
+
+        Args:
+            shown: those of ``ids`` that are written too.
+            stop: ids that end the text, besides the end of a document.
+        """
+
+        def give(part: str) -> None:
+            if part:
+                write(part)
+
+        if len(ids):
+            give(text.more(*shown))
+        stops = {self.opened.tokenizer.end_of_document, *stop}
+        found = self.model.generate(ids, tokens, stop=stops, heard=lambda new: give(text.more(new)), **self.sampling)
+        give(text.rest())
+        return found
+
+
+# --- hold a conversation with an opened model, in its chat template
+
+
+def template_for(opened: Opened, file: str | None) -> ChatTemplate:
+    """Return the chat template in ``file``, or that of the model's tokenizer.
+
+    A run's config may name a file outside its folder, which is not opened unasked.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    named, folder = template_file(opened.config), template_folder(opened.path, opened.tokenizer)
+    if file is None and named and not (folder and (folder / TEMPLATE).is_file()):
+        raise ConfigError(
+            f"{opened.path} trained with the chat template {named}, which is not its own file: give it with"
+            f" --template {named}"
+        )
+    if file is not None and not Path(file).expanduser().is_file():
+        raise ConfigError(f"--template {file} does not exist; it is a file that holds a Jinja template")
+    try:
+        return load_template(file or "", folder)
+    except ConfigError as error:
+        if file is not None:
+            raise
+        where = f"the tokenizer in {folder}" if folder else f"the tokenizer of {opened.path}"
+        raise ConfigError(
+            f"--chat: {where} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json):"
+            f" give one with --template FILE, or leave --chat out to continue the prompt as plain text"
+        ) from error
+
+
+class Conversation:
+    """A conversation that grows by a question and the model's answer."""
+
+    def __init__(self, sampler: Sampler, template: ChatTemplate):
+        self.sampler, self.template, self.messages = sampler, template, list[Message]()
+        self._ends = ends_of_turn(template, sampler.opened.tokenizer)
+
+    def prompt(self) -> list[int]:
+        """Return the ids of the conversation so far, up to the answer."""
+        try:
+            text = self.template.render(self.messages, prompts_answer=True)
+        except ValueError as error:
+            raise ConfigError(f"--chat: {error}") from None
+        return [int(i) for i in encode_prompt(self.sampler.opened.tokenizer, text, is_rendered=True)]
+
+    def ask(self, question: str, tokens: int, write: Write) -> str:
+        """Write the answer of at most ``tokens`` tokens as it comes, and return it; both join the conversation."""
+        self.messages.append({"role": "user", "content": question})
+        ids, tokenizer = self.prompt(), self.sampler.opened.tokenizer
+        parts: list[str] = []
+
+        def give(part: str) -> None:
+            parts.append(part)
+            write(part)
+
+        self.sampler.follow(ids, Unfolding(tokenizer, ids), tokens, give, stop=self._ends)
+        answer = "".join(parts)
+        self.messages.append({"role": "assistant", "content": answer})
+        return answer

@@ -10,20 +10,17 @@ import torch
 from torch import nn
 
 from meshwright.checkpoint.base import differing
-from meshwright.checkpoint.export.adapter import code_to_read, export_adapter
-from meshwright.checkpoint.export.files import export_tensors
-from meshwright.checkpoint.export.merged import export_merged
+from meshwright.checkpoint.export import code_to_read, export_adapter, export_merged, export_tensors
+from meshwright.checkpoint.folder import OLD, PARTIAL, beside
 from meshwright.checkpoint.huggingface import Pretrained, pretrained
 from meshwright.checkpoint.load import open_manifest
 from meshwright.checkpoint.manifest import NAME, Manifest
-from meshwright.checkpoint.replacing import OLD, PARTIAL, beside
 from meshwright.checkpoint.tensor_files import holds_weights
 from meshwright.core.errors import ConfigError, IntegrityError, UnsupportedError
 from meshwright.core.files import inside
-from meshwright.introspection.adapted.names import base_name, is_adapter, is_trained_copy
+from meshwright.introspection.adapted.model import base_name, is_adapter, is_trained_copy
 from meshwright.introspection.constructor.origin import ModelOrigin
-from meshwright.introspection.huggingface import CONFIG
-from meshwright.introspection.source import as_module, with_adapters
+from meshwright.introspection.source import CONFIG, as_module, with_adapters
 from meshwright.training.model_source import KEPT, LEFT
 
 from .convert import TOKENIZER_FILES, ExportedModel, complete, dtype_of, new_folder

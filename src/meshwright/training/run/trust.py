@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from functools import reduce
 from typing import Any
 
-from meshwright.core.config.words import shown
+from meshwright.core.config.read import shown
 from meshwright.core.errors import ConfigError
 from meshwright.training.config import Config
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from meshwright.core.units import count_text, epochs_text
+from meshwright.core.dtypes import count_text, epochs_text
 from meshwright.data import Corpus
+from meshwright.data.corpus.packing import Whole
 from meshwright.data.corpus.pictured import Pictured
-from meshwright.data.corpus.whole import Whole
 from meshwright.data.options import MixturePart
 from meshwright.training.config import Config
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self, TextIO
 
-from meshwright.core.units import bytes_text, count_text, duration_text
+from meshwright.core.dtypes import bytes_text, count_text, duration_text
 
 UNBALANCED = 2.0
 """Multiple of its layer's mean from which the busiest expert is reported."""

@@ -1,37 +1,252 @@
-"""Print and write a run's reports: its header, the figures of each step, the closing report."""
+"""Print and write a run's reports: its header, samples of its data, the figures of each step, the closing report."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
 
 from meshwright.core.config import to_dict
+from meshwright.core.dtypes import count_text, duration_text
 from meshwright.core.errors import MeshwrightError, command
-from meshwright.core.units import count_text
-from meshwright.distributed.experts.load import LayerLoad
+from meshwright.data import SourceOptions, Tokenizer, default_cache_dir, scan_sources
+from meshwright.data.corpus.account import account_of
+from meshwright.data.corpus.building import TokenisingRecipe
+from meshwright.data.corpus.corpus import TRAINING
+from meshwright.data.corpus.mapped import IndexingRecipe
+from meshwright.data.images.files import Vision
+from meshwright.data.options import FARMYARD
+from meshwright.data.sources.scan import TOKEN_FORMATS, Scan
+from meshwright.distributed.experts import LayerLoad
 from meshwright.distributed.loss.preference import ACCURACIES, MARGINS
 from meshwright.distributed.optimizer.parameter_groups import trained_names
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import is_rank_zero
-from meshwright.distributed.step.results import StepLoss, StepResult
+from meshwright.distributed.step.part import StepLoss, StepResult
 from meshwright.planning.plan import Plan
 from meshwright.training.build import Run, build_schedule, device_name, most_tokens
 from meshwright.training.config import Config
-from meshwright.training.metrics.flops import mfu, peak_flops, training_flops_per_token
+from meshwright.training.feed import parts_of, vision_for
 from meshwright.training.metrics.memory import read_memory
-from meshwright.training.metrics.throughput import Throughput
-from meshwright.training.metrics.trackers import Trackers, open_trackers
+from meshwright.training.metrics.metrics import Trackers, open_trackers
+from meshwright.training.metrics.throughput import Throughput, mfu, peak_flops, training_flops_per_token
 from meshwright.training.preference import where_reference_comes_from
 from meshwright.training.run.checkpointing import Checkpointing, Position
 from meshwright.training.run.folder import RunFolder
+from meshwright.training.tokenizer import run_tokenizer
 
-from .next_steps import next_steps
 from .page.document import config_rows
 from .page.history import ABSENT, BEGIN, SAMPLE, change
 from .progress import Progress, StepReport
-from .report import ClosingReport
+
+# --- show the first samples of a run's data, and which of their tokens are trained on
+
+_SHOWN = 2000
+"""Tokens of a document that are shown."""
+
+
+class ShownRun(NamedTuple):
+    """A run of token ids that are trained on or are not, or those of one image."""
+
+    is_learnt: bool
+    ids: np.ndarray
+    image: str = ""
+    """Name and size of the image."""
+
+
+def show_data(config: Config, documents: int, console: Console) -> None:
+    """Print each source's format and task, what becomes of its records, and its first documents: tokens that are not
+    trained on are grey on a terminal, and in [[ ]] elsewhere.
+    """
+    tokenizer = run_tokenizer(config, console.print)
+    memory = Path(config.data.cache).expanduser() if config.data.cache else default_cache_dir()
+    for part in parts_of(config.data):
+        scan = scan_sources(part.source, part.format, memory=memory)
+        title = f"{part.name} · " if config.data.mixture else ""
+        console.print(Text(f"{title}{', '.join(part.source)}", style="bold"))
+        console.print(f"  format     {scan.format}, {scan}", markup=False, highlight=False)
+        task, lines, shown = _documents(scan, part, tokenizer, vision_for(config), config.data.seq_len)
+        named = f"{tokenizer!r}, vocabulary {tokenizer.vocab_size:,}"
+        for title, line in (("task", task), ("tokenizer", named), *lines):
+            console.print(f"  {title:<10} {line}", markup=False, highlight=False)
+        for number, runs in enumerate(islice(shown, documents), 1):
+            _show(number, list(runs), tokenizer, console)
+
+
+def _show(number: int, runs: list[ShownRun], tokenizer: Tokenizer, console: Console) -> None:
+    total, learnt = (sum(len(run.ids) for run in runs if run.is_learnt or every) for every in (True, False))
+    images = sum(bool(run.image) for run in runs)
+    pictured = f", {images} image{'s' * (images != 1)}" if images else ""
+    line = f"\n  document {number}: {total} tokens, {learnt} of them learnt{pictured}"
+    console.print(line, markup=False, highlight=False)
+    text, left = Text(), _SHOWN
+    spelt = getattr(tokenizer, "spell_out", tokenizer.decode)
+    for is_learnt, ids, image in runs:
+        piece = f"<{image}: {len(ids)} tokens>" if image and left else spelt(ids[:left])
+        if is_learnt:
+            text.append(piece)
+        elif console.is_terminal:
+            text.append(piece, style="bright_black")
+        else:
+            text.append(f"[[{piece}]]")
+        left = max(left - len(ids), 0)
+    text.append(" …" if total > _SHOWN else "")
+    console.print(text)
+
+
+def _documents(
+    scan: Scan, options: SourceOptions, tokenizer: Tokenizer, vision: Vision, seq_len: int
+) -> tuple[str, Iterable[tuple[str, str]], Iterator[list[ShownRun]]]:
+    """Return the task, what becomes of the records, and the documents in order."""
+    if scan.format in TOKEN_FORMATS:
+        return "text, as token ids", (), _mapped(IndexingRecipe(scan, options, tokenizer, 0.0))
+    recipe = TokenisingRecipe(scan, options, tokenizer, 0.0, vision)
+    if scan.format == "text":
+        return recipe.task.name, (), _tokenised(recipe)
+    why = "data.task" if options.task != "auto" else "by the columns of the first record"
+    task = f"{recipe.task.name} ({why}), which reads {', '.join(recipe.task.columns)}"
+    shown = _tokenised(TokenisingRecipe(scan, replace(options, on_bad_row="skip"), tokenizer, 0.0, vision))
+    return task, account_of(recipe).lines(seq_len), shown
+
+
+def _mapped(recipe: IndexingRecipe) -> Iterator[list[ShownRun]]:
+    for file in recipe.files:
+        ids = file.open()[: 1 << 20]
+        recipe.check(file, 0, ids)
+        yield from ([ShownRun(True, document)] for document in recipe.documents(file, ids))
+
+
+def _tokenised(recipe: TokenisingRecipe) -> Iterator[list[ShownRun]]:
+    encoder = recipe.encoder()
+    for _, example in recipe.unsplit():
+        ((_, ids, learnt, images),) = encoder.encode(iter([(TRAINING, example)]))
+        if learnt is None:
+            yield [ShownRun(True, ids)]
+            continue
+        named = {begin: f"{file.name} {file.width} x {file.height}" for begin, _, file in images}
+        turns = np.flatnonzero(np.diff(learnt, prepend=~learnt[:1])).tolist()
+        edges = sorted({*turns, *named, *(last for _, last, _ in images)} - {len(ids)})
+        yield [ShownRun(bool(learnt[a]), ids[a:b], named.get(a, "")) for a, b in pairwise([*edges, len(ids)])]
+
+
+# --- print a run's results, and where everything is
+
+
+@dataclass(frozen=True)
+class ClosingReport:
+    """The facts of a finished (or stopped) run; :meth:`text` is what is printed."""
+
+    run_folder: Path
+    step: int
+    """Finished optimizer steps."""
+    total_steps: int
+    loss: float | None
+    """Training loss of the last step."""
+    validation_loss: float | None = None
+    tokens: int | None = None
+    """Tokens trained on, all ranks together."""
+    seconds: float | None = None
+    """Wall-clock seconds from the process's start to here."""
+    skipped: int = 0
+    """Steps skipped for gradients that were not finite."""
+    checkpoint: Path | None = None
+    config: Path | None = None
+    places: Sequence[tuple[str, str]] = ()
+    """(tracker, where its figures are or why there are none)."""
+    sample: str | None = None
+    """Text generated by the trained model."""
+    untrained: str | None = None
+    """The same by the model before its first step."""
+
+    def text(self, width: int = 100) -> str:
+        """Format the outcome, the places (those inside the run folder relative to it), and the sample, folded at
+        ``width``.
+        """
+        rows = [("run folder", str(self.run_folder)), ("checkpoint", self._place(self.checkpoint) or "none was saved")]
+        rows += [("config", self._place(self.config))] if self.config else []
+        rows += self.places
+        column = max(len(name) for name, _ in rows)
+        lines = [self._outcome(), *(f"  {name:<{column}}  {text}" for name, text in rows)]
+        if self.sample is not None:
+            if self.untrained is not None:
+                lines += ["", "sample before training", *_folded(self.untrained, width)]
+            title = "sample" if self.untrained is None else "sample after training"
+            lines += ["", title, *_folded(self.sample, width)]
+        return "\n".join(lines)
+
+    def _outcome(self) -> str:
+        parts = [
+            f"done: {self.total_steps:,} steps"
+            if self.step >= self.total_steps
+            else f"stopped at step {self.step:,} of {self.total_steps:,}"
+        ]
+        if self.tokens is not None:
+            parts.append(f"{count_text(self.tokens)} tokens")
+        if self.seconds is not None:
+            parts.append(duration_text(self.seconds))
+        if self.loss is not None:
+            parts.append(f"loss {self.loss:.4f}")
+        if self.validation_loss is not None:
+            parts.append(f"validation loss {self.validation_loss:.4f}")
+        if self.skipped:
+            parts.append(f"{self.skipped} steps skipped")
+        return " · ".join(parts)
+
+    def _place(self, path: Path | None) -> str:
+        if path is None:
+            return ""
+        return str(path.relative_to(self.run_folder)) if path.is_relative_to(self.run_folder) else str(path)
+
+
+def _folded(text: str, width: int) -> list[str]:
+    """Fold a text into indented lines of at most ``width`` characters, with the text's own line breaks.
+
+    Control characters are escaped.
+    """
+    printable = "".join(c if c.isprintable() or c == "\n" else f"\\x{ord(c):02x}" for c in text.replace("\t", "    "))
+    folded = (
+        textwrap.wrap(line, max(width - 2, 20), replace_whitespace=False) or [""] for line in printable.split("\n")
+    )
+    return [f"  {line}".rstrip() for lines in folded for line in lines]
+
+
+# --- print commands to go on with at the end of a run
+
+FORECAST = ("--gpus", 8, "--gpu", "h100", "--model.size=8B", "--data.seq_len=4096")
+
+
+def is_demo(config: Config) -> bool:
+    """Return whether a run trains a model of random weights on the demo's text."""
+    return config.data.source == (FARMYARD,) and not config.data.mixture and not config.model.hf
+
+
+def next_steps(folder: Path, config: Config, plan: Plan) -> str:
+    """Return the command that writes another text, and behind the demo some more to try."""
+    prompt = config.sample.prompt
+    words = ["--prompt", prompt] if prompt.isprintable() else []
+    base = ["--base", config.model.hf] if config.adapters is not None else []
+    lines = [f"sample again with: {command('generate', folder, *words, *base)}"]
+    if is_demo(config):
+        axis = "pp" if dict(plan.mesh).get("tp", 1) > 1 else "tp"
+        layout = [("another layout, the same losses", command("train", f"--layout.{axis}=2"))]
+        tries = [
+            ("the sentence about another animal", command("generate", folder, "--prompt", "My sleepy owl")),
+            *(layout if plan.world % 2 == 0 else []),
+            ("layouts of a large model on GPUs that need not be here", command("plan", *FORECAST)),
+        ]
+        lines += ["", "try next", *(line for why, words in tries for line in (f"  {why}:", f"    {words}"))]
+    return "\n".join(lines)
+
+
+# --- print and write a run's reports
 
 Result = TypeVar("Result")
 

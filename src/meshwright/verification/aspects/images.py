@@ -10,8 +10,7 @@ from torch import nn
 
 from meshwright.core.errors import ConfigError
 from meshwright.introspection.facts import ModelFacts
-from meshwright.introspection.images.arguments import ImageArguments
-from meshwright.introspection.images.examples import ImageSize, length_for, pictured, sizes_of
+from meshwright.introspection.images import ImageArguments, ImageSize, length_for, pictured, sizes_of
 from meshwright.introspection.source import builder_of
 from meshwright.verification.problem import Batch, RandomBatches
 

@@ -1,4 +1,4 @@
-"""Record the experts that tokens go to, and replay them in another run of the same batches.
+"""Record the experts that tokens go to, and convert the oracle to float8 and 4 bits as layouts do.
 
 Rounding makes two experts that are almost equally good for a token change places, and then everything behind differs.
 So routing is compared first; where rounding alone moved it, one process computes once more with the layout's routing,
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,10 +17,23 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from meshwright.comparison.observe import TokensOfRank
+from meshwright.comparison.equality import Difference
+from meshwright.comparison.sketch import TokensOfRank
+from meshwright.core.errors import MissingExtraError, UnsupportedError
 from meshwright.core.names import clean
+from meshwright.core.torch_private import TorchDispatchMode
+from meshwright.distributed.float8.products import role_of
+from meshwright.distributed.quantize.nf4 import pack, unpack
+from meshwright.introspection.facts import model_facts
+from meshwright.introspection.source import as_module
 from meshwright.introspection.structure.experts import Stack, asked_for, find_stacks
 from meshwright.models.moe import is_recomputing
+from meshwright.planning.float8.plan import make_float8_plan
+from meshwright.planning.quantize.plan import make_quantize_plan
+from meshwright.planning.techniques import as_techniques
+from meshwright.verification.problem import Problem
+
+# --- record the experts that tokens go to, and replay them in another run of the same batches
 
 Routes = dict[str, Tensor]
 """By stack of experts: (rows, seq, k) int32 numbers of each token's experts, as chosen.
@@ -182,3 +196,107 @@ class Replay(TorchFunctionMode):
         self.lacks[what] = max(self.lacks.get(what, 0.0), torch.inf if is_twice else lack)
         self.scores.setdefault(what, []).append(scores.detach().double().flatten(0, -2).cpu())
         return torch.return_types.topk((values, indices))  # type: ignore[attr-defined]
+
+
+# --- convert the oracle to float8 with plain torchao, and count the products in float8 of any implementation
+
+Products = dict[str, int]
+"""Results of products with operands in float8 → number of multiplications.
+
+All ranks together make as many as one process, however rows and features are sharded; recomputation makes more."""
+GIVES = {
+    frozenset(("input", "weight")): "outputs",
+    frozenset(("grad_output", "weight")): "gradients of inputs",
+    frozenset(("grad_output", "input")): "gradients of weights",
+}
+"""Result of a product, by the roles of its operands."""
+
+
+def converted(model: nn.Module, problem: Problem) -> nn.Module:
+    """Convert in place the linear layers that a problem's techniques name, and return the model.
+
+    Raises:
+        MissingExtraError: torchao is not installed.
+    """
+    planned, _ = make_float8_plan(model_facts(model), as_techniques(problem.requested), "cpu")
+    if planned is None:
+        return model
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as error:
+        raise MissingExtraError(f"techniques.float8 = '{planned.recipe}'", "torchao", "float8") from error
+    config = replace(Float8LinearConfig.from_recipe_name(planned.recipe), emulate=True)
+    return convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda _, path: clean(path) in planned.modules
+    )
+
+
+def refuse_unseen(problem: Problem) -> None:
+    """Refuse tensorwise float8 in compiled blocks with experts: nobody sees where rounding moves tokens.
+
+    Raises:
+        UnsupportedError: the comparison could not tell tokens that rounding moved to other experts from a fault.
+    """
+    asked = problem.techniques
+    if (
+        asked.get("float8") == "tensorwise"
+        and asked.get("compile")
+        and model_facts(as_module(problem.source())).has_experts
+    ):
+        raise UnsupportedError(
+            "verify cannot tell techniques.float8 = tensorwise with techniques.compile = true from a fault where the"
+            " model has experts: with the scales of other rows rounding moves tokens to other experts, and routing"
+            " inside compiled blocks is not seen. Verify it with techniques.compile = false, or with techniques.float8"
+            " = rowwise."
+        )
+
+
+@contextmanager
+def counting(products: Products, problem: Problem, step: int) -> Iterator[None]:
+    """Count products in float8 into ``products``, in the first step only, whose blocks run uncompiled, so visibly."""
+    if step > 1 or not problem.sees_products:
+        yield
+        return
+    with _Counter(products):
+        yield
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self, products: Products):
+        super().__init__()
+        self.products = products
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        from torchao.float8 import Float8TrainingTensor
+
+        if func is torch.ops.aten.mm.default and all(isinstance(operand, Float8TrainingTensor) for operand in args):
+            a, b = args
+            gives = GIVES[frozenset(role_of(operand) for operand in args)]
+            self.products[gives] = self.products.get(gives, 0) + a.shape[0] * a.shape[1] * b.shape[1]
+        return func(*args, **(kwargs or {}))
+
+
+def together(of_ranks: Sequence[Products]) -> Products:
+    return {gives: sum(products.get(gives, 0) for products in of_ranks) for gives in GIVES.values()}
+
+
+def fewer(found: Products, reference: Products) -> Iterator[Difference]:
+    """Yield the share of the reference's products that are not in float8; an audit finds layers wrongly in float8."""
+    for gives, number in reference.items():
+        yield Difference("products", gives, max(0.0, 1 - found.get(gives, 0) / number), 0.0)
+
+
+# --- round the frozen weights of one process's model as a layout that holds them in 4 bits does
+
+
+@torch.no_grad()
+def in_4_bits(model: nn.Module, problem: Problem) -> nn.Module:
+    """Round in place the weights that a problem's techniques hold in 4 bits, and return the model.
+
+    They become plain weights with the values that the codes stand for, so that the model computes by plain torch.
+    """
+    planned, _ = make_quantize_plan(model_facts(model), as_techniques(problem.requested))
+    for path in planned.modules if planned is not None else ():
+        weight = model.get_submodule(path).get_parameter("weight")
+        weight.copy_(unpack(pack(weight), weight.dtype))
+    return model

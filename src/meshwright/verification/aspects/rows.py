@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from meshwright.comparison.equality import relative_errors
-from meshwright.comparison.observe import is_inside
+from meshwright.comparison.sketch import is_inside
 from meshwright.verification.outcome import Outcome, Reference
 
 Named = Mapping[str, Tensor]

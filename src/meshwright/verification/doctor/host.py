@@ -1,30 +1,41 @@
-"""Look at the host: memory, shared memory, limits, folders, network interfaces and NVIDIA's driver; without torch."""
+"""Look at the host, the GPUs' driver and the installed releases; without torch."""
 
 from __future__ import annotations
 
 import getpass
 import os
 import platform
+import re
+import shlex
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
+from importlib import metadata, util
 from pathlib import Path
 
+from meshwright.core import host
 from meshwright.core.devices import gpu_count
-from meshwright.core.host import shared_memory
-from meshwright.core.host.folders import default_cache_dir
-from meshwright.core.host.interfaces import (
+from meshwright.core.errors import install_command
+from meshwright.core.host import (
     GLOO,
     LOOPBACK,
+    TESTED,
     Choice,
     addresses_of_host,
+    default_cache_dir,
     gloo_choice,
+    installed,
     interfaces,
     nccl_choice,
+    numbers,
 )
 
-from .findings import FAILURE, HOST, NOTE, OK, WARNING, Finding, gibibytes
+from .findings import FAILURE, HOST, NOTE, OK, VERSIONS, WARNING, Finding, gibibytes
+
+# --- look at the host
 
 LEAST_FILES, WANTED_FILES = 1024, 65_536
 LEAST_PROCESSES, WANTED_PROCESSES = 4096, 65_536
@@ -56,13 +67,13 @@ def _memory() -> Finding:
 
 
 def _shared_memory() -> Finding:
-    name, size = str(shared_memory.FOLDER), shared_memory.shared_memory()
+    name, size = str(host.FOLDER), host.shared_memory()
     if size is None:
         return Finding(HOST, name, NOTE, "there is none")
-    if size >= shared_memory.WANTED:
+    if size >= host.WANTED:
         return Finding(HOST, name, OK, gibibytes(size), figures={"bytes": size})
     text = f"{gibibytes(size)}: NCCL's ranks exchange through it, and want 1 GiB or more"
-    return Finding(HOST, name, WARNING, text, shared_memory.REPAIR, {"bytes": size})
+    return Finding(HOST, name, WARNING, text, host.REPAIR, {"bytes": size})
 
 
 def _limits() -> Iterator[Finding]:
@@ -161,3 +172,134 @@ def _chosen(library: str, choice: Choice) -> Finding:
     elif library == "gloo" and GLOO not in os.environ:
         text += f"; {LOOPBACK} among ranks that meshwright starts"
     return Finding(HOST, library, OK, text, figures=figures)
+
+
+# --- ask NVIDIA's driver for its version, its GPUs and the links between them
+
+ASKED = ("--query-gpu=index,name,memory.total,driver_version,compute_mode", "--format=csv,noheader,nounits")
+LINK = re.compile(r"^(?:NV\d+|PIX|PXB|PHB|NODE|SYS)$")
+
+
+def graphics_findings() -> Iterator[Finding]:
+    """Yield driver, GPUs and links; nothing where there is no driver."""
+    rows = [[word.strip() for word in line.split(",")] for line in _ask(*ASKED).splitlines()]
+    rows = [row for row in rows if len(row) == 5]
+    if not rows:
+        return
+    release = re.search(r"CUDA Version:\s*([\d.]+)", _ask())
+    newest = release.group(1) if release else ""
+    figures = {"driver": rows[0][3], "newest_release": newest}
+    text = f"{rows[0][3]}{f', for CUDA up to {newest}' if newest else ''}"
+    yield Finding(HOST, "driver", OK, text, figures=figures)
+    for index, name, mebibytes, _, mode in rows:
+        size = f", {gibibytes(float(mebibytes) * 2**20)}" if mebibytes.isdigit() else ""
+        yield Finding(
+            HOST, f"GPU {index}", OK, f"{name}{size}{f', {mode}' if mode not in ('Default', '[N/A]') else ''}"
+        )
+    links = links_of(_ask("topo", "-m")) if len(rows) > 1 else {}
+    if links:
+        text = ", ".join(f"{first}-{second} {kind}" for (first, second), kind in links.items())
+        yield Finding(HOST, "links", OK, text, figures={f"{a}-{b}": kind for (a, b), kind in links.items()})
+
+
+def links_of(topology: str) -> dict[tuple[int, int], str]:
+    """Return the kind of link between each pair of GPUs: "NV18", "PIX", … as ``nvidia-smi topo -m`` prints them."""
+    found: dict[tuple[int, int], str] = {}
+    for line in topology.splitlines():
+        head, *cells = re.sub(r"\x1b\[[\d;]*m", "", line).split() or [""]
+        if match := re.fullmatch(r"GPU(\d+)", head):
+            row = int(match.group(1))
+            found |= {(row, column): cell for column, cell in enumerate(cells) if row < column and LINK.match(cell)}
+    return found
+
+
+def _ask(*words: str) -> str:
+    """Return what nvidia-smi answers; empty where it is absent, fails or hangs."""
+    try:
+        done = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, timeout=8, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+# --- compare the installed packages with the tested releases, and find a second torch
+
+NEEDED = ("python", "torch")
+
+
+def version_findings() -> Iterator[Finding]:
+    """Yield a finding for each package of the tested releases, for missing dependencies, and for a second torch."""
+    for package, tested in TESTED.items():
+        here = installed(package)
+        figures = {"version": here, "oldest": tested.oldest, "newest": tested.newest}
+        repair = install_command(f"{package}>={tested.oldest}") if package != "python" else ""
+        if here is None and package not in NEEDED:
+            status, repair, words = NOTE, "", "absent, optional; tested"
+        elif here is None and util.find_spec(package) is not None:
+            status, repair, words = WARNING, "", "here without metadata; tested"
+        elif here is None:
+            status, words = FAILURE, "not installed; tested"
+        elif tested.is_older(here):
+            status, words = FAILURE, f"{here:<13} older than tested:"
+        elif tested.is_newer(here):
+            status, repair, words = WARNING, "", f"{here:<13} newer than tested:"
+        else:
+            status, repair, words = OK, "", f"{here:<13} tested:"
+        yield Finding(VERSIONS, package, status, f"{words} {tested}", repair, figures)
+    yield from _missing_dependencies()
+    yield from second_torch(sys.path)
+
+
+def _missing_dependencies() -> Iterator[Finding]:
+    """Yield the packages without which meshwright's own commands fail, by its metadata."""
+    try:
+        lines = metadata.requires("meshwright") or []
+    except metadata.PackageNotFoundError:  # imported from a source tree
+        return
+    for line in lines:
+        name, at_least = re.match(r"([\w.-]+)(?:>=([\d.]+))?", line).groups()  # pyright: ignore[reportOptionalMemberAccess]
+        if "extra ==" in line or name in TESTED:
+            continue
+        here = installed(name)
+        if here is None or (at_least and numbers(here) < numbers(at_least)):
+            text = f"{here or 'not installed'}; {line} is needed"
+            yield Finding(VERSIONS, name, FAILURE, text, install_command(line), {"version": here})
+
+
+def second_torch(path: list[str]) -> Iterator[Finding]:
+    """Yield a finding if several copies of torch lie on the path: which one is imported depends on its order."""
+    folders = list(dict.fromkeys(place.resolve() for entry in path if (place := _torch_in(entry)) is not None))
+    versions = {
+        (found.version, str(Path(str(found.locate_file(""))).resolve()))
+        for found in metadata.distributions(name="torch", path=path)
+    }
+    if len(folders) <= 1 and len(versions) <= 1:
+        return
+    first = folders[0] if folders else None
+    several = f"{len(folders)} folders: {', '.join(map(str, folders))}" if len(folders) > 1 else ""
+    named = ", ".join(f"{version} in {folder}" for version, folder in sorted(versions))
+    text = f"several copies of torch ({several or named}); {first} is imported"
+    yield Finding(
+        VERSIONS,
+        "torch, twice",
+        FAILURE,
+        text,
+        _removal(path, folders),
+        {"folders": [str(folder) for folder in folders], "versions": sorted(versions)},
+    )
+
+
+def _torch_in(entry: str) -> Path | None:
+    place = Path(entry or os.curdir) / "torch"
+    return place if (place / "__init__.py").is_file() else None
+
+
+def _removal(path: list[str], folders: list[Path]) -> str:
+    """Return the command that leaves one torch: without PYTHONPATH if the first copy is on it, else a new install."""
+    given = [str(Path(entry).resolve()) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    if len(folders) > 1 and str(folders[0].parent) in given:
+        return "unset PYTHONPATH"
+    if len(folders) > 1 and folders[0].parent == Path.cwd():
+        return f"leave the folder {shlex.quote(str(folders[0].parent))}, or rename its torch"
+    install = install_command(f"torch>={TESTED['torch'].oldest}")
+    return f"{install.replace(' install ', ' uninstall ').rsplit(' ', 1)[0]} torch (until none is left), then {install}"

@@ -56,8 +56,8 @@ TRIALS: Mapping[str, Callable[[], dict[str, Any]]] = {
 
 def _pool():
     """Return two workers forked from this process, which compute on GPUs if there are two, outside any launcher."""
-    from meshwright.distributed.process.fitness import refuse_without_distributed
     from meshwright.distributed.process.workers import WorkerPool
+    from meshwright.distributed.process.world import refuse_without_distributed
 
     refuse_without_distributed()  # before other imports fail over it
     for variable in LAUNCHERS:

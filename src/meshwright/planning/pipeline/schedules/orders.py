@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.core.errors import ConfigError, nearest
 
-from .action import Action, PipelineSchedule, Work
-from .simulate import simulate, unit_cost
+from .simulate import Action, PipelineSchedule, Work, simulate, unit_cost
 
 Order = Callable[[int, int, int, int], list[Action]]
 """(rank, ranks, microbatches, stages per rank) -> that rank's actions."""

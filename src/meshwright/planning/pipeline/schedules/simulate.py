@@ -1,18 +1,94 @@
-"""Simulate a schedule: when each action begins and ends, how long ranks wait, how many activations live.
+"""Define ranks' actions, place their messages, and simulate a schedule: when actions run, how long ranks wait.
 
 Ranks take their actions in order; a forward waits for the previous stage, a backward for the next one, and for the
 message between them, if it has a time.
+
+A simulation of the schedule gives the places: a rank sends as soon as it has computed, and its peer begins to receive
+at the same moment. So both sides of every pair of ranks name their messages in the same order, which back ends without
+tags need.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import chain
+from typing import NamedTuple
 
 from meshwright.core.errors import ConfigError
 
-from .action import Action, PipelineSchedule, Work
+# --- define a pipeline rank's action
+
+
+class Work(StrEnum):
+    """A kind of action, by torch's letter; a backward is whole (B), or I and, later, W (arXiv 2401.10241)."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    """Gradients of the stage's input and of its weights."""
+    INPUT = "I"
+    """The gradient of the stage's input."""
+    WEIGHT = "W"
+    """The gradients of the stage's weights, from what ``I`` saved."""
+
+
+class Action(NamedTuple):
+    """One action, written as torch writes it: ``2F5`` is the forward of stage 2 on microbatch 5."""
+
+    stage: int
+    work: Work
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.work}{self.microbatch}"
+
+
+_WRITTEN = re.compile(r"(\d+)([FBIW])(\d+)")
+
+
+def actions_in(text: str) -> list[Action]:
+    """Parse a cell of a schedule's table: no action, one, or two in order that torch would overlap.
+
+    Raises:
+        ValueError: the cell holds something else.
+    """
+    found = [Action(int(stage), Work(work), int(microbatch)) for stage, work, microbatch in _WRITTEN.findall(text)]
+    if _WRITTEN.sub("", text).replace("OVERLAP_F_B", "").strip(" ();"):
+        raise ValueError(f"{text!r} is no action: write stage, one of F B I W, and microbatch, such as 0F3")
+    return found
+
+
+@dataclass(frozen=True)
+class PipelineSchedule:
+    """The order of every rank's actions.
+
+    Attributes:
+        name: this library's name of the schedule.
+        ranks: for each rank of the pipeline axis, its actions in order.
+        rank_of: for each stage, the rank that has it.
+        microbatches: number of microbatches of a step.
+    """
+
+    name: str
+    ranks: tuple[tuple[Action, ...], ...]
+    rank_of: tuple[int, ...]
+    microbatches: int
+
+    @property
+    def stages(self) -> int:
+        return len(self.rank_of)
+
+    @property
+    def splits_backward(self) -> bool:
+        return any(action.work is Work.INPUT for actions in self.ranks for action in actions)
+
+    def stages_on(self, rank: int) -> tuple[int, ...]:
+        return tuple(stage for stage, where in enumerate(self.rank_of) if where == rank)
+
+
+# --- simulate a schedule
 
 Cost = Callable[[Action], float]
 
@@ -175,3 +251,78 @@ def peak_live(schedule: PipelineSchedule) -> tuple[int, ...]:
             most = max(most, live)
         found.append(most)
     return tuple(found)
+
+
+# --- place a schedule's messages
+
+
+class Content(StrEnum):
+    """The tensor that a message carries."""
+
+    ACTIVATION = "activation"
+    """The output of a stage's forward, for the next stage."""
+    GRADIENT = "gradient"
+    """The output of a stage's backward, for the stage before."""
+
+
+class Message(NamedTuple):
+    """A message to a stage.
+
+    Attributes:
+        stage: the receiving stage.
+        microbatch: the microbatch of the tensor.
+    """
+
+    content: Content
+    stage: int
+    microbatch: int
+
+
+@dataclass(frozen=True)
+class Send:
+    message: Message
+    peer: int
+
+
+@dataclass(frozen=True)
+class Receive:
+    message: Message
+    peer: int
+
+
+Step = Action | Send | Receive
+
+
+def message_after(action: Action, stages: int) -> Message | None:
+    """Return the message that an action's output needs to another stage, if any."""
+    if action.work is Work.FORWARD and action.stage + 1 < stages:
+        return Message(Content.ACTIVATION, action.stage + 1, action.microbatch)
+    if action.work in (Work.BACKWARD, Work.INPUT) and action.stage > 0:
+        return Message(Content.GRADIENT, action.stage - 1, action.microbatch)
+    return None
+
+
+def message_before(action: Action, stages: int) -> Message | None:
+    """Return the message that an action needs from another stage, if any."""
+    if action.work is Work.FORWARD and action.stage > 0:
+        return Message(Content.ACTIVATION, action.stage, action.microbatch)
+    if action.work in (Work.BACKWARD, Work.INPUT) and action.stage + 1 < stages:
+        return Message(Content.GRADIENT, action.stage, action.microbatch)
+    return None
+
+
+def programs(schedule: PipelineSchedule) -> tuple[tuple[Step, ...], ...]:
+    """List the steps of each rank; stages on the same rank exchange no messages."""
+    spans = simulate(schedule).spans
+    timed: list[list[tuple[float, int, Step]]] = [[] for _ in schedule.ranks]
+    for rank, actions in enumerate(schedule.ranks):
+        timed[rank] += [(spans[action][0], 1, action) for action in actions]
+    for action in sorted(spans, key=lambda a: (spans[a][1], a.stage, a.microbatch)):
+        message = message_after(action, schedule.stages)
+        if message is None:
+            continue
+        source, target = schedule.rank_of[action.stage], schedule.rank_of[message.stage]
+        if source != target:  # when the tensor is computed, before the actions that begin then
+            timed[source].append((spans[action][1], 0, Send(message, target)))
+            timed[target].append((spans[action][1], 0, Receive(message, source)))
+    return tuple(tuple(step for *_, step in sorted(steps, key=lambda entry: entry[:2])) for steps in timed)

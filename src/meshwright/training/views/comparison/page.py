@@ -6,13 +6,10 @@ import time
 from collections.abc import Sequence
 from html import escape
 
-from meshwright.training.views.page.charts import COLOURS
+from meshwright.training.views.page.charts import COLOURS, asset, breakable, charts_of_runs, framed, table
 from meshwright.training.views.page.document import TIP, curves_section
-from meshwright.training.views.page.drawing import charts_of_runs
-from meshwright.training.views.page.frame import asset, breakable, framed, table
 
-from .runs import ComparedRun, differences, letter_of
-from .table import rows
+from .runs import ComparedRun, differences, letter_of, rows
 
 MOST_NAMED = 3
 """Most runs whose names stand beside each figure; of more, their letters do."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshwright.core.units import duration_text
+from meshwright.core.dtypes import duration_text
 from meshwright.simulation.search.search import Candidate
 from meshwright.simulation.workload.timeline import LaneBar, LaneUse, StepTimeline
-from meshwright.training.views.page.charts import ChartAxis
-from meshwright.training.views.page.frame import table
+from meshwright.training.views.page.charts import ChartAxis, table
 
 from .picture import LEFT, RIGHT, TOP, WIDTH, figure, seconds_axis, seconds_ticks, title
 

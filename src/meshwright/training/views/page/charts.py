@@ -1,16 +1,103 @@
-"""Draw curves as SVG: axes, a path per series, marks at events."""
+"""Choose figures of a run, draw their curves as SVG, and put a page together: one HTML file that fetches nothing."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from importlib import resources
 from typing import Any
 
-from meshwright.core.units import count_text
+from meshwright.core.dtypes import bytes_text, count_text
 
-from .frame import legend
+from .history import BY_SOURCE, OF_PAIRS, History, Series, thinned
+
+# --- put a page together
+
+_LONG = re.compile(r"\S{16,}")
+_BREAKS = re.compile(r"(?<=[/_=:-])(?=\w)|(?<=\.)(?=[A-Za-z_])")
+
+
+def framed(title: str, body: Sequence[str], *, script: str = "", data: str = "", refresh: int = 0) -> str:
+    """Return a page as text.
+
+    Args:
+        title: of the window, without the product's name.
+        body: elements as HTML, in order.
+        script: JavaScript that may run; everything has to be readable without.
+        data: JSON for the script.
+        refresh: seconds after which a browser reads the file again; 0: never.
+    """
+    style = asset("page.css")
+    policy = f"default-src 'none'; img-src data:; style-src {_fingerprint(style)}"
+    ending = ""
+    again = f'<meta http-equiv="refresh" content="{refresh}"/>\n' if refresh else ""
+    if script:
+        policy += f"; script-src {_fingerprint(script)}"
+        # "<" would end the script element; the rest is JSON as it stands
+        data = data.replace("<", "\\u003c")
+        ending = f'<script type="application/json" id="data">{data}</script>\n<script>{script}</script>\n'
+    return (
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}"/>\n'
+        f"{again}"
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"/>\n<title>{escape(title)} ·'
+        f" meshwright</title>\n"
+        f'<link rel="icon" href="data:,"/>\n<style>{style}</style>\n</head>\n<body>\n{chr(10).join(body)}\n'
+        f"{ending}</body>\n</html>\n"
+    )
+
+
+def asset(name: str) -> str:
+    """Read a file that comes with the pages."""
+    return resources.files("meshwright.training.views.page").joinpath(name).read_text(encoding="utf-8")
+
+
+def _fingerprint(text: str) -> str:
+    """Return the hash by which the browser accepts this text, but nothing that came with the data."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def breakable(text: str) -> str:
+    """Return a text as HTML in which long words, such as paths and keys, may go on in the next line at a separator."""
+    return "".join(
+        "<wbr/>".join(map(escape, _BREAKS.split(word))) if _LONG.fullmatch(word) else escape(word)
+        for word in re.split(r"(\s+)", text)
+    )
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], changed: Iterable[bool] = (), *, kind: str = "") -> str:
+    """Return a table as HTML; rows that are ``changed`` stand out.
+
+    Where the page is narrow, each row becomes a block, and each cell has the title of its column beside it. ``kind`` is
+    a class of the style sheet.
+    """
+    marks, about = iter(changed), f' class="{kind}"' if kind else ""
+    labels = [f' data-label="{escape(title)}"' if title else "" for title in head]
+    cells = (
+        "".join(f"<td{label}>{breakable(cell)}</td>" for label, cell in zip(labels, row, strict=False)) for row in rows
+    )
+    lines = (f'<tr class="changed">{line}</tr>' if next(marks, False) else f"<tr>{line}</tr>" for line in cells)
+    titles = "".join(f"<th>{breakable(title)}</th>" for title in head)
+    return f"<table{about}><thead><tr>{titles}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+
+
+def tiles(rows: Iterable[tuple[str, str]]) -> str:
+    """Return figures with their names as HTML."""
+    return f"<dl>{''.join(f'<div><dt>{escape(name)}</dt><dd>{breakable(text)}</dd></div>' for name, text in rows)}</dl>"
+
+
+def legend(names: Iterable[tuple[int, str]]) -> str:
+    """Return the names of colours as HTML, by (number of the colour, name)."""
+    items = "".join(f'<li class="c{number}">{breakable(name)}</li>' for number, name in names)
+    return f'<ul class="legend">{items}</ul>'
+
+
+# --- draw curves as SVG
 
 Point = tuple[float, float]
 
@@ -235,3 +322,128 @@ def nice(low: float, high: float, count: int) -> list[float]:
     return [
         round(index * size, 12 - math.floor(math.log10(size))) for index in range(first, math.floor(high / size) + 1)
     ]
+
+
+# --- choose what is drawn of a run's metrics
+
+MOST_POINTS = 1500
+"""Most points of a curve; a longer one is thinned."""
+MOST_MARKS = 200
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A quantity of the metrics, and how its values are written.
+
+    Attributes:
+        title: heads a figure of it.
+        unit: beside the axis, and behind a value where the value has none of its own.
+        text: formats a value.
+        scale: as ``Chart`` has it.
+    """
+
+    title: str
+    unit: str
+    text: Callable[[float], str]
+    scale: str = ""
+
+    def words(self, value: float | None) -> str:
+        """Return a value with its unit; a dash where there is none."""
+        if value is None:
+            return "–"
+        if not math.isfinite(value):
+            return str(value)
+        return self.text(value) if self.scale or self.unit.startswith("no unit") else f"{self.text(value)} {self.unit}"
+
+
+def plain(value: float) -> str:
+    """Format a number with four digits, or whole where it has a few more."""
+    return f"{value:,.0f}" if 9999.5 <= abs(value) < 1e7 else f"{value:.4g}"
+
+
+def _bytes(value: float) -> str:
+    return bytes_text(max(0, round(value)))
+
+
+def quantities(history: History) -> dict[str, Quantity]:
+    """Return the quantities of a run by their names in the metrics; a loss is of tokens, or of pairs of answers."""
+    loss = "nats/pair" if OF_PAIRS in history.series else "nats/token"
+    return {
+        "loss": Quantity("Loss", loss, plain),
+        "validation_loss": Quantity("Validation loss", loss, plain),
+        "tokens_per_second": Quantity("Speed", "tokens/s", count_text),
+        "memory_bytes": Quantity("Memory of rank 0", "bytes", _bytes, "bytes"),
+        "grad_norm": Quantity("Gradient norm", "no unit, L2 norm before clipping", plain),
+        "learning_rate": Quantity("Learning rate", "no unit", plain),
+        "mfu": Quantity("Model FLOPs utilisation", "% of the peak", lambda value: f"{100 * value:.3g} %", "percent"),
+        "own_time": Quantity("Own time of a step, of all ranks", "seconds", plain),
+        "tokens": Quantity("Tokens", "tokens", count_text),
+    }
+
+
+def charts_of_run(history: History) -> list[Chart]:
+    """Return the figures of one run over its steps; quantities that it does not have are left out."""
+    known = quantities(history)
+    by_source = {name: name.removeprefix(BY_SOURCE) for name in history.sources}
+    wanted: list[tuple[str, dict[str, str]]] = [
+        ("loss", {"loss": "training", "validation_loss": "validation", **by_source}),
+        ("tokens_per_second", {"tokens_per_second": "tokens/s"}),
+        ("memory_bytes", {"memory_bytes": "memory"}),
+        ("grad_norm", {"grad_norm": "gradient norm"}),
+        ("learning_rate", {"learning_rate": "learning rate"}),
+        ("mfu", {"mfu": "MFU"}),
+        ("own_time", {"own_time_max": "slowest rank", "own_time_mean": "mean"}),
+    ]
+    found = []
+    for name, labels in wanted:
+        curves = [
+            Curve(label, thinned(history.series[key], MOST_POINTS))
+            for key, label in labels.items()
+            if key in history.series
+        ]
+        if curves:
+            found.append(_chart(known[name], curves, _marks(history)))
+    return found
+
+
+COMPARED = ("loss", "validation_loss", "grad_norm", "learning_rate", "tokens_per_second")
+"""Quantities whose curves are laid over each other."""
+
+
+def charts_of_runs(runs: Mapping[str, History], by: str) -> list[Chart]:
+    """Return figures with a curve for each run that has the quantity, over steps, tokens or seconds.
+
+    A run has the same colour in all of them.
+    """
+    found = []
+    for name in COMPARED:
+        curves = [
+            Curve(label, placed(history, history.series[name], by), colour)
+            for colour, (label, history) in enumerate(runs.items())
+            if name in history.series
+        ]
+        units = {known.unit: known for history in runs.values() if (known := quantities(history)[name])}
+        if curves:
+            quantity = next(iter(units.values()))
+            unit = " or ".join(units)
+            found.append(_chart(Quantity(quantity.title, unit, quantity.text, quantity.scale), curves))
+    return found
+
+
+def placed(history: History, series: Series, by: str, most: int = MOST_POINTS) -> list[Point]:
+    """Return at most so many points of a series over steps, tokens or seconds, without those of unknown place."""
+    points = thinned(series, most)
+    if by == "steps":
+        return list(points)
+    over = history.clock if by == "seconds" else history.series.get("tokens", Series())
+    places = dict(zip(over.steps, over.values, strict=True))
+    return [(places[step], value) for step, value in points if math.isfinite(places.get(step, math.nan))]
+
+
+def _chart(quantity: Quantity, curves: Sequence[Curve], marks: Sequence[tuple[str, Sequence[float]]] = ()) -> Chart:
+    return Chart(quantity.title, curves, quantity.text, marks, quantity.unit, quantity.scale)
+
+
+def _marks(history: History) -> list[tuple[str, Sequence[float]]]:
+    resumed = [event["step"] for event in history.events if event["event"] == "resume" and event["step"] > 0]
+    return [("resume", resumed[-MOST_MARKS:]), ("skipped", history.rises("skipped")[:MOST_MARKS])]

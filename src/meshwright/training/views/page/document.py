@@ -10,16 +10,26 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.core.config import to_dict
-from meshwright.core.units import bytes_text, duration_text
+from meshwright.core.dtypes import bytes_text, duration_text
 from meshwright.training.config import Config
 from meshwright.training.metrics.metrics import NAME
 from meshwright.training.run.request import read_request
 
-from .charts import Chart, common_axis, figure, hover_data
-from .drawing import MOST_POINTS, charts_of_run, quantities
-from .frame import asset, breakable, framed, table, tiles
-from .history import ABSENT, History, over_steps, read_history
-from .state import RunState, moment, state_of, time_left
+from .charts import (
+    MOST_POINTS,
+    Chart,
+    asset,
+    breakable,
+    charts_of_run,
+    common_axis,
+    figure,
+    framed,
+    hover_data,
+    quantities,
+    table,
+    tiles,
+)
+from .history import ABSENT, History, RunState, moment, over_steps, read_history, state_of, time_left
 
 OWN = ("run",)
 """Keys that name the run's own folder and say nothing of its training."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from meshwright.core.errors import ConfigError
 from meshwright.planning.plan import Plan
 
-from .frame import table
+from .charts import table
 
 COLLECTIVE = ("operation", "axis", "ranks", "unit", "elements", "dtype", "calls")
 """Head of the table of collectives."""

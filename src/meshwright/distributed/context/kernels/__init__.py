@@ -1,1 +1,0 @@
-"""Compute attention of the keys that a rank has: in blocks, or by fused kernels on runs of queries."""

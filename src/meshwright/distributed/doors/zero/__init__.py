@@ -1,1 +1,0 @@
-"""Accept nvFSDP's call as a door into the engine."""

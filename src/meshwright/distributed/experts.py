@@ -1,0 +1,472 @@
+"""Apply expert parallelism, and route the tokens of a step.
+
+Both depend on counts over all data ranks and microbatches of the step: routed tokens, and tokens per expert.
+
+Each token's row is sent once for each of its experts on another rank: there is no padding, and no token is dropped.
+One small all-to-all of counts tells each rank how many rows to send and receive; the host waits for it once per layer.
+A rank or an expert without tokens still takes part in every collective and in the backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from meshwright.core.axes import Axis
+from meshwright.core.losses import PADDING
+from meshwright.core.names import clean, owner
+from meshwright.core.record import remember, wrap
+from meshwright.core.torch_private import has_no_values, uncompiled
+from meshwright.distributed.exchange.ranks import own_share
+from meshwright.distributed.process import agree
+from meshwright.distributed.recompute.kept import exchanged
+from meshwright.distributed.step.part import Batch
+from meshwright.distributed.tensor.layers import LocalView, runtime_of, use_local_parameters
+from meshwright.distributed.weights.parts_tensor import distribute
+from meshwright.introspection.structure.experts import Stack, asked_for, find_stacks
+from meshwright.introspection.structure.router_loss import RouterLogits, RouterLoss
+from meshwright.models.moe import Router, is_recomputing, tokens_per_expert
+from meshwright.planning.plan import Plan
+
+# --- weight the router losses of a step, and update the router biases
+
+
+def routers_of(models: Iterable[nn.Module]) -> list[Router]:
+    """List the routers in the order of the models' modules, which is the same on all ranks that hold them."""
+    return [module for model in models for module in model.modules() if isinstance(module, Router)]
+
+
+def count_routed(pieces: Sequence[Batch]) -> int:
+    """Count the tokens that are not padding."""
+    real = [(piece["tokens"], routed_tokens(piece)) for piece in pieces]
+    return sum(tokens.numel() if mask is None else int(mask.sum()) for tokens, mask in real)
+
+
+def routed_tokens(piece: Batch) -> Tensor | None:
+    """Return (rows, seq) bool, False for padding by document_ids or an attention mask of the tokens' shape.
+
+    Return None if the batch has neither.
+    """
+    documents, mask = piece.get("document_ids"), piece.get("attention_mask")
+    real = None if documents is None else documents != PADDING
+    if mask is None or mask.shape != piece["tokens"].shape:
+        return real
+    return mask.bool() if real is None else real & mask.bool()
+
+
+class TakesShare(Protocol):
+    """A module that adds to the step's loss a mean over its routed tokens."""
+
+    loss_share: Tensor | None
+
+
+def begin_step(routers: Sequence[TakesShare], tokens: int, device: torch.device, scale: float = 1.0) -> None:
+    """Set the weight of one token's auxiliary loss, before the first forward of a step.
+
+    The auxiliary losses become means over ``tokens``, the routed tokens on all data ranks, times ``scale``.
+    """
+    if routers:
+        share = torch.full((), scale / max(tokens, 1), dtype=torch.float64, device=device)
+        for router in routers:
+            router.loss_share = share
+
+
+def share_microbatches(routers: Sequence[Router], groups: Sequence[dist.ProcessGroup]) -> None:
+    """Let losses per microbatch count the tokens of all ranks of ``groups``, which share a microbatch."""
+    for router in routers if groups else ():
+        router.everywhere = _Everywhere(groups)
+
+
+class _Everywhere:
+    """Sums counts over all groups.
+
+    This is not a function with the groups bound to it: code compiled around its call would hold the groups forever.
+    """
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup]):
+        self._groups = list(groups)
+
+    @uncompiled
+    def __call__(self, counted: Tensor) -> Tensor:
+        total = counted.sum(0, keepdim=True)
+        return exchanged(sum_over, self._groups, total, into=total)
+
+
+def sum_over(groups: Sequence[dist.ProcessGroup], counts: Tensor) -> Tensor:
+    """Sum in place over the ranks of all groups."""
+    for group in groups:
+        dist.all_reduce(counts, group=group)
+    return counts
+
+
+def end_step(routers: Sequence[Router], groups: Sequence[dist.ProcessGroup], *, skipped: bool) -> None:
+    """Update the biases by the tokens that each expert received since the last step, unless the step is skipped.
+
+    Collective.
+
+    Args:
+        groups: groups of the axes along which ranks hold other tokens.
+    """
+    balanced = [router for router in routers if router.bias is not None]
+    if balanced and not skipped:
+        counts = sum_over(groups, torch.stack([_counts(router) for router in balanced]))
+        for router, found in zip(balanced, counts, strict=True):
+            router.balance(found)
+    for router in routers:
+        router.counts = None
+
+
+def forget_step(routers: Sequence[Router]) -> None:
+    """Discard the counts of a failed forward or backward: they belong to no step."""
+    for router in routers:
+        router.counts = None
+
+
+def _counts(router: Router) -> Tensor:
+    if router.counts is not None:
+        return router.counts
+    return torch.zeros(router.config.n_experts, dtype=torch.int64, device=router.weight.device)
+
+
+# --- distribute experts over ranks
+
+
+def apply(model: nn.Module, plan: Plan, expert_mesh: DeviceMesh) -> nn.Module:
+    """Distribute the plan's stacks of experts over the mesh's ``ep`` axis, in place. ``model`` may be on meta."""
+    assert plan.experts is not None
+    axis = expert_mesh[Axis.EP.value]
+    # gradients are means over the tokens of all data ranks; FSDP2 would divide by its own number of ranks
+    factor = 1 / plan.shares.batch_ranks if plan.data.reduction == "mean" else 1.0
+    for stack in plan.experts.stacks:
+        module = model.get_submodule(stack.path)
+        for name in stack.parameters:
+            module._parameters[name] = distribute(module.get_parameter(name), axis, Shard(0))
+        for name in stack.counts:
+            setattr(module, name, stack.experts // plan.experts.ranks)
+        use_local_parameters(module, LocalView.of(module, gradient_factor=factor))
+        wrap(
+            module,
+            functools.partial(_dispatching, stack, axis.get_group()),
+            f"experts distributed over ep {plan.experts.ranks}",
+        )
+    remember(model, plan.experts)
+    return model
+
+
+MEANWHILE = "meanwhile"
+"""Name of an optional argument of a stack of experts: a function without arguments, to run while rows are dispatched.
+"""
+
+
+def _dispatching(stack: Stack, group: dist.ProcessGroup, forward: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(forward)
+
+    def call(given: dict[str, Tensor]) -> Any:
+        # by position: a kernel with this signature may have other argument names
+        bound = inspect.BoundArguments(signature, OrderedDict(given))
+        return forward(*bound.args, **bound.kwargs)
+
+    @torch.compiler.disable
+    def dispatched_experts_forward(*args: Any, **kwargs: Any) -> Tensor:
+        arguments = signature.bind(*args, **kwargs).arguments
+        rows, index, weights = stack.arguments(arguments)
+        compute = functools.partial(stack.compute, call)
+        made = _everywhere(compute, stack, group, rows, index, arguments.get(MEANWHILE))
+        shape = arguments[stack.rows].shape
+        # sum and cast return no view: an in-place addition to a view would lose FSDP2's hook
+        return (made * weights.unsqueeze(-1)).view(*shape[:-1], index.shape[1], shape[-1]).sum(-2).to(rows.dtype)
+
+    return dispatched_experts_forward
+
+
+def _everywhere(
+    compute: Callable[[Tensor, Tensor], Tensor],
+    stack: Stack,
+    group: dist.ProcessGroup,
+    rows: Tensor,
+    index: Tensor,
+    meanwhile: Callable[[], object] | None = None,
+) -> Tensor:
+    """Return (n, k, dim): each token's outputs from its experts on all ranks; zeros where ``index`` names no expert.
+
+    Args:
+        compute: rows (m, dim) and the local numbers (m,) of their experts on this rank → (m, dim).
+        rows: (n, dim).
+        index: (n, k) int64 experts; ``stack.experts`` means no expert.
+        meanwhile: called while rows are sent to experts. Its backward runs while their gradients are sent back:
+            autograd runs nodes that are ready in the reverse order of the forward.
+    """
+    n, k = index.shape
+    ranks, flat = group.size(), index.flatten()
+    order = flat.argsort(stable=True)  # by expert, so by rank; no expert: last
+    mine = tokens_per_expert(flat, stack.experts)
+    theirs = exchanged(_counts_of_all, mine, group)  # (ranks, experts of this rank)
+    sends, receives = _rows_by_rank(mine, theirs, ranks, len(flat))
+    order = order[: sum(sends)]
+    given = _exchange(rows[order // k], sends, receives, group, meanwhile)
+    own = stack.experts // ranks
+    numbers = torch.arange(own, device=rows.device).repeat(ranks).repeat_interleave(theirs, output_size=sum(receives))
+    if not len(given):  # the experts' parameters need a gradient nevertheless: other ranks reduce with this one
+        given, numbers = given.new_zeros(1, rows.shape[1]) + given.sum(), numbers.new_zeros(1)
+    made = _exchange(compute(given, numbers)[: sum(receives)], receives, sends, group)
+    return made.new_zeros(n * k, made.shape[1]).index_copy(0, order, made).view(n, k, made.shape[1])
+
+
+def _rows_by_rank(mine: Tensor, theirs: Tensor, ranks: int, rows: int) -> tuple[list[int], list[int]]:
+    """Return the number of rows for each rank, and from each rank. The only point where the host waits for the device.
+
+    A dry run has no values: routers are taken to spread their choices evenly.
+    """
+    if has_no_values(mine):
+        even = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
+        return even, even
+    sends, receives = torch.stack([mine.view(ranks, -1).sum(1), theirs.view(ranks, -1).sum(1)]).tolist()
+    return sends, receives
+
+
+@dataclass
+class _Journey:
+    """An asynchronous all-to-all of rows: the first ``sends[0]`` go to the first rank, and so on.
+
+    Its backward sends the gradients the opposite way.
+    """
+
+    sends: list[int]
+    receives: list[int]
+    group: dist.ProcessGroup
+    _under_way: tuple[dist.Work, Tensor] | None = None
+    _found: Tensor | None = None
+
+    def begin(self, rows: Tensor, sends: list[int], receives: list[int]) -> Tensor:
+        """Start to send ``rows``, and return the receive buffer, which is valid once ``end`` has returned."""
+
+        def send() -> Tensor:
+            found, sent = rows.new_empty(sum(receives), rows.shape[1]), rows.contiguous()
+            work = dist.all_to_all_single(found, sent, receives, sends, group=self.group, async_op=True)
+            assert work is not None
+            self._under_way = work, sent
+            return found
+
+        self._found = exchanged(send)
+        return self._found
+
+    def end(self) -> Tensor:
+        found = self._found
+        assert found is not None
+        if self._under_way is not None:
+            self._under_way[0].wait()
+        self._under_way = self._found = None
+        return found
+
+
+def _counts_of_all(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+    theirs = torch.empty_like(mine)
+    dist.all_to_all_single(theirs, mine, group=group)
+    return theirs
+
+
+class _Begin(torch.autograd.Function):
+    """Start to send rows, and return them unchanged. The backward waits for their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, journey: _Journey) -> Tensor:
+        ctx.journey = journey
+        journey.begin(rows, journey.sends, journey.receives)
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor):
+        return ctx.journey.end(), None
+
+
+class _End(torch.autograd.Function):
+    """Wait for the received rows, and return them in place of the sent ones.
+
+    The backward starts to send their gradients, and returns the buffer that receives those of the sent rows.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, journey: _Journey) -> Tensor:
+        ctx.journey = journey
+        return journey.end()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor):
+        journey = ctx.journey
+        return journey.begin(grad_outputs[0], journey.receives, journey.sends), None
+
+
+def _exchange(
+    rows: Tensor,
+    sends: list[int],
+    receives: list[int],
+    group: dist.ProcessGroup,
+    meanwhile: Callable[[], object] | None = None,
+) -> Tensor:
+    journey = _Journey(sends, receives, group)
+    leaving = _Begin.apply(rows, journey)
+    if meanwhile is not None:
+        meanwhile()
+    return _End.apply(leaving, journey)
+
+
+# --- compute a model's own router loss over the tokens of all ranks that share a microbatch
+
+
+class SharedRouterLoss:
+    """Computes a model's own router loss over the tokens of several ranks.
+
+    Attributes:
+        loss_share: weight of one token's router loss in the loss of the step, 0 dims.
+    """
+
+    def __init__(self, loss: RouterLoss, model: nn.Module, groups: Sequence[dist.ProcessGroup]):
+        """Record the router logits of ``model``. ``groups``: of the axes along which ranks hold other tokens."""
+        self.loss_share: Tensor | None = None
+        self._loss, self._groups, self._logits = loss, groups, RouterLogits(model, loss)
+        runtime = runtime_of(model)
+        self._sequence = runtime.sequence if runtime is not None and runtime.sequence.cut else None
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """Return this rank's partial sum of the router loss of the last forward's microbatch, 0-dim.
+
+        It combines the choices of all ranks' tokens with the probabilities of this rank's tokens.
+        """
+        logits = self._logits.take()
+        real = self._own(routed_tokens(batch), batch["tokens"].shape)
+        real = None if real is None else real.flatten().to(logits[0].device)
+        chosen, probabilities = self._loss.terms(logits, real)
+        tokens = chosen.new_tensor([logits[0].flatten(0, -2).shape[0]]) if real is None else real.sum().view(1)
+        chosen, tokens = sum_over(self._groups, torch.cat([chosen, tokens])).split([self._loss.experts, 1])
+        shares = chosen.double() / (tokens.clamp(min=1) * len(logits))
+        assert self.loss_share is not None
+        return (
+            self._loss.coefficient * self._loss.experts * self.loss_share * (shares * probabilities).sum() / len(logits)
+        )
+
+    def begin(self) -> None:
+        """Prepare for a microbatch's forward."""
+        self._logits.begin()
+
+    def forget(self) -> None:
+        """Discard the recorded logits after a failed forward or backward."""
+        self._logits.take()
+
+    def _own(self, real: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
+        """Return a mask of this rank's routed tokens, False for padding of rows or of the sequence shard; None: all."""
+        if self._sequence is None:
+            return real
+        if real is None and not self._sequence.filled:
+            return None
+        whole = torch.ones(shape, dtype=torch.bool) if real is None else real
+        return own_share(whole, self._sequence.group.rank, self._sequence.group.size)
+
+
+# --- count the tokens that each expert receives
+
+
+@dataclass(frozen=True)
+class LayerLoad:
+    """The load of one layer's experts, over all ranks.
+
+    Attributes:
+        path: path of the experts' module.
+        tokens: number of tokens that each expert received.
+        dropped: number of choices that reached no expert: padding, and tokens beyond an expert's capacity.
+        router_z: mean over the routed tokens of log²(Σ exp(logits)) of the layer's router; None unless the router is
+            a ``models.moe.Router``.
+    """
+
+    path: str
+    tokens: tuple[int, ...]
+    dropped: int
+    router_z: float | None = None
+
+    @property
+    def max_over_mean(self) -> float:
+        """Largest over mean number of tokens: 1 for a balanced load, the number of experts if one receives all."""
+        total = sum(self.tokens)
+        return max(self.tokens) * len(self.tokens) / total if total else 1.0
+
+    @property
+    def entropy(self) -> float:
+        """Entropy of the experts' shares of tokens, over its maximum: 1 if all are equal, 0 if one receives all."""
+        shares = torch.tensor(self.tokens, dtype=torch.float64)
+        shares = shares / shares.sum().clamp(min=1)
+        return float(torch.special.entr(shares).sum()) / math.log(len(self.tokens))
+
+
+class ExpertLoad:
+    """Counts the tokens of every stack of experts of some modules, in training forwards."""
+
+    def __init__(self, models: Sequence[nn.Module]):
+        self._counts: dict[str, Tensor] = {}
+        self._routers: dict[str, Router] = {}
+        for model in models:
+            beside = {owner(clean(raw)): module for raw, module in model.named_modules() if isinstance(module, Router)}
+            self._routers |= {path: beside[owner(path)] for path in find_stacks(model) if owner(path) in beside}
+            for path, stack in find_stacks(model).items():
+                module = model.get_submodule(path)
+                module.register_forward_pre_hook(self._hook(stack), with_kwargs=True, prepend=True)
+
+    def _hook(self, stack: Stack) -> Any:
+        @torch.compiler.disable
+        def count(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            if not module.training or is_recomputing():
+                return
+            numbers = asked_for(stack, args, kwargs)
+            if numbers is None:
+                return
+            index = numbers.flatten()
+            before = self._counts.get(stack.path)
+            if before is None:
+                before = self._counts[stack.path] = torch.zeros(
+                    stack.experts + 1, dtype=torch.int64, device=index.device
+                )
+            before.scatter_add_(0, index, torch.ones_like(index))
+
+        return count
+
+    def take(self, groups: Sequence[dist.ProcessGroup], pipeline: Sequence[dist.ProcessGroup]) -> list[LayerLoad]:
+        """Return the counts since the last call, over all ranks. Collective.
+
+        Args:
+            groups: groups of the axes along which ranks hold other tokens.
+            pipeline: groups of the axes along which ranks hold other layers.
+        """
+        found: list[LayerLoad] = []
+        if self._counts:
+            total = agree.total(torch.cat([*self._counts.values()]), list(groups))
+            sizes = self._take_sizes(list(groups))
+            for path, counts in zip(self._counts, total.split([len(c) for c in self._counts.values()]), strict=True):
+                *tokens, dropped = counts.tolist()
+                found.append(LayerLoad(path, tuple(tokens), dropped, sizes.get(path)))
+                self._counts[path].zero_()
+        if pipeline:
+            found = list({load.path: load for loads in agree.everybody_says(found) for load in loads}.values())
+        return found
+
+    def _take_sizes(self, groups: list[dist.ProcessGroup]) -> dict[str, float]:
+        """Return the mean ``router_z`` of each ``models.moe.Router``, by the path of its experts."""
+        if not self._routers:
+            return {}
+        none = torch.zeros(2, dtype=torch.float64)
+        sizes = agree.total(
+            torch.stack([none if router.z is None else router.z.cpu() for router in self._routers.values()]), groups
+        )
+        for router in self._routers.values():
+            router.z = None
+        return {
+            path: (size / tokens.clamp(min=1)).item() for path, (size, tokens) in zip(self._routers, sizes, strict=True)
+        }

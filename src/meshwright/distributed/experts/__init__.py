@@ -1,1 +1,0 @@
-"""Apply expert parallelism, and route the tokens of a step."""

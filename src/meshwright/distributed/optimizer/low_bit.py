@@ -1,0 +1,343 @@
+"""Keep optimizer state in few bits (arXiv 2110.02861, 2309.01507) or in host memory (arXiv 2101.06840).
+
+States and arithmetic are torchao's. Two things differ: each rank steps its own part of a parameter, of any placement;
+and random numbers are a function of (seed, step, name, position), so that copies of a weight are rounded alike,
+wherever they lie, and after a resume.
+
+The state comes to the device by portions, so the arithmetic is the same as for state that stays there. On an
+accelerator, host memory is pinned, and copies run on the computing stream. On the CPU the same is done by plain copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.core.devices import finish_stream, is_accelerator
+from meshwright.core.errors import ConfigError, MissingExtraError, UnsupportedError
+from meshwright.core.names import clean
+from meshwright.core.parts import mixes_copies
+from meshwright.core.torch_private import optimizer_has_step_hooks, without_recompilation_limit
+from meshwright.distributed.float8.products import kind_of_state, step_of_adam
+from meshwright.distributed.torch_private import local_part
+from meshwright.distributed.weights.shards import in_memory, memory_of, pieces, seed_of, with_local
+from meshwright.planning.optimizer.kinds import KINDS
+from meshwright.planning.optimizer.plan import BLOCKS, ROOM, OptimizerPlan
+
+from .muon import Lion
+
+# --- run torchao's AdamW
+
+SIGNED = {tensor.name: tensor.signed for tensor in KINDS["adamw"].state}
+"""AdamW's moments, and whether each can be negative."""
+
+
+class TorchaoAdamW(torch.optim.Optimizer):
+    """AdamW with low-bit moments, or stochastic rounding of new bfloat16 weights, or both.
+
+    A moment has 8 or 4 bits if a rank holds 4096 elements of its parameter or more, a multiple of the block (256 or
+    128); else the parameter's dtype. torchao's compiled function computes the step in float32, one graph per local
+    shape.
+
+    Args:
+        groups: parameter groups with plain tensors or DTensors, float32 or bfloat16.
+        plan: bits of the moments, and rounding of the weights.
+        named_parameters: (global name, parameter) of all of them, where weights are rounded stochastically.
+        seed: seed of the rounding.
+
+    Raises:
+        MissingExtraError: torchao is not installed.
+        ConfigError: stochastic rounding is requested for weights without a name or not in bfloat16.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        plan: OptimizerPlan,
+        *,
+        named_parameters: Iterable[tuple[str, nn.Parameter]] = (),
+        seed: int = 0,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ):
+        refuse_absent(plan)
+        self.state_word, self.stochastic, self.seed = plan.state, plan.stochastic_rounding, seed
+        self._plan = plan
+        self._names = {parameter: clean(name) for name, parameter in named_parameters}
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters; raise ConfigError as the constructor does."""
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"] if self.stochastic else ():
+            if parameter not in self._names or parameter.dtype is not torch.bfloat16:
+                named = self._names.get(parameter, "one without a name")
+                raise ConfigError(
+                    f"stochastic rounding is of bfloat16 parameters whose names are given (named_parameters), and it"
+                    f" was asked for {named}, {parameter.dtype}"
+                )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Step every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step(parameter, group)
+        return loss
+
+    def _step(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state |= {key: self.new_moment(parameter, key) for key in SIGNED}
+        state["step"] += 1
+        gradient = parameter.grad
+        assert gradient is not None
+        local = _local(parameter.detach())
+        if not local.numel():
+            return
+        noise = self._noise(parameter, int(state["step"])) if self.stochastic else None
+        rate, (beta1, beta2) = torch.as_tensor(group["lr"], dtype=torch.float32), group["betas"]
+        moments = (_local(state[key]) for key in SIGNED)
+        with without_recompilation_limit():  # there are as many graphs as shapes
+            _compiled()(
+                local,
+                noise,
+                _local(gradient).contiguous(),
+                state["step"],
+                *moments,
+                rate,
+                beta1,
+                beta2,
+                group["weight_decay"],
+                group["eps"],
+            )
+
+    def new_moment(self, parameter: Tensor, key: str) -> Tensor:
+        """Create zeros for a moment of a parameter, in its storage format."""
+        local = _local(parameter.detach())
+        if self._plan.rounds(local.numel()) and not _mixes_copies(parameter):
+            made = kind_of_state(self.state_word).zeros(
+                local.shape, SIGNED[key], BLOCKS[self.state_word], local.device, dtype=local.dtype
+            )
+        else:
+            made = torch.zeros_like(local, memory_format=torch.contiguous_format)
+        return with_local(parameter, made) if isinstance(parameter, DTensor) else made
+
+    def _noise(self, parameter: Tensor, step: int) -> Tensor:
+        """Draw (local shape) int32, 0 to 2¹⁶ − 1: the same for the same elements of a parameter on any rank."""
+        local = _local(parameter.detach())
+        noise = torch.empty(local.shape, dtype=torch.int32, device=local.device)
+        for piece in pieces(with_local(parameter, noise) if isinstance(parameter, DTensor) else noise):
+            generator = torch.Generator(local.device).manual_seed(self._seed_of(parameter, step, piece.offset))
+            piece.local.copy_(
+                torch.randint(
+                    0, 1 << 16, piece.local.shape, dtype=torch.int32, device=local.device, generator=generator
+                )
+            )
+        return noise
+
+    def _seed_of(self, parameter: Tensor, step: int, offset: Sequence[int]) -> int:
+        return seed_of("stochastic rounding", self.seed, step, self._names[parameter], *offset)  # type: ignore[index]
+
+
+def refuse_absent(plan: OptimizerPlan) -> None:
+    """Raise MissingExtraError if the plan needs torchao, and torchao is not installed."""
+    if not plan.needs_torchao:
+        return
+    try:
+        import torchao.optim  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError(plan.request, "torchao", "float8") from error
+
+
+def is_rounded(tensor: Tensor) -> bool:
+    """Return whether a tensor is stored as torchao's codes and scales."""
+    return hasattr(_local(tensor), "dequantize") and hasattr(_local(tensor), "codes")
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return local_part(tensor)
+
+
+def _mixes_copies(parameter: Tensor) -> bool:
+    """Return whether blocks would span a rank's own elements and copies, which each rank would round differently."""
+    if not isinstance(parameter, DTensor):
+        return False
+    places = [
+        (getattr(place, "parts", ()), parameter.device_mesh.size(axis))
+        for axis, place in enumerate(parameter.placements)
+    ]
+    return any(mixes_copies(parts, ranks) for parts, ranks in places)
+
+
+@cache
+def _compiled() -> Callable[..., None]:
+    return torch.compile(_stepped, fullgraph=True, dynamic=False)
+
+
+def _stepped(
+    weight: Tensor,
+    noise: Tensor | None,
+    gradient: Tensor,
+    step: Tensor,
+    first: Tensor,
+    second: Tensor,
+    rate: Tensor,
+    beta1: float,
+    beta2: float,
+    decay: float,
+    eps: float,
+) -> None:
+    """Run torchao's step of one parameter in place, without its own random numbers, whose stream differs by rank."""
+    wide = weight if noise is None else weight.float()
+    step_of_adam(wide, gradient, step, (first, second), rate, (beta1, beta2, decay, eps))
+    if noise is not None:
+        weight.copy_(rounded_by(wide, noise))
+
+
+def rounded_by(wide: Tensor, noise: Tensor) -> Tensor:
+    """Round float32 to bfloat16 so that, over uniform noise, the mean is the value itself.
+
+    Rounds away from zero where ``noise`` is less than the bits beyond bfloat16's last, else towards zero.
+
+    Args:
+        noise: int32 of the same shape, each 0 to 2¹⁶ − 1.
+    """
+    bits = wide.view(torch.int32)
+    towards_zero = bits & 0xFFFF0000
+    return (
+        torch.where(noise < (bits & 0xFFFF), towards_zero + 0x10000, towards_zero)
+        .view(torch.float32)
+        .to(torch.bfloat16)
+    )
+
+
+# --- store optimizer state in host memory
+
+STATES = 2
+"""Number of parameter-sized state tensors that a portion allows for."""
+COUPLED = ("LBFGS",)
+"""torch's optimizers whose step uses all parameters together."""
+OURS = (Lion, TorchaoAdamW)
+"""Those of this library whose step does not, and whose state nobody reads between two steps."""
+
+
+def step(optimizer: torch.optim.Optimizer, device: torch.device, room: int = ROOM) -> None:
+    """Step portions of the parameters in turn, each with its state on ``device`` meanwhile, else in host memory.
+
+    Args:
+        device: where the step is computed.
+        room: bytes of state on the device at a time; a single parameter may have more.
+
+    Raises:
+        UnsupportedError: an optimizer whose step cannot be taken by portions.
+    """
+    _check(optimizer)
+    groups = optimizer.param_groups
+    try:
+        for group in groups:
+            optimizer.param_groups = [group]
+            _step_group(optimizer, group, device, room)
+    finally:
+        optimizer.param_groups = groups
+    finish_stream(device)  # from now on host memory may be read
+
+
+def _check(optimizer: torch.optim.Optimizer) -> None:
+    kind = type(optimizer)
+    if kind not in OURS and (not kind.__module__.startswith("torch.optim.") or kind.__name__ in COUPLED):
+        able = f"torch's own optimizers (but {', '.join(COUPLED)}) and {' and '.join(one.__name__ for one in OURS)}"
+        raise UnsupportedError(
+            f"techniques.cpu_offload = optimizer steps some parameters after the others, which is known to be sound of"
+            f" {able}, and this is {kind.__module__}.{kind.__qualname__}. Use one of those, or leave it out."
+        )
+    if optimizer_has_step_hooks(optimizer):
+        raise UnsupportedError(
+            "techniques.cpu_offload = optimizer steps some parameters after the others, and the hooks that are"
+            " registered on this"
+            " optimizer's step would be called once for each portion. Call what they do around optimizer_step instead."
+        )
+
+
+def _step_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device, room: int) -> None:
+    every = group["params"]
+    try:
+        for portion in portions([p for p in every if p.grad is not None], room):
+            group["params"] = portion
+            rested = {p: _fetch(optimizer.state[p], device) for p in portion if p in optimizer.state}
+            optimizer.step()
+            for parameter in portion:
+                _put_back(optimizer.state.get(parameter, {}), rested.get(parameter, {}), device)
+    finally:
+        group["params"] = every
+
+
+def portions(parameters: Sequence[Tensor], room: int) -> Iterator[list[Tensor]]:
+    """Cut parameters into portions with at most ``room`` bytes of state, two tensors like each, or one parameter."""
+    portion: list[Tensor] = []
+    taken = 0
+    for parameter in parameters:
+        size = STATES * sum(plain.nbytes for plain in memory_of(parameter))
+        if portion and taken + size > room:
+            yield portion
+            portion, taken = [], 0
+        portion.append(parameter)
+        taken += size
+    if portion:
+        yield portion
+
+
+def _fetch(state: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
+    """Fetch a parameter's state to the device, and return its tensors in host memory."""
+    rested = {key: value for key, value in state.items() if _moves(value) and value.device.type == "cpu"}
+    for key, host in rested.items():
+        state[key] = in_memory(host, [_copied(plain, device) for plain in memory_of(host)])
+    return rested
+
+
+def _put_back(state: dict[str, Any], rested: dict[str, Tensor], device: torch.device) -> None:
+    """Copy a parameter's state back to host memory; new state gets host memory of its own."""
+    for key, value in state.items():
+        if not _moves(value):
+            continue
+        if key not in rested:
+            state[key] = at_rest(value, device)
+            continue
+        for host, plain in zip(memory_of(rested[key]), memory_of(value), strict=True):
+            host.copy_(plain, non_blocking=True)
+        state[key] = rested[key]
+
+
+def _moves(value: Any) -> bool:
+    """Return whether a value moves: tensors like the parameter do, step counts stay where the optimizer wants them."""
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _copied(plain: Tensor, device: torch.device) -> Tensor:
+    here = torch.empty_like(plain, device=device)
+    here.copy_(plain, non_blocking=True)
+    return here
+
+
+def at_rest(state: Tensor, device: torch.device) -> Tensor:
+    """Copy state to host memory, pinned where it will travel to an accelerator."""
+    return in_memory(state, [_to_host(plain, pinned=is_accelerator(device)) for plain in memory_of(state)])
+
+
+def _to_host(plain: Tensor, *, pinned: bool) -> Tensor:
+    host = torch.empty_like(plain, device="cpu", pin_memory=pinned)
+    host.copy_(plain, non_blocking=True)
+    return host

@@ -1,1 +1,0 @@
-"""Generate text, token by token, with keys and values that belong to the generation."""

@@ -1,1 +1,0 @@
-"""Tell what parameters are for, from the modules that hold them."""

@@ -1,0 +1,202 @@
+"""Find where a model can be cut into pipeline stages: tensors between blocks, and other reads of a forward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from meshwright.core.errors import UnsupportedError
+from meshwright.core.names import clean, is_within, owner
+from meshwright.core.torch_private import tree_leaves
+from meshwright.introspection.small.configs import WIDTH, stated_width
+from meshwright.introspection.small.sample import Sample
+from meshwright.introspection.structure import Measured
+from meshwright.introspection.structure.regions import shapes_of
+
+# --- find reads of a forward between its blocks
+
+EARLIER = "a tensor made before the first block"
+
+
+def read_outside(model: nn.Module, blocks: Sequence[str], inputs: Mapping[str, Any]) -> str:
+    """Describe the first things besides a block's output that the forward reads after it; "" if there are none.
+
+    Parameters of the model itself that the forward reads outside the modules that it calls are reported too.
+
+    Args:
+        model: a small model, with weights; its forward runs once.
+        blocks: paths of the repeated blocks, in forward order.
+        inputs: keyword arguments of the model's forward.
+    """
+    watch = _ReadsBetweenBlocks(
+        {id(parameter): f"the parameter {clean(name)}" for name, parameter in model.named_parameters()}
+    )
+    handles = []
+    for path, module in model.named_modules():
+        holds_blocks = any(is_within(block, path) for block in blocks if block != path)
+        if path in blocks or (path and not holds_blocks and next(module.parameters(recurse=False), None) is not None):
+            handles.append(module.register_forward_pre_hook(lambda *_: watch.enter()))
+            handles.append(
+                module.register_forward_hook(
+                    lambda _m, _in, output, path=path: watch.leave(path, output, path in blocks)
+                )
+            )
+    try:
+        with torch.no_grad(), watch:
+            model(**inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    own = [name for name, _ in model.named_parameters(recurse=False)]
+    if own and not watch.description():
+        return f"its forward reads the parameter {', '.join(own)} itself, outside of the modules that it calls"
+    return watch.description()
+
+
+class _ReadsBetweenBlocks(TorchFunctionMode):
+    def __init__(self, named: dict[int, str]):
+        super().__init__()
+        self._known = named
+        self._kept: list[Tensor] = []  # held, so that no id is reused
+        self._last, self._inside, self._ended = "", 0, False
+        self._read: list[str] = []
+
+    def enter(self) -> None:
+        self._inside += 1
+
+    def leave(self, path: str, output: Any, is_block: bool) -> None:
+        self._inside -= 1
+        if is_block:
+            self._ended = bool(self._read)
+        if is_block and not self._ended:
+            self._last = path
+        if is_block or not self._last:
+            for given in tree_leaves(output):
+                if isinstance(given, Tensor):
+                    self._learn(given, f"the output of {path}" if is_block else EARLIER)
+
+    def description(self) -> str:
+        return f"behind {self._last} its forward reads {', '.join(self._read)}" if self._read else ""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if self._inside or self._ended or getattr(function, "__name__", "") == "__get__":
+            return result
+        for argument in tree_leaves((args, kwargs)):
+            origin = self._known.get(id(argument)) if isinstance(argument, Tensor) else None
+            if self._last and origin and origin != f"the output of {self._last}" and origin not in self._read:
+                self._read.append(origin)
+        for made in tree_leaves(result):
+            if isinstance(made, Tensor) and made.is_floating_point() and not self._last:
+                self._learn(made, EARLIER)
+        return result
+
+    def _learn(self, tensor: Tensor, origin: str) -> None:
+        self._known.setdefault(id(tensor), origin)
+        self._kept.append(tensor)
+
+
+# --- find how activations flow from block to block, and the modules before and after, on the measured small copy
+
+
+@dataclass(frozen=True)
+class BlockFlow:
+    """The way in which blocks of one kind pass on their input.
+
+    Attributes:
+        blocks: paths of the blocks.
+        hidden: position or name of the argument that is the previous block's output.
+        returns_tuple: whether the output is the first item of a tuple.
+        linears: (path within the block, whether its weight is stored (in, out)) of the linear layers.
+    """
+
+    blocks: tuple[str, ...]
+    hidden: int | str
+    returns_tuple: bool
+    linears: tuple[tuple[str, bool], ...]
+
+
+@dataclass(frozen=True)
+class Flow:
+    """The flow of activations through a model.
+
+    Attributes:
+        kinds: kinds of blocks.
+        before, behind: modules with parameters of their own, before and after the blocks.
+        width: number of features that blocks pass on.
+        counts_tokens_behind: whether the modules after the blocks cannot take fewer tokens than the sequence has.
+    """
+
+    kinds: tuple[BlockFlow, ...]
+    before: tuple[str, ...]
+    behind: tuple[str, ...]
+    width: int
+    counts_tokens_behind: bool
+
+
+def flow_of(model: nn.Module, measured: Measured) -> Flow:
+    """Find a model's flow; raise UnsupportedError, naming the block, if blocks do not pass on a single tensor."""
+    sample, structure = measured.sample, measured.structure
+    outputs: dict[str, Any] = {}
+    handles = [
+        sample.model.get_submodule(path).register_forward_hook(
+            lambda module, args, output, path=path: outputs.setdefault(path, output)
+        )
+        for path in sample.blocks
+    ]
+    try:
+        with torch.no_grad():
+            sample.model(**sample.inputs[0])
+    finally:
+        for handle in handles:
+            handle.remove()
+    kinds: list[BlockFlow] = []
+    width = 0
+    for kind in structure.kinds:
+        path = next(block for block in kind.blocks if block in sample.blocks)
+        output = outputs.get(path)
+        first = output[0] if isinstance(output, tuple) and output else output
+        if not isinstance(first, Tensor) or first.dim() != 3:
+            what = type(output).__name__ if path in outputs else "nothing: it is not called in order"
+            raise UnsupportedError(
+                f"{type(model).__name__} cannot be cut into pipeline stages: its block {path} gives {what}, and not the"
+                f" (rows, seq, features) that the next block takes. Set layout.pp = 1."
+            )
+        linears = tuple(measured.probes[kind.blocks[0]][0].linears.items())
+        kinds.append(BlockFlow(kind.blocks, kind.hidden, isinstance(output, tuple), linears))
+        width = first.shape[-1]
+    apart = (*sample.blocks, *structure.of_images)
+    before, behind = _ends(sample.model, apart, structure.embedding, structure.head, structure.before)
+    return Flow(tuple(kinds), before, behind, _real_width(model, sample, width), structure.counts_tokens_behind)
+
+
+def _ends(
+    model: nn.Module, apart: tuple[str, ...], embedding: str | None, head: str | None, before: tuple[str, ...]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    first: list[str] = []
+    last: list[str] = []
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        path = owner(clean(name))
+        if any(is_within(path, module) for module in apart):
+            continue
+        (first if path == embedding or (clean(name) in before and path != head) else last).append(path)
+    return tuple(dict.fromkeys(first)), tuple(path for path in dict.fromkeys(last) if path not in first)
+
+
+def _real_width(model: nn.Module, sample: Sample, width: int) -> int:
+    """Return the model's width: the small copy's if its blocks are as large, else the one that the config states."""
+    block = sample.blocks[0]
+    if shapes_of(model.get_submodule(block)) == shapes_of(sample.model.get_submodule(block)):
+        return width
+    found = stated_width(model)
+    if found is None or stated_width(sample.model) != width:
+        raise UnsupportedError(
+            f"{type(model).__name__} cannot be cut into pipeline stages: no key of its config ({', '.join(WIDTH)}) says"
+            f" how many features its blocks hand on. Set layout.pp = 1."
+        )
+    return found

@@ -1,0 +1,366 @@
+"""Decide data parallelism: ZeRO stages and the units whose parameters travel together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+from meshwright.core.dtypes import FLOATING, dtype_bytes
+from meshwright.core.errors import ConfigError
+from meshwright.core.names import is_within, owner, pattern
+from meshwright.core.parts import mixes_copies
+from meshwright.introspection.facts import ModelFacts, ParameterFact
+from meshwright.planning.case import Case, Found
+from meshwright.planning.float8.plan import Float8Plan
+from meshwright.planning.layout import Layout
+from meshwright.planning.optimizer.plan import OptimizerPlan
+from meshwright.planning.premise_rules import may_be_idle
+from meshwright.planning.quantize.format import stored_shape
+from meshwright.planning.quantize.plan import QuantizePlan
+from meshwright.planning.techniques import Techniques
+from meshwright.planning.tensor.plan import TensorPlan
+from meshwright.planning.values import PrecisionPlan, Unit
+
+from .experts import ExpertPlan
+from .layout import SHARDS, shares_of
+
+if TYPE_CHECKING:
+    from meshwright.planning.plan import Plan
+
+
+# --- resolve a ZeRO stage
+
+SHARED_OUT = {
+    1: "optimizer state",
+    2: "optimizer state and gradients",
+    3: "optimizer state, gradients and parameters",
+}
+"""Stage -> the model states that it shards over dp_shard × cp."""
+
+
+def with_zero_stage(requested: Techniques, layout: Layout) -> Techniques:
+    """Resolve the keys left "auto" by the stage; without a stage, by what suits the layout best."""
+    stage = requested.zero_stage
+    syncs = stage in (2, 3) and shares_of(layout).size(*SHARDS) > 1
+    reshards = layout.pp == 1 if stage == "auto" else stage in (0, 3)
+    if requested.reshard_after_forward == "auto":
+        requested = replace(requested, reshard_after_forward=reshards)
+    if requested.sync_grad_accum == "auto":
+        requested = replace(
+            requested, sync_grad_accum=("shard" if layout.dp_replicate > 1 else True) if syncs else False
+        )
+    return requested
+
+
+def gathers_per_step(requested: Techniques, layout: Layout) -> bool:
+    """Decide whether gathered parameters stay through all microbatches of a step."""
+    return requested.zero_stage in (1, 2) or (layout.pp > 1 and requested.reshard_after_forward is False)
+
+
+def zero_fits(case: Case) -> Found:
+    """Require that the stage agrees with the mesh and with the keys that set a part of it."""
+    t, layout = case.techniques, case.layout
+    stage, shards = t.zero_stage, shares_of(layout).size(*SHARDS)
+    if stage == 0 and layout.dp_shard > 1:
+        yield ConfigError(
+            f"techniques.zero_stage = 0 keeps everything whole on every rank, but layout.dp_shard = {layout.dp_shard}"
+            f" cuts it. Set layout.dp_shard = 1 and layout.dp_replicate = {case.data_ranks}, or another stage."
+        )
+    if stage not in SHARED_OUT:
+        return
+    if t.data_parallel == "ddp":
+        yield ConfigError(
+            f"techniques.zero_stage = {stage} shards {SHARED_OUT[stage]}, and techniques.data_parallel = ddp keeps all"
+            f" of it whole. Leave one of them out."
+        )
+    if case.data_ranks > 1 and shards == 1:
+        yield ConfigError(
+            f"techniques.zero_stage = {stage} shards {SHARED_OUT[stage]} over layout.dp_shard, which is 1 here beside"
+            f" layout.dp_replicate = {layout.dp_replicate}. Set layout.dp_shard = {case.data_ranks} and"
+            f" layout.dp_replicate = 1 (or a part of each), or techniques.zero_stage = 0."
+        )
+    keeps = t.reshard_after_forward is False
+    if keeps != (stage < 3):
+        does = (
+            "frees gathered parameters after each use"
+            if stage == 3
+            else "keeps gathered parameters through all microbatches of a step"
+        )
+        yield ConfigError(
+            f"techniques.zero_stage = {stage} {does}, and techniques.reshard_after_forward ="
+            f" {str(t.reshard_after_forward).lower()} says"
+            f' otherwise. Leave it at "auto".'
+        )
+    syncs = t.sync_grad_accum is not False
+    if shards > 1 and syncs != (stage > 1):
+        does = (
+            "shards gradients with every microbatch" if stage > 1 else "keeps whole gradients until the last microbatch"
+        )
+        yield ConfigError(
+            f"techniques.zero_stage = {stage} {does}, and techniques.sync_grad_accum ="
+            f" {str(t.sync_grad_accum).lower()} says otherwise."
+            f' Leave it at "auto".'
+        )
+
+
+def zero_notes(requested: Techniques, layout: Layout, technique: str) -> Iterator[str]:
+    """Note the traffic of a step by stage, with P parameter elements."""
+    stage, ranks = requested.zero_stage, shares_of(layout).batch_ranks
+    if stage not in ("auto", 0) and ranks == 1:
+        yield f"zero_stage = {stage}: there is one data rank, so nothing is sharded"
+    elif stage == 1:
+        yield "ZeRO-1: 2P travel per step, whatever its microbatches; whole gradients are kept while they accumulate"
+    elif stage == 2:
+        yield "ZeRO-2: P + m·P travel per step of m microbatches; each rank keeps its shard of the gradients"
+    elif stage == 3:
+        yield "ZeRO-3: 3P travel per microbatch; each rank keeps its shard of parameters and gradients"
+    elif stage == "auto" and shares_of(layout, technique).shards > 1 and requested.sync_grad_accum is False:
+        yield (
+            "gradients of several microbatches accumulate whole: P elements on every rank; zero_stage = 2 or 3"
+            " keeps shards of them"
+        )
+
+
+def stage_of(plan: Plan) -> int:
+    """Return the ZeRO stage of a plan: 0 (nothing sharded) to 3."""
+    data = plan.data
+    if data.technique != "fully_shard" or plan.shares.shards == 1:
+        return 0
+    if not data.gathers_per_step:
+        return 3
+    return 2 if data.sync_grad_accum else 1
+
+
+# --- group parameters into the communication units of fully_shard
+
+FULL = OptimizerPlan()
+
+
+@dataclass(frozen=True)
+class Narrow:
+    """The names of weights that take fewer bits than their dtype.
+
+    Attributes:
+        in_float8: those gathered in float8.
+        in_4_bits: those that rest, and are gathered, in 4 bits.
+    """
+
+    in_float8: frozenset[str] = frozenset()
+    in_4_bits: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, float8: Float8Plan | None, quantize: QuantizePlan | None = None) -> Narrow:
+        return cls(
+            frozenset() if float8 is None else float8.gathered, frozenset() if quantize is None else quantize.weights
+        )
+
+
+NONE = Narrow()
+
+
+@dataclass(frozen=True)
+class Holding:
+    """How ranks hold the parameters of a model.
+
+    Attributes:
+        shards: number of ranks that shard dense parameters.
+    """
+
+    shards: int
+    precision: PrecisionPlan
+    tensor: TensorPlan | None = None
+    experts: ExpertPlan | None = None
+    narrow: Narrow = NONE
+    optimizer: OptimizerPlan = FULL
+
+    def local_shape(self, p: ParameterFact) -> tuple[int, ...]:
+        """Return a parameter's shape on the first rank, dim 0 divided by the shards and rounded up, as FSDP2 pads."""
+        if self.of_experts(p):
+            assert self.experts is not None
+            return (self.experts.padded(p.shape) // self.experts.shards,)
+        rows, *others = (p.shape if self.tensor is None else self.tensor.local_shape(p.name, p.shape)) or (1,)
+        return (-(-rows // self.shards), *others)
+
+    def of_experts(self, p: ParameterFact) -> bool:
+        return self.experts is not None and self.experts.has(p.name)
+
+    def elements(self, p: ParameterFact) -> int:
+        """Count a parameter's elements on all ranks that shard it, those of padding included."""
+        if self.of_experts(p):
+            assert self.experts is not None
+            return self.experts.padded(p.shape)
+        return self.shards * math.prod(self.local_shape(p))
+
+    def stored(self, p: ParameterFact) -> int:
+        """Count the bytes on all those ranks of a parameter that rests in 4 bits."""
+        return self.shards * math.prod(stored_shape(self.local_shape(p)))
+
+    def gathered_in(self, p: ParameterFact) -> str:
+        if p.name in self.narrow.in_4_bits or (p.name in self.narrow.in_float8 and self.shards > 1):
+            return "uint8"
+        return self.precision.computed_in(p.dtype)
+
+    def unit(self, name: str, parameters: Sequence[ParameterFact], reshard: bool | int, gathers: bool) -> Unit:
+        trained = [p for p in parameters if p.trainable]
+        packed = {p.name for p in parameters if p.name in self.narrow.in_4_bits}
+        elements = {p: self.elements(p) for p in parameters}
+        sent = {p: self.gathered_in(p) for p in parameters}
+        stored = sum(self.stored(p) for p in parameters if p.name in packed)
+        full = [p for p in parameters if p.name not in packed]
+        sizes = {p: math.prod(self.local_shape(p)) for p in trained}
+        rounded = [size for p, size in sizes.items() if self.optimizer.rounds(size) and not self._mixes_copies(p)]
+        row = self.optimizer.row
+        state = [row.state_elements(self.local_shape(p), hidden=p.hidden, whole=p.shape) for p in trained]
+        return Unit(
+            name,
+            sum(elements.values()),
+            sum(elements[p] for p in trained),
+            stored + sum(elements[p] * dtype_bytes(p.dtype) for p in full),
+            stored + sum(elements[p] * (1 if sent[p] == "uint8" else dtype_bytes(sent[p])) for p in full),
+            sent[parameters[0]] if len(set(sent.values())) == 1 else "uint8",
+            trained[0].dtype if trained else self.precision.master,
+            reshard,
+            gathers,
+            experts=any(map(self.of_experts, parameters)),
+            largest=max(sizes.values(), default=0),
+            state_elements=sum(state),
+            rounded_tensors=len(rounded),
+            rounded_elements=sum(rounded),
+        )
+
+    def _mixes_copies(self, p: ParameterFact) -> bool:
+        cut = None if self.tensor is None or self.of_experts(p) else self.tensor.cut_of(p.name, p.shape)
+        return cut is not None and self.tensor is not None and mixes_copies(cut[1], self.tensor.ranks)
+
+
+def at_rest(facts: ModelFacts, precision: PrecisionPlan) -> ModelFacts:
+    """Return the facts with the dtypes in which a plan's parameters rest."""
+
+    def dtype(p: ParameterFact) -> str:
+        return p.dtype if precision.is_kept and p.dtype in FLOATING else precision.master
+
+    return replace(facts, parameters=tuple(replace(p, dtype=dtype(p)) for p in facts.parameters))
+
+
+def units_of(facts: ModelFacts, holding: Holding, reshard: bool | int) -> tuple[Unit, ...]:
+    """List the communication units in forward order.
+
+    Those outside the blocks are first, stay gathered, and the root ("") is first of all. A unit precedes those inside
+    it.
+    """
+    flows = _trains_before_blocks(facts)
+    units = units_outside_blocks(facts, holding)
+    for block in facts.blocks:
+        flows = flows or any(p.trainable for p in facts.of_unit(block))
+        keeps = block == facts.blocks[-1] or reshard is False  # the last block is needed at once in backward
+        frees, gathers = False if keeps else reshard, flows and not keeps
+        for path, parameters in apart(facts, block, holding):
+            inside = bool(frees) if any(map(holding.of_experts, parameters)) else frees
+            units.append(holding.unit(path, parameters, inside, gathers))
+    return tuple(units)
+
+
+def units_outside_blocks(facts: ModelFacts, holding: Holding) -> list[Unit]:
+    """List the units of the parameters outside the blocks."""
+    behind, found = {p.name for p in _behind_blocks(facts)}, []
+    for path, parameters in apart(facts, "", holding):
+        late = sum(holding.elements(p) for p in parameters if p.trainable and p.name in behind)
+        unit = holding.unit(path, parameters, False, False)
+        found.append(replace(unit, outside_blocks=True, trainable_behind=late))
+    return found
+
+
+def apart(facts: ModelFacts, unit: str, holding: Holding) -> list[tuple[str, list[ParameterFact]]]:
+    """Split the parameters of a block, or of the modules outside the blocks (""), into groups by module and dtype.
+
+    torch wants one dtype of a group's trained parameters. A group is a module that is wrapped by itself, with all that
+    is inside it and in no further group. Two groups of one module are parameters that cannot be told apart so.
+
+    Returns:
+        (path of the module, parameters), a module before those inside it.
+    """
+    every = facts.of_unit(unit)
+    dense = [p for p in every if not holding.of_experts(p)]
+    trained = [p for p in dense if p.trainable]
+    dtypes = {unit: _dtype_around(unit, trained, facts)}
+    several = trained if len({p.dtype for p in trained}) > 1 else []  # where there is one, nothing is measured
+    for home, p in sorted(((_home(p, unit, facts), p) for p in several), key=lambda pair: pair[0].count(".")):
+        if p.dtype != dtypes[_innermost(home, dtypes, unit)]:
+            dtypes.setdefault(home, p.dtype)
+    groups: dict[tuple[str, str], list[ParameterFact]] = {(path, dtype): [] for path, dtype in dtypes.items()}
+    for p in dense:
+        for name in (p.name, *p.aliases):
+            path = _innermost(owner(name), dtypes, unit)
+            group = groups.setdefault((path, p.dtype if p.trainable else dtypes[path]), [])
+            if p not in group:
+                group.append(p)
+    for p in every:
+        if holding.of_experts(p):
+            groups.setdefault((owner(p.name), p.dtype if p.trainable else ""), []).append(p)
+    return [(path, parameters) for (path, _), parameters in groups.items() if parameters]
+
+
+def _dtype_around(unit: str, trained: Sequence[ParameterFact], facts: ModelFacts) -> str:
+    """Return the dtype of the trained parameters that only the unit itself can gather, else that of most elements."""
+    dtypes = dict.fromkeys(p.dtype for p in trained)
+    if len(dtypes) > 1:
+        own = [p for p in trained if _home(p, unit, facts) == unit] or trained
+        dtypes = {dtype: sum(p.numel for p in own if p.dtype == dtype) for dtype in dtypes}
+    return max(dtypes, key=lambda dtype: dtypes[dtype] or 0, default="")
+
+
+def _home(p: ParameterFact, unit: str, facts: ModelFacts) -> str:
+    """Return the innermost module of a unit during whose calls alone a parameter is used."""
+    found: list[str] | None = None
+    homes = facts.measurements.homes()
+    for name in (p.name, *p.aliases):
+        path, home = owner(name), homes.get(pattern(name))
+        while home is not None and path and pattern(path) != home:
+            path = owner(path)
+        steps = path.split(".") if path else []
+        alike = zip(steps if found is None else found, steps, strict=False)
+        found = [step for step, _ in takewhile(lambda both: both[0] == both[1], alike)]
+    home = ".".join(found or ())
+    return home if not unit or is_within(home, unit) else unit
+
+
+def _innermost(path: str, groups: Iterable[str], unit: str) -> str:
+    """Return the innermost of the groups that a module is in."""
+    return max((group for group in groups if group and is_within(path, group)), key=len, default=unit)
+
+
+def without_skipped(facts: ModelFacts, layout: Layout) -> ModelFacts:
+    """Drop blocks that some batches skip: all ranks gather or none, so their weights join those outside blocks."""
+    if shares_of(layout).batch_ranks == 1:
+        return facts
+    idle = may_be_idle(facts)
+    skipped = {
+        block
+        for block in facts.blocks
+        if facts.is_of_images(block) or all(p.name in idle for p in facts.of_unit(block))
+    }
+    return replace(facts, blocks=tuple(block for block in facts.blocks if block not in skipped)) if skipped else facts
+
+
+def _behind_blocks(facts: ModelFacts) -> list[ParameterFact]:
+    """List parameters registered after the blocks, and tied ones outside them, which are used at both ends."""
+    inside = {p.name for block in facts.blocks for p in facts.of_unit(block)}
+    last = max((number for number, p in enumerate(facts.parameters) if p.name in inside), default=len(facts.parameters))
+    outside = {p.name for p in facts.of_unit("")}
+    return [p for number, p in enumerate(facts.parameters) if p.name in outside and (number > last or p.aliases)]
+
+
+def _trains_before_blocks(facts: ModelFacts) -> bool:
+    """Decide whether gradients flow into the first block: a trainable parameter is registered before it."""
+    names = [p.name for p in facts.parameters]
+    first = next((names.index(p.name) for block in facts.blocks[:1] for p in facts.of_unit(block)), len(names))
+    return any(p.trainable for p in facts.parameters[:first])
+
+
+def trained_cuts(facts: ModelFacts, tensor: TensorPlan | None) -> tuple[bool, ...]:
+    """Return whether the tensor axis leaves trained parameters whole (False), cuts them (True), or both."""
+    trained = [p for p in facts.parameters if p.trainable]
+    return tuple(sorted({tensor is not None and tensor.cut_of(p.name, p.shape) is not None for p in trained}))

@@ -1,1 +1,0 @@
-"""Decide data parallelism: ZeRO stages and the units whose parameters travel together."""

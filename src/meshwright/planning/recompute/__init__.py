@@ -1,1 +1,0 @@
-"""Decide activation checkpointing."""

@@ -1,0 +1,368 @@
+"""Evaluate a trained model on text, on any layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import torch
+
+from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.data import IGNORE_INDEX, Corpus, Prepared, SourceOptions, Split, Stream, Tokenizer, validation_batches
+from meshwright.data.corpus.packing import Rows, check_length
+from meshwright.data.images.dealing import PixelReader, open_parts
+from meshwright.data.row_ends import RowEnds
+from meshwright.data.text.preference import TASK as PREFERENCE
+from meshwright.data.text.tokenizers import ByteTokenizer
+from meshwright.distributed.mesh import data_position
+from meshwright.distributed.parallel_model import ParallelModel
+from meshwright.distributed.process import agree
+from meshwright.distributed.process.workers import WorkerFailed, WorkerPool
+from meshwright.distributed.process.world import get_world_info
+from meshwright.distributed.setup import DistributedConfig
+from meshwright.planning.layout import Layout
+from meshwright.training.config import Config, ProcessConfig
+from meshwright.training.feed import held_out_of, parts_of, prepare_once_per_node, stages_of, vision_for
+from meshwright.training.launch import CPU_PROCESSES, for_the_user, gpu_count
+from meshwright.training.run.opened import Opened
+from meshwright.training.views.progress import Progress, SilentProgress
+
+# --- choose the rows that an evaluation reads
+
+
+@dataclass(frozen=True)
+class Rowful:
+    """Rows to evaluate.
+
+    Attributes:
+        name: name of their source.
+        samples: number of rows, all of them read.
+        source_bytes: size of the text, where all of it is read and nothing but text stands in its files.
+        pixels: opens the images of a batch's rows; None where they have none.
+    """
+
+    name: str
+    split: Split
+    samples: int
+    source_bytes: int | None = None
+    pixels: PixelReader | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ToTheEnd:
+    """The rows of a stream, the last of which is filled up with padding, so that every token is in a row."""
+
+    stream: Stream
+    rows_together: ClassVar[int] = 1
+
+    @property
+    def name(self) -> str:
+        return self.stream.name
+
+    @property
+    def n_tokens(self) -> int:
+        return self.stream.n_tokens
+
+    @property
+    def n_documents(self) -> int:
+        return self.stream.n_documents
+
+    def n_samples(self, seq_len: int) -> int:
+        """Return the number of rows, the last one included."""
+        check_length(seq_len)
+        return -(-self.n_tokens // seq_len)
+
+    def rows(self, indexes: np.ndarray, seq_len: int) -> Rows:
+        """See ``Split``."""
+        indexes, whole = np.asarray(indexes, dtype=np.int64).reshape(-1), self.n_tokens // seq_len
+        is_last = indexes >= whole
+        read = {} if is_last.all() else self.stream.rows(indexes[~is_last], seq_len)
+        if not is_last.any():
+            return read
+        made = {}
+        for key, value in self._last(seq_len).items():
+            made[key] = np.repeat(value, len(indexes), axis=0)
+            if read:
+                made[key][~is_last] = read[key]
+        return made
+
+    def _last(self, seq_len: int) -> Rows:
+        """Read the tokens behind the last whole row, as one row."""
+        begin = self.n_tokens // seq_len * seq_len
+        offsets = self.stream.offsets
+        ends = offsets[offsets > begin] - begin
+        tail = Stream(self.name, self.stream.tokens[begin:], np.concatenate([[0], ends]).astype(np.int64))
+        missing = seq_len - tail.n_tokens
+        fills = {"tokens": 0, "labels": IGNORE_INDEX, "positions": 0, "document_ids": -1}
+        read = tail.rows(np.zeros(1, dtype=np.int64), tail.n_tokens)
+        return {key: np.pad(value, ((0, 0), (0, missing)), constant_values=fills[key]) for key, value in read.items()}
+
+
+def own_rows(config: Config, tokenizer: Tokenizer, limit: int | None) -> list[Rowful]:
+    """Return the validation part of a run's own data (collective).
+
+    Args:
+        limit: rows in all sources together, chosen as the run's own validation does; None: all.
+
+    Raises:
+        ConfigError: the run holds nothing out.
+    """
+    if any(part.streaming for part in parts_of(config.data)):
+        raise ConfigError("the run streamed its data, which holds nothing out: name a source with --data")
+    _, corpora, pixels = _opened(config, tokenizer, config.data.validation_fraction)
+    config = replace(config, validation=replace(config.validation, samples=limit or 1))
+    parts = parts_of(config.data)
+    held = agree.together(lambda: list(held_out_of(config, parts, corpora, stages_of(config, parts)))) or []
+    if not held:
+        raise ConfigError(
+            f"the run holds out no row of data.seq_len = {config.data.seq_len} tokens for validation"
+            f" (data.validation_fraction = {config.data.validation_fraction}): name a source with --data"
+        )
+    length = config.data.seq_len
+    counts = [one.split.n_samples(length) if limit is None else one.samples for one in held]
+    return [Rowful(one.name, one.split, count, None, pixels) for one, count in zip(held, counts, strict=True)]
+
+
+def rows_of(config: Config, source: SourceOptions, tokenizer: Tokenizer, limit: int | None) -> list[Rowful]:
+    """Return the rows of a source, all its tokens (collective).
+
+    Args:
+        limit: number of rows, spread evenly; None: all.
+    """
+    own = {name: getattr(source, name) for name in SourceOptions.__dataclass_fields__}
+    config = replace(config, data=replace(config.data, mixture=(), curriculum=(), **{**own, "streaming": False}))
+    (prepared,), (corpus,), pixels = _opened(config, tokenizer, 0.0)
+    split = ToTheEnd(corpus.training) if isinstance(corpus.training, Stream) else corpus.training
+    count = agree.together(lambda: split.n_samples(config.data.seq_len)) or 0
+    is_whole = limit is None or limit >= count
+    size = getattr(corpus.meta, "n_source_bytes", None) if is_whole and prepared.scan.format == "text" else None
+    return [Rowful(", ".join(source.source), split, count if is_whole else int(limit or count), size, pixels)]
+
+
+def _opened(
+    config: Config, tokenizer: Tokenizer, fraction: float
+) -> tuple[list[Prepared], list[Corpus], PixelReader | None]:
+    parts = parts_of(config.data)
+    config = replace(config, data=replace(config.data, validation_fraction=fraction))
+    progress: Progress = SilentProgress()
+    vision = vision_for(config)
+    prepared = [prepare_once_per_node(config, part, tokenizer, progress, vision) for part in parts]
+    opened = agree.together(lambda: open_parts(prepared, parts, vision))
+    assert opened is not None
+    if any(getattr(corpus.meta, "task", "") == PREFERENCE for corpus in opened[0]):
+        raise UnsupportedError(
+            "evaluate measures the cross entropy of text, and these records are pairs of answers (chosen and rejected):"
+            " give text or conversations with --data"
+        )
+    return prepared, *opened
+
+
+# --- run an evaluation on the ranks of a launcher, or on worker processes of this host
+
+Request = TypeVar("Request")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class DataOptions(SourceOptions):
+    """How the source that is evaluated is read."""
+
+    seq_len: int = 0
+    """Tokens per row; 0: the run's data.seq_len, of a model of transformers at most 2048."""
+    cache: str = ""
+    """Folder that keeps tokenized text; empty: meshwright's folder in the user's cache."""
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """Flags of ``meshwright evaluate`` with a section."""
+
+    layout: Layout = field(default_factory=Layout)
+    process: ProcessConfig = field(default_factory=ProcessConfig)
+    data: DataOptions = field(default_factory=DataOptions)
+
+
+def resolved_layout(layout: Layout, process: ProcessConfig, *, is_open: bool) -> tuple[Layout, int]:
+    """Return the layout to evaluate on, and the number of processes to start; 1 under a launcher.
+
+    Without one, an axis that nobody sizes has one rank, unless the number of processes is given.
+
+    Args:
+        is_open: ``layout.dp_shard`` is what is left, and nobody said so.
+
+    Raises:
+        ConfigError: the layout does not fit the number of ranks.
+    """
+    world = get_world_info()[2]
+    if world > 1:
+        return layout.resolve(world), 1
+    if is_open and not process.count:
+        layout = replace(layout, dp_shard=1)
+    count = process.count or (layout.world if layout.is_resolved else gpu_count() or CPU_PROCESSES)
+    return layout.resolve(count, ranks_per_node=count), count
+
+
+def on_ranks(job: Callable[[Request], Result], request: Request, count: int, *, insists: bool) -> Result:
+    """Run ``job(request)`` here, or on ``count`` worker processes, and return rank 0's result.
+
+    Args:
+        insists: somebody gave that number (``process.count``).
+
+    Raises:
+        MeshwrightError: a rank refused the request or failed; the text is for the user.
+    """
+    if count == 1:
+        return ended(job, request)
+    pool = WorkerPool(count, oversubscribe=insists)
+    with closing(pool):
+        try:
+            return pool.run(ended, job, request)[0]
+        except WorkerFailed as failure:
+            raise for_the_user(failure) from None
+
+
+def ended(job: Callable[[Any], Result], request: Any) -> Result:
+    """Run a job, and tear down the process group that it brought up."""
+    from meshwright.distributed.setup import destroy_distributed
+
+    try:
+        return job(request)
+    finally:
+        destroy_distributed()
+
+
+# --- compute the loss of rows over all their tokens, however ranks and batches deal them
+
+ROWS = 8
+"""Rows per forward of a data rank, by default."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The loss of a model on text.
+
+    Attributes:
+        loss: mean over all ``tokens`` that are predicted, in nats.
+        rows: number of rows with these tokens.
+        bytes: size of the predicted text; None where it is not known.
+    """
+
+    loss: float
+    tokens: int
+    rows: int
+    bytes: int | None = None
+
+    @property
+    def perplexity(self) -> float:
+        """e to the loss; infinite where that exceeds every float."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """All losses in bits, for each byte of the text."""
+        return self.loss * self.tokens / math.log(2) / self.bytes if self.bytes else None
+
+
+def evaluate_rows(
+    model: ParallelModel, chosen: Sequence[Rowful], seq_len: int, tokenizer: Tokenizer, batch_rows: int = ROWS
+) -> Evaluation:
+    """Evaluate a model on rows (collective): each batch's mean counts by its tokens, and padding not at all.
+
+    Args:
+        batch_rows: rows per forward of a data rank.
+    """
+    model.learn_documents()
+    place, ends = data_position(model.mesh), RowEnds.of(model.plan, 0)
+    total, tokens, weight, counted = 0.0, 0, 0.0, 0
+    with model.averaged():
+        for part in chosen:
+            chosen_rows = part.split, seq_len, part.samples, batch_rows
+            for batch in validation_batches(*chosen_rows, *place, part.pixels, ends):
+                loss = model.evaluate(batch)
+                total += float(loss) * loss.weight
+                weight += loss.weight
+                tokens += loss.tokens
+                counted += _bytes_of(batch["labels"], tokenizer)
+    of_data_ranks = dict(agree.everybody_says((place[0], counted)))
+    size = sum(of_data_ranks.values()) if isinstance(tokenizer, ByteTokenizer) else _size_of(chosen)
+    return Evaluation(total / weight if weight else math.nan, tokens, sum(part.samples for part in chosen), size)
+
+
+def _bytes_of(labels: torch.Tensor, tokenizer: Tokenizer) -> int:
+    """Count the labels that are bytes of the text, where a token is a byte."""
+    is_byte = (labels != IGNORE_INDEX) & (labels != tokenizer.end_of_document)
+    return int(is_byte.sum()) if isinstance(tokenizer, ByteTokenizer) else 0
+
+
+def _size_of(chosen: Sequence[Rowful]) -> int | None:
+    sizes = [part.source_bytes for part in chosen]
+    return None if None in sizes else sum(size for size in sizes if size is not None)
+
+
+# --- evaluate an opened model's loss, as one rank of however many
+
+
+@dataclass(frozen=True)
+class ModelOnRanks:
+    """An opened model, and the layout on which the ranks evaluate it."""
+
+    opened: Opened
+    layout: Layout
+    process: ProcessConfig
+
+    def model(self) -> ParallelModel:
+        """Bring the ranks up, and read the model (collective)."""
+        p = self.process
+        setup = DistributedConfig(
+            **vars(self.layout),
+            backend=p.backend,
+            startup_timeout_sec=p.startup_timeout_sec,
+            nccl_timeout_sec=p.step_timeout_sec,
+        )
+        return self.opened.model(setup)
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """The loss of a model on a source.
+
+    Attributes:
+        source: None: the validation part of the run's own data.
+        seq_len: tokens per row; 0: as the model was trained.
+        limit: number of rows; None: all.
+        batch_rows: rows per forward of a data rank.
+    """
+
+    placed: ModelOnRanks
+    source: SourceOptions | None = None
+    seq_len: int = 0
+    cache: str = ""
+    limit: int | None = None
+    batch_rows: int = ROWS
+
+
+def evaluate_loss(request: TextRequest) -> Evaluation:
+    """Evaluate on this rank (collective).
+
+    Raises:
+        ConfigError: rows are longer than the model takes, or the source cannot be used.
+    """
+    opened = request.placed.opened
+    data = opened.config.data
+    data = replace(data, seq_len=request.seq_len or data.seq_len, cache=request.cache or data.cache)
+    config = replace(opened.config, data=data)
+    model = request.placed.model()
+    longest = model.facts.max_seq_len
+    if longest is not None and data.seq_len > longest:
+        raise ConfigError(
+            f"--data.seq_len = {data.seq_len}: the model takes rows of at most {longest} tokens; lower it"
+        )
+    if request.source is None:
+        chosen = own_rows(config, opened.tokenizer, request.limit)
+    else:
+        chosen = rows_of(config, request.source, opened.tokenizer, request.limit)
+    return evaluate_rows(model, chosen, data.seq_len, opened.tokenizer, request.batch_rows)

@@ -1,1 +1,0 @@
-"""Evaluate a trained model on text, on any layout."""

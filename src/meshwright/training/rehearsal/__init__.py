@@ -1,1 +1,0 @@
-"""Rehearse a run: real steps of one rank, without the others."""

@@ -1,1 +1,0 @@
-"""Submit runs as Slurm jobs."""

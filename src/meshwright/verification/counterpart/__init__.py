@@ -1,1 +1,0 @@
-"""Find a model of transformers that computes what our decoder does."""
