@@ -21,13 +21,13 @@ from meshwright.distributed.recompute.recompute import HostActivations, offload
 
 OFFLOADED, EXPERTS = "dp=fsdp recompute=offload", "dp=fsdp ep=2 model=softmax"
 DIES = {
-    "copies_not_waited_for": (OFFLOADED, "streams", "host_activations.py"),
-    "activations_freed_in_flight": (OFFLOADED, "streams", "host_activations.py"),
+    "copies_not_waited_for": (OFFLOADED, "streams", "recompute.py"),
+    "activations_freed_in_flight": (OFFLOADED, "streams", "recompute.py"),
     "messages_not_waited_for": ("cp=2 method=all_gather", "streams", "ranks.py"),
-    "rows_of_experts_not_waited_for": (EXPERTS, "streams", "expert_parallel.py"),
+    "rows_of_experts_not_waited_for": (EXPERTS, "streams", "experts.py"),
     "norm_read_in_a_hook": ("dp=fsdp", "waits", "output.norm().item()"),
     "pageable_batch": ("dp=fsdp", "streams", "pageable memory"),
-    "pageable_state": ("dp=fsdp memory=optimizer", "streams", "state_offload.py"),
+    "pageable_state": ("dp=fsdp memory=optimizer", "streams", "low_bit.py"),
 }
 """Mutant -> the way that it is applied to, the question that finds it, and a part of the place that is named."""
 
@@ -81,7 +81,7 @@ def job_prefetched(is_recorded):
 def test_what_a_copy_stream_still_writes_is_not_given_away(on_device):
     assert on_device(1, job_prefetched, True)[0] == []
     found = on_device(1, job_prefetched, False)[0]
-    assert found and all("host_activations.py" in fault for fault in found)
+    assert found and all("recompute.py" in fault for fault in found)
 
 
 def call(operator, ranks, peer=None, batch=0):

@@ -302,7 +302,9 @@ def unaudited() -> AbstractContextManager:
 def bf16_reduction():
     """Gradients are summed over ranks in bf16."""
     policy = fully_sharded.policy
-    return patch.object(fully_sharded, "policy", lambda precision: policy(replace(precision, reduce="bfloat16")))
+    return patch.object(
+        fully_sharded, "policy", lambda precision, *unit: policy(replace(precision, reduce="bfloat16"), *unit)
+    )
 
 
 def loss_divided_by_the_ranks_of_a_row():

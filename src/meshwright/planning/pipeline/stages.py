@@ -11,7 +11,7 @@ from meshwright.core.names import is_within
 from meshwright.introspection.facts import ModelFacts, ParameterFact
 from meshwright.planning.collectives import over_batch, sharded_units, step_agreement, step_norm, token_count
 from meshwright.planning.context.collectives import attention_collectives, row_agreement
-from meshwright.planning.data import Holding, trained_cuts, units_outside_blocks
+from meshwright.planning.data import Holding, at_rest, trained_cuts, units_outside_blocks
 from meshwright.planning.experts import expert_collectives, router_collectives, without_experts
 from meshwright.planning.float8.rules import scales_of_gathered
 from meshwright.planning.optimizer.collectives import optimizer_collectives
@@ -75,6 +75,7 @@ def facts_of_stage(facts: ModelFacts, pipeline: PipelinePlan, stage: int) -> Mod
 def pipeline_collectives(facts: ModelFacts, plan: Plan, rank: int) -> tuple[Collective, ...]:
     """List every collective and send of a rank of the pipeline axis in a step."""
     frozen = set(plan.frozen)
+    facts = at_rest(facts, plan.precision)
     facts = replace(
         facts, parameters=tuple(replace(p, trainable=p.trainable and p.name not in frozen) for p in facts.parameters)
     )
@@ -178,6 +179,7 @@ def units_of_stages(facts: ModelFacts, plan: Plan) -> tuple[tuple[Unit, ...], ..
     """List the communication units of each stage; frozen parameters are those of the plan."""
     frozen, pipeline = set(plan.frozen), plan.pipeline
     assert pipeline is not None
+    facts = at_rest(facts, plan.precision)
     facts = replace(
         facts, parameters=tuple(replace(p, trainable=p.trainable and p.name not in frozen) for p in facts.parameters)
     )
