@@ -7,7 +7,6 @@ is sharded.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,8 +17,6 @@ from meshwright.introspection.module_kinds import is_rounded
 from meshwright.planning.float8.operand_parts import WHOLE
 
 from .products import OWN, Largest, Products
-
-_parts = attrgetter("parts")
 
 
 def before_outputs(x: Tensor, weights: Sequence[Tensor], ways: Sequence[Products], group: RankGroup) -> list[Largest]:
@@ -67,7 +64,7 @@ def saved(tensors: Sequence[Tensor | None], layers: int) -> list[Largest]:
 
 def _all_own(ways: Sequence[Products]) -> bool:
     """Return whether every layer rounds its operands, if at all, by this rank's own values."""
-    return list(map(_parts, ways)).count(WHOLE) == len(ways)
+    return all(way.parts == WHOLE for way in ways)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, way: Products, group: RankGroup) -> Tensor:

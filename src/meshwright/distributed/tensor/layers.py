@@ -8,7 +8,6 @@ The plan tells which gradients to sum. The sum is taken once for each optimizer 
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -192,7 +191,7 @@ class LocalView:
         names = [name for name, parameter in module._parameters.items() if parameter is not None]
         return [cls(module, name, group if name in summing else None, gradient_factor) for name in names]
 
-    @functools.cached_property
+    @property
     def key(self) -> str:
         """The attribute that shows the part: of bytes one that other code does not read."""
         return "local_weight" if isinstance(self.home, QuantizedLinear) and self.name == "weight" else self.name
@@ -361,9 +360,9 @@ class ColumnLayer:
     sums: bool = False
     parts: OperandParts = COLUMN
 
-    @functools.cached_property
+    @property
     def way(self) -> Products:
-        """The products by which the layer computes, from its first forward on."""
+        """The products by which the layer computes."""
         return products_of(self.module, self.transposed, self.parts)
 
     def tensors(self, runtime: Runtime) -> tuple[Tensor, Tensor | None, Products]:
@@ -476,7 +475,6 @@ ALONE = Reduction()
 
 def row_parallel(module: nn.Module, transposed: bool, runtime: Runtime, reduction: Reduction = ALONE) -> None:
     """Make a linear layer row-parallel: each rank has some input features."""
-    way: Products | None = None
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         def row_forward(x: Tensor) -> Tensor:
@@ -485,8 +483,7 @@ def row_parallel(module: nn.Module, transposed: bool, runtime: Runtime, reductio
             weight, bias = local(weight), None if bias is None else local(bias)
             if bias is not None and reduction.sums_bias:
                 bias = functions.summing_gradients(bias, runtime.group)
-            nonlocal way
-            way = products_of(module, transposed, ROW) if way is None else way
+            way = products_of(module, transposed, ROW)
             if reduction.defers:
                 return collect_deferred(
                     runtime, x, agreed.linear(x, weight, None, way, runtime.group), bias, begins=reduction.begins
