@@ -101,3 +101,13 @@ def test_names_stand_where_kempnerforge_has_them():
         for name in names
     ]
     assert [f"{module.__name__}.{name}" for module, name in places if not callable(getattr(module, name, None))] == []
+
+
+def test_files_that_the_architecture_names_are_there():
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:\w+/)+\w+)(?:\.py)?`", text))
+    homes = {path.with_suffix("").relative_to(ROOT).as_posix() for path in (ROOT / "src").rglob("*")}
+    for folder in ("tests", "benchmarks", "scripts"):
+        homes |= {path.with_suffix("").relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*")}
+    gone = [name for name in named if not any(f"/{home}".endswith(f"/{name}") for home in homes)]
+    assert len(named) > 50 and gone == []

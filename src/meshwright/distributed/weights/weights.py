@@ -6,7 +6,7 @@ into blocks of whole rows, at most ``BLOCK_ELEMENTS`` each (but at least one row
 generator seeded by (seed, name, block number), in fp32, on the parameter's device (or another: a CPU and a GPU draw
 different values from one seed). A rank draws the blocks that overlap its shard, so its peak is its own share plus one
 block. The decoder's buffers, and all of a model that was built on meta, are initialised by their modules
-(``module_weights``).
+(``constructed``).
 """
 
 from __future__ import annotations

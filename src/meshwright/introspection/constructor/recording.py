@@ -3,7 +3,7 @@
 A tensor is named by its storage and its layout in it, so views, ``.data`` and parameters of tensors need no care.
 
 The constructor runs on fake tensors: they have shapes, dtypes and devices, and no values. Every operator that creates
-or writes a tensor is recorded as a step (``steps``). Carried out in order from one seed on real tensors, the steps
+or writes a tensor is recorded as a step. Carried out in order from one seed on real tensors, the steps
 give bitwise the same tensors as the constructor in one process.
 
 Rejection sampling looks at its own draws: torch's ``trunc_normal_`` is recorded as one step. A number that the

@@ -22,7 +22,7 @@ RESERVED = ("step", "time", "event", "nonfinite")
 
 
 class MetricsWriter:
-    """The tracker (see ``trackers``) that appends to ``<run_folder>/metrics.jsonl``.
+    """The tracker that appends to ``<run_folder>/metrics.jsonl``.
 
     Every line is one JSON object, written whole and flushed at once:
 
