@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import os
@@ -154,9 +153,7 @@ def test_an_essential_name_that_is_gone_is_one_sentence():
     ],
 )
 def test_a_name_is_expected_from_its_oldest_release_until_it_was_seen_gone(seen, here, expected, monkeypatch):
-    monkeypatch.setattr(
-        importlib.import_module("meshwright.core.private_names.library_names"), "installed", lambda package: here
-    )
+    monkeypatch.setattr("meshwright.core.private_names.row.installed", lambda package: here)
     assert PrivateName("torch._some", "something", "a public name", seen).is_expected() is expected
 
 

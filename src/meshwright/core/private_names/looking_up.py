@@ -14,8 +14,8 @@ from meshwright.core.devices import cuda_release
 from meshwright.core.errors import UnsupportedError, quieten_torchao
 from meshwright.core.host import DOCTOR, installed
 
-from .library_names import EVERYTHING, LIBRARIES, PrivateName
-from .torch_names import TORCH
+from .names import LIBRARIES, TORCH
+from .row import EVERYTHING, PrivateName
 
 P = ParamSpec("P")
 R = TypeVar("R")

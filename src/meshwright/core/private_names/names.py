@@ -1,11 +1,11 @@
-"""List the private names of torch."""
+"""List the private names of other libraries, and the functions that they leave undocumented."""
 
 from __future__ import annotations
 
 from meshwright.core.devices import CUDA
-from meshwright.core.host import Range
+from meshwright.core.host import TESTED, Range
 
-from .library_names import EVERYTHING, PrivateName, names_in
+from .row import EVERYTHING, PrivateName, names_in
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
 _STATE = f"{_FSDP}._fsdp_state.FSDPState"
@@ -206,5 +206,107 @@ TORCH: tuple[PrivateName, ...] = (
         f"{_FSDP}._fsdp_param._from_local_no_grad",
         "fully_shard over weights in several parts",
         "FSDP2 keeping the class of a parameter",
+    ),
+)
+
+_TORCHAO, _LOW_BIT = "float8 training", "AdamW of torchao"
+_PRODUCTS = "products outside of a converted module"
+_TRAINER, _LOOP = "meshwright.integrations.transformers and trl", "a hook of transformers.Trainer"
+_FABRIC = "meshwright.integrations.fabric"
+
+LIBRARIES: tuple[PrivateName, ...] = (
+    *names_in(
+        "transformers.PreTrainedModel",
+        ("_init_weights", "models of transformers on meta", "a public base class"),
+        ("_from_config", "models of transformers on meta", "a from_config of every class"),
+        ("_tp_plan", "tensor-parallel plans that models of transformers bring along", "a tp_plan of every class"),
+        ("_keys_to_ignore_on_load_unexpected", "files of Hugging Face with more tensors than the model", "a list"),
+        seen=TESTED["transformers"],
+    ),
+    *names_in(
+        "transformers.PretrainedConfig",
+        ("_attn_implementation", "context parallelism of models of transformers", "a getter"),
+        ("_experts_implementation", "layouts of transformers' mixtures of experts", "a setter on the built model"),
+        seen=TESTED["transformers"],
+    ),
+    PrivateName(
+        "transformers.AutoModelForCausalLM._model_mapping",
+        "models of transformers by their names",
+        "a list of what an auto class builds",
+        TESTED["transformers"],
+    ),
+    *names_in(
+        "transformers.Trainer",
+        ("_clip_grad_norm", _TRAINER, _LOOP),
+        ("_created_lr_scheduler", _TRAINER, _LOOP),
+        ("_get_dataloader", _TRAINER, _LOOP),
+        ("_get_grad_norm", _TRAINER, _LOOP),
+        ("_load_best_model", _TRAINER, _LOOP),
+        ("_load_from_checkpoint", _TRAINER, _LOOP),
+        ("_move_model_to_device", _TRAINER, _LOOP),
+        ("_prepare_for_training", _TRAINER, _LOOP),
+        ("_prepare_inputs", _TRAINER, _LOOP),
+        ("_save_optimizer_and_scheduler", _TRAINER, _LOOP),
+        ("_set_signature_columns_if_needed", _TRAINER, _LOOP),
+        ("_track_num_input_tokens", _TRAINER, _LOOP),
+        ("_train_batch_size", _TRAINER, _LOOP),
+        ("_loss_shifts_labels", _TRAINER, "a public flag of transformers.Trainer"),
+        seen=TESTED["transformers"],
+    ),
+    *names_in(
+        "accelerate",
+        ("accelerator.Accelerator._is_accelerate_prepared", _TRAINER, "a public flag"),
+        ("optimizer.AcceleratedOptimizer._is_overflow", _TRAINER, "a setter"),
+        seen=Range("1.15", "1.15"),
+    ),
+    *names_in(
+        "peft",
+        ("tuners.tuners_utils.BaseTunerLayer._disable_adapters", "preference training", "a switch that trains on"),
+        (
+            "utils.transformers_weight_conversion.convert_peft_config_for_transformers",
+            "adapters of mixtures of experts",
+            "targets that peft does not rewrite",
+        ),
+        seen=Range("0.21", "0.21"),
+    ),
+    *names_in(
+        "torchao.float8",
+        ("float8_linear.matmul_with_hp_or_float8_args", _TORCHAO, _PRODUCTS),
+        ("float8_utils.amax_to_scale", _TORCHAO, _PRODUCTS),
+        ("float8_scaling_utils.get_maybe_axiswise_dim", _TORCHAO, _PRODUCTS),
+        ("float8_scaling_utils.hp_tensor_to_float8_dynamic", _TORCHAO, _PRODUCTS),
+        ("float8_training_tensor.GemmInputRole", _TORCHAO, _PRODUCTS),
+        ("float8_training_tensor.hp_tensor_and_scale_to_float8", _TORCHAO, _PRODUCTS),
+        ("float8_training_tensor.Float8TrainingTensor", "float8 gathers", "a public class"),
+        ("float8_training_tensor.Float8TrainingTensor._data", "float8 gathers", "a public attribute"),
+        ("float8_training_tensor.Float8TrainingTensor._gemm_input_role", "verification of float8", "an attribute"),
+        ("float8_training_tensor.Float8TrainingTensor._scale", "float8 gathers", "a public attribute"),
+        ("config.ScalingGranularity", _TORCHAO, "a documented class"),
+        ("config.ScalingType", _TORCHAO, "a documented class"),
+        seen=Range("0.18", "0.18"),
+    ),
+    *names_in(
+        "torchao.optim",
+        ("adam.single_param_adam", _LOW_BIT, "a step of one parameter"),
+        ("quant_utils.quantize_4bit_with_qmap", "checkpoints of low-bit optimizers", "a documented function"),
+        ("quant_utils.quantize_8bit_with_qmap", "checkpoints of low-bit optimizers", "a documented function"),
+        ("subclass_4bit.OptimState4bit", _LOW_BIT, "a documented class"),
+        ("subclass_8bit.OptimState8bit", _LOW_BIT, "a documented class"),
+        seen=Range("0.18", "0.18"),
+    ),
+    *names_in(
+        "lightning_fabric",
+        ("strategies.strategy._BackwardSyncControl", _FABRIC, "a public base class"),
+        ("strategies.strategy.Strategy._backward_sync_control", _FABRIC, "a constructor's argument"),
+        ("strategies.model_parallel.ModelParallelStrategy._device_mesh", _FABRIC, "a setter"),
+        ("strategies.model_parallel.ModelParallelStrategy._setup_distributed", _FABRIC, "a public hook"),
+        ("wrappers._FabricModule._forward_module", _FABRIC, "a public attribute"),
+        seen=Range("2.6", "2.6"),
+    ),
+    *names_in(
+        "submitit.slurm.slurm.SlurmExecutor",
+        ("_make_submission_file_text", "meshwright launch", "a public text of the script"),
+        ("_submit_command", "meshwright launch", "a job that is a command"),
+        seen=Range("1.5", "1.5"),
     ),
 )
