@@ -541,7 +541,6 @@ NOT_HERE: dict[str, set[str]] = {
     },
     "a choice of files, of a model or of its tokenizer, which a test of that reader makes": {
         "data.cache",
-        "data.ignore = …",
         "data.learn = answers",
         "data.mixture",
         "data.mixture, by 'it'",

@@ -238,7 +238,11 @@ REFUSED = {
     ),
     "two tasks": ({"messages": [ASK, FOUR], "prompt": "p", "completion": "c"}, {}, "fit the tasks chat and completion"),
     "another prompt": ({"prompt": "3+3?", "messages": [ASK, FOUR]}, {}, "'prompt'.*data.ignore"),
-    "another conversation": ({"messages": [MORE], "chosen": [ASK, FOUR], "rejected": [ASK, FIVE]}, {}, "data.ignore"),
+    "another conversation": (
+        {"messages": [MORE], "chosen": [ASK, FOUR], "rejected": [ASK, FIVE], "note": "n"},
+        {"ignore": ("note",)},
+        r"on purpose: data.ignore = \['note', 'messages'\]$",
+    ),
     "an input that is no text": ({"instruction": "Add.", "input": {"a": 1}, "output": "4"}, {}, "must hold text"),
 }
 

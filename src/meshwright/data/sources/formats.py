@@ -33,7 +33,15 @@ MEDIA_COLUMNS = ("images", "image")
 
 
 class BadRow(ConfigError):
-    """A record that cannot be used; the text names its file and row."""
+    """A record that cannot be used; the text names its file and row.
+
+    Attributes:
+        columns: columns without which it could be used; ``data.ignore`` leaves them out.
+    """
+
+    def __init__(self, text: str, columns: Sequence[str] = ()):
+        super().__init__(text)
+        self.columns = tuple(columns)
 
 
 class RecordFormat(Protocol):

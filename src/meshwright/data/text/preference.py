@@ -147,7 +147,8 @@ def _prompt(record: Record, given: list[list[Message]], shared: list[Message], w
         if shared or found:
             raise BadRow(
                 f"{where}: '{name}' has other messages than {'the two sides begin with' if shared else PROMPTS[0]}:"
-                f" leave one of them out with data.ignore = ['{name}']"
+                f" leave one of them out",
+                (name,),
             )
         found = before
     return found

@@ -68,6 +68,14 @@ class Task:
         """
         if self.ignore:
             record = without(record, self.ignore)
+        try:
+            return self._examples(record, where, folder)
+        except BadRow as error:
+            if not error.columns:
+                raise
+            raise BadRow(f"{error} on purpose: data.ignore = {[*self.ignore, *error.columns]}{self.advice}") from None
+
+    def _examples(self, record: Record, where: str, folder: Path) -> list[Example]:
         if self.pictured is not None:
             examples = self.pictured.examples(record, where, folder)
         else:
@@ -78,8 +86,8 @@ class Task:
         if untold:
             raise BadRow(
                 f"{where}: the column '{untold[0]}' holds {str(record[untold[0]])[:60]!r}, and the task '{self.name}'"
-                f" reads it not (it reads {', '.join(self.columns)}). Write it into these, or leave it out on purpose:"
-                f" data.ignore = {[*self.ignore, *untold]}{self.advice}"
+                f" does not read it (it reads {', '.join(self.columns)}). Write it into these, or leave it out",
+                untold,
             )
         return examples
 

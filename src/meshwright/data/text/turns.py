@@ -195,7 +195,10 @@ def tools_of(record: Record, template: ChatTemplate, where: str) -> dict[str, An
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise BadRow(f"{where}: 'tools' must be a list of objects, or JSON text of one, and is {str(tools)[:60]!r}")
     if "tools" not in template.text:
-        raise BadRow(f"{where}: the record has tools, and the chat template writes none. {_otherwise('tools')}")
+        raise BadRow(
+            f"{where}: the record has tools, and the chat template writes none: use one that does, or leave it out",
+            ("tools",),
+        )
     return {"tools": tools}
 
 
@@ -260,10 +263,6 @@ def is_empty(message: Message) -> bool:
 def _beside_content(message: Message) -> list[str]:
     """List what a turn has besides its content, such as calls of tools or reasoning."""
     return [key for key, value in message.items() if value and key not in ("role", "content", *MARKS)]
-
-
-def _otherwise(name: str) -> str:
-    return f"Leave the column out on purpose with data.ignore = ['{name}'], or use a template that writes it"
 
 
 def _parsed(value: Any) -> Any:

@@ -154,11 +154,11 @@ def _norm_of_stage(parts: list[GradientPart]) -> Tensor:
     if not by_groups:
         return torch.zeros(())
     squares: dict[tuple[dist.ProcessGroup, ...], Tensor] = {}
-    wide = reduce(torch.promote_types, (part.tensor.dtype for part in parts), torch.float32)
+    wide = reduce(torch.promote_types, {part.tensor.dtype for part in parts}, torch.float32)
     for (groups, copies), tensors in by_groups.items():
         norms = (
             foreach_norm(tensors)
-            if all(tensor.dtype == wide for tensor in tensors)
+            if {tensor.dtype for tensor in tensors} == {wide}
             else [torch.linalg.vector_norm(t, dtype=wide) for t in tensors]
         )
         square = torch.linalg.vector_norm(torch.stack(list(norms))).square() / copies

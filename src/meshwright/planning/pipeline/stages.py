@@ -74,12 +74,15 @@ def facts_of_stage(facts: ModelFacts, pipeline: PipelinePlan, stage: int) -> Mod
 
 def pipeline_collectives(facts: ModelFacts, plan: Plan, rank: int) -> tuple[Collective, ...]:
     """List every collective and send of a rank of the pipeline axis in a step."""
-    frozen = set(plan.frozen)
-    facts = at_rest(facts, plan.precision)
-    facts = replace(
+    return tuple(_of_rank(_as_planned(facts, plan), plan, rank))
+
+
+def _as_planned(facts: ModelFacts, plan: Plan) -> ModelFacts:
+    """Return the facts with a plan's dtypes at rest and frozen parameters."""
+    frozen, facts = set(plan.frozen), at_rest(facts, plan.precision)
+    return replace(
         facts, parameters=tuple(replace(p, trainable=p.trainable and p.name not in frozen) for p in facts.parameters)
     )
-    return tuple(_of_rank(facts, plan, rank))
 
 
 def _of_rank(facts: ModelFacts, plan: Plan, rank: int) -> Iterator[Collective]:
@@ -177,12 +180,8 @@ def _ties(facts: ModelFacts, plan: Plan, pipeline: PipelinePlan, rank: int) -> I
 
 def units_of_stages(facts: ModelFacts, plan: Plan) -> tuple[tuple[Unit, ...], ...]:
     """List the communication units of each stage; frozen parameters are those of the plan."""
-    frozen, pipeline = set(plan.frozen), plan.pipeline
+    facts, pipeline = _as_planned(facts, plan), plan.pipeline
     assert pipeline is not None
-    facts = at_rest(facts, plan.precision)
-    facts = replace(
-        facts, parameters=tuple(replace(p, trainable=p.trainable and p.name not in frozen) for p in facts.parameters)
-    )
     shards = plan.shares.shards
     numbers = range(len(pipeline.stages))
     return tuple(_units_of(facts_of_stage(facts, pipeline, n), plan_of_stage(plan, n), shards) for n in numbers)
