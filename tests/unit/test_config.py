@@ -330,8 +330,8 @@ def flags_of(config: Any, prefix: str = "") -> list[str]:
     return words
 
 
-# In a flag, an item that begins with a hyphen is the next flag, and "none" is none.
-FLAG_TEXT = st.text().filter(lambda text: not text.startswith("-") and text not in ("none", "None"))
+# In a flag, an item that begins with a hyphen is the next flag, "none" is none, and brackets hold an array.
+FLAG_TEXT = st.text().filter(lambda text: text[:1] not in ("-", "[") and text not in ("none", "None"))
 
 
 @settings(max_examples=25, deadline=None, phases=[Phase.generate])  # to shrink a failure would take minutes
@@ -359,10 +359,18 @@ def test_flags_change_only_what_they_name():
         (["--techniques.sync_grad_accum=shard"], RunTechniques(sync_grad_accum="shard")),
         (["--techniques.zero_stage=2"], RunTechniques(zero_stage=2)),
         (["--techniques.freeze", "embed", "norm"], RunTechniques(freeze=("embed", "norm"))),
+        (["--techniques.freeze=['embed', 'norm']"], RunTechniques(freeze=("embed", "norm"))),
+        (["--techniques.freeze", '["embed", "norm"]'], RunTechniques(freeze=("embed", "norm"))),
+        (["--techniques.freeze=[]"], RunTechniques(freeze=())),
     ],
 )
 def test_flags_of_mixed_types(words, want):
     assert same(parse_flags(Config, words, prog="p", description="d").techniques, want)
+
+
+def test_an_array_that_is_no_toml_is_refused():
+    with pytest.raises(ConfigError, match=r"--data.ignore: \[prompt\] is not TOML .* write \['a', 'b'\]"):
+        parse_flags(Config, ["--data.ignore=[prompt]"], prog="p", description="d")
 
 
 def test_a_key_of_an_absent_section_makes_it():

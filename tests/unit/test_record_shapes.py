@@ -328,6 +328,13 @@ def test_columns_that_are_not_read_are_counted(tmp_path):
     assert notes == ["the task 'completion' reads prompt, completion; columns not read: id (in 2), url (in 1)"]
 
 
+def test_ignored_columns_that_no_record_has_are_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b", "id": 1}) + "\n")
+    source = SourceOptions((str(tmp_path / "a.jsonl"),), ignore=("id", "id,url"))
+    notes = open_corpus(prepare(source, ByteTokenizer(), 0.0, tmp_path / "cache").folder, "refuse").meta.notes
+    assert notes == ["data.ignore names ['id,url'], which no record has"]
+
+
 def test_inspect_says_what_becomes_of_each_record(tmp_path, capsys):
     answers = ["Hello there", None, "Bye, and good night to all of you"]
     rows = [{"messages": [ASK, turn("assistant", answer)], "id": n} for n, answer in enumerate(answers)]

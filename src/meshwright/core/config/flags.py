@@ -196,8 +196,9 @@ def parse_flags(cls: type[T], args: Sequence[str], *, default: T | None = None, 
     """Read command-line flags over ``default``.
 
     Every key of ``public_keys(cls)`` is a flag of that name; hyphens serve for underscores. ``true``, ``false`` and
-    ``none`` are written in lower case; a list of text takes all its items after one flag; a list of tables takes one
-    TOML value (``--optimizer.overrides='[{pattern = "norm"}]'``).
+    ``none`` are written in lower case; a list takes all its items after one flag (``--data.ignore prompt answer``) or
+    one TOML array (``--data.ignore='["prompt", "answer"]'``); a list of tables takes one TOML value
+    (``--optimizer.overrides='[{pattern = "norm"}]'``).
 
     Args:
         cls: a dataclass.
@@ -207,7 +208,7 @@ def parse_flags(cls: type[T], args: Sequence[str], *, default: T | None = None, 
         description: the first lines of the help.
 
     Raises:
-        ConfigError: a list's flag is given twice, or a value is of the wrong type.
+        ConfigError: a list's flag is given twice, or a value is of the wrong type or no TOML where it looks like it.
         SystemExit: 0 after ``--help``; 2 for an unknown flag, named on standard error.
     """
     if any(arg in ("-h", "--help") for arg in args):
@@ -218,10 +219,11 @@ def parse_flags(cls: type[T], args: Sequence[str], *, default: T | None = None, 
     flags = [_spelling(arg) for arg in args]
     _refuse_repeated_lists(cls, flags, "")
     _refuse_other_values(cls, args)
+    args = _with_arrays_spread(cls, args)
     start = _with_sections(cls() if default is None else default, flags, "")
     return tyro.cli(
         cls,
-        args=list(args),
+        args=args,
         default=start,
         prog=prog,
         description=description,
@@ -265,6 +267,25 @@ def _refuse_other_values(cls: type, args: Sequence[str]) -> None:
             _rows(cls, annotation, text, flag)
         elif text.lower() != "none" or type(None) not in arms:
             read_value(cls, annotation, _as_written(text, arms), name, where=flag)
+
+
+def _with_arrays_spread(cls: type, args: Sequence[str]) -> list[str]:
+    """Return the arguments with a TOML array of a list's flag spread into the words that follow the flag."""
+    spread: list[str] = []
+    flag = ""
+    for arg in args:
+        if arg.startswith("--"):
+            flag, given, text = arg.partition("=")
+        else:
+            given, text = "", arg
+        annotation = _annotation(cls, _spelling(flag).removeprefix("--"))
+        is_list = get_origin(annotation) is tuple and not _is_rows(annotation)
+        if is_list and text.startswith("[") and text.endswith("]"):
+            spread += [flag] if given else []
+            spread += [item if isinstance(item, str) else toml_value(item) for item in _toml(text, flag, "['a', 'b']")]
+        else:
+            spread.append(arg)
+    return spread
 
 
 SCALARS = (int, float, bool, type(None))
@@ -364,13 +385,16 @@ def _is_rows(annotation: Any) -> bool:
 
 def _rows(cls: type, annotation: Any, text: str, flag: str) -> Any:
     """Read an array of tables from TOML text; ConfigError for text that is not TOML, or not such tables."""
+    return read_value(cls, annotation, _toml(text, flag, "[{key = value}]"), flag.removeprefix("--"), where=flag)
+
+
+def _toml(text: str, flag: str, example: str) -> Any:
     import tomllib
 
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{flag}: {text} is not TOML ({error}); write [{{key = value}}]") from error
-    return read_value(cls, annotation, value, flag.removeprefix("--"), where=flag)
+        raise ConfigError(f"{flag}: {text} is not TOML ({error}); write {example}") from error
 
 
 def _inline(rows: tuple) -> str:

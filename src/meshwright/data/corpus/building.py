@@ -231,6 +231,8 @@ class TokenisingRecipe:
         self.task = self._choose_task()
         self.unread: Counter[str] = Counter()
         """Columns that the task does not read, and the number of records that have them."""
+        self.ignored: set[str] = set()
+        """Columns that are left out on purpose, and that a record has."""
         self.nulls = 0
         """Nulls in arguments of calls of tools, which Arrow cannot tell from keys that a record has not."""
         if self.task.is_whole and not isinstance(tokenizer, AligningTokenizer):
@@ -336,14 +338,20 @@ class TokenisingRecipe:
         notes += self.notes()
 
     def notes(self) -> list[str]:
-        """Name the columns that were not read, and count the nulls that were left out, in a sentence each."""
+        """Name the columns not read or not there, and count the nulls left out, in a sentence each."""
         named = ", ".join(f"{name} (in {n})" for name, n in self.unread.most_common())
         read = f"the task '{self.task.name}' reads {', '.join(self.task.columns)}"
         nulls = (
             f"{self.nulls:,} nulls in arguments of calls of tools are left out, since Arrow and Parquet give each call"
             f" the keys of all others as null: where a null is meant, write the column of messages as JSON text"
         )
-        return [*([f"{read}; columns not read: {named}"] if named else []), *([nulls] if self.nulls else [])]
+        absent = [name for name in self.task.ignore if name not in self.ignored]
+        nowhere = f"data.ignore names {absent}, which no record has"
+        return [
+            *([f"{read}; columns not read: {named}"] if named else []),
+            *([nowhere] if absent else []),
+            *([nulls] if self.nulls else []),
+        ]
 
     def encoder(self) -> Encoder:
         """Return the rules by which the documents become ids."""
@@ -410,6 +418,7 @@ class TokenisingRecipe:
             raise record
         read, where = {*self.task.columns, *self.task.ignore}, f"{file.path}, row {number}"
         self.unread.update(name for name, value in record.items() if value is not None and name not in read)
+        self.ignored.update(name for name in self.task.ignore if name in record)
         self.nulls += getattr(record, "nulls", 0)
         examples = self.task.examples_in(record, where, folder_of(file))
         _check_text(examples, where)

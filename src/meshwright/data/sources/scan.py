@@ -355,10 +355,14 @@ class Scan:
         passed_over = ", ".join(f"{count} {why}" for count, why in notes if count)
         what = f"{len(self.files)} documents"
         if self.format in RECORD_FORMATS:
-            what = f"{sum(file.n_records for file in self.files)} rows in {len(self.files)} {self.format} files"
+            what = f"{sum(file.n_records for file in self.files)} rows in {self._n_files}"
         elif self.format in TOKEN_FORMATS:
-            what = f"{len(self.files)} {self.format} files of token ids"
+            what = f"{self._n_files} of token ids"
         return f"{what}, {self.n_bytes} bytes" + (f" (passed over: {passed_over})" if passed_over else "")
+
+    @property
+    def _n_files(self) -> str:
+        return f"{len(self.files)} {self.format} file{'s'[: len(self.files) - 1]}"
 
 
 def list_sources(sources: str | Sequence[str], format: str = "auto") -> Scan:
