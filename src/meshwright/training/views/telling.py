@@ -184,7 +184,7 @@ class ClosingReport:
 
     def _outcome(self) -> str:
         parts = [
-            f"done: {self.total_steps:,} steps"
+            f"done: {self.step:,} step{'s' * (self.step > 1)}"
             if self.step >= self.total_steps
             else f"stopped at step {self.step:,} of {self.total_steps:,}"
         ]
@@ -234,6 +234,9 @@ def next_steps(folder: Path, config: Config, plan: Plan) -> str:
     words = ["--prompt", prompt] if prompt.isprintable() else []
     base = ["--base", config.model.hf] if config.adapters is not None else []
     lines = [f"sample again with: {command('generate', folder, *words, *base)}"]
+    if config.model.hf:
+        form = "hf" if config.adapters is None else "merged"
+        lines.append(f"write it for transformers with: {command('convert', folder, '--to', form, 'FOLDER', *base)}")
     if is_demo(config):
         axis = "pp" if dict(plan.mesh).get("tp", 1) > 1 else "tp"
         layout = [("another layout, the same losses", command("train", f"--layout.{axis}=2"))]
@@ -249,6 +252,8 @@ def next_steps(folder: Path, config: Config, plan: Plan) -> str:
 # --- print and write a run's reports
 
 Result = TypeVar("Result")
+JUMP = 0.05
+"""Relative change of the rate that is told when a run is continued."""
 
 
 @dataclass
@@ -362,7 +367,7 @@ class Teller:
         if old.kind == "inverse_sqrt":  # its rates do not follow from its end
             old = replace(old, total_steps=max(old.total_steps, new.total_steps))
         was, rate = (each(each.place(step, self.at.tokens + 1)) for each in (old, new))
-        if not (step and of_rate) or f"{was:.2e}" == f"{rate:.2e}":
+        if not (step and of_rate) or abs(rate - was) <= JUMP * max(rate, was):
             return
         advice = f"leave {', '.join(text.partition(' ')[0] for text in of_rate)} as before"
         if was and rate:
