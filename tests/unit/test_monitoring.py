@@ -38,9 +38,8 @@ from meshwright.training.metrics.throughput import (
     peak_flops,
     training_flops_per_token,
 )
-from meshwright.training.views.display import build_progress
 from meshwright.training.views.live import LiveProgress, LossCurve
-from meshwright.training.views.progress import PlainProgress, SilentProgress, StepReport
+from meshwright.training.views.progress import PlainProgress, SilentProgress, StepReport, build_progress
 from meshwright.training.views.telling import ClosingReport, next_steps
 
 REPORT = StepReport(
@@ -381,12 +380,9 @@ def test_the_display_fits_the_place(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     assert isinstance(build_progress(is_main=False, stream=Terminal()), SilentProgress)
     assert isinstance(build_progress(is_main=True, stream=Terminal()), LiveProgress)
-    assert isinstance(build_progress(is_main=True, stream=Terminal(), style="plain"), PlainProgress)
     assert isinstance(build_progress(is_main=True, stream=io.StringIO()), PlainProgress)
     monkeypatch.setenv("TERM", "dumb")
     assert isinstance(build_progress(is_main=True, stream=Terminal()), PlainProgress)
-    with pytest.raises(ConfigError, match="none of auto, plain"):
-        build_progress(is_main=True, style="fancy")  # pyright: ignore[reportArgumentType]
 
 
 def test_silent_progress_says_nothing(capfd):

@@ -98,7 +98,7 @@ def _write_trace(config: Config, path: str, steps: int | None, others: list[str]
         raise ConfigError(
             f"{others[0]} and --write-trace are both given: a trace is of what one process makes of the config as it is"
         )
-    from meshwright.training.views.display import build_progress
+    from meshwright.training.views.progress import build_progress
     from meshwright.verification.trace_writer import summary, write_trace
 
     file = Path(path).expanduser()

@@ -22,7 +22,7 @@ from meshwright.core.errors import ConfigError, nearest
 from .pages import check_page, write_page
 
 if TYPE_CHECKING:
-    from meshwright.training.views.comparison.runs import ComparedRun
+    from meshwright.training.views.page.compared import ComparedRun
 
 FLAGS = "--by, --html, --json"
 ABOVE = ("state", "steps", "layout")
@@ -36,9 +36,8 @@ def run(argv: list[str]) -> int:
     as_json, argv = "--json" in argv, [word for word in argv if word != "--json"]
     if flag := next((word for word in argv if word.startswith("-")), ""):
         raise ConfigError(f"meshwright compare does not know '{flag}'. Flags: {FLAGS}.")
-    from meshwright.training.views.comparison.page import comparison_page
-    from meshwright.training.views.comparison.runs import to_dict
-    from meshwright.training.views.page.charts import AXES
+    from meshwright.training.views.page.compared import comparison_page, to_dict
+    from meshwright.training.views.page.document import AXES
 
     by = by or "steps"
     if by not in AXES:
@@ -57,7 +56,7 @@ def run(argv: list[str]) -> int:
 
 def _read(names: list[str]) -> list[ComparedRun]:
     """Read the runs in the order in which they are named. Raises ConfigError where they cannot be compared."""
-    from meshwright.training.views.comparison.runs import FEWEST, MOST, labels_of, read_run
+    from meshwright.training.views.page.compared import FEWEST, MOST, labels_of, read_run
 
     if not FEWEST <= len(names) <= MOST:
         raise ConfigError(
@@ -82,7 +81,7 @@ def _print(runs: list[ComparedRun], by: str) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from meshwright.training.views.comparison.runs import differences, letter_of, narrowed, rows
+    from meshwright.training.views.page.compared import differences, letter_of, narrowed, rows
 
     console = Console(highlight=False, soft_wrap=True)
     letters = [letter_of(number) for number in range(len(runs))]

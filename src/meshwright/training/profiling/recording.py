@@ -1,7 +1,4 @@
-"""Record a few steps: a Chrome trace that names modules and mesh axes, or the memory history.
-
-Works on the parsed file; torch-free.
-"""
+"""Record a few steps: a Chrome trace that names modules and mesh axes, or the memory history."""
 
 from __future__ import annotations
 

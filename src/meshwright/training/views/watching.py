@@ -22,7 +22,7 @@ from meshwright.distributed.step.part import StepLoss, StepResult
 from meshwright.planning.memory.states import MemoryEstimate, MemoryUse
 from meshwright.planning.pipeline.schedules.orders import schedule_kind
 from meshwright.planning.pipeline.schedules.simulate import Action, PipelineSchedule, actions_in, simulate
-from meshwright.planning.pipeline.schedules.table import Span, read_schedule, spans_of, svg_of, text_of
+from meshwright.planning.pipeline.schedules.table import read_schedule, spans_of, svg_of, text_of
 from meshwright.training.build import Run
 from meshwright.training.config import Config
 from meshwright.training.metrics.memory import MemoryShares, is_out_of_memory, memory_table, out_of_memory, read_memory
@@ -184,7 +184,11 @@ def drawn_run(folder: Path) -> tuple[str, str]:
     if not file.is_file():
         raise ConfigError(f"{folder} holds no {TIMES}: it is written at the end of a run with layout.pp > 1")
     try:
-        name, ranks = _measured(read_object(file))
+        raw = read_object(file)
+        name = str(raw["schedule"])
+        ranks = [
+            [(actions_in(word)[0], float(begin), float(end)) for word, begin, end in spans] for spans in raw["ranks"]
+        ]
         first, last = min(s[1] for spans in ranks for s in spans), max(s[2] for spans in ranks for s in spans)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise IntegrityError(
@@ -198,12 +202,6 @@ def drawn_run(folder: Path) -> tuple[str, str]:
             f"  ({_means(spans)})"
         )
     return "\n".join(lines), svg_of(f"{folder}: {name}, measured", ranks)
-
-
-def _measured(raw: dict[str, Any]) -> tuple[str, list[list[Span]]]:
-    """Return the name of a schedule, and each rank's actions with their times."""
-    times = [[(actions_in(word)[0], float(begin), float(end)) for word, begin, end in spans] for spans in raw["ranks"]]
-    return str(raw["schedule"]), times
 
 
 def _means(spans: list[tuple[Action, float, float]]) -> str:

@@ -41,11 +41,8 @@ SINGLE = (
     "grad_norm",
     "learning_rate",
     "mfu",
-    "own_time_max",
-    "own_time_mean",
     "tokens",
     "skipped",
-    "slowest_rank",
     OF_PAIRS,
 )
 BY_SOURCE = "validation_loss/"
