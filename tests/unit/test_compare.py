@@ -66,6 +66,7 @@ class Figures:
 
     def __init__(self, text):
         found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+        assert found is not None
         self.curves, self.colours = {}, {}
         for chart in json.loads(found.group(1)):
             for curve in chart["curves"]:
