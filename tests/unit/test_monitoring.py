@@ -38,8 +38,9 @@ from meshwright.training.metrics.throughput import (
     peak_flops,
     training_flops_per_token,
 )
+from meshwright.training.views.display import build_progress
 from meshwright.training.views.live import LiveProgress, LossCurve
-from meshwright.training.views.progress import PlainProgress, SilentProgress, StepReport, build_progress
+from meshwright.training.views.progress import PlainProgress, SilentProgress, StepReport
 from meshwright.training.views.telling import ClosingReport, next_steps
 
 REPORT = StepReport(

@@ -39,7 +39,8 @@ from .run.request import RESOLVED, keep_request, read_request, words_of_complete
 from .stopping import Interrupted, StopRequest
 from .tokenizer import prompt_ids
 from .tracing import TraceCheck
-from .views.progress import Progress, StepReport, build_progress
+from .views.display import build_progress
+from .views.progress import Progress, StepReport
 from .views.telling import Teller, Validated, in_words
 from .views.watching import Watch, check_watching
 
