@@ -533,7 +533,7 @@ def test_the_proof_sees_every_part_of_the_routing(monkeypatch, change):
         (
             replace(PLAIN, moe=None),
             "qwen3_moe",
-            "the run's model experts = False, qk_norm = False. Of .* fit: llama, mistral$",
+            "the run's model qk_norm = False, experts = False. Of .* fit: llama, mistral$",
         ),
         (NORMED, "glm4_moe", "and the run's model router = softmax. Of .* fit: qwen3_moe$"),
         (with_moe(PLAIN, GROUPED, n_groups=8, top_groups=4), "glm4_moe", "cannot compute in the sizes of the run's"),
