@@ -112,7 +112,7 @@ COMMANDS = [
         "simulation.search.foresee.foresee",
     ),
     (f"{ON_CPUS} --gpu=h100 --link=ib400", ON_CPUS, ["--gpu", "--link"], "simulation.search.foresee.foresee"),
-    ("plan --profile=none --gpus=1", "{measure}", ["meshwright measure"], "training.machine.measure"),
+    ("plan --profile=absent.json --gpus=1", "{measure}", ["meshwright measure"], "training.machine.measure"),
     ("measure", "measure FILE --ranks=2", ["--ranks"], "training.machine.measure_here"),
     ("launch", "launch --dry-run", ["--dry-run"], ""),
     (
