@@ -26,7 +26,7 @@ from meshwright.planning import rules
 from meshwright.planning.pipeline.schedules.orders import KINDS
 from meshwright.training.slurm import LaunchConfig
 
-ATTRIBUTES = {*dir(ParallelModel), "plan", "safetensors"}
+ATTRIBUTES = {*dir(ParallelModel), "config", "plan", "safetensors"}
 """What a user's variable called model has, and a file of that name."""
 OTHERS = {
     "Accelerator",

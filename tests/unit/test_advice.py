@@ -461,6 +461,9 @@ NOT_HERE: dict[str, set[str]] = {
         "logging.wandb = offline",
         "pip install",
     },
+    "needs a module of experts, with no config that states how many a token goes to": {
+        "model.config = types.SimpleNamespace",
+    },
     "keys that are known when they are printed, each followed under its own name": {
         "techniques.precision",
         "…, by 'it'",
