@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BARE_IMPORT = """
 import sys, meshwright
 print(meshwright.__version__)
-loaded = sorted({"torch", "numpy", "tyro"} & set(sys.modules))
+loaded = sorted({"torch", "numpy"} & set(sys.modules))
 assert not loaded, f"import meshwright loads {loaded}"
 assert set(meshwright.__all__) <= set(dir(meshwright)), "dir(meshwright) lacks public names"
 """

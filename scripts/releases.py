@@ -36,7 +36,7 @@ RESULTS, PAGE = FILES / "results.json", ROOT / "docs" / "versions.md"
 EXTRAS = ("adapters", "eval", "fabric", "float8", "hf", "slurm", "track", "trl", "vision")
 TOOLS = ("grimp", "hypothesis", "pytest", "pytest-xdist")
 SHOWN = (
-    "torch transformers tokenizers accelerate datasets peft trl lightning-fabric lm-eval torchao numpy tyro rich"
+    "torch transformers tokenizers accelerate datasets peft trl lightning-fabric lm-eval torchao numpy rich"
 ).split()
 """Packages whose releases the results name."""
 NEEDED_GB = 9.0

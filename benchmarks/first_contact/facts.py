@@ -13,7 +13,7 @@ from typing import Any
 from .child import Outcome
 from .machine import has, machine
 
-PACKAGES = ("numpy", "psutil", "rich", "safetensors", "tyro", "torchao", "transformers", "triton", "pytest")
+PACKAGES = ("numpy", "psutil", "rich", "safetensors", "torchao", "transformers", "triton", "pytest")
 
 
 def facts() -> Outcome:

@@ -19,12 +19,11 @@ from pathlib import Path
 import meshwright
 from meshwright import ParallelModel, Techniques
 from meshwright.core.config import from_dict, public_keys
+from meshwright.core.config.ranges import limits
 from meshwright.core.config.schema import sections
-from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import MeshwrightError
 from meshwright.planning import rules
 from meshwright.planning.pipeline.schedules.orders import KINDS
-from meshwright.training.ranges import DTYPES, RANGES
 from meshwright.training.slurm import LaunchConfig
 
 ATTRIBUTES = {*dir(ParallelModel), "plan", "safetensors"}
@@ -323,14 +322,12 @@ def _wrong_keys(text: str) -> Iterator[str]:
 
 def _wrong_value(key: str, value: object) -> Iterator[str]:
     section, _, name = key.partition(".")
-    if isinstance(value, (int, float)) and key in RANGES and not RANGES[key][1](value):
-        yield f"{key} = {value} is out of range"
     if section == "techniques" and name in rules.LEGAL and value not in rules.LEGAL[name]:
         yield f"{key} = {value} is none of {rules.LEGAL[name]}"
     try:
-        if key in DTYPES and value not in DTYPES[key]:
-            canonical_dtype(str(value), where=key)
         from_dict(LaunchConfig, nested(key, value))
+        if key in limits(LaunchConfig):
+            limits(LaunchConfig)[key].check(key, value)
     except MeshwrightError as error:
         yield str(error)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from meshwright.core.config import from_dict, load_toml, parse_flags, public_keys
+from meshwright.core.config import load_toml, parse_flags
 from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError
 from meshwright.core.files import refuse_links_out
@@ -40,7 +40,7 @@ def read_config(argv: list[str], *, prog: str, description: str) -> Config:
 
     Raises:
         ConfigError: the file cannot be read, or a key or value in it or in the flags is not legal.
-        SystemExit: 0 after ``--help``; 2 for a flag whose value does not parse.
+        SystemExit: 0 after ``--help``.
     """
     trusted, argv = take_trust(argv)
     default = Config()
@@ -48,7 +48,7 @@ def read_config(argv: list[str], *, prog: str, description: str) -> Config:
         file, argv = argv[0], argv[1:]
         default = config_at(Path(file)).without_job()
         _refuse_code(default, file, argv, trusted)
-    refuse_unknown_flags(Config, argv)
+    refuse_other_names(argv)
     config = parse_flags(Config, argv, default=_without_other_length(default, argv), prog=prog, description=description)
     check(config)
     _check_run(config.run)
@@ -75,7 +75,7 @@ def read_launch(argv: list[str], *, prog: str, description: str) -> LaunchConfig
         file, argv = argv[0], argv[1:]
         default = config_at(Path(file))
         _refuse_code(default, file, argv, trusted)
-    refuse_unknown_flags(LaunchConfig, argv)
+    refuse_other_names(argv)
     default = _without_other_length(default, argv)
     config = parse_flags(LaunchConfig, argv, default=default, prog=prog, description=description)
     check(config)
@@ -106,22 +106,14 @@ def _check_run(folder: str) -> None:
         refuse_links_out(Path(folder).expanduser(), but=("wandb",))
 
 
-def refuse_unknown_flags(cls: type[Any], argv: list[str]) -> None:
-    """Report an unknown flag as an unknown key of a file: with the nearest one, or where it belongs."""
-    known = [key.partition("[]")[0] for key in public_keys(cls)]
-    for word in argv:
-        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        is_known = any(f"{key}.".startswith(f"{name}.") for key in known)
-        if word.startswith("--") and name in CONTINUE:
+def refuse_other_names(argv: list[str]) -> None:
+    """Refuse other trainers' flags for continuing a run, with the words that do it here."""
+    for flag in (word.partition("=")[0] for word in argv if word.startswith("--")):
+        if flag.removeprefix("--").replace("-", "_") in CONTINUE:
             raise ConfigError(
-                f"{word.partition('=')[0]}: a run is continued by the name of its folder, from its last checkpoint:"
+                f"{flag}: a run is continued by the name of its folder, from its last checkpoint:"
                 f" meshwright train RUN [--key=value …]"
             )
-        if word.startswith("--") and not is_known and name not in ("", "help"):
-            nested: Any = None
-            for part in reversed(name.split(".")):
-                nested = {part: nested}
-            from_dict(cls, nested, where=word.partition("=")[0])
 
 
 def config_at(path: Path) -> LaunchConfig:

@@ -51,8 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         argv: the words after the program's name; those of the process when None.
 
     Returns:
-        The exit status: 0 done, 2 config, 3 refused, 130 interrupted, 141 output no longer read, 1 anything else. A
-            wrong value of a flag leaves by SystemExit (2) instead.
+        The exit status: 0 done, 2 config, 3 refused, 130 interrupted, 141 output no longer read, 1 anything else.
     """
     is_the_process = argv is None
     if is_the_process and isinstance(sys.stdout, io.TextIOWrapper):

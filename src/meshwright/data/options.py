@@ -6,7 +6,9 @@ This module is part of the config tree and does not import torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from meshwright.core.config.ranges import FROM_0, NOT_EMPTY
 
 Format = Literal["auto", "text", "jsonl", "json", "csv", "parquet", "dataset", "npy", "bin", "megatron"]
 FARMYARD = "farmyard"
@@ -23,7 +25,7 @@ Task = Literal["auto", "text", "completion", "chat", "alpaca", "preference"]
 class SourceOptions:
     """One source of samples."""
 
-    source: tuple[str, ...] = (FARMYARD,)
+    source: Annotated[tuple[Annotated[str, NOT_EMPTY], ...], NOT_EMPTY] = (FARMYARD,)
     """Files or folders; "farmyard" is the demo's text, short sentences about animals; "stdlib" is the source code of
     Python's own standard library."""
     format: Format = "auto"
@@ -34,7 +36,7 @@ class SourceOptions:
     """The part of a record that is learnt; auto: chat where it has messages, completion where it has prompt and
     completion (with images: or question and answer), alpaca where it has instruction and output, preference where it
     has chosen and rejected, else text."""
-    column: str = "text"
+    column: Annotated[str, NOT_EMPTY] = "text"
     """The column that holds the text; for the task chat, "text" means "messages"."""
     dtype: str = ""
     """Of the ids in a flat .bin file: uint8, uint16, uint32, int32 or int64, little-endian; it says nothing about
@@ -61,7 +63,7 @@ class SourceOptions:
     """Records are tokenised as they are needed, in the order of the files, instead of all beforehand: nothing is held
     out or shuffled, every rank reads everything, and continuing a run reads again what came before.
     """
-    max_epochs: float = 0.0
+    max_epochs: Annotated[float, FROM_0] = 0.0
     """The run is refused if it would read the source more often than this; 0: as often as it takes."""
 
 
@@ -71,7 +73,7 @@ class MixturePart(SourceOptions):
 
     name: str = ""
     """What metrics and messages call it; empty: the name of its first file or folder."""
-    weight: float = 1.0
+    weight: Annotated[float, FROM_0] = 1.0
     """Its share of the samples is its weight over the sum of all weights."""
 
 
@@ -79,7 +81,7 @@ class MixturePart(SourceOptions):
 class CurriculumStage:
     """Other weights from some step on."""
 
-    from_step: int
+    from_step: Annotated[int, FROM_0]
     """The first step with these weights."""
-    weights: tuple[float, ...]
+    weights: Annotated[tuple[Annotated[float, FROM_0], ...], NOT_EMPTY]
     """One for each part of the mixture, in their order; 0 leaves a part out."""

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from meshwright.core.config.ranges import ABOVE_0, FROM_0, FROM_1, NOT_EMPTY, check_ranges
 
 
 @dataclass(frozen=True)
 class RopeScaling:
     """Rotary frequency scaling for longer sequences, as in Llama 3.1 (arXiv 2407.21783); off until a key is set."""
 
-    factor: float = 8.0
+    factor: Annotated[float, ABOVE_0] = 8.0
     """Divisor of the low frequencies."""
-    low_freq_factor: float = 1.0
+    low_freq_factor: Annotated[float, ABOVE_0] = 1.0
     """Frequencies with fewer turns than this number over original_max_seq_len are divided in full."""
-    high_freq_factor: float = 4.0
+    high_freq_factor: Annotated[float, ABOVE_0] = 4.0
     """Frequencies with more turns than this number over original_max_seq_len stay as they are."""
-    original_max_seq_len: int = 8192
+    original_max_seq_len: Annotated[int, FROM_1] = 8192
     """Sequence length, in tokens, that the unscaled frequencies were made for."""
 
 
@@ -26,54 +29,40 @@ ROUTERS = ("softmax", "sigmoid")
 class MoEConfig:
     """A mixture of experts for the feed-forwards; off until one of its keys is set."""
 
-    n_experts: int = 8
+    n_experts: Annotated[int, FROM_1] = 8
     """Number of experts in each layer."""
-    top_k: int = 2
+    top_k: Annotated[int, FROM_1] = 2
     """Number of experts that each token goes to."""
-    hidden_dim: int = 0
+    hidden_dim: Annotated[int, FROM_0] = 0
     """Hidden width of an expert; 0: model.hidden_dim."""
-    n_shared: int = 0
+    n_shared: Annotated[int, FROM_0] = 0
     """Number of shared experts, which every token goes to besides."""
-    first_dense: int = 0
+    first_dense: Annotated[int, FROM_0] = 0
     """Number of first layers that have a feed-forward without experts."""
-    router: str = "softmax"
+    router: Annotated[str, NOT_EMPTY] = "softmax"
     """Function that scores experts: softmax (arXiv 2401.04088), or sigmoid (arXiv 2412.19437)."""
-    n_groups: int = 1
+    n_groups: Annotated[int, FROM_1] = 1
     """Number of groups of experts; a token's experts come from its best groups."""
-    top_groups: int = 1
+    top_groups: Annotated[int, FROM_1] = 1
     """Number of best groups that a token's experts come from."""
     normalise: bool = True
     """Scale the weights of a token's experts to sum to one."""
-    scale: float = 1.0
+    scale: Annotated[float, ABOVE_0] = 1.0
     """Factor on the weights of the experts."""
-    bias_rate: float = 0.0
+    bias_rate: Annotated[float, FROM_0] = 0.0
     """Step of the bias that balances experts without a loss, moved once per optimizer step; 0: none."""
-    sequence_loss: float = 0.0
+    sequence_loss: Annotated[float, FROM_0] = 0.0
     """Weight of the loss that balances experts within each sequence; 0: none."""
-    batch_loss: float = 0.0
+    batch_loss: Annotated[float, FROM_0] = 0.0
     """Weight of the loss that balances experts within a microbatch of all ranks; 0: none."""
-    z_loss: float = 0.0
+    z_loss: Annotated[float, FROM_0] = 0.0
     """Weight of the loss on the size of the router's logits; 0: none."""
-    capacity_factor: float = 0.0
+    capacity_factor: Annotated[float, FROM_0] = 0.0
     """An expert's capacity per sequence, in even shares; tokens beyond skip the expert; 0: no token is dropped."""
 
     def check(self) -> None:
         """Raise ValueError for sizes that do not fit together; the message names them."""
-        for name in ("n_experts", "top_k", "n_groups", "top_groups"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.moe.{name} = {getattr(self, name)}: it must be at least 1")
-        for name in (
-            "hidden_dim",
-            "n_shared",
-            "first_dense",
-            "bias_rate",
-            "sequence_loss",
-            "batch_loss",
-            "z_loss",
-            "capacity_factor",
-        ):
-            if getattr(self, name) < 0:
-                raise ValueError(f"model.moe.{name} = {getattr(self, name)}: it must be at least 0")
+        check_ranges(self, "model.moe")
         if self.router not in ROUTERS:
             raise ValueError(f"model.moe.router = {self.router!r}: legal are {' and '.join(ROUTERS)}")
         if self.n_experts % self.n_groups:

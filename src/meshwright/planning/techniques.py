@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from meshwright.core.config import from_dict
+from meshwright.core.config.ranges import ABOVE_0, BETWEEN_0_AND_1, FROM_0, FROM_1, PATTERN, DtypeName
 from meshwright.introspection.adapted.request import Adapters
 
 
@@ -13,16 +14,16 @@ from meshwright.introspection.adapted.request import Adapters
 class Precision:
     """dtypes by name: float32/fp32, bfloat16/bf16, float16/fp16/half (to compute in), float64/double."""
 
-    master: str = "auto"
+    master: Annotated[str, DtypeName(("auto",))] = "auto"
     """dtype of parameters at rest, of gradients after reduction and of optimizer state; "auto": the model's own."""
-    compute: str = "auto"
+    compute: Annotated[str, DtypeName(("auto",))] = "auto"
     """dtype of parameters and activations in forward and backward; "auto": bfloat16 on CUDA, the master dtype on CPU.
     """
-    reduce: str = "auto"
+    reduce: Annotated[str, DtypeName(("auto",))] = "auto"
     """dtype in which gradients are summed over ranks; "auto": float32, or the master dtype where it is wider."""
-    output: str | None = None
+    output: Annotated[str | None, DtypeName()] = None
     """dtype of the model's output; none: as computed."""
-    loss_scale: float = 65536.0
+    loss_scale: Annotated[float, ABOVE_0] = 65536.0
     """float16: factor of the loss at first, a power of two; halved when gradients overflow, doubled after 2000 finite
     steps.
     """
@@ -74,7 +75,7 @@ class RunTechniques:
     named (modules), every block but for results of some operators (selective_op), what the compiler chooses
     (memory_budget). offload: recompute nothing, but keep what blocks save in host memory.
     """
-    checkpoint_every: int = 2
+    checkpoint_every: Annotated[int, FROM_1] = 2
     """every_n: recompute each block of so many, the last of them; 1: every block."""
     checkpoint_modules: tuple[str, ...] = ()
     """modules: paths of the modules to recompute; * stands for one part of a path: layers.*.feed_forward."""
@@ -83,9 +84,9 @@ class RunTechniques:
     (aten.mm.default); or module:function, a policy (context, operator, *args, **kwargs) that returns a
     torch.utils.checkpoint.CheckpointPolicy.
     """
-    checkpoint_keep_every: int = 2
+    checkpoint_keep_every: Annotated[int, FROM_1] = 2
     """selective_op: save each one of so many matrix products of a block, the last of them; 1: every one."""
-    activation_memory_budget: float = 0.5
+    activation_memory_budget: Annotated[float, BETWEEN_0_AND_1] = 0.5
     """memory_budget: the fraction of a compiled block's activations that it may save."""
     sequence_parallel: bool = True
     """tensor parallelism: between blocks each rank holds its part of the sequence; false: all of it."""
@@ -102,14 +103,14 @@ class RunTechniques:
     """
     tensor_plan: tuple[TensorStyleRequest, ...] = ()
     """tensor parallelism: the modules to cut, and how; others stay whole. Empty: every cut that measurement finds."""
-    loss_chunks: int = 1
+    loss_chunks: Annotated[int, FROM_1] = 1
     """Compute head and loss in so many chunks of a microbatch's tokens, so that whole logits never exist; 1: at
     once."""
     pipeline_schedule: str = "1f1b"
     """pipeline parallelism: gpipe, 1f1b, interleaved_1f1b, looped_bfs, interleaved_zero_bubble, zbv_zero_bubble,
     dualpipe_v, or the path of a .csv file with a row of actions for each rank.
     """
-    layers_per_stage: int = 0
+    layers_per_stage: Annotated[int, FROM_0] = 0
     """pipeline parallelism: blocks of a stage, so that a rank has several stages; 0: as the schedule and the depth
     suggest."""
     pipeline_cuts: tuple[int, ...] = ()
@@ -119,7 +120,7 @@ class RunTechniques:
     """Compile each repeated block."""
     compile_backend: str = "inductor"
     """The torch.compile back end."""
-    freeze: tuple[str, ...] = ()
+    freeze: tuple[Annotated[str, PATTERN], ...] = ()
     """Regular expressions on parameter names; matching parameters are not trained."""
     quantize_frozen: Literal["none", "nf4"] = "none"
     """nf4: frozen linear layers of the blocks hold their weights in 4 bits, with a scale for each 64 of a row (QLoRA).
@@ -127,7 +128,7 @@ class RunTechniques:
     precision: Precision = field(default_factory=Precision)
     float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
     """The linear layers of the blocks multiply in float8, by this recipe of torchao; on a CPU emulated."""
-    float8_filter: tuple[str, ...] = ()
+    float8_filter: tuple[Annotated[str, PATTERN], ...] = ()
     """Regular expressions on paths of linear layers; matching layers are not converted to float8."""
     float8_all_gather: bool = False
     """FSDP gathers the converted layers' weights in float8, with one scale for each; tensorwise."""

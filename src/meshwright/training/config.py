@@ -5,12 +5,14 @@ Every key is a TOML key and a flag; the text below a field is its help. Torch-fr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from meshwright.core.config import from_dict, load_toml, unset
+from meshwright.core.config.ranges import ABOVE_0, BELOW_1, FROM_0, FROM_1, NOT_EMPTY, PATTERN, SHARE, Range
 from meshwright.core.devices import DEFAULT_BACKEND
 from meshwright.data.options import CurriculumStage, MixturePart, SourceOptions
 from meshwright.introspection.adapted.request import Adapters
@@ -18,9 +20,15 @@ from meshwright.models.decoder_config import MoEConfig, RopeScaling
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import RunTechniques, Techniques
 
-from .ranges import check_values
+from .checks import check_values
 
 __all__ = ["Config", "check"]
+
+NAME = Range(
+    "letters, digits, '.', '_' and '-', beginning with a letter or digit",
+    lambda value: re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value) is not None,
+)
+SEED = Range("from 0 to 2**63 - 1", lambda value: 0 <= value < 2**63)
 
 
 @dataclass(frozen=True)
@@ -34,21 +42,21 @@ class ModelConfig:
     """Run model code that lies in that folder."""
     size: str = "demo"
     """Name of a built-in size; the keys below override single values of it."""
-    vocab_size: int | None = None
+    vocab_size: Annotated[int | None, FROM_1] = None
     """Tokens in the vocabulary; none: the size's own, or the tokenizer's where that is larger."""
-    dim: int | None = None
+    dim: Annotated[int | None, FROM_1] = None
     """Width of the residual stream."""
-    n_layers: int | None = None
+    n_layers: Annotated[int | None, FROM_1] = None
     """Number of blocks."""
-    n_heads: int | None = None
+    n_heads: Annotated[int | None, FROM_1] = None
     """Query heads."""
-    n_kv_heads: int | None = None
+    n_kv_heads: Annotated[int | None, FROM_1] = None
     """Key and value heads; a divisor of n_heads."""
-    hidden_dim: int | None = None
+    hidden_dim: Annotated[int | None, FROM_1] = None
     """Width inside the feed-forward block."""
-    max_seq_len: int | None = None
+    max_seq_len: Annotated[int | None, FROM_1] = None
     """Longest sequence, in tokens."""
-    rope_theta: float | None = None
+    rope_theta: Annotated[float | None, ABOVE_0] = None
     """Base of the rotary frequencies."""
     qk_norm: bool | None = None
     """Normalise queries and keys per head."""
@@ -67,17 +75,17 @@ class DataConfig(SourceOptions):
     like are not given."""
     curriculum: tuple[CurriculumStage, ...] = ()
     """Tables of other weights of the mixture from some step on."""
-    tokenizer: str = "auto"
+    tokenizer: Annotated[str, NOT_EMPTY] = "auto"
     """"auto" (the one that lies beside the model model.hf, else bytes); "bytes" (one token per byte); a
     tokenizer.json, or a folder that holds one; "bpe:8000" (trained on the spot, of that size); or "ids:50257:50256"
     (vocabulary, end-of-document id; for token ids without their tokenizer)."""
-    seq_len: int = unset(128)
+    seq_len: Annotated[int, FROM_1] = unset(128)
     """Tokens per row; unset beside weights from files: 2048, or the model's maximum where that is shorter."""
-    validation_fraction: float = 0.05
+    validation_fraction: Annotated[float, BELOW_1] = 0.05
     """Part of the bytes (of records: of the rows) that is held out for validation; 0: none."""
     cache: str = ""
     """Folder that keeps tokenized text; empty: meshwright's folder in the user's cache."""
-    workers: int = 1
+    workers: Annotated[int, FROM_0] = 1
     """Threads per rank that read rows ahead of the step; 0: they are read when asked for."""
 
 
@@ -85,9 +93,9 @@ class DataConfig(SourceOptions):
 class BatchConfig:
     """How many rows an optimizer step sees, and in what portions."""
 
-    global_batch: int = 32
+    global_batch: Annotated[int, FROM_1] = 32
     """Rows per optimizer step, over all ranks."""
-    microbatch: int = 0
+    microbatch: Annotated[int, FROM_0] = 0
     """Rows per forward on one rank; 0: the rank's whole share at once."""
 
 
@@ -95,11 +103,11 @@ class BatchConfig:
 class GroupOverride:
     """Other optimizer values for the parameters whose names match."""
 
-    pattern: str
+    pattern: Annotated[str, PATTERN]
     """Regular expression, searched in the global parameter name."""
-    lr_scale: float = 1.0
+    lr_scale: Annotated[float, ABOVE_0] = 1.0
     """Factor on the learning rate."""
-    weight_decay: float | None = None
+    weight_decay: Annotated[float | None, FROM_0] = None
     """Weight decay of these parameters; none: as for the others."""
 
 
@@ -107,9 +115,9 @@ class GroupOverride:
 class PreferenceConfig:
     """Direct preference optimisation (arXiv 2305.18290): the loss where the data holds pairs of answers."""
 
-    beta: float = unset(0.1)
+    beta: Annotated[float, ABOVE_0] = unset(0.1)
     """How strongly the model is held to its first weights."""
-    label_smoothing: float = unset(0.0)
+    label_smoothing: Annotated[float, Range("0 or more and below 0.5", lambda value: 0 <= value < 0.5)] = unset(0.0)
     """Share of pairs that are taken to be the wrong way round; below 0.5."""
 
 
@@ -120,26 +128,26 @@ class OptimizerConfig:
     kind: str = "adamw"
     """The optimizer: adamw, adam, lion, schedule_free_adamw, muon (hidden matrices by Muon, the rest by AdamW), sgd, or
     adafactor."""
-    lr: float = unset(3e-3)
+    lr: Annotated[float, ABOVE_0] = unset(3e-3)
     """Peak learning rate; unset beside weights from files: 2e-4 for adapters, 1e-5 for a whole model, and on
     preference pairs 5e-5 and 1e-6."""
-    beta1: float = 0.9
+    beta1: Annotated[float, BELOW_1] = 0.9
     """Decay of the mean of gradients; the momentum of sgd and muon (whose paper has 0.95)."""
-    beta2: float = 0.95
+    beta2: Annotated[float, BELOW_1] = 0.95
     """Decay of the mean of squared gradients."""
-    eps: float = 1e-8
+    eps: Annotated[float, ABOVE_0] = 1e-8
     """Added to the denominator."""
-    weight_decay: float = unset(0.1)
+    weight_decay: Annotated[float, FROM_0] = unset(0.1)
     """Decoupled weight decay of matrices; vectors (norms, biases) get none. Unset beside weights from files: 0."""
-    max_norm: float = 1.0
+    max_norm: Annotated[float, FROM_0] = 1.0
     """Global gradient norm above which gradients are scaled down; 0: no clipping."""
-    max_skipped_steps: int = 10
+    max_skipped_steps: Annotated[int, FROM_0] = 10
     """The run stops with an error after so many steps in a row that were skipped, for a gradient that is not finite or
     a loss that is too high; 0: after the first.
     """
-    max_loss_deviation: float = 0.0
+    max_loss_deviation: Annotated[float, FROM_0] = 0.0
     """Skip a step whose loss is more than so many deviations above the median of the last losses; 0: never."""
-    loss_window: int = 100
+    loss_window: Annotated[int, Range("4 or more", lambda value: value >= 4)] = 100
     """max_loss_deviation: number of last losses, without those of skipped steps, that a loss is compared with."""
     overrides: tuple[GroupOverride, ...] = ()
     """Tables of values for parameters whose names match a pattern; the first match counts."""
@@ -152,16 +160,16 @@ class ScheduleConfig:
     kind: Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"] = "cosine"
     """Shape after the warmup; wsd: constant, then a linear decay at the end; inverse_sqrt: as the inverse root of the
     step."""
-    warmup_steps: int | None = None
+    warmup_steps: Annotated[int | None, FROM_0] = None
     """Steps of linear rise to the peak; none: a twentieth of the run, at most 100."""
-    tokens: int | None = None
+    tokens: Annotated[int | None, FROM_1] = None
     """Length of the schedule in trained tokens (those that have a loss, of all ranks); none: the run's steps, which end
     the run in any case."""
-    warmup_tokens: int | None = None
+    warmup_tokens: Annotated[int | None, FROM_0] = None
     """With schedule.tokens: tokens of linear rise to the peak; none: a twentieth of them."""
-    final_ratio: float = 0.1
+    final_ratio: Annotated[float, SHARE] = 0.1
     """Last learning rate / peak."""
-    decay_fraction: float = 0.2
+    decay_fraction: Annotated[float, SHARE] = 0.2
     """wsd: share of all steps, or tokens, over which the rate decays."""
 
 
@@ -169,9 +177,9 @@ class ScheduleConfig:
 class ValidationConfig:
     """Loss on text that is not trained on."""
 
-    every: int = 100
+    every: Annotated[int, FROM_0] = 100
     """Steps between two validations; 0: never."""
-    samples: int = 64
+    samples: Annotated[int, FROM_1] = 64
     """Rows of each validation; the same ones every time."""
 
 
@@ -179,9 +187,9 @@ class ValidationConfig:
 class CheckpointConfig:
     """What is kept to continue from."""
 
-    every: int = 200
+    every: Annotated[int, FROM_0] = 200
     """Steps between two checkpoints; 0: only the last step's."""
-    keep_last: int = 2
+    keep_last: Annotated[int, FROM_0] = 2
     """Newest checkpoints that are kept; 0: all."""
 
 
@@ -189,7 +197,7 @@ class CheckpointConfig:
 class LoggingConfig:
     """What is told while training."""
 
-    every: int = 1
+    every: Annotated[int, FROM_1] = 1
     """Steps between two lines of metrics."""
     tensorboard: Literal["auto", "on", "off"] = "auto"
     """Metrics for TensorBoard; auto: where it is installed."""
@@ -207,20 +215,20 @@ class LoggingConfig:
 class ProcessConfig:
     """The processes on this host; under torchrun or Slurm they exist already and count is theirs."""
 
-    count: int = 0
+    count: Annotated[int, FROM_0] = 0
     """Processes to start here, however many; 0: as many as the layout has ranks, if this host carries them, else one
     per GPU, or 4 on a host without."""
-    backend: str = DEFAULT_BACKEND
+    backend: Annotated[str, NOT_EMPTY] = DEFAULT_BACKEND
     """Back ends of torch.distributed per device type; one that this build of torch lacks is dropped and said."""
-    startup_timeout_sec: int = 300
+    startup_timeout_sec: Annotated[int, FROM_1] = 300
     """Seconds for all processes to meet."""
-    step_timeout_sec: int = 300
+    step_timeout_sec: Annotated[int, FROM_1] = 300
     """Seconds that a collective may wait before the run is ended as hung."""
     audit: bool = True
     """Check at the start that the model is what the plan says, and equal where ranks hold copies of it."""
     check_memory: bool = True
     """Refuse a run that surely does not fit the memory of its devices or host, before it starts."""
-    max_restarts: int = 0
+    max_restarts: Annotated[int, FROM_0] = 0
     """How often new processes continue the run after one was lost; under torchrun its own --max-restarts counts."""
 
 
@@ -228,11 +236,11 @@ class ProcessConfig:
 class SampleConfig:
     """Text that the model writes at the end of the run."""
 
-    prompt: str = unset("The ")
+    prompt: Annotated[str, NOT_EMPTY] = unset("The ")
     """The text to continue; unset beside weights from files: a greeting in the chat template, where one is trained."""
-    tokens: int = 200
+    tokens: Annotated[int, FROM_0] = 200
     """Tokens to write; 0: none."""
-    temperature: float = 0.8
+    temperature: Annotated[float, FROM_0] = 0.8
     """0: always the likeliest token; higher: more varied."""
 
 
@@ -240,17 +248,17 @@ class SampleConfig:
 class Config:
     """A training run, whole."""
 
-    name: str = "demo"
+    name: Annotated[str, NAME] = "demo"
     """Begins the name of the run's folder."""
-    out: str = "runs"
+    out: Annotated[str, NOT_EMPTY] = "runs"
     """Parent of the run folders."""
     run: str = ""
     """The run's own folder, instead of a new one in out; continued where it holds a checkpoint."""
-    seed: int = 0
+    seed: Annotated[int, SEED] = 0
     """Of initial weights, order of samples, dropout and sampling."""
-    steps: int = unset(200)
+    steps: Annotated[int, FROM_1] = unset(200)
     """Optimizer steps of the whole run; unset beside weights from files: as many as epochs takes."""
-    epochs: float | None = None
+    epochs: Annotated[float | None, ABOVE_0] = None
     """Passes over the data, instead of steps; unset beside weights from files, where steps is too: 3 on conversations
     and answers, 1 on text and preference pairs."""
     check_trace: str = ""

@@ -21,14 +21,14 @@ import sys
 import time
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from meshwright.core.config import to_toml
+from meshwright.core.config.ranges import FROM_0, FROM_1, Range, check_ranges
 from meshwright.core.devices import CPU, CUDA
 from meshwright.core.errors import ConfigError, MissingExtraError
 from meshwright.core.files import replace_text
 from meshwright.training.config import Config
-from meshwright.training.ranges import Range, check_ranges
 from meshwright.training.run.trust import FLAG as TRUST
 from meshwright.training.run.trust import code_in
 
@@ -55,34 +55,49 @@ OWN_FLAGS = {
 """Flags of sbatch that slurm.extra may not set, and the keys that set them."""
 
 
+_WORD = Range("letters, digits, '.', '_', ',' and '-'", lambda value: re.fullmatch(r"[\w.,-]*", value) is not None)
+_TIME = re.compile(
+    r"(?:(?P<d>\d+)-(?P<h>\d+)(?::(?P<m>\d+)(?::(?P<s>\d+))?)?)|(?:(?:(?P<h2>\d+):)?(?P<m2>\d+):(?P<s2>\d+))|(?P<m3>\d+)"
+)
+_DURATION = Range(
+    "minutes, minutes:seconds, hours:minutes:seconds, or days-hours[:minutes[:seconds]]",
+    lambda value: not value or _TIME.fullmatch(value) is not None,
+)
+_LINE = Range("one line", lambda value: "\n" not in value)
+_FLAG = Range(
+    "a flag of sbatch without its dashes, like mem=64G or exclusive",
+    lambda value: re.fullmatch(r"[a-z][a-z0-9-]+(=[^\n]+)?", value) is not None,
+)
+
+
 @dataclass(frozen=True)
 class SlurmConfig:
     """The job that ``meshwright launch`` submits; the other verbs pass it over."""
 
-    nodes: int = 1
+    nodes: Annotated[int, FROM_1] = 1
     """Nodes of the job."""
-    tasks_per_node: int = 0
+    tasks_per_node: Annotated[int, FROM_0] = 0
     """Processes on each node; 0: one per GPU, or a single one where no GPUs are asked for."""
-    gpus_per_node: int = 0
+    gpus_per_node: Annotated[int, FROM_0] = 0
     """GPUs of each node; 0: train on the CPUs."""
-    cpus_per_task: int = 0
+    cpus_per_task: Annotated[int, FROM_0] = 0
     """CPU cores of each process; 0: what the cluster gives."""
-    partition: str = ""
+    partition: Annotated[str, _WORD] = ""
     """Partition; empty: the cluster's default, as for account and qos."""
-    account: str = ""
+    account: Annotated[str, _WORD] = ""
     """Account that the job is charged to."""
-    qos: str = ""
+    qos: Annotated[str, _WORD] = ""
     """Quality of service."""
-    time: str = ""
+    time: Annotated[str, _DURATION] = ""
     """Time limit in sbatch's words, like "90" (minutes), "12:00:00" or "2-12"; empty: the partition's."""
-    signal_sec: int = 120
+    signal_sec: Annotated[int, Range("from 1 to 65535", lambda value: 1 <= value <= 65_535)] = 120
     """Seconds before the time limit at which all ranks save and stop; Slurm may send the signal up to a minute
     earlier."""
     requeue: bool = True
     """After a stop for the time limit or a preemption the job goes back into the queue, until the run is complete."""
-    setup: tuple[str, ...] = ()
+    setup: tuple[Annotated[str, _LINE], ...] = ()
     """Lines of shell before the run, like "module load cuda"."""
-    extra: tuple[str, ...] = ()
+    extra: tuple[Annotated[str, _FLAG], ...] = ()
     """More flags of sbatch without their dashes, like "mem=64G" or "exclusive"."""
 
     @property
@@ -106,38 +121,13 @@ class LaunchConfig(Config):
         return Config(**{f.name: getattr(self, f.name) for f in fields(Config)})
 
 
-_WORD: Range = ("letters, digits, '.', '_', ',' and '-'", lambda value: re.fullmatch(r"[\w.,-]*", value) is not None)
-_TIME = re.compile(
-    r"(?:(?P<d>\d+)-(?P<h>\d+)(?::(?P<m>\d+)(?::(?P<s>\d+))?)?)|(?:(?:(?P<h2>\d+):)?(?P<m2>\d+):(?P<s2>\d+))|(?P<m3>\d+)"
-)
-SLURM_RANGES: dict[str, Range] = {
-    "slurm.nodes": ("1 or more", lambda value: value >= 1),
-    "slurm.tasks_per_node": ("0 or more", lambda value: value >= 0),
-    "slurm.gpus_per_node": ("0 or more", lambda value: value >= 0),
-    "slurm.cpus_per_task": ("0 or more", lambda value: value >= 0),
-    "slurm.signal_sec": ("from 1 to 65535", lambda value: 1 <= value <= 65_535),
-    "slurm.partition": _WORD,
-    "slurm.account": _WORD,
-    "slurm.qos": _WORD,
-    "slurm.time": (
-        "minutes, minutes:seconds, hours:minutes:seconds, or days-hours[:minutes[:seconds]]",
-        lambda value: not value or _TIME.fullmatch(value) is not None,
-    ),
-    "slurm.setup[]": ("one line", lambda value: "\n" not in value),
-    "slurm.extra[]": (
-        "a flag of sbatch without its dashes, like mem=64G or exclusive",
-        lambda value: re.fullmatch(r"[a-z][a-z0-9-]+(=[^\n]+)?", value) is not None,
-    ),
-}
-
-
 def check_job(config: LaunchConfig) -> None:
     """Refuse a job that could not run.
 
     Raises:
         ConfigError: a value out of its range, or values that contradict each other.
     """
-    check_ranges(config, SLURM_RANGES)
+    check_ranges(config.slurm, "slurm")
     job = config.slurm
     if job.gpus_per_node and job.tasks != job.gpus_per_node:
         raise ConfigError(

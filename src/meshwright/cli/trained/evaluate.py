@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any
 from meshwright.cli.arguments import (
     open_model,
     refuse_rest,
-    refuse_unknown_flags,
     take_flag,
     take_option,
     take_trust,
@@ -82,7 +81,6 @@ def run(argv: list[str]) -> int:
             " runs/demo-…"
         )
     refuse_rest(argv[1:], "meshwright evaluate", FLAGS)
-    refuse_unknown_flags(EvaluationOptions, sections)
     options = parse_flags(EvaluationOptions, sections, prog="meshwright evaluate", description=__doc__ or "")
     is_open = not any(word.startswith(("--layout.dp_shard", "--layout.dp-shard")) for word in sections)
     layout, count = resolved_layout(options.layout, options.process, is_open=is_open)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import enum
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from meshwright.core.errors import ConfigError, nearest
 
-from .read import plain, read_value, toml_value, type_words
-from .schema import default_of, field_doc, field_types, is_section, join, row_of, section_of, sections, union_arms
+from .ranges import limits
+from .read import from_dict, plain, read_value, toml_value, type_words
+from .schema import default_of, field_doc, field_types, item_types, join, row_of, section_of, sections, union_arms
 
 # --- write the help of keys from the dataclasses themselves
 
@@ -187,7 +188,7 @@ def _heading(path: str, section: type, width: int) -> list[str]:
     return textwrap.wrap(text, width, subsequent_indent="  ", **_WHOLE_WORDS)
 
 
-# --- override a config by flags, ``--any.key=value`` or ``--any.key value``, with the fields' names and docs
+# --- override a config by flags, ``--any.key=value`` or ``--any.key value``
 
 T = TypeVar("T")
 
@@ -198,7 +199,8 @@ def parse_flags(cls: type[T], args: Sequence[str], *, default: T | None = None, 
     Every key of ``public_keys(cls)`` is a flag of that name; hyphens serve for underscores. ``true``, ``false`` and
     ``none`` are written in lower case; a list takes all its items after one flag (``--data.ignore prompt answer``) or
     one TOML array (``--data.ignore='["prompt", "answer"]'``); a list of tables takes one TOML value
-    (``--optimizer.overrides='[{pattern = "norm"}]'``).
+    (``--optimizer.overrides='[{pattern = "norm"}]'``). Of a flag given twice the last value counts, but a list is
+    refused then, since the first one's items would be lost.
 
     Args:
         cls: a dataclass.
@@ -208,102 +210,103 @@ def parse_flags(cls: type[T], args: Sequence[str], *, default: T | None = None, 
         description: the first lines of the help.
 
     Raises:
-        ConfigError: a list's flag is given twice, or a value is of the wrong type or no TOML where it looks like it.
-        SystemExit: 0 after ``--help``; 2 for an unknown flag, named on standard error.
+        ConfigError: a word that is no flag, an unknown key, a value of the wrong type or no TOML where it looks like
+            it, or a list's flag given twice.
+        SystemExit: 0 after ``--help``.
     """
     if any(arg in ("-h", "--help") for arg in args):
         print(f"usage: {prog} [--key=value …]\n\n{description}\n\n{keys_text(cls, default)}")
         raise SystemExit(0)
-    import tyro
-
-    flags = [_spelling(arg) for arg in args]
-    _refuse_repeated_lists(cls, flags, "")
-    _refuse_other_values(cls, args)
-    args = _with_arrays_spread(cls, args)
-    start = _with_sections(cls() if default is None else default, flags, "")
-    return tyro.cli(
-        cls,
-        args=args,
-        default=start,
-        prog=prog,
-        description=description,
-        use_underscores=True,
-        config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
-        registry=_registry(cls),
-    )
+    start = cls() if default is None else default
+    given, rest = _read_flags(cls, args, switches=False)
+    if rest:
+        flag, _, value = rest[0].partition("=")
+        if flag.startswith("--"):
+            if section := section_of(_annotation(cls, _key_of(flag))):
+                first = next(iter(field_types(section)))
+                raise ConfigError(f"{flag}: '{_key_of(flag)}' is a section: give its keys, like {flag}.{first}=VALUE")
+            nested: Any = value
+            for part in reversed(_key_of(flag).split(".")):
+                nested = {part: nested}
+            from_dict(cls, nested, where=flag)  # raises, with the nearest key or where it belongs
+        raise ConfigError(f"{prog} does not know '{rest[0]}': a file comes first, then flags with their values")
+    return _changed(start, given)
 
 
-def _spelling(arg: str) -> str:
-    return arg.partition("=")[0].replace("-", "_").replace("__", "--", 1) if arg.startswith("--") else arg
+def take_flags(cls: type[T], args: Sequence[str]) -> tuple[T, list[str]]:
+    """Split off the flags that a dataclass has; return its instance, and the other words.
+
+    A ``bool`` is a switch: ``--json``. All else is as ``parse_flags`` has it.
+
+    Raises:
+        ConfigError: a value is missing or of the wrong type or out of the range of its field.
+    """
+    given, rest = _read_flags(cls, args, switches=True)
+    options = _changed(cls(), given)
+    for key, limit in limits(cls).items():
+        if key in given:
+            limit.check(f"--{key.replace('_', '-')}", given[key])
+    return options, rest
 
 
-def _refuse_repeated_lists(cls: type, flags: list[str], prefix: str) -> None:
-    """Refuse a list's flag given twice: the last flag counts, so the first one's items would be lost silently."""
-    for name, annotation in field_types(cls).items():
-        flag = f"--{join(prefix, name)}"
-        if section := section_of(annotation):
-            _refuse_repeated_lists(section, flags, join(prefix, name))
-        elif get_origin(annotation) is tuple and flags.count(flag) > 1:
-            raise ConfigError(
-                f"{flag} is given {flags.count(flag)} times; give all items after one: {flag} first second"
-            )
-
-
-def _refuse_other_values(cls: type, args: Sequence[str]) -> None:
-    """Refuse a value that is not of its key's type, in the words that a file's value is refused in."""
-    words = [*args, ""]
-    for place, word in enumerate(args):
-        flag, given, value = word.partition("=")
-        name = _spelling(flag).removeprefix("--")
-        annotation = _annotation(cls, name) if flag.startswith("--") else None
-        arms = () if annotation is None else union_arms(annotation)
-        is_rows = _is_rows(annotation)
-        if not arms or not (is_rows or all(arm in SCALARS or get_origin(arm) is Literal for arm in arms)):
+def _read_flags(cls: type, args: Sequence[str], *, switches: bool) -> tuple[dict[str, Any], list[str]]:
+    """Return values by dotted key, and the words that are no flags of ``cls`` and no values of such."""
+    given: dict[str, Any] = {}
+    rest: list[str] = []
+    words = list(args)
+    while words:
+        word = words.pop(0)
+        flag, has_value, text = word.partition("=")
+        key = _key_of(flag)
+        annotation = _annotation(cls, key) if flag.startswith("--") else None
+        if annotation is None or section_of(annotation):
+            rest.append(word)
             continue
-        text = value if given else words[place + 1]
-        if not text or (not given and text.startswith("--")):
-            raise ConfigError(f"{flag} needs a value: {type_words(annotation)}")
-        if is_rows:
-            _rows(cls, annotation, text, flag)
-        elif text.lower() != "none" or type(None) not in arms:
-            read_value(cls, annotation, _as_written(text, arms), name, where=flag)
+        is_list = get_origin(annotation) is tuple and not row_of(annotation)
+        items = [text] if has_value else []
+        if switches and annotation is bool and not has_value:
+            items = ["true"]
+        while words and not words[0].startswith("--") and (is_list or not items):
+            items.append(words.pop(0))
+        if is_list and key in given:
+            times = sum(_key_of(word.partition("=")[0]) == key for word in args if word.startswith("--"))
+            raise ConfigError(f"{flag} is given {times} times; give all items after one: {flag} first second")
+        given[key] = read_value(cls, annotation, _as_written(annotation, items, flag), key, where=flag)
+    return given, rest
 
 
-def _with_arrays_spread(cls: type, args: Sequence[str]) -> list[str]:
-    """Return the arguments with a TOML array of a list's flag spread into the words that follow the flag."""
-    spread: list[str] = []
-    flag = ""
-    for arg in args:
-        if arg.startswith("--"):
-            flag, given, text = arg.partition("=")
-        else:
-            given, text = "", arg
-        annotation = _annotation(cls, _spelling(flag).removeprefix("--"))
-        is_list = get_origin(annotation) is tuple and not _is_rows(annotation)
-        if is_list and text.startswith("[") and text.endswith("]"):
-            spread += [flag] if given else []
-            spread += [item if isinstance(item, str) else toml_value(item) for item in _toml(text, flag, "['a', 'b']")]
-        else:
-            spread.append(arg)
-    return spread
+def _key_of(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
 
 
-SCALARS = (int, float, bool, type(None))
-
-
-def _annotation(cls: type, name: str) -> Any:
-    """Return the type of a dotted key; None of one that a table has not, or that is a table."""
-    first, _, rest = name.partition(".")
+def _annotation(cls: type, key: str) -> Any:
+    """Return the type of a dotted key; None of one that a table has not."""
+    first, _, rest = key.partition(".")
     annotation = field_types(cls).get(first)
     section = None if annotation is None else section_of(annotation)
-    if section is None:
-        return None if rest else annotation
-    return _annotation(section, rest) if rest else None
+    return _annotation(section, rest) if rest and section else None if rest else annotation
 
 
-def _as_written(text: str, arms: Sequence[Any]) -> Any:
-    """Return the value that a flag's text stands for: a word that is a choice, true or false, a number, else text."""
-    if any(text in get_args(arm) for arm in arms):
+def _as_written(annotation: Any, items: list[str], flag: str) -> Any:
+    """Return the value that the words behind a flag stand for, of a type that TOML could have given."""
+    arms = union_arms(annotation)
+    if get_origin(annotation) is tuple and not row_of(annotation):
+        if len(items) == 1 and items[0].startswith("[") and items[0].endswith("]"):
+            return _toml(items[0], flag, "['a', 'b']")
+        types = item_types(annotation, len(items)) or (str,) * len(items)
+        return [_word(item, union_arms(each)) for item, each in zip(items, types, strict=True)]
+    if not items or (not items[0] and str not in arms):
+        raise ConfigError(f"{flag} needs a value: {type_words(annotation)}")
+    if row_of(annotation):
+        return _toml(items[0], flag, "[{key = value}]")
+    return _word(items[0], arms)
+
+
+def _word(text: str, arms: Sequence[Any]) -> Any:
+    """Return none, a choice, true or false, or a number where a word is one and the type has it; else the text."""
+    if type(None) in arms and text.lower() == "none":
+        return None
+    if str in arms or any(text in get_args(arm) for arm in arms):
         return text
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
@@ -315,79 +318,6 @@ def _as_written(text: str, arms: Sequence[Any]) -> Any:
     return text
 
 
-def _with_sections(config: Any, flags: list[str], prefix: str) -> Any:
-    """Build from its defaults each absent optional section that a flag names.
-
-    tyro would offer an ``X | None`` that is None as a subcommand; given a value, its keys are flags like any other.
-    """
-    changes = {}
-    for name, annotation in field_types(type(config)).items():
-        section, value, key = section_of(annotation), getattr(config, name), join(prefix, name)
-        if section is None:
-            continue
-        if value is None and any(flag.startswith(f"--{key}.") for flag in flags):
-            value = section()
-        if value is not None:
-            changes[name] = _with_sections(value, flags, key)
-    return dataclasses.replace(config, **changes)
-
-
-def _registry(cls: type):
-    """Register the spellings of the values that TOML and Python write differently."""
-    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
-
-    registry = ConstructorRegistry()
-
-    @registry.primitive_rule
-    def bool_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-        if info.type is not bool:
-            return None
-        return PrimitiveConstructorSpec(
-            nargs=1,
-            metavar="{true,false}",
-            choices=("true", "false", "True", "False"),
-            instance_from_str=lambda args: args[0].lower() == "true",
-            is_instance=lambda value: isinstance(value, bool),
-            str_from_instance=lambda value: [toml_value(value)],
-        )
-
-    @registry.primitive_rule
-    def none_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-        if info.type is not type(None):
-            return None
-        return PrimitiveConstructorSpec(
-            nargs=1,
-            metavar="{none}",
-            choices=("none", "None"),
-            instance_from_str=lambda args: None,
-            is_instance=lambda value: value is None,
-            str_from_instance=lambda value: ["none"],
-        )
-
-    @registry.primitive_rule
-    def rows_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-        if not _is_rows(info.type):
-            return None
-        return PrimitiveConstructorSpec(
-            nargs=1,
-            metavar="TOML",
-            instance_from_str=lambda args: _rows(cls, info.type, args[0], "flag"),
-            is_instance=lambda value: isinstance(value, tuple),
-            str_from_instance=lambda value: [_inline(value)],
-        )
-
-    return registry
-
-
-def _is_rows(annotation: Any) -> bool:
-    return get_origin(annotation) is tuple and is_section(get_args(annotation)[0])
-
-
-def _rows(cls: type, annotation: Any, text: str, flag: str) -> Any:
-    """Read an array of tables from TOML text; ConfigError for text that is not TOML, or not such tables."""
-    return read_value(cls, annotation, _toml(text, flag, "[{key = value}]"), flag.removeprefix("--"), where=flag)
-
-
 def _toml(text: str, flag: str, example: str) -> Any:
     import tomllib
 
@@ -397,5 +327,15 @@ def _toml(text: str, flag: str, example: str) -> Any:
         raise ConfigError(f"{flag}: {text} is not TOML ({error}); write {example}") from error
 
 
-def _inline(rows: tuple) -> str:
-    return toml_value([{key: value for key, value in plain(row).items() if value is not None} for row in rows])
+def _changed(config: Any, values: Mapping[str, Any]) -> Any:
+    """Return a config with values at dotted keys; a section that is absent begins with its defaults."""
+    changes = {name: value for name, value in values.items() if "." not in name}
+    for name in dict.fromkeys(key.partition(".")[0] for key in values if "." in key):
+        section = getattr(config, name)
+        if section is None:
+            made = section_of(field_types(type(config))[name])
+            assert made is not None
+            section = made()
+        inner = {key.partition(".")[2]: value for key, value in values.items() if key.startswith(f"{name}.")}
+        changes[name] = _changed(section, inner)
+    return dataclasses.replace(config, **changes)
