@@ -91,17 +91,13 @@ def _weights(model: nn.Module, plan: Plan, site: Site) -> nn.Module:
     return model
 
 
-def _cast(model: nn.Module, plan: Plan, site: Site) -> nn.Module:
-    return model.to(torch_dtype(plan.precision.master))
-
-
 ORDER: tuple[Technique, ...] = (
     Technique(
         "master_dtype",
         lambda plan, site: (
             not plan.precision.is_kept and any(p.dtype != plan.precision.master for p in site.facts.parameters)
         ),
-        _cast,
+        lambda model, plan, site: model.to(torch_dtype(plan.precision.master)),
     ),
     Technique("freeze", lambda plan, site: bool(plan.frozen), lambda model, plan, site: constructed.apply(model, plan)),
     Technique(

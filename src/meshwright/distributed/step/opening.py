@@ -184,8 +184,14 @@ class StepOpening:
         if total.refused:
             agree.raise_first(refusal, self.data_groups)
         are_alike = int(total.mark) ** 2 == int(total.mark_squared) * ranks
-        if own.mark and ranks > 1 and are_alike and not peers_are_absent():
-            self._say_that_rows_are_alike(ranks)
+        if own.mark and ranks > 1 and are_alike and not peers_are_absent() and dist.get_rank() == 0:
+            warnings.warn(
+                f"all {ranks} data ranks brought the same rows in the first step, so each computes the same gradients:"
+                f" the losses are right, and the work is done {ranks} times. Give each rank its share of a batch:"
+                f" {{key: rows[model.data_rank :: model.data_ranks] for key, rows in batch.items()}}, or a"
+                f" DistributedSampler(data, model.data_ranks, model.data_rank)",
+                stacklevel=2,
+            )
         if self.may_lack_reference:
             preference.refuse_some(int(total.lack_reference), ranks)
         runtime.refuse_some(int(total.bring_parts), ranks)
@@ -201,16 +207,6 @@ class StepOpening:
             self.declared.begin(total.losses)
             total.weight = 1.0  # each loss is divided by its own count
         return OpenedStep(pieces, int(total.tokens), total.weight, int(total.routed))
-
-    def _say_that_rows_are_alike(self, ranks: int) -> None:
-        if dist.get_rank() == 0:
-            warnings.warn(
-                f"all {ranks} data ranks brought the same rows in the first step, so each computes the same gradients:"
-                f" the losses are right, and the work is done {ranks} times. Give each rank its share of a batch:"
-                f" {{key: rows[model.data_rank :: model.data_ranks] for key, rows in batch.items()}}, or a"
-                f" DistributedSampler(data, model.data_ranks, model.data_rank)",
-                stacklevel=2,
-            )
 
     def cut_alike(self, pieces: list[step_batch.Batch]) -> list[step_batch.Batch]:
         """Return this rank's tokens of microbatches of whole rows, which all ranks that share rows bring (collective).

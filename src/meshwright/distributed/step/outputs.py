@@ -13,7 +13,11 @@ from meshwright.core.torch_private import tree_map_only
 
 def without_backward(output: Any) -> Any:
     """Let a backward from any tensor of an output raise UnsupportedError."""
-    return tree_map_only(Tensor, _guarded, output)
+    return tree_map_only(
+        Tensor,
+        lambda leaf: _Outside.apply(leaf, torch.zeros((), requires_grad=True)) if leaf.is_floating_point() else leaf,
+        output,
+    )
 
 
 class _Outside(torch.autograd.Function):
@@ -29,9 +33,3 @@ class _Outside(torch.autograd.Function):
             "model(...) computes without gradients: over ranks, its backward would add up losses that were divided by"
             " each rank's own count. Train by forward_backward(batch), with loss_fn=meshwright.Loss(...)"
         )
-
-
-def _guarded(output: Tensor) -> Tensor:
-    if not output.is_floating_point():
-        return output
-    return _Outside.apply(output, torch.zeros((), requires_grad=True))
