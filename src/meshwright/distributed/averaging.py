@@ -24,14 +24,13 @@ from meshwright.distributed.optimizer.grad_clip import (
     foreach_divided,
     foreach_move_mean_of_squares_,
 )
+from meshwright.distributed.step.part import ModelPart
 from meshwright.distributed.torch_private import local_part
 from meshwright.distributed.weights import whole_state
 from meshwright.distributed.weights.shards import local_gradient, with_local
 
 if TYPE_CHECKING:
     from meshwright.distributed.parallel_model import ParallelModel
-    from meshwright.distributed.step.part import ModelPart
-    from meshwright.distributed.weights.whole_state import IncompatibleKeys
 
 
 # --- step by AdamW, and evaluate at the average of all steps, which takes the place of a schedule of the rate
@@ -305,7 +304,7 @@ class WeightCopy(nn.Module):
 
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> IncompatibleKeys:
+    ) -> whole_state.IncompatibleKeys:
         """Copy whole tensors into the copies (see ``ParallelModel.load_state_dict``)."""
         with self.lent() as model:
             return model.load_state_dict(state_dict, strict, assign)
