@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,8 +77,8 @@ class StepCounts:
         refused: ranks that refuse the step.
         mark: fingerprint of the first step's rows.
         microbatches_squared, mark_squared: show, beside the plain sums, whether all ranks have the same number.
-        bring_parts: ranks whose batch has a part of each row.
-        lack_reference: ranks whose pairs bring no reference.
+        bring_parts: ranks whose batch has a part of each row; None, and not sent, where none can have.
+        lack_reference: ranks whose pairs bring no reference; None, and not sent, where all have to.
         losses: count of each declared loss.
     """
 
@@ -89,15 +90,16 @@ class StepCounts:
     refused: float = 0
     mark: float = 0
     mark_squared: float = 0
-    bring_parts: float = 0
-    lack_reference: float = 0
+    bring_parts: float | None = None
+    lack_reference: float | None = None
     losses: list[float] = field(default_factory=list)
 
     def total(self, groups: list[dist.ProcessGroup]) -> StepCounts:
         """Sum all counts over ranks, in one message; sums stay below 2^53 (collective)."""
-        *single, losses = (getattr(self, each.name) for each in fields(self))
-        words = agree.total(torch.tensor([*single, *losses], dtype=torch.float64), groups).tolist()
-        return StepCounts(*words[: len(single)], losses=words[len(single) :])
+        single: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "losses"}
+        single = {name: value for name, value in single.items() if value is not None}
+        words = agree.total(torch.tensor([*single.values(), *self.losses], dtype=torch.float64), groups).tolist()
+        return StepCounts(**dict(zip(single, words, strict=False)), losses=words[len(single) :])
 
 
 @dataclass
@@ -163,8 +165,10 @@ class StepOpening:
             for context in () if is_part else self.context[:1]:  # a rank's stages have the same tokens
                 pieces = [cut(context, piece, self.signature) for piece in pieces]
             own = self._count(pieces, pairs)
-            own.bring_parts = int(is_part)
-            own.lack_reference = int(self.may_lack_reference and preference.lack_reference(pieces))
+            if self.context:
+                own.bring_parts = int(is_part)
+            if self.may_lack_reference:
+                own.lack_reference = int(preference.lack_reference(pieces))
             own.mark = step_batch.fingerprint(pieces) % 2**20 if self.is_first and not is_part else 0
         except Exception as error:  # noqa: BLE001  (raised below, once the other ranks know)
             refusal = error
@@ -192,9 +196,8 @@ class StepOpening:
                 f" DistributedSampler(data, model.data_ranks, model.data_rank)",
                 stacklevel=2,
             )
-        if self.may_lack_reference:
-            preference.refuse_some(int(total.lack_reference), ranks)
-        runtime.refuse_some(int(total.bring_parts), ranks)
+        preference.refuse_some(int(total.lack_reference or 0), ranks)
+        runtime.refuse_some(int(total.bring_parts or 0), ranks)
         if total.microbatches**2 != total.microbatches_squared * ranks:
             raise ConfigError(
                 f"ranks brought different numbers of microbatches ({total.microbatches:.0f} on {ranks} data ranks, here"
@@ -260,12 +263,16 @@ class StepOpening:
 
     def _count(self, pieces: list[step_batch.Batch], pairs: int) -> StepCounts:
         routed = experts.count_routed(pieces) if self.counts_routed else 0
+        some: dict[str, Any] = {
+            "bring_parts": 0 if self.context else None,
+            "lack_reference": 0 if self.may_lack_reference else None,
+        }
         if self.declared is None:
             weight = pairs if self.of_pairs else step_batch.weight(pieces)
-            return StepCounts(step_batch.count(pieces), weight, routed, len(pieces))
+            return StepCounts(step_batch.count(pieces), weight, routed, len(pieces), **some)
         losses = [float(sum(self.declared.count(name, piece) for piece in pieces)) for name in self.declared.losses]
         self.declared.refuse_without_graph(pieces)
-        return StepCounts(int(losses[0]), 0.0, routed, len(pieces), losses=losses)
+        return StepCounts(int(losses[0]), 0.0, routed, len(pieces), losses=losses, **some)
 
 
 def cut(context: ContextRuntime, piece: step_batch.Batch, signature: Signature) -> CutBatch:
