@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from meshwright import Layout, MeshwrightError, parallelize
+from meshwright.distributed.averaging import WeightCopy
 from meshwright.distributed.mesh import data_position
-from meshwright.distributed.step.module import WeightCopy
 from meshwright.distributed.weights import whole_state
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 

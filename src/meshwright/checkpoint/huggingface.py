@@ -22,8 +22,8 @@ from meshwright.core.record import recall
 from meshwright.core.torch_private import is_persistent
 from meshwright.distributed import order
 from meshwright.distributed.doors.builtin_transforms import LoadWeightsTransformConfig
+from meshwright.distributed.doors.functions import mean_plan
 from meshwright.distributed.doors.transform_registry import ModelTransform, register_model_transform
-from meshwright.distributed.mesh import sizes_of_stage
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.pipeline.split import SharedEnds
 from meshwright.distributed.process import agree
@@ -33,7 +33,6 @@ from meshwright.distributed.weights.weights import Weights
 from meshwright.introspection.adapted.model import base_name, is_adapter
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.module_kinds import names_to_ignore
-from meshwright.planning.build import plan_for_mesh_sizes
 from meshwright.planning.techniques import Techniques
 
 from .load import load_model_tensors
@@ -303,12 +302,8 @@ class LoadWeightsTransform(ModelTransform):
             weights(model.module if isinstance(model, DistributedDataParallel) else model)
             return model
         mesh = self.context.get("device_mesh")
-        plan = plan_for_mesh_sizes(
-            facts, sizes_of_stage(mesh), mesh.device_type if mesh is not None else "cpu", Techniques(), "mean"
-        )
-        return order.apply(
-            model, plan, order.Site(mesh, facts, self.context.get("seed", 0), weights=weights), only=("weights",)
-        )
+        site = order.Site(mesh, facts, self.context.get("seed", 0), weights=weights)
+        return order.apply(model, mean_plan(facts, mesh, Techniques()), site, only=("weights",))
 
     def _is_restart(self) -> bool:
         restarts = self.context.get("is_restart")

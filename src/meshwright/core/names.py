@@ -56,3 +56,8 @@ def matching(patterns: tuple[str, ...] | list[str], names: list[str], what: str,
             raise ConfigError(f"{what}: '{text}' matches no {kind} of the model.{nearest(text, names)}{like}")
         found |= hits
     return found
+
+
+def under(prefix: str, name: str) -> str:
+    """Return the path of a name within a module at ``prefix``; "" is the root."""
+    return f"{prefix}.{name}" if prefix else name

@@ -18,6 +18,7 @@ _HOME = {
     "doors.functions": (
         "ActivationCheckpointing",
         "apply_ac",
+        "apply_context_parallel",
         "apply_expert_parallel",
         "apply_float8",
         "apply_fsdp2",
@@ -25,7 +26,6 @@ _HOME = {
         "build_parallel_model",
         "default_mp_policy",
     ),
-    "doors.builtin_transforms": ("apply_context_parallel",),
     "context.context_parallel": ("context_parallel_rows",),
     "optimizer.grad_clip": ("clip_grad_norm_",),
     "mesh": (

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import torch
@@ -24,13 +24,10 @@ from meshwright.distributed.optimizer.grad_clip import (
     foreach_divided,
     foreach_move_mean_of_squares_,
 )
+from meshwright.distributed.step.part import ModelPart
 from meshwright.distributed.torch_private import local_part
 from meshwright.distributed.weights import whole_state
 from meshwright.distributed.weights.shards import local_gradient, with_local
-
-if TYPE_CHECKING:
-    from meshwright.distributed.step.module import IncompatibleKeys, PartsAsModule
-
 
 # --- step by AdamW, and evaluate at the average of all steps, which takes the place of a schedule of the rate
 
@@ -227,6 +224,22 @@ def averaged(parts: Sequence[nn.Module]) -> Iterator[None]:
             _free_gathered(parts)
 
 
+@contextmanager
+def evaluating(parts: Sequence[ModelPart]) -> Iterator[None]:
+    """Evaluate the average without gradients; then restore each module's mode, and free gathered parameters."""
+    models = [part.model for part in parts]
+    modes = [(module, module.training) for part in parts for module in part.module.modules()]
+    for part in parts:
+        part.module.eval()
+    try:
+        with torch.no_grad(), averaged(models):
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        _free_gathered(models)
+
+
 def begin_anew(parts: Sequence[nn.Module]) -> None:
     """Let optimizers that have averages of a model begin anew, since other weights were loaded without their state."""
     for optimizer in optimizers_of(_parameters(parts)):
@@ -253,7 +266,7 @@ class WeightCopy(nn.Module):
     inside, the model's ``evaluate``, ``generate`` and ``state_dict`` are those of the copy.
     """
 
-    def __init__(self, model: PartsAsModule):
+    def __init__(self, model: Any):
         super().__init__()
         self._model = (model,)  # no child: the weights of this module are the copies
         for name, parameter in model.named_parameters():
@@ -268,7 +281,7 @@ class WeightCopy(nn.Module):
             return self._model[0](*args, **kwargs)
 
     @contextmanager
-    def lent(self) -> Iterator[PartsAsModule]:
+    def lent(self) -> Iterator[Any]:
         """Lend the copied weights to the model: inside, it evaluates, generates and is saved by them."""
         model = self._model[0]
         with model.averaged():  # so that an optimizer's average is not taken of the copy
@@ -287,7 +300,7 @@ class WeightCopy(nn.Module):
 
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> IncompatibleKeys:
+    ) -> whole_state.IncompatibleKeys:
         """Copy whole tensors into the copies (see ``ParallelModel.load_state_dict``)."""
         with self.lent() as model:
             return model.load_state_dict(state_dict, strict, assign)

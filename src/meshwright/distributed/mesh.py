@@ -38,6 +38,11 @@ def axis_sizes(device_mesh: DeviceMesh | None) -> dict[str, int]:
     return dict(zip(names, device_mesh.shape, strict=False))
 
 
+def axis_size(device_mesh: DeviceMesh | None, axis: Axis) -> int:
+    """Return the size of an axis, of ep if the mesh was built for it; 1 for one that the mesh lacks."""
+    return plan_sizes(device_mesh).get(axis.value, 1)
+
+
 OTHER_NAMES = {
     "data_parallel": Axis.DP_SHARD,
     "dp": Axis.DP_SHARD,
@@ -97,7 +102,7 @@ def refuse_rows_of_stages(device_mesh: DeviceMesh) -> None:
 
 def context_ranks(device_mesh: DeviceMesh | None) -> int:
     """Return the number of ranks over which rows are cut; 1 without a cp axis."""
-    return axis_sizes(device_mesh).get(Axis.CP.value, 1)
+    return axis_size(device_mesh, Axis.CP)
 
 
 def _renamed(device_mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
@@ -149,8 +154,7 @@ def _named(device_mesh: DeviceMesh | None, *axes: Axis) -> list[str]:
 
 def has_dp_mesh(device_mesh: DeviceMesh | None) -> bool:
     """Return whether ranks with different samples exist: a data axis larger than 1."""
-    sizes = axis_sizes(device_mesh)
-    return any(sizes.get(axis.value, 1) > 1 for axis in SAMPLES)
+    return any(axis_size(device_mesh, axis) > 1 for axis in SAMPLES)
 
 
 def get_dp_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
@@ -234,13 +238,12 @@ def get_pp_rank(device_mesh: DeviceMesh | None) -> int:
 
 def get_pp_size(device_mesh: DeviceMesh | None) -> int:
     """Return the number of pipeline stages; 1 without a pp axis."""
-    return axis_sizes(device_mesh).get(Axis.PP.value, 1)
+    return axis_size(device_mesh, Axis.PP)
 
 
 def groups_of(device_mesh: DeviceMesh | None, *axes: Axis) -> list[ProcessGroup]:
     """List the process groups of those axes that are larger than 1, in the order given."""
-    sizes = axis_sizes(device_mesh)
-    large = [axis.value for axis in axes if sizes.get(axis.value, 1) > 1]
+    large = [axis.value for axis in axes if axis_size(device_mesh, axis) > 1]
     return [device_mesh.get_group(name) for name in large] if device_mesh is not None else []
 
 

@@ -20,14 +20,16 @@ from meshwright.planning.experts import ExpertPlan
 from meshwright.planning.float8.plan import Float8Plan
 from meshwright.planning.layout import EXPERTS, REPLICAS, SHARDS
 from meshwright.planning.plan import Plan
+from meshwright.planning.tensor.plan import TensorPlan
 
 from . import experts
 from .context import context_parallel
+from .context import proof as context_proof
 from .data import fully_sharded, replicated
 from .data import fully_sharded as idle_parameters
 from .float8 import float8
 from .mesh import get_expert_mesh, groups_of
-from .pipeline.split import split
+from .pipeline import split as stages
 from .quantize import quantize
 from .recompute import compilation, recompute
 from .step import objective
@@ -90,17 +92,13 @@ def _weights(model: nn.Module, plan: Plan, site: Site) -> nn.Module:
     return model
 
 
-def _cast(model: nn.Module, plan: Plan, site: Site) -> nn.Module:
-    return model.to(torch_dtype(plan.precision.master))
-
-
 ORDER: tuple[Technique, ...] = (
     Technique(
         "master_dtype",
         lambda plan, site: (
             not plan.precision.is_kept and any(p.dtype != plan.precision.master for p in site.facts.parameters)
         ),
-        _cast,
+        lambda model, plan, site: model.to(torch_dtype(plan.precision.master)),
     ),
     Technique("freeze", lambda plan, site: bool(plan.frozen), lambda model, plan, site: constructed.apply(model, plan)),
     Technique(
@@ -167,6 +165,28 @@ follow sharding, so that a rank makes only its share; DDP is last, since it copi
 NAMES = tuple(row.name for row in ORDER)
 
 
+def prove(facts: ModelFacts, plan: Plan, only: tuple[str, ...] = NAMES) -> dict[str, str]:
+    """Rehearse on small copies what was only measured of a plan, cuts of rows, weights and stages. No communication.
+
+    Args:
+        facts: facts about the model in its present state: cuts that are on it are not proven again.
+        only: the techniques that will be applied.
+
+    Returns:
+        Why some kinds of batches are refused where rows are cut (``context.proof.prove``).
+
+    Raises:
+        UnsupportedError: the results differ from those of one process.
+    """
+    if "tensor_parallel" in only and plan.tensor is not None and facts.applied_plan(TensorPlan) is None:
+        tensor_parallel.prove(facts, plan.tensor, sums_at_once=plan.data.reduction == "mean")
+    cuts_rows = "context_parallel" in only and plan.context is not None
+    refused = context_proof.prove(facts, plan.context) if cuts_rows and plan.context is not None else {}
+    if plan.pipeline is not None:
+        stages.prove(facts, plan.pipeline, plan.size(Axis.TP))
+    return refused
+
+
 def apply(model: nn.Module, plan: Plan, site: Site, only: tuple[str, ...] = NAMES) -> nn.Module:
     """Apply the techniques that the plan requests, in order, and record them on the model.
 
@@ -216,7 +236,7 @@ def lay_out(model: nn.Module, plan: Plan, site: Site, only: tuple[str, ...] = NA
     if plan.pipeline is None:
         return [ModelPart(apply(model, plan, site, only), plan, site.facts)]
     rank = _mesh(site).get_local_rank(Axis.PP.value)
-    parts = split(model, plan, site.facts, rank)
+    parts = stages.split(model, plan, site.facts, rank)
     for part in parts:
         part.module = apply(part.module, part.plan, replace(site, facts=part.facts), only)
     return [*parts]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from logging import getLogger
 from typing import Any, TypeVar
 
@@ -13,19 +12,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.core.axes import WORLD_AXES, Axis
-from meshwright.core.devices import DEFAULT_BACKEND, check_device_type
+from meshwright.core.axes import Axis
+from meshwright.core.devices import check_device_type
 from meshwright.core.errors import ConfigError
 from meshwright.core.losses import Loss, PreferenceLoss
 from meshwright.core.record import remember
 from meshwright.distributed.context.proof import keep_for_batches
-from meshwright.distributed.context.proof import prove as prove_context
-from meshwright.distributed.pipeline.split import prove as prove_stages
-from meshwright.distributed.tensor.parallel import prove
 from meshwright.introspection.blocks import Hints
 from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.constructor.origin import ModelOrigin
-from meshwright.introspection.facts import ModelFacts, model_facts
+from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module, with_adapters
 from meshwright.planning.build import plan as make_plan
 from meshwright.planning.build import plan_for_mesh_sizes
@@ -41,7 +37,7 @@ from .mesh import build_mesh, known_mesh, plan_sizes
 from .parallel_model import LossFunction, ParallelModel
 from .process import agree
 from .process.world import get_world_info, ranks_per_node
-from .setup import DistributedConfig, bound_device, choose_backend, init_distributed
+from .setup import DistributedConfig, choose_backend, init_distributed, single_process_mesh
 from .step import own_loss
 from .weights.weights import Weights
 
@@ -121,15 +117,20 @@ def parallelize(
             world, device = get_world_info()[2], choose_backend(config.backend)[1]
             plan = make_plan(facts, config, cluster=Cluster(world, ranks_per_node(), device), techniques=requested)
         elif mesh is not None:
-            wanted = config.resolve(plan.world)
-            _refuse_other_sizes(plan, {axis.value: wanted.size(axis) for axis in (*WORLD_AXES, Axis.EP)})
+            _refuse_other_mesh(plan, config.resolve(plan.world).sizes)
         _check_early(plan, loss_fn)
         mesh = _bring_up(plan, config, seed)
     adds_up = own_loss.check(loss_fn, facts.vocab_size, torch.device(plan.device), plan)
-    refused = _once(mesh, partial(_prove, facts, plan, loss_fn))
+
+    def prove() -> dict[str, str]:
+        if loss_fn is None or isinstance(loss_fn, PreferenceLoss):  # of logits alone: the model may have no other terms
+            own_loss.refuse_dropped(facts)
+        return order.prove(facts, plan)
+
+    refused = _once(mesh, prove)  # on one rank: a model's small copies are alike
     if plan.context is not None:
         keep_for_batches(facts, plan.context, refused)
-    _refuse_other_mesh(plan, mesh)
+    _refuse_other_mesh(plan, plan_sizes(mesh))
     origin = ModelOrigin.of(module)
     parts = order.lay_out(module, plan, order.Site(mesh, facts, seed, draw_on, weights))
     made = ParallelModel(parts, plan, facts, mesh, loss_fn=loss_fn, microbatch_rows=microbatch_rows, adds_up=adds_up)
@@ -154,53 +155,15 @@ def _once(mesh: DeviceMesh | None, decide: Callable[[], Result]) -> Result:
     return agree.decided_once(decide) if is_world else decide()
 
 
-def _prove(facts: ModelFacts, plan: Plan, loss_fn: object) -> dict[str, str]:
-    """Rehearse plans that were only measured; one rank suffices, since a model's small copies are alike.
-
-    Where the loss is one of ours, of logits alone, the model must have no other terms in its own.
-
-    Returns:
-        Why some kinds of batches are refused where rows are cut (``context.rehearsal.prove``).
-    """
-    refused: dict[str, str] = {}
-    if loss_fn is None or isinstance(loss_fn, PreferenceLoss):
-        own_loss.refuse_dropped(facts)
-    if plan.tensor is not None:
-        prove(facts, plan.tensor)
-    if plan.context is not None:
-        refused = prove_context(facts, plan.context)
-    if plan.pipeline is not None:
-        prove_stages(facts, plan.pipeline, plan.size(Axis.TP))
-    return refused
-
-
 def _bring_up(plan: Plan, config: DistributedConfig, seed: int) -> DeviceMesh | None:
-    layout = replace(config, **dict(plan.mesh), ep=plan.experts.ranks if plan.experts is not None else 1)
+    layout = replace(config, **plan.sizes)
     if layout.world > 1:
         return build_mesh(layout, plan.device) if dist.is_initialized() else init_distributed(layout, seed)
     return single_process_mesh(plan.device, config.backend) if plan.data.technique == "fully_shard" else None
 
 
-def single_process_mesh(device_type: str, backend: str = DEFAULT_BACKEND) -> DeviceMesh:
-    """Make a mesh of one rank, for techniques that act over a mesh of size 1 (mixed precision, offload)."""
-    if not dist.is_initialized():
-        chosen, _ = choose_backend(backend)
-        device_id = bound_device(chosen, device_type)
-        dist.init_process_group(chosen, store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)
-    return build_mesh(Layout(dp_shard=1), device_type)
-
-
-def _refuse_other_mesh(plan: Plan, mesh: DeviceMesh | None) -> None:
-    _refuse_other_sizes(plan, plan_sizes(mesh))
-
-
-def _expert_axis(plan: Plan) -> tuple[tuple[str, int], ...]:
-    return () if plan.experts is None else ((Axis.EP.value, plan.experts.ranks),)
-
-
-def _refuse_other_sizes(plan: Plan, sizes: dict[str, int]) -> None:
-    here = {axis: size for axis, size in sizes.items() if size > 1}
-    there = {axis: size for axis, size in (*plan.mesh, *_expert_axis(plan)) if size > 1}
+def _refuse_other_mesh(plan: Plan, sizes: dict[str, int]) -> None:
+    there, here = ({axis: size for axis, size in each.items() if size > 1} for each in (plan.sizes, sizes))
     if here != there:
         raise ConfigError(
             f"the plan is for the mesh {there or 'of one rank'}, but the mesh here is {here or 'of one rank'}: make a"

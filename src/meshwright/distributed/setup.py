@@ -103,6 +103,15 @@ def init_distributed(
     return device_mesh
 
 
+def single_process_mesh(device_type: str, backend: str = DEFAULT_BACKEND) -> DeviceMesh:
+    """Make a mesh of one rank, for techniques that act over a mesh of size 1 (mixed precision, offload)."""
+    if not dist.is_initialized():
+        chosen, _ = choose_backend(backend)
+        device_id = bound_device(chosen, device_type)
+        dist.init_process_group(chosen, store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)
+    return build_mesh(Layout(dp_shard=1), device_type)
+
+
 def begin_steps(device_mesh: DeviceMesh | None, step_timeout_sec: float) -> None:
     """Set the time limit of collectives of all groups of the mesh."""
     if device_mesh is None:

@@ -3,30 +3,27 @@
 Gradients are averaged over data ranks, as in torch: these transforms serve loops that bring mean losses.
 """
 
-from meshwright.distributed.doors.builtin_transforms import (
+from .doors.builtin_transforms import (
+    ActivationCheckpointTransform,
     ActivationCheckpointTransformConfig,
+    CompileTransform,
     CompileTransformConfig,
     ContextParallelTransform,
     ContextParallelTransformConfig,
+    DDPTransform,
     DDPTransformConfig,
+    ExpertParallelTransform,
     ExpertParallelTransformConfig,
+    Float8Transform,
     Float8TransformConfig,
+    FullyShardTransform,
     FullyShardTransformConfig,
     LoadWeightsTransformConfig,
     MixedPrecisionConfig,
     ModelTransformConfig,
     OffloadConfig,
-    TensorParallelTransformConfig,
-)
-
-from .doors.builtin_transforms import (
-    ActivationCheckpointTransform,
-    CompileTransform,
-    DDPTransform,
-    ExpertParallelTransform,
-    Float8Transform,
-    FullyShardTransform,
     TensorParallelTransform,
+    TensorParallelTransformConfig,
 )
 from .doors.transform_registry import (
     BaseDistributedTransform,

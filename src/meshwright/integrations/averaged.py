@@ -12,7 +12,7 @@ from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.distributed import order
 from meshwright.distributed.doors.functions import lay_out_module
-from meshwright.distributed.mesh import axis_sizes, data_position, groups_of, plan_sizes
+from meshwright.distributed.mesh import axis_size, data_position, groups_of, plan_sizes
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process import agree
 from meshwright.distributed.recompute.kept import streams
@@ -42,9 +42,9 @@ def lay_out_averaged(
         ConfigError: a loss that must be scaled, adapters, or what the rules refuse.
     """
     for axis, instead in ((Axis.PP, "parallelize(...)"), (Axis.CP, "context_parallel_rows in a loop of torch")):
-        if axis_sizes(mesh).get(axis.value, 1) > 1:
+        if (size := axis_size(mesh, axis)) > 1:
             raise UnsupportedError(
-                f"{door}: layout.{axis.value} = {axis_sizes(mesh)[axis.value]} gives each rank a part of the model's"
+                f"{door}: layout.{axis.value} = {size} gives each rank a part of the model's"
                 f" forward, and this loop calls it whole: use {instead}, or set layout.{axis.value} = 1"
             )
     if techniques.adapters is not None:

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 
 from meshwright.checkpoint import load, save
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.distributed.doors.zero import OptimizerSwap
 from meshwright.distributed.mesh import build_mesh, tensor_position
 from meshwright.distributed.optimizer.grad_clip import clip_gradients_
+from meshwright.distributed.optimizer.swap import OptimizerSwap
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process.world import ranks_per_node
 from meshwright.planning.layout import Layout

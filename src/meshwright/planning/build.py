@@ -386,10 +386,17 @@ def plan_for_mesh_sizes(
     Raises:
         ConfigError: a mesh axis has an unknown name.
     """
-    unknown = set(sizes) - {axis.value for axis in (*WORLD_AXES, Axis.EP)}
-    if unknown:
+    if unknown := set(sizes) - set(Layout().sizes):
         raise ConfigError(
             f"the mesh has the axes {sorted(unknown)}; legal names are {', '.join(a.value for a in WORLD_AXES)}"
         )
-    layout = Layout(**{axis.value: sizes.get(axis.value, 1) for axis in (*WORLD_AXES, Axis.EP)})
+    layout = Layout(**{"dp_shard": 1} | sizes)
     return plan(facts, layout, cluster=Cluster(layout.world, 0, device), techniques=techniques, reduction=reduction)
+
+
+def with_units(facts: ModelFacts, plan: Plan, chosen: tuple[str, ...], *, reshard: bool | int) -> Plan:
+    """Return a plan without cuts of weights, in which these modules are gathered as units instead of the blocks."""
+    facts, narrow = replace(at_rest(facts, plan.precision), blocks=chosen), Narrow.of(plan.float8, plan.quantize)
+    holding = Holding(plan.shares.shards, plan.precision, narrow=narrow, optimizer=plan.optimizer)
+    plan = replace(plan, units=units_of(facts, holding, reshard))
+    return replace(plan, collectives=_collectives(facts, plan))

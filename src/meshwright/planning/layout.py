@@ -64,6 +64,11 @@ class Layout:
         return getattr(self, axis.value)
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """The size requested on each axis; -1: open."""
+        return {axis.value: self.size(axis) for axis in (*WORLD_AXES, Axis.EP)}
+
+    @property
     def requested_schedule(self) -> str:
         """The pipeline schedule of the layout; "" unless a subclass has one: ``techniques`` names it."""
         return ""

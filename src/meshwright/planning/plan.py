@@ -63,6 +63,11 @@ class Plan:
         return dict(self.mesh).get(str(axis), 1)
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes of the mesh axes, and of ep, which is no axis of the mesh."""
+        return dict(self.mesh) | {Axis.EP.value: 1 if self.experts is None else self.experts.ranks}
+
+    @property
     def world(self) -> int:
         total = 1
         for axis in WORLD_AXES:

@@ -23,7 +23,7 @@ from meshwright.distributed.mesh import data_position
 from meshwright.distributed.optimizer import low_bit
 from meshwright.distributed.optimizer.parameter_groups import make_parameter_groups, refuse_unused, trained_names
 from meshwright.distributed.parallel_model import ParallelModel
-from meshwright.distributed.parallelize import parallelize, single_process_mesh
+from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.process.world import get_world_info, ranks_per_node
 from meshwright.distributed.setup import DistributedConfig, choose_backend, init_distributed
 from meshwright.introspection.cluster import Cluster
@@ -128,8 +128,6 @@ def build_run(
     config = fine_tuning.with_prompt(feed.config, feed.tasks, lambda ask: feed.asked(tokenizer, ask))
     schedule = build_schedule(config)
     with timeline.phase("model"):
-        if mesh is None and plan.data.technique == "fully_shard":
-            mesh = single_process_mesh(plan.device)
         options: dict[str, Any] = {"draw_on": trace.drawn_on if trace else None, "loss_fn": loss_of(config, feed)}
         options |= {"weights": weights, "microbatch_rows": config.batch.microbatch}
         model = parallelize(module, mesh, plan=plan, seed=config.seed, audit=False, **options)

@@ -16,39 +16,43 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.core.axes import Axis
 from meshwright.core.config import to_dict
+from meshwright.core.devices import DEFAULT_BACKEND
 from meshwright.core.dtypes import canonical_dtype, torch_dtype
 from meshwright.core.errors import ConfigError, UnsupportedError, import_classes_from_paths, nearest
 from meshwright.core.names import clean
-from meshwright.distributed import order
 from meshwright.distributed.mesh import (
+    axis_size,
     axis_sizes,
     build_mesh,
     can_merge_data,
     context_ranks,
     data_groups,
     known_mesh,
-    plan_sizes,
-    sizes_of_stage,
     with_data_on,
 )
-from meshwright.distributed.parallelize import single_process_mesh
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import get_world_info, ranks_per_node
-from meshwright.distributed.setup import DEFAULT_BACKEND, choose_backend
+from meshwright.distributed.setup import choose_backend, single_process_mesh
 from meshwright.distributed.step.part import ModelPart
 from meshwright.distributed.torch_private import local_part
 from meshwright.distributed.weights import audit
 from meshwright.introspection.facts import ModelFacts, model_facts
-from meshwright.planning.build import plan_for_mesh_sizes
-from meshwright.planning.context.plan import Auto, Kind
 from meshwright.planning.layout import SAMPLES, Layout
 from meshwright.planning.plan import Plan
 from meshwright.planning.recompute import check_kept
 from meshwright.planning.rules import raise_all
 from meshwright.planning.techniques import Techniques, TensorStyleRequest
-from meshwright.planning.tensor.plan import TensorPlan
 
-from .functions import CONTEXT, averaging_plan, float8_plan, lay_out_module, rows_that_cut, tensor_plan
+from .functions import (
+    CONTEXT,
+    OVER_AXES,
+    averaging_plan,
+    float8_plan,
+    has_work,
+    lay_out_module,
+    mean_plan,
+    rows_that_cut,
+)
 from .transform_registry import BaseDistributedTransform, DDPWrappedModel, equip, register_model_transform
 
 # --- define the options of the built-in transforms, under the names that their users know
@@ -207,16 +211,19 @@ log = logging.getLogger("meshwright")
 
 
 class PlannedTransform(BaseDistributedTransform):
-    """A transform that makes a plan and applies some rows of the order."""
+    """A transform that makes a plan from its config, and applies it."""
 
-    rows: tuple[str, ...]
+    rows: tuple[str, ...] = ()
+    """Rows of the order to apply, where they are not that of its name alone."""
     broadcasts = False
     """Whether ranks with different weights get those of the first rank; else they are refused."""
-    needs_cut_rows = False
-    """Whether ranks of a context axis must have been given other tokens of the same rows before."""
+
+    def requested(self) -> Techniques:
+        """Translate the config."""
+        return Techniques()
 
     def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
-        raise NotImplementedError
+        return mean_plan(facts, device_mesh, self.requested())
 
     def apply(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         if kwargs:
@@ -225,18 +232,10 @@ class PlannedTransform(BaseDistributedTransform):
         if (device := self.context.get("device")) is not None and not facts.on_meta:
             model = model.to(device)
         device_mesh = self.device_mesh()
-        if self.needs_cut_rows and rows_that_cut(model, device_mesh):
-            raise ConfigError(
-                f"the mesh has cp = {context_ranks(device_mesh)}, and nothing cuts rows over it: put the transform"
-                f" context_parallel into the chain, or make the mesh with cp = 1"
-            )
         plan = self.plan(facts, device_mesh)
-        options = {
-            "door": type(self).__name__,
-            "seed": self.context.get("seed", 0),
-            "takes_any_weights": self.broadcasts,
-        }
-        model = lay_out_module(model, facts, plan, device_mesh, self.rows, **options)
+        door, seed, rows = type(self).__name__, self.context.get("seed", 0), self.rows or (self.registered_name,)
+        options = {"door": door, "seed": seed, "takes_any_weights": self.broadcasts}
+        model = lay_out_module(model, facts, plan, device_mesh, rows, **options)
         return equip(self.finish(model, facts, plan, device_mesh), plan)
 
     def finish(self, model: nn.Module, facts: ModelFacts, plan: Plan, device_mesh: DeviceMesh | None) -> nn.Module:
@@ -244,20 +243,18 @@ class PlannedTransform(BaseDistributedTransform):
         return model
 
     def device_mesh(self) -> DeviceMesh | None:
-        given = self.context.get("device_mesh")
-        return None if given is None else known_mesh(given)
+        """Return the mesh that is given, or make one for a technique of several ranks."""
+        if (given := self.context.get("device_mesh")) is not None:
+            return known_mesh(given)
+        return None if (layout := self.layout()) is None else mesh_of_world(layout)
 
-    def wanted(self, facts: ModelFacts, device_mesh: DeviceMesh | None, requested: Techniques) -> Plan:
-        device = device_mesh.device_type if device_mesh is not None else "cpu"
-        return plan_for_mesh_sizes(facts, sizes_of_stage(device_mesh), device, requested, "mean")
+    def layout(self) -> Layout | None:
+        """Return the layout to make a mesh from where none is given."""
+        return None
 
 
 def mesh_of_world(layout: Layout) -> DeviceMesh:
-    """Build the mesh of a layout over all processes.
-
-    Raises:
-        ConfigError: the layout does not fit the world, or the world has several processes and no process group yet.
-    """
+    """Build the mesh of a layout over all processes; ConfigError if it does not fit, or they have no group yet."""
     device_type = choose_backend(DEFAULT_BACKEND)[1]
     if dist.is_initialized():
         return build_mesh(layout.resolve(dist.get_world_size(), ranks_per_node=ranks_per_node() or None), device_type)
@@ -270,38 +267,66 @@ def mesh_of_world(layout: Layout) -> DeviceMesh:
     return single_process_mesh(device_type)
 
 
+class AxisTransform(PlannedTransform):
+    """A transform over one axis of the mesh."""
+
+    def layout(self) -> Layout | None:
+        return self.context.get("layout")
+
+    def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
+        assert facts.module is not None
+        has_work(self.registered_name, facts.module, device_mesh, door=self.registered_name)
+        return OVER_AXES[self.registered_name].plan(facts, device_mesh, self.requested())
+
+
+class DataTransform(PlannedTransform):
+    """A transform over the data axes: rows must be cut before, and the result is audited."""
+
+    def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
+        assert facts.module is not None and device_mesh is not None
+        if rows_that_cut(facts.module, device_mesh):
+            raise ConfigError(
+                f"the mesh has cp = {context_ranks(device_mesh)}, and nothing cuts rows over it: put the transform"
+                f" context_parallel into the chain, or make the mesh with cp = 1"
+            )
+        return self.plan_data(facts, facts.module, device_mesh)
+
+    def plan_data(self, facts: ModelFacts, model: nn.Module, device_mesh: DeviceMesh) -> Plan:
+        raise NotImplementedError
+
+    def finish(self, model: nn.Module, facts: ModelFacts, plan: Plan, device_mesh: DeviceMesh | None) -> nn.Module:
+        audit.audit([ModelPart(model, plan, facts)], data_groups(device_mesh))
+        return model
+
+
 @register_model_transform("ddp", DDPTransformConfig)
-class DDPTransform(PlannedTransform):
+class DDPTransform(DataTransform):
     """Whole parameters on every rank, gradients averaged by all-reduce; weights must exist, or are made first.
 
     Beside tensor or pipeline parallelism, where torch's DDP supports neither parts of parameters nor several
     backwards at a time, fully_shard over a shard axis of one rank does the same.
     """
 
-    rows = ("weights", "ddp", "fully_shard")
-    broadcasts = needs_cut_rows = True
+    rows, broadcasts = ("weights", "ddp", "fully_shard"), True
 
-    def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
-        assert facts.module is not None
-        meshes = [p.device_mesh for p in facts.module.parameters() if isinstance(p, DTensor)]
+    def layout(self) -> Layout:
+        return self.context.get("layout") or Layout(dp_replicate=-1, dp_shard=1)
+
+    def plan_data(self, facts: ModelFacts, model: nn.Module, device_mesh: DeviceMesh) -> Plan:
+        meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
         if any(Axis.DP_SHARD.value in (mesh.mesh_dim_names or ()) for mesh in meshes):
             raise ConfigError(
                 "ddp keeps whole parameters on every rank, and fully_shard has sharded them: leave one of the two out"
             )
-        sizes = axis_sizes(device_mesh)
-        if device_mesh is not None and any(sizes.get(axis.value, 1) > 1 for axis in (Axis.TP, Axis.PP)):
-            return self._replicated(facts, device_mesh, sizes)
-        plan = self.wanted(facts, device_mesh, Techniques(data_parallel="ddp"))
-        return replace(plan, data=replace(plan.data, ddp_options=tuple(to_dict(self.config).items())))
-
-    def _replicated(self, facts: ModelFacts, device_mesh: DeviceMesh, sizes: dict[str, int]) -> Plan:
-        where = " and ".join(f"{a.value} = {sizes[a.value]}" for a in (Axis.TP, Axis.PP) if sizes.get(a.value, 1) > 1)
-        changed = [name for name, value in to_dict(self.config).items() if value != getattr(DDPTransformConfig(), name)]
-        if changed:
+        options = to_dict(self.config)
+        if not (where := _beside_ddp(device_mesh)):
+            plan = mean_plan(facts, device_mesh, Techniques(data_parallel="ddp"))
+            return replace(plan, data=replace(plan.data, ddp_options=tuple(options.items())))
+        if changed := [name for name, value in options.items() if value != getattr(DDPTransformConfig(), name)]:
             raise ConfigError(
                 f"ddp: {', '.join(changed)} is about DDP's buckets, and beside {where} there are none. Leave it out."
             )
-        if (n := sizes.get(Axis.DP_SHARD.value, 1)) > 1:
+        if (n := axis_size(device_mesh, Axis.DP_SHARD)) > 1:
             words = f"ddp keeps parameters whole on every data rank, and the mesh has dp_shard = {n} beside {where}"
             raise ConfigError(f"{words}: use fully_shard, or put those ranks into dp_replicate")
         return averaging_plan(facts, device_mesh, MixedPrecisionPolicy(), Techniques(zero_stage=0))
@@ -309,13 +334,12 @@ class DDPTransform(PlannedTransform):
     def device_mesh(self) -> DeviceMesh | None:
         """Return the mesh that is given, with all data ranks as replicas, as Optimus-DL's collectives have them."""
         given = super().device_mesh()
-        if given is None:
-            given = mesh_of_world(self.context.get("layout") or Layout(dp_replicate=-1, dp_shard=1))
-        sizes = axis_sizes(given)
-        cuts = any(sizes.get(axis.value, 1) > 1 for axis in (Axis.TP, Axis.PP))
-        if sizes.get(Axis.DP_SHARD.value, 1) > 1 and not cuts and can_merge_data(given):
-            return with_data_on(given, Axis.DP_REPLICATE)
-        return given
+        is_sharding = axis_size(given, Axis.DP_SHARD) > 1 and not _beside_ddp(given)
+        return (
+            with_data_on(given, Axis.DP_REPLICATE)
+            if given is not None and is_sharding and can_merge_data(given)
+            else given
+        )
 
     def finish(self, model: nn.Module, facts: ModelFacts, plan: Plan, device_mesh: DeviceMesh | None) -> nn.Module:
         groups = data_groups(device_mesh)
@@ -325,18 +349,23 @@ class DDPTransform(PlannedTransform):
             for tensor in (*model.parameters(), *model.buffers()):
                 for group in groups:
                     dist.broadcast(local_part(tensor).detach(), group=group, group_src=0)
-        audit.audit([ModelPart(model, plan, facts)], groups)
+        model = super().finish(model, facts, plan, device_mesh)
         if isinstance(model, DistributedDataParallel):
             model.__class__ = DDPWrappedModel
         return model
 
 
+def _beside_ddp(device_mesh: DeviceMesh | None) -> str:
+    """Name the axes beside which torch's DDP cannot replicate."""
+    sizes = {axis.value: axis_size(device_mesh, axis) for axis in (Axis.TP, Axis.PP)}
+    return " and ".join(f"{axis} = {size}" for axis, size in sizes.items() if size > 1)
+
+
 @register_model_transform("fully_shard", FullyShardTransformConfig)
-class FullyShardTransform(PlannedTransform):
+class FullyShardTransform(DataTransform):
     """Parameters, gradients and optimizer state sharded over the data axes."""
 
     rows = ("fully_shard", "weights")
-    needs_cut_rows = True
 
     def apply(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         c: FullyShardTransformConfig = self.config
@@ -346,8 +375,7 @@ class FullyShardTransform(PlannedTransform):
         log.info("fully_shard: there is one process, so there is nothing to shard")
         return equip(model if self.context.get("device") is None else model.to(self.context["device"]), None)
 
-    def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
-        assert device_mesh is not None
+    def plan_data(self, facts: ModelFacts, model: nn.Module, device_mesh: DeviceMesh) -> Plan:
         c: FullyShardTransformConfig = self.config
         policy = MixedPrecisionPolicy() if c.mixed_precision is None else c.mixed_precision.policy
         requested = Techniques(
@@ -357,7 +385,7 @@ class FullyShardTransform(PlannedTransform):
         )
         plan = averaging_plan(facts, device_mesh, policy, requested)
         pinned = c.offload is None or c.offload.pin_memory
-        own = callable(getattr(facts.module, "fully_shard", None))
+        own = callable(getattr(model, "fully_shard", None))
         if own:
             log.info("fully_shard: %s has a fully_shard of its own, which says what is sharded together", facts.kind)
             inside = [unit for unit in plan.units if unit.name and not unit.experts and unit.name not in facts.blocks]
@@ -369,14 +397,15 @@ class FullyShardTransform(PlannedTransform):
                 )
         return replace(plan, data=replace(plan.data, pin_memory=pinned and plan.data.pin_memory, own_units=own))
 
+    def layout(self) -> Layout:
+        layout = self.context.get("layout") or Layout(dp_replicate=-1, dp_shard=-1)
+        is_open = layout.dp_replicate == layout.dp_shard == -1
+        return replace(layout, dp_replicate=1) if is_open and not self.config.use_hybrid_sharding else layout
+
     def device_mesh(self) -> DeviceMesh | None:
         given = super().device_mesh()
-        if given is None:
-            layout = self.context.get("layout") or Layout(dp_replicate=-1, dp_shard=-1)
-            if layout.dp_replicate == layout.dp_shard == -1 and not self.config.use_hybrid_sharding:
-                layout = replace(layout, dp_replicate=1)
-            given = mesh_of_world(layout)
-        replicas, shards = (axis_sizes(given).get(axis.value, 1) for axis in SAMPLES)
+        assert given is not None
+        replicas, shards = (axis_size(given, axis) for axis in SAMPLES)
         if replicas > 1 and not self.config.use_hybrid_sharding:
             # the transform was given ranks and chooses who replicates; a given mesh has chosen already
             if self.collective is not None and can_merge_data(given):
@@ -388,16 +417,10 @@ class FullyShardTransform(PlannedTransform):
             )
         return given
 
-    def finish(self, model: nn.Module, facts: ModelFacts, plan: Plan, device_mesh: DeviceMesh | None) -> nn.Module:
-        audit.audit([ModelPart(model, plan, facts)], data_groups(device_mesh))
-        return model
-
 
 @register_model_transform("float8", Float8TransformConfig)
 class Float8Transform(PlannedTransform):
     """Float8 multiplication in the linear layers of the blocks."""
-
-    rows = ("float8",)
 
     def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
         c: Float8TransformConfig = self.config
@@ -411,55 +434,31 @@ class Float8Transform(PlannedTransform):
 
 
 @register_model_transform("tensor_parallel", TensorParallelTransformConfig)
-class TensorParallelTransform(PlannedTransform):
+class TensorParallelTransform(AxisTransform):
     """Layers, embedding and head cut over the tensor axis; gradients are complete when backward ends."""
 
-    rows = ("tensor_parallel",)
-
-    def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
+    def requested(self) -> Techniques:
         c: TensorParallelTransformConfig = self.config
-        if axis_sizes(device_mesh).get(Axis.TP.value, 1) == 1:
-            log.info(
-                "tensor_parallel: the mesh %s has no tp axis larger than 1, so there is nothing to cut",
-                axis_sizes(device_mesh),
-            )
         rows = tuple(TensorStyleRequest(pattern, style) for pattern, style in c.plan.items())
-        requested = Techniques(sequence_parallel=c.sequence_parallel, regather=c.regather, tensor_plan=rows)
-        return tensor_plan(facts, device_mesh, requested)
-
-    def device_mesh(self) -> DeviceMesh | None:
-        given = super().device_mesh()
-        return mesh_of_world(self.context["layout"]) if given is None and self.context.get("layout") else given
+        return Techniques(sequence_parallel=c.sequence_parallel, regather=c.regather, tensor_plan=rows)
 
 
 @register_model_transform("expert_parallel", ExpertParallelTransformConfig)
-class ExpertParallelTransform(PlannedTransform):
+class ExpertParallelTransform(AxisTransform):
     """Experts sharded over the expert axis; tokens travel to their experts and back."""
 
-    rows = ("expert_parallel",)
 
-    def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
-        if plan_sizes(device_mesh).get(Axis.EP.value, 1) == 1:
-            log.info(
-                "expert_parallel: the mesh %s was not built for ep > 1, so nothing is shared out",
-                axis_sizes(device_mesh),
-            )
-        return self.wanted(facts, device_mesh, Techniques())
+@register_model_transform(CONTEXT, ContextParallelTransformConfig)
+class ContextParallelTransform(AxisTransform):
+    """Attention that reaches the tokens of other ranks; a loop cuts rows by ``context_parallel_rows``."""
 
-    def device_mesh(self) -> DeviceMesh | None:
-        given = super().device_mesh()
-        return mesh_of_world(self.context["layout"]) if given is None and self.context.get("layout") else given
+    def requested(self) -> Techniques:
+        return Techniques(context_parallel_method=self.config.method)
 
 
 @register_model_transform("activation_checkpoint", ActivationCheckpointTransformConfig)
 class ActivationCheckpointTransform(PlannedTransform):
     """Recomputation of activations in backward."""
-
-    rows = ("activation_checkpoint",)
-
-    def apply(self, model: nn.Module, **kwargs: Any) -> nn.Module:
-        self._modules = [(clean(name), module) for name, module in model.named_modules()]
-        return super().apply(model, **kwargs)
 
     def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
         c: ActivationCheckpointTransformConfig = self.config
@@ -473,99 +472,37 @@ class ActivationCheckpointTransform(PlannedTransform):
         if not c.layer_classes:
             mode = "selective_op" if c.ops_to_save else "full"
             kept = {"checkpoint_keep": tuple(c.ops_to_save), "checkpoint_keep_every": 1} if c.ops_to_save else {}
-            return self.wanted(facts, device_mesh, Techniques(activation_checkpointing=mode, **kept))
+            return mean_plan(facts, device_mesh, Techniques(activation_checkpointing=mode, **kept))
+        assert facts.module is not None
+        modules = [(clean(name), module) for name, module in facts.module.named_modules()]
         alone = {name for name in c.layer_classes if "." not in name}
         classes = tuple(import_classes_from_paths([path for path in c.layer_classes if path not in alone]))
-        if unknown := sorted(alone - {kind.__name__ for _, module in self._modules for kind in type(module).__mro__}):
-            near = nearest(unknown[0], {type(module).__name__ for _, module in self._modules})
+        if unknown := sorted(alone - {kind.__name__ for _, module in modules for kind in type(module).__mro__}):
+            near = nearest(unknown[0], {type(module).__name__ for _, module in modules})
             raise ConfigError(
                 f"activation_checkpoint.layer_classes: no module of {facts.kind} is of the class '{unknown[0]}'.{near}"
             )
         chosen = tuple(
-            n for n, m in self._modules if isinstance(m, classes) or alone & {kind.__name__ for kind in type(m).__mro__}
+            n for n, m in modules if isinstance(m, classes) or alone & {kind.__name__ for kind in type(m).__mro__}
         )
         if not chosen:
             raise ConfigError(
                 f"activation_checkpoint.layer_classes = {list(c.layer_classes)}: no module of {facts.kind} is one of"
                 f" them"
             )
-        made = self.wanted(facts, device_mesh, Techniques())
-        return replace(
-            made, checkpointed=chosen, activation_checkpointing="by class", checkpoint_keep=tuple(c.ops_to_save)
-        )
+        made = replace(mean_plan(facts, device_mesh, Techniques()), activation_checkpointing="by class")
+        return replace(made, checkpointed=chosen, checkpoint_keep=tuple(c.ops_to_save))
 
 
 @register_model_transform("compile", CompileTransformConfig)
 class CompileTransform(PlannedTransform):
     """torch.compile on each repeated block."""
 
-    rows = ("compile",)
+    def requested(self) -> Techniques:
+        if (budget := self.config.activation_memory_budget) is None:
+            return Techniques(compile=True)
+        return Techniques(compile=True, activation_checkpointing="memory_budget", activation_memory_budget=budget)
 
     def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
-        c: CompileTransformConfig = self.config
-        requested = Techniques(compile=True)
-        if c.activation_memory_budget is not None:
-            requested = replace(
-                requested, activation_checkpointing="memory_budget", activation_memory_budget=c.activation_memory_budget
-            )
-        plan = self.wanted(facts, device_mesh, requested)
-        return replace(plan, compile_options=tuple({"backend": "inductor", **c.compile_kwargs}.items()))
-
-
-# --- apply context parallelism for a training loop of the user's own, by a function and by a registered transform
-
-
-def apply_context_parallel(model: nn.Module, device_mesh: DeviceMesh, method: Kind | Auto = "auto") -> nn.Module:
-    """Let attention of ``model`` reach tokens that lie on other ranks of the mesh's ``cp`` axis, in place; return it.
-
-    Rows are cut by the loop, with ``context_parallel_rows`` around each forward; without it every rank computes whole
-    rows. The calls of attention are measured and then rehearsed on a small copy. Gradients are those of a rank's own
-    tokens until ``apply_fsdp2`` (which calls this by itself where nothing came in between) or DDP sums them over the
-    axis. Apply it after ``apply_tensor_parallel`` and ``apply_expert_parallel``, and before ``apply_ac``.
-
-    Args:
-        method: auto, all_gather, ring, ulysses, ulysses_ring or halo.
-
-    Raises:
-        ConfigError: an unknown method, or a later technique came first.
-        UnsupportedError: tokens see each other in a way that is not known, the method does not fit an attention, or
-            the mesh has a pipeline.
-    """
-    device_mesh = known_mesh(device_mesh)
-    if context_ranks(device_mesh) == 1:
-        log.info(
-            "apply_context_parallel: the mesh %s has no cp axis larger than 1, so rows stay whole",
-            axis_sizes(device_mesh),
-        )
-        return model
-    order.refuse_misorder(CONTEXT, order.applied(model), type(model).__name__)
-    facts = model_facts(model)
-    plan = rows_plan(facts, device_mesh, method)
-    return lay_out_module(model, facts, plan, device_mesh, (CONTEXT,), door="apply_context_parallel")
-
-
-@register_model_transform(CONTEXT, ContextParallelTransformConfig)
-class ContextParallelTransform(PlannedTransform):
-    """Attention that reaches the tokens of other ranks; a loop cuts rows by ``context_parallel_rows``."""
-
-    rows = (CONTEXT,)
-
-    def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
-        if context_ranks(device_mesh) == 1:
-            log.info("context_parallel: the mesh %s has no cp axis larger than 1", axis_sizes(device_mesh))
-        return rows_plan(facts, device_mesh, self.config.method)
-
-    def device_mesh(self) -> DeviceMesh | None:
-        given = super().device_mesh()
-        return mesh_of_world(self.context["layout"]) if given is None and self.context.get("layout") else given
-
-
-def rows_plan(facts: ModelFacts, device_mesh: DeviceMesh | None, method: Any) -> Plan:
-    """Plan how rows are cut over the context axis alone, beside a tensor axis that cuts the model already."""
-    axes = (Axis.CP, Axis.TP) if facts.applied_plan(TensorPlan) is not None else (Axis.CP,)
-    sizes = {axis.value: axis_sizes(device_mesh).get(axis.value, 1) for axis in axes}
-    device = device_mesh.device_type if device_mesh is not None else "cpu"
-    # parameters stay as they are, whoever shards or replicates them later
-    method = method if sizes[Axis.CP.value] > 1 else "auto"
-    requested = Techniques(context_parallel_method=method, zero_stage=0)
-    return plan_for_mesh_sizes(facts, sizes, device, requested, "mean")
+        options = {"backend": "inductor", **self.config.compile_kwargs}
+        return replace(super().plan(facts, device_mesh), compile_options=tuple(options.items()))

@@ -1,10 +1,15 @@
-"""Apply one technique by one public function: each makes a plan for the given model and applies its one row."""
+"""Lay a model out for a loop of the user's own: the call in which all doors end, their plans, a function each.
+
+A technique's plan and the meshes on which it has nothing to do are written here once (``OVER_AXES``), for its function
+and for its registered transform (``builtin_transforms``).
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,31 +22,34 @@ from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.distributed import order
 from meshwright.distributed.context.context_parallel import warn_of_whole_rows
 from meshwright.distributed.context.proof import keep_for_batches
-from meshwright.distributed.context.proof import prove as prove_context
 from meshwright.distributed.mesh import (
+    axis_size,
     axis_sizes,
     context_ranks,
     get_expert_mesh,
     get_pp_size,
     has_dp_mesh,
     known_mesh,
-    plan_sizes,
     sizes_of_stage,
 )
-from meshwright.distributed.parallelize import single_process_mesh
+from meshwright.distributed.order import prove
+from meshwright.distributed.pipeline.stage_module import (
+    decoder_config,
+    facts_of_whole,
+    plan_of_stage_module,
+    stage_of,
+)
 from meshwright.distributed.process import agree
 from meshwright.distributed.recompute.recompute import ActivationCheckpointing, checkpointing_mode
-from meshwright.distributed.tensor.parallel import prove
+from meshwright.distributed.setup import single_process_mesh
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.source import as_module
 from meshwright.models.moe import Router
 from meshwright.planning.build import plan_for_mesh_sizes
-from meshwright.planning.context.plan import ContextPlan
+from meshwright.planning.context.plan import Auto, ContextPlan, Kind
 from meshwright.planning.plan import Plan
 from meshwright.planning.techniques import Precision, Techniques
 from meshwright.planning.tensor.plan import TensorPlan
-
-from .stage_module import PipelineStageModule, decoder_config, facts_of_whole, plan_of_stage_module
 
 # --- lay a module out by a plan
 
@@ -75,31 +83,25 @@ def lay_out_module(
         IntegrityError: ranks that shard or replicate a model bring different weights.
         UnsupportedError: the layout's results differ from those of one process.
     """
-    if "tensor_parallel" in rows and not _is_proven(facts, plan):
-        assert plan.tensor is not None
-        prove(facts, plan.tensor, sums_at_once=True)
+    stage = stage_of(facts)
     if context_ranks(device_mesh) > 1:
-        _measure_rows(facts)
-    if CONTEXT in rows and plan.context is not None:
-        keep_for_batches(facts, plan.context, prove_context(facts, plan.context))
+        if stage is not None:
+            raise UnsupportedError(
+                f"stage {stage.stage_id} of {stage.num_stages} on a mesh with cp > 1: stages behind the first would"
+                f" not know which tokens of a row they have. Use parallelize(), or make the mesh with cp = 1."
+            )
+        if facts.applied_plan(ContextPlan) is None:  # measured now: a model that is laid out cannot be copied any more
+            facts.measurements.mixing()
+            facts.measurements.sample()
+    # a stage's cuts are proven where they are planned, on the whole decoder
+    refused = prove(facts, plan, rows) if stage is None else {}
     for note in plan.notes:
         log.info("%s: %s", door, note)
     if CONTEXT in rows and plan.context is not None:
+        keep_for_batches(facts, plan.context, refused)
         warn_of_whole_rows(model)
     site = order.Site(device_mesh, facts, seed)
     return (order.apply if takes_any_weights else order.apply_brought)(model, plan, site, rows)
-
-
-def _measure_rows(facts: ModelFacts) -> None:
-    """Measure how tokens of a row see each other, before a model is changed that cannot be copied afterwards."""
-    if isinstance(stage := facts.module, PipelineStageModule) and stage.num_stages > 1:
-        raise UnsupportedError(
-            f"stage {stage.stage_id} of {stage.num_stages} on a mesh with cp > 1: stages behind the first would not"
-            f" know which tokens of a row they have. Use parallelize(), or make the mesh with cp = 1."
-        )
-    if facts.applied_plan(ContextPlan) is None:
-        facts.measurements.mixing()
-        facts.measurements.sample()  # a model that is laid out cannot be copied any more
 
 
 def rows_that_cut(model: nn.Module, device_mesh: DeviceMesh | None) -> tuple[str, ...]:
@@ -120,10 +122,131 @@ def rows_that_cut(model: nn.Module, device_mesh: DeviceMesh | None) -> tuple[str
     return (CONTEXT,)
 
 
-def _is_proven(facts: ModelFacts, plan: Plan) -> bool:
-    """Return whether the plan cuts nothing new; a stage's plan is proven where it is made, on the whole model."""
-    is_stage = isinstance(facts.module, PipelineStageModule) and facts.module.num_stages > 1
-    return plan.tensor is None or facts.applied_plan(TensorPlan) is not None or is_stage
+# --- plan techniques, with torch's averaging of gradients
+
+
+def mean_plan(
+    facts: ModelFacts, device_mesh: DeviceMesh | None, requested: Techniques, sizes: dict[str, int] | None = None
+) -> Plan:
+    """Plan for one stage's module on a mesh.
+
+    Args:
+        sizes: sizes of axes, where they are not those of the mesh.
+    """
+    device = device_mesh.device_type if device_mesh is not None else "cpu"
+    sizes = sizes_of_stage(device_mesh) if sizes is None else sizes
+    return plan_for_mesh_sizes(facts, sizes, device, requested, "mean")
+
+
+def tensor_plan(facts: ModelFacts, device_mesh: DeviceMesh | None, requested: Techniques) -> Plan:
+    """Plan cuts over the tensor axis of a mesh alone; cut nothing if there is no such axis.
+
+    A stage module is cut as the whole decoder is, whose plan is proven first.
+    """
+    if (whole := facts_of_whole(facts)) is not None:
+        plan = tensor_plan(whole, device_mesh, requested)
+        prove(whole, plan)
+        return plan_of_stage_module(plan, facts)
+    ranks = axis_size(device_mesh, Axis.TP)
+    # experts are left to the axis that shares them out
+    shares_experts = ranks > 1 and get_expert_mesh(device_mesh) is not None
+    return mean_plan(facts, device_mesh, requested, None if shares_experts else {Axis.TP.value: ranks})
+
+
+def rows_plan(facts: ModelFacts, device_mesh: DeviceMesh | None, requested: Techniques) -> Plan:
+    """Plan how rows are cut over the context axis alone, beside a tensor axis that cuts the model already."""
+    axes = (Axis.CP, Axis.TP) if facts.applied_plan(TensorPlan) is not None else (Axis.CP,)
+    sizes = {axis.value: axis_size(device_mesh, axis) for axis in axes}
+    if sizes[Axis.CP.value] == 1:
+        requested = replace(requested, context_parallel_method="auto")
+    # parameters stay as they are, whoever shards or replicates them later
+    return mean_plan(facts, device_mesh, replace(requested, zero_stage=0), sizes)
+
+
+class AxisTechnique(NamedTuple):
+    """A technique over one axis: its plan, the axis, and words for a mesh on which it has nothing to do."""
+
+    plan: Callable[[ModelFacts, DeviceMesh | None, Techniques], Plan]
+    axis: Axis
+    idle: str
+
+
+OVER_AXES = {
+    "tensor_parallel": AxisTechnique(tensor_plan, Axis.TP, "has no tp axis larger than 1, so there is nothing to cut"),
+    "expert_parallel": AxisTechnique(mean_plan, Axis.EP, "was not built for ep > 1, so nothing is shared out"),
+    CONTEXT: AxisTechnique(rows_plan, Axis.CP, "has no cp axis larger than 1, so rows stay whole"),
+}
+"""Techniques by their rows of the order, as their functions and their transforms apply them."""
+
+
+def has_work(technique: str, model: nn.Module, device_mesh: DeviceMesh | None, *, door: str) -> bool:
+    """Return whether the mesh has a technique's axis, which is logged if not; ConfigError if a later one was first."""
+    _, axis, idle = OVER_AXES[technique]
+    if axis_size(device_mesh, axis) == 1:
+        log.info("%s: the mesh %s %s", door, axis_sizes(device_mesh), idle)
+        return False
+    order.refuse_misorder(technique, order.applied(model), type(model).__name__)
+    return True
+
+
+def float8_plan(facts: ModelFacts, requested: Techniques, all_gather: bool) -> Plan:
+    """Plan float8 for this process alone; raise ConfigError if another technique came first.
+
+    Args:
+        all_gather: whether FSDP, if applied later, gathers weights in float8.
+    """
+    assert facts.module is not None
+    order.refuse_misorder("float8", order.applied(facts.module), facts.kind)
+    plan = plan_for_mesh_sizes(facts, {}, local_device(), requested, "mean")
+    assert plan.float8 is not None
+    return replace(plan, float8=replace(plan.float8, all_gather=all_gather))
+
+
+def averaging_plan(
+    facts: ModelFacts, device_mesh: DeviceMesh, policy: MixedPrecisionPolicy, requested: Techniques, cuts: bool = False
+) -> Plan:
+    """Plan sharding over the data axes of a mesh, with torch's averaging and torch's policy.
+
+    Args:
+        cuts: whether to cut over the tensor axis too; else the plan keeps the model's layout on that axis.
+    """
+    own = facts.parameters[0].dtype if len(facts.floating) < 2 else "auto"
+    requested = replace(requested, data_parallel="fully_shard", precision=precision_of(policy, own))
+    sizes = sizes_of_stage(device_mesh)
+    if not cuts and facts.applied_plan(TensorPlan) is None and get_expert_mesh(device_mesh) is None:
+        sizes.pop(Axis.TP.value, None)
+    plan = mean_plan(facts, device_mesh, requested, sizes)
+    _warn_of_steps(facts, plan)
+    return replace(plan, precision=replace(plan.precision, cast_forward_inputs=policy.cast_forward_inputs))
+
+
+def _warn_of_steps(facts: ModelFacts, plan: Plan) -> None:
+    """Warn about the work in a step that a user's own loop has to do instead of ParallelModel."""
+    configs = [m.config for m in facts.module.modules() if isinstance(m, Router)] if facts.module is not None else []
+    keys = ("bias_rate", "sequence_loss", "batch_loss", "z_loss")
+    if wanted := [key for key in keys if any(getattr(config, key) for config in configs)]:
+        log.warning(
+            "model.moe.%s: these functions lay a model out and take no steps. Nothing moves the routers' biases, their"
+            " losses wait in Router.auxiliary for your loop to add them, and batch_loss counts the tokens of this rank"
+            " alone. parallelize() does it all.",
+            ", ".join(wanted),
+        )
+    if plan.precision.compute == "float16":
+        log.warning(
+            "float16: these functions lay a model out and take no steps. Scale the loss in your loop"
+            " (torch.amp.GradScaler), or small gradients vanish; parallelize() does it."
+        )
+
+
+def precision_of(policy: MixedPrecisionPolicy, model_dtype: str) -> Precision:
+    """Translate torch's policy; dtypes that it leaves open get torch's defaults."""
+
+    def name(dtype: torch.dtype | None, otherwise: str) -> str:
+        return otherwise if dtype is None else str(dtype).removeprefix("torch.")
+
+    compute = name(policy.param_dtype, model_dtype)
+    output = name(policy.output_dtype, "") or None
+    return Precision("auto", compute, name(policy.reduce_dtype, compute), output)
 
 
 # --- apply one technique by one public function
@@ -165,10 +288,8 @@ def apply_fsdp2(
             axis_sizes(device_mesh),
         )
         return model
-    facts = model_facts(model)
-    plan = averaging_plan(
-        facts, device_mesh, mp_policy or default_mp_policy(), Techniques(reshard_after_forward=reshard_after_forward)
-    )
+    facts, requested = model_facts(model), Techniques(reshard_after_forward=reshard_after_forward)
+    plan = averaging_plan(facts, device_mesh, mp_policy or default_mp_policy(), requested)
     return lay_out_module(model, facts, plan, device_mesh, (*cuts_rows, "fully_shard"), door="apply_fsdp2")
 
 
@@ -185,96 +306,16 @@ def apply_tensor_parallel(model: nn.Module, device_mesh: DeviceMesh) -> nn.Modul
         ConfigError: tp does not divide the heads (the text lists legal sizes), or a later technique is on the model.
         UnsupportedError: nothing can be cut, or the plan's results differ from those of one process.
     """
-    device_mesh = known_mesh(device_mesh)
-    if axis_sizes(device_mesh).get(Axis.TP.value, 1) == 1:
-        log.info(
-            "apply_tensor_parallel: the mesh %s has no tp axis larger than 1, so there is nothing to cut",
-            axis_sizes(device_mesh),
-        )
+    return _apply_over_axis("tensor_parallel", model, device_mesh, Techniques())
+
+
+def _apply_over_axis(technique: str, model: nn.Module, device_mesh: DeviceMesh, requested: Techniques) -> nn.Module:
+    device_mesh, door = known_mesh(device_mesh), f"apply_{technique}"
+    if not has_work(technique, model, device_mesh, door=door):
         return model
     facts = model_facts(model)
-    plan = tensor_plan(facts, device_mesh, Techniques())
-    return lay_out_module(model, facts, plan, device_mesh, ("tensor_parallel",), door="apply_tensor_parallel")
-
-
-def tensor_plan(facts: ModelFacts, device_mesh: DeviceMesh | None, requested: Techniques) -> Plan:
-    """Plan cuts over the tensor axis of a mesh alone; cut nothing if there is no such axis.
-
-    A stage module is cut as the whole decoder is, whose plan is proven first.
-    """
-    if (whole := facts_of_whole(facts)) is not None:
-        plan = tensor_plan(whole, device_mesh, requested)
-        if plan.tensor is not None:
-            prove(whole, plan.tensor, sums_at_once=True)
-        return plan_of_stage_module(plan, facts)
-    ranks = axis_sizes(device_mesh).get(Axis.TP.value, 1)
-    if ranks > 1 and facts.module is not None:
-        order.refuse_misorder("tensor_parallel", order.applied(facts.module), facts.kind)
-    device = device_mesh.device_type if device_mesh is not None else "cpu"
-    shares_experts = ranks > 1 and get_expert_mesh(device_mesh) is not None
-    # experts are left to the axis that shares them out
-    sizes = sizes_of_stage(device_mesh) if shares_experts else {Axis.TP.value: ranks}
-    return plan_for_mesh_sizes(facts, sizes, device, requested, "mean")
-
-
-def averaging_plan(
-    facts: ModelFacts,
-    device_mesh: DeviceMesh,
-    policy: MixedPrecisionPolicy,
-    requested: Techniques,
-    *,
-    cuts: bool = False,
-) -> Plan:
-    """Plan sharding over the data axes of a mesh, with torch's averaging and torch's policy.
-
-    Args:
-        cuts: whether to cut over the tensor axis too; else the plan keeps the model's layout on that axis.
-    """
-    _warn_of_routers(facts)
-    own = facts.parameters[0].dtype if len(facts.floating) < 2 else "auto"
-    requested = replace(requested, data_parallel="fully_shard", precision=precision_of(policy, own))
-    sizes = sizes_of_stage(device_mesh)
-    if not cuts and facts.applied_plan(TensorPlan) is None and get_expert_mesh(device_mesh) is None:
-        sizes.pop(Axis.TP.value, None)
-    plan = plan_for_mesh_sizes(facts, sizes, device_mesh.device_type, requested, "mean")
-    _warn_of_scaling(plan)
-    return replace(plan, precision=replace(plan.precision, cast_forward_inputs=policy.cast_forward_inputs))
-
-
-def _warn_of_routers(facts: ModelFacts) -> None:
-    """Warn about the work for routers in a step, which a user's own loop has to do instead of ParallelModel."""
-    configs = [m.config for m in facts.module.modules() if isinstance(m, Router)] if facts.module is not None else []
-    wanted = [
-        key
-        for key in ("bias_rate", "sequence_loss", "batch_loss", "z_loss")
-        if any(getattr(config, key) for config in configs)
-    ]
-    if wanted:
-        log.warning(
-            "model.moe.%s: these functions lay a model out and take no steps. Nothing moves the routers' biases, their"
-            " losses wait in Router.auxiliary for your loop to add them, and batch_loss counts the tokens of this rank"
-            " alone. parallelize() does it all.",
-            ", ".join(wanted),
-        )
-
-
-def _warn_of_scaling(plan: Plan) -> None:
-    if plan.precision.compute == "float16":
-        log.warning(
-            "float16: these functions lay a model out and take no steps. Scale the loss in your loop"
-            " (torch.amp.GradScaler), or small gradients vanish; parallelize() does it."
-        )
-
-
-def precision_of(policy: MixedPrecisionPolicy, model_dtype: str) -> Precision:
-    """Translate torch's policy; dtypes that it leaves open get torch's defaults."""
-
-    def name(dtype: torch.dtype | None, otherwise: str) -> str:
-        return otherwise if dtype is None else str(dtype).removeprefix("torch.")
-
-    compute = name(policy.param_dtype, model_dtype)
-    output = name(policy.output_dtype, "") or None
-    return Precision("auto", compute, name(policy.reduce_dtype, compute), output)
+    plan = OVER_AXES[technique].plan(facts, device_mesh, requested)
+    return lay_out_module(model, facts, plan, device_mesh, (technique,), door=door)
 
 
 def apply_expert_parallel(model: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -294,17 +335,26 @@ def apply_expert_parallel(model: nn.Module, device_mesh: DeviceMesh) -> nn.Modul
             technique came first.
         UnsupportedError: the experts do not compute independently.
     """
-    device_mesh = known_mesh(device_mesh)
-    if plan_sizes(device_mesh).get(Axis.EP.value, 1) == 1:
-        log.info(
-            "apply_expert_parallel: the mesh %s was not built for ep > 1, so nothing is shared out",
-            axis_sizes(device_mesh),
-        )
-        return model
-    facts = model_facts(model)
-    order.refuse_misorder("expert_parallel", order.applied(model), facts.kind)
-    plan = plan_for_mesh_sizes(facts, sizes_of_stage(device_mesh), device_mesh.device_type, Techniques(), "mean")
-    return lay_out_module(model, facts, plan, device_mesh, ("expert_parallel",), door="apply_expert_parallel")
+    return _apply_over_axis("expert_parallel", model, device_mesh, Techniques())
+
+
+def apply_context_parallel(model: nn.Module, device_mesh: DeviceMesh, method: Kind | Auto = "auto") -> nn.Module:
+    """Let attention of ``model`` reach tokens that lie on other ranks of the mesh's ``cp`` axis, in place; return it.
+
+    Rows are cut by the loop, with ``context_parallel_rows`` around each forward; without it every rank computes whole
+    rows. The calls of attention are measured and then rehearsed on a small copy. Gradients are those of a rank's own
+    tokens until ``apply_fsdp2`` (which calls this by itself where nothing came in between) or DDP sums them over the
+    axis. Apply it after ``apply_tensor_parallel`` and ``apply_expert_parallel``, and before ``apply_ac``.
+
+    Args:
+        method: auto, all_gather, ring, ulysses, ulysses_ring or halo.
+
+    Raises:
+        ConfigError: an unknown method, or a later technique came first.
+        UnsupportedError: tokens see each other in a way that is not known, the method does not fit an attention, or
+            the mesh has a pipeline.
+    """
+    return _apply_over_axis(CONTEXT, model, device_mesh, Techniques(context_parallel_method=method))
 
 
 def apply_ac(model: nn.Module, mode: ActivationCheckpointing | str) -> nn.Module:
@@ -320,7 +370,7 @@ def apply_ac(model: nn.Module, mode: ActivationCheckpointing | str) -> nn.Module
     """
     requested = Techniques(activation_checkpointing=checkpointing_mode(mode).value)
     facts = model_facts(model)
-    plan = plan_for_mesh_sizes(facts, {}, "cpu", requested, "mean")
+    plan = mean_plan(facts, None, requested)
     return lay_out_module(model, facts, plan, None, ("activation_checkpoint",), door="apply_ac")
 
 
@@ -357,19 +407,6 @@ def apply_float8(
     facts = model_facts(model)
     requested = Techniques(float8=recipe, float8_filter=filter)  # type: ignore[arg-type]
     return lay_out_module(model, facts, float8_plan(facts, requested, gathers), None, ("float8",), door="apply_float8")
-
-
-def float8_plan(facts: ModelFacts, requested: Techniques, all_gather: bool) -> Plan:
-    """Plan float8 for this process alone; raise ConfigError if another technique came first.
-
-    Args:
-        all_gather: whether FSDP, if applied later, gathers weights in float8.
-    """
-    assert facts.module is not None
-    order.refuse_misorder("float8", order.applied(facts.module), facts.kind)
-    plan = plan_for_mesh_sizes(facts, {}, local_device(), requested, "mean")
-    assert plan.float8 is not None
-    return replace(plan, float8=replace(plan.float8, all_gather=all_gather))
 
 
 def build_parallel_model(

@@ -18,33 +18,24 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from meshwright.core.axes import Axis
-from meshwright.core.errors import ConfigError, import_classes_from_paths
-from meshwright.distributed.mesh import NEMO_NAMES, context_ranks, has_dp_mesh, known_mesh, sizes_of_stage
+from meshwright.core.errors import ConfigError
+from meshwright.core.errors import import_classes_from_paths as import_classes_from_paths
+from meshwright.distributed.mesh import NEMO_NAMES, axis_size, context_ranks, has_dp_mesh, known_mesh, sizes_of_stage
 from meshwright.distributed.weights.whole_state import whole_everywhere
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.module_kinds import own_tensor_plan
-from meshwright.planning.build import plan_for_mesh_sizes
 from meshwright.planning.layout import SAMPLES
 from meshwright.planning.techniques import Techniques
 
-from .functions import averaging_plan, default_mp_policy, lay_out_module, rows_that_cut
+from .functions import averaging_plan, default_mp_policy, lay_out_module, mean_plan, rows_that_cut
 from .styles import requested_of, translate_to_torch_parallel_style
-from .zero import nvfsdp_strategy_parallelize
-
-__all__ = [
-    "HAVE_NVFSDP",
-    "fsdp2_strategy_parallelize",
-    "get_hf_tp_shard_plan",
-    "import_classes_from_paths",
-    "nvfsdp_strategy_parallelize",
-    "to_cpu",
-    "translate_to_torch_parallel_style",
-]
+from .zero import nvfsdp_strategy_parallelize as nvfsdp_strategy_parallelize
 
 HAVE_NVFSDP = True
 """Whether ``nvfsdp_strategy_parallelize`` can be used: always, since its engine is this package's own."""
 
 log = logging.getLogger("meshwright")
+DOOR = "fsdp2_strategy_parallelize"
 
 
 def fsdp2_strategy_parallelize(
@@ -79,40 +70,34 @@ def fsdp2_strategy_parallelize(
         UnsupportedError: nothing can be cut, or the plan's results differ from those of one process.
     """
     device_mesh = known_mesh(device_mesh, NEMO_NAMES)
-    sizes = sizes_of_stage(device_mesh)
-    requested = Techniques(tensor_plan=requested_of(tp_shard_plan, model), cpu_offload=_offloads(offload_policy))
-    cuts, cuts_rows = sizes.get(Axis.TP.value, 1) > 1, rows_that_cut(model, device_mesh)
+    sizes, offloads = sizes_of_stage(device_mesh), isinstance(offload_policy, CPUOffloadPolicy)
+    requested = Techniques(tensor_plan=requested_of(tp_shard_plan, model), cpu_offload=offloads)
+    if not offloads and offload_policy is not None and type(offload_policy) is not OffloadPolicy:
+        raise ConfigError(
+            f"offload_policy is a {type(offload_policy).__name__}: legal are None and torch's CPUOffloadPolicy"
+        )
+    cuts, cuts_rows = axis_size(device_mesh, Axis.TP) > 1, rows_that_cut(model, device_mesh)
     # even of size 1: a call computes in one dtype on any number of ranks
     has_data_axis = any(axis.value in sizes for axis in SAMPLES)
     shards = has_dp_mesh(device_mesh) or context_ranks(device_mesh) > 1 or mp_policy is not None
     shards = shards or requested.cpu_offload or (cuts and has_data_axis)
     if tp_shard_plan and not cuts:
-        log.info(
-            "fsdp2_strategy_parallelize: the mesh %s has no tp axis larger than 1, so tp_shard_plan has nothing to do",
-            sizes,
-        )
+        words = "the mesh %s has no tp axis larger than 1, so tp_shard_plan has nothing to do"
+        log.info(f"{DOOR}: {words}", sizes)
     if not cuts and not shards:
-        log.info("fsdp2_strategy_parallelize: the mesh %s has no axis larger than 1, so there is nothing to do", sizes)
+        log.info(f"{DOOR}: the mesh %s has no axis larger than 1, so there is nothing to do", sizes)
         return model
     facts = model_facts(model)
     if shards:
         plan = averaging_plan(facts, device_mesh, mp_policy or default_mp_policy(), requested, cuts=True)
     else:
-        plan = plan_for_mesh_sizes(facts, sizes, device_mesh.device_type, requested, "mean")
+        plan = mean_plan(facts, device_mesh, requested)
     if isinstance(offload_policy, CPUOffloadPolicy):
         plan = replace(plan, data=replace(plan.data, pin_memory=plan.data.pin_memory and offload_policy.pin_memory))
     if plan.tensor is not None:
-        log.info("fsdp2_strategy_parallelize: the plan is %s", plan.tensor.source)
+        log.info(f"{DOOR}: the plan is %s", plan.tensor.source)
     rows = ("tensor_parallel", *cuts_rows, "fully_shard")
-    return lay_out_module(model, facts, plan, device_mesh, rows, door="fsdp2_strategy_parallelize")
-
-
-def _offloads(policy: OffloadPolicy | None) -> bool:
-    if policy is None or type(policy) is OffloadPolicy:
-        return False
-    if isinstance(policy, CPUOffloadPolicy):
-        return True
-    raise ConfigError(f"offload_policy is a {type(policy).__name__}: legal are None and torch's CPUOffloadPolicy")
+    return lay_out_module(model, facts, plan, device_mesh, rows, door=DOOR)
 
 
 def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
@@ -128,8 +113,8 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     if not plan:
         raise ConfigError(
             f"{type(model).__name__} brings no tensor-parallel plan along (neither _tp_plan nor"
-            f" config.base_model_tp_plan). None is needed:"
-            f" leave tp_shard_plan = None, and how it can be cut is measured"
+            f" config.base_model_tp_plan). None is needed: leave tp_shard_plan = None, and how it can be cut is"
+            f" measured"
         )
     return {pattern: translate_to_torch_parallel_style(style) for pattern, style in plan.items()}
 

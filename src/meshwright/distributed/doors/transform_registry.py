@@ -27,8 +27,10 @@ class ModelTransform(ABC):
     Attributes:
         config: an instance of the config class that the transform was registered with.
         context: the surroundings of the transform, by the keys of ``CONTEXT``.
+        registered_name: the name under which its class is registered.
     """
 
+    registered_name: ClassVar[str] = ""
     CONTEXT: ClassVar[tuple[str, ...]] = ("device_mesh", "layout", "seed", "is_restart", "collective", "device")
     """The keys that ``build_model_transform`` takes beside the config.
 
@@ -46,7 +48,13 @@ class ModelTransform(ABC):
         if (collective := context.pop("collective", None)) is not None:
             if context.get("device_mesh") is not None:
                 raise ConfigError("a transform takes device_mesh= or collective=, not both")
-            context["device_mesh"] = _mesh_of(collective)
+            found = (getattr(collective, name, None) for name in ("mesh", "device_mesh"))
+            context["device_mesh"] = next((mesh for mesh in found if isinstance(mesh, DeviceMesh)), None)
+            if context["device_mesh"] is None:
+                raise ConfigError(
+                    f"collective= is a {type(collective).__name__} without a mesh (.mesh, a DeviceMesh): give"
+                    f" device_mesh= instead"
+                )
         self.config, self.context = config, context
 
     @abstractmethod
@@ -68,15 +76,6 @@ class DDPWrappedModel(DistributedDataParallel):
     def fully_shard(self, **options: Any) -> Any:
         """Pass the call on to the wrapped model's own ``fully_shard``."""
         return self.module.fully_shard(**options)
-
-
-def _mesh_of(collective: Any) -> DeviceMesh:
-    for name in ("mesh", "device_mesh"):
-        if isinstance(found := getattr(collective, name, None), DeviceMesh):
-            return found
-    raise ConfigError(
-        f"collective= is a {type(collective).__name__} without a mesh (.mesh, a DeviceMesh): give device_mesh= instead"
-    )
 
 
 @dataclass(frozen=True)
@@ -120,6 +119,7 @@ def register_model_transform(
         taken = _REGISTRY.get(name)
         if taken is not None and _path(taken.transform) != _path(transform):
             raise ConfigError(f"the transform name '{name}' is taken by {_path(taken.transform)}; choose another")
+        transform.registered_name = name
         _REGISTRY[name] = _Registered(name, config_class, transform, tuple(before), tuple(after))
         return transform
 
@@ -139,7 +139,15 @@ def build_model_transform(name: str | Any, config: Any = None, **context: Any) -
         ConfigError: an unknown name or key (with the nearest valid one), or a value of the wrong type.
     """
     if not isinstance(name, str):
-        name, config = _own_name(name, config)
+        given, second = name, config
+        is_mapping = isinstance(given, Mapping)
+        name = given.get("_name") if is_mapping else getattr(given, "_name", None)
+        if second is not None or not isinstance(name, str) or not name:
+            raise ConfigError(
+                f"build_model_transform takes a name and its config, or one config with its name under _name, not"
+                f" {given!r}" + (f" and {second!r}" if second is not None else "")
+            )
+        config = _without_name(given) if is_mapping else given
     entry = _known(name)
     if config is None:
         config = {}
@@ -150,18 +158,6 @@ def build_model_transform(name: str | Any, config: Any = None, **context: Any) -
             f"transform '{name}' takes a {entry.config_class.__name__} or a dict of it, not {type(config).__name__}"
         )
     return entry.transform(config, **context)
-
-
-def _own_name(config: Any, second: Any) -> tuple[str, Any]:
-    """Return the name that a config says itself, and the config."""
-    is_mapping = isinstance(config, Mapping)
-    name = config.get("_name") if is_mapping else getattr(config, "_name", None)
-    if second is not None or not isinstance(name, str) or not name:
-        raise ConfigError(
-            f"build_model_transform takes a name and its config, or one config with its name under _name, not"
-            f" {config!r}" + (f" and {second!r}" if second is not None else "")
-        )
-    return name, {key: value for key, value in config.items() if key != "_name"} if is_mapping else config
 
 
 def apply_model_transforms(
@@ -178,7 +174,16 @@ def apply_model_transforms(
         ConfigError: an unknown name or key, or a request that cannot be met; the model is untouched then.
     """
     if not isinstance(configs, Mapping):
-        configs = _by_name(configs)
+        rows, configs = configs, {}
+        for place, row in enumerate(rows):
+            if not isinstance(row, Mapping) or not isinstance(name := row.get("_name"), str):
+                raise ConfigError(
+                    f"transforms[{place}] = {row!r} has no _name: each is a mapping such as {{'_name': 'fully_shard',"
+                    f" ...}}"
+                )
+            if name in configs:
+                raise ConfigError(f"transforms[{place}]: {name} is in the list twice; a transform is applied once")
+            configs[name] = _without_name(row)
     for transform in [build_model_transform(name, configs[name], **context) for name in in_order(configs)]:
         before, model = model, transform.apply(model)
         for method in EQUIPMENT:  # a transform that wraps the model must not hide them
@@ -187,17 +192,8 @@ def apply_model_transforms(
     return model if hasattr(model, "accumulation_context") else equip(model, None)
 
 
-def _by_name(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for place, row in enumerate(rows):
-        if not isinstance(row, Mapping) or not isinstance(name := row.get("_name"), str):
-            raise ConfigError(
-                f"transforms[{place}] = {row!r} has no _name: each is a mapping such as {{'_name': 'fully_shard', ...}}"
-            )
-        if name in found:
-            raise ConfigError(f"transforms[{place}]: {name} is in the list twice; a transform is applied once")
-        found[name] = {key: value for key, value in row.items() if key != "_name"}
-    return found
+def _without_name(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key != "_name"}
 
 
 def in_order(names: Iterable[str]) -> list[str]:

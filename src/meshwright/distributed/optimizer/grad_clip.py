@@ -17,8 +17,8 @@ from meshwright.core.axes import Axis
 from meshwright.core.devices import current_device, local_device
 from meshwright.core.errors import ConfigError
 from meshwright.core.private_names import found, found_or_none
-from meshwright.distributed.doors.stage_module import PipelineStageModule
 from meshwright.distributed.mesh import groups_of
+from meshwright.distributed.pipeline.stage_module import PipelineStageModule
 from meshwright.distributed.torch_private import local_part
 from meshwright.distributed.weights.shards import SHARDS, PartsShard, pieces
 

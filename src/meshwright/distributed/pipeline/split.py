@@ -11,7 +11,9 @@ The code that makes the stages of the real model makes them here too; only the t
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -151,6 +153,14 @@ class SharedEnds:
     """Names of the parameters that the first stage shares with the last, remembered by the last."""
 
     names: tuple[str, ...]
+
+
+def counted_once(models: Sequence[nn.Module], plan: Plan) -> list[nn.Parameter]:
+    """List this rank's parameters without the last stage's copies of the first stage's in a pipeline."""
+    copies = {last for _, last in plan.pipeline.tied} if plan.pipeline else set()
+    if not copies:  # a step asks: no name is worth making
+        return list(chain.from_iterable(model.parameters() for model in models))
+    return [p for model in models for name, p in model.named_parameters() if clean(name) not in copies]
 
 
 @dataclass

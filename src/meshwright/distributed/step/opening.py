@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -67,6 +67,42 @@ def _influence(logits: Tensor) -> float:
 
 
 @dataclass
+class StepCounts:
+    """The message that opens a step: one rank's counts, or the sums of all.
+
+    Attributes:
+        tokens: tokens that have a loss.
+        weight: sum of the weights of these tokens' losses.
+        routed: tokens that are no padding.
+        refused: ranks that refuse the step.
+        mark: fingerprint of the first step's rows.
+        microbatches_squared, mark_squared: show, beside the plain sums, whether all ranks have the same number.
+        bring_parts: ranks whose batch has a part of each row; None, and not sent, where none can have.
+        lack_reference: ranks whose pairs bring no reference; None, and not sent, where all have to.
+        losses: count of each declared loss.
+    """
+
+    tokens: float
+    weight: float
+    routed: float
+    microbatches: float
+    microbatches_squared: float = 0
+    refused: float = 0
+    mark: float = 0
+    mark_squared: float = 0
+    bring_parts: float | None = None
+    lack_reference: float | None = None
+    losses: list[float] = field(default_factory=list)
+
+    def total(self, groups: list[dist.ProcessGroup]) -> StepCounts:
+        """Sum all counts over ranks, in one message; sums stay below 2^53 (collective)."""
+        single: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "losses"}
+        single = {name: value for name, value in single.items() if value is not None}
+        words = agree.total(torch.tensor([*single.values(), *self.losses], dtype=torch.float64), groups).tolist()
+        return StepCounts(**dict(zip(single, words, strict=False)), losses=words[len(single) :])
+
+
+@dataclass
 class StepOpening:
     """The facts and groups by which a model's steps are opened.
 
@@ -118,7 +154,7 @@ class StepOpening:
         """
         pieces: list[step_batch.Batch] = []
         refusal: Exception | None = None
-        counted, rows_word, is_part, lacks, mark = _Counted(), None, False, False, 0
+        own, rows_word = self._count([], 0), None
         try:
             pieces = bring()
             is_part = runtime.are_parts(pieces, cuts_rows=bool(self.context))
@@ -128,66 +164,31 @@ class StepOpening:
             pairs = self._pairs(pieces, is_part=is_part)
             for context in () if is_part else self.context[:1]:  # a rank's stages have the same tokens
                 pieces = [cut(context, piece, self.signature) for piece in pieces]
-            counted = self._count(pieces, pairs)
-            lacks = self.may_lack_reference and preference.lack_reference(pieces)
-            mark = step_batch.fingerprint(pieces) % 2**20 if self.is_first and not is_part else 0
+            own = self._count(pieces, pairs)
+            if self.context:
+                own.bring_parts = int(is_part)
+            if self.may_lack_reference:
+                own.lack_reference = int(preference.lack_reference(pieces))
+            own.mark = step_batch.fingerprint(pieces) % 2**20 if self.is_first and not is_part else 0
         except Exception as error:  # noqa: BLE001  (raised below, once the other ranks know)
             refusal = error
-        return self._agreed(pieces, counted, rows_word, refusal, is_part=is_part, lacks=lacks, mark=mark)
+        return self._agreed(pieces, own, rows_word, refusal)
 
     def _agreed(
-        self,
-        pieces: list[step_batch.Batch],
-        counted: _Counted,
-        rows_word: int | None,
-        refusal: Exception | None,
-        *,
-        is_part: bool = False,
-        lacks: bool = False,
-        mark: int = 0,
+        self, pieces: list[step_batch.Batch], own: StepCounts, rows_word: int | None, refusal: Exception | None
     ) -> OpenedStep:
         """Return the step with the counts of all ranks, or raise on all what one of them refuses (collective)."""
         same_rows = agree.is_equal(rows_word if refusal is None else None, self.row_groups)
         if refusal is None and not same_rows:
             refusal = runtime.other_rows(self.plan.size(Axis.CP))
         self.is_first = False
-        counts = [
-            *counted.words,
-            len(pieces),
-            len(pieces) ** 2,
-            refusal is not None,
-            mark,
-            mark**2,
-            *([is_part] if self.context else []),
-            *([lacks] if self.may_lack_reference else []),
-        ]
-        own = counted.losses if self.declared is None else (counted.losses or [0.0] * len(self.declared.losses))
-        words = agree.total(torch.tensor([*counts, *own], dtype=torch.float64), self.data_groups).tolist()  # < 2^53
-        tokens, weight, routed, number, squares, refused, marks, mark_squares, *others = words
-        if refused:
+        own.refused = int(refusal is not None)
+        own.microbatches_squared, own.mark_squared = own.microbatches**2, own.mark**2
+        total, ranks = own.total(self.data_groups), self.plan.shares.batch_ranks
+        if total.refused:
             agree.raise_first(refusal, self.data_groups)
-        ranks = self.plan.shares.batch_ranks
-        if mark and ranks > 1 and not peers_are_absent() and int(marks) ** 2 == int(mark_squares) * ranks:
-            self._say_that_rows_are_alike(ranks)
-        brought, declared = others[: len(others) - len(own)], others[len(others) - len(own) :]
-        if self.may_lack_reference:
-            preference.refuse_some(int(brought.pop()), ranks)
-        runtime.refuse_some(int(sum(brought)), ranks)
-        if number * number != squares * ranks:
-            raise ConfigError(
-                f"ranks brought different numbers of microbatches ({number:.0f} on {ranks} data ranks, here"
-                f" {len(pieces)}): give as many"
-            )
-        if is_part:
-            known = (self.signature, self.facts.max_seq_len)
-            pieces = runtime.join_all(pieces, self.data_groups, self.context[0], *known)
-        if self.declared is not None:
-            self.declared.begin(declared)
-            weight = 1.0  # each loss is divided by its own count
-        return OpenedStep(pieces, int(tokens), weight, int(routed))
-
-    def _say_that_rows_are_alike(self, ranks: int) -> None:
-        if dist.get_rank() == 0:
+        are_alike = int(total.mark) ** 2 == int(total.mark_squared) * ranks
+        if own.mark and ranks > 1 and are_alike and not peers_are_absent() and dist.get_rank() == 0:
             warnings.warn(
                 f"all {ranks} data ranks brought the same rows in the first step, so each computes the same gradients:"
                 f" the losses are right, and the work is done {ranks} times. Give each rank its share of a batch:"
@@ -195,6 +196,20 @@ class StepOpening:
                 f" DistributedSampler(data, model.data_ranks, model.data_rank)",
                 stacklevel=2,
             )
+        preference.refuse_some(int(total.lack_reference or 0), ranks)
+        runtime.refuse_some(int(total.bring_parts or 0), ranks)
+        if total.microbatches**2 != total.microbatches_squared * ranks:
+            raise ConfigError(
+                f"ranks brought different numbers of microbatches ({total.microbatches:.0f} on {ranks} data ranks, here"
+                f" {len(pieces)}): give as many"
+            )
+        if own.bring_parts:
+            known = (self.signature, self.facts.max_seq_len)
+            pieces = runtime.join_all(pieces, self.data_groups, self.context[0], *known)
+        if self.declared is not None:
+            self.declared.begin(total.losses)
+            total.weight = 1.0  # each loss is divided by its own count
+        return OpenedStep(pieces, int(total.tokens), total.weight, int(total.routed))
 
     def cut_alike(self, pieces: list[step_batch.Batch]) -> list[step_batch.Batch]:
         """Return this rank's tokens of microbatches of whole rows, which all ranks that share rows bring (collective).
@@ -246,15 +261,18 @@ class StepOpening:
             )
         return 0 if any(context.group.rank for context in self.context) else preference.count(pieces)
 
-    def _count(self, pieces: list[step_batch.Batch], pairs: int) -> _Counted:
+    def _count(self, pieces: list[step_batch.Batch], pairs: int) -> StepCounts:
         routed = experts.count_routed(pieces) if self.counts_routed else 0
+        some: dict[str, Any] = {
+            "bring_parts": 0 if self.context else None,
+            "lack_reference": 0 if self.may_lack_reference else None,
+        }
         if self.declared is None:
             weight = pairs if self.of_pairs else step_batch.weight(pieces)
-            return _Counted((step_batch.count(pieces), weight, routed))
-        each = [[self.declared.count(name, piece) for name in self.declared.losses] for piece in pieces]
+            return StepCounts(step_batch.count(pieces), weight, routed, len(pieces), **some)
+        losses = [float(sum(self.declared.count(name, piece) for piece in pieces)) for name in self.declared.losses]
         self.declared.refuse_without_graph(pieces)
-        sums = [float(sum(counts)) for counts in zip(*each, strict=True)]
-        return _Counted((int(sums[0]), 0.0, routed), sums)
+        return StepCounts(int(losses[0]), 0.0, routed, len(pieces), losses=losses, **some)
 
 
 def cut(context: ContextRuntime, piece: step_batch.Batch, signature: Signature) -> CutBatch:
@@ -262,11 +280,3 @@ def cut(context: ContextRuntime, piece: step_batch.Batch, signature: Signature) 
     made = context.cut({key: value for key, value in piece.items() if key != REFERENCE}, signature)
     made.update({key: value for key, value in piece.items() if key == REFERENCE})
     return made
-
-
-@dataclass
-class _Counted:
-    """One rank's counts: tokens, their weight, tokens that are no padding; and the count of each declared loss."""
-
-    words: tuple[Any, ...] = (0, 0.0, 0)
-    losses: list[float] = field(default_factory=list)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import cast
 
 import torch
@@ -46,7 +46,9 @@ class WholeModel:
 
     def forward_backward(self, pieces: Sequence[Batch], weight: float, scale: float = 1.0) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        with self._summing_over_tensor_ranks():
+        runtime = runtime_of(self.part.model)
+        # gradients that the plan marks as partial sums over the tensor axis are summed at the end, in one message
+        with nullcontext() if runtime is None else summing(self._sums, runtime.group):
             for number, piece in enumerate(pieces):
                 with accumulation.context(self.part.module, self.part.plan, number == len(pieces) - 1):
                     if self._router_loss is not None:
@@ -81,11 +83,6 @@ class WholeModel:
     def _loss_sum(self, piece: Batch) -> Tensor:
         targets = self._objective.targets(piece, self.device)
         return self._objective(lambda: self.part.module(**self._inputs(piece)), *targets)
-
-    def _summing_over_tensor_ranks(self) -> AbstractContextManager[None]:
-        """Sum gradients that the plan marks as partial sums over the tensor axis, at the end, in one message."""
-        runtime = runtime_of(self.part.model)
-        return nullcontext() if runtime is None else summing(self._sums, runtime.group)
 
 
 # --- choose the runner that a plan needs

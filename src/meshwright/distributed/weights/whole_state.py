@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -118,6 +118,13 @@ def _is_first_replica(tensor: DTensor) -> bool:
 # --- gather whole tensors of all stages by name, copy them back into shards, and swap shards with a copy
 
 
+class IncompatibleKeys(NamedTuple):
+    """Names that a state dict lacks, and names that the model does not know."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
 def gathered(
     tensors: Sequence[tuple[str, Tensor]], stages: Sequence[dist.ProcessGroup], *, keep: bool
 ) -> dict[str, Tensor]:
@@ -160,20 +167,29 @@ def _everything(
 def scatter(
     tensors: Sequence[tuple[str, Tensor]],
     state: Mapping[str, Any],
-    missing: Sequence[str],
-    unexpected: Sequence[str],
+    names: Mapping[str, tuple[str, ...]],
     *,
     strict: bool,
-) -> None:
+) -> IncompatibleKeys:
     """Copy whole tensors into shards, after all ranks have seen that names and shapes fit.
+
+    Args:
+        names: the whole model's names, with the other names of each.
 
     Raises:
         ConfigError: they do not, on some rank.
     """
-    agree.together(lambda: _check(tensors, state, missing, unexpected, strict=strict))
+    known = {alias for name, aliases in names.items() for alias in (name, *aliases)}
+    keys = IncompatibleKeys(
+        [name for name, aliases in names.items() if not {name, *aliases} & set(state)],
+        [name for name in state if name not in known],
+    )
+    given = {name: state[one] for name, more in names.items() for one in (*more, name) if one in state}
+    agree.together(lambda: _check(tensors, given, *(keys if strict else ([], []))))
     for name, tensor in tensors:
-        for piece in pieces(tensor) if name in state else ():
-            piece.local.copy_(state[name][piece.slices])
+        for piece in pieces(tensor) if name in given else ():
+            piece.local.copy_(given[name][piece.slices])
+    return keys
 
 
 def _check(
@@ -181,10 +197,8 @@ def _check(
     state: Mapping[str, Any],
     missing: Sequence[str],
     unexpected: Sequence[str],
-    *,
-    strict: bool,
 ) -> None:
-    if strict and (missing or unexpected):
+    if missing or unexpected:
         lacks = f"lacks {', '.join(missing[:3])} ({len(missing)} names)" if missing else ""
         knows = f"has {', '.join(unexpected[:3])} ({len(unexpected)} names), unknown to the model" if unexpected else ""
         raise ConfigError(

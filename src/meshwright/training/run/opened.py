@@ -21,7 +21,7 @@ from meshwright.data import Tokenizer, load_tokenizer
 from meshwright.data.text.tokenizers import TEMPLATE, Unfolding, encode_prompt
 from meshwright.data.text.turns import ChatTemplate, Message, ends_of_turn, load_template
 from meshwright.distributed.parallel_model import ParallelModel
-from meshwright.distributed.parallelize import parallelize, single_process_mesh
+from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.process.world import get_world_info, ranks_per_node
 from meshwright.distributed.setup import DistributedConfig, choose_backend, init_distributed
 from meshwright.distributed.weights.weights import Weights
@@ -153,8 +153,6 @@ class Opened:
         cluster = Cluster(world, ranks_per_node() if world > 1 else 0, device)
         plan = make_plan(module, setup, cluster=cluster, techniques=techniques)
         mesh = init_distributed(setup, self.config.seed) if world > 1 else None
-        if mesh is None and plan.data.technique == "fully_shard":
-            mesh = single_process_mesh(plan.device)
         model = parallelize(module, mesh, plan=plan, weights=self._weights())
         if self.checkpoint is not None:
             checkpoint.load(model, self.checkpoint)
