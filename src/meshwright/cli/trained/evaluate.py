@@ -1,7 +1,7 @@
 """``meshwright evaluate RUN|FOLDER``: loss and perplexity of a trained model on text, or its figures on tasks of
 lm-eval, on any layout.
 
-RUN is a run's folder; FOLDER holds the files of a model of transformers.
+RUN is a run's folder; FOLDER holds the files of a model of transformers, or adapters of peft.
 
 --data PATH           text, records or token ids, as data.source takes them (default: the run's own validation part);
                       --data.format, --data.column and the like say how they are read, --data.seq_len how long rows are
@@ -13,7 +13,7 @@ RUN is a run's folder; FOLDER holds the files of a model of transformers.
 --batch N             rows per forward of a data rank (default 8)
 --layout.tp=2 …       the layout, as in meshwright train; its processes are started here, or by torchrun or srun
 --step N              a checkpoint other than the run's latest
---base FOLDER         the model beside which the run trained adapters
+--base FOLDER         the model beside which the run trained adapters, or where that of a folder of adapters is
 --tokenizer NAME      of a FOLDER that holds none: bytes, or a folder with a tokenizer.json
 --dtype NAME          of a FOLDER (default: as its weights are stored)
 --json                all figures as one JSON object

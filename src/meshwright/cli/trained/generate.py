@@ -21,7 +21,7 @@ FLAGS = (
 
 
 def run(argv: list[str]) -> int:
-    """Print prompt and continuation, as the model writes it. FOLDER holds the files of a model of transformers.
+    """Print prompt and continuation, as the model writes it. FOLDER holds a model of transformers, or adapters of peft.
 
     --prompt TEXT          the text to continue (default: the run's sample.prompt)
     --chat                 put the prompt into the chat template of the model's tokenizer, and print the answer; without
@@ -32,7 +32,7 @@ def run(argv: list[str]) -> int:
     --top_k N, --top_p X   sample among the N likeliest tokens, or among those whose probabilities reach X
     --seed N               default: the run's
     --step N               a checkpoint other than the run's latest
-    --base FOLDER          the model beside which the run trained adapters
+    --base FOLDER          the model beside which the run trained adapters, or where that of a folder of adapters is
     --tokenizer NAME       of a FOLDER that holds none: bytes, or a folder with a tokenizer.json
     --dtype NAME           of a FOLDER (default: as its weights are stored)
     --threads N            of torch on a CPU (default: by the model's size; OMP_NUM_THREADS counts too)
