@@ -177,7 +177,7 @@ def test_a_large_model_is_written_into_several_files(run, tmp_path, monkeypatch)
     ("words", "complaint"),
     [
         (["{run}", "{out}"], "--to is missing. Legal: hf"),
-        (["{run}", "--to", "hg", "{out}"], "--to = 'hg' is no format that meshwright writes. Legal: hf"),
+        (["{run}", "--to", "hg", "{out}"], 'expected one of "hf", "merged", "adapter"'),
         (["{run}", "--to=hf"], "needs the folder of a run and a new folder"),
         (["{run}", "--to=hf", "{out}", "more"], "does not know 'more'"),
         (["{run}", "--to=hf", "{out}", "--dtype=fp8"], "--dtype = 'fp8' is not a dtype"),

@@ -237,7 +237,7 @@ def test_a_run_that_goes_on_is_not_compared_again_and_one_that_never_was_is_refu
         (["--layout=dp_shard=2"], 2, "--layout and --write-trace are both given"),
         (["--shrink"], 2, "--shrink and --write-trace are both given"),
         (["--trace-steps=7"], 2, "--trace-steps = 7: the run has steps = 6"),
-        (["--trace-steps=0"], 2, "--trace-steps = 0: at least 1"),
+        (["--trace-steps=0"], 2, "--trace-steps = 0 is out of range: it must be 1 or more"),
         (
             ["--techniques.precision.master=bfloat16"],
             3,

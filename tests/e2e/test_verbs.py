@@ -71,7 +71,7 @@ def test_generate_repeats_the_sample_of_the_run_and_follows_seed_and_temperature
         (["{run}", "--prompt"], "--prompt needs a value"),
         (["{run}", "--promt=a"], "does not know '--promt=a'"),
         (["{run}", "--tokens=-1"], "--tokens = -1 is out of range"),
-        (["{run}", "--tokens=many"], "--tokens = 'many' is not a whole number"),
+        (["{run}", "--tokens=many"], 'tokens = "many" is text; expected a whole number'),
         (["{run}", "--temperature=nan"], "--temperature = nan is out of range"),
         (["{run}", "--temperature=-1"], "--temperature = -1.0 is out of range"),
         (["{run}", f"--seed={2**64}"], "is out of range: it must be from 0 to 2**63 - 1"),
@@ -167,7 +167,7 @@ def test_plan_of_a_run_is_the_plan_that_the_run_wrote(ask, run):
     [
         (["--world=0"], "--world = 0"),
         (["--world=-4"], "--world = -4"),
-        (["--world", "four"], "--world = 'four' is not a whole number"),
+        (["--world", "four"], 'world = "four" is text; expected a whole number'),
         (["--per-node=0"], "--per-node = 0"),
         (["--device=tpu"], "--device = 'tpu' is none of cpu, cuda"),
         (["--world=6", "--layout.dp_shard=4"], "world size 6"),

@@ -269,12 +269,14 @@ def flags_of(verb: str) -> set[str]:
     """Every flag of a verb, keys of its config among them."""
     from meshwright.cli.main import VERBS as known
     from meshwright.cli.shell.candidates import KEYS
-    from meshwright.cli.shell.help import config_of, described
+    from meshwright.cli.shell.help import config_of, described, options_of
     from meshwright.core.config import public_keys
+    from meshwright.core.config.flags import flag_of
+    from meshwright.core.config.schema import field_types
 
-    usage, text = described(verb, known[verb][0])
+    usage, _ = described(verb, known[verb][0])
     keys = {f"--{key.partition('[]')[0]}" for key in public_keys(config_of(verb))} if KEYS in usage else set()
-    return keys | {"--help"} | set(re.findall(r"(?<![\w-])--[a-z][a-z_-]*(?![\w.])", text))
+    return keys | {"--help"} | {flag_of(name) for cls in options_of(known[verb][0]) for name in field_types(cls)}
 
 
 def value_of(text: str) -> object:

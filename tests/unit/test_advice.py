@@ -429,7 +429,7 @@ NOT_HERE: dict[str, set[str]] = {
         "--ranks",
         "--repo-type",
         "--tasks",
-        "--tasks_path",
+        "--tasks-path",
         "--template",
         "--to",
         "--tokenizer",

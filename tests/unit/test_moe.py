@@ -309,8 +309,8 @@ def test_experts_begin_different():
             "model.moe.top_k = 3 is more than the 2 experts of 1 of 4 groups",
         ),
         ({"router": "softmin"}, "model.moe.router = 'softmin': legal are softmax and sigmoid"),
-        ({"n_experts": 0}, "model.moe.n_experts = 0: it must be at least 1"),
-        ({"z_loss": -1.0}, "model.moe.z_loss = -1.0: it must be at least 0"),
+        ({"n_experts": 0}, "model.moe.n_experts = 0 is out of range: it must be 1 or more"),
+        ({"z_loss": -1.0}, "model.moe.z_loss = -1.0 is out of range"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(changes, words):

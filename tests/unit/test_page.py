@@ -277,7 +277,7 @@ def test_inspect_writes_the_page_where_it_is_told_and_nothing_else(run, tmp_path
         assert set(run.iterdir()) - before == {target} and is_harmless(Reader(target.read_text(encoding="utf-8")))
     assert main(["inspect", str(run), "--html", str(tmp_path / "no" / "c.html")]) == 2
     assert "cannot write this file (No such file or directory)" in capsys.readouterr().err
-    assert main(["inspect", str(run), "--htm"]) == 2 and "--html [FILE]" in capsys.readouterr().err
+    assert main(["inspect", str(run), "--htm"]) == 2 and "Flags: --html, --live" in capsys.readouterr().err
 
 
 def browse(path: Path, folder: Path, *flags) -> tuple[str, list[str]]:

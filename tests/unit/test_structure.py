@@ -21,8 +21,9 @@ from meshwright.introspection.blocks import repeated_blocks
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.configs import small_configs
+from meshwright.introspection.structure.calls import Call
 from meshwright.introspection.structure.local_search import LocalArgument, LocalNumber
-from meshwright.introspection.structure.probe import Call, Probe
+from meshwright.introspection.structure.probe import Probe
 from meshwright.introspection.structure.regions import Region
 from meshwright.introspection.structure.structure import BlockKind, Structure
 

@@ -68,7 +68,7 @@ def test_a_shrunk_model_is_verified_in_the_words_of_people(ask):
         (["--layout", "dp_shrd=2"], 2, "Did you mean 'dp_shard'"),
         (["--layout=dp_shard=2", "--model.size=70B"], 2, "--shrink makes a small model of the same structure"),
         (["--layout=dp_shard=2", "--max-world=4"], 2, "--max-world says how far --all goes"),
-        (["--layout=dp_shard=2", "--steps=0"], 2, "--steps = 0: at least 1"),
+        (["--layout=dp_shard=2", "--steps=0"], 2, "--steps = 0 is out of range: it must be 1 or more"),
         (["--layout=dp_shard=2", "--model", "support.nothing:Model"], 2, "cannot import 'support.nothing:Model'"),
         (
             ["--layout=dp_shard=2", "--model", "support.foreign:Blocks", "--shrink"],

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from meshwright.core.config import load_toml, parse_flags
+from meshwright.core.config.flags import flag_of
+from meshwright.core.config.schema import field_types
 from meshwright.core.dtypes import canonical_dtype
-from meshwright.core.errors import ConfigError
+from meshwright.core.errors import ConfigError, nearest
 from meshwright.core.files import refuse_links_out
 from meshwright.introspection.adapted.folder import AdapterFolder, holds_adapters
 from meshwright.training.adapter_folder import with_base
 from meshwright.training.config import Config, ModelConfig, check
 from meshwright.training.optim.fine_tuning import before_data
-from meshwright.training.run.trust import FLAG as TRUST
 from meshwright.training.run.trust import MODEL_CODE, refuse_code
 from meshwright.training.slurm import FOLDER, LaunchConfig, check_job
 
@@ -25,11 +25,10 @@ if TYPE_CHECKING:
 CONTINUE = ("resume", "resume_from", "resume_from_checkpoint", "continue")
 """Flags of other trainers for what a run's folder as first word does here."""
 
-Value = TypeVar("Value")
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
-def read_config(argv: list[str], *, prog: str, description: str) -> Config:
+def read_config(argv: list[str], *, prog: str, description: str, trusted: bool = False) -> Config:
     """Read and check the config that a verb's arguments describe.
 
     A section ``[slurm]`` of a file is checked and left to ``meshwright launch``.
@@ -39,12 +38,12 @@ def read_config(argv: list[str], *, prog: str, description: str) -> Config:
             folder its own ``config.toml`` is read and ``run`` is set to the folder.
         prog: the verb as typed, for help and errors.
         description: the first lines of the help.
+        trusted: whether values that run code may stand in the file.
 
     Raises:
         ConfigError: the file cannot be read, or a key or value in it or in the flags is not legal.
         SystemExit: 0 after ``--help``.
     """
-    trusted, argv = take_trust(argv)
     default = Config()
     if argv and not argv[0].startswith("-"):
         file, argv = argv[0], argv[1:]
@@ -65,9 +64,8 @@ def _without_other_length(config: AnyConfig, argv: list[str]) -> AnyConfig:
     return replace(config, epochs=None) if "--steps" in flags and "--epochs" not in flags else config
 
 
-def read_launch(argv: list[str], *, prog: str, description: str) -> LaunchConfig:
+def read_launch(argv: list[str], *, prog: str, description: str, trusted: bool = False) -> LaunchConfig:
     """Read a config and the job that is to train it: keys ``slurm.*``, which may also precede the config file."""
-    trusted, argv = take_trust(argv)
     default = LaunchConfig()
     for place, word in enumerate(argv[1:], start=1):
         if argv[0].startswith("-") and word.endswith(".toml") and "=" in argv[place - 1]:
@@ -84,16 +82,6 @@ def read_launch(argv: list[str], *, prog: str, description: str) -> LaunchConfig
     check_job(config)
     _check_run(config.run)
     return config
-
-
-def take_trust(argv: list[str]) -> tuple[bool, list[str]]:
-    """Split off ``--trust``: return whether it is among the words, and the other words."""
-    return TRUST in argv, [word for word in argv if word != TRUST]
-
-
-def take_flag(argv: list[str], name: str) -> tuple[bool, list[str]]:
-    """Split off a switch: return whether it is among the words, and the other words."""
-    return name in argv, [word for word in argv if word != name]
 
 
 def _refuse_code(config: Config, file: str, argv: list[str], trusted: bool) -> None:
@@ -132,37 +120,12 @@ def config_at(path: Path) -> LaunchConfig:
     return replace(config, slurm=load_toml(LaunchConfig, submitted).slurm) if submitted.is_file() else config
 
 
-def take_option(argv: list[str], name: str, kind: Callable[[str], Value]) -> tuple[Value | None, list[str]]:
-    """Split off ``--name value`` or ``--name=value``: return the value (None if absent), and the other words.
-
-    Raises:
-        ConfigError: the value is missing, given twice, or not of its kind.
-    """
-    found: list[str] = []
-    rest: list[str] = []
-    words = iter(argv)
-    for word in words:
-        if word == name:
-            value = next(words, None)
-            if value is None:
-                raise ConfigError(f"{name} needs a value")
-            found.append(value)
-        elif word.startswith(name + "="):
-            found.append(word[len(name) + 1 :])
-        else:
-            rest.append(word)
-    if len(found) > 1:
-        raise ConfigError(f"{name} is given {len(found)} times: {', '.join(found)}")
-    try:
-        return (kind(found[0]) if found else None), rest
-    except ValueError:
-        raise ConfigError(f"{name} = {found[0]!r} is not a {'whole number' if kind is int else 'number'}") from None
-
-
-def refuse_rest(argv: list[str], prog: str, legal: str) -> None:
-    """Raise ConfigError for words that a verb does not know."""
+def refuse_rest(argv: list[str], prog: str, *options: type) -> None:
+    """Raise ConfigError for words that a verb does not know, which names its flags."""
     if argv:
-        raise ConfigError(f"{prog} does not know '{argv[0]}'. Flags: {legal}.")
+        flags = [flag_of(key) for cls in options for key in field_types(cls)]
+        close = nearest(argv[0].partition("=")[0], flags) if argv[0].startswith("-") else ""
+        raise ConfigError(f"{prog} does not know '{argv[0]}'.{close} Flags: {', '.join(flags) or 'none'}.")
 
 
 def open_run(path: str, *, trusted: bool = True) -> tuple[Path, Config]:

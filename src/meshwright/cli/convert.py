@@ -1,53 +1,57 @@
 """``meshwright convert RUN --to hf|merged|adapter OUT``: write a run's model as a folder that transformers' or peft's
 from_pretrained reads. RUN is a run's folder, or one that meshwright.save wrote in your own loop.
-
-  --to hf            the whole model that was trained
-  --to merged        where adapters were trained: the model with the adapters added to its weights
-  --to adapter       the adapters alone, as peft and vLLM read them
-  --base FOLDER      the model that training began from: for merged, and for what save(only_trained=True) left out; of
-                     adapter, the name under which readers find it; of a saved folder, the tokenizer is copied too
-
-  --step N           a checkpoint other than the newest
-  --dtype bfloat16   of the weights (default: as the run keeps them)
-  --like NAME        of a run of meshwright's own decoder: the model type of transformers that computes the same. It
-                     is proven by equal logits before anything is written, or refused.
-  --trust            run the model code that the run keeps
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from meshwright.core.config import take_flags
 from meshwright.core.dtypes import bytes_text, canonical_dtype
-from meshwright.core.errors import ConfigError, nearest
+from meshwright.core.errors import ConfigError
 
-from .arguments import open_run, refuse_rest, take_option, take_trust
+from .arguments import open_run, refuse_rest
 
 if TYPE_CHECKING:
     from meshwright.training.config import Config
     from meshwright.training.run.convert import ExportedModel
 
-FORMATS = ("hf", "merged", "adapter")
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    to: Literal["hf", "merged", "adapter"] | None = None
+    """hf: the whole model that was trained; merged: where adapters were trained, the model with the adapters added to
+    its weights; adapter: the adapters alone, as peft and vLLM read them."""
+    base: Path | None = None
+    """Folder of the model that training began from: for merged, and for what save(only_trained=True) left out; of
+    adapter, the name under which readers find it; of a saved folder, the tokenizer is copied too."""
+    step: int | None = None
+    """A checkpoint other than the newest."""
+    dtype: str | None = None
+    """Of the weights, such as bfloat16 (default: as the run keeps them)."""
+    like: str | None = None
+    """Of a run of meshwright's own decoder: the model type of transformers that computes the same. It is proven by
+    equal logits before anything is written, or refused."""
+    trust: bool = False
+    """Run the model code that the run keeps."""
+
+
+OPTIONS = (ConvertOptions,)
 
 
 def run(argv: list[str]) -> int:
     """Convert, and print where the result is and how to read it."""
-    form, argv = take_option(argv, "--to", str)
-    step, argv = take_option(argv, "--step", int)
-    dtype, argv = take_option(argv, "--dtype", str)
-    base, argv = take_option(argv, "--base", Path)
-    like, argv = take_option(argv, "--like", str)
-    trusted, argv = take_trust(argv)
-    if form not in FORMATS:
-        what = (
-            "--to is missing."
-            if form is None
-            else f"--to = {form!r} is no format that meshwright writes.{nearest(form, FORMATS)}"
+    options, argv = take_flags(ConvertOptions, argv)
+    form, step, dtype, base, like = options.to, options.step, options.dtype, options.base, options.like
+    if form is None:
+        raise ConfigError(
+            "--to is missing. Legal: hf, merged, adapter, as in: meshwright convert runs/demo-… --to hf FOLDER"
         )
-        raise ConfigError(f"{what} Legal: {', '.join(FORMATS)}, as in: meshwright convert runs/demo-… --to hf FOLDER")
-    refuse_rest(argv[2:], "meshwright convert", "--to, --base, --step, --dtype, --like, --trust")
-    if len(argv) < 2 or any(word.startswith("-") for word in argv):
+    flags = [word for word in argv if word.startswith("-")]
+    refuse_rest(flags or argv[2:], "meshwright convert", ConvertOptions)
+    if len(argv) < 2:
         raise ConfigError(
             "meshwright convert needs the folder of a run and a new folder: meshwright convert runs/demo-… --to hf"
             " FOLDER"
@@ -56,7 +60,7 @@ def run(argv: list[str]) -> int:
     if _is_saved(Path(argv[0])):
         return _convert_saved(Path(argv[0]), Path(argv[1]), form, base, dtype, {"--step": step, "--like": like})
     _refuse_other_folder(Path(argv[0]))
-    folder, config = open_run(argv[0], trusted=trusted)
+    folder, config = open_run(argv[0], trusted=options.trust)
     _refuse_other_form(argv[0], form, config, base, like)
     written = _convert(folder, config, Path(argv[1]), form, base, like, {"step": step, "dtype": dtype})
     _say(written, form, beside=f"{base or config.model.hf}{_in_4_bits(config)}")

@@ -7,11 +7,12 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from meshwright.core.config.flags import flag_of
+from meshwright.core.config.ranges import FROM_1
 from meshwright.core.errors import ConfigError
 
-from .arguments import take_option
 from .views.pages import check_page, write_page
 
 if TYPE_CHECKING:
@@ -24,81 +25,68 @@ PATIENCE_S = 2.0
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The flags of a question about GPUs that need not be here.
+class PlanOptions:
+    gpus: Annotated[int | None, FROM_1] = None
+    """How many GPUs; they need not be here."""
+    gpu: str = ""
+    """Which card, such as h100."""
+    per_node: Annotated[int | None, FROM_1] = None
+    """GPUs, or ranks, on a host."""
+    link: str = ""
+    """Link between hosts, such as ib400 (Gb/s for each GPU)."""
+    profile: Path | None = None
+    """In place of --gpu: a machine that ``meshwright measure`` measured."""
+    pin: tuple[str, ...] = ()
+    """A part of the layout that the search keeps, such as "tp<=8"; may be given again."""
+    imbalance: float = 1.0
+    """Tokens of the fullest expert rank over the mean, such as 1.3."""
+    straggler: float = 1.0
+    """Time of the slowest rank over the others', such as 1.1."""
+    with_: Path | None = None
+    """Figures of ``meshwright rehearse``, in place of those foreseen."""
+    dry_run: bool = False
+    """Print the first layout's memory by the run's own code beside the forecast."""
+    html: Path | None = None
+    """Draw the forecast into a page."""
+    world: Annotated[int | None, FROM_1] = None
+    """Without --gpus: ranks of the mesh."""
+    device: str = ""
+    """Without --gpus: type of the device, such as cuda."""
+    json: bool = False
+    """The answer for programs."""
+    trust: bool = False
+    """Run code that the config names."""
 
-    Attributes:
-        gpus, gpu, link: how many, which card, and the link between nodes.
-        profile: file of a measured machine, in place of a card.
-        pins: parts of a layout that a search keeps.
-        html: file to draw the answer into.
-        rehearsed: file of rehearsals, whose figures replace those that would be foreseen.
-        dry_run: whether to print the first layout's memory by a dry run too.
-        imbalance, straggler: as ``simulation.search.foresee.foresee`` has them.
-    """
 
-    gpus: int
-    gpu: str
-    link: str
-    profile: Path | None
-    pins: tuple[str, ...]
-    html: Path | None
-    rehearsed: Path | None
-    dry_run: bool
-    imbalance: float
-    straggler: float
+ABOUT_GPUS = ("link", "profile", "pin", "html", "with_", "imbalance", "straggler", "dry_run")
+"""Options of a forecast, besides --gpus and --gpu."""
 
 
-def take(argv: list[str]) -> tuple[Asked | None, list[str]]:
-    """Split off the flags about GPUs: return None where there are none, and the other words.
+def is_asked(options: PlanOptions) -> bool:
+    """Return whether a forecast for GPUs is wanted.
 
     Raises:
-        ConfigError: some are given without --gpus and --gpu, or contradict each other.
+        ConfigError: some of its flags are given without --gpus and --gpu, or contradict each other.
     """
-    words = list(argv)
-    gpus, argv = take_option(argv, "--gpus", int)
-    gpu, argv = take_option(argv, "--gpu", str)
-    link, argv = take_option(argv, "--link", str)
-    profile, argv = take_option(argv, "--profile", Path)
-    pins, argv = _take_pins(argv)
-    html, argv = take_option(argv, "--html", Path)
-    rehearsed, argv = take_option(argv, "--with", Path)
-    imbalance, argv = take_option(argv, "--imbalance", float)
-    straggler, argv = take_option(argv, "--straggler", float)
-    dry_run, argv = "--dry-run" in argv, [word for word in argv if word != "--dry-run"]
-    if len(argv) == len(words):
-        return None, argv
-    if profile is not None and (gpu is not None or link is not None):
+    alone = [name for name in ABOUT_GPUS if getattr(options, name) != getattr(PlanOptions(), name)]
+    if options.gpus is None and not options.gpu and not alone:
+        return False
+    if options.profile is not None and (options.gpu or options.link):
         raise ConfigError("--profile has the measured device and its messages: leave out --gpu and --link")
-    if gpus is None and gpu is None and profile is None:
-        alone = next(word for word in words if word not in argv).partition("=")[0]
-        raise ConfigError(f"{alone} is about a forecast for GPUs: give --gpus N and --gpu CARD too")
-    if gpus is None or (gpu is None and profile is None):
+    if options.gpus is None and not options.gpu and options.profile is None:
+        raise ConfigError(f"{flag_of(alone[0])} is about a forecast for GPUs: give --gpus N and --gpu CARD too")
+    if options.gpus is None or not (options.gpu or options.profile):
         raise ConfigError(
             "--gpus N and --gpu CARD (or --profile FILE) go together: how many, and which, such as --gpus 64 --gpu h100"
         )
-    if html is not None:
-        if rehearsed is not None:
+    if options.html is not None:
+        if options.with_ is not None:
             raise ConfigError("--html draws what is foreseen, and --with has what was rehearsed: leave one out")
-        check_page(html)
-    uneven = 1.0 if imbalance is None else imbalance, 1.0 if straggler is None else straggler
-    return Asked(gpus, gpu or "", link or "", profile, tuple(pins), html, rehearsed, dry_run, *uneven), argv
+        check_page(options.html)
+    return True
 
 
-def _take_pins(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Split off every ``--pin CONDITION``; return the conditions, and the other words."""
-    pins, rest, words = [], [], iter(argv)
-    for word in words:
-        if word == "--pin":
-            pins.append(next(words, ""))
-        elif word.startswith("--pin="):
-            pins.append(word.removeprefix("--pin="))
-        else:
-            rest.append(word)
-    return pins, rest
-
-
-def run(config: Config, asked: Asked, per_node: int, *, as_json: bool) -> int:
+def run(config: Config, options: PlanOptions) -> int:
     """Print what is foreseen of a config on a cluster of GPUs."""
     from meshwright.introspection.cluster import Cluster
     from meshwright.simulation.hardware.measured import machines_of, notes, profile_of
@@ -108,9 +96,9 @@ def run(config: Config, asked: Asked, per_node: int, *, as_json: bool) -> int:
     from meshwright.training.rehearsal import check_same, rehearsals_for, rehearsed_ranks
     from meshwright.training.tokenizer import planned_tokenizer
 
-    profile = "" if asked.profile is None else str(asked.profile)
-    cluster = Cluster(asked.gpus, per_node, gpu=asked.gpu, link=asked.link, profile=profile)
-    rehearsals = [] if asked.rehearsed is None else rehearsals_for(asked.rehearsed, cluster, machines_of(cluster))
+    profile = "" if options.profile is None else str(options.profile)
+    cluster = Cluster(options.gpus or 1, options.per_node or 0, gpu=options.gpu, link=options.link, profile=profile)
+    rehearsals = [] if options.with_ is None else rehearsals_for(options.with_, cluster, machines_of(cluster))
     tokenizer = planned_tokenizer(config)
     batch, facts = batch_of(config, tokenizer), facts_of(model_source(config, tokenizer))
     answer = foresee(
@@ -119,25 +107,29 @@ def run(config: Config, asked: Asked, per_node: int, *, as_json: bool) -> int:
         batch=batch,
         cluster=cluster,
         techniques=config.requested,
-        pins=asked.pins,
+        pins=options.pin,
         progress=_progress(),
         rehearsed=rehearsed_ranks(rehearsals),
-        imbalance=asked.imbalance,
-        straggler=asked.straggler,
+        imbalance=options.imbalance,
+        straggler=options.straggler,
     )
     first = answer.candidates[0]
-    if asked.rehearsed is not None:
-        check_same(asked.rehearsed, rehearsals, first.plan, batch)
+    if options.with_ is not None:
+        check_same(options.with_, rehearsals, first.plan, batch)
     drawn = replace(batch, microbatch_rows=first.microbatch)
     values: dict[str, Any] = {}
-    paragraphs = [] if asked.profile is None else [" ".join(notes(profile_of(str(asked.profile)), asked.gpus))]
-    if asked.dry_run:
+    paragraphs = [] if options.profile is None else [" ".join(notes(profile_of(str(options.profile)), cluster.world))]
+    if options.dry_run:
         estimate = estimated_memory(replace(config, techniques=first.techniques), facts, first.plan, drawn)
         values["dry_run"] = _figures(estimate)
         paragraphs.append(_words(estimate))
-    print(json.dumps({**answer.to_dict(), **values}, indent=1) if as_json else "\n\n".join([str(answer), *paragraphs]))
-    if asked.html is not None:
-        _draw(asked.html, answer, drawn, aside=as_json)
+    print(
+        json.dumps({**answer.to_dict(), **values}, indent=1)
+        if options.json
+        else "\n\n".join([str(answer), *paragraphs])
+    )
+    if options.html is not None:
+        _draw(options.html, answer, drawn, aside=options.json)
     return 0
 
 

@@ -1,19 +1,10 @@
 """``meshwright inspect RUN|MODEL|DATA``: show what a run folder holds, what a model is made of, or what data looks like
 to a model.
 
-  RUN --html [FILE]      draw a run's curves into a page, RUN/report.html or FILE
-  RUN --html FILE --live [SECONDS]
-                         rewrite the page every so many seconds (default 5) until the run ends; a browser that has it
-                         open reads it again by itself
-  MODEL [--trust]        a built-in size, the folder of a Hugging Face model or its config.json, or
-                         "package.module:factory" for a function or class that returns your own nn.Module; --trust runs
-                         code that lies in the folder
-  DATA [--documents N]   a file or folder, or a config file whose data is meant, and how many documents of it are shown
-                         (default 3); keys of meshwright train may follow, such as --data.tokenizer. Text that is only
-                         read, and not learnt, is grey, or stands in [[ ]].
-  --schedule NAME|FILE.csv|RUN
-                         what the ranks of a pipeline do, and when; with --pp N (default 4), --microbatches N (default
-                         8), --stages-per-rank N and --svg FILE; of a run, its last step as it was measured
+MODEL is a built-in size, the folder of a Hugging Face model or its config.json, or "package.module:factory" for a
+function or class that returns your own nn.Module. DATA is a file or folder, or a config file whose data is meant; keys
+of meshwright train may follow, such as --data.tokenizer. Text that is only read, and not learnt, is grey, or stands in
+[[ ]].
 
 Sizes: debug, demo, 125M, 1B, 8B, 70B.
 """
@@ -21,19 +12,69 @@ Sizes: debug, demo, 125M, 1B, 8B, 70B.
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from meshwright.core.config import take_flags
+from meshwright.core.config.ranges import FROM_1, Range
 from meshwright.core.errors import ConfigError, import_object, nearest
 from meshwright.data.options import BUILT_IN
 from meshwright.models.decoder_config import SIZES
 
-from .arguments import open_run, read_config, refuse_rest, take_option, take_trust
+from .arguments import open_run, read_config, refuse_rest
 from .views.pages import write_page
 
 LIVE_SECONDS = 5
 """Between two pages of a run that is being trained."""
+
+
+@dataclass(frozen=True)
+class PageOptions:
+    """Of a run."""
+
+    html: bool | Path = False
+    """Draw the curves into a page: RUN/report.html, or another file."""
+    live: Annotated[bool | int, Range("at least 1 second between two pages", lambda value: value >= 1)] = False
+    """Rewrite the page every so many seconds (default: 5) until the run ends; a browser that has it open reads it again
+    by itself."""
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Of the folder of a model."""
+
+    trust: bool = False
+    """Run code that lies in the folder."""
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Of data."""
+
+    documents: Annotated[int, FROM_1] = 3
+    """Documents that are shown (default: 3)."""
+    trust: bool = False
+    """Run code that the config names."""
+
+
+@dataclass(frozen=True)
+class ScheduleOptions:
+    """Of a pipeline's schedule, by which its ranks work, and when."""
+
+    schedule: str = ""
+    """Name of a schedule, a .csv file of one, or a run, whose last step is shown as it was measured."""
+    pp: Annotated[int, FROM_1] = 4
+    """Ranks (default: 4)."""
+    microbatches: Annotated[int, FROM_1] = 8
+    """Microbatches (default: 8)."""
+    stages_per_rank: Annotated[int | None, FROM_1] = None
+    """Stages on each rank (default: by the schedule)."""
+    svg: Path | None = None
+    """Draw it into a file."""
+
+
+OPTIONS = (PageOptions, ModelOptions, DataOptions, ScheduleOptions)
 
 
 def run(argv: list[str]) -> int:
@@ -43,33 +84,34 @@ def run(argv: list[str]) -> int:
             "meshwright inspect needs the folder of a run, a model or data: meshwright inspect runs/demo-…; more with"
             " --help"
         )
-    if argv[0] == "--schedule":
+    if argv[0].startswith("--schedule"):
         return _schedule(argv)
     name = argv[0]
     path = Path(name).expanduser()
     if any((path / file).is_file() for file in ("config.toml", "identity.json", "plan.json")):
-        every, words = _take_live(argv[1:])
-        words = [*words, str(path / "report.html")] if words[-1:] == ["--html"] else words
-        target, words = take_option(words, "--html", Path)
-        refuse_rest(words, "meshwright inspect RUN", "--html [FILE], --live [SECONDS]")
-        if target is None and every:
+        options, words = take_flags(PageOptions, argv[1:])
+        refuse_rest(words, "meshwright inspect RUN", PageOptions)
+        target = options.html if isinstance(options.html, Path) else path / "report.html"
+        if options.live and options.html is False:
             raise ConfigError("--live rewrites a page: give --html FILE too")
-        if target is not None:
-            return _live_page(name, target, every) if every else _page(name, target)
+        if options.live:
+            return _live_page(name, target, LIVE_SECONDS if options.live is True else options.live)
+        if options.html:
+            return _page(name, target)
         from meshwright.training.run.inspection import describe_run
 
         print(describe_run(*open_run(name)))
         return 0
     if (path / "config.json").is_file() or path.name == "config.json":
-        trusted, words = take_trust(argv[1:])
-        refuse_rest(words, "meshwright inspect MODEL", "--trust")
+        model, words = take_flags(ModelOptions, argv[1:])
+        refuse_rest(words, "meshwright inspect MODEL", ModelOptions)
         from meshwright.training.run.inspection import describe_hugging_face
 
-        print(describe_hugging_face(path, trusted=trusted))
+        print(describe_hugging_face(path, trusted=model.trust))
         return 0
     if path.exists() or name in BUILT_IN:
         return _data(name, argv[1:])
-    refuse_rest(argv[1:], "meshwright inspect", "none")
+    refuse_rest(argv[1:], "meshwright inspect")
     if name not in SIZES and ":" not in name:
         raise ConfigError(
             f"'{name}' is neither the folder of a run, nor a file or folder of data, nor a model"
@@ -85,20 +127,13 @@ def _schedule(argv: list[str]) -> int:
     from meshwright.core.files import replace_text
     from meshwright.training.views.watching import TIMES, drawn, drawn_run, schedule_of
 
-    numbers: dict[str, int | None] = {}
-    name, words = take_option(argv, "--schedule", str)
-    target, words = take_option(words, "--svg", Path)
-    for flag in ("--pp", "--microbatches", "--stages-per-rank"):
-        numbers[flag], words = take_option(words, flag, int)
-    refuse_rest(words, "meshwright inspect --schedule", "--pp N, --microbatches N, --stages-per-rank N, --svg FILE")
-    folder = Path(str(name)).expanduser()
+    options, words = take_flags(ScheduleOptions, argv)
+    refuse_rest(words, "meshwright inspect --schedule", ScheduleOptions)
+    folder, target = Path(options.schedule).expanduser(), options.svg
     if folder.is_dir() or (folder / TIMES).is_file():
         text, picture = drawn_run(folder)
     else:
-        made = schedule_of(
-            str(name), numbers["--pp"] or 4, numbers["--microbatches"] or 8, numbers["--stages-per-rank"]
-        )
-        text, picture = drawn(made)
+        text, picture = drawn(schedule_of(options.schedule, options.pp, options.microbatches, options.stages_per_rank))
     print(text)
     if target is not None:
         replace_text(target.expanduser(), picture)
@@ -122,18 +157,6 @@ def _page(name: str, target: Path) -> int:
     return 0
 
 
-def _take_live(argv: list[str]) -> tuple[int, list[str]]:
-    """Split off ``--live``, ``--live N`` or ``--live=N``: return the seconds (0 without it), and the other words."""
-    if "--live" in argv:
-        place = argv.index("--live")
-        if not argv[place + 1 : place + 2] or not argv[place + 1].isdigit():
-            argv = [*argv[:place], f"--live={LIVE_SECONDS}", *argv[place + 1 :]]
-    every, rest = take_option(argv, "--live", int)
-    if every is not None and every < 1:
-        raise ConfigError(f"--live = {every}: at least 1 second lies between two pages")
-    return every or 0, rest
-
-
 def _live_page(name: str, target: Path, every: int) -> int:
     """Rewrite a page until the run's folder is no longer held by a job; the last one is not read again."""
     from meshwright.training.run.occupancy import is_occupied
@@ -155,16 +178,15 @@ def _live_page(name: str, target: Path, every: int) -> int:
 
 
 def _data(name: str, argv: list[str]) -> int:
-    documents, argv = take_option(argv, "--documents", int)
-    if documents is not None and documents < 1:
-        raise ConfigError(f"--documents = {documents}: at least 1 is shown")
+    options, argv = take_flags(DataOptions, argv)
     is_config = Path(name).suffix == ".toml"
-    config = read_config([name, *argv] if is_config else argv, prog="meshwright inspect", description=__doc__ or "")
+    words = [name, *argv] if is_config else argv
+    config = read_config(words, prog="meshwright inspect", description=__doc__ or "", trusted=options.trust)
     if not is_config:
         config = replace(config, data=replace(config.data, source=(name,)))
     from rich.console import Console
 
     from meshwright.training.views.telling import show_data
 
-    show_data(config, documents or 3, Console(soft_wrap=True))
+    show_data(config, options.documents, Console(soft_wrap=True))
     return 0

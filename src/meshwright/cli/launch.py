@@ -4,24 +4,38 @@ Slurm, which requeues it until it is complete.
     meshwright launch run.toml --slurm.nodes=2 --slurm.gpus_per_node=8 --slurm.time=12:00:00
 
 The keys of the job may also stand in the config file, under [slurm]; its setup and extra run code, as other keys may,
-and need --trust. --dry-run prints the batch script and submits nothing.
+and need --trust.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from meshwright.core.config import take_flags
 from meshwright.training.slurm import LaunchConfig, batch_script, folder_of, submit
 
 from .arguments import read_launch
 
 
+@dataclass(frozen=True)
+class LaunchOptions:
+    dry_run: bool = False
+    """Print the batch script and submit nothing."""
+    trust: bool = False
+    """Run code that the config names."""
+
+
+OPTIONS = (LaunchOptions,)
+
+
 def run(argv: list[str]) -> int:
-    """Submit, and print the job and run folder; ``argv`` is what ``read_launch`` takes, and the flag of a dry run."""
-    is_dry, argv = "--dry-run" in argv, [word for word in argv if word != "--dry-run"]
-    config = read_launch(argv, prog="meshwright launch", description=__doc__ or "")
+    """Submit, and print the job and run folder; ``argv`` is what ``read_launch`` takes, and the verb's own flags."""
+    options, argv = take_flags(LaunchOptions, argv)
+    config = read_launch(argv, prog="meshwright launch", description=__doc__ or "", trusted=options.trust)
     folder = folder_of(config)
     script = batch_script(config, folder)
     _refuse_what_the_ranks_would(config)
-    if is_dry:
+    if options.dry_run:
         print(script)
         return 0
     job = submit(config, folder)

@@ -3,8 +3,6 @@
 It takes a minute, and writes a profile: products, attention, memory, the host's time for operators, optimizers,
 and messages. 'meshwright plan CONFIG --gpus N --profile FILE' forecasts with it.
 
-  --ranks N   start N processes on this host, to measure their messages too
-
 Under torchrun or srun all ranks take part, and rank 0 writes. More: docs/measure.md.
 """
 
@@ -12,20 +10,31 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from meshwright.core.config import take_flags
+from meshwright.core.config.ranges import FROM_1
 from meshwright.core.errors import ConfigError
-
-from .arguments import take_option
 
 if TYPE_CHECKING:
     from meshwright.simulation.hardware.measured import MachineProfile
 
 
+@dataclass(frozen=True)
+class MeasureOptions:
+    ranks: Annotated[int | None, FROM_1] = None
+    """Processes to start on this host, to measure their messages too."""
+
+
+OPTIONS = (MeasureOptions,)
+
+
 def run(argv: list[str]) -> int:
     """Measure with one process, with several, or with those of a launcher, and write the profile."""
-    ranks, argv = take_option(argv, "--ranks", int)
+    options, argv = take_flags(MeasureOptions, argv)
+    ranks = options.ranks
     if len(argv) != 1 or argv[0].startswith("-"):
         raise ConfigError(
             f"meshwright measure takes one file to write and --ranks N, not {' '.join(argv) or 'nothing'}"

@@ -1,30 +1,45 @@
 """``meshwright train [CONFIG.toml | RUN] [--key=value …]``: train a model from a config, or continue a run.
 
 Without CONFIG.toml a small demo is trained. A flag changes a key of the file, as --layout.tp=2 does; RUN continues from
-its last checkpoint. --profile 10:13 is short for --logging.profile, and --max-restarts N for --process.max_restarts.
-Values of the config that run code (a model's own, a function by its name) need --trust, with each command anew.
+its last checkpoint. Values of the config that run code (a model's own, a function by its name) need --trust, with each
+command anew.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .arguments import read_config, take_option
+from meshwright.core.config import take_flags
+
+from .arguments import read_config
 
 if TYPE_CHECKING:
     from meshwright.training.config import Config
 
 
+@dataclass(frozen=True)
+class TrainOptions:
+    profile: str | None = None
+    """Short for --logging.profile: 10:13."""
+    max_restarts: int | None = None
+    """Short for --process.max_restarts."""
+    trust: bool = False
+    """Run code that the config names."""
+
+
+OPTIONS = (TrainOptions,)
+
+
 def run(argv: list[str]) -> int:
-    """Train, and return the exit status; ``argv`` is what ``read_config`` takes, and the short flags."""
-    restarts, argv = take_option(argv, "--max-restarts", int)
-    if restarts is not None:
-        argv = [*argv, f"--process.max-restarts={restarts}"]
-    steps, argv = take_option(argv, "--profile", str)
-    if steps is not None:
-        argv = [*argv, f"--logging.profile={steps}"]
-    config = read_config(argv, prog="meshwright train", description=__doc__ or "")
+    """Train, and return the exit status; ``argv`` is what ``read_config`` takes, and the verb's own flags."""
+    options, argv = take_flags(TrainOptions, argv)
+    if options.max_restarts is not None:
+        argv = [*argv, f"--process.max-restarts={options.max_restarts}"]
+    if options.profile is not None:
+        argv = [*argv, f"--logging.profile={options.profile}"]
+    config = read_config(argv, prog="meshwright train", description=__doc__ or "", trusted=options.trust)
     from meshwright.distributed.process.world import check_nodes_in_use, is_rank_zero
     from meshwright.training.launch import launch
 

@@ -6,20 +6,6 @@ processes, from the same weights and the same global batches; losses, norms, act
 compared in fp64 and fp32. Exit status 0: all equal within rounding; 1: a layout differs, and the first place where it
 does is named.
 
-  --layout "axis=size,…"   a layout to verify; may be given several times (default: the config's own)
-  --all [--max-world N]    every layout of the data axes on up to N ranks (default 8)
-  --model MODULE:FACTORY   your own model instead of the config's
-  --steps N                optimizer steps (default 3)
-  --dtypes fp64,fp32,bf16  of the computation (default: fp64 and fp32, and bf16 where the config computes in it; with
-                           float8 that or fp32)
-  --shrink                 a small model of the same structure: head ratios, ties and norms stay
-  --json                   everything, for programs
-  --trust                  run code that the config names
-  --write-trace FILE       verify nothing: write the first steps of the config on its own data, as one process computes
-                           them, for 'meshwright train CONFIG --check-trace FILE' to compare a real run with; --steps is
-                           then the config's
-  --trace-steps N          steps of the trace (default 3)
-
 Any key of meshwright train may follow, such as --techniques.activation_checkpointing=full.
 """
 
@@ -27,53 +13,70 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+from meshwright.core.config import take_flags
+from meshwright.core.config.ranges import FROM_1
 from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError, MeshwrightError
 from meshwright.planning.layout import Layout, data_layouts
 from meshwright.training.config import Config
 
-from .arguments import read_config, take_option
+from .arguments import read_config
 
 EXACT = ("float64", "float32")
 LEGAL = (*EXACT, "bfloat16", "float16")
 TRACE_STEPS = 3
 
 
+@dataclass(frozen=True)
+class VerifyOptions:
+    layout: tuple[str, ...] = ()
+    """A layout to verify, "axis=size,…"; may be given again (default: the config's own)."""
+    all: bool = False
+    """Verify every layout of the data axes."""
+    max_world: Annotated[int | None, FROM_1] = None
+    """Of --all: the most ranks (default: 8)."""
+    model: str | None = None
+    """Your own model instead of the config's: module:factory."""
+    steps: Annotated[int | None, FROM_1] = None
+    """Optimizer steps (default: 3)."""
+    dtypes: str | None = None
+    """Of the computation, such as fp64,fp32,bf16 (default: fp64 and fp32, and bf16 where the config computes in it;
+    with float8 that or fp32)."""
+    shrink: bool = False
+    """A small model of the same structure: head ratios, ties and norms stay."""
+    write_trace: Path | None = None
+    """Verify nothing: write the first steps of the config on its own data, as one process computes them, for
+    'meshwright train CONFIG --check-trace FILE' to compare a real run with; --steps is then the config's."""
+    trace_steps: Annotated[int | None, FROM_1] = None
+    """Steps of the trace (default: 3)."""
+    json: bool = False
+    """Everything, for programs."""
+    trust: bool = False
+    """Run code that the config names."""
+
+
+OPTIONS = (VerifyOptions,)
+
+
 def run(argv: list[str]) -> int:
     """Verify and print reports; return 0 if all are equal, 1 if one differs, 3 if one is refused and none differs."""
-    wanted, argv = _take_all(argv, "--layout")
-    max_world, argv = take_option(argv, "--max-world", int)
-    trace, argv = take_option(argv, "--write-trace", str)
-    trace_steps, argv = take_option(argv, "--trace-steps", int)
-    steps, argv = take_option(argv, "--steps", int) if trace is None else (None, argv)
-    named, argv = take_option(argv, "--dtypes", str)
-    factory, argv = take_option(argv, "--model", str)
-    flags = {name: name in argv for name in ("--all", "--shrink", "--json")}
-    argv = [word for word in argv if word not in flags]
-    config = read_config(argv, prog="meshwright verify", description=__doc__ or "")
-    if steps is not None and steps < 1:
-        raise ConfigError(f"--steps = {steps}: at least 1 is compared")
-    if max_world is not None and not flags["--all"]:
+    options, argv = take_flags(VerifyOptions, argv)
+    if options.write_trace is not None and options.steps is not None:
+        argv = [*argv, f"--steps={options.steps}"]
+    config = read_config(argv, prog="meshwright verify", description=__doc__ or "", trusted=options.trust)
+    if options.max_world is not None and not options.all:
         raise ConfigError("--max-world says how far --all goes: add --all, or leave it out")
-    if trace is not None:
-        others = {"--layout": wanted, "--model": factory, "--dtypes": named, **flags}
-        return _write_trace(config, trace, trace_steps, [name for name, value in others.items() if value])
-    if trace_steps is not None:
+    if options.write_trace is not None:
+        return _write_trace(config, options.write_trace, options)
+    if options.trace_steps is not None:
         raise ConfigError("--trace-steps says how long a trace is: add --write-trace FILE, or leave it out")
-    layouts = [_closed(text) for text in wanted]
-    layouts += list(data_layouts(max_world or 8)) if flags["--all"] else []
-    dtypes = _dtypes(named, config)
-    return _verify(
-        config,
-        factory,
-        layouts or [_own(config)],
-        steps or 3,
-        dtypes,
-        shrink=flags["--shrink"],
-        as_json=flags["--json"],
-    )
+    layouts = [_closed(text) for text in options.layout]
+    layouts += list(data_layouts(options.max_world or 8)) if options.all else []
+    return _verify(config, layouts or [_own(config)], _dtypes(options.dtypes, config), options)
 
 
 def _closed(text: str) -> Layout:
@@ -90,22 +93,21 @@ def _own(config: Config) -> Layout:
     return config.layout
 
 
-def _write_trace(config: Config, path: str, steps: int | None, others: list[str]) -> int:
-    steps = TRACE_STEPS if steps is None else steps
-    if steps < 1:
-        raise ConfigError(f"--trace-steps = {steps}: at least 1 is written")
-    if others:
-        raise ConfigError(
-            f"{others[0]} and --write-trace are both given: a trace is of what one process makes of the config as it is"
-        )
+def _write_trace(config: Config, path: Path, options: VerifyOptions) -> int:
+    for name in ("layout", "model", "dtypes", "all", "shrink", "json"):
+        if getattr(options, name):
+            raise ConfigError(
+                f"--{name} and --write-trace are both given: a trace is of what one process makes of the config as it"
+                f" is"
+            )
     from meshwright.training.views.display import build_progress
     from meshwright.verification.trace_writer import summary, write_trace
 
-    file = Path(path).expanduser()
+    file = path.expanduser()
     if not file.parent.is_dir():
         raise ConfigError(f"--write-trace = {path}: there is no folder {file.parent}")
     with build_progress(is_main=True) as progress:
-        trace = write_trace(config, file, steps, progress)
+        trace = write_trace(config, file, options.trace_steps or TRACE_STEPS, progress)
     print(summary(trace, file))
     return 0
 
@@ -125,21 +127,12 @@ def _dtypes(named: str | None, config: Config) -> tuple[str, ...]:
     return tuple(name for name in LEGAL if name in found)
 
 
-def _verify(
-    config: Config,
-    factory: str | None,
-    layouts: list[Layout],
-    steps: int,
-    dtypes: tuple[str, ...],
-    *,
-    shrink: bool,
-    as_json: bool,
-) -> int:
+def _verify(config: Config, layouts: list[Layout], dtypes: tuple[str, ...], options: VerifyOptions) -> int:
     from meshwright.distributed.process.workers import WorkerPool
     from meshwright.verification.subject import subject_of
     from meshwright.verification.verify import verify
 
-    subject = subject_of(config, factory, max(layout.world for layout in layouts), shrink=shrink)
+    subject = subject_of(config, options.model, max(each.world for each in layouts), shrink=options.shrink)
     reports, refused = [], []
     pool = WorkerPool(max(layout.world for layout in layouts))
     try:
@@ -149,7 +142,7 @@ def _verify(
                     subject.model,
                     layout,
                     subject.batches_for(layout.world),
-                    steps=steps,
+                    steps=options.steps or 3,
                     dtypes=dtypes,
                     techniques=subject.techniques,
                     seed=config.seed,
@@ -164,28 +157,12 @@ def _verify(
                 print(f"{layout}: refused: {error}", file=sys.stderr, flush=True)
                 continue
             reports.append(report)
-            if not as_json:
+            if not options.json:
                 print(report, flush=True)
     finally:
         pool.close()
-    if as_json:
+    if options.json:
         print(json.dumps([json.loads(report.to_json()) for report in reports], indent=1))
     if not all(reports):
         return 1
     return refused[0][1].exit_status if refused else 0
-
-
-def _take_all(argv: list[str], name: str) -> tuple[list[str], list[str]]:
-    """Split off every value of ``--name value`` or ``--name=value``; return the values and the other words."""
-    found, rest = [], []
-    words = iter(argv)
-    for word in words:
-        if word == name:
-            found.append(next(words, ""))
-        elif word.startswith(f"{name}="):
-            found.append(word[len(name) + 1 :])
-        else:
-            rest.append(word)
-    if "" in found:
-        raise ConfigError(f'{name} needs a value, like {name} "dp_shard=2"')
-    return found, rest

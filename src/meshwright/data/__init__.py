@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from meshwright.data.corpus.packing import Whole
 
     from .corpus.cache import Prepared, default_cache_dir, open_corpus, prepare
-    from .corpus.corpus import Corpus
-    from .corpus.packing import IGNORE_INDEX, Split, Stream
+    from .corpus.packing import IGNORE_INDEX, Corpus, Split, Stream
     from .loader import Loader, validation_batches
     from .mixture import Interleave, Order, Samples, Stage
     from .options import SourceOptions
@@ -52,11 +51,10 @@ __all__ = [
 
 _HOME = {
     "corpus.cache": ("Prepared", "default_cache_dir", "open_corpus", "prepare"),
-    "corpus.corpus": ("Corpus",),
     "loader": ("Loader", "validation_batches"),
     "mixture": ("Interleave", "Order", "Samples", "Stage"),
     "options": ("SourceOptions",),
-    "corpus.packing": ("IGNORE_INDEX", "Split", "Stream", "Whole"),
+    "corpus.packing": ("IGNORE_INDEX", "Corpus", "Split", "Stream", "Whole"),
     "sources.scan": ("Scan", "scan_sources"),
     "text.tokenizers": ("ByteTokenizer", "FileTokenizer", "Tokenizer", "load_tokenizer"),
 }

@@ -224,7 +224,7 @@ def evaluate_tasks(request: TaskRequest) -> dict[str, dict[str, Any]]:
     if not is_rank_zero():
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
     if request.folder is not None and not os.path.isdir(request.folder):
-        raise ConfigError(f"--tasks_path {request.folder} does not exist: give a folder with lm-eval's task files")
+        raise ConfigError(f"--tasks-path {request.folder} does not exist: give a folder with lm-eval's task files")
     manager = _manager(request)
     _refuse_unknown(request.tasks, manager)
     loaded = _loaded(request, manager)
@@ -257,7 +257,7 @@ def _refuse_unknown(tasks: Sequence[str], manager: TaskManager) -> None:
         if not manager.match_tasks([name]):
             raise ConfigError(
                 f"--tasks: lm-eval {lm_eval.__version__} has no task {name!r}.{nearest(name, manager.all_tasks)} A task"
-                f" of your own is found with --tasks_path FOLDER; 'lm-eval ls tasks' lists the others"
+                f" of your own is found with --tasks-path FOLDER; 'lm-eval ls tasks' lists the others"
             )
 
 

@@ -23,6 +23,7 @@ from .context.kernels import kernel_of
 from .data import stage_of
 from .layout import Layout, shares_of
 from .memory.states import plan_memory
+from .plan import Plan
 from .step.host_waits import described
 from .techniques import Techniques
 from .tensor.plan import TensorPlan
@@ -30,9 +31,6 @@ from .values import Batch, ParameterPlan
 
 if TYPE_CHECKING:
     from meshwright.planning.context.plan import Method
-
-    from .plan import Plan
-
 
 # --- write the notes that a plan carries about a model and a layout
 
@@ -399,3 +397,6 @@ def _by_rank(estimate: MemoryEstimate) -> list[str]:
         return []
     sizes = (f"{rank}: {bytes_text(memory.total)}" for rank, memory in enumerate(estimate.ranks))
     return [f"  at the peak, by rank of the pipeline  {', '.join(sizes)}"]
+
+
+setattr(Plan, "__str__", table)  # noqa: B010 -- the printer knows the plan, and the plan knows no printer

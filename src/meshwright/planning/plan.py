@@ -102,11 +102,6 @@ class Plan:
         """List one line per leaf that differs, "path: here -> there"; empty for equal plans."""
         return list(_differences("", json.loads(self.to_json()), json.loads(other.to_json())))
 
-    def __str__(self) -> str:
-        from .explain import table
-
-        return table(self)
-
 
 def _differences(path: str, here, there):
     if isinstance(here, dict) and isinstance(there, dict):

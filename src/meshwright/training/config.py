@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from meshwright.core.config import from_dict, load_toml, unset
-from meshwright.core.config.ranges import ABOVE_0, BELOW_1, FROM_0, FROM_1, NOT_EMPTY, PATTERN, SHARE, Range
+from meshwright.core.config.ranges import ABOVE_0, BELOW_1, FROM_0, FROM_1, NOT_EMPTY, PATTERN, SEED, SHARE, Range
 from meshwright.core.devices import DEFAULT_BACKEND
 from meshwright.data.options import CurriculumStage, MixturePart, SourceOptions
 from meshwright.introspection.adapted.request import Adapters
@@ -28,7 +28,6 @@ NAME = Range(
     "letters, digits, '.', '_' and '-', beginning with a letter or digit",
     lambda value: re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value) is not None,
 )
-SEED = Range("from 0 to 2**63 - 1", lambda value: 0 <= value < 2**63)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,12 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from .help import KEYS, config_of, described
+from meshwright.core.config.flags import flag_of, legal_words
+from meshwright.core.config.schema import field_types, union_arms
+
+from .help import KEYS, config_of, described, options_of
 
 RUN_FILES = ("config.toml", "identity.json")
 OUT = "runs"
@@ -41,22 +45,21 @@ def candidates(words: list[str], verbs: Mapping[str, tuple[str, str]]) -> list[s
         return []
     if verb == "completion":
         return _that_begin([*SHELLS, "--install"], last)
-    usage, text = described(verb, verbs[verb][0])
+    usage, _ = described(verb, verbs[verb][0])
     takes_keys = KEYS in usage
     if before and before[-1] in ("-h", "--help") and takes_keys:
         return _that_begin(_sections(config_of(verb)), last)
-    kinds = _values_of_flags(f"{usage}\n{text}")
+    own = {flag_of(name): kind for cls in options_of(verbs[verb][0]) for name, kind in field_types(cls).items()}
     if last.startswith("-"):
         flag, equals, value = last.partition("=")
         if equals:
-            legal = kinds.get(flag) or (_values_of_key(config_of(verb), flag) if takes_keys else ())
+            legal = _legal(own[flag]) if flag in own else _values_of_key(config_of(verb), flag) if takes_keys else ()
             found = _that_begin(legal, value) or list(_paths(value, ("",)))
             return [f"{flag}={one}" for one in found]
-        flags = {"--help", *re.findall(r"(?<![\w-])--[a-z][a-z-]*(?![\w.])", text)}
-        return _that_begin(flags, last) + (_keys(config_of(verb), last) if takes_keys else [])
-    if before and before[-1] in kinds:
-        return _that_begin(kinds[before[-1]], last)
-    if before and before[-1].startswith("-") and "=" not in before[-1] and not before[-1].startswith("--json"):
+        return _that_begin(["--help", *own], last) + (_keys(config_of(verb), last) if takes_keys else [])
+    if before and (kind := own.get(before[-1])) is not None and bool not in union_arms(kind):
+        return _that_begin(_legal(kind), last) or list(_paths(last, ("",)))
+    if before and before[-1].startswith("-") and "=" not in before[-1] and before[-1] not in own:
         return list(_paths(last, ("",)))
     return list(dict.fromkeys([*(_runs(last) if "RUN" in usage else ()), *_paths(last, _endings(usage))]))
 
@@ -72,10 +75,9 @@ def _endings(usage: str) -> tuple[str, ...]:
     return (".toml",) if "CONFIG" in usage else ()
 
 
-def _values_of_flags(text: str) -> dict[str, tuple[str, ...]]:
-    """Read ``--to hf|merged|adapter`` out of a verb's help: flag -> its values."""
-    found = re.findall(r"(--[a-z-]+)[ =]([a-z0-9_]+(?:\|[a-z0-9_]+)+)", text)
-    return {flag: tuple(words.split("|")) for flag, words in found}
+def _legal(annotation: Any) -> list[str]:
+    """Return the words that an option may be, but for none, which is its absence."""
+    return [word for word in legal_words(annotation) if word != "none"]
 
 
 def _sections(cls: type) -> list[str]:
@@ -103,8 +105,7 @@ def _without_tables(keys: Iterable[str]) -> list[str]:
 
 
 def _values_of_key(cls: type, flag: str) -> tuple[str, ...]:
-    from meshwright.core.config.flags import legal_words
-    from meshwright.core.config.schema import field_types, section_of
+    from meshwright.core.config.schema import section_of
 
     *path, last = flag.removeprefix("--").replace("-", "_").split(".")
     for name in path:

@@ -8,8 +8,10 @@ TAB, so what it offers is always what the installed version takes.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
+from meshwright.core.config import take_flags
 from meshwright.core.errors import ConfigError, nearest
 from meshwright.core.files import replace_text
 
@@ -62,6 +64,15 @@ complete -c meshwright -f -a '(__meshwright_candidates)'
 SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
 
+@dataclass(frozen=True)
+class CompletionOptions:
+    install: bool = False
+    """Write the script where the shell looks for it."""
+
+
+OPTIONS = (CompletionOptions,)
+
+
 def run(argv: list[str]) -> int:
     """Print a script, install it, or answer one that asks for candidates."""
     if argv[:1] == [ASK]:
@@ -70,7 +81,8 @@ def run(argv: list[str]) -> int:
         words = split(argv[1] if len(argv) > 1 else "")
         print("\n".join(candidates(words[1:] or [""], VERBS)))
         return 0
-    installs, words = "--install" in argv, [word for word in argv if word != "--install"]
+    options, words = take_flags(CompletionOptions, argv)
+    installs = options.install
     if len(words) > 1:
         raise ConfigError(f"meshwright completion takes one shell, not {' '.join(words)}")
     if not words and not installs:

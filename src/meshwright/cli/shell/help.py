@@ -33,13 +33,16 @@ def verb_help(verb: str, target: str, argv: list[str]) -> str:
     Raises:
         ConfigError: no section and no key is called so, or the config cannot be read.
     """
+    from meshwright.core.config.flags import keys_text, options_text
+
     width = min(max(shutil.get_terminal_size().columns, NARROWEST), WIDEST)
     usage, text = described(verb, target)
     text = folded(text, width)
+    for cls in options_of(target):
+        about = "" if (cls.__doc__ or "").startswith(f"{cls.__name__}(") else f"{cls.__doc__}\n"
+        text += f"\n\n{about}{options_text(cls, width)}"
     if KEYS not in usage:
         return f"usage: {usage}\n\n{text}"
-    from meshwright.core.config import keys_text
-
     cls, instance = config_of(verb), _given(verb, argv)
     if wanted := _wanted(argv):
         return f"usage: {usage}\n\n{keys_text(cls, instance, wanted=wanted, width=width)}"
@@ -48,17 +51,17 @@ def verb_help(verb: str, target: str, argv: list[str]) -> str:
 
 
 def described(verb: str, target: str) -> tuple[str, str]:
-    """Return a verb's usage line and the text of its help, from the docstrings of its module and function."""
-    module, _, function = target.partition(":")
-    found = import_module(module)
-    doc = (found.__doc__ or "").strip()
+    """Return a verb's usage line and the text of its help, from the docstring of its module."""
+    doc = (import_module(target.partition(":")[0]).__doc__ or "").strip()
     head = re.match(r"``(.+?)``:\s*", doc, re.DOTALL)
     usage = " ".join(head.group(1).split()) if head else f"meshwright {verb} …"
     text = doc[head.end() :] if head else doc
-    more = getattr(found, function).__doc__ or ""
-    if "--" in more:
-        text += "\n\n" + "\n".join(line.removeprefix("    ") for line in more.strip().splitlines())
     return usage, text[:1].upper() + text[1:].replace("``", "").rstrip()
+
+
+def options_of(target: str) -> tuple[type, ...]:
+    """Return the dataclasses of a verb's own flags."""
+    return import_module(target.partition(":")[0]).OPTIONS
 
 
 def folded(text: str, width: int) -> str:

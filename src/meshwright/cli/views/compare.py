@@ -2,47 +2,50 @@
 
 It prints each run's losses, tokens, seconds, speed and layout, and the keys in which their configs differ. A run
 that is being trained is read as it stands.
-
-  --by steps|tokens|seconds   over which the runs are compared: the x axis of curves, and where losses are compared
-                              (default: steps)
-  --html FILE                 draw one page: curves over each other, figures, and what differs
-  --json                      the figures for programs, in nats, tokens, seconds and bytes
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from meshwright.cli.arguments import open_run, take_option
-from meshwright.core.errors import ConfigError, nearest
+from meshwright.cli.arguments import open_run, refuse_rest
+from meshwright.core.config import take_flags
+from meshwright.core.errors import ConfigError
 
 from .pages import check_page, write_page
 
 if TYPE_CHECKING:
     from meshwright.training.views.comparison.runs import ComparedRun
 
-FLAGS = "--by, --html, --json"
 ABOVE = ("state", "steps", "layout")
 """Figures that stand above the table, where a long one has room."""
 
 
+@dataclass(frozen=True)
+class CompareOptions:
+    by: Literal["steps", "tokens", "seconds"] = "steps"
+    """Over which the runs are compared: the x axis of curves, and where losses are compared (default: steps)."""
+    html: Path | None = None
+    """Draw one page: curves over each other, figures, and what differs."""
+    json: bool = False
+    """The figures for programs, in nats, tokens, seconds and bytes."""
+
+
+OPTIONS = (CompareOptions,)
+
+
 def run(argv: list[str]) -> int:
     """Compare runs: print a table or JSON, and write the page."""
-    by, argv = take_option(argv, "--by", str)
-    html, argv = take_option(argv, "--html", Path)
-    as_json, argv = "--json" in argv, [word for word in argv if word != "--json"]
-    if flag := next((word for word in argv if word.startswith("-")), ""):
-        raise ConfigError(f"meshwright compare does not know '{flag}'. Flags: {FLAGS}.")
+    options, argv = take_flags(CompareOptions, argv)
+    refuse_rest([word for word in argv if word.startswith("-")], "meshwright compare", CompareOptions)
     from meshwright.training.views.comparison.page import comparison_page
     from meshwright.training.views.comparison.runs import to_dict
-    from meshwright.training.views.page.charts import AXES
 
-    by = by or "steps"
-    if by not in AXES:
-        raise ConfigError(f"--by = {by!r} is none of {', '.join(AXES)}.{nearest(by, AXES)}")
+    by, html, as_json = options.by, options.html, options.json
     if html is not None:
         check_page(html)
     runs = _read(argv)

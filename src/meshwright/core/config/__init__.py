@@ -4,7 +4,7 @@ The package is torch-free; dtypes are strings. A key that does not exist, or a v
 ConfigError that names the key, the place and the repair.
 """
 
-from .flags import keys_text, parse_flags
+from .flags import keys_text, parse_flags, take_flags
 from .read import all_set, from_dict, to_dict
 from .schema import field_doc, is_unset, public_keys, unset, without_mark
 from .toml import load_toml, to_toml
@@ -18,6 +18,7 @@ __all__ = [
     "load_toml",
     "parse_flags",
     "public_keys",
+    "take_flags",
     "to_dict",
     "to_toml",
     "unset",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import keyword
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from meshwright.core.errors import ConfigError, nearest
@@ -89,7 +91,7 @@ def _kind(arm: Any) -> str:
         return "TOML"
     if get_origin(arm) in (tuple, list):
         return f"{_kind(get_args(arm)[0])} …"
-    return {int: "N", float: "NUMBER", str: "TEXT"}.get(arm, "VALUE")
+    return {int: "N", float: "NUMBER", str: "TEXT", Path: "PATH"}.get(arm, "VALUE")
 
 
 def key_helps(cls: type, instance: Any = None) -> Iterator[tuple[str, type, list[KeyHelp]]]:
@@ -218,7 +220,7 @@ def parse_flags(cls: type[T], args: Sequence[str], *, default: T | None = None, 
         print(f"usage: {prog} [--key=value …]\n\n{description}\n\n{keys_text(cls, default)}")
         raise SystemExit(0)
     start = cls() if default is None else default
-    given, rest = _read_flags(cls, args, switches=False)
+    given, rest = _read_flags(cls, args, of_verb=False)
     if rest:
         flag, _, value = rest[0].partition("=")
         if flag.startswith("--"):
@@ -236,20 +238,38 @@ def parse_flags(cls: type[T], args: Sequence[str], *, default: T | None = None, 
 def take_flags(cls: type[T], args: Sequence[str]) -> tuple[T, list[str]]:
     """Split off the flags that a dataclass has; return its instance, and the other words.
 
-    A ``bool`` is a switch: ``--json``. All else is as ``parse_flags`` has it.
+    A field ``per_node`` is the flag ``--per-node``. A ``bool`` is a switch, ``--json``, which may have a value where
+    the type has others; a tuple takes one item for each time that its flag is given. All else is as ``parse_flags`` has
+    it.
 
     Raises:
-        ConfigError: a value is missing or of the wrong type or out of the range of its field.
+        ConfigError: a value is missing, given twice, of the wrong type or out of the range of its field.
     """
-    given, rest = _read_flags(cls, args, switches=True)
-    options = _changed(cls(), given)
+    given, rest = _read_flags(cls, args, of_verb=True)
     for key, limit in limits(cls).items():
-        if key in given:
-            limit.check(f"--{key.replace('_', '-')}", given[key])
-    return options, rest
+        if given.get(key) is not None:
+            limit.check(flag_of(key), given[key])
+    return _changed(cls(), given), rest
 
 
-def _read_flags(cls: type, args: Sequence[str], *, switches: bool) -> tuple[dict[str, Any], list[str]]:
+def flag_of(key: str) -> str:
+    """Return the flag of a verb's option."""
+    return f"--{key.rstrip('_').replace('_', '-')}"
+
+
+def options_text(cls: type, width: int = 80) -> str:
+    """Return the help of the flags that a verb's dataclass has."""
+    lines = []
+    for name, annotation in field_types(cls).items():
+        kinds = [_kind(arm) for arm in union_arms(annotation) if arm not in (bool, type(None))]
+        kind = "|".join(kinds) if bool not in union_arms(annotation) else f"[{'|'.join(kinds)}]" * bool(kinds)
+        doc = field_doc(cls, name).replace("``", "")
+        lines.append(f"  {flag_of(name)} {kind}".rstrip())
+        lines += [f"      {line}" for line in textwrap.wrap(doc, max(width - 6, 20), **_WHOLE_WORDS)]
+    return "\n".join(lines)
+
+
+def _read_flags(cls: type, args: Sequence[str], *, of_verb: bool) -> tuple[dict[str, Any], list[str]]:
     """Return values by dotted key, and the words that are no flags of ``cls`` and no values of such."""
     given: dict[str, Any] = {}
     rest: list[str] = []
@@ -262,21 +282,30 @@ def _read_flags(cls: type, args: Sequence[str], *, switches: bool) -> tuple[dict
         if annotation is None or section_of(annotation):
             rest.append(word)
             continue
-        is_list = get_origin(annotation) is tuple and not row_of(annotation)
+        arms, is_list = union_arms(annotation), get_origin(annotation) is tuple and not row_of(annotation)
         items = [text] if has_value else []
-        if switches and annotation is bool and not has_value:
-            items = ["true"]
-        while words and not words[0].startswith("--") and (is_list or not items):
+        is_next = bool(words) and not words[0].startswith("--")
+        if of_verb and bool in arms and not has_value:
+            takes = is_next and (Path in arms or (int in arms and words[0].isdigit()))
+            items = [words.pop(0) if takes else "true"]
+        while words and not words[0].startswith("--") and ((is_list and not of_verb) or not items):
             items.append(words.pop(0))
-        if is_list and key in given:
-            times = sum(_key_of(word.partition("=")[0]) == key for word in args if word.startswith("--"))
-            raise ConfigError(f"{flag} is given {times} times; give all items after one: {flag} first second")
-        given[key] = read_value(cls, annotation, _as_written(annotation, items, flag), key, where=flag)
+        if of_verb and is_list and not items:
+            raise ConfigError(f"{flag} needs a value: {type_words(get_args(annotation)[0])}")
+        value = read_value(cls, annotation, _as_written(annotation, items, flag), key, where=flag)
+        if is_list and of_verb:
+            value = given.get(key, ()) + value
+        elif key in given and (is_list or of_verb):
+            times = sum(_key_of(each.partition("=")[0]) == key for each in args if each.startswith("--"))
+            advice = f"give all items after one: {flag} first second" if is_list else "give it once"
+            raise ConfigError(f"{flag} is given {times} times; {advice}")
+        given[key] = value
     return given, rest
 
 
 def _key_of(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
+    key = flag.removeprefix("--").replace("-", "_")
+    return f"{key}_" if keyword.iskeyword(key) else key
 
 
 def _annotation(cls: type, key: str) -> Any:
@@ -306,7 +335,7 @@ def _word(text: str, arms: Sequence[Any]) -> Any:
     """Return none, a choice, true or false, or a number where a word is one and the type has it; else the text."""
     if type(None) in arms and text.lower() == "none":
         return None
-    if str in arms or any(text in get_args(arm) for arm in arms):
+    if any(arm in (str, Path) or text in get_args(arm) for arm in arms) and not (bool in arms and text == "true"):
         return text
     if text.lower() in ("true", "false"):
         return text.lower() == "true"

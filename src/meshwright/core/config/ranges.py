@@ -68,6 +68,7 @@ BELOW_1 = Range("0 or more and below 1", lambda value: 0 <= value < 1)
 BETWEEN_0_AND_1 = Range("above 0 and below 1", lambda value: 0 < value < 1)
 SHARE = Range("from 0 to 1", lambda value: 0 <= value <= 1)
 NOT_EMPTY = Range("not empty", lambda value: len(value) > 0)
+SEED = Range("from 0 to 2**63 - 1", lambda value: 0 <= value < 2**63)
 PATTERN = RegularExpression()
 
 

@@ -8,6 +8,7 @@ import enum
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from meshwright.core.errors import ConfigError, MeshwrightError, nearest
@@ -33,6 +34,7 @@ _SCALARS = {
     int: "a whole number",
     float: "a number",
     str: "text",
+    Path: "a path",
     type(None): "nothing",
     Any: "anything",
 }
@@ -261,8 +263,8 @@ def _scalar(arm: Any, value: Any, key: str) -> Any:
         return _as_float(value) if type(value) in (int, float) else _NO
     if arm in (bool, int, type(None)):
         return value if type(value) is arm else _NO
-    if arm is str:
-        return str(value) if isinstance(value, str) else _NO
+    if arm in (str, Path):
+        return arm(value) if isinstance(value, str) else _NO
     if isinstance(arm, type) and issubclass(arm, enum.Enum):
         return next((member for member in arm if value is member or value == member.value), _NO)
     raise TypeError(f"{key}: a config field cannot have the type {arm}")

@@ -28,8 +28,9 @@ from meshwright.data.text.tokenizers import Tokenizer
 
 from .arrays import changed_images
 from .building import TokenisingRecipe, files_of, image_folders
-from .corpus import Corpus, Meta, TooLong, find_damage, has_documents_of, open_tokenised, read_meta
+from .corpus import Meta, TooLong, find_damage, has_documents_of, open_tokenised, read_meta
 from .mapped import PREFIX, Index, IndexingRecipe, open_index
+from .packing import Corpus
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]

@@ -33,7 +33,7 @@ from meshwright.data.images.files import ImageFile
 from meshwright.data.text.preference import TASK as PREFERENCE
 
 from .arrays import Pictures, PicturesWriter, array_file, mapped, open_pictures
-from .packing import Split, Stream, Whole
+from .packing import Corpus, Split, Stream, Whole
 from .pictured import Pairs, Pictured
 
 VERSION = 3
@@ -113,16 +113,6 @@ class Meta:
 
     def digests(self) -> dict[str, str]:
         return self.training.digests | self.validation.digests | (self.pictures.digests if self.pictures else {})
-
-
-@dataclass(frozen=True, eq=False)
-class Corpus:
-    """An opened corpus: two splits over memory-mapped arrays."""
-
-    meta: Any
-    training: Split
-    validation: Split
-    """May be empty, with no documents and no tokens."""
 
 
 def open_tokenised(folder: Path, too_long: TooLong = "refuse", image_folders: Sequence[Path] = ()) -> Corpus:

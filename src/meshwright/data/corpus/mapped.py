@@ -26,8 +26,8 @@ from meshwright.data.sources.scan import Scan
 from meshwright.data.text.tokenizers import Tokenizer
 
 from .arrays import array_file
-from .corpus import META, TRAINING, VALIDATION, Corpus, SplitSize, write_meta
-from .packing import Joined, Stream
+from .corpus import META, TRAINING, VALIDATION, SplitSize, write_meta
+from .packing import Corpus, Joined, Stream
 
 VERSION = 2
 PREFIX = "index-"

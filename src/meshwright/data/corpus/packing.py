@@ -9,7 +9,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
@@ -64,6 +64,16 @@ class Split(Protocol):
             IndexError: an index is outside [0, n_samples).
         """
         ...
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """An opened corpus: two splits over memory-mapped arrays."""
+
+    meta: Any
+    training: Split
+    validation: Split
+    """May be empty, with no documents and no tokens."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from meshwright.core.errors import UnsupportedError
 
 from .arrays import NO_PICTURES, PictureList
-from .packing import Rows, Split, Whole
-
-if TYPE_CHECKING:
-    from .corpus import Corpus
-
+from .packing import Corpus, Rows, Split, Whole
 
 # --- give conversations with images a row each
 

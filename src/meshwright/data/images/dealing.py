@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.data.corpus.cache import Prepared, open_corpus
-from meshwright.data.corpus.corpus import Corpus
-from meshwright.data.corpus.packing import Rows
+from meshwright.data.corpus.packing import Corpus, Rows
 from meshwright.data.corpus.pictured import IMAGES, Pictured, beside_images
 from meshwright.data.options import MixturePart
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +16,7 @@ from torch import Tensor, nn
 from meshwright.core.names import is_within, owner
 from meshwright.introspection.adapted.model import host_of_magnitude
 
-if TYPE_CHECKING:
-    from .probe import Call
+from .calls import Call
 
 TOLERANCE = 1e-8
 """Relative tolerance, in fp64, between a module's output and the sum of its layers' outputs."""

@@ -24,7 +24,8 @@ from meshwright.core.names import is_within
 from meshwright.core.parts import take
 from meshwright.introspection.small.copies import copy_of
 
-from .probe import Call, Probe
+from .calls import Call
+from .probe import Probe
 from .regions import Region
 
 # --- describe how a region runs on one of several ranks that share its groups

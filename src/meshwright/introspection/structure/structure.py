@@ -18,8 +18,9 @@ from meshwright.introspection.signature import logits_of
 from meshwright.introspection.small.sample import SEQ, Sample, kinds_of
 
 from .adapters import find_others
+from .calls import Call
 from .local_search import LocalForm, local_form
-from .probe import PUSHED, ROUNDING, Call, Probe, record, side_by_side
+from .probe import PUSHED, ROUNDING, Probe, record, side_by_side
 from .regions import Region, find_regions, resized, shapes_of
 
 

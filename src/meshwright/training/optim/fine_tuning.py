@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.core.config import is_unset, unset
+from meshwright.core.config_keys import LENGTHS
 from meshwright.core.dtypes import epochs_text
 from meshwright.planning.optimizer.kinds import kind_of
 from meshwright.training.adapter_folder import with_base
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from meshwright.training.config import Config, ModelConfig
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-LENGTHS = ("max_seq_len", "max_position_embeddings", "n_positions")
-"""Keys of a model's config that state its longest sequence, as ``introspection/facts`` reads them."""
 LONGEST_ROW = 2048
 PREFERENCE, TEXT = "preference", "text"
 """Tasks of data whose length and rate differ from those of conversations and answers."""
