@@ -52,7 +52,7 @@ class EvaluateOptions:
     step: int | None = None
     """A checkpoint other than the run's latest."""
     base: Path | None = None
-    """Folder of the model beside which adapters were trained: those of a run, or of a FOLDER whose base is elsewhere."""
+    """Folder of the model beside which adapters were trained: a run's, or those of a FOLDER whose base is elsewhere."""
     tokenizer: str | None = None
     """Of a FOLDER that holds none: bytes, or a folder with a tokenizer.json."""
     dtype: str | None = None
