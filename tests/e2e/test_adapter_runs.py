@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
 from pathlib import Path
 
@@ -131,18 +130,6 @@ def test_adapters_of_a_base_in_4_bits_are_read_beside_it_by_the_code_that_is_pri
     )
     plain = logits(PeftModel.from_pretrained(by_transformers(model), tmp_path / "adapter"))
     assert (one - two).abs().max() < 1e-5 < 1e-3 < (one - plain).abs().max()
-
-
-def test_the_folder_of_an_adapter_is_read_once_its_message_is_followed(told, base, model, tmp_path, ask):
-    adapter = tmp_path / "adapter"
-    assert ask("convert", told.folder, "--to", "adapter", adapter, "--base", model)[0] == 0
-    for words in (("evaluate", adapter), ("generate", adapter), ("train", f"--model.hf={adapter}")):
-        status, _, said = ask(*words)
-        assert status == 2 and f"holds adapters of peft beside {model}" in said, said
-        code = shlex.split(said[said.index("python -c") : said.index(" and give ")])[2]
-    exec(code, {})
-    status, _, err = ask("generate", f"{adapter}-merged", "--prompt", "a", "--tokens", "2")
-    assert status == 0, err
 
 
 def test_lengths_of_rows_are_trained_resumed_and_merged(pool, base, model, tmp_path, ask):

@@ -265,6 +265,18 @@ def test_a_record_damaged_between_two_sittings_stays_as_it_was_and_other_changes
     assert train(1, {"steps": 8}, folder=first)[0].status == 0
 
 
+def test_rows_of_a_stream_that_end_early_have_the_losses_of_whole_rows(questions, tmp_path, monkeypatch):
+    changes = {"data.source": [questions], "data.streaming": True, "data.seq_len": 20, "steps": 3}
+    changes |= {"batch.global_batch": 8, "batch.microbatch": 2, "sample.tokens": 0, "logging.tensorboard": "off"}
+    early = Job(changes | {"run": str(tmp_path / "early")})()
+    monkeypatch.setattr(build.RowEnds, "of", lambda *args, **options: None)
+    whole = Job(changes | {"run": str(tmp_path / "whole")})()
+    assert early.status == whole.status == 0
+    tokens = [sum(len(row) for step in one.samples for row in step) for one in (early, whole)]
+    assert tokens[1] == 3 * 8 * 20 > tokens[0] == 3 * 8 * 16
+    assert losses(tmp_path / "early") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+
+
 def test_a_stream_that_meets_a_long_conversation_goes_on_as_its_message_says(train, small, tmp_path):
     rows = [{"prompt": "?" * 20, "completion": "yes" * (40 if i == 300 else 6)} for i in range(500)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -14,6 +14,7 @@ from meshwright.data import Loader, Stream
 from meshwright.data.corpus.building import TokenisingRecipe
 from meshwright.data.corpus.packing import IGNORE_INDEX
 from meshwright.data.options import SourceOptions
+from meshwright.data.row_ends import RowEnds
 from meshwright.data.sources.scan import list_sources
 from meshwright.data.streaming import StreamedSamples
 from meshwright.data.text.tokenizers import ByteTokenizer
@@ -171,3 +172,39 @@ def test_a_stream_of_nothing_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text("")
     with pytest.raises(ConfigError, match="all of 0 bytes"):
         streamed(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize("microbatch", [0, 3])
+def test_rows_of_a_stream_end_where_the_longest_of_their_microbatch_ends(tmp_path, microbatch):
+    """Whatever rank asks, with more rows in a step than windows are held for, and read only once."""
+    talk = [{"prompt": "?" * (1 + i % 3), "completion": "x" * (11 + i * 7 % 8)} for i in range(70)]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in talk))
+    batch, ranks, said = 800, 2, list[str]()
+
+    def samples() -> StreamedSamples:
+        options = SourceOptions((str(path),), streaming=True)
+        recipe = TokenisingRecipe(list_sources(options.source), options, ByteTokenizer(), 0.0)
+        return StreamedSamples(recipe, 24, said.append)
+
+    ends = RowEnds(microbatch, 2)
+    loaders = [Loader(samples(), batch, rank, ranks, workers=1, ends=ends) for rank in range(ranks)]
+    whole = samples()
+    for step in range(2):
+        found = [next(loader) for loader in loaders]
+        pieces = [one if isinstance(one, list) else [one] for one in found]
+        lengths = [[piece["tokens"].shape[1] for piece in one] for one in pieces]
+        assert lengths[0] == lengths[1] and (not microbatch or min(lengths[0]) < 24)
+        for rank, of_rank in enumerate(pieces):
+            at = step * batch + rank * batch // ranks
+            for piece in of_rank:
+                full = whole.rows(at + np.arange(len(piece["tokens"])))
+                at += len(piece["tokens"])
+                for key, values in piece.items():
+                    assert (values.numpy() == full[key][:, : values.shape[1]]).all()
+                beyond = piece["tokens"].shape[1]
+                assert (full["document_ids"][:, beyond:] == -1).all() and (full["labels"][:, beyond:] == -100).all()
+        assert (whole.row_lengths(step * batch + np.arange(9)) <= 24).all()
+    for loader in loaders:
+        loader.close()
+    assert not said, "nothing is read twice"

@@ -98,7 +98,7 @@ def test_configs_that_are_none(folder, changes, error, says):
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("{", "is no JSON"), ("[1]", "holds a list, not the keys of a model's config")]
+    ("text", "says"), [("{", "is no JSON"), ("[1]", "holds a list, and an object with keys was expected")]
 )
 def test_files_that_are_no_config(folder, text, says):
     (folder / "config.json").write_text(text)

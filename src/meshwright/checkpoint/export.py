@@ -25,6 +25,7 @@ from meshwright.checkpoint.tensor_files import DTYPES, INDEX, SINGLE
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.distributed.quantize.nf4 import pack, unpack
+from meshwright.introspection.adapted.folder import ROUNDED_IN, WEIGHTS
 from meshwright.introspection.adapted.model import (
     ADAPTER,
     AdaptersPut,
@@ -355,8 +356,6 @@ class _Merged:
 
 # --- write a checkpoint's adapters as the folder that peft, transformers and vLLM read
 
-WEIGHTS = "adapter_model.safetensors"
-
 
 def export_adapter(checkpoint: Path, folder: Path, adapted: nn.Module, base: str, dtype: str | None = None) -> int:
     """Write adapters, and modules that were trained whole, with peft's adapter_config.json.
@@ -387,7 +386,8 @@ def export_adapter(checkpoint: Path, folder: Path, adapted: nn.Module, base: str
     tensors = {peft_name(name): read[f"model.{name}"] for name in names}
     if dtype is not None:
         tensors = {name: tensor.to(torch_dtype(dtype)) for name, tensor in tensors.items()}
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    rounded = {ROUNDED_IN: next(iter(manifest.in_4_bits.values()))} if manifest.in_4_bits else {}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"} | rounded)
     config = _as_peft_reads(adapted)
     config.base_model_name_or_path, config.task_type, config.inference_mode = base, "CAUSAL_LM", True
     config.save_pretrained(folder)

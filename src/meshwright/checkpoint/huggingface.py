@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.core.errors import ConfigError, IntegrityError
+from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError, UnsupportedError
 from meshwright.core.names import clean, is_within
-from meshwright.core.record import recall
+from meshwright.core.record import recall, remember
 from meshwright.core.torch_private import is_persistent
 from meshwright.distributed import order
 from meshwright.distributed.doors.builtin_transforms import LoadWeightsTransformConfig
@@ -30,14 +30,16 @@ from meshwright.distributed.process import agree
 from meshwright.distributed.weights.constructed import Destinations
 from meshwright.distributed.weights.shards import pieces
 from meshwright.distributed.weights.weights import Weights
-from meshwright.introspection.adapted.model import base_name, is_adapter
+from meshwright.introspection.adapted.folder import CONFIG as ADAPTER_CONFIG
+from meshwright.introspection.adapted.folder import WEIGHTS as ADAPTER_WEIGHTS
+from meshwright.introspection.adapted.model import AdaptersRead, base_name, is_adapter, is_trained_copy, peft_name
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.module_kinds import names_to_ignore
 from meshwright.planning.techniques import Techniques
 
 from .load import load_model_tensors
 from .manifest import NAME
-from .tensor_files import Source, TensorFiles, sources
+from .tensor_files import Source, Stored, TensorFiles, sources
 
 # --- load weights from a Hugging Face folder
 
@@ -50,16 +52,18 @@ SAMPLES, SAMPLED_BYTES = 256, 2**16
 class Pretrained:
     """The weights in a folder; called with a model, laid out or not, it writes them.
 
-    Beside a model's adapters only the base's weights are read.
+    Beside a model's adapters only the base's weights are read, or those in a folder of peft's too.
 
     ``parallelize(config, layout, weights=pretrained(folder))`` reads each value once, into its place.
 
     Attributes:
+        adapter: the folder with the adapters' weights; None: they are not read.
         bytes_read: bytes that this rank requested from the files, at the files' dtype.
     """
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, adapter: str | Path = ""):
         self.folder = Path(folder).expanduser()
+        self.adapter = Path(adapter).expanduser() if str(adapter) else None
         self.bytes_read = 0
 
     def check(self, model: nn.Module) -> None:
@@ -70,7 +74,10 @@ class Pretrained:
             IntegrityError: a damaged, truncated or absent file.
             UnsupportedError: weights that are quantized, or stored in a form that cannot be read by slices.
         """
-        _Match.of(model, TensorFiles(self.folder))
+        _Match.of(model, *self._files())
+
+    def _files(self) -> tuple[TensorFiles, TensorFiles | None]:
+        return TensorFiles(self.folder), TensorFiles(self.adapter, ADAPTER_WEIGHTS) if self.adapter else None
 
     def fingerprint(self) -> str:
         """Return a digest of the files: their names, sizes, and some blocks of each.
@@ -117,12 +124,16 @@ class Pretrained:
         assert files is not None and match is not None
         agree.together(lambda: self._write(match))
         self.bytes_read += files.bytes_read
+        if self.adapter is not None:
+            remember(module, AdaptersRead(str(self.adapter)))
         return set(match.sources) | _shared(module)
 
     def _matched(self, module: nn.Module) -> tuple[TensorFiles, _Match]:
-        files = TensorFiles(self.folder)
-        match = _Match.of(module, files)
+        files, of_adapters = self._files()
+        match = _Match.of(module, files, of_adapters)
         self._reading(lambda: _refuse_other_ties(match, files), "Nothing was loaded.")
+        if of_adapters is not None:
+            self._reading(lambda: _refuse_other_copies(match, of_adapters), "Nothing was loaded.")
         return files, match
 
     def _write(self, match: _Match) -> None:
@@ -136,14 +147,18 @@ class Pretrained:
         try:
             action()
         except (OSError, RuntimeError, SafetensorError) as error:
-            if isinstance(error, IntegrityError):
+            if isinstance(error, MeshwrightError):
                 raise
             raise IntegrityError(f"{self.folder}: its weights could not be read ({error}). {consequence}") from error
 
 
-def pretrained(folder: str | Path) -> Pretrained:
-    """Open a Hugging Face folder for ``parallelize(model, mesh, weights=…)``; nothing is read yet."""
-    return Pretrained(folder)
+def pretrained(folder: str | Path, adapter: str | Path = "") -> Pretrained:
+    """Open a Hugging Face folder for ``parallelize(model, mesh, weights=…)``; nothing is read yet.
+
+    Args:
+        adapter: folder of peft's with the weights at which the model's adapters begin; "": they are drawn.
+    """
+    return Pretrained(folder, adapter)
 
 
 @dataclass
@@ -156,13 +171,19 @@ class _Match:
     twice: dict[str, Source]
     """Sources of tied parameters that the files hold under a second name too."""
     destinations: Destinations
+    copies: dict[str, Source]
+    """Sources of the base's parameters in the file of adapters, where peft saves embeddings whole too."""
 
     @classmethod
-    def of(cls, model: nn.Module, files: TensorFiles) -> _Match:
+    def of(cls, model: nn.Module, files: TensorFiles, of_adapters: TensorFiles | None = None) -> _Match:
         tensors, aliases, derived = _names(model)
         destinations = Destinations(model)
         shared = _shared(model)
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in shared and not is_adapter(name)}
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in shared}
+        adapters = {
+            name: t for name, t in tensors.items() if is_adapter(name) or (of_adapters and is_trained_copy(name))
+        }
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in adapters}
         found = _by_own_names(
             sources(model, [base_name(name) for name in (*tensors, *aliases)], files), tensors, aliases
         )
@@ -190,16 +211,59 @@ class _Match:
             if (text := _misfit(name, tensors[name], source, destinations))
         ]
         if problems:
-            more = f" (and {len(problems) - SHOWN} more)" if len(problems) > SHOWN else ""
             raise ConfigError(
                 f"the weights in {files.folder} are not those of {type(model).__name__}:"
-                f" {'; '.join(problems[:SHOWN])}{more}. Nothing was loaded; give the config.json that belongs to them."
+                f" {_listed(problems)}. Nothing was loaded; give the config.json that belongs to them."
             )
-        return cls(tensors, aliases, chosen, twice, destinations)
+        match = cls(tensors, aliases, chosen, twice, destinations, {})
+        return match if of_adapters is None else match.with_adapters(model, files, of_adapters, adapters, absent)
+
+    def with_adapters(
+        self, model: nn.Module, base: TensorFiles, files: TensorFiles, adapters: dict[str, Tensor], absent: list[str]
+    ) -> _Match:
+        """Return the match of the base and of what the file of adapters holds: adapters, and modules trained whole.
+
+        Args:
+            adapters: their tensors in the model.
+            absent: paths of the modules that other ranks of a pipeline have.
+
+        Raises:
+            ConfigError: the file's tensors are others than the model's.
+        """
+        own = {
+            name: Stored(files, key)
+            for name in adapters
+            for key in (peft_name(name), f"{peft_name(name)}.weight")  # magnitudes have either name
+            if key in files.tensors
+        }
+        left = files.tensors.keys() - {source.name for source in own.values()}
+        named = {base_name(name): name for name in self.tensors}
+        copies = {named[name]: Stored(files, key) for key in left if (name := base_name(key)) in named}
+        left -= {source.name for source in copies.values()}
+        left -= {key for key in left if any(is_within(base_name(key), path) for path in absent)}
+        tensors = self.tensors | adapters
+        problems = [f"they lack {peft_name(name)}" for name in adapters if name not in own]
+        problems += [f"they hold {key}, which the model with adapters lacks" for key in sorted(left)]
+        problems += [
+            text
+            for name, source in (own | copies).items()
+            if (text := _misfit(name, tensors[name], source, self.destinations))
+        ]
+        if problems:
+            raise ConfigError(
+                f"the adapters in {files.folder} are not those that stand beside {type(model).__name__} in"
+                f" {base.folder}: {_listed(problems)}. Nothing was loaded; give the base that they were trained beside."
+            )
+        return replace(self, tensors=tensors, sources=self.sources | own, copies=copies)
 
     def in_order(self) -> Iterator[tuple[str, Source]]:
         """Yield names and sources in the order of the files."""
         yield from sorted(self.sources.items(), key=lambda row: row[1].names[0])
+
+
+def _listed(problems: list[str]) -> str:
+    more = f" (and {len(problems) - SHOWN} more)" if len(problems) > SHOWN else ""
+    return f"{'; '.join(problems[:SHOWN])}{more}"
 
 
 def _by_own_names(found: dict[str, Source], *held: Iterable[str]) -> dict[str, Source]:
@@ -268,6 +332,19 @@ def _refuse_other_ties(match: _Match, files: TensorFiles) -> None:
             raise ConfigError(
                 f"the weights in {files.folder} hold {match.sources[name].names[0]} and {other} with different values,"
                 f" and the model ties them: set tie_word_embeddings in its config.json to false. Nothing was loaded."
+            )
+
+
+def _refuse_other_copies(match: _Match, of_adapters: TensorFiles) -> None:
+    """Refuse whole parameters of the base in the file of adapters, unless they are the base's own numbers."""
+    for name, source in match.copies.items():
+        base = match.sources[name]
+        cut = tuple(slice(0, size) for size in source.shape)
+        if not torch.equal(source.read(cut).to(base.dtype), base.read(cut)):
+            raise UnsupportedError(
+                f"{of_adapters.folder} holds {base_name(name)} with other numbers than its base, and its module is none"
+                f" of the modules_to_save in {ADAPTER_CONFIG}: whether it was trained is not known. Name it there to"
+                f" train it on. Nothing was loaded."
             )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.core.errors import ConfigError, IntegrityError, UnsupportedError
-from meshwright.core.files import inside, refuse_pointer
+from meshwright.core.files import inside, read_json, refuse_pointer
 from meshwright.introspection.module_kinds import brings_initialiser
 
 # --- read slices from a folder's safetensors files in Hugging Face's layout
@@ -60,6 +60,9 @@ class StoredTensor:
 class TensorFiles:
     """The tensors of a folder by name; opening reads and checks the headers only.
 
+    Args:
+        file: the one file to read; "": those of a model.
+
     Attributes:
         tensors: the stored tensors by name.
         bytes_read: bytes of all slices requested so far, at the dtype of the file.
@@ -70,9 +73,10 @@ class TensorFiles:
         UnsupportedError: a dtype that torch has no full arithmetic for.
     """
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, file: str = ""):
         self.folder = Path(folder).expanduser()
-        self.tensors = {tensor.name: tensor for file, names in _files(self.folder) for tensor in _header(file, names)}
+        files = [(inside(self.folder, file), None)] if file else _files(self.folder)
+        self.tensors = {tensor.name: tensor for path, names in files for tensor in _header(path, names)}
         self.bytes_read = 0
         self._open: dict[Path, Any] = {}
 
@@ -109,7 +113,7 @@ def _files(folder: Path) -> Iterator[tuple[Path, set[str] | None]]:
     index = inside(folder, INDEX)
     if index.is_file():
         try:
-            weight_map = json.loads(index.read_text())["weight_map"]
+            weight_map = read_json(index)["weight_map"]
             by_file: dict[str, set[str]] = {}
             for name, file in weight_map.items():
                 by_file.setdefault(file, set()).add(name)

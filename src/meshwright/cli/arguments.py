@@ -12,6 +12,8 @@ from meshwright.core.config.schema import field_types
 from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError, nearest
 from meshwright.core.files import refuse_links_out
+from meshwright.introspection.adapted.folder import AdapterFolder, holds_adapters
+from meshwright.training.adapter_folder import with_base
 from meshwright.training.config import Config, ModelConfig, check
 from meshwright.training.optim.fine_tuning import before_data
 from meshwright.training.run.trust import MODEL_CODE, refuse_code
@@ -146,32 +148,43 @@ def open_model(
     dtype: str | None = None,
     trusted: bool = False,
 ) -> Opened:
-    """Open the folder of a run, or one with the files of a model of transformers.
+    """Open the folder of a run, or one with the files of a model of transformers or of adapters.
 
     Raises:
-        ConfigError: it is neither, or a flag is for the other kind.
+        ConfigError: it is none of these, or a flag is for another kind.
     """
     from meshwright.training.run.opened import Opened
 
     folder = Path(path).expanduser()
-    if (folder / "config.toml").is_file() or not (folder / "config.json").is_file():
-        if folder.is_dir() and not (folder / "config.toml").is_file():
-            from meshwright.introspection.source import what_to_do_with_adapters
-
-            if advice := what_to_do_with_adapters(folder):
-                raise ConfigError(f"{path}: {advice}")
-            raise ConfigError(
-                f"{path} is a folder without a config.toml, so it is no run, and without a config.json, so it is no"
-                f" model of transformers either; give the folder of one of the two"
-            )
+    if (folder / "config.toml").is_file() or not folder.is_dir():
         _refuse_given(path, "the folder of a run", {"--tokenizer": tokenizer, "--dtype": dtype})
         return Opened.of_run(*open_run(path, trusted=trusted), step, base)
-    _refuse_given(path, "a model of transformers, no run", {"--step": step, "--base": base})
-    config = Config(model=ModelConfig(hf=str(folder), trust_remote_code=trusted))
+    if holds_adapters(folder):
+        _refuse_given(path, "a folder of adapters, no run", {"--step": step})
+        config = _beside_base(folder, base)
+        dtype = dtype or AdapterFolder.read(folder).dtype
+    elif (folder / "config.json").is_file():
+        _refuse_given(path, "a model of transformers, no run", {"--step": step, "--base": base})
+        config = Config(model=ModelConfig(hf=str(folder)))
+    else:
+        raise ConfigError(
+            f"{path} is a folder without a config.toml, so it is no run, and without a config.json, so it is no"
+            f" model of transformers either; give the folder of one of the two"
+        )
+    config = replace(config, model=replace(config.model, trust_remote_code=trusted))
     if dtype is not None:
         precision = replace(config.techniques.precision, master=canonical_dtype(dtype, where="--dtype"))
         config = replace(config, techniques=replace(config.techniques, precision=precision))
     return Opened.of_folder(folder, before_data(config), tokenizer or "")
+
+
+def _beside_base(folder: Path, base: Path | None) -> Config:
+    """Return a config of adapters in a folder beside their base, held in 4 bits if it was so when they were trained."""
+    config = Config(model=ModelConfig(hf=str(base or ""), adapter=str(folder)))
+    if rounded := AdapterFolder.read(folder).rounded_in:
+        precision = replace(config.techniques.precision, master=rounded)
+        config = replace(config, techniques=replace(config.techniques, quantize_frozen="nf4", precision=precision))
+    return with_base(config, "--base BASE")
 
 
 def _refuse_given(path: str, kind: str, flags: dict[str, object]) -> None:

@@ -112,6 +112,22 @@ def refuse_pointer(path: Path) -> None:
             )
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object that other programs wrote.
+
+    Raises:
+        ConfigError: a pointer of Git LFS, a file that is cut short or no JSON, or another value than an object.
+    """
+    refuse_pointer(path)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is no JSON, or cut short ({error}): copy it again") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds a {type(found).__name__}, and an object with keys was expected")
+    return found
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object that meshwright wrote; IntegrityError where the file holds none."""
     try:

@@ -19,7 +19,6 @@ import numpy as np
 from meshwright.core.errors import ConfigError, MeshwrightError
 
 from .corpus.packing import IGNORE_INDEX, Rows, Split
-from .mixture import Samples
 from .row_ends import RowEnds, ended, lengths_at
 
 if TYPE_CHECKING:
@@ -44,8 +43,17 @@ class SampleSequence(Protocol):
         """The number of successive samples that must be rows of the same rank: 2 for pairs, else 1."""
         ...
 
+    @property
+    def splits(self) -> tuple[Split, ...]:
+        """The sources, each known whole; none of a stream."""
+        ...
+
     def rows(self, indexes: np.ndarray) -> Rows:
         """Return the samples at ``indexes`` (int64, shape (rows,))."""
+        ...
+
+    def row_lengths(self, indexes: np.ndarray) -> np.ndarray:
+        """Return the most tokens that the samples at ``indexes`` hold before their padding, in no order."""
         ...
 
 
@@ -247,7 +255,6 @@ class _BatchReader:
         of_ranks = begin + np.arange(self.world)[:, None] * self.n_rows + np.arange(n_rows, dtype=np.int64)
         indexes, length = of_ranks[self.rank], self.samples.seq_len
         if self.ends is not None:
-            assert isinstance(self.samples, Samples)
             found = self.samples.row_lengths(of_ranks.reshape(-1))
             length = self.ends.length(self.samples.splits, found, length)
 

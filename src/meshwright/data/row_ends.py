@@ -41,9 +41,9 @@ class RowEnds:
         return cls(0 if plan.pipeline is not None else microbatch, multiple, is_fixed or bool(plan.compiled))
 
     def length(self, splits: Iterable[Split], found: np.ndarray, seq_len: int) -> int:
-        """Return the length of rows that have ``found`` tokens (integers), of samples of these splits."""
+        """Return the length of rows that have ``found`` tokens (integers), of these splits (none: a stream)."""
         if self.is_fixed:
-            found = np.array([row_lengths(split, seq_len).max() for split in splits])
+            found = np.array([row_lengths(split, seq_len).max() for split in splits] or [seq_len])
         return min(-(-int(found.max()) // self.multiple) * self.multiple, seq_len)
 
 

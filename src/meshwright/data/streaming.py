@@ -20,14 +20,18 @@ from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.data.corpus.packing import Whole
 
 from .corpus.building import TokenisingRecipe
-from .corpus.packing import Rows, Split, Stream
+from .corpus.packing import Rows, Split, Stream, gather
+from .row_ends import row_lengths
 from .text.preference import TASK as PREFERENCE
 
 _WINDOW_ROWS = 64
 """Number of rows packed together. It is a constant because it decides which documents share a row."""
 
 _WINDOWS = 8
-"""Number of windows cached for readers whose requests are slightly out of order."""
+"""Number of windows held at least, for readers whose requests are slightly out of order."""
+
+_LENGTHS = 4096
+"""Number of windows whose rows' lengths are known: many more, since a step's are asked for once it was read."""
 
 Documents = Iterator[tuple[np.ndarray, np.ndarray | None]]
 
@@ -52,50 +56,74 @@ class StreamedSamples:
                 " only their paths are kept)"
             )
         self.recipe, self.seq_len, self._say, self.rows_together = recipe, seq_len, say, 1
+        self.splits: tuple[Split, ...] = ()  # no split is known whole, so neither is its longest row
         self._lock = threading.Lock()
-        self._windows: deque[tuple[int, Rows]] = deque(maxlen=_WINDOWS)
+        self._windows: deque[tuple[int, Split]] = deque()
+        self._lengths: deque[tuple[int, np.ndarray]] = deque(maxlen=_LENGTHS)
+        self._lowest: int | None = None
         self._begin_again()
 
     def _begin_again(self) -> None:
         self._windows.clear()
-        self._coming, self._epochs = self._read(), 0
+        self._lengths.clear()
+        self._coming, self._epochs, self._end = self._read(), 0, 0
 
     def rows(self, indexes: np.ndarray) -> Rows:
         """Return the samples at ``indexes`` (integers, 0 or more, shape (rows,)); see ``packing.Rows``."""
+        indexes = np.asarray(indexes, dtype=np.int64)
         with self._lock:
+            self._read_to(indexes, self._windows)
+            firsts = np.array([first for first, _ in self._windows])
+            which = np.searchsorted(firsts, indexes, side="right") - 1
+            pieces = [(self._windows[k][1], which == k, indexes[which == k] - firsts[k]) for k in np.unique(which)]
+            self._hold(int(indexes.min()) if self._lowest is None else self._lowest)
+        return gather(pieces, len(indexes), self.seq_len)
+
+    def row_lengths(self, indexes: np.ndarray) -> np.ndarray:
+        """Return the most tokens that the samples at ``indexes`` hold before their padding: int64.
+
+        Windows from the lowest of them on are held, since rows among them will be asked for.
+        """
+        indexes = np.asarray(indexes, dtype=np.int64)
+        if not self.recipe.task.is_whole:
+            return np.full(len(indexes), self.seq_len)
+        with self._lock:
+            self._read_to(indexes, self._lengths)
+            self._lowest = int(indexes.min())
+            return np.concatenate([lengths for _, lengths in self._lengths])[indexes - self._lengths[0][0]]
+
+    def _read_to(self, indexes: np.ndarray, held: deque[tuple[int, Any]]) -> None:
+        """Read windows up to the highest of the indexes; from the beginning if ``held`` lacks the lowest."""
+        if held and indexes.min() < held[0][0]:
+            self._begin_again()
+        passed, begun = int(indexes.min()) - self._end, time.monotonic()
+        if is_far := passed >= 4 * _WINDOW_ROWS:
+            self._say(f"the source is streamed and cannot seek: passing over {passed} samples")
+        while self._end <= indexes.max():
             try:
-                found = [self._row(int(index)) for index in indexes]
+                split, n = next(self._coming)
             except BaseException:
                 self._begin_again()  # an interrupted generator cannot continue
                 raise
-        return {key: np.stack([row[key] for row in found]) for key in found[0]}
-
-    def _row(self, index: int) -> dict[str, np.ndarray]:
-        if self._windows and index < self._windows[0][0]:
-            self._begin_again()
-        end = self._end()
-        begun = time.monotonic()
-        if is_far := index >= end + 4 * _WINDOW_ROWS:
-            self._say(f"the source is streamed and cannot seek: passing over {index - end} samples")
-        while self._end() <= index:
-            self._windows.append((self._end(), next(self._coming)))
+            self._windows.append((self._end, split))
+            self._lengths.append((self._end, np.broadcast_to(row_lengths(split, self.seq_len), n)))
+            self._end += n
+            self._hold(int(indexes.min()))
         if is_far:
-            self._say(f"passed over {index - end} samples in {time.monotonic() - begun:.1f} s")
-        first, rows = next((first, rows) for first, rows in reversed(self._windows) if first <= index)
-        return {key: values[index - first] for key, values in rows.items()}
+            self._say(f"passed over {passed} samples in {time.monotonic() - begun:.1f} s")
 
-    def _end(self) -> int:
-        """Return the first index that has not been read."""
-        return self._windows[-1][0] + len(self._windows[-1][1]["tokens"]) if self._windows else 0
+    def _hold(self, lowest: int) -> None:
+        """Let go of windows that end at or before a sample, but for the last few."""
+        while len(self._windows) > _WINDOWS and self._windows[1][0] <= lowest:
+            self._windows.popleft()
 
-    def _read(self) -> Iterator[Rows]:
-        """Yield windows of rows, endlessly."""
+    def _read(self) -> Iterator[tuple[Split, int]]:
+        """Yield windows of rows with their number, endlessly."""
         documents = self._documents()
         left: list[tuple[np.ndarray, Any]] = []
         while True:
             split, left = (self._whole if self.recipe.task.is_whole else self._cut)(chain(left, documents))
-            n = split.n_samples(self.seq_len)
-            yield split.rows(np.arange(n if self.recipe.task.is_whole else _WINDOW_ROWS), self.seq_len)
+            yield split, split.n_samples(self.seq_len) if self.recipe.task.is_whole else _WINDOW_ROWS
 
     def _documents(self) -> Documents:
         tellers = chain([self._say], repeat(lambda line: None))  # problems of rows are reported only in the first epoch

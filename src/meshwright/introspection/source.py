@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -20,11 +19,12 @@ from torch import nn
 
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError, MissingExtraError, UnsupportedError, nearest, quieten_torchao
-from meshwright.core.files import inside
+from meshwright.core.files import inside, read_json
 from meshwright.core.record import recall, remember
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig
 
+from .adapted.folder import holds_adapters, merging_by_peft
 from .adapted.model import AdaptedModel, put_adapters
 from .adapted.request import Adapters
 from .blocks import Hints, give
@@ -122,7 +122,7 @@ def read_causal_lm(path: str | Path, *, dtype: str = "float32", trust_remote_cod
     file = place / CONFIG if place.is_dir() else place
     if not file.is_file():
         raise ConfigError(absent_model(path, place))
-    config_keys = _json(inside(file.parent, file.name) if place.is_dir() else file)
+    config_keys = read_json(inside(file.parent, file.name) if place.is_dir() else file)
     transformers = import_transformers()
     _refuse_elsewhere(config_keys, file)
     _check_type(config_keys, file, transformers, trust_remote_code)
@@ -147,43 +147,17 @@ def read_causal_lm(path: str | Path, *, dtype: str = "float32", trust_remote_cod
 def absent_model(path: str | Path, place: Path) -> str:
     """Return what to tell of a path at which there is no model."""
     if place.is_dir():
-        return f"{KEY} = {path}: " + (
-            what_to_do_with_adapters(place) or f"the folder holds no {CONFIG}, so it is no Hugging Face model"
-        )
+        if holds_adapters(place):
+            return (
+                f"{KEY} = {path}: the folder holds adapters of peft, which train, evaluate and generate take, and no"
+                f" whole model. Add them to their base with {merging_by_peft(place)}"
+            )
+        return f"{KEY} = {path}: the folder holds no {CONFIG}, so it is no Hugging Face model"
     text = f"{KEY} = {path} is neither a folder with a {CONFIG} nor such a file."
     near = nearest(place.name, [entry.name for entry in place.parent.iterdir()]) if place.parent.is_dir() else ""
     is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(path)) is not None
     hint = f": fetch this one with 'hf download {path} --local-dir FOLDER', and give the folder" if is_name else ""
     return f"{text}{near} Models are not downloaded{hint}"
-
-
-def what_to_do_with_adapters(folder: Path) -> str:
-    """Say how the adapters of peft in a folder become a model that can be read; "" where it holds none."""
-    file = folder / "adapter_config.json"
-    if not file.is_file():
-        return ""
-    base, merged = _json(file).get("base_model_name_or_path"), str(folder.absolute()) + "-merged"
-    tokenizer = str(folder if (folder / "tokenizer.json").is_file() else base)
-    code = (
-        f"import peft, transformers;"
-        f" model = peft.AutoPeftModelForCausalLM.from_pretrained({str(folder)!r});"
-        f" model.merge_and_unload().save_pretrained({merged!r});"
-        f" transformers.AutoTokenizer.from_pretrained({tokenizer!r}).save_pretrained({merged!r})"
-    )
-    return (
-        f"the folder holds adapters of peft beside {base}, no whole model. Add them to it with"
-        f" {shlex.join(['python', '-c', code])} and give {merged}; a run that made them goes on by its own folder"
-    )
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{KEY}: {file} is no JSON ({error})") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{KEY}: {file} holds a {type(found).__name__}, not the keys of a model's config")
-    return found
 
 
 def _refuse_elsewhere(keys: dict[str, Any], file: Path) -> None:

@@ -29,7 +29,9 @@ def check_values(config: Any) -> None:
             f"steps = {config.steps} and epochs = {config.epochs:g} are both given: either says how long the run is, so"
             f" leave one out"
         )
-    if config.epochs is None and not (is_unset(config.steps) and config.model.hf):  # else the data says how many steps
+    if config.epochs is None and not (
+        is_unset(config.steps) and (config.model.hf or config.model.adapter)
+    ):  # else the data says how many steps
         for key in ("profile", "memory_snapshot"):
             read_window(f"logging.{key}", getattr(typed.logging, key), typed.steps)
     _check_model(typed.model)
@@ -44,7 +46,7 @@ def check_values(config: Any) -> None:
 
 
 def _check_model(model: Any) -> None:
-    if model.hf:
+    if model.hf or model.adapter:
         _check_hf(model)
     elif model.trust_remote_code:
         raise ConfigError(
@@ -67,7 +69,7 @@ def _check_model(model: Any) -> None:
 def _check_adapters(config: Any) -> None:
     if config.adapters is None:
         return
-    if not config.model.hf:
+    if not (config.model.hf or config.model.adapter):
         raise ConfigError(
             f"[adapters] are trained beside a model that has been trained before, and model.size = {config.model.size}"
             f" begins with random weights: set model.hf to the folder of a model, or leave [adapters] out"
@@ -116,7 +118,7 @@ def _check_hf(model: Any) -> None:
     other = [
         f"model.{key}"
         for key, value in vars(model).items()
-        if key not in ("hf", "trust_remote_code") and value != getattr(default, key)
+        if key not in ("hf", "adapter", "trust_remote_code") and value != getattr(default, key)
     ]
     if other:
         raise ConfigError(

@@ -37,6 +37,9 @@ class ModelConfig:
     hf: str = ""
     """Folder of a Hugging Face model, or its config.json: instead of a size. Weights that lie there are read; nothing
     is downloaded."""
+    adapter: str = ""
+    """Folder of adapters that peft or convert wrote, to be trained on beside model.hf, or beside the base that it names
+    itself; rank, targets and the like are its own. Such a folder may be given as model.hf too."""
     trust_remote_code: bool = False
     """Run model code that lies in that folder."""
     size: str = "demo"

@@ -107,9 +107,7 @@ class Feed:
         They follow from the indexes of the samples, so no rank asks another.
         """
         of_step = self.loader.state - self.loader.global_batch + np.arange(self.loader.global_batch)
-        if isinstance(self.samples, Samples):
-            return self.samples.row_lengths(of_step)
-        return np.full(len(of_step), self.samples.seq_len)
+        return self.samples.row_lengths(of_step)
 
     def asked(self, tokenizer: Tokenizer, message: str) -> str | None:
         """Write a user's message out as the data's conversations are; None without a chat template."""
@@ -179,7 +177,7 @@ def build_feed(
     data = config.data
     parts = parts_of(data)
     if any(part.streaming for part in parts):
-        return _streamed(config, parts, tokenizer, rank, ranks, progress)
+        return _streamed(config, parts, tokenizer, (rank, ranks), progress, ends)
     vision = vision_for(config)
     prepared = [prepare_once_per_node(config, part, tokenizer, progress, vision) for part in parts]
     opened = agree.together(lambda: _opened(config, parts, prepared, rank, ranks, vision, ends))
@@ -246,7 +244,12 @@ def _opened(
 
 
 def _streamed(
-    config: Config, parts: tuple[MixturePart, ...], tokenizer: Tokenizer, rank: int, ranks: int, progress: Progress
+    config: Config,
+    parts: tuple[MixturePart, ...],
+    tokenizer: Tokenizer,
+    place: tuple[int, int],
+    progress: Progress,
+    ends: RowEnds | None,
 ) -> Feed:
     part, data = parts[0], config.data
     scan = agree.together(lambda: list_sources(part.source, part.format))
@@ -266,7 +269,7 @@ def _streamed(
     return Feed(
         samples,
         # several threads would read out of order, which restarts the stream
-        Loader(samples, config.batch.global_batch, rank, ranks, min(data.workers, 1)),
+        Loader(samples, config.batch.global_batch, *place, min(data.workers, 1), ends=ends),
         (),
         {"data": recipe.key, "too_long": part.too_long, "streaming": True},
         f"{scan}, streamed (task: {recipe.task.name}) · {data.seq_len} per row · {config.batch.global_batch} rows per"
@@ -277,6 +280,7 @@ def _streamed(
         ),
         with_length(config, 0, (recipe.task.name,)),
         (recipe.task.name,),
+        ends=ends,
     )
 
 

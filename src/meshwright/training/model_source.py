@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,9 +17,10 @@ from meshwright.core.config import to_dict
 from meshwright.core.config_keys import HEADS, TOP_K, WIDTH
 from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError
-from meshwright.core.files import inside
+from meshwright.core.files import inside, read_object
 from meshwright.data import Tokenizer
 from meshwright.distributed.weights.weights import Weights
+from meshwright.introspection.adapted.folder import WEIGHTS
 from meshwright.introspection.adapted.model import AdaptedModel
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.measurements import stated
@@ -26,6 +28,7 @@ from meshwright.introspection.source import CONFIG, CausalLM, read_causal_lm, wi
 from meshwright.models.decoder_config import SIZES, DecoderConfig, idle_parameters, parameter_count
 
 from .config import Config, ModelConfig
+from .run.request import IDENTITY
 
 BaseSource = DecoderConfig | CausalLM
 ModelSource = BaseSource | AdaptedModel
@@ -95,7 +98,7 @@ def with_kept_model(config: Config, run: Path) -> Config:
             f"{run} has no {FOLDER}/{CONFIG}, and the model that its config.toml names (model.hf = {config.model.hf})"
             f" is not its own: copy that model's files to {kept}"
         )
-    return replace(config, model=replace(config.model, hf=str(kept)))
+    return replace(config, model=replace(config.model, hf=str(kept), adapter=""))
 
 
 def file_weights(config: Config) -> Pretrained | None:
@@ -115,7 +118,8 @@ def first_weights(config: Config) -> Weights | None:
         ConfigError: adapters are to be trained, and the weights beside which they stand are not in model.hf.
     """
     if config.adapters is not None:
-        return base_weights(config)
+        base = base_weights(config)
+        return base if _has_checkpoint(config) else pretrained(base.folder, config.model.adapter)
     if config.model.hf and _has_checkpoint(config):
         return to_be_loaded
     return file_weights(config)
@@ -138,7 +142,8 @@ def base_weights(config: Config) -> Pretrained:
 def where_weights_come_from(config: Config) -> str:
     """Describe the source of the weights."""
     if config.adapters is not None:
-        adapters = "of the run's checkpoint" if _has_checkpoint(config) else f"drawn from seed {config.seed}"
+        first = f"read from {config.model.adapter}" if config.model.adapter else f"drawn from seed {config.seed}"
+        adapters = "of the run's checkpoint" if _has_checkpoint(config) else first
         return f"read from {config.model.hf}; adapters {adapters}"
     if _has_checkpoint(config):
         return "of the run's checkpoint"
@@ -175,15 +180,27 @@ def identity_of(source: ModelSource, config: Config) -> dict[str, Any]:
     """Return the model's facts that must not change when a run is continued, as JSON values."""
     if isinstance(source, AdaptedModel):
         adapters = {"adapters": to_dict(source.adapters), "base": base_weights(config).fingerprint()}
-        return identity_of(source.base, config) | adapters
+        return identity_of(source.base, config) | adapters | _first_adapters(config)
     return source.facts if isinstance(source, CausalLM) else dataclasses.asdict(source)
+
+
+def _first_adapters(config: Config) -> dict[str, Any]:
+    """Return a digest of the adapters that a run begins from, or began from where they are gone; else nothing."""
+    if not config.model.adapter:
+        return {}
+    file, kept = Path(config.model.adapter).expanduser() / WEIGHTS, Path(config.run).expanduser() / IDENTITY
+    if not file.is_file() and config.run and kept.is_file():
+        return {"first_adapters": read_object(kept).get("model", {}).get("first_adapters")}
+    with open(file, "rb") as stream:
+        return {"first_adapters": hashlib.file_digest(stream, "sha256").hexdigest()}
 
 
 def resolved_model(model: ModelConfig, source: ModelSource) -> ModelConfig:
     """Return the model section with all values filled in and an absolute path."""
     source = base_of(source)
     if isinstance(source, CausalLM):
-        return replace(model, hf=str(Path(model.hf).expanduser().absolute()))
+        begun = str(Path(model.adapter).expanduser().absolute()) if model.adapter else ""
+        return replace(model, hf=str(Path(model.hf).expanduser().absolute()), adapter=begun)
     known = {field.name for field in dataclasses.fields(model)}
     return replace(model, **{key: value for key, value in vars(source).items() if key in known})
 

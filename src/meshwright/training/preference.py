@@ -103,7 +103,7 @@ def give_references(
     Raises:
         IntegrityError: a run that has begun has lost them.
     """
-    for split in _splits(feed) if model.reference_refusal else ():
+    for split in _splits(feed) if _why_computed(config, model) else ():
         n, path = split.n_samples(config.data.seq_len), folder / FOLDER / f"{split.name}.npy"
 
         def read(path: Path = path, n: int = n) -> np.ndarray | None:
@@ -119,12 +119,18 @@ def give_references(
     return 0
 
 
-def where_reference_comes_from(feed: Feed, model: ParallelModel) -> str:
+def _why_computed(config: Config, model: ParallelModel) -> str:
+    """Return why the model without its adapters is not that of the first step; "" where it is."""
+    begun = f"the adapters of {config.model.adapter} were trained before" if config.model.adapter else ""
+    return begun or model.reference_refusal
+
+
+def where_reference_comes_from(config: Config, feed: Feed, model: ParallelModel) -> str:
     """Say how the log-probabilities under the first weights are found; "" for a run without pairs."""
     if not is_on_pairs(feed):
         return ""
-    if model.reference_refusal:
-        return f"computed before the first step, and kept in {FOLDER}/ ({model.reference_refusal})"
+    if why := _why_computed(config, model):
+        return f"computed before the first step, and kept in {FOLDER}/ ({why})"
     return "the model without its adapters, in each step"
 
 

@@ -1,7 +1,7 @@
 """``meshwright evaluate RUN|FOLDER``: loss and perplexity of a trained model on text, or its figures on tasks of
 lm-eval, on any layout.
 
-RUN is a run's folder; FOLDER holds the files of a model of transformers.
+RUN is a run's folder; FOLDER holds the files of a model of transformers, or adapters of peft.
 
 The layout is written as in meshwright train, --layout.tp=2; its processes are started here, or by torchrun or srun.
 """
@@ -52,7 +52,7 @@ class EvaluateOptions:
     step: int | None = None
     """A checkpoint other than the run's latest."""
     base: Path | None = None
-    """Folder of the model beside which the run trained adapters."""
+    """Folder of the model beside which adapters were trained: a run's, or those of a FOLDER whose base is elsewhere."""
     tokenizer: str | None = None
     """Of a FOLDER that holds none: bytes, or a folder with a tokenizer.json."""
     dtype: str | None = None

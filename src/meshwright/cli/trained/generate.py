@@ -1,6 +1,7 @@
 """``meshwright generate RUN|FOLDER --prompt "def "``: continue a text with a trained model, in one process.
 
-It prints the prompt and its continuation, as the model writes it. FOLDER holds the files of a model of transformers.
+It prints the prompt and its continuation, as the model writes it. FOLDER holds the files of a model of
+transformers, or adapters of peft.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class GenerateOptions:
     step: int | None = None
     """A checkpoint other than the run's latest."""
     base: Path | None = None
-    """Folder of the model beside which the run trained adapters."""
+    """Folder of the model beside which adapters were trained: a run's, or those of a FOLDER whose base is elsewhere."""
     tokenizer: str | None = None
     """Of a FOLDER that holds none: bytes, or a folder with a tokenizer.json."""
     dtype: str | None = None

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshwright.core.errors import ConfigError, IntegrityError, MissingExtraError, UnsupportedError
-from meshwright.core.files import inside, refuse_links_out
+from meshwright.core.files import inside, read_json, refuse_links_out, refuse_pointer
 from meshwright.data.sources.formats import MEDIA_COLUMNS as COLUMNS
 from meshwright.data.sources.formats import BadRow, Record
 from meshwright.data.text.tokenizers import AligningTokenizer, Tokenizer
@@ -218,6 +218,8 @@ class VisionProcessor:
         self.folder, what = folder, f"the processor in {folder}"
         import_pillow(what)
         refuse_links_out(folder)
+        for file in (path for kind in ("*.json", "*.jinja") for path in folder.glob(kind)):
+            refuse_pointer(file)
         self._processor = _load(folder, import_transformers(what), trust_remote_code=trust_remote_code)
         self.image_token: str = getattr(self._processor, "image_token", None) or ""
         if not self.image_token:
@@ -435,11 +437,7 @@ def _without_videos(kind: Any, folder: Path, transformers: Any, options: dict[st
 
 def _settings(folder: Path, name: str) -> dict[str, Any]:
     file = inside(folder, name)
-    try:
-        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{KEY}: {file} is no JSON ({error})") from None
-    return found if isinstance(found, dict) else {}
+    return read_json(file) if file.is_file() else {}
 
 
 # --- say whether a run's model takes images, and load its processor when data needs it

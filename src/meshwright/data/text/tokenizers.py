@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from meshwright.core.errors import ConfigError, MissingExtraError, nearest
-from meshwright.core.files import inside, refuse_pointer
+from meshwright.core.files import inside, read_json, refuse_pointer
 
 # --- read the files beside a tokenizer.json
 
@@ -35,20 +35,10 @@ def read_settings(folder: Path, name: str = SETTINGS) -> dict[str, Any]:
     """Return the JSON object in a file beside a tokenizer; an empty dict if the file does not exist.
 
     Raises:
-        ConfigError: the file is not a JSON object, or is a link out of the folder.
+        ConfigError: the file is not a JSON object, a pointer of Git LFS, or a link out of the folder.
     """
     file = inside(folder, name)
-    if file.is_file():
-        refuse_pointer(file)
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except (ValueError, RecursionError, OSError) as error:
-        raise ConfigError(f"data.tokenizer: {file} is no JSON ({error})") from error
-    if not isinstance(settings, dict):
-        raise ConfigError(
-            f"data.tokenizer: {file} holds a {type(settings).__name__}, and settings by name were expected"
-        )
-    return settings
+    return read_json(file) if file.is_file() else {}
 
 
 def special_tokens(folder: Path, name: str = SETTINGS) -> dict[str, str]:
@@ -66,6 +56,7 @@ def template_of(folder: Path) -> str | None:
     """
     file = inside(folder, TEMPLATE)
     if file.is_file():
+        refuse_pointer(file)
         try:
             return file.read_text(encoding="utf-8")
         except ValueError as error:
@@ -145,7 +136,8 @@ def read_tokenizer(path: Path) -> tuple[Any, str]:
 
     Raises:
         MissingExtraError: tokenizers or transformers is not installed.
-        ConfigError: the file is no tokenizer, or a file beside it is a link out of the folder.
+        ConfigError: the file is no tokenizer; or a file beside it is no JSON, a pointer of Git LFS, or a link
+            out of the folder.
     """
     try:
         import tokenizers
@@ -155,7 +147,9 @@ def read_tokenizer(path: Path) -> tuple[Any, str]:
     why = ""
     if path.name == FILE:
         for name in _READ:
-            inside(path.parent, name)
+            file = inside(path.parent, name)
+            if file.is_file() and name != FILE:
+                read_json(file) if name.endswith(".json") else refuse_pointer(file)
         try:
             found = AutoTokenizer.from_pretrained(path.parent, local_files_only=True, trust_remote_code=False)
             if getattr(found, "backend_tokenizer", None) is not None:

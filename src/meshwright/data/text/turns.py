@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.core.errors import ConfigError, MissingExtraError, nearest
+from meshwright.core.files import refuse_pointer
 from meshwright.data.sources.formats import BadRow, Record, column
 
 from .tokenizers import Tokenizer, special_tokens, template_of
@@ -80,6 +81,7 @@ def load_template(path: str, folder: Path | None) -> ChatTemplate:
         file = Path(path).expanduser()
         if not file.is_file():
             raise ConfigError(f"data.template = {path!r} does not exist; it is a file that holds a Jinja template")
+        refuse_pointer(file)
         try:
             return ChatTemplate(file.read_text(encoding="utf-8"), tokens)
         except UnicodeDecodeError as error:

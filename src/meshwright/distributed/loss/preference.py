@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from meshwright.core.devices import to_device
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.losses import IGNORED, PreferenceLoss, have_labels, row_log_probs
+from meshwright.core.record import recall
 from meshwright.distributed.context.context_parallel import runtime_of
 from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.distributed.step.batch import Batch, labels_of
 from meshwright.distributed.tensor.loss import vocabulary_parallel_row_log_probs
-from meshwright.introspection.adapted.model import is_adapter
+from meshwright.introspection.adapted.model import AdaptersRead, is_adapter
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.signature import REFERENCE, logits_of
 from meshwright.planning.plan import Plan
@@ -77,6 +78,8 @@ class Switch:
         others = [p.name for p in facts.parameters if p.name not in frozen and not is_adapter(p.name)]
         if all(p.name in frozen for p in facts.parameters) or not any(is_adapter(p.name) for p in facts.parameters):
             self.refusal = "the model has no adapters"
+        elif read := next((found for model in models if (found := recall(model, AdaptersRead))), None):
+            self.refusal = f"its adapters were trained before ({read.folder})"
         elif others:
             self.refusal = f"{others[0]} is trained beside the adapters"
         elif any("lora_magnitude_vector" in p.name for p in facts.parameters):

@@ -65,7 +65,9 @@ def is_trained_copy(name: str) -> bool:
 
 def peft_name(name: str) -> str:
     """Return the name under which peft stores an adapter's parameter or a trained copy."""
-    without = re.sub(rf"\.{ADAPTER}\b", "", name).replace(".modules_to_save", "")
+    without = re.sub(rf"\.{ADAPTER}\b", "", _MAGNITUDE.sub(".lora_magnitude_vector", name)).replace(
+        ".modules_to_save", ""
+    )
     return WRAPPER + without.removeprefix(WRAPPER)
 
 
@@ -178,6 +180,13 @@ class AdaptersPut:
     """Paths of the layers with adapters."""
     parameters: tuple[str, ...] = ()
     """Names of the stacked parameters with adapters."""
+
+
+@dataclass(frozen=True)
+class AdaptersRead:
+    """A module's record that its adapters were trained before: without them the model is another one than at first."""
+
+    folder: str
 
 
 def adapters_of(model: nn.Module) -> AdaptersPut | None:

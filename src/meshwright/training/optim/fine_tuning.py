@@ -16,6 +16,7 @@ from meshwright.core.config import is_unset, unset
 from meshwright.core.config_keys import LENGTHS
 from meshwright.core.dtypes import epochs_text
 from meshwright.planning.optimizer.kinds import kind_of
+from meshwright.training.adapter_folder import with_base
 
 if TYPE_CHECKING:
     from meshwright.training.config import Config, ModelConfig
@@ -62,10 +63,13 @@ def length_follows(config: Config) -> bool:
 def before_data(config: Config) -> Config:
     """Return a config with rows, rate and weight decay chosen where they are unset; they stay marked as unset.
 
+    A folder of adapters becomes their base, with the request for such adapters (``with_base``).
+
     Where no weights in files are trained, only rows change that are longer than the model knows. Training, forecasts,
     rehearsals and evaluation all ask here, so they take the same values. Adapters are always trained beside weights,
     although in a forecast these may lie elsewhere.
     """
+    config = with_base(config)
     longest = _longest(config.model)
     if not (is_fine_tuning(config) or (config.model.hf and config.adapters is not None)):
         rows = min(int(config.data.seq_len), longest)

@@ -26,7 +26,7 @@ from meshwright.distributed.process.world import get_world_info, ranks_per_node
 from meshwright.distributed.setup import DistributedConfig, choose_backend, init_distributed
 from meshwright.distributed.weights.weights import Weights
 from meshwright.introspection.cluster import Cluster
-from meshwright.introspection.source import CONFIG, as_module
+from meshwright.introspection.source import CONFIG, as_module, with_adapters
 from meshwright.planning.build import plan as make_plan
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import Precision, Techniques
@@ -50,7 +50,7 @@ class Opened:
         config: the run's config; of a folder of transformers' files, one that names it.
         checkpoint: folder of the run's checkpoint; None: the weights are transformers' files.
         base: folder of the weights beside which the run's adapters stand.
-        named_tokenizer: tokenizer of a folder that holds none.
+        named_tokenizer: tokenizer of a folder of transformers' files.
     """
 
     path: Path
@@ -76,35 +76,38 @@ class Opened:
 
     @classmethod
     def of_folder(cls, folder: Path, config: Config, tokenizer: str = "") -> Opened:
-        """Open a folder with the ``config.json``, weights and tokenizer of a model of transformers.
+        """Open a folder with the ``config.json``, weights and tokenizer of a model of transformers, or with adapters.
 
         Args:
-            config: a config whose ``model.hf`` is that folder, in the dtype to compute in ("auto": as stored).
+            config: a config whose ``model.hf`` is that folder, or the base of its adapters, in the dtype to compute in
+                ("auto": as stored).
 
         Raises:
             ConfigError: it holds no weights, or no tokenizer and none is named.
         """
-        if not holds_weights(folder):
-            raise ConfigError(f"{folder} has a {CONFIG} and no weights (model.safetensors): give the folder with both")
-        if not tokenizer and not (folder / "tokenizer.json").is_file():
+        model = Path(config.model.hf).expanduser()
+        if not holds_weights(model):
+            raise ConfigError(f"{model} has a {CONFIG} and no weights (model.safetensors): give the folder with both")
+        found = next((place for place in (folder, model) if (place / "tokenizer.json").is_file()), None)
+        if not tokenizer and found is None:
             raise ConfigError(
                 f"{folder} holds no tokenizer.json: name the tokenizer that the model was trained with, like"
                 f" --tokenizer bytes, or --tokenizer and a folder"
             )
-        return cls(folder, config, named_tokenizer=tokenizer)
+        return cls(folder, config, named_tokenizer=tokenizer or str(found))
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that the model was trained with."""
         if self.checkpoint is None:
-            return load_tokenizer(self.named_tokenizer or str(self.path))
+            return load_tokenizer(self.named_tokenizer)
         return own_tokenizer(self.config, self.path)
 
     @cached_property
     def source(self) -> ModelSource:
         """The model, before any weight exists."""
         if self.checkpoint is None:
-            return replace(causal_lm(self.config), dtype=self.dtype)
+            return with_adapters(replace(causal_lm(self.config), dtype=self.dtype), self.config.adapters)
         return model_source(self.config, self.tokenizer)
 
     @cached_property
@@ -120,7 +123,8 @@ class Opened:
     @property
     def words(self) -> str:
         """The model in words: which step of which run."""
-        return str(self.path) if self.checkpoint is None else f"{self.path}, step {self.step}"
+        beside = f" beside {self.config.model.hf}" if self.config.model.adapter else ""
+        return f"{self.path}{beside}" if self.checkpoint is None else f"{self.path}, step {self.step}"
 
     @property
     def step(self) -> int | None:
@@ -160,7 +164,7 @@ class Opened:
 
     def _weights(self) -> Weights | None:
         if self.checkpoint is None:
-            return pretrained(self.path)
+            return pretrained(self.config.model.hf, self.config.model.adapter)
         weights = weights_beside_adapters(self.path, self.config, self.base)
         return checkpoint.to_be_loaded if weights is None and self.config.model.hf else weights
 

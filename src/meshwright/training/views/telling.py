@@ -329,7 +329,7 @@ class Teller:
         """Print the run's model, layout, data and optimizer."""
         c, plan = self.r.shape, self.r.plan
         size = f"{count_text(c.parameters)} parameters, {c.n_layers} blocks, dim {c.dim}, vocabulary {c.vocab_size:,}"
-        reference = where_reference_comes_from(self.r.feed, self.r.model)
+        reference = where_reference_comes_from(self.config, self.r.feed, self.r.model)
         whole, most = self.config.schedule.tokens or 0, most_tokens(self.config)
         early = f" (the run ends before, at token {most:,} at the latest)" if whole > most else ""
         less = ", 4 for each of N that is frozen," if self.frozen else ""
