@@ -21,9 +21,7 @@ def as_allowed() -> str:
 
 
 def test_the_page_is_what_the_rules_say_and_all_that_they_allow_was_equal():
-    assert PAGE.read_text(encoding="utf-8") == as_allowed(), (
-        "run make composition, and commit docs/data/composition.txt"
-    )
+    assert PAGE.read_text(encoding="utf-8") == as_allowed(), "run make composition, and commit its file"
 
 
 def test_every_switch_meets_every_axis_and_60_combinations_are_drawn():
