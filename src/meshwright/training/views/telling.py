@@ -423,18 +423,13 @@ class Teller:
             eta_seconds=self.throughput.eta_seconds(self.config.steps - self.at.step),
         )
 
-    def step(self, report: StepReport, validated: Validated | None, more: Mapping[str, float]) -> None:
-        """Show a step, and write its line of metrics where one is due; ``more`` is written in any case."""
+    def step(self, report: StepReport, validated: Validated | None) -> None:
+        """Show a step, and write its line of metrics where one is due."""
         if validated is not None:
             self.last_validation = validated.loss
             report = replace(report, validation_loss=validated.loss)
         self.progress.update(report)
-        if (
-            self.at.step % self.config.logging.every == 0
-            or validated is not None
-            or more
-            or self.at.step == self.config.steps
-        ):
+        if self.at.step % self.config.logging.every == 0 or validated is not None or self.at.step == self.config.steps:
             values = {
                 "loss": report.loss,
                 "grad_norm": report.grad_norm,
@@ -448,7 +443,7 @@ class Teller:
             found = validated.figures() if validated else {}
             known = {} if report.mfu is None else {"mfu": report.mfu}
             known |= {} if self.r.model.loss_scale is None else {"loss_scale": self.r.model.loss_scale.value}
-            figures = values | self.pair_figures | self.expert_figures | dict(more) | found | known
+            figures = values | self.pair_figures | self.expert_figures | found | known
             self.note(lambda: self.trackers.log(self.at.step, figures))
 
     def event(self, name: str, values: Mapping[str, object], step: int | None = None) -> None:
