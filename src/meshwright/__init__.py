@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from meshwright.introspection.blocks import Hints
     from meshwright.introspection.cluster import Cluster
     from meshwright.planning.layout import Layout
-    from meshwright.planning.plan import Plan
+    from meshwright.planning.build import Plan
     from meshwright.planning.techniques import Precision, Techniques
     from meshwright.planning.values import Batch
     from meshwright.simulation.search.answer import Foresight
@@ -83,7 +83,7 @@ _HOME = {
     "MissingExtraError": "meshwright.core.errors",
     "NonFiniteError": "meshwright.core.errors",
     "ParallelModel": "meshwright.distributed.parallel_model",
-    "Plan": "meshwright.planning.build",
+    "Plan": "meshwright.planning.plan",
     "Precision": "meshwright.planning.techniques",
     "PreferenceLoss": "meshwright.core.losses",
     "StepLoss": "meshwright.distributed.step.part",

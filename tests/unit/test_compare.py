@@ -8,7 +8,6 @@ import json
 import math
 import re
 import shutil
-from html.parser import HTMLParser
 
 import pytest
 
@@ -62,28 +61,18 @@ def as_json(runs, capsys, *flags):
     return json.loads(capsys.readouterr().out)
 
 
-class Figures(HTMLParser):
-    """The data that the page's script has: title -> run -> points."""
+class Figures:
+    """The data that the page's script has: title -> run -> points, and the colours of each run."""
 
     def __init__(self, text):
-        super().__init__()
-        self._open, data = "", ""
         found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
-        data = json.loads(found.group(1))
-        self.by = {chart["by"] for chart in data}
-        self.curves = {
-            chart["title"]: {
-                curve["name"]: list(zip(curve["at"], curve["values"], strict=True)) for curve in chart["curves"]
-            }
-            for chart in data
-        }
-        self.colours, self._figure = {}, ""
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        known = dict(attrs)
-        if "data-name" in known:
-            self.colours.setdefault(known["data-name"], set()).add(known["class"])
+        assert found is not None
+        self.curves, self.colours = {}, {}
+        for chart in json.loads(found.group(1)):
+            for curve in chart["curves"]:
+                points = list(zip(curve["at"], curve["values"], strict=True))
+                self.curves.setdefault(chart["title"], {})[curve["name"]] = points
+                self.colours.setdefault(curve["name"], set()).add(curve["colour"])
 
 
 @pytest.mark.parametrize("by", ["steps", "tokens", "seconds"])

@@ -381,12 +381,9 @@ def test_the_display_fits_the_place(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     assert isinstance(build_progress(is_main=False, stream=Terminal()), SilentProgress)
     assert isinstance(build_progress(is_main=True, stream=Terminal()), LiveProgress)
-    assert isinstance(build_progress(is_main=True, stream=Terminal(), style="plain"), PlainProgress)
     assert isinstance(build_progress(is_main=True, stream=io.StringIO()), PlainProgress)
     monkeypatch.setenv("TERM", "dumb")
     assert isinstance(build_progress(is_main=True, stream=Terminal()), PlainProgress)
-    with pytest.raises(ConfigError, match="none of auto, plain"):
-        build_progress(is_main=True, style="fancy")  # pyright: ignore[reportArgumentType]
 
 
 def test_silent_progress_says_nothing(capfd):

@@ -33,7 +33,7 @@ JUDGE = r"""(() => {
     if (box.width && (box.right > root.clientWidth + 0.5 || box.left < -0.5)) found.overflow.push(says);
     if (element.clientWidth && element.scrollWidth > element.clientWidth + 1) found.clipped.push(says);
   }
-  for (const svg of document.querySelectorAll("svg")) {
+  for (const svg of document.querySelectorAll("figure > svg, .drawing > svg, body > svg")) {
     const view = svg.viewBox.baseVal, places = [];
     for (const text of svg.querySelectorAll("text")) {
       const box = text.getBBox();
@@ -48,7 +48,7 @@ JUDGE = r"""(() => {
       if (size < 9) found.small.push(size + " px: " + text.textContent);
     }
     const units = [...svg.querySelectorAll("text.unit")].map((one) => one.textContent.trim());
-    if (units.length !== 2 || units.includes("")) found.unit.push(svg.getAttribute("aria-label") + ": " + units);
+    if (units.length !== 2 || units.includes("")) found.unit.push(svg.textContent.slice(0, 40) + ": " + units);
   }
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   for (let node = walker.nextNode(); node; node = walker.nextNode()) {
@@ -62,7 +62,8 @@ JUDGE = r"""(() => {
     }
   }
   const style = getComputedStyle(document.body);
-  return {...found, colours: [style.backgroundColor, style.color], figures: document.querySelectorAll("svg").length,
+  return {...found, colours: [style.backgroundColor, style.color],
+          figures: document.querySelectorAll(".drawing > svg").length,
           values: [...document.querySelectorAll("dd")].map((one) => one.textContent), drawn: root.dataset.drawn};
 })()"""
 
@@ -132,6 +133,54 @@ def test_a_page_fits_its_window_and_breaks_no_word(browser, pages, name, width):
         paper, ink = (sum(map(int, re.findall(r"\d+", colour)[:3])) / 3 for colour in found["colours"])
         assert (paper < 60 and ink > 200) if dark else (paper > 240 and ink < 60)
         assert browser.console == []
+
+
+EVIL_RANGES = [
+    [0.0],
+    [1.0000000000000002e-300, 1e-300],
+    [-1e300, 1e300],
+    [1e-300, 1.0, 1e300],
+    [5e-324, 1e-320],
+    [0.1, 0.30000000000000004],
+    [123456789.0, 123456789.5],
+    [-3.0, -3.0],
+    [1023 * 2**20, 1025 * 2**20],
+]
+
+
+@pytest.mark.parametrize("form", ["plain", "count", "bytes", "GB", "seconds", "percent", "steps"])
+def test_an_axis_holds_its_values_and_its_ticks_whatever_they_are(browser, pages, form):
+    """Places of values and ticks lie on the axis, and the texts of ticks can be told apart."""
+    browser.show(pages["ended"], 390)
+    for values in EVIL_RANGES:
+        low, high = min(values), max(values)
+        axis = browser.value(
+            f"""(() => {{const axis = scale([{low}, {high}], 202, 24, {{form: "{form}", unit: "u"}}, 5, true);
+            return {{places: [{low}, {high}, ...axis.ticks].map(axis), texts: axis.texts}}; }})()"""
+        )
+        assert all(23.9 <= place <= 202.1 for place in axis["places"]), (form, values, axis)
+        assert len(axis["texts"]) <= 20 and len(set(axis["texts"])) == len(axis["texts"]), (form, values, axis)
+
+
+def test_a_name_of_the_legend_hides_its_curve_and_a_drag_shows_a_part(browser, pages):
+    browser.show(pages["compared"], 1280)
+    names = """[...document.querySelectorAll(".drawing")][0].querySelectorAll(".curve").length"""
+    ticks = (
+        """[...document.querySelectorAll(".drawing")[0].querySelectorAll("text.step")].map((one) => one.textContent)"""
+    )
+    first = browser.value(ticks)
+    assert browser.value(names) == 2
+    browser.value('document.querySelector(".legend li").click()')
+    assert browser.value(names) == 1
+    browser.value('document.querySelector(".legend li").click()')
+    assert browser.value(names) == 2
+    drag = """(() => { const svg = document.querySelector(".drawing svg"), box = svg.getBoundingClientRect();
+      for (const [kind, x] of [["pointerdown", 100], ["pointerup", 200]])
+        svg.dispatchEvent(new PointerEvent(kind, {clientX: box.left + x, clientY: box.top + 90})); })()"""
+    browser.value(drag)
+    assert browser.value(ticks) != first
+    browser.value('document.querySelector(".drawing svg").dispatchEvent(new MouseEvent("dblclick"))')
+    assert browser.value(ticks) == first and browser.console == []
 
 
 def test_every_value_of_a_run_has_its_unit(browser, pages):

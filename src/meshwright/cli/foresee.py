@@ -135,7 +135,7 @@ def run(config: Config, options: PlanOptions) -> int:
 
 def _draw(file: Path, answer: Foresight, batch: Batch, *, aside: bool) -> None:
     """Write the page of an answer; where it is, is printed, ``aside`` to standard error."""
-    from meshwright.training.views.forecast.page import forecast_page
+    from meshwright.training.views.page.forecast import forecast_page
 
     first = answer.candidates[0]
     shown, front = ([one.candidate for one in found] for found in (answer.candidates, answer.front))

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from meshwright.core.config_keys import LENGTHS
 from meshwright.core.dtypes import FLOATING, count_text
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean, is_within, owner, pattern
@@ -194,7 +195,7 @@ def model_facts(model: nn.Module) -> ModelFacts:
         buffers=tuple(_buffer_facts(model)),
         blocks=blocks,
         attentions=attention_modules(model, blocks),
-        max_seq_len=stated(model, "max_seq_len", "max_position_embeddings", "n_positions"),
+        max_seq_len=stated(model, *LENGTHS),
         vocab_size=token_ids,
         label_ids=token_ids if token_ids is None or stated(model, "vocab_size") else max(token_ids, *heads, 0),
         has_experts=bool(find_stacks(model)),

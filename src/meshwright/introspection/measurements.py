@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
+from meshwright.core.config_keys import SECTIONS
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.record import recall, remember
 from meshwright.introspection.premises.premises import lies_on_mesh
@@ -207,10 +208,12 @@ def measurements_of(model: nn.Module) -> Measurements:
     return known
 
 
-def stated(model: nn.Module, *keys: str) -> int | None:
-    """Return the first of these keys' values that is a positive integer in the model's config."""
+def stated(model: Any, *keys: str) -> int | None:
+    """Return the first of these keys' values that is a positive integer in ``model.config`` or a section of it."""
     config = getattr(model, "config", None)
     # of transformers: one for text and images has several inside
     if callable(of_text := getattr(config, "get_text_config", None)):
         config = of_text()
-    return next((value for key in keys if isinstance(value := getattr(config, key, None), int) and value > 0), None)
+    places = [config, *(getattr(config, name, None) for name in SECTIONS)]
+    found = (getattr(place, key, None) for place in places for key in keys)
+    return next((value for value in found if isinstance(value, int) and value > 0), None)

@@ -121,7 +121,7 @@ def read_causal_lm(path: str | Path, *, dtype: str = "float32", trust_remote_cod
     place = Path(path).expanduser()
     file = place / CONFIG if place.is_dir() else place
     if not file.is_file():
-        raise ConfigError(_absent(path, place))
+        raise ConfigError(absent_model(path, place))
     config_keys = _json(inside(file.parent, file.name) if place.is_dir() else file)
     transformers = import_transformers()
     _refuse_elsewhere(config_keys, file)
@@ -144,7 +144,8 @@ def read_causal_lm(path: str | Path, *, dtype: str = "float32", trust_remote_cod
     return CausalLM(config, dtype, trust_remote_code, stored=config_keys)
 
 
-def _absent(path: str | Path, place: Path) -> str:
+def absent_model(path: str | Path, place: Path) -> str:
+    """Return what to tell of a path at which there is no model."""
     if place.is_dir():
         return f"{KEY} = {path}: " + (
             what_to_do_with_adapters(place) or f"the folder holds no {CONFIG}, so it is no Hugging Face model"

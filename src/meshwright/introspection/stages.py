@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from meshwright.core.config_keys import WIDTH
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean, is_within, owner
 from meshwright.core.torch_private import tree_leaves
-from meshwright.introspection.small.configs import WIDTH, stated_width
+from meshwright.introspection.small.configs import stated_width
 from meshwright.introspection.small.sample import Sample
 from meshwright.introspection.structure import Measured
 from meshwright.introspection.structure.regions import shapes_of

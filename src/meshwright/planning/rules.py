@@ -310,7 +310,7 @@ def check_data(facts: ModelFacts, batch: Batch) -> None:
     if facts.max_seq_len and batch.seq_len > facts.max_seq_len:
         raise ConfigError(
             f"data.seq_len = {batch.seq_len} is longer than the model's maximum, model.max_seq_len ="
-            f" {facts.max_seq_len}. Lower data.seq_len, or raise model.max_seq_len of meshwright's own decoder."
+            f" {facts.max_seq_len}. Lower data.seq_len (of meshwright's own decoder model.max_seq_len can be raised)."
         )
     if facts.vocab_size and batch.vocab_size > facts.vocab_size:
         raise ConfigError(

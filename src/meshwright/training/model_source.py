@@ -13,6 +13,7 @@ from meshwright.checkpoint.huggingface import Pretrained, pretrained
 from meshwright.checkpoint.load import to_be_loaded
 from meshwright.checkpoint.tensor_files import holds_weights
 from meshwright.core.config import to_dict
+from meshwright.core.config_keys import HEADS, TOP_K, WIDTH
 from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError
 from meshwright.core.files import inside
@@ -20,6 +21,7 @@ from meshwright.data import Tokenizer
 from meshwright.distributed.weights.weights import Weights
 from meshwright.introspection.adapted.model import AdaptedModel
 from meshwright.introspection.facts import ModelFacts
+from meshwright.introspection.measurements import stated
 from meshwright.introspection.source import CONFIG, CausalLM, read_causal_lm, with_adapters
 from meshwright.models.decoder_config import SIZES, DecoderConfig, idle_parameters, parameter_count
 
@@ -220,22 +222,24 @@ def shape_of(source: ModelSource, facts: ModelFacts) -> Shape:
             source.vocab_size,
         )
     config = source.config.get_text_config()
-    dim, heads = int(getattr(config, "hidden_size", 0) or 0), int(getattr(config, "num_attention_heads", 0) or 0)
+    dim, heads = stated(source, *WIDTH) or 0, stated(source, *HEADS) or 0
     head_dim = getattr(config, "head_dim", None) or (dim // heads if heads else 0)
     vocabulary = facts.vocab_size or 0
     tables = [p for p in facts.parameters if len(p.shape) == 2 and p.shape[0] == vocabulary]
     lookup = tables[0].numel if tables and not tables[0].aliases else 0
     return Shape(
-        facts.numel, facts.numel - lookup - _idle(facts, config), len(facts.blocks), dim, heads * head_dim, vocabulary
+        facts.numel,
+        facts.numel - lookup - _idle(facts, stated(source, *TOP_K)),
+        len(facts.blocks),
+        dim,
+        heads * head_dim,
+        vocabulary,
     )
 
 
-def _idle(facts: ModelFacts, config: Any) -> int:
+def _idle(facts: ModelFacts, chosen: int | None) -> int:
     """Count the expert parameters that a token is not routed to; a layer's experts are stacked along the first of
     three dims.
     """
-    chosen = getattr(config, "num_experts_per_tok", None)
     stacks = [p for p in facts.parameters if len(p.shape) == 3]
-    return (
-        sum(p.numel - p.numel * min(chosen, p.shape[0]) // p.shape[0] for p in stacks) if isinstance(chosen, int) else 0
-    )
+    return 0 if chosen is None else sum(p.numel - p.numel * min(chosen, p.shape[0]) // p.shape[0] for p in stacks)

@@ -182,17 +182,14 @@ class _Loop:
             with self.checkpoints.saved_if_unread():
                 report = self._one_step()
             stopped, validation = self._agree_to_stop(), None
-            more = self.watch.met(self.at.step)
             if validates and self._is_due(self.config.validation.every) and not stopped:
                 validation, stopped = self._validate()
-                self.watch.disturbed()
-            self.teller.step(report, validation, more)
+            self.teller.step(report, validation)
             self._refuse_to_skip_on()
             if stopped or self._is_due(self.config.checkpoint.every):
                 self.heartbeat.enter("save", self.at.step)
                 self.checkpoints.save()
                 stopped = self._agree_to_stop() or stopped
-                self.watch.disturbed()
         return self._close(stopped)
 
     def _begin(self) -> None:
@@ -245,7 +242,6 @@ class _Loop:
         begun = time.perf_counter()
         self.heartbeat.enter("data", self.at.step + 1)
         batch = self.r.feed.next_batch()
-        self.watch.got_data(time.perf_counter() - begun)
         self.heartbeat.enter("forward")
         with self.watch.computing(batch), self.memory.computing():
             loss = self.r.model.forward_backward(batch)

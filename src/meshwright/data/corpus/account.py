@@ -51,13 +51,19 @@ class Account:
         yield from (("", reason) for reason in self.unusable[:_NAMED])
         if (more := len(self.unusable) - _NAMED) > 0:
             yield "", f"and {more:,} more"
-        yield "learnt", f"{self.learnt:,} of {self.tokens:,} tokens"
+        tokens, learnt = self.tokens, self.learnt
+        if self.split is not None and self.split.too_long != "refuse":
+            tokens, learnt = self.split.n_kept(seq_len)
+        yield "learnt", f"{learnt:,} of {tokens:,} tokens"
         if self.split is not None and (n := self.split.n_too_long(seq_len)):
             cut = replace(self.split, too_long="truncate").n_unlearnt(seq_len)
             fate = {"refuse": "refused", "skip": "left out"}.get(
                 self.split.too_long, f"cut short, {cut:,} of them left out, since nothing to learn is left"
             )
-            yield "rows", f"{n:,} of {self.split.n_documents:,} documents are longer than {seq_len} tokens: {fate}"
+            yield (
+                "rows",
+                f"{n:,} of {self.split.n_documents:,} documents are longer than data.seq_len = {seq_len}: {fate}",
+            )
         yield from (("note", note) for note in self.notes)
 
 

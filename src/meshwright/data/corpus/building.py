@@ -20,7 +20,7 @@ from meshwright.data.options import SourceOptions
 from meshwright.data.sources.formats import RECORD_FORMATS, BadRow, Record, digest_of, first_record
 from meshwright.data.sources.scan import Scan, SourceFile
 from meshwright.data.text.tasks import Task, choose_task
-from meshwright.data.text.tokenizers import AligningTokenizer, Tokenizer, encode_batch, ids_before
+from meshwright.data.text.tokenizers import AligningTokenizer, Tokenizer, encode_batch, ids_before, template_of
 from meshwright.data.text.turns import Example, ends_of_turn, load_template
 
 from .arrays import changed_images
@@ -301,7 +301,9 @@ class TokenisingRecipe:
         """
         n = len(self.scan.files)
         what = (
-            f"{n} documents" if self.scan.format == "text" else f"{n} {self.scan.format} files (task: {self.task.name})"
+            f"{n} document{'s' * (n > 1)}"
+            if self.scan.format == "text"
+            else f"{n} {self.scan.format} file{'s' * (n > 1)} (task: {self.task.name})"
         )
         say(f"tokenising {what} with {self.tokenizer!r} into {target}")
         skipped: dict[str, int] = {}
@@ -345,11 +347,18 @@ class TokenisingRecipe:
             f"{self.nulls:,} nulls in arguments of calls of tools are left out, since Arrow and Parquet give each call"
             f" the keys of all others as null: where a null is meant, write the column of messages as JSON text"
         )
+        folder = getattr(self.tokenizer, "folder", None)
+        written = self.task.name in ("alpaca", "completion") and folder is not None and template_of(folder)
+        own = (
+            f"the task '{self.task.name}' writes prompts in a form of its own, not by the tokenizer's chat template:"
+            f" for that, give conversations (messages)"
+        )
         absent = [name for name in self.task.ignore if name not in self.ignored]
         nowhere = f"data.ignore names {absent}, which no record has"
         return [
             *([f"{read}; columns not read: {named}"] if named else []),
             *([nowhere] if absent else []),
+            *([own] if written else []),
             *([nulls] if self.nulls else []),
         ]
 
@@ -431,7 +440,10 @@ class TokenisingRecipe:
                 yield place, self.examples_of(file, number, record)
             except BadRow as bad:
                 if self.options.on_bad_row == "refuse":
-                    raise ConfigError(f"{bad}. To leave such rows out, set data.on_bad_row = 'skip'") from None
+                    raise ConfigError(
+                        f"{bad}. To leave such rows out, set data.on_bad_row = 'skip';"
+                        f" meshwright inspect lists what becomes of all records"
+                    ) from None
                 skipped[file.name] = skipped.get(file.name, 0) + 1
                 if skipped[file.name] <= _NAMED:
                     say(f"skipped: {bad}")

@@ -280,6 +280,13 @@ class Whole:
         """Return the number of documents that are left out since nothing of what fits a sample is learnt."""
         return 0 if self.too_long == "skip" else int((self.kept_lengths(seq_len) == 0).sum())
 
+    def n_kept(self, seq_len: int) -> tuple[int, int]:
+        """Return the tokens of what fits a sample, and those of them that are learnt."""
+        kept = self.kept_lengths(seq_len)
+        learnt = np.concatenate([[0], np.cumsum(self.is_learnt, dtype=np.int64)])
+        begins = self.offsets[:-1]
+        return int(kept.sum()), int((learnt[begins + kept] - learnt[begins]).sum())
+
     def n_samples(self, seq_len: int) -> int:
         """Return the number of samples (see ``Split``).
 
@@ -290,8 +297,8 @@ class Whole:
         if n_long and self.too_long == "refuse":
             raise ConfigError(
                 f"{n_long} of the {self.n_documents} conversations of the {self.name} split are longer than"
-                f" data.seq_len = {seq_len} (the longest has {self.lengths.max()} tokens). Raise data.seq_len, or set"
-                f" data.too_long = 'truncate' or 'skip'"
+                f" data.seq_len = {seq_len} (the longest has {self.lengths.max()} tokens). Set"
+                f" data.too_long = 'truncate' or 'skip', or a higher data.seq_len where the model takes as many"
             )
         n = len(self._bins(seq_len)[1]) - 1
         if not n:

@@ -159,8 +159,10 @@ def _format_of(source: str, wanted: str) -> str:
         return "text" if source == STDLIB else source
     path = Path(source).expanduser()
     if not source.strip() or not path.exists():
+        beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = nearest(path.name, [*BUILT_IN, *beside])
         raise ConfigError(
-            f"data.source: {source!r} does not exist (looked at {path.absolute()}).{nearest(source, BUILT_IN)}"
+            f"data.source: {source!r} does not exist (looked at {path.absolute()}).{near}"
             f"{absence(source)} Name a file, a folder, or {_WORDS}; patterns such as *.txt are not expanded"
         )
     if wanted != "auto":

@@ -86,7 +86,12 @@ def load_template(path: str, folder: Path | None) -> ChatTemplate:
             raise ConfigError(f"data.template = {path!r} is not UTF-8 text ({error})") from None
     text = template_of(folder) if folder else None
     if text is None:
-        where = f"the tokenizer in {folder} has" if folder else "this tokenizer has"
+        if folder is None:
+            raise ConfigError(
+                "conversations cannot be written out without a chat template, and bytes have none: name a tokenizer"
+                " that has one (data.tokenizer = FOLDER, or model.hf for the model's own), or a file with data.template"
+            )
+        where = f"the tokenizer in {folder} has"
         raise ConfigError(
             f"{where} no chat template (looked for chat_template.jinja, and chat_template in tokenizer_config.json),"
             f" so conversations cannot be written out. Save one with the tokenizer, name a file with data.template, or"
@@ -350,9 +355,11 @@ class Turns:
         if not learnt:
             raise BadRow(f"{where}: no answer of the conversation is to be learnt: all of them are marked not to be")
         if (empty := next((i for i in sorted(learnt) if is_empty(messages[i])), None)) is not None:
+            others_left = any(not is_empty(messages[i]) for i in learnt)
+            advice = "; mark the turn with 'weight': 0 to read it only" if others_left else ""
             raise BadRow(
-                f"{where}, turn {empty + 1}: the assistant's answer is empty, so an immediate stop would be learnt;"
-                " mark the turn with 'weight': 0 to read it only"
+                f"{where}, turn {empty + 1}: the assistant's answer is empty, so an immediate stop would be"
+                f" learnt{advice}"
             )
         try:
             if self.learn == "all":

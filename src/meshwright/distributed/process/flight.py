@@ -102,8 +102,6 @@ class Issued:
     """A collective that this rank took part in. ``created_ns``: when it was issued, in Unix time."""
 
     axis: str
-    ranks: tuple[int, ...]
-    number: int
     created_ns: int
 
 
@@ -118,12 +116,7 @@ def issued(since_ns: int) -> list[Issued]:
         ]
         recent = [entry for entry in entries if entry["time_created_ns"] >= since_ns and not entry["is_p2p"]]
         recent.sort(key=lambda entry: entry["time_created_ns"])
-        members = {name: _members(name) for name in {entry["process_group"][0] for entry in recent}}
-        return [
-            Issued(axis_of(words), members[name], int(entry["collective_seq_id"]), int(entry["time_created_ns"]))
-            for entry in recent
-            for name, words in [entry["process_group"]]
-        ]
+        return [Issued(axis_of(entry["process_group"][1]), int(entry["time_created_ns"])) for entry in recent]
     except Exception:  # noqa: BLE001  (as above: another torch may lack the recorder, and no run may stop for it)
         return []
     finally:

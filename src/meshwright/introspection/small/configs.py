@@ -13,16 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.core.config_keys import EXPERT_HIDDEN, EXPERTS, HEADS, HIDDEN, KEY_HEADS, LAYERS, TOP_K, WIDTH
+
 # --- shrink configs to models of the same structure, small enough to be measured in a moment
 
-LAYERS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
-WIDTH = ("hidden_size", "n_embd", "d_model", "dim")
-HEADS = ("num_attention_heads", "n_heads", "n_head")
-KEY_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads")
-HIDDEN = ("intermediate_size", "hidden_dim", "ffn_dim", "n_inner", "ffn_hidden_size", "dff", "dim_ff")
-EXPERT_HIDDEN = ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
-EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
-TOP_K = ("num_experts_per_tok", "moe_k")
 FEW_EXPERTS = 16
 LATENT = ("q_lora_rank", "kv_lora_rank")
 ROTATED = "qk_rope_head_dim"

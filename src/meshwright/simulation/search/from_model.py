@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
+from meshwright.core.config_keys import HEADS, KEY_HEADS, TOP_K, WIDTH
 from meshwright.core.dtypes import dtype_bytes
+from meshwright.core.errors import ConfigError
 from meshwright.core.names import is_within
 from meshwright.distributed.memory.dry_run import SavedByBlock
 from meshwright.introspection.facts import ModelFacts, ParameterFact
@@ -27,7 +29,6 @@ from meshwright.simulation.workload.architecture import (
 from meshwright.simulation.workload.execution import Execution, Job
 from meshwright.simulation.workload.step_memory import block_activations
 
-TOP_K = ("num_experts_per_tok", "moe_top_k", "num_selected_experts", "top_k")
 LOGITS_COPIES, CHUNK_COPIES = 3.0, 1.0
 """fp32 copies of the logits at this library's loss, and further ones of a chunk: found by the dry run."""
 WHOLE = ("full", "every_n", "selective_op", "memory_budget", "modules")
@@ -57,7 +58,7 @@ def architecture_of(facts: ModelFacts) -> Architecture:
 
 def _hidden(facts: ModelFacts) -> int:
     """Return the width of the residual stream: as stated, else the commonest dim of the blocks' weights."""
-    named = _stated(facts, "hidden_size", "dim", "n_embd", "d_model")
+    named = _stated(facts, *WIDTH)
     if named:
         return named
     dims = [dim for p in facts.parameters if len(p.shape) == 2 for dim in p.shape]
@@ -69,10 +70,10 @@ def _stated(facts: ModelFacts, *keys: str) -> int | None:
 
 
 def _attention(facts: ModelFacts, hidden: int) -> AttentionShape | None:
-    heads = _stated(facts, "num_attention_heads", "n_heads", "n_head")
+    heads = _stated(facts, *HEADS)
     if not heads or not facts.attentions:
         return None
-    kv_heads = _stated(facts, "num_key_value_heads", "n_kv_heads", "num_kv_heads") or heads
+    kv_heads = _stated(facts, *KEY_HEADS) or heads
     size = _stated(facts, "qk_head_dim", "head_dim") or hidden // heads
     return AttentionShape(
         heads, kv_heads, size, _stated(facts, "v_head_dim") or size, _stated(facts, "sliding_window") or 0
@@ -123,12 +124,15 @@ def _block(
 
 
 def _top_k(facts: ModelFacts) -> int:
-    """Return the experts that a token goes to, 2 where no config states it."""
-    named = _stated(facts, *TOP_K)
-    if named is None and facts.module is not None:
-        moe = getattr(getattr(facts.module, "config", None), "moe", None)
-        named = getattr(moe, "top_k", None)
-    return named or 2
+    """Return the number of experts that a token goes to; ConfigError where no config states it."""
+    found = _stated(facts, *TOP_K)
+    if found is None:
+        raise ConfigError(
+            f"a forecast of {facts.kind} needs the number of experts that a token goes to, and its config states none"
+            f" (looked for {', '.join(TOP_K)}): give the model a config, such as"
+            f" model.config = types.SimpleNamespace({TOP_K[0]}=2)"
+        )
+    return found
 
 
 def execution_of(plan: Plan) -> Execution:

@@ -1,1 +1,1 @@
-"""Watch the ranks of a run: heartbeats, lost peers, stragglers."""
+"""Watch the ranks of a run: heartbeats, stalls, lost peers."""

@@ -295,7 +295,11 @@ def find_stall(records: Mapping[int, Record], now: float) -> Stall | None:
     does not wait in a collective itself. If all wait, each in another collective, they wait for each other.
     """
     latest = max((record.time for record in records.values()), default=now)
-    held_up = {rank for rank, record in records.items() if _holds_up(record, latest)}
+    held_up = {
+        rank
+        for rank, record in records.items()
+        if process_state(record) in ("gone", "stopped") or latest - record.time > SILENT_SEC
+    }
     waiting = [record for rank, record in sorted(records.items()) if record.collective and rank not in held_up]
     if not waiting:
         return None
@@ -305,10 +309,6 @@ def find_stall(records: Mapping[int, Record], now: float) -> Stall | None:
     ranks = [rank for rank in members if rank in held_up] or idle or sorted(held_up)
     culprits = [records[rank] for rank in ranks]
     return Stall(culprits, waiting, _sentence(culprits, waiting, first, now))
-
-
-def _holds_up(record: Record, latest: float) -> bool:
-    return process_state(record) in ("gone", "stopped") or latest - record.time > SILENT_SEC
 
 
 def _sentence(culprits: Sequence[Record], waiting: Sequence[Record], first: Record, now: float) -> str:

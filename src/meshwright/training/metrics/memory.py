@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,6 @@ from meshwright.planning.optimizer.plan import ROOM
 from meshwright.planning.plan import Plan
 
 if TYPE_CHECKING:
-    import psutil
     import torch
 
 
@@ -96,7 +94,9 @@ def read_memory(device: torch.device) -> MemoryReading:
 
         module = torch.get_device_module(device)
         return MemoryReading(module.memory_allocated(device), module.max_memory_allocated(device), "device peak")
-    current = _process().memory_info().rss
+    import psutil
+
+    current = psutil.Process().memory_info().rss
     peak = _resident_peak()
     if peak is None:
         return MemoryReading(current, current, "RSS")
@@ -112,13 +112,6 @@ def reset_peak(device: torch.device) -> None:
         import torch
 
         torch.get_device_module(device).reset_peak_memory_stats(device)
-
-
-@cache
-def _process() -> psutil.Process:
-    import psutil
-
-    return psutil.Process()
 
 
 def _resident_peak() -> int | None:
@@ -180,9 +173,10 @@ def memory_table(
 ) -> str:
     """Format one line for each kind: the measured peak, and the plan's estimate if it has one."""
     planned = estimated(plan, shares, kept)
+    is_offloaded = plan.optimizer.in_host_memory or plan.data.cpu_offload
     rows = [
         (
-            text + _where(kind, plan),
+            text + (", in host memory" if kind is MemoryUse.OPTIMIZER and is_offloaded else ""),
             bytes_text(found[kind]) if kind in found else "-",
             bytes_text(planned[kind]) if kind in planned else "-",
         )
@@ -193,14 +187,6 @@ def memory_table(
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(3)]
     return "\n".join(
         f"  {what:<{widths[0]}}  {here:>{widths[1]}}  {there:>{widths[2]}}" for what, here, there in (head, *rows)
-    )
-
-
-def _where(kind: MemoryUse, plan: Plan) -> str:
-    return (
-        ", in host memory"
-        if kind is MemoryUse.OPTIMIZER and (plan.optimizer.in_host_memory or plan.data.cpu_offload)
-        else ""
     )
 
 

@@ -6,12 +6,14 @@ Torch-free.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.core.config import is_unset, unset
+from meshwright.core.config_keys import LENGTHS
 from meshwright.core.dtypes import epochs_text
 from meshwright.planning.optimizer.kinds import kind_of
 
@@ -19,9 +21,9 @@ if TYPE_CHECKING:
     from meshwright.training.config import Config, ModelConfig
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-LENGTHS = ("max_seq_len", "max_position_embeddings", "n_positions")
-"""Keys of a model's config that state its longest sequence, as ``introspection/facts`` reads them."""
 LONGEST_ROW = 2048
+FEW_STEPS, ENOUGH_STEPS = 10, 30
+"""Steps below which a run is told that they are few, and those that a smaller batch should make of the data."""
 PREFERENCE, TEXT = "preference", "text"
 """Tasks of data whose length and rate differ from those of conversations and answers."""
 GREETING = "Hello"
@@ -84,7 +86,7 @@ def _beside_weights(config: Config, longest: int) -> Config:
 def with_length(config: Config, rows: int, tasks: Sequence[str]) -> Config:
     """Return a config with steps, and the rate of preference pairs, chosen where they are unset.
 
-    Steps are whole, so ``epochs`` becomes the number that they make.
+    Steps are whole and no fewer than the epochs need, so ``epochs`` becomes the number that they make.
 
     Args:
         rows: rows of all sources together, once each.
@@ -98,7 +100,7 @@ def with_length(config: Config, rows: int, tasks: Sequence[str]) -> Config:
         epochs = max(EPOCHS.get(task, OTHER_EPOCHS) for task in tasks)
     if epochs is None or not rows:
         return config
-    steps = max(1, round(epochs * rows / config.batch.global_batch))
+    steps = max(1, math.ceil(epochs * rows / config.batch.global_batch - 1e-9))
     return replace(config, epochs=steps * config.batch.global_batch / rows, steps=unset(steps))
 
 
@@ -115,9 +117,23 @@ def with_prompt(config: Config, tasks: Sequence[str], render: Callable[[str], st
     return replace(config, sample=replace(config.sample, prompt=unset(prompt)))
 
 
-def chosen(config: Config) -> str:
-    """Name the values that were chosen because nobody set them, by their keys; "" where there are none."""
-    return of_unset(config) if is_fine_tuning(config) else ""
+def chosen(config: Config, ranks: int = 1) -> str:
+    """Name the values that were chosen because nobody set them, by their keys; "" where there are none.
+
+    Args:
+        ranks: data ranks, which a step's rows are dealt to.
+    """
+    if not is_fine_tuning(config):
+        return ""
+    few = ""
+    rows = config.steps * config.batch.global_batch
+    smaller = max(ranks, rows // ENOUGH_STEPS // ranks * ranks)
+    if is_unset(config.steps) and config.steps < FEW_STEPS and smaller < config.batch.global_batch:
+        few = (
+            f"; {config.steps} step{'s' * (config.steps > 1)} of {config.batch.global_batch} rows change little:"
+            f" batch.global_batch = {smaller} makes some {rows // smaller} of the same data"
+        )
+    return of_unset(config) + few
 
 
 def of_forecast(config: Config) -> str:

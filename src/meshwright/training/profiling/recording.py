@@ -1,7 +1,4 @@
-"""Record a few steps: a Chrome trace that names modules and mesh axes, or the memory history.
-
-Works on the parsed file; torch-free.
-"""
+"""Record a few steps: a Chrome trace that names modules and mesh axes, or the memory history."""
 
 from __future__ import annotations
 
@@ -262,15 +259,12 @@ class Recordings:
             if window[-1] <= step and not recording.path.exists():
                 say(f"{key} = {text} lies behind step {step}, from which the run goes on: nothing is recorded")
 
-    def begins_before(self, step: int) -> bool:
-        """Return whether a recording starts before this step."""
-        return bool(self._beginning(step))
-
     def before(self, step: int) -> None:
         """Start the recordings that begin with this step."""
-        for window, recording in self._beginning(step):
-            recording.start()
-            self._open.append((window, recording))
+        for _, _, window, recording in self._wanted:
+            if step in window and (window, recording) not in self._open:
+                recording.start()
+                self._open.append((window, recording))
 
     def ends_after(self, step: int) -> bool:
         """Return whether a recording stops after this step."""
@@ -286,10 +280,6 @@ class Recordings:
         Raises OSError if the disk does.
         """
         self._stop(list(self._open))
-
-    def _beginning(self, step: int) -> list[tuple[range, Recording]]:
-        pairs = [(window, recording) for _, _, window, recording in self._wanted if step in window]
-        return [pair for pair in pairs if pair not in self._open]
 
     def _stop(self, over: list[tuple[range, Recording]]) -> None:
         self._open = [pair for pair in self._open if pair not in over]

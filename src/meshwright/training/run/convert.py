@@ -112,8 +112,8 @@ def of_hugging_face(folder: Path, config: Config) -> Counterpart:
     if not config.model.hf:
         raise ConfigError(
             f"{folder} trained meshwright's own decoder, which transformers does not know by name: say with --like NAME"
-            f" which model type of transformers computes the same (one with rotary positions, RMSNorm and gated"
-            f" feed-forwards or experts); it will be proven"
+            f" which model type of transformers computes the same (llama, mistral, qwen3, mixtral, qwen3_moe or"
+            f" glm4_moe); it will be proven"
         )
     source = causal_lm(with_kept_model(config, folder))
     kept = folder / FOLDER / CONFIG

@@ -38,6 +38,8 @@ def read_request(folder: Path, name: str = NAME) -> Config | None:
 def words_of_complete(folder: Path, step: int, steps: int) -> str:
     """Return what to tell of a run that has taken all its steps."""
     further = command("train", folder, f"--steps={2 * max(step, steps)}")
+    if step > steps:
+        return f"this run has taken {step} steps, and {steps} are asked for. To train it further: {further}"
     return f"this run is complete: step {step} of {steps}. Raise steps to train it further, as in: {further}"
 
 

@@ -25,9 +25,11 @@ def describe(
         epochs: of each part, by its name.
         weights: of the parts at the end of the run.
     """
-    tokens, documents = sum(c.meta.n_tokens for c in corpora), sum(c.meta.n_documents for c in corpora)
-    text = f"{count_text(tokens)} tokens of {documents:,} documents · {config.data.seq_len} per row"
     splits = [split for corpus in corpora for split in (corpus.training, corpus.validation)]
+    seq_len = config.data.seq_len
+    tokens = sum(s.n_kept(seq_len)[0] if isinstance(s, Whole) else s.n_tokens for s in splits)
+    documents = sum(int((s.kept_lengths(seq_len) > 0).sum()) if isinstance(s, Whole) else s.n_documents for s in splits)
+    text = f"{count_text(tokens)} tokens of {documents:,} documents · {seq_len} per row"
     if n_images := sum(len(split.images.places) for split in splits if isinstance(split, Pictured)):
         text += f" · {n_images:,} images"
     text += f" · {config.batch.global_batch} rows per step"

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import Literal, TextIO
-
-from meshwright.core.errors import ConfigError
+from typing import TextIO
 
 from .progress import PlainProgress, Progress, SilentProgress
 
 
-def build_progress(
-    *, is_main: bool, style: Literal["auto", "plain"] = "auto", stream: TextIO | None = None
-) -> Progress:
+def build_progress(*, is_main: bool, stream: TextIO | None = None) -> Progress:
     """Return the progress for the output: silent on ranks that are not ``is_main``, live on a terminal, plain lines
     elsewhere.
 
@@ -20,18 +16,11 @@ def build_progress(
 
     Args:
         is_main: whether this rank prints for the run.
-        style: ``"plain"`` prints plain lines on a terminal as well.
         stream: where to write; standard output by default.
-
-    Raises:
-        ConfigError: ``style`` is neither auto nor plain.
     """
-    if style not in ("auto", "plain"):
-        raise ConfigError(f"progress = {style!r} is none of auto, plain")
     if not is_main:
         return SilentProgress()
-    target = stream or sys.stdout
-    if style == "plain" or not target.isatty():
+    if not (stream or sys.stdout).isatty():
         return PlainProgress(stream)
     from rich.console import Console  # imported for terminals only: batch jobs save 0.03 s
 

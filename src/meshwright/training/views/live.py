@@ -195,7 +195,9 @@ class LiveProgress:
             return Text("waiting for the first step ...", style="dim")
         width = self._console.width
         figures = _figures(report, width)
-        curve = _curve_line(self._curve.draw(max(min(width // 2, 60), 8)), self._first_loss, report.loss)
+        bars, ends = self._curve.draw(max(min(width // 2, 60), 8)), (self._first_loss, report.loss)
+        words = ("loss ", "dim"), (bars, "cyan"), f"  {ends[0]:.3f}", (" → ", "dim"), f"{ends[1]:.3f}"
+        curve = Text.assemble(*words, no_wrap=True, overflow="crop")
         parts: list[RenderableType] = [_bar_line(report, width), "", figures, "", curve]
         # 3: the blank line and head of the table, and the line on which the cursor rests.
         room = self._console.height - figures.row_count - 4 - 3
@@ -238,12 +240,6 @@ def _figure_style(label: str, report: StepReport) -> str:
     if label == "skipped" or (label == "loss" and not math.isfinite(report.loss)):
         return "not dim bold red"
     return "not dim bold" if label in ("loss", "val loss") else "not dim"
-
-
-def _curve_line(bars: str, first: float, last: float) -> Text:
-    return Text.assemble(
-        ("loss ", "dim"), (bars, "cyan"), f"  {first:.3f}", (" → ", "dim"), f"{last:.3f}", no_wrap=True, overflow="crop"
-    )
 
 
 def _history(reports: Sequence[StepReport], width: int) -> Table:

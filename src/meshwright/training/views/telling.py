@@ -184,7 +184,7 @@ class ClosingReport:
 
     def _outcome(self) -> str:
         parts = [
-            f"done: {self.total_steps:,} steps"
+            f"done: {self.step:,} step{'s' * (self.step > 1)}"
             if self.step >= self.total_steps
             else f"stopped at step {self.step:,} of {self.total_steps:,}"
         ]
@@ -234,6 +234,9 @@ def next_steps(folder: Path, config: Config, plan: Plan) -> str:
     words = ["--prompt", prompt] if prompt.isprintable() else []
     base = ["--base", config.model.hf] if config.adapters is not None else []
     lines = [f"sample again with: {command('generate', folder, *words, *base)}"]
+    if config.model.hf:
+        form = "hf" if config.adapters is None else "merged"
+        lines.append(f"write it for transformers with: {command('convert', folder, '--to', form, 'FOLDER', *base)}")
     if is_demo(config):
         axis = "pp" if dict(plan.mesh).get("tp", 1) > 1 else "tp"
         layout = [("another layout, the same losses", command("train", f"--layout.{axis}=2"))]
@@ -249,6 +252,8 @@ def next_steps(folder: Path, config: Config, plan: Plan) -> str:
 # --- print and write a run's reports
 
 Result = TypeVar("Result")
+JUMP = 0.05
+"""Relative change of the rate that is told when a run is continued."""
 
 
 @dataclass
@@ -362,7 +367,7 @@ class Teller:
         if old.kind == "inverse_sqrt":  # its rates do not follow from its end
             old = replace(old, total_steps=max(old.total_steps, new.total_steps))
         was, rate = (each(each.place(step, self.at.tokens + 1)) for each in (old, new))
-        if not (step and of_rate) or f"{was:.2e}" == f"{rate:.2e}":
+        if not (step and of_rate) or abs(rate - was) <= JUMP * max(rate, was):
             return
         advice = f"leave {', '.join(text.partition(' ')[0] for text in of_rate)} as before"
         if was and rate:
@@ -418,18 +423,13 @@ class Teller:
             eta_seconds=self.throughput.eta_seconds(self.config.steps - self.at.step),
         )
 
-    def step(self, report: StepReport, validated: Validated | None, more: Mapping[str, float]) -> None:
-        """Show a step, and write its line of metrics where one is due; ``more`` is written in any case."""
+    def step(self, report: StepReport, validated: Validated | None) -> None:
+        """Show a step, and write its line of metrics where one is due."""
         if validated is not None:
             self.last_validation = validated.loss
             report = replace(report, validation_loss=validated.loss)
         self.progress.update(report)
-        if (
-            self.at.step % self.config.logging.every == 0
-            or validated is not None
-            or more
-            or self.at.step == self.config.steps
-        ):
+        if self.at.step % self.config.logging.every == 0 or validated is not None or self.at.step == self.config.steps:
             values = {
                 "loss": report.loss,
                 "grad_norm": report.grad_norm,
@@ -443,7 +443,7 @@ class Teller:
             found = validated.figures() if validated else {}
             known = {} if report.mfu is None else {"mfu": report.mfu}
             known |= {} if self.r.model.loss_scale is None else {"loss_scale": self.r.model.loss_scale.value}
-            figures = values | self.pair_figures | self.expert_figures | dict(more) | found | known
+            figures = values | self.pair_figures | self.expert_figures | found | known
             self.note(lambda: self.trackers.log(self.at.step, figures))
 
     def event(self, name: str, values: Mapping[str, object], step: int | None = None) -> None:

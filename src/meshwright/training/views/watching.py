@@ -15,17 +15,16 @@ from meshwright.core.files import inside, read_object, replace_text
 from meshwright.distributed.memory.account import MemoryAccount, dims_of_logits
 from meshwright.distributed.mesh import get_pp_rank
 from meshwright.distributed.parallel_model import ParallelModel
-from meshwright.distributed.process import agree, flight
+from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import get_world_info, is_rank_zero
 from meshwright.distributed.setup import choose_backend
 from meshwright.distributed.step.part import StepLoss, StepResult
 from meshwright.planning.memory.states import MemoryEstimate, MemoryUse
 from meshwright.planning.pipeline.schedules.orders import schedule_kind
 from meshwright.planning.pipeline.schedules.simulate import Action, PipelineSchedule, actions_in, simulate
-from meshwright.planning.pipeline.schedules.table import Span, read_schedule, spans_of, svg_of, text_of
+from meshwright.planning.pipeline.schedules.table import read_schedule, spans_of, svg_of, text_of
 from meshwright.training.build import Run
 from meshwright.training.config import Config
-from meshwright.training.health.stragglers import Stragglers
 from meshwright.training.metrics.memory import MemoryShares, is_out_of_memory, memory_table, out_of_memory, read_memory
 from meshwright.training.metrics.metrics import check_trackers
 from meshwright.training.preference import is_on_pairs
@@ -185,7 +184,11 @@ def drawn_run(folder: Path) -> tuple[str, str]:
     if not file.is_file():
         raise ConfigError(f"{folder} holds no {TIMES}: it is written at the end of a run with layout.pp > 1")
     try:
-        name, ranks = _measured(read_object(file))
+        raw = read_object(file)
+        name = str(raw["schedule"])
+        ranks = [
+            [(actions_in(word)[0], float(begin), float(end)) for word, begin, end in spans] for spans in raw["ranks"]
+        ]
         first, last = min(s[1] for spans in ranks for s in spans), max(s[2] for spans in ranks for s in spans)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise IntegrityError(
@@ -199,12 +202,6 @@ def drawn_run(folder: Path) -> tuple[str, str]:
             f"  ({_means(spans)})"
         )
     return "\n".join(lines), svg_of(f"{folder}: {name}, measured", ranks)
-
-
-def _measured(raw: dict[str, Any]) -> tuple[str, list[list[Span]]]:
-    """Return the name of a schedule, and each rank's actions with their times."""
-    times = [[(actions_in(word)[0], float(begin), float(end)) for word, begin, end in spans] for spans in raw["ranks"]]
-    return str(raw["schedule"]), times
 
 
 def _means(spans: list[tuple[Action, float, float]]) -> str:
@@ -247,7 +244,6 @@ class Watch:
         self.recordings = open_recordings(
             run.config.logging, run.config.steps, folder.path, get_world_info()[0], profile
         )
-        self.stragglers = None if agree.alone() else Stragglers(flight.issued, agree.everybody_says)
 
     def begin(self, step: int) -> None:
         """Prepare to train from ``step`` on.
@@ -267,14 +263,7 @@ class Watch:
 
     def before(self, step: int) -> None:
         """Start the recordings that begin with this step."""
-        if self.recordings.begins_before(step):
-            self.disturbed()
-            self.recordings.before(step)
-
-    def got_data(self, seconds: float) -> None:
-        """Record how long the step waited for its batch."""
-        if self.stragglers is not None:
-            self.stragglers.got_data(seconds)
+        self.recordings.before(step)
 
     def computing(self, batch: Any) -> AbstractContextManager[None]:
         """Observe the step's forward and backward for the trace."""
@@ -289,7 +278,6 @@ class Watch:
         if self.trace is not None:
             self._compare(self.trace, loss, result)
         if self.recordings.ends_after(step):
-            self.disturbed()  # writing is not part of the step
             self.teller.note(lambda: self.recordings.after(step))
 
     def _compare(self, trace: TraceCheck, loss: StepLoss, result: StepResult) -> None:
@@ -302,21 +290,6 @@ class Watch:
         trace.refuse(found)
         self.teller.say(trace.text(found))
         self.trace = None
-
-    def met(self, step: int) -> dict[str, float]:
-        """Record that the ranks have just agreed to continue after ``step``; return further figures, if any."""
-        if self.stragglers is None:
-            return {}
-        figures = self.stragglers.met(step)
-        if self.stragglers.sentence:
-            self.teller.say(self.stragglers.sentence)
-            self.teller.event("straggler", {"text": self.stragglers.sentence, **figures}, step)
-        return figures
-
-    def disturbed(self) -> None:
-        """Leave the next step out of the search for stragglers: other work was done since the last one."""
-        if self.stragglers is not None:
-            self.stragglers.disturbed()
 
     def close(self) -> None:
         """Write the recordings that are still open at the end of the run."""

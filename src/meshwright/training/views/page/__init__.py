@@ -1,4 +1,1 @@
-"""Show a run as one HTML page: curves, events, config and plan.
-
-The page needs no network and trusts no file.
-"""
+"""Show runs and forecasts as HTML pages: curves, events, configs, layouts. They need no network and trust no file."""

@@ -41,11 +41,8 @@ SINGLE = (
     "grad_norm",
     "learning_rate",
     "mfu",
-    "own_time_max",
-    "own_time_mean",
     "tokens",
     "skipped",
-    "slowest_rank",
     OF_PAIRS,
 )
 BY_SOURCE = "validation_loss/"
@@ -158,7 +155,9 @@ def read_history(path: Path) -> History:
             _forget_after(history, line["step"])
             began = began if when is None else when - (history.clock.last or 0.0)
         if line.get("event") == SAMPLE:
-            history.sample = _sample(line)
+            prompt, text, history.sample = line.get("prompt"), line.get("text"), None
+            if isinstance(step, int) and isinstance(text, str):
+                history.sample = TextSample(step, prompt if isinstance(prompt, str) else "", text)
         elif line.get("event") == BEGIN:
             _begin(history, line)
         elif "event" in line:
@@ -170,8 +169,12 @@ def read_history(path: Path) -> History:
             if when is not None:
                 history.clock.add(step, max(when - began, history.clock.last or 0.0))
             for name, value in line.items():
-                if (number := _number(value)) is not None and _is_drawn(history, name):
+                if (number := _number(value)) is None or not (name in SINGLE or name.startswith(BY_SOURCE)):
+                    continue
+                if name in SINGLE or name in history.series or len(history.sources) < MOST_SOURCES:
                     history.series.setdefault(name, Series()).add(step, number)
+                elif len(history.left_out) < MOST_EVENTS:
+                    history.left_out.add(name)
     history.series = {name: series for name, series in history.series.items() if series.steps}
     return history
 
@@ -215,25 +218,6 @@ def _begin(history: History, line: dict[str, Any]) -> None:
             known[:] = [*(place for place in known if place[0] < first), (first, now)]
 
 
-def _sample(line: dict[str, Any]) -> TextSample | None:
-    step, prompt, text = (line.get(name) for name in ("step", "prompt", "text"))
-    if not isinstance(step, int) or not isinstance(text, str):
-        return None
-    return TextSample(step, prompt if isinstance(prompt, str) else "", text)
-
-
-def _is_drawn(history: History, name: str) -> bool:
-    if name in SINGLE or name in history.series:
-        return True
-    if not name.startswith(BY_SOURCE):
-        return False
-    if len(history.sources) < MOST_SOURCES:
-        return True
-    if len(history.left_out) < MOST_EVENTS:
-        history.left_out.add(name)
-    return False
-
-
 def _number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -249,22 +233,15 @@ def thinned(series: Series, most: int) -> list[tuple[int, float]]:
 
     Returns all points if they fit; else the first, the last, and the extremes and a non-finite point of equal portions.
     """
-    points = list(zip(series.steps, series.values, strict=True)) if len(series.steps) <= most else None
-    if points is not None:
-        return points
-    portions = max(1, (most - 2) // 3)
-    kept = {0, len(series.steps) - 1}
+    number, values = len(series.steps), series.values
+    kept = set(range(number)) if number <= most else {0, number - 1}
+    portions = 0 if number <= most else max(1, (most - 2) // 3)
     for part in range(portions):
-        indexes = range(part * len(series.steps) // portions, (part + 1) * len(series.steps) // portions)
-        kept |= _extremes(series.values, indexes)
-    return [(series.steps[i], series.values[i]) for i in sorted(kept)]
-
-
-def _extremes(values: Sequence[float], indexes: range) -> set[int]:
-    finite = [i for i in indexes if math.isfinite(values[i])]
-    kept = {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)} if finite else set()
-    broken = next((i for i in indexes if not math.isfinite(values[i])), None)
-    return kept if broken is None else kept | {broken}
+        places = range(part * number // portions, (part + 1) * number // portions)
+        finite = [i for i in places if math.isfinite(values[i])]
+        kept |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)} if finite else set()
+        kept |= set([i for i in places if not math.isfinite(values[i])][:1])
+    return [(series.steps[i], values[i]) for i in sorted(kept)]
 
 
 # --- tell whether a run is being trained now, is complete, or was stopped

@@ -1,1 +1,0 @@
-"""Lay runs beside each other, by what they wrote into their folders. Torch-free."""
