@@ -83,7 +83,7 @@ _HOME = {
     "MissingExtraError": "meshwright.core.errors",
     "NonFiniteError": "meshwright.core.errors",
     "ParallelModel": "meshwright.distributed.parallel_model",
-    "Plan": "meshwright.planning.plan",
+    "Plan": "meshwright.planning.build",
     "Precision": "meshwright.planning.techniques",
     "PreferenceLoss": "meshwright.core.losses",
     "StepLoss": "meshwright.distributed.step.part",
