@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from meshwright.distributed.step.part import StepLoss, StepResult
     from meshwright.introspection.blocks import Hints
     from meshwright.introspection.cluster import Cluster
-    from meshwright.planning.layout import Layout
     from meshwright.planning.build import Plan
+    from meshwright.planning.layout import Layout
     from meshwright.planning.techniques import Precision, Techniques
     from meshwright.planning.values import Batch
     from meshwright.simulation.search.answer import Foresight

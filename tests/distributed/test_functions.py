@@ -397,7 +397,7 @@ def test_nothing_is_recomputed_without_gradients():
             "modules",
             "recomputes the modules of techniques.checkpoint_modules, and none is named. Name some, such as layers.*.",
         ),
-        (Noisy, "memory_budget", "it needs techniques.compile = true. Set it, or use selective_op."),
+        (Noisy, "memory_budget", "compiled blocks are needed. Set techniques.compile = true, or use selective_op."),
         (Noisy, "", "activation checkpointing '' is not a mode"),
         (
             lambda: apply_ac(Noisy(), "full"),

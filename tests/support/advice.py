@@ -26,7 +26,7 @@ from meshwright.planning import rules
 from meshwright.planning.pipeline.schedules.orders import KINDS
 from meshwright.training.slurm import LaunchConfig
 
-ATTRIBUTES = {*dir(ParallelModel), "plan", "safetensors"}
+ATTRIBUTES = {*dir(ParallelModel), "config", "plan", "safetensors"}
 """What a user's variable called model has, and a file of that name."""
 OTHERS = {
     "Accelerator",
@@ -56,9 +56,11 @@ VERBS = (
     " say scale seed set shard shorten start state step submit switch take train try type unset untie update use verify"
     " wait write"
 ).split()
-_BEGINS = re.compile(rf"(?:^|[.:;,]\s+|\(|»|\b(?:or|and|then|instead|to)\s+)(?:{'|'.join(VERBS)})\b", re.IGNORECASE)
+_BEGINS = re.compile(
+    rf"(?:^|[.:;,]\s+|\(|»|\b(?:or|and|then|instead|to)\s+)(?:{'|'.join(VERBS)})\b(?!\(| cannot)", re.IGNORECASE
+)
 _ENDS = re.compile(r"\.(?=\s|$)")
-KEY = re.compile(rf"(?<![\w.'/@«])(?:{'|'.join(SECTIONS)})(?:\.[a-z_0-9]+)+(?!\w)(?![.\w]*[(*\[])")
+KEY = re.compile(rf"(?<![\w.'/@«])(?:{'|'.join(SECTIONS)})(?:\.[a-z_0-9]+)+(?!\w)(?!\.«)(?![.\w]*[(*\[])")
 VALUE = r"\[[^\]]*\]|\"[^\"]*\"|'[^']*'|«[^»]*»|-?[A-Za-z0-9_+./-]*[A-Za-z0-9_]"
 SETTING = re.compile(rf"(?<![\w.])([a-z_]+(?:\.[a-z_0-9]+)*)(?: = | to (?:at most )?(?=«|\d|false|true|none))({VALUE})")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z_.-]*[a-z_]")
@@ -155,6 +157,9 @@ def asked(text: str) -> Iterator[str]:
     """The parts of a text that ask for a change: from a verb to the end of its sentence."""
     text, at = expanded(text), 0
     while begin := _BEGINS.search(text, at):
+        if text.count("«", 0, begin.end()) > text.count("»", 0, begin.end()):  # within an expression
+            at = begin.end()
+            continue
         end = _ENDS.search(text, begin.end())
         at = end.end() if end else len(text)
         yield text[begin.start() : at].lstrip(" .:;,(»")
@@ -482,3 +487,9 @@ def name_of(way: Way) -> set[str]:
     left = {key for key, value in way if value is LEFT_OUT}
     given = {f"{key} = {_plain(str(value).lower())}" for key, value in way if key not in left}
     return given | left | {f"{key}, by 'it'" for key in left}
+
+
+def is_followed(advice: str, known: set[str]) -> bool:
+    """Whether an advice is among those that are followed, which have values where a message has a placeholder."""
+    key = advice.removesuffix("…")
+    return advice in known or (advice.endswith(" = …") and any(one.startswith(key) for one in known))

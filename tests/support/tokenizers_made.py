@@ -30,6 +30,12 @@ INSIDE = MARKED.replace("{{ m['content'] }}<|im_end|>{% endgen", "{{ m['content'
     "{% endgeneration %}\n", "{% endgeneration %}{{ m['content'][-2:] }}<|im_end|>\n"
 )
 """Its marks end before an answer's last two characters, which may be within a token."""
+CALLS = (
+    "{{ m['content'] or '' }}{% for call in m.tool_calls or [] %}"
+    "({{ call.function.name }} {{ call.function.arguments | tojson }}){% endfor %}"
+)
+CALLING = CHATML.replace("{{ m['content'] }}", CALLS)
+"""It writes the calls of tools."""
 TEXTS = ["Two and two? Four, I say. And three? Five. user assistant system Be brief: Hello there, yes\n"] * 4
 
 
@@ -120,6 +126,7 @@ WAYS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "marks": (lambda: _around(_byte_level(), "<s> $A"), {"bos_token": "<s>", "eos_token": "</s>"}, MARKED),
     "marks inside tokens": (_byte_level, {"eos_token": "</s>"}, INSIDE),
     "begins twice": (lambda: _around(_byte_level(), "<s> $A"), {"bos_token": "<s>", "eos_token": "<|im_end|>"}, BEGUN),
+    "calls tools": (lambda: _around(_byte_level(), "<s> $A"), {"bos_token": "<s>", "eos_token": "</s>"}, CALLING),
     "special tokens are text": (
         lambda: _around(_byte_level(), "<s> $A"),
         {"bos_token": "<s>", "eos_token": "</s>", "split_special_tokens": True},

@@ -171,7 +171,7 @@ def test_no_fraction_of_an_epoch_reads_as_a_whole_number(epochs, said):
     assert epochs_text(epochs) == said
 
 
-@pytest.mark.parametrize(("rows", "said"), [(20, "steps = 2 (0.8 epochs)"), (16, "steps = 2 (1 epoch)")])
+@pytest.mark.parametrize(("rows", "said"), [(20, "steps = 3 (1.2 epochs)"), (16, "steps = 2 (1 epoch)")])
 def test_the_epochs_that_are_said_are_those_of_whole_steps(model, rows, said):
     config = tuned(model, {"epochs": 1.0, "batch": {"global_batch": 8}}, rows)
     assert said in chosen(config) and with_length(config, rows, ("chat",)).steps == config.steps

@@ -7,14 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import test_record_shapes as records
+from support.record_table import TOOLS, answers_of, ended, own, own_pair, published
 from support.tokenizers_made import BEGUN, CHATML, ENDLESS, INSIDE, WAYS, save_way
 
 from meshwright.core.errors import ConfigError
-from meshwright.data.corpus.building import Encoder
 from meshwright.data.corpus.cache import open_corpus, prepare
 from meshwright.data.options import SourceOptions
-from meshwright.data.text.tasks import choose_task
 from meshwright.data.text.tokenizers import FileTokenizer, encode_prompt
 from meshwright.training.tokenizer import keep_tokenizer, kept_tokenizer, prompt_ids
 
@@ -26,19 +24,12 @@ TALK = [
     {"role": "assistant", "content": "Five\U0001f642 "},
     {"role": "user", "content": "Thanks"},
 ]
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 ALPACA = {"instruction": "Be brief", "input": "", "output": "Five. "}
 
 
 @pytest.fixture(params=list(WAYS))
 def way(request, tmp_path) -> Path:
     return save_way(request.param, tmp_path / "tokenizer")
-
-
-def own(folder: Path):
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder)
 
 
 def documents(
@@ -60,10 +51,6 @@ def said(notes: list[str]) -> list[str]:
     return [note for note in notes if "cannot spell" not in note]
 
 
-def ended(tokenizer, ids: list[int]) -> list[int]:
-    return ids if ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
-
-
 def test_a_text_has_the_ids_of_the_own_call_and_one_end(way, tmp_path):
     texts = ["Two and two? é\U0001f642", " Four,  I say\n", "brief <think> user"]
     found, _, notes = documents(tmp_path, way, [{"text": text} for text in texts])
@@ -72,38 +59,22 @@ def test_a_text_has_the_ids_of_the_own_call_and_one_end(way, tmp_path):
 
 @pytest.mark.parametrize("task", ["completion", "alpaca", "preference"])
 def test_a_prompt_and_its_answer_have_the_ids_of_the_own_call_of_both(way, tmp_path, task):
-    from meshwright.data.text.tasks import _alpaca
-
     prompt, answers = "Two and two?", [" Four, I say"]
     row = {"prompt": prompt, "completion": answers[0]}
     if task == "alpaca":
         row = ALPACA
-        prompt, answer = _alpaca(row, "")
+        prompt, answer = published(row)
         answers = [answer]
     if task == "preference":
         answers.append(" Five")
         row = {"prompt": prompt, "chosen": answers[0], "rejected": answers[1]}
     tokenizer, (found, learnt, notes) = own(way), documents(tmp_path, way, [row])
-    assert found == [ended(tokenizer, tokenizer(prompt + answer)["input_ids"]) for answer in answers]
+    assert list(zip(found, learnt, strict=True)) == [own_pair(tokenizer, prompt, answer) for answer in answers]
     assert said(notes) == []
     asked = tokenizer(prompt)["input_ids"]
     asked = asked[:-1] if asked[-1] == tokenizer.eos_token_id else asked
     for ids, mask in zip(found, learnt, strict=True):
-        n = mask.index(True)
-        assert ids[:n] == asked[:n] and n >= len(asked) - 1 and all(mask[n:]), "the own call's share of the prompt"
-        assert ids[:n] == asked or task == "alpaca", "what does not merge is the prompt's to the token"
-
-
-def answers_of(tokenizer, messages: list[dict], learnt=None, **others) -> list[bool]:
-    """The mask of a conversation by its texts alone: the tokens that each answer adds to its prompt."""
-    mask: list[bool] = []
-    for i, message in enumerate(messages):
-        if message["role"] == "assistant":
-            asked = tokenizer.apply_chat_template(messages[:i], add_generation_prompt=True, return_dict=False, **others)
-            whole = tokenizer.apply_chat_template(messages[: i + 1], return_dict=False, **others)
-            n = next((n for n, (a, b) in enumerate(zip(asked, whole, strict=False)) if a != b), len(asked))
-            mask += [False] * (n - len(mask)) + [learnt is None or i in learnt] * (len(whole) - n)
-    return mask
+        assert ids[: len(asked)] != asked or mask.index(True) == len(asked), "what does not merge is the prompt's"
 
 
 @pytest.mark.parametrize("tools", [None, TOOLS])
@@ -249,162 +220,3 @@ def test_what_the_vocabulary_cannot_spell_is_counted(tmp_path):
     (found,), _, notes = documents(tmp_path, folder, [{"text": "Two \u4e00 and"}])
     assert own(folder).unk_token_id is None and found.count(0) == 1
     assert notes == ["1 pieces of the texts are <unk>, since the tokenizer's vocabulary cannot spell them"]
-
-
-def shape(record, *conversations, learnt=None, tools=None, **options):
-    """A record with what each of its examples is: messages, or a prompt with its answer, or text alone."""
-    return record, conversations, learnt, tools, options
-
-
-def alpaca(record):
-    from meshwright.data.text.tasks import _alpaca
-
-    return _alpaca(record, "")
-
-
-def _shapes():
-    """Public shapes of records: each is read as these conversations, or refused."""
-    ask, more, said, turn = records.ASK, records.MORE, records.said, records.turn
-    system, *answers = turn("system", "Be brief"), *(turn("assistant", text) for text in ("Four", "Five", "Six"))
-    four, five, six = answers
-    talk, longer = [ask, four], [ask, four, more, six]
-    pair = [[ask, four], [ask, five]]
-    plain = {"instruction": "Two and two?", "input": "", "output": "Four. "}
-    given = {**plain, "input": "Be brief"}
-    history = {"history": [["2+2?", "Four"]]}
-    asked = [turn("user", "Two and two?"), turn("assistant", "Four. ")]
-    gpt = [said("human", "2+2?"), said("gpt", "Four")]
-    arrow = {"tool_calls": None, "name": None}
-    yield from {
-        "alpaca": shape(plain, alpaca(plain)),
-        "alpaca, null input": shape({**plain, "input": None}, alpaca(plain)),
-        "alpaca, input": shape(given, alpaca(given)),
-        "alpaca, no input": shape({**plain, "text": "Four. "}, alpaca(plain)),
-        "alpaca, history": shape({**plain, **history}, [ask, four, *asked]),
-        "alpaca, history, last": shape({**plain, **history}, [ask, four, *asked], learnt=[3], learn="last"),
-        "alpaca, history left out": shape({**plain, **history}, alpaca(plain), ignore=("history",)),
-        "alpaca, empty history": shape({**plain, "history": []}, asked),
-        "alpaca, system": shape({**plain, "system": "Be brief"}, [system, *asked]),
-        "alpaca, all": shape({**plain, "system": "Be brief", **history}, [system, ask, four, *asked]),
-        "alpaca, tools": shape({**plain, "system": "", "tools": json.dumps(TOOLS)}, asked, tools=TOOLS),
-        "ShareGPT": shape({"conversations": gpt}, talk),
-        "ShareGPT, id": shape({"id": "x", "conversations": gpt}, talk),
-        "ShareGPT, system": shape({"system": "Be brief", "conversations": gpt}, [system, *talk]),
-        "ShareGPT, system turn": shape({"conversations": [said("system", "Be brief"), *gpt]}, [system, *talk]),
-        "ShareGPT, weights": shape(
-            {"conversations": [*gpt[:1], said("gpt", "Four", weight=0), said("human", "3+3?"), said("gpt", "Six")]},
-            longer,
-            learnt=[3],
-        ),
-        "ShareGPT, as JSON": shape({"conversations": json.dumps(gpt)}, talk),
-        "ShareGPT, tools": shape({"conversations": gpt, "tools": json.dumps(TOOLS)}, talk, tools=TOOLS),
-        "ShareGPT, unknown speaker": shape({"conversations": [said("bard", "Five"), *gpt]}),
-        "ShareGPT, function_call": shape({"conversations": [gpt[0], said("function_call", "{}"), gpt[1]]}),
-        "ShareGPT, null value": shape({"conversations": [gpt[0], said("gpt", None)]}),
-        "messages": shape({"messages": talk}, talk),
-        "messages, two answers": shape({"messages": longer}, longer),
-        "messages, last": shape({"messages": longer}, longer, learnt=[3], learn="last"),
-        "messages, question behind": shape({"messages": [*talk, more]}, talk),
-        "messages, system": shape({"messages": [system, *talk]}, [system, *talk]),
-        "messages, developer": shape({"messages": [turn("developer", "S"), *talk]}, [turn("developer", "S"), *talk]),
-        "messages, system beside": shape({"system": "Be brief", "messages": talk}, [system, *talk]),
-        "messages as JSON": shape({"messages": json.dumps(talk)}, talk),
-        "messages of Arrow": shape({"messages": [{**each, **arrow} for each in talk]}, talk),
-        "messages, parts": shape({"messages": [turn("user", [{"type": "text", "text": "2+2?"}]), four]}, talk),
-        "messages, weight": shape({"messages": [ask, {**four, "weight": 0}, more, six]}, longer, learnt=[3]),
-        "messages, the last not": shape({"messages": [ask, four, more, {**six, "weight": 0}]}, talk),
-        "messages, train": shape({"messages": [ask, {**four, "train": False}, more, six]}, longer, learnt=[3]),
-        "messages, tools": shape({"messages": talk, "tools": TOOLS}, talk, tools=TOOLS),
-        "messages, call": shape({"messages": [ask, records.CALL, turn("tool", "Four"), four], "tools": TOOLS}),
-        "messages, tool's answer": shape(
-            {"messages": [ask, four, turn("tool", "Four"), six]}, [ask, four, turn("tool", "Four"), six]
-        ),
-        "messages, null answer": shape({"messages": [ask, turn("assistant", None)]}),
-        "messages, empty answer": shape({"messages": [ask, turn("assistant", "")]}),
-        "messages, half a weight": shape({"messages": [ask, {**four, "weight": 0.5}]}),
-        "messages, no answer": shape({"messages": [ask]}),
-        "ultrachat": shape({"prompt": "2+2?", "prompt_id": "x", "messages": talk}, talk),
-        "conversation": shape({"conversation": talk}, talk, column="conversation"),
-        "completion": shape({"prompt": "Two and", "completion": " two"}, ("Two and", " two")),
-        "completion, blank": shape({"prompt": "Two and ", "completion": "two"}, ("Two and ", "two")),
-        "completion, lines": shape({"prompt": "Two?\n", "completion": "Four\n"}, ("Two?\n", "Four\n")),
-        "completion, empty": shape({"prompt": "Two", "completion": ""}),
-        "completion of messages": shape({"prompt": [ask], "completion": [four]}, talk),
-        "completion of messages, earlier": shape({"prompt": longer[:3], "completion": [six]}, longer, learnt=[3]),
-        "completion, text and message": shape({"prompt": "2+2?", "completion": [four]}, talk),
-        "completion of messages, tools": shape(
-            {"prompt": [ask], "completion": [four], "tools": TOOLS}, talk, tools=TOOLS
-        ),
-        "preference": shape(
-            {"prompt": "Two and", "chosen": " two", "rejected": " I"}, ("Two and", " two"), ("Two and", " I")
-        ),
-        "preference, implicit": shape(
-            {"chosen": "\n\nHuman: Two?\n\nAssistant: Four", "rejected": "\n\nHuman: Two?\n\nAssistant: I"},
-            ("\n\nHuman: Two?\n\nAssistant: ", "Four"),
-            ("\n\nHuman: Two?\n\nAssistant: ", "I"),
-        ),
-        "preference, the same": shape({"prompt": "Two and", "chosen": " two", "rejected": " two"}),
-        "preference of messages": shape({"prompt": [ask], "chosen": [four], "rejected": [five]}, *pair),
-        "preference of messages, implicit": shape({"chosen": pair[0], "rejected": pair[1]}, *pair),
-        "preference, ShareGPT": shape(
-            {"conversations": gpt[:1], "chosen": said("gpt", "Four"), "rejected": said("gpt", "Five")}, *pair
-        ),
-        "preference, system": shape(
-            {"system": "Be brief", "prompt": [ask], "chosen": [four], "rejected": [five]},
-            *([system, *side] for side in pair),
-        ),
-        "ultrafeedback": shape(
-            {"prompt": "2+2?", "chosen": pair[0], "rejected": pair[1], "messages": talk, "score_chosen": 9.0}, *pair
-        ),
-        "preference, earlier": shape(
-            {"prompt": longer[:3], "chosen": "Six", "rejected": "Five"}, longer, [*longer[:3], five], learnt=[3]
-        ),
-        "text": shape({"text": "Two and two? Four."}, "Two and two? Four."),
-    }.items()
-
-
-SHAPES = dict(_shapes())
-
-
-def own_mask(tokenizer, messages, learnt, **others) -> tuple[list[int], list[bool]]:
-    """The ids of a conversation and which are learnt, by transformers alone."""
-    whole = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True, **others)
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    learnt = answers if learnt is None else learnt
-    if any(whole["assistant_masks"]):
-        runs = np.cumsum(np.diff(whole["assistant_masks"], prepend=0) == 1)
-        mask = np.array(whole["assistant_masks"]).astype(bool)
-        return whole["input_ids"], (mask & np.isin(runs - 1, [answers.index(i) for i in learnt])).tolist()
-    return whole["input_ids"], answers_of(tokenizer, messages, learnt, **others)
-
-
-def test_public_shapes_are_read_as_by_the_own_call_or_refused(way, tmp_path):
-    """Of each way, the records that are read to the token, and those that are refused; no other end."""
-    tokenizer, made, refused = own(way), FileTokenizer(way), []
-    for name, (record, conversations, learnt, tools, options) in SHAPES.items():
-        try:
-            task = choose_task(SourceOptions(**options), made, record)
-            examples = task.examples_in(record, "row 1", tmp_path)
-        except ConfigError:
-            refused.append(name)
-            continue
-        found = [
-            (ids.tolist(), [True] * len(ids) if mask is None else mask.tolist())
-            for _, ids, mask, _ in Encoder(task, made).encode(("training", example) for example in examples)
-        ]
-        assert len(found) == len(conversations), name
-        for (ids, mask), talk in zip(found, conversations, strict=True):
-            if isinstance(talk, list):
-                is_pair = task.name == "preference"
-                expected = own_mask(
-                    tokenizer, talk, [len(talk) - 1] if is_pair else learnt, **({"tools": tools} if tools else {})
-                )
-                assert (ids, mask) == expected, name
-                continue
-            assert ids == ended(tokenizer, tokenizer("".join(talk))["input_ids"]), name
-            asked = [] if isinstance(talk, str) else tokenizer(talk[0])["input_ids"]
-            asked = asked[:-1] if asked and asked[-1] == tokenizer.eos_token_id else asked
-            n = mask.index(True)
-            assert all(mask[n:]) and ids[:n] == asked[:n] and n >= len(asked) - 1, name
-    writes_tools = "tools" in tokenizer.chat_template
-    assert refused == [n for n, (_, read, _, tools, _) in SHAPES.items() if not read or (tools and not writes_tools)]

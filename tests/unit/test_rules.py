@@ -563,7 +563,7 @@ CASES = [
     ),
     refuse(
         *("checkpointing_companions", DEBUG, ONE, {"activation_checkpointing": "memory_budget"}, ConfigError),
-        "it needs techniques.compile = true. Set it, or use selective_op.",
+        "compiled blocks are needed. Set techniques.compile = true, or use selective_op.",
     ),
     refuse(
         *("checkpointing_companions", drops, ONE, BUDGET, UnsupportedError),

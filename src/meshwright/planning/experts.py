@@ -230,9 +230,9 @@ def experts_fit(case: Case) -> Found:
     among = sharing_ranks(layout)
     if layout.tp > 1 and not case.techniques.sequence_parallel:
         yield ConfigError(
-            f"layout.ep = {ranks} with layout.tp = {layout.tp} needs techniques.sequence_parallel = true: else all"
-            f" {layout.tp} ranks of the"
-            f" tensor axis would send the same tokens to the experts. Set it true, or layout.ep = 1."
+            f"layout.ep = {ranks} with layout.tp = {layout.tp} needs cut sequences: else all {layout.tp} ranks of the"
+            f" tensor axis would send the same tokens to the experts. Set techniques.sequence_parallel = true, or"
+            f" layout.ep = 1."
         )
     stacks = find_stacks(case.facts.module) if case.facts.module is not None else {}
     if not stacks:

@@ -249,7 +249,7 @@ def checkpointing_companions(case: Case) -> Found:
         if not t.compile:
             yield ConfigError(
                 "techniques.activation_checkpointing = memory_budget is a request to the compiler, which chooses what a"
-                " compiled block keeps: it needs techniques.compile = true. Set it, or use selective_op."
+                " compiled block keeps: compiled blocks are needed. Set techniques.compile = true, or use selective_op."
             )
         if (dropout := _dropout_in_blocks(case)) is not None:
             yield UnsupportedError(

@@ -219,7 +219,9 @@ def from_json(text: str, where: str = "this text") -> list[Rehearsal]:
     except ValueError as error:
         raise ConfigError(f"{where} is no rehearsal: it is not JSON ({error})") from None
     if not isinstance(values, Mapping) or "format" not in values or not values.get("rehearsals"):
-        raise ConfigError(f"{where} is no rehearsal: write one with meshwright rehearse CONFIG --json=FILE")
+        raise ConfigError(
+            f"{where} is no rehearsal: write one with meshwright rehearse CONFIG --gpus N --each-kind --json=FILE"
+        )
     if values["format"] != FORMAT:
         raise ConfigError(
             f"{where} is a rehearsal in format {values['format']}, and this meshwright reads format {FORMAT}: rehearse"

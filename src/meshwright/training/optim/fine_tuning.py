@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 LONGEST_ROW = 2048
-FEW_STEPS, ENOUGH_STEPS = 10, 30
-"""Steps below which a run is told that they are few, and those that a smaller batch should make of the data."""
+FEW_STEPS, ENOUGH_STEPS, FEWEST_ROWS = 10, 30, 4
+"""Steps below which a run is told that they are few, those that a smaller batch should make, and its fewest rows."""
 PREFERENCE, TEXT = "preference", "text"
 """Tasks of data whose length and rate differ from those of conversations and answers."""
 GREETING = "Hello"
@@ -127,7 +127,7 @@ def chosen(config: Config, ranks: int = 1) -> str:
         return ""
     few = ""
     rows = config.steps * config.batch.global_batch
-    smaller = max(ranks, rows // ENOUGH_STEPS // ranks * ranks)
+    smaller = max(math.ceil(FEWEST_ROWS / ranks), rows // ENOUGH_STEPS // ranks) * ranks
     if is_unset(config.steps) and config.steps < FEW_STEPS and smaller < config.batch.global_batch:
         few = (
             f"; {config.steps} step{'s' * (config.steps > 1)} of {config.batch.global_batch} rows change little:"
