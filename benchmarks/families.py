@@ -160,7 +160,7 @@ OWN: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 """A family's own keys."""
-MOST_PARAMETERS = 3_000_000
+MOST_PARAMETERS = 10_000_000
 
 Result = dict[str, Any]
 

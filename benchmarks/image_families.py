@@ -29,14 +29,23 @@ OWN: dict[str, dict[str, Any]] = {
     "llava_next": {"image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]]},
     "llava_next_video": {"image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]]},
     "llava_onevision": {"image_grid_pinpoints": [[32, 32], [32, 64], [64, 32], [64, 64]]},
+    "cohere2_vision": {"alignment_intermediate_size": 64},
+    "paligemma": {"projection_dim": 32},
     "vipllava": {"vision_feature_layers": [-1, -2]},
 }
 
 ROTATED = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
 """Features of a small head, rotated by time, height and width."""
-OWN_TEXT: dict[str, dict[str, Any]] = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "glm4v", "glm_ocr"), ROTATED)
+TURNED = ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm_ocr", "cosmos3_edge", "glm46v", "glm4v_moe", "glmga")
+OWN_TEXT: dict[str, dict[str, Any]] = {
+    **dict.fromkeys((*TURNED, "qwen2_5_omni_thinker"), ROTATED),
+    "ernie4_5_vl_moe": {"moe_intermediate_size": [32, 32]},
+    "glm5_next": {"num_key_value_heads": 4},
+}
 OWN_TOWER: dict[str, dict[str, Any]] = {
     **{key: {"deepstack_visual_indexes": [0]} for key in ("qwen3_vl", "qwen3_vl_moe", "cosmos3_omni")},
+    "inkling2": {"text_hidden_size": 32},
+    "nemotron_h_omni": {"video_temporal_patch_size": 2},
     "paddleocr_vl": {"temporal_patch_size": 1},
 }
 

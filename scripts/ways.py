@@ -48,6 +48,7 @@ PLAIN = [
         "dp=fsdp microbatches=rows shards=zero2",
         "dp=hsdp",
         "dp=fsdp tp=2 sequence=cut",
+        "dp=fsdp freeze=start dtypes=two",
     )
 ]
 """They come first: where one of them fails, that says more than a way of many switches.

@@ -30,7 +30,7 @@ from support.cut_rows import EXACT, FP64, WAYS, batch, errors
 from meshwright import Layout, parallelize, plan
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.distributed.context import positions
-from meshwright.distributed.context.context_parallel import prove
+from meshwright.distributed.context.proof import prove
 from meshwright.introspection.facts import model_facts
 
 NO_STAGES = (MinGPT, OfWeight)

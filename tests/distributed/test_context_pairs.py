@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from meshwright import Layout, parallelize, plan
 from meshwright.core.errors import UnsupportedError
 from meshwright.distributed.context import rows as pairs
-from meshwright.distributed.context.context_parallel import prove
+from meshwright.distributed.context.proof import prove
 from meshwright.distributed.context.rows import cut_rows
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.mixing.whole import copy_without_values

@@ -1,8 +1,12 @@
-"""Parameters of several dtypes: kept on every layout that can, converted where the user asked, else refused."""
+"""Parameters of several dtypes: kept on every layout that can, converted where the user asked, else refused.
+
+Layouts beside techniques are in the array (tests/ways.txt, ``dtypes=two``); here are models, and what each asks alone.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,201 +14,37 @@ import torch.nn.functional as F
 from support.adapters import adapted
 from support.families import config_of, on_cpu
 from support.laid_out import assert_estimated, counted, estimated
-from support.users import DIM, VOCABULARY, Attention, User
+from support.muon import MATRICES, PlainMuon, optimizer_of
+from support.several_dtypes import IN_HALF, REFUSED, VARIANTS, Behind, InFront, made
+from support.users import VOCABULARY
 from test_memory import Held, Watching, assert_within, stored
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright import Layout, UnsupportedError, load, parallelize, plan, save
+from meshwright.core.names import is_within
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.process.absent_peers import WireCounter
+from meshwright.planning import build, data
+from meshwright.planning.data import Holding
 from meshwright.planning.memory.states import plan_memory
 from meshwright.planning.values import Batch
 
 SHARDED = {"dp_shard": 2}
 HYBRID = {"dp_replicate": 2, "dp_shard": 2}
+COMPILED = {"compile": True, "compile_backend": "aot_eager"}
 LAYOUTS = {
     "one process": (1, {"dp_shard": 1}, {}),
     "ddp": (2, {"dp_replicate": 2, "dp_shard": 1}, {}),
     "sharded": (2, SHARDED, {}),
-    "hybrid": (4, HYBRID, {}),
-    "ZeRO-1": (2, SHARDED, {"zero_stage": 1}),
-    "ZeRO-2, hybrid": (4, HYBRID, {"zero_stage": 2}),
-    "recomputed": (2, SHARDED, {"activation_checkpointing": "full"}),
-    "in host memory": (2, SHARDED, {"cpu_offload": True}),
     "sharded, one rank": (1, {"dp_shard": 1}, {"data_parallel": "fully_shard"}),
+    "compiled": (2, SHARDED, COMPILED),
 }
 CUT = ({"tp": 2, "dp_shard": 1}, {"cp": 2, "dp_shard": 1})
-PIPELINES = ({"pp": 2, "dp_shard": 1}, {"pp": 2, "dp_shard": 2})
+PIPELINE = {"pp": 2, "dp_shard": 1}
 LR, STEPS, ROWS, SEQ = 0.1, 2, 8, 6
 
 
-class InFront(User):
-    """A float64 parameter that is registered first."""
-
-    def __init__(self):
-        nn.Module.__init__(self)
-        self.temperature = nn.Parameter(torch.ones(1, dtype=torch.float64))
-        before = self.temperature
-        super().__init__()
-        self.temperature = before
-        self._parameters["temperature"] = self._parameters.pop("temperature")
-
-    def logits(self, x):
-        return super().logits(x) * self.temperature
-
-
-class Behind(User):
-    def __init__(self):
-        super().__init__()
-        self.temperature = nn.Parameter(torch.ones(1, dtype=torch.float64))
-
-    def logits(self, x):
-        return super().logits(x) * self.temperature
-
-
-class WideNorm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(DIM))
-
-    def forward(self, x):
-        return F.layer_norm(x.to(self.weight.dtype), (DIM,), self.weight).to(x.dtype)
-
-
-class Gated(nn.Module):
-    """A block with a gate as routers are: computed in a wider dtype than the rest."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.attention, self.gate = WideNorm(), Attention(), nn.Linear(DIM, 2)
-
-    def opened(self, x):
-        return self.gate(x)
-
-    def forward(self, x):
-        gate = torch.sigmoid(self.opened(x.to(self.gate.weight.dtype))).mean(-1, keepdim=True)
-        return x + (self.attention(self.norm(x)) * gate).to(x.dtype)
-
-
-class ReadsItsGate(Gated):
-    """The gate is not called: its weight is read by the block."""
-
-    def opened(self, x):
-        return F.linear(x, self.gate.weight, self.gate.bias)
-
-
-class Scaled(Gated):
-    """Wide parameters of the block itself."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(DIM))
-
-    def forward(self, x):
-        return super().forward(x) * self.scale.to(x.dtype)
-
-
-class InLists(Gated):
-    """Wide parameters in a container that is never called."""
-
-    def __init__(self):
-        super().__init__()
-        self.scales = nn.ParameterList([torch.ones(DIM), torch.ones(DIM)])
-
-    def forward(self, x):
-        return super().forward(x) * (self.scales[0] * self.scales[1]).to(x.dtype)
-
-
-class Tied(User):
-    def __init__(self):
-        super().__init__(Gated)
-        self.norm = WideNorm()
-        self.head.weight = self.embed.weight
-
-
-class FromNarrow(User):
-    """An embedding in another dtype than all that follows."""
-
-    def __init__(self):
-        super().__init__(Gated)
-
-    def embedded(self, tokens):
-        return self.embed(tokens).to(self.head.weight.dtype)
-
-
-class OneModule(nn.Linear):
-    def forward(self, x):
-        return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
-
-
-class InOne(Gated):
-    """Two dtypes in one module, which no unit can part."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate = OneModule(DIM, 2)
-
-
-class Even(User):
-    """One whose shards need no padding."""
-
-    def __init__(self):
-        super().__init__(Gated)
-        self.embed, self.head = nn.Embedding(VOCABULARY + 1, DIM), nn.Linear(DIM, VOCABULARY + 1, bias=False)
-
-
-def mixed(block, *, narrow=torch.float32, wide=torch.float64, frozen=(), named=("norm", "gate", "scale"), kind=None):
-    """A model in ``narrow``, but for modules and parameters ``named`` so.
-
-    Args:
-        frozen: parts of names.
-        named: without the s of a plural.
-    """
-    torch.manual_seed(0)
-    model = User(block) if kind is None else kind()
-    model.norm = WideNorm()
-    for name, parameter in model.named_parameters():
-        of = {step.rstrip("s") for step in name.split(".")}
-        parameter.data = parameter.data.to(wide if of & set(named) else narrow)
-        parameter.requires_grad_(not any(part in name for part in frozen))
-    return model
-
-
-VARIANTS = {
-    "float64 in front": (InFront,),
-    "float64 behind": (Behind,),
-    "wide norms and gates": (mixed, Gated),
-    "wide norms": (mixed, Gated, {"named": ("norm",)}),
-    "a weight that is read elsewhere": (mixed, ReadsItsGate),
-    "a block's own": (mixed, Scaled),
-    "in a list": (mixed, InLists),
-    "tied ends": (mixed, None, {"kind": Tied}),
-    "narrow base frozen": (mixed, Gated, {"frozen": ("attention", "embed")}),
-    "wide norms frozen": (mixed, Gated, {"frozen": ("norm", "gate")}),
-    "narrow embedding": (mixed, None, {"kind": FromNarrow, "named": ("layer", "norm", "head")}),
-    "narrow embedding frozen": (
-        *(mixed, None),
-        {"kind": FromNarrow, "named": ("layer", "norm", "head"), "frozen": ("embed",)},
-    ),
-    "even shards": (mixed, None, {"kind": Even}),
-    "even shards, wide norms": (mixed, None, {"kind": Even, "named": ("norm",)}),
-    "even shards, base frozen": (mixed, None, {"kind": Even, "frozen": ("attention", "embed")}),
-    "one dtype trained in a module": (mixed, InOne, {"named": ("norm", "bia"), "frozen": ("gate.weight",)}),
-    "two dtypes trained in a module": (mixed, InOne, {"named": ("norm", "bia")}),
-    "all but the head frozen": (mixed, Gated, {"frozen": ("layers", "embed", "norm")}),
-}
-TIGHT, LOOSE = 1e-5, 0.05
-HALF = {"narrow": torch.bfloat16, "wide": torch.float32}
-IN_HALF = ("wide norms and gates", "narrow base frozen", "wide norms frozen", "tied ends", "narrow embedding frozen")
-REFUSED = "two dtypes trained in a module"
-
-
-def made(variant, half=False):
-    torch.manual_seed(0)
-    make, *arguments = VARIANTS[variant] if isinstance(variant, str) else (variant,)
-    options = arguments.pop() if arguments and isinstance(arguments[-1], dict) else {}
-    return make(*arguments, **options, **(HALF if half else {}))
+TIGHT, LOOSE, BY_MUON = 1e-5, 0.05, 1e-3
 
 
 def batch(number=0):
@@ -216,10 +56,14 @@ def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def alone(variant, half=False, to=None):
+def by_sgd(model):
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
+
+
+def alone(variant, half=False, to=None, make=by_sgd):
     """Losses of some steps of one process in plain torch, its first gradients and last weights."""
     model, losses, gradients = made(variant, half).to(to), [], {}
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
+    optimizer = make(model)
     for number in range(STEPS):
         given = batch(number)
         loss = F.cross_entropy(model(given["tokens"]).float().flatten(0, 1), given["labels"].flatten())
@@ -231,10 +75,11 @@ def alone(variant, half=False, to=None):
     return losses, gradients, {n: p.detach() for n, p in model.named_parameters()}
 
 
-def steps(variant, sizes, techniques, half=False, rows=0):
+def steps(variant, sizes, techniques, half=False, make=by_sgd):
     """The same laid out; and what the plan estimates to be sent in a step, with what is sent in the third."""
-    model = parallelize(made(variant, half), Layout(**sizes), techniques=techniques, audit=True, microbatch_rows=rows)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
+    torch._dynamo.reset()  # earlier jobs of this worker count towards the limit of recompilations
+    model = parallelize(made(variant, half), Layout(**sizes), techniques=techniques, audit=True)
+    optimizer = make(model)
     rank, ranks = data_position(model.mesh)
     losses, gradients = [], {}
     for number in range(STEPS):
@@ -248,7 +93,7 @@ def steps(variant, sizes, techniques, half=False, rows=0):
     with WireCounter() as wire:
         model.forward_backward(mine)
         model.optimizer_step(optimizer, max_norm=1.0)
-    foreseen = estimated(model.plan, Batch(ROWS, SEQ, rows or ROWS // ranks))
+    foreseen = estimated(model.plan, Batch(ROWS, SEQ, ROWS // ranks))
     return losses, gradients, weights, foreseen, counted(wire)
 
 
@@ -272,9 +117,9 @@ def assert_equal(expected, found, error, *, is_part=False):
         assert_estimated(foreseen, sent)
 
 
-def compared(spmd, variant, world, sizes, techniques, half=False, rows=0, to=None):
+def compared(spmd, variant, world, sizes, techniques, half=False, to=None):
     expected = alone(variant, half, to)
-    for found in spmd(world, steps, variant, sizes, techniques, half, rows):
+    for found in spmd(world, steps, variant, sizes, techniques, half):
         assert_equal(expected, found, LOOSE if half else TIGHT, is_part=sizes.get("pp", 1) > 1)
 
 
@@ -284,34 +129,39 @@ def test_each_parameter_keeps_its_own(layout, variant, spmd):
     compared(spmd, variant, *LAYOUTS[layout])
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in ("one process", "ddp", "sharded")])
-def test_on_every_data_layout(layout, spmd):
-    for variant in ("wide norms and gates", "narrow base frozen"):
-        compared(spmd, variant, *LAYOUTS[layout])
+@pytest.mark.parametrize("variant", ["wide norms and gates", "narrow base frozen", "a weight that is read elsewhere"])
+@pytest.mark.parametrize("layout", ["sharded, one rank", "compiled"])
+def test_units_inside_others(layout, variant, spmd):
+    compared(spmd, variant, *LAYOUTS[layout])
 
 
-@pytest.mark.parametrize("layout", ["ddp", "sharded", "hybrid"])
+@pytest.mark.parametrize("layout", ["ddp", "sharded"])
 @pytest.mark.parametrize("variant", IN_HALF)
 def test_in_half_precision_beside_float32(layout, variant, spmd):
     compared(spmd, variant, *LAYOUTS[layout], half=True)
 
 
-@pytest.mark.parametrize("sync", [False, True, "shard"])
-def test_gradients_accumulate_over_microbatches(sync, spmd):
-    compared(spmd, "wide norms and gates", 4, HYBRID, {"sync_grad_accum": sync}, rows=1)
+@pytest.mark.parametrize("variant", ["narrow base frozen", "a block's own", "narrow embedding frozen"])
+def test_between_stages_blocks_of_several_dtypes_give_one(variant, spmd):
+    compared(spmd, variant, 2, PIPELINE, {})
 
 
-@pytest.mark.parametrize("sizes", PIPELINES, ids=str)
-@pytest.mark.parametrize(
-    "variant", ["wide norms and gates", "narrow base frozen", "a block's own", "narrow embedding frozen"]
-)
-def test_between_stages_blocks_of_several_dtypes_give_one(variant, sizes, spmd):
-    compared(spmd, variant, 2 * sizes["dp_shard"], sizes, {})
+def test_matrices_of_one_dtype_are_stepped_by_muon_beside_norms_of_another(spmd):
+    losses, gradients, weights = alone("wide norms", make=lambda model: PlainMuon(model, (*MATRICES, "gate")))
+    for found in spmd(2, steps, "wide norms", SHARDED, {"optimizer": "muon"}, False, optimizer_of):
+        assert_equal((losses, gradients, weights), found, BY_MUON)
 
 
-@pytest.mark.parametrize("sizes", [*CUT, {"tp": 2, "dp_shard": 2}, {"cp": 2, "dp_shard": 2}], ids=str)
-def test_activations_travel_in_one_dtype_past_modules_of_another(sizes, spmd):
-    compared(spmd, "even shards, wide norms", 2 * sizes["dp_shard"], sizes, {})
+def test_matrices_of_two_dtypes_are_refused_for_muon():
+    words = (
+        r"the optimizer muon computes on parts of several matrices together, and those that it trains rest in float32"
+        r" and float64\. Set techniques.precision.master = float64, or choose the optimizer adamw"
+    )
+    with pytest.raises(UnsupportedError, match=words):
+        plan(made("wide norms and gates"), Layout(dp_shard=2), techniques={"optimizer": "muon"})
+
+
+# --- the units of a plan
 
 
 def test_units_have_the_modules_of_another_dtype():
@@ -328,11 +178,67 @@ def test_units_have_the_modules_of_another_dtype():
         assert {unit.name for unit in kept.units if not unit.name.startswith("layers.1")} == expected, variant
 
 
+def faults_of_units(variant):
+    """Differences between the units of a plan and the parameters that each of them has."""
+    model, found = made(variant), []
+    units = {unit.name: unit for unit in plan(model, Layout(dp_shard=2)).units}
+    own = {name: [] for name in units}
+    for name, parameter in model.named_parameters():
+        own[max((unit for unit in units if is_within(name, unit)), key=len)].append(parameter)
+    for name, unit in units.items():
+        trained = {str(p.dtype).removeprefix("torch.") for p in own[name] if p.requires_grad}
+        found += [f"{name or 'root'} is {unit.dtype}"] if trained - {unit.dtype} else []
+        held = sum(p.numel() * p.itemsize for p in own[name])
+        found += [f"{name or 'root'}: {unit.bytes_at_rest} bytes, not {held}"] if unit.bytes_at_rest != held else []
+    return found
+
+
+EVEN = [name for name in VARIANTS if name.startswith("even")]
+
+
+@pytest.mark.parametrize("variant", EVEN)
+def test_a_unit_has_one_trained_dtype_and_the_bytes_of_its_parameters(variant):
+    assert not faults_of_units(variant)
+
+
+def first_dtype_for_all():
+    """A unit takes the dtype of its first parameter, trained or not."""
+    unit = Holding.unit
+    return patch.object(
+        Holding, "unit", lambda self, name, own, *rest: replace(unit(self, name, own, *rest), dtype=own[0].dtype)
+    )
+
+
+def frozen_in_the_dtype_of_most():
+    """Frozen parameters count as if they were in the dtype of most."""
+
+    def at_rest(facts, precision):
+        frozen = [p if p.trainable else replace(p, dtype=precision.master) for p in facts.parameters]
+        return replace(facts, parameters=tuple(frozen))
+
+    return patch.object(build, "at_rest", at_rest)
+
+
+def one_unit_for_a_block():
+    """All of a block is one unit, whatever its dtypes."""
+    return patch.object(data, "apart", lambda facts, unit, holding: [(unit, list(facts.of_unit(unit)))])
+
+
+@pytest.mark.kills("dtypes", "mutant")
+@pytest.mark.parametrize("mutant", [first_dtype_for_all, frozen_in_the_dtype_of_most, one_unit_for_a_block])
+def test_a_unit_of_another_dtype_is_seen(mutant):
+    with mutant():
+        assert any(map(faults_of_units, EVEN))
+
+
 # --- peft: adapters in float32 beside a frozen base in bfloat16
 
 
-def with_adapters(frozen_in=torch.bfloat16):
-    model = adapted("llama")
+TARGETS = {"llama": "all-linear", "mixtral": ["q_proj", "v_proj"]}
+
+
+def with_adapters(frozen_in=torch.bfloat16, family="llama"):
+    model = adapted(family, TARGETS[family])
     for name, parameter in model.named_parameters():
         if "lora_" not in name:
             parameter.data = parameter.data.to(frozen_in)
@@ -344,16 +250,16 @@ def llama_in_bf16():
     return on_cpu(config_of("llama", use_cache=False, **sizes)).to(torch.bfloat16)
 
 
-def adapters_alone(frozen_in=torch.bfloat16):
+def adapters_alone(frozen_in=torch.bfloat16, family="llama"):
     """First gradients in one process in plain torch and peft."""
-    model, given = with_adapters(frozen_in), batch()
+    model, given = with_adapters(frozen_in, family), batch()
     loss = F.cross_entropy(model(given["tokens"]).logits.float().flatten(0, 1), given["labels"].flatten())
     loss.backward()
     return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def adapters_laid_out(sizes, techniques):
-    model = parallelize(with_adapters(), Layout(**sizes), techniques=techniques, audit=True)
+def adapters_laid_out(sizes, techniques, family="llama"):
+    model = parallelize(with_adapters(family=family), Layout(**sizes), techniques=techniques, audit=True)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
     rank, ranks = data_position(model.mesh)
     mine = {key: value.chunk(ranks)[rank] for key, value in batch().items()}
@@ -375,20 +281,24 @@ ADAPTED = {
     "tp × dp": (4, {"tp": 2, "dp_shard": 2}, {}),
     "pp × dp": (4, {"pp": 2, "dp_shard": 2}, {}),
     "cp": (2, {"cp": 2, "dp_shard": 1}, {}),
+    "ep": (2, {"dp_shard": 2, "ep": 2}, {}, "mixtral"),
+    "tp × ep": (2, {"tp": 2, "dp_shard": 1, "ep": 2}, {}, "mixtral"),
 }
 
 
 @pytest.mark.parametrize("layout", ADAPTED)
 def test_adapters_in_float32_beside_a_base_in_bfloat16(layout, spmd):
-    world, sizes, techniques = ADAPTED[layout]
-    loss, expected = adapters_alone()
-    _, exact = adapters_alone(torch.float32)
-    for other, gradients, dtypes, foreseen, sent in spmd(world, adapters_laid_out, sizes, techniques):
+    world, sizes, techniques, *family = ADAPTED[layout]
+    loss, expected = adapters_alone(torch.bfloat16, *family)
+    _, exact = adapters_alone(torch.float32, *family)
+    for other, gradients, dtypes, foreseen, sent in spmd(world, adapters_laid_out, sizes, techniques, *family):
         assert other == pytest.approx(loss, rel=LOOSE)
         assert gradients and all((dtype == torch.float32) == ("lora_" in name) for name, dtype in dtypes.items())
         for name, gradient in gradients.items():
             bound = 2 * (expected[name] - exact[name]).norm() + 1e-3 * exact[name].norm()
             assert gradient.dtype == torch.float32 and (gradient - expected[name]).norm() <= bound, name
+        if "ep" in sizes:  # how many tokens travel to experts is the routers' affair
+            assert foreseen.pop(("all_to_all", 2))[0] == sent.pop(("all_to_all", 2))[0]
         if "pp" not in sizes:
             assert_estimated(foreseen, sent)
 
@@ -443,7 +353,7 @@ def test_two_dtypes_trained_in_one_module_are_refused_and_the_advice_works(half,
     )
     with pytest.raises(UnsupportedError, match=words):
         plan(made(REFUSED, half), Layout(dp_shard=2))
-    compared(spmd, REFUSED, 2, {"dp_replicate": 2, "dp_shard": 1}, {}, half)
+    compared(spmd, REFUSED, *LAYOUTS["ddp"], half)
     compared(spmd, REFUSED, 2, SHARDED, {"precision": {"master": wide}}, half, to=getattr(torch, wide))
 
 
@@ -455,7 +365,7 @@ def test_a_layout_that_needs_one_names_parameter_dtypes_and_setting(kind, sizes)
         plan(made(kind), Layout(**sizes))
 
 
-@pytest.mark.parametrize("sizes", [*CUT, *PIPELINES[:1]], ids=str)
+@pytest.mark.parametrize("sizes", [*CUT, PIPELINE], ids=str)
 def test_where_activations_travel_the_advice_works(sizes, spmd):
     compared(spmd, "wide norms and gates", 2, sizes, {"precision": {"master": "float64"}}, to=torch.float64)
 

@@ -13,7 +13,7 @@ from .oracle import Outcome, differences, faults, worst
 from .ways import Record, Way, record
 
 EXACT, UPCASTS = 1e-10, 1e-6
-"""Bounds in float64, and where a model casts to float32 inside."""
+"""Bounds in float64, and where a model casts to float32 inside, or has weights in it."""
 UNEVEN = 1.02
 """Where a dim does not divide, one rank holds more than another; the plan counts the even share."""
 LIMIT_SEC = 180.0
@@ -66,7 +66,7 @@ def answers(
     shutil.rmtree(folder / "checkpoint", ignore_errors=True)
     outcomes = [rank.outcome for rank in ranks]
     found = {
-        "equal": faults(outcomes, reference, EXACT if way.is_ours else UPCASTS),
+        "equal": faults(outcomes, reference, EXACT if way.is_exact else UPCASTS),
         "bytes": [line for number, rank in enumerate(ranks) for line in _bytes(way, number, rank)],
         "memory": _memory(way, ranks),
         "resume": [

@@ -64,8 +64,8 @@ class PlainMuon(torch.optim.Optimizer):
         decay_of_vectors: float = 0.0,
     ):
         named = list(model.named_parameters())
-        self.hidden = [p for name, p in named if set(name.split(".")) & set(hidden)]
-        others = [p for name, p in named if not set(name.split(".")) & set(hidden)]
+        self.hidden = [p for name, p in named if set(name.split(".")) & set(hidden) and p.dim() > 1]
+        others = [p for _, p in named if not any(p is matrix for matrix in self.hidden)]
         groups = [{"params": [p for p in others if p.dim() == 1], "weight_decay": decay_of_vectors}]
         groups += [{"params": [p for p in others if p.dim() > 1], "weight_decay": DECAY}]
         self.adamw = torch.optim.AdamW(groups, lr=LR, betas=betas, eps=eps)

@@ -316,3 +316,36 @@ def loss_divided_by_the_ranks_of_a_row():
         return pieces, tokens, weight * self.plan.size(Axis.CP), routed
 
     return patch.object(ParallelModel, "_open_step", opened)
+
+
+def reduced_in_the_dtype_of_most():
+    """A unit of a wider dtype sums its gradients in the dtype of the others."""
+    policy = fully_sharded.policy
+    return patch.object(fully_sharded, "policy", lambda precision, unit: policy(replace(precision, widens=False), unit))
+
+
+def reduced_in_the_dtype_of_the_root():
+    """All units take the dtype of the first for theirs."""
+    apply = fully_sharded.apply
+
+    def applied(model, plan, device_mesh):
+        units = tuple(replace(unit, dtype=plan.units[0].dtype) for unit in plan.units)
+        return apply(model, replace(plan, units=units), device_mesh)
+
+    return patch.object(fully_sharded, "apply", applied)
+
+
+@contextmanager
+def frozen_in_the_dtype_of_most():
+    """Frozen parameters lose their dtype."""
+    whole = constructed.apply
+
+    def applied(model, plan):
+        made = whole(model, plan)
+        for parameter in made.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(getattr(torch, plan.precision.master))
+        return made
+
+    with patch.object(constructed, "apply", applied), unaudited():
+        yield

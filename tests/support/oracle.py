@@ -55,11 +55,12 @@ Errors = dict[str, dict[str, float]]
 
 
 def differences(found: Outcome, reference: Outcome) -> Errors:
-    """The relative error of everything that an outcome holds."""
-    errors = {
-        what: relative_errors(getattr(found, what), getattr(reference, what))
-        for what in ("initial", "gradients", "parameters")
-    }
+    """The relative error of everything that an outcome holds; infinite for a tensor of another dtype."""
+    errors: Errors = {}
+    for what in ("initial", "gradients", "parameters"):
+        mine, theirs = getattr(found, what), getattr(reference, what)
+        others = [name for name in mine.keys() & theirs.keys() if mine[name].dtype != theirs[name].dtype]
+        errors[what] = relative_errors(mine, theirs) | dict.fromkeys(others, math.inf)
     for what in ("losses", "norms"):
         pairs = zip(getattr(found, what), getattr(reference, what), strict=True)
         relative = {f"step {n}": abs(a - b) / abs(b) for n, (a, b) in enumerate(pairs)}
@@ -109,7 +110,7 @@ def build(problem: Problem) -> nn.Module:
 
     model = as_module(problem.model)
     facts = model_facts(model)
-    model = model.to(getattr(torch, problem.dtype))
+    model = model.to(getattr(torch, problem.dtype)) if problem.dtype else model
     if facts.on_meta:
         ties = {alias: p.name for p in facts.parameters for alias in p.aliases}
         materialise(model, torch.device("cpu"), SEED, ties)
@@ -166,7 +167,7 @@ def oracle(
         outcome.losses.append(sum(losses))
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         outcome.gradients = outcome.gradients or {name: g.clone() for name, g in gradients.items()}
-        outcome.norms.append(torch.stack([g.norm() for g in gradients.values()]).norm().item())
+        outcome.norms.append(torch.stack([g.double().norm() for g in gradients.values()]).norm().item())
         if problem.max_norm:
             torch.nn.utils.clip_grad_norm_(model.parameters(), problem.max_norm)
         optimizer.step()

@@ -79,7 +79,10 @@ class Data:
 
 @dataclass(frozen=True)
 class Problem:
-    """Some steps of training, whoever computes them. ``model``: a config, or a function that returns a module."""
+    """Some steps of training, whoever computes them.
+
+    ``model``: a config, or a function that returns a module. ``dtype``: of all parameters; empty: as it has them.
+    """
 
     model: Any = UNTIED
     dtype: str = "float64"

@@ -26,6 +26,7 @@ from meshwright.distributed.weights.whole_state import whole_on_first
 from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.source import as_module
+from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.planning.build import plan
 from meshwright.planning.collectives import resolved
@@ -101,6 +102,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "recompute": ("none", "full", "selective", "every_n", "modules", "selective_op", "offload"),
     "memory": ("device", "offload", "optimizer"),
     "freeze": ("none", "start"),
+    "dtypes": ("one", "two"),
     "compile": ("no", "yes"),
     "loss": ("whole", "chunks"),
     "clip": ("yes", "no"),
@@ -140,6 +142,7 @@ class Way:
     recompute: str = "none"
     memory: str = "device"
     freeze: str = "none"
+    dtypes: str = "one"
     compile: str = "no"
     loss: str = "whole"
     clip: str = "yes"
@@ -160,6 +163,11 @@ class Way:
     @property
     def is_ours(self) -> bool:
         return self.model in OURS
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether float64 is everywhere."""
+        return self.is_ours and self.dtypes == "one"
 
     @property
     def rows(self) -> int:
@@ -204,16 +212,19 @@ class Way:
     def source(self) -> Any:
         if not self.is_ours:
             return partial(family, self.model)
-        return (DEEP if self.pp == "2" else OURS)[self.model]
+        config = (DEEP if self.pp == "2" else OURS)[self.model]
+        return partial(with_narrow_norms, config) if self.dtypes == "two" else config
 
     @property
     def problem(self) -> Problem:
-        """Families compute norms in float32 inside: AdamW would amplify that rounding without bound, so they have
-        SGD.
+        """Families compute norms in float32 inside, and weights in float32 are rounded at each step: AdamW would
+        amplify that without bound, so both have SGD.
         """
         common: dict[str, Any] = {"max_norm": 0.03 if self.clip == "yes" else None, "steps": self.steps}
         if self.is_ours:
             frozen = ("embedding", r"layers\.0") if self.freeze == "start" else ()
+            if self.dtypes == "two":
+                common |= {"dtype": "", "optimizer": "sgd"}
             return Problem(
                 self.source, freeze=frozen, data=Data(self.global_rows, self.length, **self.rows_of), **common
             )
@@ -223,11 +234,9 @@ class Way:
 
     @property
     def techniques(self) -> dict[str, Any]:
-        found: dict[str, Any] = {
-            "precision": {"master": "float64"},
-            "freeze": self.problem.freeze,
-            **SHARDS[self.shards],
-        }
+        found: dict[str, Any] = {"freeze": self.problem.freeze, **SHARDS[self.shards]}
+        if self.dtypes == "one":
+            found["precision"] = {"master": "float64"}
         if self.schedule != "-":
             found["pipeline_schedule"] = self.schedule
         if self.method != "-":
@@ -255,12 +264,12 @@ class Way:
             return "two to four ranks"
         if self.ep == "2" and layout.dp_shard * layout.tp * layout.cp < 2:
             return "no axis to take ep from"
-        if not self.is_ours and (self.compile == "yes" or self.recompute == "modules"):
+        if not self.is_ours and (self.compile == "yes" or self.recompute == "modules" or self.dtypes == "two"):
             return "said of our own decoder"
         batch = Batch(self.problem.data.rows, self.problem.data.seq, self.rows)
         try:
             plan(
-                facts_of(self.model, self.pp == "2"),
+                facts_of(self.model, self.pp, self.dtypes),
                 layout,
                 batch=batch,
                 cluster=Cluster(layout.world),
@@ -282,9 +291,20 @@ def family(name: str) -> nn.Module:
         return families.on_cpu(config)
 
 
+def with_narrow_norms(config: DecoderConfig) -> nn.Module:
+    """On the CPU in float64, its norms' weights in float32."""
+    torch.manual_seed(SEED)
+    with torch.device("cpu"):
+        model = Decoder(config).double()
+    for name, parameter in model.named_parameters():
+        nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
+        parameter.data = parameter.data.to(torch.float32 if "norm" in name else torch.float64)
+    return model
+
+
 @cache
-def facts_of(model: str, is_deep: bool) -> ModelFacts:
-    return model_facts(as_module((DEEP if is_deep else OURS)[model] if model in OURS else partial(family, model)))
+def facts_of(model: str, pp: str, dtypes: str) -> ModelFacts:
+    return model_facts(as_module(Way(model=model, pp=pp, dtypes=dtypes).source))
 
 
 def ways() -> list[Way]:

@@ -24,8 +24,8 @@ from support.mixing import (
 )
 
 from meshwright import ConfigError, Layout, UnsupportedError, plan
-from meshwright.distributed.context import attention, context_parallel, methods, runtime
-from meshwright.distributed.context.context_parallel import (
+from meshwright.distributed.context import attention, methods, proof, runtime
+from meshwright.distributed.context.proof import (
     LARGEST_ERROR,
     WITHOUT_POSITIONS,
     prove,
@@ -398,7 +398,7 @@ def test_rehearsal_is_once(monkeypatch):
     made = plan(facts, Layout(dp_shard=1, cp=2)).context
     assert made is not None
     prove(facts, made)
-    monkeypatch.setattr(context_parallel, "rehearse", None)
+    monkeypatch.setattr(proof, "rehearse", None)
     prove(facts, made)
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from meshwright import Layout, UnsupportedError, plan
 from meshwright.distributed.context import attention as applied
-from meshwright.distributed.context.context_parallel import prove, rehearse, rehearsed
-from meshwright.distributed.context.context_parallel import small_and_plan as small_of
+from meshwright.distributed.context.proof import prove, rehearse, rehearsed
+from meshwright.distributed.context.proof import small_and_plan as small_of
 from meshwright.introspection.facts import model_facts
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwright import ConfigError, Layout, UnsupportedError, plan
-from meshwright.distributed.context.context_parallel import prove, rehearse, rehearsed
+from meshwright.distributed.context.proof import prove, rehearse, rehearsed
 from meshwright.distributed.context.rows import refuse_other_shapes
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.mixing.measure import measure_mixing, small_copy

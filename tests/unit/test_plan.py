@@ -11,6 +11,7 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 import torch
 import torch.distributed as dist
+from support.laid_out import estimated
 from torch import nn
 
 from meshwright import ConfigError, Layout, Plan, Techniques, plan
@@ -18,7 +19,7 @@ from meshwright.core.names import pattern
 from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import model_facts
 from meshwright.models.decoder import Decoder
-from meshwright.models.decoder_config import SIZES, parameter_count
+from meshwright.models.decoder_config import SIZES, DecoderConfig, MoEConfig, parameter_count
 from meshwright.planning.explain import table
 from meshwright.planning.values import Batch
 
@@ -247,3 +248,11 @@ def test_ties_and_missing_blocks_are_noted():
 def test_a_plan_says_that_it_alone_compares_nothing(sizes):
     assert "a plan alone is not compared" in str(plan(DEBUG, Layout(dp_shard=1, **sizes)))
     assert "a plan alone is not compared" not in str(plan(DEBUG, Layout(dp_shard=2)))
+
+
+def test_tensor_ranks_send_experts_the_tokens_of_their_part_of_the_sequence():
+    config = DecoderConfig(
+        61, 16, 2, n_heads=4, n_kv_heads=2, hidden_dim=20, max_seq_len=20, moe=MoEConfig(n_experts=4, hidden_dim=8)
+    )
+    cut, whole = plan(config, Layout(dp_shard=1, tp=2, ep=2)), plan(config, Layout(dp_shard=2, ep=2))
+    assert estimated(cut, Batch(2, 7))["all_to_all", 2] == estimated(whole, Batch(4, 4))["all_to_all", 2]

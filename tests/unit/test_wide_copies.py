@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from support.users import Attention, Block, User
 
 from meshwright import Layout, plan
-from meshwright.distributed.context.context_parallel import prove as prove_context
+from meshwright.distributed.context.proof import prove as prove_context
 from meshwright.distributed.pipeline.split import prove as prove_stages
 from meshwright.distributed.tensor.parallel import prove
 from meshwright.introspection.facts import model_facts

@@ -18,8 +18,8 @@ from meshwright.core.devices import DEFAULT_BACKEND, check_device_type
 from meshwright.core.errors import ConfigError
 from meshwright.core.losses import Loss, PreferenceLoss
 from meshwright.core.record import remember
-from meshwright.distributed.context.context_parallel import keep_for_batches
-from meshwright.distributed.context.context_parallel import prove as prove_context
+from meshwright.distributed.context.proof import keep_for_batches
+from meshwright.distributed.context.proof import prove as prove_context
 from meshwright.distributed.pipeline.split import prove as prove_stages
 from meshwright.distributed.tensor.parallel import prove
 from meshwright.introspection.blocks import Hints

@@ -225,7 +225,11 @@ def _collectives(facts: ModelFacts, plan: Plan) -> tuple[Collective, ...]:
         ),
         *router_collectives(facts, shares, precision, recomputed, plan.router_loss),
         *scales_of_gathered(plan.float8, tensor, shares.shards),
-        *(expert_collectives(facts, experts, precision, recomputed) if experts is not None else ()),
+        *(
+            expert_collectives(facts, experts, precision, recomputed, among=shares.size(Axis.TP))
+            if experts is not None
+            else ()
+        ),
         *(
             context_collectives(
                 facts, plan.context, precision, recomputed, shares.size(Axis.TP), keeps_attention=keeps_attention

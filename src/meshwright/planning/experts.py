@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError, UnsupportedError
@@ -169,6 +170,7 @@ def expert_collectives(
     recomputed: Mapping[str, tuple[str, ...]],
     *,
     begins: bool = True,
+    among: int = 1,
 ) -> Iterator[Collective]:
     """List the all-to-alls of each stack in a microbatch: token counts per expert, then tokens, there and back.
 
@@ -179,8 +181,9 @@ def expert_collectives(
         facts: the parameters, trained or not, in the order of the model.
         recomputed: block -> paths of the modules recomputed in it, whose forwards send their messages again.
         begins: whether the first block's input derives from the token ids; else another pipeline stage sends it.
+        among: the ranks of the tensor axis, which have a part of each sequence.
     """
-    axis, ranks = Axis.EP.value, experts.ranks
+    axis, ranks, sent = Axis.EP.value, experts.ranks, partial(Collective, by_token=True, filled=True, among=among)
     for stack in experts.stacks:
         inside = _module_of(stack.path, facts)
         flows = not begins or any(_trained_before(facts, stack.path))
@@ -192,9 +195,7 @@ def expert_collectives(
         yield Collective("all_to_all", axis, ranks, counts, stack.experts, "int64", "microbatch", 1 + again)
         calls = 2 * (1 + again) + (flows or trains) + flows
         elements = calls * stack.top_k * stack.width
-        yield Collective(
-            "all_to_all", axis, ranks, tokens, elements, precision.compute, "microbatch", calls, by_token=True
-        )
+        yield sent("all_to_all", axis, ranks, tokens, elements, precision.compute, "microbatch", calls)
 
 
 def _trained_before(facts: ModelFacts, path: str) -> Iterator[str]:

@@ -1,285 +1,36 @@
-"""Apply context parallelism, rehearsed on a small copy: each rank computes a part of every row's tokens."""
+"""Apply context parallelism: each rank computes a part of every row's tokens."""
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.core.losses import IGNORED
-from meshwright.core.names import clean
 from meshwright.core.record import recall, remember
 from meshwright.core.torch_private import call_behind_backward, tree_leaves, uncompiled
 from meshwright.distributed.exchange.ranks import ProcessGroupRanks, RankGroup
-from meshwright.distributed.exchange.threads import on_threads
 from meshwright.distributed.process import agree
 from meshwright.distributed.recompute.kept import drawn_number, restore_streams, streams
 from meshwright.distributed.step.batch import fingerprint
 from meshwright.distributed.weights.shards import seed_of
-from meshwright.introspection.constructor.recording import seeded
 from meshwright.introspection.facts import ModelFacts
-from meshwright.introspection.logits.tape import shown
-from meshwright.introspection.mixing.arithmetic import computing_flex
-from meshwright.introspection.mixing.measure import LENGTHS, batches, refuse_other_masks
-from meshwright.introspection.mixing.values import COUNTS
-from meshwright.introspection.premises.playing import FixedDraws
-from meshwright.introspection.signature import KEEPING, SPELLINGS, Signature, layers_of_wrapping, logits_of
-from meshwright.introspection.small.copies import copy_of, widened
-from meshwright.introspection.small.sample import ids_of
+from meshwright.introspection.signature import KEEPING, SPELLINGS, Signature, layers_of_wrapping
 from meshwright.models.moe import Router
-from meshwright.planning.context.plan import ContextPlan
 from meshwright.planning.plan import Plan
 
 from . import runtime as parts
 from .positions import refuse_other_rows
-from .rows import MASK, PLACES, CutBatch, CutRows, on_host, select
+from .proof import PADDED, WITHOUT_POSITIONS, refuse, refuse_length
+from .rows import PLACES, CutBatch, CutRows, on_host
 from .runtime import Checks, ContextRuntime, wrap_modules
-
-# --- rehearse context parallelism on a small copy of a model before its first use, with threads for ranks
-
-ALWAYS = ("plain", "packed")
-"""Kinds of batches that any run may have."""
-PADDED = {"padded behind": slice(-3, None), "padded before": slice(0, 3)}
-WITHOUT_POSITIONS = "without positions"
-INSTEAD = {WITHOUT_POSITIONS: "Give batches positions", **dict.fromkeys(PADDED, "Leave attention_mask out")}
-"""By kind of batch, what else can be done than to leave rows whole."""
-OTHERS = 6
-"""Batches of other tokens."""
-LARGEST_ERROR = 1e-6
-"""In fp64, relative; models that compute in fp32 inside reach about 1e-7."""
-
-
-def prove(facts: ModelFacts, plan: ContextPlan) -> dict[str, str]:
-    """Rehearse the plan on a small copy of the model, unless it was before. No communication.
-
-    Returns:
-        By kind of batch that only some runs have, why it is refused, or "".
-
-    Raises:
-        UnsupportedError: the plan does not give what one process gives; the text names the module.
-    """
-    known = facts.measurements.refused
-    if plan not in known and facts.module is not None:
-        model, plan_of_copy = small_and_plan(facts, plan)
-        found: dict[str, str] = {}
-        for kind, batch in rehearsed(model).items():
-            for training in (True, False) if kind == "plain" else (True,):
-                found[kind] = found.get(kind) or _why_wrong(facts, plan_of_copy, model.train(training), kind, batch)
-            if kind == "plain" and facts.measurements.premises().conditional:
-                found[kind] = found[kind] or _why_wrong_for_others(facts, plan_of_copy, model.train(), kind, batch)
-            if kind in ALWAYS and (why := found.pop(kind)):
-                raise UnsupportedError(why)
-        known[plan] = found
-    return known.get(plan, {})
-
-
-def small_and_plan(facts: ModelFacts, plan: ContextPlan) -> tuple[nn.Module, ContextPlan]:
-    """Return a small copy with heads for all ranks, and the plan for the copy."""
-    assert facts.module is not None
-    sample = facts.measurements.sample(plan.ranks if plan.mixers else 1)
-    return copy_of(sample.model), plan.for_sample(sample, facts.module)
-
-
-def refuse(facts: ModelFacts, plan: ContextPlan, *kinds: str) -> None:
-    """Raise UnsupportedError where the rehearsal of batches of some kind differed from one process."""
-    found = prove(facts, plan)
-    for kind in kinds:
-        if why := found.get(kind):
-            raise UnsupportedError(why)
-
-
-def keep_for_batches(facts: ModelFacts, plan: ContextPlan, refused: dict[str, str]) -> None:
-    """Keep another rank's verdicts, and copies that batches may need: a small one if masks are tensors, one on meta if
-    modules are given masks of whole rows.
-    """
-    facts.measurements.refused[plan] = refused
-    if any(caller.is_dense for caller in plan.mixing.callers):
-        facts.measurements.sample()  # a model that is laid out cannot be copied any more
-    if plan.has_pairs:
-        facts.measurements.without_values()
-
-
-def refuse_length(facts: ModelFacts, plan: ContextPlan, length: int) -> None:
-    """Compare masks with their rules in rows of this length, unless they were before; raises UnsupportedError."""
-    if (plan, length) in facts.measurements.proven or facts.module is None:
-        return
-    if any(caller.is_dense for caller in plan.mixing.callers):
-        refuse_other_masks(copy_of(facts.measurements.sample().model), plan.mixing.callers, length)
-    facts.measurements.proven.add((plan, length))
-
-
-def _why_wrong_for_others(
-    facts: ModelFacts, plan: ContextPlan, model: nn.Module, kind: str, batch: dict[str, Tensor]
-) -> str:
-    """Rehearse batches of other tokens, of a model that decides by its tokens what it computes."""
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(OTHERS):
-        tokens = torch.randint(0, ids_of(model), batch["tokens"].shape, generator=generator)
-        if why := _why_wrong(facts, plan, model, kind, batch | {"tokens": tokens}):
-            return why
-    return ""
-
-
-def _why_wrong(facts: ModelFacts, plan: ContextPlan, model: nn.Module, kind: str, batch: dict[str, Tensor]) -> str:
-    """Rehearse one batch, and say how it differs from one process; "" if it does not."""
-    mode = "" if model.training else ", in evaluation mode"
-    start = (
-        f"layout.cp = {plan.ranks}: rows of {facts.kind} cut over ranks were rehearsed on a small copy, {kind}{mode},"
-        f" and"
-    )
-    end = f"{INSTEAD[kind]}, or set layout.cp = 1." if kind in INSTEAD else "Set layout.cp = 1."
-    try:
-        with seeded(0):  # a model in training mode draws from torch's own stream
-            errors = rehearse(model, plan, batch)
-            if not all(error <= LARGEST_ERROR for error in errors.values()):  # the model's code may round to float32
-                errors = rehearse(widened(model), plan, batch)
-    except Exception as error:  # noqa: BLE001  (whatever a model's code raises on a part of its rows)
-        return f"{start} the forward or backward fails: {type(error).__name__}: {error}. {end}"
-    worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
-    if errors[worst] <= LARGEST_ERROR:
-        return ""
-    what = "the loss" if worst == "loss" else f"the gradient of {worst}"
-    where = first_apart(model, plan, batch)
-    mixes = f" {where} mixes or counts tokens by a way that is not intercepted." if where else ""
-    lines = dict.fromkeys(shown(use.file, use.line) for use in plan.mixing.lengths if use.kind not in COUNTS)
-    mixes += f" The model computes with the number of a row's tokens at {'; '.join(list(lines)[:3])}." if lines else ""
-    return f"{start} {what} is wrong (relative error {errors[worst]:.1e}).{mixes} {end}"
-
-
-def rehearsed(model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """Make the rehearsed batches: plain rows, packed documents and padding, as far as the model takes them."""
-    made: dict[str, dict[str, Tensor]] = dict(zip(("plain", "packed"), batches(model, LENGTHS[1:]), strict=False))
-    signature, tokens = Signature.of(model), made["plain"]["tokens"]
-    if signature.takes["positions"] is not None:
-        made[WITHOUT_POSITIONS] = {"tokens": tokens}
-    if MASK in signature.arguments:
-        for kind, where in PADDED.items():
-            mask = torch.ones_like(tokens)
-            mask[1, where] = 0
-            made[kind] = {"tokens": tokens, MASK: mask}
-    return made
-
-
-def rehearse(model: nn.Module, plan: ContextPlan, batch: dict[str, Tensor]) -> dict[str, float]:
-    """Return the relative error of the loss ("loss") and of each parameter's gradient, against one process.
-
-    Random draws of a model in training mode are fixed: ranks draw others than one process.
-    """
-    reference, draws = copy_of(model), FixedDraws()
-    with draws, computing_flex():
-        loss, labels = _loss_of(reference, batch)
-        loss.backward()
-    batch = batch | {"labels": labels}
-    found = on_threads(plan.ranks, lambda group: _on_rank(copy_of(model), plan, batch, group, draws.seen))
-    errors = {"loss": abs(sum(part for part, _ in found) - loss.item()) / abs(loss.item())}
-    expected = {clean(name): p.grad for name, p in reference.named_parameters() if p.grad is not None}
-    scale = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
-    for name, gradient in expected.items():
-        total = torch.stack([gradients[name] for _, gradients in found]).sum(0)
-        errors[name] = float((total - gradient).norm() / gradient.norm().clamp(min=1e-6 * float(scale)))
-    return errors
-
-
-def _loss_of(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return one process's loss, and the labels (rows, length)."""
-    logits = logits_of(model(**Signature.of(model).inputs(batch, torch.device("cpu"))))
-    if logits.shape[:2] != batch["tokens"].shape:
-        raise ValueError(
-            f"its logits are {tuple(logits.shape)} for tokens {tuple(batch['tokens'].shape)}, not one for each token"
-        )
-    labels = (torch.arange(batch["tokens"].numel()) * 7 % logits.shape[-1]).view(batch["tokens"].shape)
-    labels = labels.masked_fill(batch.get(MASK, torch.ones(())) == 0, IGNORED)
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED), labels
-
-
-def _on_rank(
-    model: nn.Module, plan: ContextPlan, batch: dict[str, Tensor], group: RankGroup, draws: bool
-) -> tuple[float, dict[str, Tensor]]:
-    signature = Signature.of(model)
-    runtime = wrap_modules(model, plan, group)
-    own = runtime.cut(batch, signature)
-    runtime.enter(own)
-    with FixedDraws() if draws else nullcontext():
-        logits = logits_of(model(**signature.inputs(own, torch.device("cpu"))))
-        labels = own["labels"]
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
-        loss = loss / (batch["labels"] != IGNORED).sum()
-        loss.backward()
-    return loss.item(), {
-        clean(name): torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()
-    }
-
-
-def first_apart(model: nn.Module, plan: ContextPlan, batch: dict[str, Tensor]) -> str:
-    """Name the first module whose inputs are those of one process, and whose output is not; "" if none is found."""
-    signature = Signature.of(model)
-    whole = _seen(copy_of(model), lambda made: made(**signature.inputs(batch, torch.device("cpu"))))
-
-    def on_rank(group: RankGroup) -> tuple[dict[str, Seen], CutRows]:
-        made = copy_of(model)
-        runtime = wrap_modules(made, plan, group)
-        own = runtime.cut(batch, signature)
-        runtime.enter(own)
-        return _seen(made, lambda made: made(**signature.inputs(own, torch.device("cpu")))), own.rows
-
-    try:
-        with torch.no_grad():
-            found = on_threads(plan.ranks, on_rank)
-    except Exception:  # noqa: BLE001  (the refusal is the same without the place)
-        return ""
-    for path in found[0][0]:
-        if path and path in whole:
-            pairs = [(seen[path], rows) for seen, rows in found if path in seen]
-            same = all(_alike(seen[0], whole[path][0], rows) for seen, rows in pairs)
-            if same and not all(_alike(seen[1], whole[path][1], rows) for seen, rows in pairs):
-                return f"{path} ({type(model.get_submodule(path)).__name__})"
-    return ""
-
-
-Seen = tuple[list[Tensor], list[Tensor]]
-"""Tensors that a module was given, and those that it returned."""
-
-
-def _seen(model: nn.Module, run: Callable[[nn.Module], Any]) -> dict[str, Seen]:
-    """Note inputs and outputs of the first call of every module, in the order in which modules return."""
-    found: dict[str, Seen] = {}
-
-    def note(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            found.setdefault(path, (_tensors((args, kwargs)), _tensors(output)))
-
-        return hook
-
-    for path, module in model.named_modules():
-        module.register_forward_hook(note(clean(path)), with_kwargs=True)
-    with FixedDraws(), computing_flex():
-        run(model)
-    return found
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-
-
-def _alike(own: list[Tensor], whole: list[Tensor], rows: CutRows) -> bool:
-    """Compare this rank's tokens of tensors (rows, tokens, …) with those of one process; others are not compared."""
-    for mine, full in zip(own, whole, strict=False):
-        if full.dim() > 1 and full.shape[1] == rows.length and mine.shape[1] == rows.counts[rows.rank]:
-            expected = select(full, rows.own, 1)
-            if mine.shape == expected.shape and not torch.allclose(mine, expected, rtol=1e-6, atol=1e-9):
-                return False
-    return True
-
 
 # --- apply context parallelism
 

@@ -26,7 +26,7 @@ from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError
 from meshwright.core.names import clean, is_within
 from meshwright.core.record import recall
-from meshwright.core.torch_private import call_behind_backward, is_in_backward, tree_leaves, tree_map
+from meshwright.core.torch_private import call_behind_backward, is_in_backward, tree_leaves, tree_map, uncompiled
 from meshwright.distributed import torch_private
 from meshwright.distributed.float8 import gather as float8_gather
 from meshwright.distributed.mesh import axis_sizes, data_groups, get_expert_mesh, replica_axis, sharding_axis
@@ -124,6 +124,7 @@ def _shard_experts(stack: nn.Module, unit: Unit, plan: Plan, device_mesh: Device
     made.set_gradient_divide_factor(1.0)
 
 
+@uncompiled
 def _without_views(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
     """Return outputs that are no views, before FSDP2 hangs a unit's backward on them.
 

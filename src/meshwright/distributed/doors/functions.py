@@ -15,8 +15,9 @@ from meshwright.core.axes import Axis
 from meshwright.core.devices import local_device
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.distributed import order
-from meshwright.distributed.context.context_parallel import keep_for_batches, warn_of_whole_rows
-from meshwright.distributed.context.context_parallel import prove as prove_context
+from meshwright.distributed.context.context_parallel import warn_of_whole_rows
+from meshwright.distributed.context.proof import keep_for_batches
+from meshwright.distributed.context.proof import prove as prove_context
 from meshwright.distributed.mesh import (
     axis_sizes,
     context_ranks,

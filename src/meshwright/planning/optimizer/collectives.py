@@ -210,7 +210,7 @@ def matrix_collectives(plan: Plan, parameters: Sequence[ParameterFact]) -> Itera
     sent, calls = sent_elements(plan, parameters)
     if calls:
         axes = [axis.value for axis in STAGE if shares.size(axis) > 1]
-        unit, dtype = "parts of matrices", next(p.dtype for p in parameters if p.trainable)
+        unit, dtype = "parts of matrices", next(p.dtype for p in parameters if p.trainable and p.hidden)
         yield Collective("all_to_all", " × ".join(axes), ranks, unit, max(sent), dtype, "step", calls, to_others=True)
 
 

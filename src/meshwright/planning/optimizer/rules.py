@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshwright.core.dtypes import dtype_bytes
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.planning.case import Case, Found
 
@@ -19,10 +20,12 @@ def optimizer_fits(case: Case) -> Found:
     except ConfigError as unknown:
         yield unknown
         return
-    if (row.by_role or row.sums_parts) and len(case.trained_dtypes) > 1:
+    together = [p for p in case.trained if row.sums_parts or (row.by_role and p.hidden)]
+    if case.precision.is_kept and len(dtypes := list(dict.fromkeys(p.dtype for p in together))) > 1:
         yield UnsupportedError(
-            f"the optimizer {t.optimizer} computes on parts of several parameters together, and the trained ones rest"
-            f" in {' and '.join(case.trained_dtypes)}. Set techniques.precision.master = float32, or choose the"
+            f"the optimizer {t.optimizer} computes on parts of several"
+            f" {'parameters' if row.sums_parts else 'matrices'} together, and those that it trains rest in"
+            f" {' and '.join(dtypes)}. Set techniques.precision.master = {max(dtypes, key=dtype_bytes)}, or choose the"
             f" optimizer adamw."
         )
     if row.by_role:

@@ -113,7 +113,8 @@ def _of_rank(facts: ModelFacts, plan: Plan, rank: int) -> Iterator[Collective]:
                 own, part.context, part.precision, recomputed, ranks, begins=begins, blocks=own.blocks
             )
         if part.experts is not None:
-            yield from expert_collectives(own, part.experts, part.precision, recomputed, begins=stage == 0)
+            among, begins = plan.size(Axis.TP), stage == 0
+            yield from expert_collectives(own, part.experts, part.precision, recomputed, begins=begins, among=among)
         yield from _messages(plan, pipeline, stage)
     yield from _ties(facts, plan, pipeline, rank)
     yield from over_batch(shares, "loss", 1, "float64")
