@@ -22,13 +22,13 @@ help:
 	@echo "make demo    set up the core and train a small model over four processes"
 	@echo "make test    set up for development, then tests, with lint, import contract, types and wheel beside them"
 	@echo "make test-all    every case of every test, in pieces (tests/README.md)"
-	@echo "make test-versions   what another release can break, on the oldest and the newest torch (docs/versions.md)"
+	@echo "make test-versions   what another release can break, on the oldest and the newest torch (docs/tested.md)"
 	@echo "make test-slurm  the same for runs under a real Slurm, on this machine (Linux, root)"
 	@echo "make gpu     first contact with an NVIDIA GPU: parity, kernels, speed, memory (docs/gpu.md); a second call resumes"
 	@echo "make gpu-cluster   every axis over the GPUs of this machine"
 	@echo "make docs    build the documents into build/site; a broken link is an error"
-	@echo "make matrix  judge every layout against one process and write docs/matrix.md"
-	@echo "make composition   compute what goes with what and write docs/composition.md"
+	@echo "make matrix  judge every layout against one process and write docs/data/matrix.txt"
+	@echo "make composition   compute what goes with what and write docs/data/composition.txt"
 	@echo "make wheel   build dist/*.tar.gz and dist/*.whl, checked and tried in an environment of their own"
 	@echo "make setup   set up with every extra"
 	@echo "make clean   remove the environment, builds and caches (never runs/)"
@@ -69,7 +69,6 @@ gpu-cluster:
 
 docs:
 	@$(SETUP) docs
-	@"$(BIN)/python" scripts/house_map.py --check || { echo "docs/house.md is old: python scripts/house_map.py" >&2; exit 1; }
 	NO_MKDOCS_2_WARNING=1 "$(BIN)/python" -m mkdocs build --quiet
 	@echo "build/site/index.html"
 

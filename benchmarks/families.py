@@ -7,7 +7,7 @@ Each family is laid out on two gloo ranks: ``dp_shard``, ``tp``, ``pp``, ``ep`` 
 with batches of different lengths and an SGD step between them: each loss must be that of one process within 1e-5, each
 gradient within 1e-4, the norm too; what rounding takes further is judged in float64, within 1e-5. Results are kept in
 .cache/families.json with a hash of the sources: a run that was stopped goes on where it was, and a changed source is
-judged anew (``--unknown``: only where no result is there yet). The table is docs/families.md.
+judged anew (``--unknown``: only where no result is there yet). The table is docs/data/families.txt.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 ROOT = Path(__file__).resolve().parents[1]
-KEPT, PAGE = ROOT / ".cache" / "families.json", ROOT / "docs" / "families.md"
+KEPT, PAGE = ROOT / ".cache" / "families.json", ROOT / "docs" / "data" / "families.txt"
 AXES = {
     "dp_shard": {"dp_shard": 2},
     "tp": {"tp": 2, "dp_shard": 1},

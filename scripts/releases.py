@@ -3,7 +3,7 @@
     python scripts/releases.py                 the oldest and the newest release
     python scripts/releases.py 2.14.1 ...      these; 'here' is the environment that runs this script
     ... --quick                                     what CI runs: the cheapest cases
-    ... --record                                    keep the results in tests/versions/results.json and docs/versions.md
+    ... --record                                    keep the results in tests/versions/results.json
     ... --if-possible                               an environment that cannot be made is a sentence, not a failure
 
 A file of tests/versions names an environment's Python and the packages that differ from constraints.txt. Environments
@@ -32,7 +32,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ROOT / "tests" / "versions"
-RESULTS, PAGE = FILES / "results.json", ROOT / "docs" / "versions.md"
+RESULTS = FILES / "results.json"
 EXTRAS = ("adapters", "eval", "fabric", "float8", "hf", "slurm", "track", "trl", "vision")
 TOOLS = ("grimp", "hypothesis", "pytest", "pytest-xdist")
 SHOWN = (
@@ -306,23 +306,6 @@ def keep(name: str, here: dict[str, str], counts: dict[str, dict[str, int]]) -> 
     results[here["torch"].partition("+")[0]] = {"date": str(date.today()), "packages": here, "parts": counts}
     ordered = dict(sorted(results.items(), key=lambda entry: _numbers(entry[0])))
     RESULTS.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
-    write_page(ordered)
-
-
-def write_page(results: dict) -> None:
-    """Replace the tables of docs/versions.md between their markers."""
-    parts = list(dict.fromkeys(part for result in results.values() for part in result["parts"]))
-    head = ["", *(f"torch {version}" for version in results)]
-    rows = [["date", *(result["date"] for result in results.values())]]
-    for package in ("python", *SHOWN[1:]):
-        rows.append([package, *(result["packages"].get(package, "–") for result in results.values())])
-    for part in parts:
-        rows.append([part, *(_cell(result["parts"].get(part)) for result in results.values())])
-    table = "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
-    text = PAGE.read_text(encoding="utf-8")
-    begin, end = "<!-- results: written by scripts/releases.py -->", "<!-- end of results -->"
-    before, after = text.split(begin)[0], text.split(end)[1]
-    PAGE.write_text(f"{before}{begin}\n\n{table}\n\n{end}{after}", encoding="utf-8")
 
 
 def _cell(counts: dict[str, int] | None) -> str:

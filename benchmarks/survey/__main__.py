@@ -1,8 +1,8 @@
 """Judge layouts and techniques in all their combinations, and write the pages about them.
 
     python -m benchmarks.survey matrix [--cold] [--only TEXT]
-        every layout in every way of computing it: docs/matrix.md
-    python -m benchmarks.survey composition                     every switch with every other: docs/composition.md
+        every layout in every way of computing it: docs/data/matrix.txt
+    python -m benchmarks.survey composition                     every switch with every other: docs/data/composition.txt
 
 Exit status: 0; 1 where a cell differs; 2 where no row is called TEXT; 130 after Ctrl-C (what was judged by then is
     remembered).
@@ -35,7 +35,7 @@ def judge_matrix(argv: list[str], root: Path = ROOT) -> int:
         "--cold", action="store_true", help="judge every cell, also those that were judged before (.cache/matrix)"
     )
     parser.add_argument(
-        "--only", metavar="TEXT", default="", help="rows whose name contains TEXT; docs/matrix.md is not written"
+        "--only", metavar="TEXT", default="", help="rows whose name contains TEXT; docs/data/matrix.txt is not written"
     )
     args = parser.parse_args(argv)
     chosen = [cell for cell in cells() if args.only in cell.row.name]
@@ -56,7 +56,7 @@ def judge_matrix(argv: list[str], root: Path = ROOT) -> int:
     finally:
         pool.close()
     if not args.only:
-        (root / "docs" / "matrix.md").write_text(page(found), encoding="utf-8")
+        (root / "docs" / "data" / "matrix.txt").write_text(page(found), encoding="utf-8")
     print(f"{summary(found.values())}; {time.monotonic() - begun:.0f} s")
     return 1 if any(judged.state == "DIFFERS" for judged in found.values()) else 0
 
@@ -77,7 +77,7 @@ def judge_composition(root: Path = ROOT) -> int:
     finally:
         pool.close()
     text = composition.page(found, date.today().isoformat(), version("torch").split("+")[0])
-    (root / "docs" / "composition.md").write_text(text, encoding="utf-8")
+    (root / "docs" / "data" / "composition.txt").write_text(text, encoding="utf-8")
     return 1 if any(said.startswith("DIFFERS") for said in found.values()) else 0
 
 

@@ -200,7 +200,8 @@ def judge(together: Together, pool: WorkerPool) -> str:
 HEAD = """# What goes with what
 
 Written by `make composition` on {day} with torch {torch}: nothing here was written by hand. A small decoder was
-computed by a layout and by one process with plain torch ([what is compared](verify.md)); on the axis EP it has experts.
+computed by a layout and by one process with plain torch (docs/verify.md says what is compared); on the axis EP it has
+experts.
 
 - **equal**: within rounding in all that is compared.
 - **planned**: the rules allow it; that pair was not computed.

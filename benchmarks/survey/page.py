@@ -16,8 +16,8 @@ HEAD = """# Every layout against one process
 Written by `make matrix` on {day} with torch {torch} and Python {python}: {summary}.
 
 In each cell a small decoder was trained for {steps} steps by a layout, in some way, and by one process with plain torch
-([what is compared](verify.md)). No size of the model is a multiple of the number of ranks, except with float8, whose
-layers divide by 16.
+(docs/verify.md says what is compared). No size of the model is a multiple of the number of ranks, except with
+float8, whose layers divide by 16.
 
 - **Two numbers**: equal within rounding in all that is compared. They are the largest relative errors of a gradient
   of the first step

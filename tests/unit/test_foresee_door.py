@@ -19,7 +19,7 @@ from meshwright.simulation.search.answer import Proposal
 MODEL = replace(SIZES["debug"], n_layers=4)
 BATCH = Batch(16, 64, 2)
 H100 = Cluster(8, gpu="h100")
-PAGE = Path(__file__).parents[2] / "docs/foresight.md"
+PAGE = Path(__file__).parents[2] / "docs/rent.md"
 
 
 @pytest.fixture(scope="module")

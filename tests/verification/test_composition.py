@@ -1,4 +1,4 @@
-"""docs/composition.md is what the rules and the computation say."""
+"""docs/data/composition.txt is what the rules and the computation say."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.survey import composition
 from benchmarks.survey.composition import AXES, DRAWN, SWITCHES, Together, drawn, judge, page, pairs, refusal, singles
 from meshwright.core.errors import IntegrityError
 
-PAGE = Path(__file__).parents[2] / "docs" / "composition.md"
+PAGE = Path(__file__).parents[2] / "docs" / "data" / "composition.txt"
 
 
 def as_allowed() -> str:
@@ -21,7 +21,7 @@ def as_allowed() -> str:
 
 
 def test_the_page_is_what_the_rules_say_and_all_that_they_allow_was_equal():
-    assert PAGE.read_text(encoding="utf-8") == as_allowed(), "run make composition, and commit docs/composition.md"
+    assert PAGE.read_text(encoding="utf-8") == as_allowed(), "run make composition, and commit its file"
 
 
 def test_every_switch_meets_every_axis_and_60_combinations_are_drawn():

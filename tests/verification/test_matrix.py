@@ -42,7 +42,7 @@ from meshwright.verification.outcome import reference
 from meshwright.verification.verify import verify
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "matrix.md"
+PAGE = ROOT / "docs" / "data" / "matrix.txt"
 
 # --- a part of the matrix
 
@@ -192,7 +192,7 @@ def as_planned(cell: Cell) -> Judged:
 def test_the_page_shows_the_matrix_that_the_code_has():
     now = page({cell: as_planned(cell) for cell in cells()})
     committed = PAGE.read_text(encoding="utf-8")
-    again = "run make matrix, and commit docs/matrix.md"
+    again = "run make matrix, and commit docs/data/matrix.txt"
     assert skeleton(committed) == skeleton(now), again
     assert states(committed) == states(now), again
     assert "**DIFFERS** (" not in committed and ", 0 differ." in committed
@@ -281,28 +281,28 @@ def test_the_fingerprint_is_of_what_cells_depend_on(tmp_path):
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
-    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "data").mkdir(parents=True)
     return partial(judge_matrix, root=tmp_path)
 
 
 def test_the_command_writes_the_page_and_says_what_it_found(command, tmp_path, monkeypatch, capsys):
     judged = counting(monkeypatch)
     assert command([]) == 0 and len(judged) == len(cells())
-    text = (tmp_path / "docs" / "matrix.md").read_text()
+    text = (tmp_path / "docs" / "data" / "matrix.txt").read_text()
     assert (
         skeleton(text) == skeleton(page({cell: as_planned(cell) for cell in cells()}))
         and "on 2026-01-01 with torch" in text
     )
     assert f"{len(cells())} equal, 0 refused, 0 differ; " in capsys.readouterr().out
     assert command([]) == 0 and len(judged) == len(cells()), "all are known"
-    assert (tmp_path / "docs" / "matrix.md").read_text() == text
+    assert (tmp_path / "docs" / "data" / "matrix.txt").read_text() == text
     assert command(["--cold"]) == 0 and len(judged) == 2 * len(cells())
 
 
 def test_a_part_leaves_the_page_alone_and_what_differs_is_exit_status_one(command, tmp_path, monkeypatch, capsys):
     judged = counting(monkeypatch, "DIFFERS")
     assert command(["--only", "dp_shard=4: freeze"]) == 1
-    assert len(judged) == len(COLUMNS) and not (tmp_path / "docs" / "matrix.md").exists()
+    assert len(judged) == len(COLUMNS) and not (tmp_path / "docs" / "data" / "matrix.txt").exists()
     said = capsys.readouterr().out
     assert "dp_shard=4: freeze: tied: DIFFERS: because" in said and "3 differ; " in said
     assert command(["--only", "dp_shard=7"]) == 2 and "no row has 'dp_shard=7' in its name" in capsys.readouterr().err

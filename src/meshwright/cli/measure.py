@@ -3,7 +3,7 @@
 It takes a minute, and writes a profile: products, attention, memory, the host's time for operators, optimizers,
 and messages. 'meshwright plan CONFIG --gpus N --profile FILE' forecasts with it.
 
-Under torchrun or srun all ranks take part, and rank 0 writes. More: docs/measure.md.
+Under torchrun or srun all ranks take part, and rank 0 writes. More: docs/rent.md.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ mesh of any size, without process group, GPU or data.
 
 It prints the plan, the bytes that a step sends, and its memory estimate. With --gpus N --gpu CARD the answer is about
 GPUs that need not be here: the memory and time of the config's layout, or, where the config leaves its layout open, the
-best of all layouts and the TOML to train with. More: docs/foresight.md.
+best of all layouts and the TOML to train with. More: docs/rent.md.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ one rank of a run, on one device.
 It builds the run of the config as one of its ranks and prints memory, seconds and messages. The very code of a training
 run computes; nobody answers its messages, which take no time. What only a peer has is made up, and peers are taken to
 send to experts as many tokens as this rank does. Nothing is written. Exit status 0, or that of the first error that a
-rank met. More: docs/rehearse.md.
+rank met. More: docs/rent.md.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ gloo takes the names of GLOO_SOCKET_IFNAME, else the interface with the address 
 loopback (torch's ``ProcessGroupGloo``). NCCL takes NCCL_SOCKET_IFNAME (beginnings of names, ``=`` whole names, ``^``
 all others), else "ib…", else any but docker's and the loopback (NCCL's ``ncclFindInterfaces``).
 
-``docs/versions.md`` has what ran on each. The package's metadata has the same lower bounds.
+``docs/tested.md`` has what ran on each. The package's metadata has the same lower bounds.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def foresee(
 ) -> Foresight:
     """Foresee memory and time of a model on GPUs that need not be here, and which layout to use there.
 
-    Forecasts are arithmetic over data sheets; docs/foresight.md has their errors against published measurements.
+    Forecasts are arithmetic over data sheets; docs/rent.md has their errors against published measurements.
 
     Args:
         model: a model config, a module (on meta or not), or a function that returns one.
