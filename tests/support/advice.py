@@ -264,6 +264,7 @@ FOREIGN = {
     "--logdir": "tensorboard",
     "--repo-type": "hf download",
     "--local-dir": "hf download",
+    "--revision": "hf download",
     "--nodes": "srun",
     "--python": "uv",
 }

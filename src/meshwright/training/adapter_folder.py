@@ -75,12 +75,11 @@ def with_base(config: Config, flag: str = "") -> Config:
 def _absent(found: AdapterFolder, base: str, flag: str) -> str:
     if not base:
         return f"{found.folder} holds adapters, and {CONFIG} names no base: give its folder with {flag}"
-    at = f" --revision {found.revision}" if found.revision else ""
-    get = (
-        f" (to fetch it: hf download {base}{at} --local-dir BASE)"
-        if base == found.base and base.count("/") == 1
-        else ""
-    )
+    get = ""
+    if base == found.base and base.count("/") == 1:
+        get = f" (to fetch it: hf download {base} --local-dir BASE)"
+        if found.revision:
+            get = f" (to fetch it: hf download {base} --revision {found.revision} --local-dir BASE)"
     return (
         f"{found.folder} holds adapters, and the base {base} that they stand beside is no folder on this"
         f" machine: give it with {flag}{get}"

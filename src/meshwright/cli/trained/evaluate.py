@@ -96,8 +96,8 @@ def run(argv: list[str]) -> int:
 def _check(options: EvaluateOptions, sections: list[str]) -> None:
     """Raise ConfigError for a flag that goes with another one that is missing."""
     of_source = [name for name in sections if name.startswith("--data.")]
-    if "--data.source" in sections:
-        raise ConfigError("--data.source is train's: here a source is named with --data PATH")
+    if other := next((name for name in sections if name.endswith(".source")), ""):
+        raise ConfigError(f"{other} is a key of train: here a source is named with --data PATH")
     if options.tasks is None:
         wrong = [flag_of(name) for name in OF_TASKS if getattr(options, name) is not None]
         what = "--tasks, which is not given"

@@ -90,8 +90,8 @@ def load_template(path: str, folder: Path | None) -> ChatTemplate:
     if text is None:
         if folder is None:
             raise ConfigError(
-                "conversations cannot be written out without a chat template, and bytes have none: name a tokenizer"
-                " that has one (data.tokenizer = FOLDER, or model.hf for the model's own), or a file with data.template"
+                "conversations cannot be written out without a chat template, and bytes have none: name the"
+                " model (model.hf) or a tokenizer (data.tokenizer) that has one, or a file with data.template"
             )
         where = f"the tokenizer in {folder} has"
         raise ConfigError(
