@@ -312,6 +312,49 @@ class ForOneToken(Sound):
         return torch.where(rare[..., None], self.adapter(x), x) if rare.any() else x
 
 
+class DecidesByLargest(Sound):
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return x + x.flip(-1) if tokens.max() > IDS - 3 else x
+
+
+class DecidesBySmallest(Sound):
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return x if bool(tokens.min() >= 1) else x + x.flip(-1)
+
+
+class DecidesByNorm(Sound):
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return x + x.flip(-1) if x.norm() > 1e3 else x
+
+
+class DecidesByAll(Sound):
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return x + x.flip(-1) if (tokens < IDS - 2).all() else x
+
+
+class ChecksValues(Sound):
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        if torch.isnan(x).any() or (tokens >= IDS).any():
+            raise ValueError("no number")
+        return x.clamp(-1e4, 1e4) if x.abs().max() > 1e4 else x
+
+
+class ChoosesTokens(Sound):
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        for least in (0.0, 1e9):
+            chosen = x[..., 0] > least
+            if chosen.sum() > 0:
+                x = torch.where(chosen[..., None], -x, x)
+            if chosen.any():
+                x = torch.where(chosen[..., None], 2 * x, x)
+        return x
+
+
+class DecidesRowByRow(Sound):
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return torch.stack([r + r.flip(-1) if ids.max() > IDS - 3 else r for r, ids in zip(x, tokens, strict=True)])
+
+
 class ExpertList(Sound):
     def add(self) -> None:
         self.router = nn.Linear(WIDTH, 4)

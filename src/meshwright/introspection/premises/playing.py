@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+import meshwright
 from meshwright.core.names import clean
 from meshwright.core.torch_private import EagerDispatchMode, tree_leaves
 from meshwright.introspection.constructor.recording import READING, seeded
@@ -43,6 +44,10 @@ class Play:
     seen: dict[str, tuple[list[Tensor], list[Tensor]]] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
     reads: tuple[Any, ...] = ()
+    turned: Any = None
+    """The read that was inverted."""
+    may_turn: frozenset[Any] = frozenset()
+    """The reads of a truth that further rows in the batch could turn."""
     decides: bool = False
     """Whether Python saw a number or a size that depends on the data."""
     tosses: bool = False
@@ -94,7 +99,9 @@ def played(
     kinds = {clean(path): type(module).__name__ for path, module in made.named_modules()}
     outputs = {name: value.detach() for name, value in rows.items()}
     reads, tosses = tuple(held.reads), held.tosses or by_python
-    return Play(outputs, gradients, losses, tuple(named), sparse, seen, kinds, reads, held.decides, tosses)
+    may_turn = frozenset(held.may_turn)
+    facts = (outputs, gradients, losses, tuple(named), sparse, seen, kinds, reads, turned, may_turn)
+    return Play(*facts, held.decides, tosses)
 
 
 class Called(NamedTuple):
@@ -170,13 +177,14 @@ class HeldRandomness(EagerDispatchMode):
         decides: whether a number was read, or an operator returned a tensor whose size depends on the data.
         within: paths of the modules whose forwards run, the innermost last.
         reads: numbers that were read: file and line, the module, and the count of reads there so far.
+        may_turn: those of them that are truths, and that further rows in the batch could turn.
     """
 
     def __init__(self, tokens: Tensor, turned: Any = None, stacks: Collection[str] = (), level: float = MIDDLE):
         super().__init__()
         self.level, self.tosses = level, False
         self.turned, self.stacks, self.reads, self.within = turned, stacks, list[tuple](), [""]
-        self.decides = False
+        self.decides, self.may_turn, self._signs = False, set[tuple](), dict[int, int]()
         self._times: dict[tuple, int] = {}
         self._held: list[Tensor] = []  # else freed memory could become another tensor's
         self._by_tokens, self._by_draws = set[int](), set[int]()
@@ -197,7 +205,10 @@ class HeldRandomness(EagerDispatchMode):
         by_draws = tossed or bool(storages & self._by_draws)
         depends = by_tokens or by_draws
         out = func(*args, **kwargs)
+        signs = [0 if t.is_sparse else self._signs.get(id(t.untyped_storage()), 0) for t in given]
+        sign = _sign(func.overloadpacket.__name__, signs)
         if func.overloadpacket.__name__ in READING:
+            self._sign = sign
             self.tosses = self.tosses or (by_draws and not by_tokens and self.within[-1] not in self.stacks)
             return self._read(out) if by_tokens else out
         if depends and torch.Tag.dynamic_output_shape in func.tags and self.within[-1] not in self.stacks:
@@ -208,6 +219,8 @@ class HeldRandomness(EagerDispatchMode):
             for dependent, is_so in ((self._by_tokens, by_tokens), (self._by_draws, by_draws)):
                 if is_so and isinstance(leaf, Tensor):
                     self._note(leaf, dependent)
+                    if not leaf.is_sparse:
+                        self._signs[id(leaf.untyped_storage())] = sign
         return out
 
     def _read(self, value: Any) -> Any:
@@ -216,18 +229,57 @@ class HeldRandomness(EagerDispatchMode):
         place = (*_site(), self.within[-1])
         self._times[place] = time = self._times.get(place, 0) + 1
         self.reads.append((*place, time))
+        if isinstance(value, bool) and self._sign == (-1 if value else 1):
+            self.may_turn.add(self.reads[-1])
         self.decides = True
         if self.reads[-1] != self.turned:
             return value
         return (not value) if isinstance(value, bool) else int(value == 0) if isinstance(value, int) else -value - 1
 
 
-HERE, TORCH = __file__, str(Path(torch.__file__).parent)
+RAISED = ("any", "max", "amax", "count_nonzero", "sum", "linalg_vector_norm", "norm", "logical_or")
+LOWERED = ("all", "min", "amin", "equal", "logical_and")
+"""Reductions that further rows can only raise, or lower; sums are those of counts."""
+TURNED = ("neg", "logical_not", "bitwise_not", "lt", "le", "eq")
+KEPT = (
+    "_to_copy",
+    "alias",
+    "clone",
+    "detach",
+    "ge",
+    "gt",
+    "ne",
+    "select",
+    "sqrt",
+    "squeeze",
+    "unsqueeze",
+    "view",
+    *READING,
+)
+"""Operators whose result goes the other way, or the same way, as their tensor; eq and ne of counts, with 0."""
+
+
+def _sign(name: str, given: list[int]) -> int:
+    """Return 1 where further rows can only raise an operator's result, -1 where only lower it, 0 where unknown.
+
+    Args:
+        given: the signs of its tensors.
+    """
+    if name in RAISED or name in LOWERED:
+        return 1 if name in RAISED else -1
+    first, *others = given or [0]
+    return 0 if any(others) or not (name in KEPT or name in TURNED) else -first if name in TURNED else first
+
+
+OWN, TORCH = str(Path(meshwright.__file__).parent), str(Path(torch.__file__).parent)
+MODELS = str(Path(OWN) / "models")
 
 
 def _site() -> tuple[str, int]:
     frame = sys._getframe(1)
-    while frame.f_back is not None and (frame.f_code.co_filename == HERE or frame.f_code.co_filename.startswith(TORCH)):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((OWN, TORCH)):
+        if frame.f_code.co_filename.startswith(MODELS):
+            break
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
 

@@ -8,8 +8,10 @@ that Python reads off the data inverted (a condition on a rare token then takes 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -234,7 +236,7 @@ def _seen(model: nn.Module, length: int) -> Premises:
     given = [set(play.gradients) for play in plays]
     ever, always = set.union(*given), set.intersection(*given)
     found = Premises(
-        mixes_rows=_mixing(together, halves),
+        mixes_rows=_mixing(together, halves) or _decided(together, plays) or _decided_of_few(model, first, together),
         conditional=tuple(name for name in together.names if name in ever - always),
         unused=tuple(name for name in together.names if name not in ever),
         sparse=together.sparse,
@@ -311,6 +313,45 @@ def _mixing(together: Play, halves: list[Play]) -> str:
         parts = [half.gradients[name] for half in halves if name in half.gradients]
         if not parts or _differ(torch.stack(parts).sum(0), gradient, floor):
             return f"{GRADIENT} {name}"
+    return ""
+
+
+def _decided(together: Play, plays: list[Play]) -> str:
+    """Return the place of a decision by values of the whole batch on which several rows' outputs depend; "" of none.
+
+    ``if tokens.max() > 60`` is such a line; of ``if chosen.any()`` before a computation of the chosen tokens nothing
+    depends.
+    """
+    for play in plays:
+        if play.turned not in together.may_turn:
+            continue
+        changed = {
+            row
+            for name, value in together.outputs.items()
+            if name in play.outputs and value.dim() and len(value) == ROWS and play.outputs[name].shape == value.shape
+            for row in range(ROWS)
+            if _differ(play.outputs[name][row], value[row])
+        }
+        if len(changed) > 1:
+            file, line, path, _ = play.turned
+            inside = f"{path} ({together.kinds[path]})" if path else f"{together.kinds['']} itself"
+            return f"{inside}, which decides by the values of all rows at {Path(file).name}:{line}"
+    return ""
+
+
+def _decided_of_few(model: nn.Module, first: Tensor, together: Play) -> str:
+    """Look for decisions in a batch of few ids, since one that has all of them may have met every condition."""
+    if not together.decides:
+        return ""
+    ids = ids_of(model)
+    few = ((ids // 2 + torch.arange(ROWS)) % ids)[:, None].expand_as(first).clone()
+    plays: list[Play] = []
+    with contextlib.suppress(Exception):  # whatever a model's code raises of few ids
+        base = played(model, few)
+        for read in [read for read in base.reads if read in base.may_turn][:READS]:
+            with contextlib.suppress(Exception):  # or of an inverted number: then it checks, and does not decide
+                plays.append(played(model, few, turned=read))
+        return _decided(base, plays)
     return ""
 
 
