@@ -23,7 +23,6 @@ from meshwright import UnsupportedError
 from meshwright.checkpoint import load, save
 from meshwright.comparison.equality import relative_errors
 from meshwright.distributed import order, parallel_model
-from meshwright.distributed import parallelize as parallelizing
 from meshwright.distributed.data import fully_sharded
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
@@ -456,8 +455,8 @@ def proved(layout: Layout) -> tuple[list[Any], list[Any]]:
         return lay_out(*args)
 
     with (
-        patch.object(parallelizing, "prove", lambda facts, plan: rehearsed.append(plan)),
-        patch.object(parallelizing, "prove_stages", lambda facts, plan, ranks: rehearsed.append((plan, ranks))),
+        patch.object(order.tensor_parallel, "prove", lambda facts, plan, **options: rehearsed.append(plan)),
+        patch.object(order.stages, "prove", lambda facts, plan, ranks: rehearsed.append((plan, ranks))),
         patch.object(order, "lay_out", noted),
     ):
         plan = parallelize(UNTIED, layout, seed=1).plan
@@ -475,7 +474,7 @@ def unproved() -> bool:
         raise UnsupportedError("the stages do not give what the whole model gives")
 
     with (
-        patch.object(parallelizing, "prove_stages", refuse),
+        patch.object(order.stages, "prove", refuse),
         patch.object(order, "lay_out") as laid_out,
         pytest.raises(UnsupportedError, match="do not give"),
     ):

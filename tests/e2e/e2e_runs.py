@@ -101,7 +101,8 @@ class OfPeak(Job):
             add(self, row_lengths, seconds)
 
         def seen(pieces):
-            real.append(sum(int((piece["document_ids"] >= 0).sum()) for piece in pieces))
+            if pieces:  # a step counts none before it has brought some
+                real.append(sum(int((piece["document_ids"] >= 0).sum()) for piece in pieces))
             return count(pieces)
 
         telling.peak_flops, Throughput.add, step_batch.count = lambda *_: 1e12, added, seen

@@ -36,7 +36,7 @@ from meshwright.checkpoint.folder import CheckpointFolder
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.training.health.heartbeat import FOLDER as HEARTBEATS
 from meshwright.training.health.heartbeat import file_of, read_record, read_records
-from meshwright.training.health.peers import latest_checkpoint
+from meshwright.training.run.occupancy import latest_checkpoint
 
 ENDLESS = {"steps": 1_000_000, "checkpoint.every": 0, "schedule.kind": "constant", "schedule.warmup_steps": 0}
 

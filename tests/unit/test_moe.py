@@ -420,7 +420,7 @@ CASES = {
         Layout(dp_shard=1, tp=2, ep=2),
         {"sequence_parallel": False},
         ConfigError,
-        r"layout\.ep = 2 with layout\.tp = 2 needs techniques\.sequence_parallel = true",
+        r"layout\.ep = 2 with layout\.tp = 2 needs cut sequences",
     ),
     "capacity": (
         replace(CONFIG, moe=replace(SOFTMAX, capacity_factor=1.5)),

@@ -101,7 +101,12 @@ def test_a_complete_run_says_so_before_torch_is_imported_or_a_process_started(en
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
-    assert last.startswith(f"this run is complete: step 4 of {3 if '--steps=3' in flags else 4}. Raise steps")
+    told = (
+        "this run has taken 4 steps, and 3 are asked for"
+        if "--steps=3" in flags
+        else "this run is complete: step 4 of 4"
+    )
+    assert last.startswith(told)
     assert last.endswith(f"train {ended} --steps=8")
 
 

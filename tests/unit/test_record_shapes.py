@@ -347,8 +347,8 @@ def test_inspect_says_what_becomes_of_each_record(tmp_path, capsys):
         "chat (by the columns of the first record), which reads messages, system, tools",
         "records    3; 1 of them cannot be used:",
         "row 2, turn 2: the content must be text",
-        "learnt     46 of 90 tokens",
-        "1 of 2 documents are longer than 40 tokens: cut short, 0 of them left out",
+        "learnt     30 of 74 tokens",
+        "1 of 2 documents are longer than data.seq_len = 40: cut short, 0 of them left out",
         "columns not read: id (in 3)",
         "[[<user>2+2?;<assistant>]]Hello there;",
     ):

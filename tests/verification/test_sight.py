@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,6 +14,7 @@ from support.mixing import LONGEST, VOCABULARY, Model, packed, windowed
 from torch import nn
 
 from meshwright import Layout, verify
+from meshwright.distributed import order
 from meshwright.distributed.context import attention, runtime
 from meshwright.introspection.mixing.reach import KeyRanges, RowMask
 from meshwright.verification.aspects.sight import Sight, sight_alone, sight_laid_out, words
@@ -72,9 +72,7 @@ def laid_out_with(fault: Callable[[], Fault] | None, made: Problem) -> Sight:
     """The sight of a layout; with a fault, one that no rehearsal refused."""
     if fault is None:
         return sight_laid_out(made, Layout(dp_shard=1, cp=2))
-    unproven = patch.object(
-        sys.modules["meshwright.distributed.parallelize"], "prove_context", lambda facts, plan: None
-    )
+    unproven = patch.object(order, "prove", lambda facts, plan: {})
     with unproven, fault():
         return sight_laid_out(made, Layout(dp_shard=1, cp=2))
 

@@ -11,7 +11,7 @@ from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError
 from meshwright.introspection.adapted.folder import CONFIG, AdapterFolder, holds_adapters
 
-from .health.peers import latest_checkpoint
+from .run.occupancy import latest_checkpoint
 
 if TYPE_CHECKING:
     from .config import Config

@@ -28,7 +28,8 @@ from meshwright.distributed.process.world import (
 from meshwright.planning.layout import Layout
 
 from .config import Config
-from .health.peers import latest_checkpoint, read_all_records, run_folder, with_way_on
+from .health.peers import read_all_records, run_folder, with_way_on
+from .run.occupancy import latest_checkpoint
 from .run.request import RESOLVED, completed, read_request
 from .stopping import INTERRUPT, answered, leave_terminal
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import meshwright
 from meshwright.core.names import clean
 from meshwright.core.torch_private import tree_leaves
-from meshwright.introspection.constructor.recording import READING
+from meshwright.introspection.constructor.recording import READING, seeded
 from meshwright.introspection.premises import playing
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.structure.experts import find_stacks
@@ -105,6 +105,6 @@ def _line() -> Line | None:
 def decides(model: nn.Module, batch: Mapping[str, Tensor], apart: Collection[str]) -> bool:
     """Return whether a forward reads, or makes a tensor of a size that follows from, the values of tokens."""
     mode = Decisions(batch, model, apart)
-    with torch.no_grad(), computing_flex(), mode:
+    with seeded(0), torch.no_grad(), computing_flex(), mode:  # one rank may ask, and streams stay alike
         model(**Signature.of(model).inputs(dict(batch), torch.device("cpu")))
     return mode.decides

@@ -15,6 +15,7 @@ from meshwright.core.errors import MeshwrightError, command
 from meshwright.core.files import replace_text
 from meshwright.distributed.process.workers import is_broken_collective, meeting_place
 from meshwright.distributed.process.world import get_world_info
+from meshwright.training.run.occupancy import latest_checkpoint
 
 from .heartbeat import (
     FOLDER,
@@ -159,17 +160,6 @@ def read_all_records(place: Path) -> dict[int, Record]:
     """Return the heartbeats of a launcher's workers, from the run's folder and the launcher's."""
     folder = run_folder(place)
     return (read_records(folder / FOLDER) if folder else {}) | read_records(place / FOLDER)
-
-
-def latest_checkpoint(folder: Path) -> str:
-    """Return the name of the checkpoint that a run would continue from, "" without one.
-
-    (``checkpoint.folder`` would import torch.)
-    """
-    try:
-        return (folder / "checkpoints" / "latest").read_text().strip()
-    except OSError:
-        return ""
 
 
 def with_way_on(message: str, folder: Path | None) -> str:

@@ -110,3 +110,14 @@ def _holder(file: int) -> str:
         return f"another job (process {holder['pid']} on {holder['host']}, since {holder['since']})"
     except (ValueError, KeyError, TypeError):
         return "another job"
+
+
+def latest_checkpoint(folder: Path) -> str:
+    """Return the name of the checkpoint that a run would continue from, "" without one.
+
+    (``checkpoint.folder`` would import torch.)
+    """
+    try:
+        return (folder / "checkpoints" / "latest").read_text().strip()
+    except OSError:
+        return ""

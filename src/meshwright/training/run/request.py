@@ -8,10 +8,9 @@ from meshwright.core.config import load_toml, to_toml
 from meshwright.core.errors import ConfigError, command
 from meshwright.core.files import read_object, replace_text
 from meshwright.training.config import Config
-from meshwright.training.health.peers import latest_checkpoint
 from meshwright.training.optim.fine_tuning import length_follows
 
-from .occupancy import is_occupied
+from .occupancy import is_occupied, latest_checkpoint
 
 NAME, RESOLVED = "request.toml", "config.toml"
 IDENTITY = "identity.json"
