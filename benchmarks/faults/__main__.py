@@ -33,10 +33,7 @@ ROOT = HERE.parents[1]
 SOURCES = ROOT / "src"
 sys.path[:0] = [str(HERE), str(ROOT)]
 LIMIT_SEC = 240
-REHEARSED = (
-    ("from .pipeline.rehearsal import prove as prove_stages\n", "prove_stages = lambda *args, **options: None\n"),
-    ("from .tensor.rehearsal import prove\n", "prove = lambda *args, **options: None\n"),
-)
+REHEARSED = ("return order.prove(facts, plan)\n", "return {}\n")
 
 import compositions  # noqa: E402
 import library  # noqa: E402
@@ -57,7 +54,10 @@ class Copy:
         self._stamp = time.time_ns()
         if not rehearses:
             path = self.root / "meshwright/distributed/parallelize.py"
-            path.write_text(path.read_text().replace(*REHEARSED[0]).replace(*REHEARSED[1]))
+            text = path.read_text()
+            if text.count(REHEARSED[0]) != 1:
+                raise SystemExit(f"{path}: {REHEARSED[0]!r} does not stand there once; mend benchmarks/faults")
+            path.write_text(text.replace(*REHEARSED))
 
     @contextmanager
     def with_fault(self, file: str, old: str, new: str) -> Iterator[None]:
