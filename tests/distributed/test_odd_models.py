@@ -115,6 +115,7 @@ def tried(name: str, *layouts: str) -> dict[str, str]:
 REFUSED_AS = (
     *(
         "rows of a batch depend on each other",
+        "decides by the values of all rows of a batch",
         "keeps state",
         "counts its rows or tokens",
         "writes its parameters",
@@ -137,7 +138,10 @@ REFUSED_AS = (
 )
 NEVER_REFUSED = ("ddp", "fsdp", "fsdp, accumulated", "fsdp, recomputed")
 SOUND = (
+    "ChecksValues",
+    "ChoosesTokens",
     "Counting",
+    "DecidesRowByRow",
     "Detached",
     "EarlyExit",
     "ExpertList",

@@ -83,12 +83,15 @@ class ViewOfInput(AddedInPlace):
 
 
 class PassedOver(WithBias):
-    """A block that some batches pass over: DDP looks in the output for what was used."""
+    """A block that some batches pass over, by a mean that all rows agree on: DDP looks in the output for what was used.
+
+    By ``any`` the decision would be refused.
+    """
 
     def forward(self, tokens):
         x = self.embedded(tokens)
         for number, layer in enumerate(self.layers):
-            if number == 1 and bool((tokens == 3).any()):
+            if number == 1 and bool(tokens[:, 0].float().mean() < 4):
                 continue
             x = layer(x)
         return torch.tanh(self.logits(x))

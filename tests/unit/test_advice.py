@@ -131,6 +131,7 @@ BY_RULE = {
         "techniques.zero_stage = …",
     ],
     "experts_fit": ["layout.ep = …"],
+    "decisions_are_of_a_row": ["layout.dp_shard = …", "layout.pp = …"],
     "float8_companions": ["techniques.async_tensor_parallel = false"],
     "float8_gathering": [
         "layout.dp_shard = …",
@@ -178,7 +179,7 @@ BY_RULE = {
         "techniques.quantize_frozen = none",
     ],
     "resharding": ["techniques.reshard_after_forward = true"],
-    "rows_stand_alone": ["layout.dp_replicate = …", "layout.dp_shard = …", "layout.pp = …", "layout.tp = …"],
+    "rows_stand_alone": ["layout.cp = …", "layout.dp_replicate = …", "layout.dp_shard = …", "layout.tp = …"],
     "stacked_adapters": ["techniques.compile = false"],
     "state_stays": ["techniques.activation_checkpointing = none"],
     "tensor_companions": ["techniques.data_parallel = fully_shard"],

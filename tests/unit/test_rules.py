@@ -421,6 +421,17 @@ CASES = [
         " stands in the batch)",
     ),
     refuse(
+        *("rows_stand_alone", MODELS["Centred"], Layout(dp_shard=1, cp=2), {}, UnsupportedError),
+        "Centred itself. The 2 ranks of layout.cp have other tokens of each row, so the result would be another one",
+        "than that of one process. Compute over the features or the tokens of one row (such as LayerNorm, RMSNorm,",
+        "GroupNorm), or set layout.cp = 1.",
+    ),
+    refuse(
+        *("decisions_are_of_a_row", MODELS["DecidesByLargest"], Layout(dp_shard=2, pp=2), {}, UnsupportedError),
+        "The 2 data ranks have other rows each, and may decide otherwise than one process. Decide row by row or token"
+        " by token (torch.where), or set layout.dp_shard = 1 and layout.pp = 1.",
+    ),
+    refuse(
         *("state_stays", MODELS["CountsIds"], FSDP2, {}, UnsupportedError),
         "a forward of CountsIds keeps state that depends on its rows: seen. The 2 data ranks have other rows each",
     ),

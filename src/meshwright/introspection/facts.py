@@ -304,6 +304,7 @@ def describe_premises(facts: ModelFacts) -> str:
         return f"forward: could not be rehearsed ({seen.unknown})"
     lines = [
         ("rows depend on each other", seen.mixes_rows),
+        ("decides by the values of a whole batch", seen.decides_by_batch),
         ("writes parameters", _names(w.name for w in seen.parameters)),
         ("writes buffers, by what its rows are", _names(w.name for w in seen.buffers if w.by_data)),
         ("writes buffers, whatever its rows are", _names(w.name for w in seen.buffers if not w.by_data)),

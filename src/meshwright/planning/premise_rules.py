@@ -36,16 +36,38 @@ def rows_stand_alone(case: Case) -> Found:
         yield UnsupportedError(
             f"rows of a batch depend on each other in {case.facts.kind}: {where}. {_others(case)}, so the result would"
             f" be another one than that of one process. Compute over the features or the tokens of one row (such as"
-            f" LayerNorm, RMSNorm, GroupNorm), or set layout.dp_replicate = layout.dp_shard = layout.pp = 1."
+            f" LayerNorm, RMSNorm, GroupNorm), or set {_axes(case)}."
+        )
+
+
+def decisions_are_of_a_row(case: Case) -> Found:
+    """Refuse a decision by the values of a whole batch where ranks or microbatches have other rows.
+
+    Where ranks have parts of the same rows, the rehearsal of context parallelism finds what they decide otherwise.
+    """
+    where = case.facts.measurements.premises().decides_by_batch
+    if where and case.data_ranks * case.layout.pp > 1:
+        yield UnsupportedError(
+            f"{case.facts.kind} decides by the values of all rows of a batch, in {where}. {_others(case)}, and may"
+            f" decide otherwise than one process. Decide row by row or token by token (torch.where), or set"
+            f" {_axes(case)}."
         )
 
 
 def _others(case: Case) -> str:
+    if case.data_ranks > 1:
+        return f"The {case.data_ranks} data ranks have other rows each"
     return (
-        f"The {case.batch_ranks} data ranks have other rows each"
-        if case.batch_ranks > 1
-        else "A pipeline cuts the batch into microbatches"
+        "A pipeline cuts the batch into microbatches"
+        if case.layout.pp > 1
+        else f"The {case.layout.cp} ranks of layout.cp have other tokens of each row"
     )
+
+
+def _axes(case: Case) -> str:
+    """Write the layout in which no batch is cut: the axes that cut it, each set to 1."""
+    sizes = {axis: getattr(case.layout, axis) for axis in ("dp_replicate", "dp_shard", "cp", "pp")}
+    return " and ".join(f"layout.{axis} = 1" for axis, size in sizes.items() if size > 1)
 
 
 def state_stays(case: Case) -> Found:
@@ -60,9 +82,9 @@ def state_stays(case: Case) -> Found:
     state = written or by_data or (f"the call's number ({_some(seen.changes)})" if seen.changes else "")
     if case.batch_ranks > 1 and by_data:
         yield UnsupportedError(
-            f"a forward of {kind} keeps state that depends on its rows: {by_data}. The {case.batch_ranks} data ranks"
-            f" have other rows each, so their models would drift apart. Compute it outside forward, from values that"
-            f" all ranks have, or use one data rank."
+            f"a forward of {kind} keeps state that depends on its rows: {by_data}. {_others(case)},"
+            f" so their models would drift apart. Compute it outside forward, from values that all ranks have, or set"
+            f" {_axes(case)}."
         )
     counts = _some([*(w.name for w in seen.buffers if w.by_number), *seen.counts_rows])
     in_blocks = any(w.by_number and is_within(w.name, block) for w in seen.buffers for block in case.facts.blocks)

@@ -24,6 +24,7 @@ from .float8.rules import float8_companions, float8_gathering, float8_requested
 from .layout import SHARDS, shares_of
 from .optimizer.rules import optimizer_fits
 from .premise_rules import (
+    decisions_are_of_a_row,
     gradients_are_dense,
     hooks_are_called,
     parameters_are_reached,
@@ -257,6 +258,7 @@ RULES: tuple[Callable[[Case], Found], ...] = (
     postponed_all_reduce,
     shardable_parameters,
     rows_stand_alone,
+    decisions_are_of_a_row,
     state_stays,
     weights_are_read_only,
     parameters_are_reached,

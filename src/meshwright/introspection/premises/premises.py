@@ -148,6 +148,8 @@ class Premises:
 
     Attributes:
         mixes_rows: where a row's logits or gradients begin to depend on other rows (module and class), or "".
+        decides_by_batch: where Python reads a truth off the values of all rows by which several rows' results differ
+            (module, class and line), or "".
         parameters: parameters that a forward writes.
         buffers: buffers that a forward writes.
         changes: attributes (or "outputs") by which a later call differs from the first, other than by buffers.
@@ -161,6 +163,7 @@ class Premises:
     """
 
     mixes_rows: str = ""
+    decides_by_batch: str = ""
     parameters: tuple[WrittenState, ...] = ()
     buffers: tuple[WrittenState, ...] = ()
     changes: tuple[str, ...] = ()
@@ -236,7 +239,8 @@ def _seen(model: nn.Module, length: int) -> Premises:
     given = [set(play.gradients) for play in plays]
     ever, always = set.union(*given), set.intersection(*given)
     found = Premises(
-        mixes_rows=_mixing(together, halves) or _decided(together, plays) or _decided_of_few(model, first, together),
+        mixes_rows=_mixing(together, halves),
+        decides_by_batch=_decided(together, plays) or _decided_of_few(model, first, together),
         conditional=tuple(name for name in together.names if name in ever - always),
         unused=tuple(name for name in together.names if name not in ever),
         sparse=together.sparse,
@@ -335,7 +339,7 @@ def _decided(together: Play, plays: list[Play]) -> str:
         if len(changed) > 1:
             file, line, path, _ = play.turned
             inside = f"{path} ({together.kinds[path]})" if path else f"{together.kinds['']} itself"
-            return f"{inside}, which decides by the values of all rows at {Path(file).name}:{line}"
+            return f"{inside}, at {Path(file).name}:{line}"
     return ""
 
 
