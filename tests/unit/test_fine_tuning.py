@@ -20,6 +20,7 @@ from meshwright.training.feed import refuse_contradictions
 from meshwright.training.optim.fine_tuning import (
     before_data,
     chosen,
+    few_steps,
     length_follows,
     of_forecast,
     with_length,
@@ -175,6 +176,16 @@ def test_no_fraction_of_an_epoch_reads_as_a_whole_number(epochs, said):
 def test_the_epochs_that_are_said_are_those_of_whole_steps(model, rows, said):
     config = tuned(model, {"epochs": 1.0, "batch": {"global_batch": 8}}, rows)
     assert said in chosen(config) and with_length(config, rows, ("chat",)).steps == config.steps
+
+
+def test_few_steps_are_said_with_the_batch_that_makes_more(model):
+    config = tuned(model, {"batch": {"global_batch": 32}}, 15)
+    assert config.steps == 2
+    words = few_steps(config, 2)
+    assert words.startswith("2 steps of 32 rows change a model little") and words.endswith("batch.global_batch = 4")
+    followed = tuned(model, {"batch": {"global_batch": 4}}, 15)
+    assert followed.steps == 12 and few_steps(followed, 2) == ""
+    assert few_steps(tuned(model, {"steps": 2}, 15), 2) == few_steps(tuned(model, {}, 6400), 2) == ""
 
 
 @pytest.mark.parametrize(

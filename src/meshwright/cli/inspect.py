@@ -20,6 +20,7 @@ from meshwright.core.config import take_flags
 from meshwright.core.config.ranges import FROM_1, Range
 from meshwright.core.errors import ConfigError, import_object, nearest
 from meshwright.data.options import BUILT_IN
+from meshwright.introspection.adapted.folder import holds_adapters
 from meshwright.models.decoder_config import SIZES
 
 from .arguments import open_run, read_config, refuse_rest
@@ -109,6 +110,11 @@ def run(argv: list[str]) -> int:
 
         print(describe_hugging_face(path, trusted=model.trust))
         return 0
+    if path.is_dir() and holds_adapters(path):
+        raise ConfigError(
+            f"{name} holds adapters of peft: meshwright evaluate {name} and meshwright generate {name} compute with"
+            f" them, and meshwright inspect BASE shows the model beside which they stand"
+        )
     if path.exists() or name in BUILT_IN:
         return _data(name, argv[1:])
     refuse_rest(argv[1:], "meshwright inspect")

@@ -145,7 +145,7 @@ def build_run(
         feed,
         run_identity(config, source, tokenizer, feed),
         where_weights_come_from(config),
-        fine_tuning.chosen(config, plan.data_ranks),
+        fine_tuning.chosen(config),
         trace,
         lambda: estimated_memory(config, facts_of(source), plan, batch),
     )

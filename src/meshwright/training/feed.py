@@ -38,7 +38,7 @@ from meshwright.distributed.process.world import get_world_info
 
 from .config import Config, DataConfig
 from .model_source import FOLDER
-from .optim.fine_tuning import TEXT, with_length
+from .optim.fine_tuning import TEXT, few_steps, with_length
 from .run.request import IDENTITY
 from .tokenizer import in_chat_template
 from .views.data_description import describe, notes_on
@@ -233,7 +233,10 @@ def _opened(
         tuple(held_out_of(config, parts, corpora, stages)),
         _identity(parts, prepared, stages),
         describe(parts, corpora, epochs, config, stages[-1].weights),
-        (*filter(None, (p.note for p in prepared)), *notes_on(parts, corpora, data.seq_len)),
+        (
+            *filter(None, (*(p.note for p in prepared), few_steps(config, ranks))),
+            *notes_on(parts, corpora, data.seq_len),
+        ),
         config,
         tasks,
         pixels,

@@ -249,7 +249,7 @@ def submit(config: LaunchConfig, run: Path) -> str:
         if made:
             shutil.rmtree(run)
         raise ConfigError(
-            f"sbatch did not take the job: {str(error).strip()}. Add --dry-run to see the script."
+            f"sbatch did not take the job: {str(error).strip()}; add --dry-run to see the script without submitting it"
         ) from None
 
 

@@ -129,8 +129,8 @@ def _top_k(facts: ModelFacts) -> int:
     if found is None:
         raise ConfigError(
             f"a forecast of {facts.kind} needs the number of experts that a token goes to, and its config states none"
-            f" (looked for {', '.join(TOP_K)}): give the model a config, such as"
-            f" model.config = types.SimpleNamespace({TOP_K[0]}=2)"
+            f" (looked for {', '.join(TOP_K)}): state it in model.config, which may be"
+            f" types.SimpleNamespace({TOP_K[0]}=2)"
         )
     return found
 

@@ -121,23 +121,25 @@ def with_prompt(config: Config, tasks: Sequence[str], render: Callable[[str], st
     return replace(config, sample=replace(config.sample, prompt=unset(prompt)))
 
 
-def chosen(config: Config, ranks: int = 1) -> str:
-    """Name the values that were chosen because nobody set them, by their keys; "" where there are none.
+def chosen(config: Config) -> str:
+    """Name the values that were chosen because nobody set them, by their keys; "" where there are none."""
+    return of_unset(config) if is_fine_tuning(config) else ""
+
+
+def few_steps(config: Config, ranks: int) -> str:
+    """Return what to tell of a run whose data makes few steps; "" of any other run.
 
     Args:
         ranks: data ranks, which a step's rows are dealt to.
     """
-    if not is_fine_tuning(config):
+    steps, rows = config.steps, config.batch.global_batch
+    smaller = max(math.ceil(FEWEST_ROWS / ranks), steps * rows // ENOUGH_STEPS // ranks) * ranks
+    if not (is_fine_tuning(config) and is_unset(steps) and steps < FEW_STEPS and smaller < rows):
         return ""
-    few = ""
-    rows = config.steps * config.batch.global_batch
-    smaller = max(math.ceil(FEWEST_ROWS / ranks), rows // ENOUGH_STEPS // ranks) * ranks
-    if is_unset(config.steps) and config.steps < FEW_STEPS and smaller < config.batch.global_batch:
-        few = (
-            f"; {config.steps} step{'s' * (config.steps > 1)} of {config.batch.global_batch} rows change little:"
-            f" batch.global_batch = {smaller} makes some {rows // smaller} of the same data"
-        )
-    return of_unset(config) + few
+    return (
+        f"{steps} step{'s' * (steps > 1)} of {rows} rows change{'s' * (steps == 1)} a model little: for more and"
+        f" smaller steps of the same data set batch.global_batch = {smaller}"
+    )
 
 
 def of_forecast(config: Config) -> str:
