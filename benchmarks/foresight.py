@@ -24,9 +24,9 @@ from pathlib import Path
 from published.fit import Measured, fitted, held_out
 from published.rows import HERE, Excluded, Row, job_of, number, read_rows
 
-from meshwright.simulation.workload.execution import Job
-from meshwright.simulation.workload.step_memory import step_memory
-from meshwright.simulation.workload.step_time import StepTime, step_time
+from meshwright.simulation.job import Job
+from meshwright.simulation.step_memory import step_memory
+from meshwright.simulation.step_time import StepTime, step_time
 
 GB, GIB = 1e9, 2**30
 

@@ -15,9 +15,9 @@ import time
 from published.shapes import public_shape
 
 from meshwright.planning.layout import Layout
-from meshwright.simulation.hardware.cards import machines
-from meshwright.simulation.search.search import search
-from meshwright.simulation.workload.execution import Execution, Job
+from meshwright.simulation import search
+from meshwright.simulation.cards import machines
+from meshwright.simulation.job import Execution, Job
 
 GPUS, MOST_S, MOST_BYTES = 4096, 10.0, 2 << 30
 CASES = (("Llama 3.1 405B", 4096, 8192), ("DeepSeekV3", 16_384, 4096))

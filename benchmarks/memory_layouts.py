@@ -29,7 +29,7 @@ from meshwright.core.errors import MeshwrightError
 from meshwright.distributed.process.workers import WorkerPool
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.planning.layout import Layout
-from meshwright.planning.memory.states import RankMemory
+from meshwright.planning.memory import RankMemory
 from meshwright.planning.values import Batch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # support

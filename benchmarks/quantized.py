@@ -42,7 +42,7 @@ def measure(dim: int, seq: int, rounds: int, sizes: dict[str, int]) -> dict[str,
     import torch
 
     from meshwright import Layout, parallelize
-    from meshwright.planning.memory.states import plan_memory
+    from meshwright.planning.memory import plan_memory
 
     found: dict[str, Any] = {"seconds": []}
     models = {kind: parallelize(config_of(dim), Layout(**sizes), techniques=asked) for kind, asked in KINDS.items()}

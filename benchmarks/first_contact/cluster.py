@@ -68,7 +68,7 @@ def timed(sizes: dict[str, int], *, experts: bool) -> tuple[float, int, int]:
     """Return tokens/s of all ranks, and the bytes of model states foreseen and of all that was held."""
     from meshwright import Layout, parallelize
     from meshwright.models.decoder_config import SIZES
-    from meshwright.planning.memory.states import plan_memory
+    from meshwright.planning.memory import plan_memory
     from meshwright.training.metrics.memory import read_memory, reset_peak
     from meshwright.training.optim.build import make_optimizer
 

@@ -93,7 +93,7 @@ def foreseen(setting: Setting) -> tuple[int, str]:
     from meshwright.introspection.facts import model_facts
     from meshwright.introspection.source import as_module
     from meshwright.planning.build import as_techniques
-    from meshwright.planning.memory.states import plan_memory
+    from meshwright.planning.memory import plan_memory
     from meshwright.planning.values import Batch
 
     facts, cluster = model_facts(as_module(setting.config)), Cluster(1, 0, machine().device)

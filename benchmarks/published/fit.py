@@ -8,9 +8,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.simulation.hardware.cards import with_efficiency
-from meshwright.simulation.workload.execution import Job
-from meshwright.simulation.workload.step_time import step_time
+from meshwright.simulation.cards import with_efficiency
+from meshwright.simulation.job import Job
+from meshwright.simulation.step_time import step_time
 
 from .rows import Row
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from meshwright.simulation.hardware.cards import Device
-from meshwright.simulation.workload.execution import Execution, MixtureRun
+from meshwright.simulation.cards import Device
+from meshwright.simulation.job import Execution, MixtureRun
 
 DISPATCHERS = 32
 """Multiprocessors that dispatch and combine take from the work that they run behind (``moe_hybridep_num_sms``)."""

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Literal
 
 from meshwright.planning.layout import Layout
-from meshwright.simulation.hardware.cards import Machines, device, link, sheets
-from meshwright.simulation.workload.architecture import Architecture, decoder_block
-from meshwright.simulation.workload.execution import Execution, Job, MixtureRun, blocks_of_size
-from meshwright.simulation.workload.step_memory import step_memory
+from meshwright.simulation.cards import Machines, device, link, sheets
+from meshwright.simulation.job import Architecture, Execution, Job, MixtureRun, blocks_of_size
+from meshwright.simulation.step_memory import step_memory
 
 from .recipes import with_recipe
-from .shapes import public_shape
+from .shapes import decoder_block, public_shape
 
 HERE = Path(__file__).parent
 Row = Mapping[str, str]

@@ -11,13 +11,71 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 
-from meshwright.simulation.workload.architecture import (
-    Architecture,
-    BlockShape,
-    decoder_block,
-    gated_experts,
-    latent_block,
-)
+from meshwright.simulation.job import Architecture, AttentionShape, BlockShape, ExpertsShape, Product
+
+
+def decoder_block(
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    *,
+    head_dim: int = 0,
+    gated: bool = True,
+    window: int = 0,
+    experts: ExpertsShape | None = None,
+    dropout: bool = False,
+) -> BlockShape:
+    """Return a block of attention and a feed-forward layer, the latter replaced by ``experts`` where given."""
+    size = head_dim or hidden // heads
+    products = [
+        Product(hidden, (heads + 2 * kv_heads) * size, attends=True),
+        Product(heads * size, hidden, "row", attends=True),
+    ]
+    if experts is None:
+        products += [Product(hidden, width * (2 if gated else 1)), Product(width, hidden, "row")]
+    return BlockShape(
+        hidden,
+        tuple(products),
+        AttentionShape(heads, kv_heads, size, size, window),
+        0 if experts else width,
+        gated,
+        experts,
+        other=2 * hidden,
+        dropout=dropout,
+    )
+
+
+def latent_block(
+    hidden: int,
+    heads: int,
+    *,
+    query_rank: int,
+    key_rank: int,
+    rotary: int,
+    key_dim: int,
+    value_dim: int,
+    width: int,
+    experts: ExpertsShape | None = None,
+) -> BlockShape:
+    """Return a block whose attention projects through low-rank latents (MLA, arXiv 2405.04434)."""
+    products = [
+        Product(hidden, query_rank, "none", attends=True),
+        Product(query_rank, heads * (key_dim + rotary), attends=True),
+        Product(hidden, key_rank + rotary, "none", attends=True),
+        Product(key_rank, heads * (key_dim + value_dim), attends=True),
+        Product(heads * value_dim, hidden, "row", attends=True),
+    ]
+    if experts is None:
+        products += [Product(hidden, 2 * width), Product(width, hidden, "row")]
+    attention = AttentionShape(heads, heads, key_dim + rotary, value_dim)
+    return BlockShape(hidden, tuple(products), attention, 0 if experts else width, True, experts, other=2 * hidden)
+
+
+def gated_experts(hidden: int, number: int, top_k: int, width: int, *, shared_width: int = 0) -> ExpertsShape:
+    """Return SwiGLU experts, with shared ones of ``shared_width`` features together."""
+    shared = (Product(hidden, 2 * shared_width), Product(shared_width, hidden, "row")) if shared_width else ()
+    return ExpertsShape(number, top_k, width, (Product(hidden, 2 * width), Product(width, hidden, "row")), shared)
 
 
 def dense(

@@ -23,7 +23,7 @@ from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
 from meshwright.planning.plan import Plan
 from meshwright.planning.values import Batch
-from meshwright.simulation.hardware.measured import ProfileCurves
+from meshwright.simulation.measured import ProfileCurves
 from meshwright.training.rehearsal import alone_as
 
 from .operators import Event, MessageBegin, OperatorWork, Phase

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from meshwright.simulation.hardware.measured import ProfileCurves
+from meshwright.simulation.measured import ProfileCurves
 
 from .events import Await, Begin, Compute, Item, Rate, run
 from .operators import MessageBegin, MessageWait, OperatorWork, StepOfRank

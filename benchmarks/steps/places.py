@@ -8,7 +8,7 @@ from collections.abc import Callable
 from meshwright.core.axes import WORLD_AXES
 from meshwright.planning.experts import EXPERT_AXES
 from meshwright.planning.plan import Plan
-from meshwright.planning.step.kinds import coordinates
+from meshwright.planning.rank_kinds import coordinates
 
 
 def places_like(plan: Plan, here: int, there: int) -> Callable[[tuple[int, ...]], tuple[int, ...]]:

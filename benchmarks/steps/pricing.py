@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from meshwright.simulation.hardware.measured import ProfileCurves
+from meshwright.simulation.measured import ProfileCurves
 
 from .operators import OperatorKind, OperatorWork, Phase
 

@@ -14,7 +14,7 @@ from meshwright.distributed.measuring.messages import _reduce as reduce
 from meshwright.distributed.measuring.products import FULL, Effort
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.workers import WorkerPool
-from meshwright.simulation.hardware.measured import MachineProfile
+from meshwright.simulation.measured import MachineProfile
 from meshwright.training.machine import measure
 
 MESSAGES = 8

@@ -29,7 +29,7 @@ from meshwright.distributed.step.part import OpenedStep, StepLoss
 from meshwright.introspection.facts import ModelFacts
 from meshwright.planning.collectives import resolved
 from meshwright.planning.plan import Plan
-from meshwright.planning.step.kinds import coordinates, kinds_of_ranks
+from meshwright.planning.rank_kinds import coordinates, kinds_of_ranks
 from meshwright.planning.values import Batch
 
 from .buckets import reduce_in_buckets

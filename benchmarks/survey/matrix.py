@@ -17,7 +17,7 @@ from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout, data_layouts
-from meshwright.planning.pipeline.schedules.orders import KINDS
+from meshwright.planning.pipeline.orders import KINDS
 from meshwright.planning.values import Batch
 from meshwright.verification.problem import Problem, RandomBatches
 from meshwright.verification.report import Report

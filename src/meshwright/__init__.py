@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from meshwright.planning.layout import Layout
     from meshwright.planning.techniques import Precision, Techniques
     from meshwright.planning.values import Batch
-    from meshwright.simulation.search.answer import Foresight
-    from meshwright.simulation.search.foresee import foresee, plan
+    from meshwright.simulation.answer import Foresight
+    from meshwright.simulation.foresee import foresee, plan
     from meshwright.training.config import Config
     from meshwright.training.trainer import Trainer
     from meshwright.verification.verify import verify
@@ -74,7 +74,7 @@ _HOME = {
     "Cluster": "meshwright.introspection.cluster",
     "Config": "meshwright.training.config",
     "ConfigError": "meshwright.core.errors",
-    "Foresight": "meshwright.simulation.search.answer",
+    "Foresight": "meshwright.simulation.answer",
     "Hints": "meshwright.introspection.blocks",
     "IntegrityError": "meshwright.core.errors",
     "Layout": "meshwright.planning.layout",
@@ -91,10 +91,10 @@ _HOME = {
     "Techniques": "meshwright.planning.techniques",
     "Trainer": "meshwright.training.trainer",
     "UnsupportedError": "meshwright.core.errors",
-    "foresee": "meshwright.simulation.search.foresee",
+    "foresee": "meshwright.simulation.foresee",
     "load": "meshwright.checkpoint",
     "parallelize": "meshwright.distributed.parallelize",
-    "plan": "meshwright.simulation.search.foresee",
+    "plan": "meshwright.simulation.foresee",
     "pretrained": "meshwright.checkpoint",
     "save": "meshwright.checkpoint",
     "verify": "meshwright.verification.verify",

@@ -23,7 +23,7 @@ from meshwright.distributed.optimizer.adafactor import Adafactor
 from meshwright.distributed.process.absent_peers import WireCounter
 from meshwright.distributed.weights.whole_state import whole_on_first
 from meshwright.planning.build import plan
-from meshwright.planning.memory.states import plan_memory
+from meshwright.planning.memory import plan_memory
 from meshwright.planning.values import Batch
 
 STEPS, LR, DECAY = 2, 0.03, 0.1

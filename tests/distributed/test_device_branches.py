@@ -89,7 +89,7 @@ def job_plans():
     from meshwright.introspection.facts import model_facts
     from meshwright.introspection.source import as_module
     from meshwright.models.decoder_config import SIZES
-    from meshwright.planning.memory.states import MemoryUse, assumptions
+    from meshwright.planning.memory import MemoryUse, assumptions
     from meshwright.planning.values import Batch
     from meshwright.training.capacity import Capacity, Fit, judge
     from meshwright.training.metrics.memory import MemoryShares, _savings, reset_peak
@@ -133,7 +133,7 @@ def job_measure(folder):
     from meshwright.introspection.facts import model_facts
     from meshwright.introspection.source import as_module
     from meshwright.models.decoder_config import SIZES
-    from meshwright.simulation.hardware.measured import to_json
+    from meshwright.simulation.measured import to_json
     from meshwright.training.machine import measure_here
 
     with spying() as taken, suppress(UnsupportedError):

@@ -22,8 +22,7 @@ from meshwright.distributed.weights.whole_state import whole_on_first
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module
 from meshwright.planning.build import plan as make_plan
-from meshwright.planning.optimizer.kinds import KINDS
-from meshwright.planning.optimizer.plan import OptimizerPlan
+from meshwright.planning.optimizer import KINDS, OptimizerPlan
 from meshwright.training.build import build_optimizer
 from meshwright.training.config import Config
 from meshwright.training.optim.build import make_optimizer

@@ -25,9 +25,9 @@ from meshwright.distributed.setup import init_distributed
 from meshwright.distributed.weights import shards
 from meshwright.planning.build import plan as make_plan
 from meshwright.planning.explain import table
-from meshwright.planning.memory.states import MemoryUse as Kind
-from meshwright.planning.memory.states import plan_memory
-from meshwright.planning.optimizer.kinds import KINDS
+from meshwright.planning.memory import MemoryUse as Kind
+from meshwright.planning.memory import plan_memory
+from meshwright.planning.optimizer import KINDS
 from meshwright.training.metrics.memory import MemoryShares, memory_table
 from meshwright.training.optim.build import make_optimizer
 

@@ -22,7 +22,7 @@ from meshwright.distributed.memory.live import tensors_in
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
-from meshwright.planning.memory.states import plan_memory
+from meshwright.planning.memory import plan_memory
 from meshwright.verification.problem import RandomBatches
 
 MODEL = DecoderConfig(256, 64, 4, 4, 2, 128, 64)

@@ -34,8 +34,7 @@ from meshwright.introspection.source import CausalLM, as_module
 from meshwright.models.decoder_config import SIZES, DecoderConfig, MoEConfig
 from meshwright.models.moe import Router
 from meshwright.planning.build import plan
-from meshwright.planning.memory.bounds import bytes_of_states
-from meshwright.planning.memory.states import MemoryEstimate, MemoryUse, RankMemory, plan_memory
+from meshwright.planning.memory import MemoryEstimate, MemoryUse, RankMemory, bytes_of_states, plan_memory
 from meshwright.planning.plan import Plan
 from meshwright.planning.values import Batch, DataParallel
 from meshwright.verification.problem import RandomBatches

@@ -21,7 +21,7 @@ from meshwright.distributed.mesh import get_pp_rank
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module, with_adapters
 from meshwright.planning.build import plan
-from meshwright.planning.memory.states import RankMemory
+from meshwright.planning.memory import RankMemory
 from meshwright.planning.values import Batch
 from meshwright.training.preference import expects_pairs
 

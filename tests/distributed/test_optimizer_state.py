@@ -17,9 +17,9 @@ from meshwright.core.errors import ConfigError
 from meshwright.distributed.memory.account import MemoryAccount
 from meshwright.distributed.optimizer.low_bit import SIGNED, TorchaoAdamW
 from meshwright.distributed.weights.shards import memory_of
-from meshwright.planning.memory.states import MemoryUse as Kind
-from meshwright.planning.memory.states import plan_memory
-from meshwright.planning.optimizer.plan import OptimizerPlan
+from meshwright.planning.memory import MemoryUse as Kind
+from meshwright.planning.memory import plan_memory
+from meshwright.planning.optimizer import OptimizerPlan
 
 
 def whole(tensor: Tensor) -> Tensor:

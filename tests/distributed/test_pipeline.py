@@ -33,10 +33,10 @@ from meshwright.distributed.tensor.layers import local
 from meshwright.distributed.weights.whole_state import whole_on_first
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.layout import Layout
-from meshwright.planning.pipeline.schedules.orders import KINDS
-from meshwright.planning.pipeline.schedules.simulate import peak_live
-from meshwright.planning.pipeline.schedules.table import write_schedule
+from meshwright.planning.pipeline.orders import KINDS
+from meshwright.planning.pipeline.simulate import peak_live
 from meshwright.planning.pipeline.stages import pipeline_collectives
+from meshwright.planning.pipeline.table import write_schedule
 from meshwright.planning.values import Batch
 from meshwright.verification.problem import RandomBatches
 from meshwright.verification.verify import verify

@@ -27,7 +27,7 @@ from meshwright.distributed.weights.weights import materialise
 from meshwright.introspection.source import as_module
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig
-from meshwright.planning.pipeline.schedules.orders import KINDS
+from meshwright.planning.pipeline.orders import KINDS
 
 CONFIG = DecoderConfig(64, 16, 4, n_heads=4, n_kv_heads=2, hidden_dim=24, max_seq_len=20)
 ROWS, SEQ = 8, 9

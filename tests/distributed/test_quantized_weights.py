@@ -28,7 +28,7 @@ from meshwright.distributed.weights import constructed
 from meshwright.models.decoder_config import SIZES
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
-from meshwright.planning.memory.states import plan_memory
+from meshwright.planning.memory import plan_memory
 from meshwright.verification.verify import verify
 
 ONE, DATA2, TP2, PP2 = Layout(dp_shard=1), Layout(dp_shard=2), Layout(dp_shard=1, tp=2), Layout(dp_shard=1, pp=2)

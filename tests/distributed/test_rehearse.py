@@ -14,7 +14,7 @@ from support.rehearsed import beside, beside_training
 from meshwright.cli import main as cli
 from meshwright.core.config import to_toml
 from meshwright.distributed.parallel_model import ParallelModel
-from meshwright.simulation.hardware.cards import Link, Machines, device
+from meshwright.simulation.cards import Link, Machines, device
 from meshwright.training import rehearsal
 from meshwright.training.config import Config
 from meshwright.training.rehearsal import Rehearsal, read, rehearse

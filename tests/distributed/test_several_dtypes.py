@@ -26,7 +26,7 @@ from meshwright.distributed.mesh import data_position
 from meshwright.distributed.process.absent_peers import WireCounter
 from meshwright.planning import build, data
 from meshwright.planning.data import Holding
-from meshwright.planning.memory.states import plan_memory
+from meshwright.planning.memory import plan_memory
 from meshwright.planning.values import Batch
 
 SHARDED = {"dp_shard": 2}

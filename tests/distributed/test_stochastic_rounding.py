@@ -16,7 +16,7 @@ from support.states import BF16, LAYOUTS, adamw, held, laid_out, local, train, u
 from meshwright import IntegrityError, load, save
 from meshwright.core.errors import ConfigError
 from meshwright.distributed.optimizer.low_bit import TorchaoAdamW, rounded_by
-from meshwright.planning.optimizer.plan import OptimizerPlan
+from meshwright.planning.optimizer import OptimizerPlan
 
 ROUNDED = BF16 | {"stochastic_rounding": True}
 ONCE = OptimizerPlan(stochastic_rounding=True)

@@ -9,9 +9,9 @@ import pytest
 from e2e_runs import only_run
 
 from meshwright.cli.main import main
-from meshwright.planning.pipeline.schedules.orders import KINDS
-from meshwright.planning.pipeline.schedules.simulate import simulate
-from meshwright.planning.pipeline.schedules.table import write_schedule
+from meshwright.planning.pipeline.orders import KINDS
+from meshwright.planning.pipeline.simulate import simulate
+from meshwright.planning.pipeline.table import write_schedule
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -23,7 +23,7 @@ from meshwright.core.config.ranges import limits
 from meshwright.core.config.schema import sections
 from meshwright.core.errors import MeshwrightError
 from meshwright.planning import rules
-from meshwright.planning.pipeline.schedules.orders import KINDS
+from meshwright.planning.pipeline.orders import KINDS
 from meshwright.training.slurm import LaunchConfig
 
 ATTRIBUTES = {*dir(ParallelModel), "config", "plan", "safetensors"}

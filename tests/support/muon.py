@@ -20,8 +20,8 @@ from meshwright.distributed.torch_private import local_part
 from meshwright.distributed.weights.whole_state import whole_on_first
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.collectives import step_traffic
-from meshwright.planning.memory.states import plan_memory
-from meshwright.planning.optimizer.collectives import sent_elements
+from meshwright.planning.memory import plan_memory
+from meshwright.planning.optimizer_collectives import sent_elements
 from meshwright.planning.values import Batch
 from meshwright.training.optim.build import make_optimizer
 

@@ -20,7 +20,7 @@ from meshwright.distributed.process.absent_peers import Message, Operator, Opera
 from meshwright.distributed.process.world import get_world_info
 from meshwright.distributed.setup import destroy_distributed
 from meshwright.models.moe import Router
-from meshwright.planning.step.kinds import kinds_of_ranks
+from meshwright.planning.rank_kinds import kinds_of_ranks
 from meshwright.training.build import Run, batch_of
 from meshwright.training.config import Config
 from meshwright.training.rehearsal import StepsOfRank, alone_as, built, observe

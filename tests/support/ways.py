@@ -31,12 +31,12 @@ from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.planning.build import plan
 from meshwright.planning.collectives import resolved
 from meshwright.planning.context.plan import KINDS as METHODS
+from meshwright.planning.explain import host_waits
 from meshwright.planning.layout import Layout
-from meshwright.planning.memory.states import plan_memory
-from meshwright.planning.pipeline.schedules.orders import KINDS
+from meshwright.planning.memory import plan_memory
+from meshwright.planning.pipeline.orders import KINDS
 from meshwright.planning.pipeline.stages import pipeline_collectives
 from meshwright.planning.plan import Plan
-from meshwright.planning.step.host_waits import host_waits
 from meshwright.planning.values import Batch
 
 from . import families

@@ -15,11 +15,17 @@ from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import SIZES
+from meshwright.planning import memory as bounds
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
-from meshwright.planning.memory import bounds
-from meshwright.planning.memory.bounds import bytes_at_least, bytes_at_most, bytes_of_states
-from meshwright.planning.memory.states import MemoryEstimate, MemoryUse, RankMemory
+from meshwright.planning.memory import (
+    MemoryEstimate,
+    MemoryUse,
+    RankMemory,
+    bytes_at_least,
+    bytes_at_most,
+    bytes_of_states,
+)
 from meshwright.planning.plan import Plan
 from meshwright.planning.values import Batch
 from meshwright.training import capacity as capacity_module

@@ -18,7 +18,7 @@ from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
-from meshwright.planning.memory.states import plan_memory
+from meshwright.planning.memory import plan_memory
 from meshwright.planning.plan import Plan as MadePlan
 from meshwright.planning.values import Batch
 from meshwright.training.build import open_trace

@@ -90,7 +90,7 @@ def of_rows(output, batch):
 
 
 def foreseen(**given):
-    from meshwright.simulation.search.foresee import foresee
+    from meshwright.simulation.foresee import foresee
 
     return foresee(DEBUG, **{"batch": Batch(2, 16), "cluster": H100, **given})
 

@@ -10,19 +10,19 @@ from html.parser import HTMLParser
 import pytest
 from support.forecasts import CONFIG
 
+from benchmarks.published.shapes import decoder_block
 from meshwright import Layout, plan
 from meshwright.cli.main import main
 from meshwright.core.axes import Axis
 from meshwright.models.decoder_config import SIZES
 from meshwright.planning.collectives import step_traffic
 from meshwright.planning.values import Batch
-from meshwright.simulation.hardware.cards import machines
-from meshwright.simulation.search.search import Candidate
-from meshwright.simulation.workload.architecture import Architecture, decoder_block
-from meshwright.simulation.workload.execution import Execution, Job
-from meshwright.simulation.workload.step_memory import step_memory
-from meshwright.simulation.workload.step_time import step_time
-from meshwright.simulation.workload.timeline import LaneUse, memory_over_step, step_timeline
+from meshwright.simulation.cards import machines
+from meshwright.simulation.job import Architecture, Execution, Job
+from meshwright.simulation.search import Candidate
+from meshwright.simulation.step_memory import step_memory
+from meshwright.simulation.step_time import step_time
+from meshwright.simulation.timeline import LaneUse, memory_over_step, step_timeline
 from meshwright.training.views.page.forecast import (
     coordinates,
     forecast_page,
@@ -192,7 +192,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_search(tmp_path, ca
     def nobody_searches(*_, **__):
         raise AssertionError("searched")
 
-    monkeypatch.setattr("meshwright.simulation.search.search.search", nobody_searches)
+    monkeypatch.setattr("meshwright.simulation.search.search", nobody_searches)
     (tmp_path / "c.toml").write_text(CONFIG)
     words = ["plan", str(tmp_path / "c.toml"), "--gpus", "8", "--gpu", "h100"]
     for target, why in ((tmp_path / "no" / "a.html", "there is no folder"), (tmp_path, "it is a folder")):

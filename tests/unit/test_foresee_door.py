@@ -14,7 +14,7 @@ from meshwright import Batch, Cluster, ConfigError, Layout, Techniques, foresee
 from meshwright.cli.main import main
 from meshwright.models.decoder_config import SIZES, MoEConfig
 from meshwright.planning.build import plan as build_plan
-from meshwright.simulation.search.answer import Proposal
+from meshwright.simulation.answer import Proposal
 
 MODEL = replace(SIZES["debug"], n_layers=4)
 BATCH = Batch(16, 64, 2)

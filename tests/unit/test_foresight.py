@@ -15,17 +15,17 @@ from pathlib import Path
 import pytest
 from support.forecasts import CONFIG
 
+from benchmarks.published.shapes import decoder_block
 from meshwright.cli.main import main
 from meshwright.core.errors import ConfigError
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import Techniques
-from meshwright.simulation.hardware.cards import Group, card_names, device, gather_s, link_across, machines, reduce_s
-from meshwright.simulation.search.answer import nearest_counts, open_works
-from meshwright.simulation.search.search import FRONT, Pin, meshes, microbatches, recomputations, schedules, search
-from meshwright.simulation.workload.architecture import Architecture, decoder_block
-from meshwright.simulation.workload.execution import Execution, Job, even_cuts
-from meshwright.simulation.workload.step_memory import step_memory
-from meshwright.simulation.workload.step_time import step_time
+from meshwright.simulation.answer import nearest_counts, open_works
+from meshwright.simulation.cards import Group, card_names, device, gather_s, link_across, machines, reduce_s
+from meshwright.simulation.job import Architecture, Execution, Job, even_cuts
+from meshwright.simulation.search import FRONT, Pin, meshes, microbatches, recomputations, schedules, search
+from meshwright.simulation.step_memory import step_memory
+from meshwright.simulation.step_time import step_time
 from meshwright.training.config import Config
 from meshwright.training.metrics.throughput import peak_flops
 

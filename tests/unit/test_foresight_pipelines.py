@@ -9,18 +9,17 @@ from dataclasses import replace
 import pytest
 from support.forecasts import CONFIG
 
+from benchmarks.published.shapes import decoder_block
 from meshwright.cli.main import main
 from meshwright.core.errors import ConfigError
 from meshwright.planning.layout import Layout
-from meshwright.planning.pipeline.schedules.orders import KINDS
-from meshwright.planning.pipeline.schedules.simulate import peak_live, simulate, wait_order
-from meshwright.planning.pipeline.schedules.table import write_schedule
-from meshwright.simulation.hardware.cards import machines
-from meshwright.simulation.search.search import Pin, search
-from meshwright.simulation.workload import pipeline
-from meshwright.simulation.workload.architecture import Architecture, decoder_block
-from meshwright.simulation.workload.execution import Execution, Job
-from meshwright.simulation.workload.pipeline import (
+from meshwright.planning.pipeline.orders import KINDS
+from meshwright.planning.pipeline.simulate import peak_live, simulate, wait_order
+from meshwright.planning.pipeline.table import write_schedule
+from meshwright.simulation import pipeline
+from meshwright.simulation.cards import machines
+from meshwright.simulation.job import Architecture, Execution, Job
+from meshwright.simulation.pipeline import (
     StageSeconds,
     held_on,
     least_pipeline_seconds,
@@ -28,8 +27,9 @@ from meshwright.simulation.workload.pipeline import (
     pipeline_spans,
     schedule_of,
 )
-from meshwright.simulation.workload.step_memory import SavedBytes, rank_memory, step_memory
-from meshwright.simulation.workload.step_time import Cost, Kinds, least_step_seconds, stage_seconds, step_time
+from meshwright.simulation.search import Pin, search
+from meshwright.simulation.step_memory import SavedBytes, rank_memory, step_memory
+from meshwright.simulation.step_time import Cost, Kinds, least_step_seconds, stage_seconds, step_time
 
 
 def job(pp: int, microbatches: int, schedule: str = "1f1b", per_rank: int = 0, blocks: int = 24) -> Job:

@@ -12,7 +12,7 @@ from support.releases import installed
 from meshwright.cli import main as cli
 from meshwright.core.errors import ConfigError
 from meshwright.distributed.measuring.products import SHORTEST
-from meshwright.simulation.hardware.measured import (
+from meshwright.simulation.measured import (
     COME_ALONG,
     GridPoints,
     MachineProfile,

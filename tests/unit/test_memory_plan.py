@@ -14,7 +14,7 @@ from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.planning.explain import table
-from meshwright.planning.memory.states import plan_memory
+from meshwright.planning.memory import plan_memory
 from meshwright.planning.values import Batch
 
 MODEL = DecoderConfig(256, 64, 4, 4, 2, 128, 64)

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.published.shapes import decoder_block, gated_experts, latent_block
 from meshwright.planning.layout import Layout
-from meshwright.simulation.hardware.cards import device, machines
-from meshwright.simulation.workload.architecture import Architecture, decoder_block, gated_experts, latent_block
-from meshwright.simulation.workload.execution import Execution, Job, MixtureRun
-from meshwright.simulation.workload.products import (
+from meshwright.simulation.cards import device, machines
+from meshwright.simulation.job import Architecture, Execution, Job, MixtureRun
+from meshwright.simulation.products import (
     cast_seconds,
     dispatch_seconds,
     host_seconds,
@@ -19,8 +19,8 @@ from meshwright.simulation.workload.products import (
     reached,
     starved_seconds,
 )
-from meshwright.simulation.workload.step_memory import block_activations
-from meshwright.simulation.workload.step_time import Cost, block_times
+from meshwright.simulation.step_memory import block_activations
+from meshwright.simulation.step_time import Cost, block_times
 
 TOP_K = 8
 BLOCK = decoder_block(2048, 16, 8, 1024, experts=gated_experts(2048, 64, TOP_K, 1024))

@@ -16,8 +16,8 @@ from meshwright.distributed.optimizer.parameter_groups import split_by_role
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.roles import hidden_matrices
 from meshwright.introspection.source import as_module
-from meshwright.planning.optimizer import collectives
-from meshwright.planning.optimizer.collectives import HeldBox, Matrix, matrices_of, rounds_of, sent_by, sent_elements
+from meshwright.planning import optimizer_collectives as collectives
+from meshwright.planning.optimizer_collectives import HeldBox, Matrix, matrices_of, rounds_of, sent_by, sent_elements
 
 
 class Odd(nn.Module):

@@ -16,9 +16,8 @@ from meshwright.distributed.optimizer.muon import optimizer_class
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import SIZES, DecoderConfig
-from meshwright.planning.memory.states import plan_memory
-from meshwright.planning.optimizer.kinds import KINDS, kind_of
-from meshwright.planning.optimizer.plan import OptimizerPlan
+from meshwright.planning.memory import plan_memory
+from meshwright.planning.optimizer import KINDS, OptimizerPlan, kind_of
 from meshwright.training.config import Config
 from meshwright.training.optim.build import make_optimizer
 from meshwright.verification.verify import verify

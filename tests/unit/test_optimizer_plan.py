@@ -12,7 +12,7 @@ from meshwright import Layout, Techniques, plan
 from meshwright.core.errors import MissingExtraError, UnsupportedError
 from meshwright.distributed.optimizer.low_bit import TorchaoAdamW, refuse_absent
 from meshwright.models.decoder_config import SIZES
-from meshwright.planning.optimizer.plan import OptimizerPlan
+from meshwright.planning.optimizer import OptimizerPlan
 from meshwright.training.build import build_optimizer, open_trace
 from meshwright.training.config import Config
 from meshwright.verification.verify import verify

@@ -155,8 +155,8 @@ REFUSED: dict[str, str] = {
 def test_what_a_layout_would_change_is_refused_and_nothing_else(name):
     from meshwright.introspection.facts import model_facts
     from meshwright.planning import premise_rules
-    from meshwright.planning.case import Case
     from meshwright.planning.techniques import Techniques
+    from meshwright.planning.values import Case
 
     facts, refused = model_facts(MODELS[name]()), []
     for key, (layout, requested) in LAYOUTS.items():

@@ -18,7 +18,7 @@ from meshwright.planning.build import as_techniques
 from meshwright.planning.build import plan as make_plan
 from meshwright.planning.layout import Layout
 from meshwright.planning.plan import Plan
-from meshwright.planning.step.kinds import axes_among, coordinates, kinds_of_ranks
+from meshwright.planning.rank_kinds import axes_among, coordinates, kinds_of_ranks
 from meshwright.planning.values import Batch
 
 EVEN = DecoderConfig(256, 32, 4, n_heads=4, n_kv_heads=4, hidden_dim=32, max_seq_len=32)

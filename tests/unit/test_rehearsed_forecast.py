@@ -16,16 +16,16 @@ from meshwright.models.decoder_config import SIZES
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
 from meshwright.planning.values import Batch
-from meshwright.simulation.hardware.cards import Group, gather_s, machines, message_s, reduce_s, send_s
-from meshwright.simulation.search.from_model import job_of_plan
-from meshwright.simulation.workload.step_memory import (
+from meshwright.simulation.cards import Group, gather_s, machines, message_s, reduce_s, send_s
+from meshwright.simulation.from_model import job_of_plan
+from meshwright.simulation.step_memory import (
     MESSAGES,
     RehearsedRank,
     rehearsed_memory,
     rehearsed_time,
     step_memory,
 )
-from meshwright.simulation.workload.step_time import Cost, Kinds, optimizer_seconds, rank_costs, step_time
+from meshwright.simulation.step_time import Cost, Kinds, optimizer_seconds, rank_costs, step_time
 from meshwright.training.rehearsal import Rehearsal, digest, to_json
 
 FACTS = model_facts(as_module(SIZES["8B"]))

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torchs
 
 from meshwright import ConfigError
-from meshwright.planning.pipeline.schedules.orders import KINDS, forwards, schedule_kind
-from meshwright.planning.pipeline.schedules.simulate import (
+from meshwright.planning.pipeline.orders import KINDS, forwards, schedule_kind
+from meshwright.planning.pipeline.simulate import (
     Action,
     Content,
     Message,
@@ -29,7 +29,7 @@ from meshwright.planning.pipeline.schedules.simulate import (
     programs,
     simulate,
 )
-from meshwright.planning.pipeline.schedules.table import read_schedule, write_schedule
+from meshwright.planning.pipeline.table import read_schedule, write_schedule
 
 RANKS = st.integers(2, 6)
 MICROBATCHES = st.integers(1, 20)

@@ -14,7 +14,7 @@ from meshwright.distributed.mesh import is_first_of_stage
 from meshwright.distributed.process import agree
 from meshwright.distributed.quantize.nf4 import pack
 from meshwright.distributed.weights.shards import pieces
-from meshwright.planning.quantize.format import BLOCK, BLOCK_BYTES
+from meshwright.planning.values import NF4_BLOCK, NF4_BLOCK_BYTES
 
 LENGTH = 256
 """Numbers of a parameter that are compared, at most."""
@@ -43,9 +43,9 @@ def run_of(tensor: Tensor, rounded_in: str | None = None) -> dict[str, Any] | No
     here = next(iter(pieces(tensor)), None)
     if here is not None and rounded_in is not None:
         row, column = here.offset
-        blocks = min(LENGTH // BLOCK, here.local.shape[1] // BLOCK_BYTES)
-        at, crc32 = [row, column // BLOCK_BYTES * BLOCK], _checksum(here.local[0, : blocks * BLOCK_BYTES])
-        return {"at": at, "length": blocks * BLOCK, "dtype": rounded_in, "crc32": crc32, "in_4_bits": True}
+        blocks = min(LENGTH // NF4_BLOCK, here.local.shape[1] // NF4_BLOCK_BYTES)
+        at, crc32 = [row, column // NF4_BLOCK_BYTES * NF4_BLOCK], _checksum(here.local[0, : blocks * NF4_BLOCK_BYTES])
+        return {"at": at, "length": blocks * NF4_BLOCK, "dtype": rounded_in, "crc32": crc32, "in_4_bits": True}
     if here is None or not here.local.is_floating_point() or hasattr(here.local, "__tensor_flatten__"):
         return None
     length = min(LENGTH, here.local.shape[-1]) if here.local.dim() else 1

@@ -25,7 +25,7 @@ from meshwright.distributed.process import agree
 from meshwright.distributed.recompute.kept import restore_streams
 from meshwright.distributed.weights.constructed import Destinations
 from meshwright.distributed.weights.shards import pieces
-from meshwright.planning.quantize.format import STORED
+from meshwright.planning.values import NF4_STORED
 
 from .folder import PARTIAL, settle
 from .manifest import Manifest, damage, strangers
@@ -146,7 +146,7 @@ def _check_model(wanted: dict[str, Tensor], manifest: Manifest, path: Path, else
         here, there = shape_and_dtype(wanted[key]), (stored[key].shape, stored[key].dtype)
         if here != there:
             name = key.removeprefix("model.")
-            was, now = (_in_4_bits(is_so) for is_so in (name in manifest.in_4_bits, here[1] == STORED))
+            was, now = (_in_4_bits(is_so) for is_so in (name in manifest.in_4_bits, here[1] == NF4_STORED))
             text = f"{name} is {there[1]}{list(there[0])} there{was} and {here[1]}{list(here[0])} in the model{now}"
             problems.append(text)
     if problems:

@@ -16,9 +16,9 @@ from meshwright.core.errors import ConfigError
 from .views.pages import check_page, write_page
 
 if TYPE_CHECKING:
-    from meshwright.planning.memory.states import MemoryEstimate
+    from meshwright.planning.memory import MemoryEstimate
     from meshwright.planning.values import Batch
-    from meshwright.simulation.search.answer import Foresight
+    from meshwright.simulation.answer import Foresight
     from meshwright.training.config import Config
 
 PATIENCE_S = 2.0
@@ -89,8 +89,8 @@ def is_asked(options: PlanOptions) -> bool:
 def run(config: Config, options: PlanOptions) -> int:
     """Print what is foreseen of a config on a cluster of GPUs."""
     from meshwright.introspection.cluster import Cluster
-    from meshwright.simulation.hardware.measured import machines_of, notes, profile_of
-    from meshwright.simulation.search.foresee import foresee
+    from meshwright.simulation.foresee import foresee
+    from meshwright.simulation.measured import machines_of, notes, profile_of
     from meshwright.training.build import batch_of, estimated_memory, facts_of
     from meshwright.training.model_source import model_source
     from meshwright.training.rehearsal import check_same, rehearsals_for, rehearsed_ranks

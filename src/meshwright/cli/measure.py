@@ -19,7 +19,7 @@ from meshwright.core.config.ranges import FROM_1
 from meshwright.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from meshwright.simulation.hardware.measured import MachineProfile
+    from meshwright.simulation.measured import MachineProfile
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def run(argv: list[str]) -> int:
     from meshwright.core.files import replace_text
     from meshwright.distributed.process.world import get_world_info
     from meshwright.distributed.setup import destroy_distributed
-    from meshwright.simulation.hardware.measured import to_json
+    from meshwright.simulation.measured import to_json
     from meshwright.training.machine import measure, measure_here
 
     rank, _, world = get_world_info()

@@ -69,7 +69,7 @@ def run(argv: list[str]) -> int:
         print(f"{taken}\n", flush=True)
     if options.gpus is None and not config.layout.is_resolved:
         raise ConfigError("the layout leaves open how many ranks there are: say it, such as --gpus 512")
-    from meshwright.simulation.hardware.cards import machines
+    from meshwright.simulation.cards import machines
     from meshwright.training.rehearsal import cast, one_rank, rehearse_each, to_json
 
     world = options.gpus or config.layout.world

@@ -17,7 +17,7 @@ from meshwright.distributed.optimizer.step import watch_steps
 from meshwright.distributed.process.world import warn_of_newer_releases
 from meshwright.introspection.facts import ModelFacts
 from meshwright.planning.experts import ExpertPlan
-from meshwright.planning.float8.plan import Float8Plan
+from meshwright.planning.float8 import Float8Plan
 from meshwright.planning.layout import EXPERTS, REPLICAS, SHARDS
 from meshwright.planning.plan import Plan
 from meshwright.planning.tensor.plan import TensorPlan

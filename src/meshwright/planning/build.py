@@ -14,16 +14,11 @@ from meshwright.introspection.blocks import Hints
 from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import ModelFacts, ParameterFact
 from meshwright.introspection.structure.experts import find_stacks
-from meshwright.planning.float8.rules import scales_of_gathered
-from meshwright.planning.pipeline.make import check_trained
-from meshwright.planning.tensor.make import words_for
-
-from . import explain
-from .case import Case
-from .collectives import step_collectives
-from .context.collectives import context_collectives
-from .context.plan import ContextPlan, context_plan
-from .data import (
+from meshwright.planning import explain
+from meshwright.planning.collectives import step_collectives
+from meshwright.planning.context.collectives import context_collectives
+from meshwright.planning.context.plan import ContextPlan, context_plan
+from meshwright.planning.data import (
     Holding,
     Narrow,
     at_rest,
@@ -34,24 +29,38 @@ from .data import (
     without_skipped,
     zero_notes,
 )
-from .experts import ExpertPlan, expert_collectives, expert_mesh_of, router_collectives, without_experts
-from .layout import Layout, Shares, shares_of
-from .optimizer.collectives import optimizer_collectives
-from .optimizer.plan import optimizer_plan
-from .pipeline.make import make_pipeline_plan
-from .pipeline.plan import PipelinePlan
-from .pipeline.stages import pipeline_collectives, recomputed_in, units_of_stages
-from .plan import Plan
-from .premise_rules import may_be_idle
-from .quantize.format import NF4
-from .quantize.plan import rounded_weights
-from .recompute import checkpointed_modules, sent_again
-from .rules import check, check_batch, check_data, resolve_precision
-from .techniques import RunTechniques, Techniques, as_techniques
-from .tensor.collectives import tensor_collectives
-from .tensor.make import make_tensor_plan
-from .tensor.plan import TensorPlan, placement_words
-from .values import Batch, Collective, DataParallel, LossPlan, ParameterPlan, PrecisionPlan
+from meshwright.planning.experts import (
+    ExpertPlan,
+    expert_collectives,
+    expert_mesh_of,
+    router_collectives,
+    without_experts,
+)
+from meshwright.planning.float8 import scales_of_gathered
+from meshwright.planning.layout import Layout, Shares, shares_of
+from meshwright.planning.optimizer import optimizer_plan
+from meshwright.planning.optimizer_collectives import optimizer_collectives
+from meshwright.planning.pipeline.plan import PipelinePlan, check_trained, make_pipeline_plan
+from meshwright.planning.pipeline.stages import pipeline_collectives, recomputed_in, units_of_stages
+from meshwright.planning.plan import Plan
+from meshwright.planning.premise_rules import may_be_idle
+from meshwright.planning.quantize import rounded_weights
+from meshwright.planning.recompute import checkpointed_modules, sent_again
+from meshwright.planning.rules import check, check_batch, check_data, resolve_precision
+from meshwright.planning.techniques import RunTechniques, Techniques, as_techniques
+from meshwright.planning.tensor.collectives import tensor_collectives
+from meshwright.planning.tensor.make import make_tensor_plan, words_for
+from meshwright.planning.tensor.plan import TensorPlan, placement_words
+from meshwright.planning.values import (
+    NF4,
+    Batch,
+    Case,
+    Collective,
+    DataParallel,
+    LossPlan,
+    ParameterPlan,
+    PrecisionPlan,
+)
 
 
 def plan(

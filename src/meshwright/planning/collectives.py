@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING
 
 from meshwright.core.axes import Axis
 from meshwright.planning.context.plan import cut_row, fetched_tokens
-
-from .experts import ExpertPlan
-from .layout import BATCH, REPLICAS, TOKENS, Shares
-from .rules import check_batch
-from .values import Batch, Collective, DataParallel, PrecisionPlan, Unit
+from meshwright.planning.experts import ExpertPlan
+from meshwright.planning.layout import BATCH, REPLICAS, TOKENS, Shares
+from meshwright.planning.rules import check_batch
+from meshwright.planning.values import Batch, Collective, DataParallel, PrecisionPlan, Unit
 
 if TYPE_CHECKING:
-    from .plan import Plan
+    from meshwright.planning.plan import Plan
 
 
 # --- list the collectives of a step, batch-free, before any process group exists

@@ -13,19 +13,15 @@ from meshwright.core.errors import ConfigError
 from meshwright.core.names import is_within, owner, pattern
 from meshwright.core.parts import mixes_copies
 from meshwright.introspection.facts import ModelFacts, ParameterFact
-from meshwright.planning.case import Case, Found
-from meshwright.planning.float8.plan import Float8Plan
-from meshwright.planning.layout import Layout
-from meshwright.planning.optimizer.plan import OptimizerPlan
+from meshwright.planning.experts import ExpertPlan
+from meshwright.planning.float8 import Float8Plan
+from meshwright.planning.layout import SHARDS, Layout, shares_of
+from meshwright.planning.optimizer import OptimizerPlan
 from meshwright.planning.premise_rules import may_be_idle
-from meshwright.planning.quantize.format import stored_shape
-from meshwright.planning.quantize.plan import QuantizePlan
+from meshwright.planning.quantize import QuantizePlan
 from meshwright.planning.techniques import Techniques
 from meshwright.planning.tensor.plan import TensorPlan
-from meshwright.planning.values import PrecisionPlan, Unit
-
-from .experts import ExpertPlan
-from .layout import SHARDS, shares_of
+from meshwright.planning.values import Case, Found, PrecisionPlan, Unit, stored_shape
 
 if TYPE_CHECKING:
     from meshwright.planning.plan import Plan

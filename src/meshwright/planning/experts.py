@@ -14,11 +14,8 @@ from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.structure.experts import Stack, find_stacks
 from meshwright.introspection.structure.router_loss import RouterLoss
 from meshwright.models.moe import Router
-from meshwright.planning.case import Case, Found
-from meshwright.planning.layout import Layout
-from meshwright.planning.values import Collective, PrecisionPlan
-
-from .layout import BATCH, EXPERTS, TOKENS, Shares, shares_of
+from meshwright.planning.layout import BATCH, EXPERTS, TOKENS, Layout, Shares, shares_of
+from meshwright.planning.values import Case, Collective, Found, PrecisionPlan
 
 # --- decide which stacks of experts are distributed, and over which mesh
 

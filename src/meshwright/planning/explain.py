@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshwright.core.axes import WORLD_AXES, Axis
@@ -16,21 +17,20 @@ from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.module_kinds import brings_initialiser
 from meshwright.introspection.source import builder_of
 from meshwright.introspection.structure.experts import find_stacks
-from meshwright.planning.memory.states import MemoryEstimate, MemoryUse
-
-from .collectives import resolved, step_traffic
-from .context.kernels import kernel_of
-from .data import stage_of
-from .layout import Layout, shares_of
-from .memory.states import plan_memory
-from .plan import Plan
-from .step.host_waits import described
-from .techniques import Techniques
-from .tensor.plan import TensorPlan
-from .values import Batch, ParameterPlan
+from meshwright.planning.collectives import resolved, step_traffic
+from meshwright.planning.context.kernels import kernel_of
+from meshwright.planning.data import stage_of
+from meshwright.planning.layout import Layout, shares_of
+from meshwright.planning.memory import MemoryEstimate, MemoryUse, plan_memory
+from meshwright.planning.plan import Plan
+from meshwright.planning.techniques import Techniques
+from meshwright.planning.tensor.plan import TensorPlan
+from meshwright.planning.values import Batch, ParameterPlan
 
 if TYPE_CHECKING:
     from meshwright.planning.context.plan import Method
+    from meshwright.planning.plan import Plan
+
 
 # --- write the notes that a plan carries about a model and a layout
 
@@ -400,3 +400,48 @@ def _by_rank(estimate: MemoryEstimate) -> list[str]:
 
 
 setattr(Plan, "__str__", table)  # noqa: B010 -- the printer knows the plan, and the plan knows no printer
+
+
+# --- list where the host waits for an accelerator in a step: its queue of kernels runs dry there
+
+
+@dataclass(frozen=True)
+class HostWait:
+    """One reason to wait, and how often in a step."""
+
+    reason: str
+    calls: int
+
+    def __str__(self) -> str:
+        return self.reason if self.calls == 1 else f"{self.calls} × {self.reason}"
+
+
+def host_waits(plan: Plan, microbatches: int = 1) -> tuple[HostWait, ...]:
+    """Return where one optimizer step of a rank waits for the device.
+
+    Args:
+        microbatches: forward passes of this rank in the step.
+    """
+    if not is_accelerator(plan.device):
+        return ()
+    found = [HostWait("loss", 1)]
+    if plan.data.cpu_offload:
+        trained = sum(p.count for p in plan.parameters if p.trainable)
+        reductions = microbatches if plan.data.sync_grad_accum is True else 1
+        found.append(HostWait("gradient in host memory", trained * reductions))  # fully_shard waits for each of them
+    else:
+        found.append(HostWait("gradient norm", 1))
+    if plan.optimizer.in_host_memory:
+        found.append(HostWait("optimizer state in host memory", 1))
+    if plan.experts is not None:
+        recomputed = () if plan.activation_checkpointing == "offload" else plan.checkpointed
+        again = sum(any(is_within(stack.path, module) for module in recomputed) for stack in plan.experts.stacks)
+        layers = len(plan.experts.stacks) + again
+        found.append(HostWait("number of tokens for each expert", layers * microbatches))
+    return tuple(found)
+
+
+def described(plan: Plan, microbatches: int = 1) -> str:
+    """Return the list as a line of text."""
+    waits = host_waits(plan, microbatches)
+    return ", ".join(map(str, waits)) if waits else "none"

@@ -8,16 +8,15 @@ from dataclasses import asdict, dataclass, field
 from meshwright.core.axes import WORLD_AXES, Axis
 from meshwright.core.errors import ConfigError
 from meshwright.introspection.structure.router_loss import RouterLoss
-
-from .context.plan import ContextPlan
-from .experts import ExpertPlan
-from .float8.plan import Float8Plan
-from .layout import Shares
-from .optimizer.plan import OptimizerPlan
-from .pipeline.plan import PipelinePlan
-from .quantize.plan import QuantizePlan
-from .tensor.plan import TensorPlan
-from .values import Collective, DataParallel, LossPlan, ParameterPlan, PrecisionPlan, Unit
+from meshwright.planning.context.plan import ContextPlan
+from meshwright.planning.experts import ExpertPlan
+from meshwright.planning.float8 import Float8Plan
+from meshwright.planning.layout import Shares
+from meshwright.planning.optimizer import OptimizerPlan
+from meshwright.planning.pipeline.plan import PipelinePlan
+from meshwright.planning.quantize import QuantizePlan
+from meshwright.planning.tensor.plan import TensorPlan
+from meshwright.planning.values import Collective, DataParallel, LossPlan, ParameterPlan, PrecisionPlan, Unit
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,8 @@ from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import is_within, pattern
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.premises.premises import GRADIENT, hooks_of
-
-from .case import Case, Found
-from .recompute import checkpointed_modules
+from meshwright.planning.recompute import checkpointed_modules
+from meshwright.planning.values import Case, Found
 
 
 def calls_differ(case: Case) -> bool:

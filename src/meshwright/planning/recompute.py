@@ -14,10 +14,9 @@ from meshwright.core.torch_private import schema_of
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.module_kinds import DROPOUTS
 from meshwright.introspection.structure.experts import find_stacks
-from meshwright.planning.case import Case, Found
 from meshwright.planning.techniques import Techniques
 from meshwright.planning.tensor.plan import TensorPlan
-from meshwright.planning.tensor.rules import no_blocks
+from meshwright.planning.values import Case, Found, no_blocks
 
 # --- choose the modules to recompute, and those that send again
 

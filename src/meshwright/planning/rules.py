@@ -12,18 +12,14 @@ from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError, nearest
 from meshwright.core.names import is_within, owner, pattern
 from meshwright.introspection.facts import ModelFacts, ParameterFact
-from meshwright.planning.context.plan import refuse_shorter
-from meshwright.planning.pipeline.make import check_microbatches, pipeline_companions, pipeline_requested
-
-from .case import Case, Found
-from .context.rules import context_companions
-from .data import Holding, apart, without_skipped, zero_fits
-from .experts import experts_companions, experts_fit, own_loss_of_experts, stacked_adapters
-from .float8.plan import RECIPES
-from .float8.rules import float8_companions, float8_gathering, float8_requested
-from .layout import SHARDS, shares_of
-from .optimizer.rules import optimizer_fits
-from .premise_rules import (
+from meshwright.planning.context.plan import context_companions, refuse_shorter
+from meshwright.planning.data import Holding, apart, without_skipped, zero_fits
+from meshwright.planning.experts import experts_companions, experts_fit, own_loss_of_experts, stacked_adapters
+from meshwright.planning.float8 import RECIPES, float8_companions, float8_gathering, float8_requested
+from meshwright.planning.layout import SHARDS, shares_of
+from meshwright.planning.optimizer import optimizer_fits
+from meshwright.planning.pipeline.plan import check_microbatches, pipeline_companions, pipeline_requested
+from meshwright.planning.premise_rules import (
     decisions_are_of_a_row,
     gradients_are_dense,
     hooks_are_called,
@@ -32,21 +28,20 @@ from .premise_rules import (
     state_stays,
     weights_are_read_only,
 )
-from .quantize.rules import quantize_companions
-from .recompute import checkpointing_companions, checkpointing_keys, checkpointing_matches
-from .techniques import Precision, RunTechniques, Techniques
-from .tensor.rules import (
+from meshwright.planning.quantize import quantize_companions
+from meshwright.planning.recompute import checkpointing_companions, checkpointing_keys, checkpointing_matches
+from meshwright.planning.techniques import Precision, RunTechniques, Techniques
+from meshwright.planning.tensor.make import (
     async_tensor_fits,
     lengths_of_whole_rows,
-    no_blocks,
     tensor_companions,
     tensor_fits,
     tensor_words,
 )
-from .values import Batch, PrecisionPlan
+from meshwright.planning.values import Batch, Case, Found, PrecisionPlan, no_blocks
 
 if TYPE_CHECKING:
-    from .plan import Plan
+    from meshwright.planning.plan import Plan
 
 LEGAL = {
     "data_parallel": ("auto", "ddp", "fully_shard"),

@@ -1,14 +1,19 @@
-"""Define the values that a plan consists of, besides those of one technique."""
+"""Define the values that a plan consists of, besides those of one technique, and the input and output of its rules."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.core.dtypes import dtype_bytes
+from meshwright.core.errors import MeshwrightError
+from meshwright.core.names import pattern
+from meshwright.introspection.facts import ModelFacts, ParameterFact
 from meshwright.introspection.mixing.values import MaskRule
-from meshwright.planning.quantize.format import NF4, stored_shape
+from meshwright.planning.layout import Layout, shares_of
+from meshwright.planning.techniques import Techniques
 
 
 @dataclass(frozen=True)
@@ -225,3 +230,87 @@ class Collective:
     @property
     def element_bytes(self) -> int:
         return {"int64": 8, "uint8": 1}.get(self.dtype) or dtype_bytes(self.dtype)
+
+
+# --- define how a weight is stored in 4 bits
+
+
+NF4_BLOCK = 64
+"""Weights of a row, side by side, that share a scale."""
+NF4_BLOCK_BYTES = NF4_BLOCK // 2 + 4
+"""Bytes of a block: two weights a byte, and a float32 scale. So a weight takes 4.5 bits."""
+NF4_STORED = "uint8"
+"""dtype of the stored bytes."""
+NF4 = "nf4"
+"""Word for a weight in 4 bits, where others have a dtype."""
+
+
+def stored_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return the shape of the bytes that store a weight of shape (out, in): (out, in / NF4_BLOCK · NF4_BLOCK_BYTES)."""
+    rows, columns = shape
+    return rows, columns // NF4_BLOCK * NF4_BLOCK_BYTES
+
+
+def plain_shape(stored: tuple[int, ...]) -> tuple[int, int]:
+    """Return the shape of the weight that is stored in bytes of shape ``stored``."""
+    rows, columns = stored
+    return rows, columns // NF4_BLOCK_BYTES * NF4_BLOCK
+
+
+# --- define the input and the output of a rule
+
+
+Found = Iterator[MeshwrightError]
+"""The errors that one rule yields, worded for the user."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """The input of a rule: facts, a resolved layout, the requested techniques and what they resolved to.
+
+    Attributes:
+        facts: with the request's frozen parameters.
+    """
+
+    facts: ModelFacts
+    layout: Layout
+    techniques: Techniques
+    precision: PrecisionPlan
+    technique: str
+    device: str
+    reduction: str = "sum"
+
+    @property
+    def trained(self) -> tuple[ParameterFact, ...]:
+        """The parameters that the request leaves trained."""
+        return tuple(p for p in self.facts.parameters if p.trainable)
+
+    @property
+    def trained_dtypes(self) -> tuple[str, ...]:
+        """The dtypes in which those rest."""
+        kept = tuple(dict.fromkeys(p.dtype for p in self.trained))
+        return kept if self.precision.is_kept else (self.precision.master,)
+
+    @property
+    def data_ranks(self) -> int:
+        return shares_of(self.layout).data_ranks
+
+    @property
+    def batch_ranks(self) -> int:
+        return shares_of(self.layout).batch_ranks
+
+
+def no_blocks(request: str, facts: ModelFacts) -> str:
+    """Return the error text for a request that acts on repeated blocks and finds none."""
+    lacks = f"{request} acts on repeated blocks, and none was found in {facts.kind}: "
+    for parameter in facts.parameters:
+        alike = [name for name in parameter.aliases if pattern(name) == pattern(parameter.name)]
+        if alike:  # sibling modules share one weight
+            return (
+                f"{lacks}{parameter.name} is one parameter with {', '.join(alike)}, and blocks need parameters of their"
+                f" own. Give each block a copy, or use the shared module outside the blocks"
+            )
+    return (
+        f"{lacks}put them into an nn.ModuleList or nn.ModuleDict, each with parameters of its own, or name them:"
+        f" hints=meshwright.Hints(blocks=('layer_*',))"
+    )

@@ -30,8 +30,8 @@ from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.source import as_module
 from meshwright.planning.build import plan as make_plan
-from meshwright.planning.memory.states import MemoryEstimate
-from meshwright.planning.optimizer.plan import OptimizerPlan
+from meshwright.planning.memory import MemoryEstimate
+from meshwright.planning.optimizer import OptimizerPlan
 from meshwright.planning.plan import Plan
 from meshwright.planning.values import Batch
 from meshwright.training.metrics.throughput import StartupTimeline

@@ -11,13 +11,12 @@ from meshwright.core.devices import CPU, device_memory, is_accelerator
 from meshwright.core.dtypes import bytes_text, dtype_bytes
 from meshwright.distributed.process.world import get_world_info, ranks_per_node
 from meshwright.introspection.facts import ModelFacts
-from meshwright.planning.memory.bounds import RankBytes, bytes_at_least, bytes_at_most, bytes_of_states
-from meshwright.planning.memory.states import MemoryEstimate
+from meshwright.planning.memory import MemoryEstimate, RankBytes, bytes_at_least, bytes_at_most, bytes_of_states
 from meshwright.planning.plan import Plan
 from meshwright.planning.values import Batch
-from meshwright.simulation.hardware.cards import machines
-from meshwright.simulation.search.from_model import job_of_plan
-from meshwright.simulation.workload.step_memory import step_memory
+from meshwright.simulation.cards import machines
+from meshwright.simulation.from_model import job_of_plan
+from meshwright.simulation.step_memory import step_memory
 from meshwright.training.metrics.memory import host_memory
 
 WORTH_A_DRY_RUN = 1 / 3

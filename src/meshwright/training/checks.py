@@ -11,7 +11,7 @@ from meshwright.core.config import from_dict, is_unset, to_dict
 from meshwright.core.config.ranges import check_ranges
 from meshwright.core.errors import ConfigError, nearest
 from meshwright.models.decoder_config import SIZES
-from meshwright.planning.optimizer.kinds import KINDS, kind_of
+from meshwright.planning.optimizer import KINDS, kind_of
 
 from .profiling.windows import read_window
 

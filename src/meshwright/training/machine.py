@@ -23,7 +23,7 @@ from meshwright.distributed.process.workers import WorkerFailed, WorkerPool
 from meshwright.distributed.process.world import get_world_info, ranks_per_node
 from meshwright.distributed.setup import init_distributed
 from meshwright.planning.layout import Layout
-from meshwright.simulation.hardware.measured import GridPoints, MachineProfile
+from meshwright.simulation.measured import GridPoints, MachineProfile
 
 MOST_RANKS = 64
 """Processes that are started on one host at most."""

@@ -14,8 +14,7 @@ from meshwright.distributed.optimizer import low_bit
 from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import ModelFacts
 from meshwright.planning.build import plan as make_plan
-from meshwright.planning.memory.bounds import bytes_of_states
-from meshwright.planning.memory.states import MemoryEstimate
+from meshwright.planning.memory import MemoryEstimate, bytes_of_states
 from meshwright.planning.plan import Plan
 from meshwright.planning.values import Batch
 

@@ -32,12 +32,12 @@ from meshwright.distributed.process.workers import WorkerDied, WorkerFailed, Wor
 from meshwright.distributed.process.world import STORE
 from meshwright.introspection.cluster import Cluster
 from meshwright.planning.explain import columns
-from meshwright.planning.memory.states import MemoryUse
+from meshwright.planning.memory import MemoryUse
 from meshwright.planning.plan import Plan
-from meshwright.planning.step.kinds import RankKind, axes_among, coordinates, kinds_of_ranks
+from meshwright.planning.rank_kinds import RankKind, axes_among, coordinates, kinds_of_ranks
 from meshwright.planning.values import Batch
-from meshwright.simulation.hardware.cards import Machines, message_s
-from meshwright.simulation.workload.step_memory import RehearsedRank
+from meshwright.simulation.cards import Machines, message_s
+from meshwright.simulation.step_memory import RehearsedRank
 from meshwright.training.build import Run, batch_of, build_run, device_name, facts_of, plan_run
 from meshwright.training.config import Config
 from meshwright.training.metrics.memory import KINDS, MemoryReading, read_memory, reset_peak

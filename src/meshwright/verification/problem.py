@@ -22,7 +22,7 @@ from meshwright.introspection.module_kinds import DROPOUTS
 from meshwright.introspection.signature import IMAGES_PER_ROW
 from meshwright.introspection.source import CausalLM, is_config, with_adapters
 from meshwright.models.decoder_config import DecoderConfig
-from meshwright.planning.optimizer.kinds import kind_of
+from meshwright.planning.optimizer import kind_of
 from meshwright.planning.techniques import as_techniques
 
 # --- shrink a model to one of the same structure that fits anywhere
@@ -128,7 +128,7 @@ class Problem:
         seed: seed of the initial weights of a model on meta.
         dtype: float64 or float32 for everything; or bfloat16 or float16 for forward and backward from float32
             weights.
-        optimizer: word of ``planning/optimizer/kinds``; SGD where rounding must not be amplified.
+        optimizer: word of ``planning/optimizer``; SGD where rounding must not be amplified.
         max_norm: norm that gradients are clipped to; None: no clipping.
         techniques: the layout's techniques besides dtype; a plain dict of Techniques.
         microbatch_rows: rows per forward on each rank; 0: all at once.

@@ -23,8 +23,7 @@ from meshwright.introspection.signature import Signature
 from meshwright.introspection.source import as_module
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout, shares_of
-from meshwright.planning.optimizer.kinds import kind_of
-from meshwright.planning.optimizer.plan import OptimizerPlan
+from meshwright.planning.optimizer import OptimizerPlan, kind_of
 from meshwright.verification.aspects.routes import refuse_unseen
 from meshwright.verification.aspects.sight import Nature, draws, nature, random_differences
 

@@ -18,8 +18,8 @@ from meshwright.distributed.mesh import axis_sizes, refuse_rows_of_stages
 from meshwright.distributed.pipeline.stage_module import PipelineStageModule
 from meshwright.distributed.pipeline.stage_module import build_stage_module as build_stage_module
 from meshwright.distributed.torch_private import mixed_precision_of
+from meshwright.planning.pipeline.orders import schedule_kind
 from meshwright.planning.pipeline.plan import compute_layer_assignment as compute_layer_assignment
-from meshwright.planning.pipeline.schedules.orders import schedule_kind
 
 LossFunction = Callable[[Tensor, Any], Tensor]
 """(output of the last stage, target) -> 0-dim loss of a microbatch."""

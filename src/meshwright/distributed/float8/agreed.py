@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.introspection.module_kinds import is_rounded
-from meshwright.planning.float8.operand_parts import WHOLE
+from meshwright.planning.tensor.plan import WHOLE
 
 from .products import OWN, Largest, Products
 

@@ -12,7 +12,7 @@ from meshwright.core.devices import CUDA
 from meshwright.core.errors import ConfigError, MissingExtraError, UnsupportedError, quieten_torchao
 from meshwright.core.names import owner
 from meshwright.core.record import remember
-from meshwright.planning.float8.plan import Float8Plan
+from meshwright.planning.float8 import Float8Plan
 from meshwright.planning.plan import Plan
 
 CAPABILITY = (8, 9)

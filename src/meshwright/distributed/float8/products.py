@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from meshwright.distributed.quantize.nf4 import QuantizedLinear, gradient_of_input, linear, output_of
 from meshwright.introspection.module_kinds import config_at, is_rounded
-from meshwright.planning.float8.operand_parts import WHOLE, OperandParts
+from meshwright.planning.tensor.plan import WHOLE, OperandParts
 
 # --- wrap the private functions of torchao
 

@@ -45,7 +45,7 @@ from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.signature import REFERENCE, Signature
 from meshwright.planning.collectives import resolved
 from meshwright.planning.layout import Layout
-from meshwright.planning.memory.states import (
+from meshwright.planning.memory import (
     MemoryEstimate,
     MemoryUse,
     RankMemory,
@@ -53,9 +53,9 @@ from meshwright.planning.memory.states import (
     composition,
     plan_memory,
 )
-from meshwright.planning.optimizer.plan import OptimizerPlan
+from meshwright.planning.optimizer import OptimizerPlan
 from meshwright.planning.pipeline.plan import PipelinePlan
-from meshwright.planning.pipeline.schedules.simulate import peak_live
+from meshwright.planning.pipeline.simulate import peak_live
 from meshwright.planning.plan import Plan
 from meshwright.planning.values import Batch, DataParallel
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.core.errors import ConfigError
 from meshwright.distributed.weights.shards import SHARDS, Piece, pieces
 from meshwright.distributed.weights.whole_state import whole_everywhere
-from meshwright.planning.optimizer.collectives import size_of_sums
+from meshwright.planning.optimizer_collectives import size_of_sums
 
 Groups = tuple[dist.ProcessGroup, ...]
 

@@ -26,8 +26,7 @@ from meshwright.core.torch_private import optimizer_has_step_hooks, without_reco
 from meshwright.distributed.float8.products import kind_of_state, step_of_adam
 from meshwright.distributed.torch_private import local_part
 from meshwright.distributed.weights.shards import in_memory, memory_of, pieces, seed_of, with_local
-from meshwright.planning.optimizer.kinds import KINDS
-from meshwright.planning.optimizer.plan import BLOCKS, ROOM, OptimizerPlan
+from meshwright.planning.optimizer import BLOCKS, KINDS, ROOM, OptimizerPlan
 
 from .muon import Lion
 

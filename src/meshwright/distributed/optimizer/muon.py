@@ -21,7 +21,7 @@ from meshwright.core.errors import ConfigError
 from meshwright.distributed.averaging import ScheduleFreeAdamW
 from meshwright.distributed.torch_private import local_part
 from meshwright.distributed.weights.shards import local_gradient, with_local
-from meshwright.planning.optimizer.kinds import OptimizerKind
+from meshwright.planning.optimizer import OptimizerKind
 
 from .adafactor import Adafactor
 from .grad_clip import foreach_add_, foreach_between, foreach_between_, foreach_multiply_, foreach_sign_

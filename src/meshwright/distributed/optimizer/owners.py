@@ -1,7 +1,7 @@
 """Compute on whole matrices whose parts or copies lie on several ranks: each on one rank, its owner.
 
 Parts travel to the owners in one all-to-all for many matrices, and what owners computed travels back in another.
-Planning decides the owners and the order (``planning/optimizer/collectives``).
+Planning decides the owners and the order (``planning/optimizer_collectives``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshwright.distributed.exchange.ranks import ProcessGroupRanks
 from meshwright.distributed.process.world import get_world_info
 from meshwright.distributed.torch_private import flattened, local_part, ranks_in
 from meshwright.distributed.weights.shards import pieces, runs_at
-from meshwright.planning.optimizer.collectives import Box, Matrix, Transfer, boxes_of, matrices_of, rounds_of
+from meshwright.planning.optimizer_collectives import Box, Matrix, Transfer, boxes_of, matrices_of, rounds_of
 
 Compute = Callable[[Tensor], Tensor]
 """A function of a whole (rows, columns) matrix that returns one of the same shape and dtype."""

@@ -19,7 +19,7 @@ from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.torch_private import has_no_values
 from meshwright.distributed.averaging import ScheduleFreeAdamW
 from meshwright.distributed.torch_private import local_part
-from meshwright.planning.optimizer.plan import OptimizerPlan
+from meshwright.planning.optimizer import OptimizerPlan
 
 from . import low_bit
 from .low_bit import TorchaoAdamW

@@ -35,9 +35,9 @@ from meshwright.distributed.tensor.layers import runtime_of, summing
 from meshwright.distributed.tensor.parallel import sums_of
 from meshwright.distributed.torch_private import local_part
 from meshwright.introspection.signature import logits_of
+from meshwright.planning.pipeline.orders import forwards
 from meshwright.planning.pipeline.plan import PipelinePlan
-from meshwright.planning.pipeline.schedules.orders import forwards
-from meshwright.planning.pipeline.schedules.simulate import (
+from meshwright.planning.pipeline.simulate import (
     Action,
     Content,
     Message,

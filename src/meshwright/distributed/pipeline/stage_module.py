@@ -17,7 +17,7 @@ from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.models.decoder import Block, Decoder, document_mask, refuse_longer, rotary_tables, weight_law_of
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.models.layers import RMSNorm
-from meshwright.planning.float8.plan import Float8Plan
+from meshwright.planning.float8 import Float8Plan
 from meshwright.planning.pipeline.plan import compute_layer_assignment
 from meshwright.planning.plan import Plan
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from meshwright.core.errors import IntegrityError, UnsupportedError
 from meshwright.core.record import recall
 from meshwright.introspection.roles import reader_of
-from meshwright.planning.quantize.format import BLOCK, BLOCK_BYTES
+from meshwright.planning.values import NF4_BLOCK, NF4_BLOCK_BYTES
 
-CODES = BLOCK // 2
+CODES = NF4_BLOCK // 2
 """Bytes of codes in a block."""
 LEVELS = (
     -1.0,
@@ -58,7 +58,7 @@ def pack(weight: Tensor) -> Tensor:
         (rows, columns / 64 · 36) uint8.
     """
     rows, columns = weight.shape
-    packed = torch.empty((rows, columns // BLOCK * BLOCK_BYTES), dtype=torch.uint8, device=weight.device)
+    packed = torch.empty((rows, columns // NF4_BLOCK * NF4_BLOCK_BYTES), dtype=torch.uint8, device=weight.device)
     step = max(1, CHUNK // max(columns, 1))
     for start in range(0, rows, step):
         some = slice(start, start + step)
@@ -67,8 +67,8 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def _packed(weight: Tensor) -> Tensor:
-    """Return (rows, blocks, BLOCK_BYTES) of a float32 weight."""
-    blocks = weight.unflatten(1, (-1, BLOCK))  # (rows, blocks, BLOCK)
+    """Return (rows, blocks, NF4_BLOCK_BYTES) of a float32 weight."""
+    blocks = weight.unflatten(1, (-1, NF4_BLOCK))  # (rows, blocks, NF4_BLOCK)
     scales = blocks.abs().amax(-1, keepdim=True)
     levels = torch.tensor(LEVELS, device=weight.device)
     # a weight half-way between two levels gets the lower one
@@ -89,7 +89,7 @@ def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
             f" a forward: keep frozen weights out of casts (torch 2.13's fully_shard casts no bytes; older ones are"
             f" untested)"
         )
-    blocks = packed.unflatten(1, (-1, BLOCK_BYTES))
+    blocks = packed.unflatten(1, (-1, NF4_BLOCK_BYTES))
     scales = blocks[..., CODES:].contiguous().view(torch.float32)  # (rows, blocks, 1)
     pairs = F.embedding(blocks[..., :CODES].int(), _pairs(packed.device))  # (rows, blocks, CODES, 2)
     return (pairs.flatten(-2) * scales).flatten(1).to(dtype)

@@ -8,7 +8,7 @@ from torch import nn
 from meshwright.core.errors import ConfigError
 from meshwright.core.record import note, remember
 from meshwright.planning.plan import Plan
-from meshwright.planning.quantize.format import stored_shape
+from meshwright.planning.values import stored_shape
 
 from .nf4 import QuantizedLinear, Rounded, pack
 

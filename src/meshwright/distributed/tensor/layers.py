@@ -29,7 +29,7 @@ from meshwright.distributed.weights.parts_tensor import placed
 from meshwright.distributed.weights.shards import pieces
 from meshwright.introspection.structure.local_search import LocalForm, counting_locally, share_of
 from meshwright.models.moe import Router
-from meshwright.planning.float8.operand_parts import COLUMN, ROW, WHOLE, OperandParts
+from meshwright.planning.tensor.plan import COLUMN, ROW, WHOLE, OperandParts
 
 from . import functions
 from .functions import TokenSequence

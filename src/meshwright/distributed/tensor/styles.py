@@ -23,7 +23,7 @@ from meshwright.core.record import wrap
 from meshwright.distributed.exchange.ranks import ProcessGroupRanks
 from meshwright.distributed.weights.parts_tensor import distribute
 from meshwright.distributed.weights.shards import placement_of_cut
-from meshwright.planning.float8.operand_parts import ROW
+from meshwright.planning.tensor.plan import ROW
 from meshwright.planning.tensor.styles import STYLES, unknown_style
 
 from . import ends, functions, layers

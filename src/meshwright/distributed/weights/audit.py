@@ -29,7 +29,7 @@ from meshwright.planning import layout
 from meshwright.planning.experts import ExpertPlan
 from meshwright.planning.explain import columns
 from meshwright.planning.plan import Plan
-from meshwright.planning.quantize.format import NF4, STORED, stored_shape
+from meshwright.planning.values import NF4, NF4_STORED, stored_shape
 
 from .constructed import Destinations
 from .shards import SHARDS
@@ -190,7 +190,7 @@ def _structure(found: dict[str, nn.Parameter], facts: ModelFacts, plan: Plan):
         place = placement_of(parameter, plan)
         if request is not None and place != request.placements:
             yield f"{fact.name} is placed {dict(place)}, and the plan says {dict(request.placements)}"
-        dtype = request and (STORED if is_packed else request.dtype)
+        dtype = request and (NF4_STORED if is_packed else request.dtype)
         if dtype is not None and str(parameter.dtype) != f"torch.{dtype}":
             yield f"{fact.name} is kept in {str(parameter.dtype).removeprefix('torch.')}, and the plan says {dtype}"
         if parameter.requires_grad == (fact.name in frozen):

@@ -56,7 +56,7 @@ from meshwright.introspection.module_kinds import brings_initialiser, build_agai
 from meshwright.introspection.signature import core_of
 from meshwright.introspection.source import builder_of
 from meshwright.planning.plan import Plan
-from meshwright.planning.quantize.format import plain_shape
+from meshwright.planning.values import plain_shape
 
 from .shards import draw_rows, pieces, seed_of
 

@@ -10,9 +10,16 @@ from meshwright.core.axes import Axis
 from meshwright.core.names import is_within
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.mixing.values import Caller, MaskRule, Sizes
+from meshwright.planning.context.plan import (
+    ContextPlan,
+    Method,
+    MixerPlan,
+    keys_and_values,
+    of_rank,
+    summed_dtype,
+    traded_elements,
+)
 from meshwright.planning.values import Collective, PrecisionPlan
-
-from .plan import ContextPlan, Method, MixerPlan, keys_and_values, of_rank, summed_dtype, traded_elements
 
 ROW_WORDS = 2
 """Numbers by which ranks compare the rows that they bring."""

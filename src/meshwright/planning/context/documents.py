@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, islice, pairwise, product
 
-from .plan import Runs, refuse_shorter
+from meshwright.planning.context.plan import Runs, refuse_shorter
 
 WORK = 1.03
 """Largest work of a rank that an exchange may lead to, as a multiple of the mean."""

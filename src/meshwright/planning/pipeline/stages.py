@@ -13,15 +13,14 @@ from meshwright.planning.collectives import over_batch, sharded_units, step_agre
 from meshwright.planning.context.collectives import attention_collectives, row_agreement
 from meshwright.planning.data import Holding, at_rest, trained_cuts, units_outside_blocks
 from meshwright.planning.experts import expert_collectives, router_collectives, without_experts
-from meshwright.planning.float8.rules import scales_of_gathered
-from meshwright.planning.optimizer.collectives import optimizer_collectives
+from meshwright.planning.float8 import scales_of_gathered
+from meshwright.planning.optimizer_collectives import optimizer_collectives
+from meshwright.planning.pipeline.plan import PipelinePlan
 from meshwright.planning.plan import Plan
 from meshwright.planning.recompute import sent_again
 from meshwright.planning.tensor.collectives import tensor_collectives
 from meshwright.planning.tensor.plan import TensorPlan
 from meshwright.planning.values import Collective, Unit
-
-from .plan import PipelinePlan
 
 
 def plan_of_stage(plan: Plan, stage: int) -> Plan:

@@ -14,11 +14,9 @@ from typing import Literal
 from meshwright.core.axes import Axis
 from meshwright.core.names import is_within, owner
 from meshwright.introspection.facts import ModelFacts
-from meshwright.planning.float8.plan import Float8Plan
-from meshwright.planning.float8.rules import Agreements, agreeing
+from meshwright.planning.float8 import Agreements, Float8Plan, agreeing
+from meshwright.planning.tensor.plan import BlocksPlan, RegionPlan, TensorPlan
 from meshwright.planning.values import Collective, LossPlan, PrecisionPlan
-
-from .plan import BlocksPlan, RegionPlan, TensorPlan
 
 Op = Literal["all_gather", "reduce_scatter", "all_reduce"]
 

@@ -14,7 +14,6 @@ from meshwright.introspection.logits.tail import Tail
 from meshwright.introspection.small.sample import Sample
 from meshwright.introspection.structure.local_search import LocalForm
 from meshwright.introspection.structure.regions import Cut, Region, resized, shapes_of
-from meshwright.planning.float8.operand_parts import COLUMN, FEEDING, ROW, SUMMAND, WHOLE, OperandParts
 
 
 @dataclass(frozen=True)
@@ -219,3 +218,32 @@ def placement_words(cut: tuple[int, tuple[FusedPart, ...]] | None, ranks: int) -
     if cut is None:
         return "Replicate()"
     return f"Shard({cut[0]})" if is_plain(cut[1], ranks) else words_of_cut(*cut)
+
+
+# --- name the operands of a linear layer of which a tensor-parallel rank has only a part
+
+
+@dataclass(frozen=True)
+class OperandParts:
+    """The operands of a linear layer's products of which a rank has only a part.
+
+    Attributes:
+        x: the rank has a part of the input.
+        weight: the rank has a part of the weight.
+        gradient: the rank has a part of the output's gradient.
+    """
+
+    x: bool = False
+    weight: bool = False
+    gradient: bool = False
+
+
+WHOLE = OperandParts()
+COLUMN = OperandParts(weight=True, gradient=True)
+"""Some output features of a whole input."""
+ROW = OperandParts(x=True, weight=True)
+"""Some input features; the outputs are summed, and all ranks have that sum's gradient."""
+FEEDING = OperandParts(gradient=True)
+"""A whole weight and input; a rank uses some of the output, or computes a partial gradient of it."""
+SUMMAND = OperandParts(x=True)
+"""A whole weight; its input is a partial sum, and so is its output."""

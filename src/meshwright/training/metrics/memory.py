@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from meshwright.core.devices import is_accelerator
 from meshwright.core.dtypes import bytes_text
-from meshwright.planning.memory.states import MemoryUse, plan_memory
-from meshwright.planning.optimizer.plan import ROOM
+from meshwright.planning.memory import MemoryUse, plan_memory
+from meshwright.planning.optimizer import ROOM
 from meshwright.planning.plan import Plan
 
 if TYPE_CHECKING:

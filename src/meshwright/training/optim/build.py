@@ -17,8 +17,7 @@ from meshwright.core.errors import ConfigError, nearest
 from meshwright.distributed.optimizer.low_bit import TorchaoAdamW
 from meshwright.distributed.optimizer.muon import optimizer_class
 from meshwright.distributed.optimizer.parameter_groups import split_by_role
-from meshwright.planning.optimizer.kinds import OptimizerKind
-from meshwright.planning.optimizer.plan import OptimizerPlan
+from meshwright.planning.optimizer import OptimizerKind, OptimizerPlan
 from meshwright.training.config import OptimizerConfig
 
 if TYPE_CHECKING:

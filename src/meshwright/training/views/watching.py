@@ -19,10 +19,10 @@ from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import get_world_info, is_rank_zero
 from meshwright.distributed.setup import choose_backend
 from meshwright.distributed.step.part import StepLoss, StepResult
-from meshwright.planning.memory.states import MemoryEstimate, MemoryUse
-from meshwright.planning.pipeline.schedules.orders import schedule_kind
-from meshwright.planning.pipeline.schedules.simulate import Action, PipelineSchedule, actions_in, simulate
-from meshwright.planning.pipeline.schedules.table import read_schedule, spans_of, svg_of, text_of
+from meshwright.planning.memory import MemoryEstimate, MemoryUse
+from meshwright.planning.pipeline.orders import schedule_kind
+from meshwright.planning.pipeline.simulate import Action, PipelineSchedule, actions_in, simulate
+from meshwright.planning.pipeline.table import read_schedule, spans_of, svg_of, text_of
 from meshwright.training.build import Run
 from meshwright.training.config import Config
 from meshwright.training.metrics.memory import MemoryShares, is_out_of_memory, memory_table, out_of_memory, read_memory

@@ -15,11 +15,11 @@ from meshwright.core.dtypes import bytes_text, duration_text
 from meshwright.planning.collectives import resolved, step_traffic
 from meshwright.planning.plan import Plan
 from meshwright.planning.values import Batch
-from meshwright.simulation.hardware.cards import Group, Machines
-from meshwright.simulation.search.answer import HEADS, figures, row
-from meshwright.simulation.search.search import Candidate
-from meshwright.simulation.workload.execution import Job
-from meshwright.simulation.workload.timeline import (
+from meshwright.simulation.answer import HEADS, figures, row
+from meshwright.simulation.cards import Group, Machines
+from meshwright.simulation.job import Job
+from meshwright.simulation.search import Candidate
+from meshwright.simulation.timeline import (
     LaneBar,
     LaneUse,
     MemoryOverTime,

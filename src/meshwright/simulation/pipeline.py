@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from meshwright.planning.pipeline.schedules.orders import schedule_kind
-from meshwright.planning.pipeline.schedules.simulate import Action, PipelineSchedule, WaitOrder, Work, wait_order
-from meshwright.planning.pipeline.schedules.table import read_schedule
-
-from .execution import Job, stages_on
+from meshwright.planning.pipeline.orders import schedule_kind
+from meshwright.planning.pipeline.simulate import Action, PipelineSchedule, WaitOrder, Work, wait_order
+from meshwright.planning.pipeline.table import read_schedule
+from meshwright.simulation.job import Job, stages_on
 
 ROUNDS, EQUAL = 12, 1e-11
 """Rounds of microbatches, as many as there are ranks each, that are simulated at least; and the relative difference up

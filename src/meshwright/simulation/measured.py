@@ -16,8 +16,7 @@ from typing import Any
 from meshwright.core.config import from_dict
 from meshwright.core.errors import ConfigError, command
 from meshwright.introspection.cluster import Cluster
-
-from .cards import Device, Group, Link, Machines, machines
+from meshwright.simulation.cards import Device, Group, Link, Machines, machines
 
 # --- interpolate measured seconds
 
@@ -469,7 +468,7 @@ def profile_of(text: str) -> MachineProfile:
         ConfigError: there is no such file, it is damaged, or its format is another one.
     """
     if text in COME_ALONG and not Path(text).exists():
-        package = files("meshwright.simulation.hardware")
+        package = files("meshwright.simulation")
         return from_json(package.joinpath(COME_ALONG[text]).read_text(encoding="utf-8"), f"--profile {text}")
     return read_profile(Path(text))
 

@@ -7,12 +7,10 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 
-from meshwright.simulation.hardware.cards import Group, gather_s, reduce_s, send_s
-
-from .architecture import BlockShape
-from .execution import Job
-from .pipeline import StageSeconds, least_pipeline_seconds, pipeline_seconds
-from .products import (
+from meshwright.simulation.cards import Group, gather_s, reduce_s, send_s
+from meshwright.simulation.job import BlockShape, Job
+from meshwright.simulation.pipeline import StageSeconds, least_pipeline_seconds, pipeline_seconds
+from meshwright.simulation.products import (
     attention_products,
     cast_seconds,
     dispatch_seconds,

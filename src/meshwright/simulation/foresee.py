@@ -18,16 +18,14 @@ from meshwright.planning.layout import Layout
 from meshwright.planning.plan import Plan
 from meshwright.planning.techniques import RunTechniques, Techniques, as_techniques
 from meshwright.planning.values import Batch
-from meshwright.simulation.hardware.cards import Machines, card_names
-from meshwright.simulation.hardware.measured import computing_in, machines_of
-from meshwright.simulation.workload.architecture import Architecture
-from meshwright.simulation.workload.execution import Job
-from meshwright.simulation.workload.step_memory import RehearsedRank, rehearsed_memory, rehearsed_time, step_memory
-from meshwright.simulation.workload.step_time import step_time
-
-from .answer import Foresight, legal_among, open_works, proposal, refusing, stated_works, words
-from .from_model import job_of_plan, with_saved
-from .search import Candidate, Found, Pin, Progress, search
+from meshwright.simulation.answer import Foresight, legal_among, open_works, proposal, refusing, stated_works, words
+from meshwright.simulation.cards import Machines, card_names
+from meshwright.simulation.from_model import job_of_plan, with_saved
+from meshwright.simulation.job import Architecture, Job
+from meshwright.simulation.measured import computing_in, machines_of
+from meshwright.simulation.search import Candidate, Found, Pin, Progress, search
+from meshwright.simulation.step_memory import RehearsedRank, rehearsed_memory, rehearsed_time, step_memory
+from meshwright.simulation.step_time import step_time
 
 OPEN = Layout()
 """The layout that states no size."""

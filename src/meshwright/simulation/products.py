@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from .architecture import BlockShape, Product
-from .execution import Job
+from meshwright.simulation.job import BlockShape, Job, Product
 
 # --- price the products of linear layers on one rank, and the casts of their operands to 8 or 4 bits
 

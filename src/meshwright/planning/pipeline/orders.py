@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from meshwright.core.errors import ConfigError, nearest
-
-from .simulate import Action, PipelineSchedule, Work, simulate, unit_cost
+from meshwright.planning.pipeline.simulate import Action, PipelineSchedule, Work, simulate, unit_cost
 
 Order = Callable[[int, int, int, int], list[Action]]
 """(rank, ranks, microbatches, stages per rank) -> that rank's actions."""

@@ -15,11 +15,10 @@ from meshwright.planning.explain import columns
 from meshwright.planning.layout import Layout, shares_of
 from meshwright.planning.plan import Plan
 from meshwright.planning.techniques import Techniques
-from meshwright.simulation.hardware.cards import Machines
-from meshwright.simulation.workload.execution import Job
-from meshwright.simulation.workload.step_memory import least_memory, step_memory
-
-from .search import Candidate, Pin, hold, meshes, microbatches, recomputations, stages_per_rank
+from meshwright.simulation.cards import Machines
+from meshwright.simulation.job import Job
+from meshwright.simulation.search import Candidate, Pin, hold, meshes, microbatches, recomputations, stages_per_rank
+from meshwright.simulation.step_memory import least_memory, step_memory
 
 # --- choose the layouts that the rules allow among the fastest, with figures, rows of a table and TOML of each
 

@@ -9,12 +9,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.core.errors import ConfigError
-
-from .architecture import BlockShape, BlocksPart
-from .execution import Job
-from .pipeline import Held, held_on, pipeline_seconds
-from .products import CAST
-from .step_time import Cost, Costs, Kinds, StepTime, optimizer_seconds, rank_costs, stage_seconds, step_time
+from meshwright.simulation.job import BlockShape, BlocksPart, Job
+from meshwright.simulation.pipeline import Held, held_on, pipeline_seconds
+from meshwright.simulation.products import CAST
+from meshwright.simulation.step_time import (
+    Cost,
+    Costs,
+    Kinds,
+    StepTime,
+    optimizer_seconds,
+    rank_costs,
+    stage_seconds,
+    step_time,
+)
 
 # --- forecast the bytes of the fullest rank of a layout, from the dims of a model and the way a system runs it
 

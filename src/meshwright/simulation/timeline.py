@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from meshwright.planning.pipeline.schedules.simulate import Action, PipelineSchedule, Work
-
-from .execution import Job
-from .pipeline import moments_on, pipeline_spans, schedule_of
-from .step_memory import HeldBytes, SavedBytes, StepMemory
-from .step_time import Cost, Kinds, StepTime, stage_seconds, step_time
+from meshwright.planning.pipeline.simulate import Action, PipelineSchedule, Work
+from meshwright.simulation.job import Job
+from meshwright.simulation.pipeline import moments_on, pipeline_spans, schedule_of
+from meshwright.simulation.step_memory import HeldBytes, SavedBytes, StepMemory
+from meshwright.simulation.step_time import Cost, Kinds, StepTime, stage_seconds, step_time
 
 Span = tuple[Action, float, float]
 """An action, its begin and its end, in seconds."""

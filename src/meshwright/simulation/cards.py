@@ -292,7 +292,7 @@ BITS = {"ib": "infiniband", "roce": "roce", "eth": "ethernet", "opa": "omnipath"
 @cache
 def sheets() -> Mapping[str, Any]:
     """Return the data sheets that come along, by card."""
-    return tomllib.loads(files("meshwright.simulation.hardware").joinpath("cards.toml").read_text())
+    return tomllib.loads(files("meshwright.simulation").joinpath("cards.toml").read_text())
 
 
 def card_names() -> list[str]:

@@ -8,8 +8,15 @@ from html import escape
 from pathlib import Path
 
 from meshwright.core.errors import ConfigError
-
-from .simulate import Action, PipelineSchedule, Timeline, Work, actions_in, check_whole, peak_live
+from meshwright.planning.pipeline.simulate import (
+    Action,
+    PipelineSchedule,
+    Timeline,
+    Work,
+    actions_in,
+    check_whole,
+    peak_live,
+)
 
 # --- read and write schedules as CSV tables with a row per rank and a cell per action, as torch's schedules do
 

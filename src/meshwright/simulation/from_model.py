@@ -18,16 +18,17 @@ from meshwright.planning.layout import Layout
 from meshwright.planning.pipeline.plan import PipelinePlan
 from meshwright.planning.plan import Plan
 from meshwright.planning.values import Batch, Unit
-from meshwright.simulation.hardware.cards import Machines
-from meshwright.simulation.workload.architecture import (
+from meshwright.simulation.cards import Machines
+from meshwright.simulation.job import (
     Architecture,
     AttentionShape,
     BlockShape,
+    Execution,
     ExpertsShape,
+    Job,
     Product,
 )
-from meshwright.simulation.workload.execution import Execution, Job
-from meshwright.simulation.workload.step_memory import block_activations
+from meshwright.simulation.step_memory import block_activations
 
 LOGITS_COPIES, CHUNK_COPIES = 3.0, 1.0
 """fp32 copies of the logits at this library's loss, and further ones of a chunk: found by the dry run."""

@@ -13,10 +13,10 @@ from itertools import product
 
 from meshwright.core.errors import ConfigError, nearest
 from meshwright.planning.layout import Layout
-from meshwright.planning.pipeline.schedules.orders import schedule_kind
-from meshwright.simulation.workload.execution import Execution, Job
-from meshwright.simulation.workload.step_memory import SavedBytes, StepMemory, ends_memory, least_memory, step_memory
-from meshwright.simulation.workload.step_time import Kinds, StepTime, least_step_seconds, least_time, step_time
+from meshwright.planning.pipeline.orders import schedule_kind
+from meshwright.simulation.job import Execution, Job
+from meshwright.simulation.step_memory import SavedBytes, StepMemory, ends_memory, least_memory, step_memory
+from meshwright.simulation.step_time import Kinds, StepTime, least_step_seconds, least_time, step_time
 
 # --- pin parts of a layout
 

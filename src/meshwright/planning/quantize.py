@@ -1,4 +1,4 @@
-"""Decide which frozen linear layers hold their weights in 4 bits."""
+"""Decide which frozen linear layers hold their weights in 4 bits, and check that."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.core.names import is_within, pattern
+from meshwright.core.names import clean, is_within, pattern
 from meshwright.core.parts import is_plain
-from meshwright.introspection.adapted.model import is_adapter
+from meshwright.introspection.adapted.model import host_of_magnitude, is_adapter
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.roles import linears_of_blocks, routers_among
 from meshwright.introspection.structure.experts import find_stacks
-from meshwright.planning.float8.plan import Float8Plan, check_parts, make_float8_plan
+from meshwright.planning.float8 import Float8Plan, check_parts, make_float8_plan
 from meshwright.planning.techniques import Techniques
 from meshwright.planning.tensor.plan import TensorPlan
-
-from .format import BLOCK
+from meshwright.planning.values import NF4_BLOCK, Case, Found, no_blocks
 
 
 @dataclass(frozen=True)
@@ -111,14 +110,14 @@ def check_cuts(plan: QuantizePlan | None, tensor: TensorPlan | None, facts: Mode
         if cut is None or cut[0] == 0:
             continue
         columns = tensor.local_shape(name, shapes[name])[1]
-        if not is_plain(cut[1], tensor.ranks) or columns % BLOCK or columns * tensor.ranks != shapes[name][1]:
+        if not is_plain(cut[1], tensor.ranks) or columns % NF4_BLOCK or columns * tensor.ranks != shapes[name][1]:
             odd[pattern(name)] = shapes[name][1]
     if odd:
         layers = ", ".join(f"{name} ({columns} columns)" for name, columns in sorted(odd.items()))
         raise ConfigError(
-            f"techniques.quantize_frozen = nf4 gives a scale to {BLOCK} weights of a row, and layout.tp ="
-            f" {tensor.ranks} would cut inside them: {layers}. Columns must be a multiple of {BLOCK} ×"
-            f" tp = {BLOCK * tensor.ranks}: lower layout.tp, or set techniques.quantize_frozen = none."
+            f"techniques.quantize_frozen = nf4 gives a scale to {NF4_BLOCK} weights of a row, and layout.tp ="
+            f" {tensor.ranks} would cut inside them: {layers}. Columns must be a multiple of {NF4_BLOCK} ×"
+            f" tp = {NF4_BLOCK * tensor.ranks}: lower layout.tp, or set techniques.quantize_frozen = none."
         )
 
 
@@ -139,8 +138,8 @@ def _reasons(model: nn.Module, facts: ModelFacts) -> Iterator[tuple[str, str]]:
             yield path, f"{reader} reads its weight"
         elif weight.aliases:
             yield path, f"its weight is tied to {', '.join(name for name in weight.aliases if name != weight.name)}"
-        elif weight.shape[1] % BLOCK:
-            yield path, f"its {weight.shape[1]} columns are no multiple of {BLOCK}"
+        elif weight.shape[1] % NF4_BLOCK:
+            yield path, f"its {weight.shape[1]} columns are no multiple of {NF4_BLOCK}"
         else:
             yield path, ""
 
@@ -149,3 +148,32 @@ def _left_out(reasons: dict[str, str]) -> Iterator[str]:
     """Yield a note for each group of layers that are left out, by their name in all blocks, with their number."""
     for (name, reason), count in Counter((pattern(path), reason) for path, reason in reasons.items() if reason).items():
         yield f"{name} stays as it is ({count} of them): {reason}"
+
+
+# --- check weights in 4 bits
+
+
+def quantize_companions(case: Case) -> Found:
+    """Require blocks, and refuse techniques that do not combine with weights in 4 bits."""
+    t = case.techniques
+    if t.quantize_frozen == "none":
+        return
+    asked = f"techniques.quantize_frozen = {t.quantize_frozen}"
+    if not case.facts.blocks:
+        yield ConfigError(no_blocks(asked, case.facts))
+    if t.float8 != "none":
+        yield UnsupportedError(
+            f"{asked} does not go with techniques.float8 = {t.float8}, which rounds the weights of the same layers."
+            f" Set one of them to none."
+        )
+    if t.async_tensor_parallel:
+        yield UnsupportedError(
+            f"{asked} does not go with techniques.async_tensor_parallel = true, whose fused products take plain"
+            f" weights. Set techniques.async_tensor_parallel = false."
+        )
+    names = (clean(raw) for raw, _ in case.facts.module.named_parameters()) if case.facts.module is not None else ()
+    if any(host_of_magnitude(name) for name in names):
+        yield UnsupportedError(
+            f"{asked} does not go with adapters.kind = dora, which takes the lengths of a plain weight's rows. Set"
+            f" adapters.kind = lora, or techniques.quantize_frozen = none."
+        )

@@ -1,1 +1,0 @@
-"""Decide float8 training."""

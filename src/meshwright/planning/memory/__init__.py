@@ -1,1 +1,0 @@
-"""Estimate a rank's memory: model states, activations, logits, messages."""

@@ -1,1 +1,0 @@
-"""Decide the number of bits of the optimizer's state, and where it rests."""

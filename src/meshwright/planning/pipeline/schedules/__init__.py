@@ -1,1 +1,0 @@
-"""Order, simulate, draw, read and write pipeline schedules as data, without a process group."""

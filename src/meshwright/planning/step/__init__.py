@@ -1,1 +1,0 @@
-"""Lists what a step asks of the host."""

@@ -1,1 +1,0 @@
-"""Describe devices, links and clusters by the data sheets of public cards."""

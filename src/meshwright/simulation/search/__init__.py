@@ -1,1 +1,0 @@
-"""Search layouts and switches for the best plans."""
