@@ -8,7 +8,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.simulation.cards import with_efficiency
 from meshwright.simulation.job import Job
 from meshwright.simulation.step_time import step_time
 
@@ -68,7 +67,7 @@ class Measured:
         machines, dtype = self.job.machines, self.job.execution.products
         of = machines.device
         for one in SHARED if self.unit[1] == "8 bits" else (dtype,):
-            of = with_efficiency(of, one, efficiency)
+            of = replace(of, efficiency={**of.efficiency, one: efficiency})
         return step_time(replace(self.job, machines=replace(machines, device=of))).seconds / self.seconds - 1
 
 

@@ -21,7 +21,7 @@ from meshwright.core.errors import ConfigError
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import Techniques
 from meshwright.simulation.answer import nearest_counts, open_works
-from meshwright.simulation.cards import Group, card_names, device, gather_s, link_across, machines, reduce_s
+from meshwright.simulation.cards import Group, card_names, device, link_across, machines
 from meshwright.simulation.job import Architecture, Execution, Job, even_cuts
 from meshwright.simulation.search import FRONT, Pin, meshes, microbatches, recomputations, schedules, search
 from meshwright.simulation.step_memory import step_memory
@@ -67,13 +67,13 @@ def test_products_never_beat_the_data_sheet_and_small_ones_are_slower():
 
 def test_collectives_carry_the_bytes_of_their_rings():
     cluster = machines("h100", 16, across="ib400")
-    inside = gather_s(1e9, Group(8), cluster)
+    inside = cluster.gather_s(1e9, Group(8))
     assert inside == pytest.approx(1e9 * 7 / 8 / cluster.inside.speed, rel=0.01)
-    across = gather_s(1e9, Group(16), cluster)
+    across = cluster.gather_s(1e9, Group(16))
     assert across == pytest.approx(1e9 * 15 / 16 / min(cluster.inside.speed, 8 * cluster.across.speed), rel=0.02)
-    assert gather_s(1e9, Group(2, 8), cluster) > gather_s(1e9, Group(2, 1), cluster)
-    assert reduce_s(1e9, Group(8), cluster) == pytest.approx(2 * inside, rel=0.01)
-    assert gather_s(1e9, Group(1), cluster) == reduce_s(0, Group(8), cluster) == 0
+    assert cluster.gather_s(1e9, Group(2, 8)) > cluster.gather_s(1e9, Group(2, 1))
+    assert cluster.reduce_s(1e9, Group(8)) == pytest.approx(2 * inside, rel=0.01)
+    assert cluster.gather_s(1e9, Group(1)) == cluster.reduce_s(0, Group(8)) == 0
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from meshwright.core.errors import ConfigError
 from meshwright.distributed.measuring.products import SHORTEST
 from meshwright.simulation.measured import (
     COME_ALONG,
-    GridPoints,
     MachineProfile,
     ProductGrid,
     SecondsCurve,
@@ -29,7 +28,7 @@ from meshwright.training.machine import measure, measure_here
 
 WAYS = ("nt", "nn", "tn")
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
-GRID = GridPoints(
+GRID = ProductGrid(
     (10, 100),
     tuple(2.0 * math.prod(s) / 1e9 for s in ((a, b, c) for a in (10, 100) for b in (10, 100) for c in (10, 100))),
 )
@@ -182,7 +181,7 @@ def test_plan_forecasts_with_a_profile(tmp_path, capsys):
     seconds = []
     for factor in (1.0, 3.0):
         slower = {
-            key: GridPoints(grid.dims, tuple(factor * s for s in grid.seconds))
+            key: ProductGrid(grid.dims, tuple(factor * s for s in grid.seconds))
             for key, grid in made_up().products.items()
         }
         path.write_text(to_json(replace(made_up(), products=slower)))

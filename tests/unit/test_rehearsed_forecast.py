@@ -16,7 +16,7 @@ from meshwright.models.decoder_config import SIZES
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
 from meshwright.planning.values import Batch
-from meshwright.simulation.cards import Group, gather_s, machines, message_s, reduce_s, send_s
+from meshwright.simulation.cards import Group, machines, message_s
 from meshwright.simulation.from_model import job_of_plan
 from meshwright.simulation.step_memory import (
     MESSAGES,
@@ -87,10 +87,10 @@ def test_a_place_that_was_not_rehearsed_is_named():
 
 def test_a_message_is_priced_by_its_kind_and_its_ranks():
     ranks, apart = tuple(range(8)), tuple(range(0, 16, 8))
-    assert message_s("all_gather", ranks, 1e9, CARDS) == gather_s(1e9, Group(8), CARDS)
-    assert message_s("reduce_scatter", apart, 1e9, CARDS) == gather_s(1e9, Group(2, 8), CARDS)
-    assert message_s("all_reduce", ranks, 1e9, CARDS) == reduce_s(1e9, Group(8), CARDS)
-    assert message_s("send", apart, 1e6, CARDS) == send_s(1e6, 8, CARDS) > message_s("send", (0, 1), 1e6, CARDS)
+    assert message_s("all_gather", ranks, 1e9, CARDS) == CARDS.gather_s(1e9, Group(8))
+    assert message_s("reduce_scatter", apart, 1e9, CARDS) == CARDS.gather_s(1e9, Group(2, 8))
+    assert message_s("all_reduce", ranks, 1e9, CARDS) == CARDS.reduce_s(1e9, Group(8))
+    assert message_s("send", apart, 1e6, CARDS) == CARDS.send_s(1e6, 8) > message_s("send", (0, 1), 1e6, CARDS)
     assert message_s("all_reduce", (5,), 1e9, CARDS) == 0.0
 
 

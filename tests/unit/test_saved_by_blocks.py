@@ -15,7 +15,7 @@ from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import SIZES
 from meshwright.planning.build import plan
-from meshwright.simulation.search import foresee as foresee_module
+from meshwright.simulation import foresee as foresee_module
 
 MODEL = replace(SIZES["1B"], n_layers=6, vocab_size=4096)
 FACTS = model_facts(as_module(MODEL))

@@ -16,6 +16,7 @@ from meshwright.planning.layout import Layout, shares_of
 from meshwright.planning.plan import Plan
 from meshwright.planning.techniques import Techniques
 from meshwright.simulation.cards import Machines
+from meshwright.simulation.from_model import techniques_of
 from meshwright.simulation.job import Job
 from meshwright.simulation.search import Candidate, Pin, hold, meshes, microbatches, recomputations, stages_per_rank
 from meshwright.simulation.step_memory import least_memory, step_memory
@@ -114,29 +115,6 @@ def proposal(candidate: Candidate, techniques: Techniques, plan: Plan) -> Propos
     return Proposal(candidate, techniques, replace(plan, notes=(*plan.notes, note)))
 
 
-def techniques_of(job: Job, techniques: Techniques) -> Techniques:
-    """Return the techniques with a candidate's switches."""
-    run, layout = job.execution, job.layout
-    changed = replace(
-        techniques,
-        activation_checkpointing=run.recompute,
-        loss_chunks=run.loss_chunks,  # type: ignore[arg-type]
-    )
-    if layout.dp_shard * layout.cp > 1:
-        changed = replace(changed, reshard_after_forward=run.gathers_each)
-        if run.reduces_each:
-            changed = replace(changed, sync_grad_accum=True)
-    if layout.pp > 1:
-        several = run.stages_per_rank > 1 and not run.schedule
-        blocks = -(-len(job.architecture.blocks) // job.stages)
-        changed = replace(
-            changed,
-            pipeline_schedule=job.schedule,
-            layers_per_stage=blocks if several else 0,
-        )
-    return changed
-
-
 def legal_among(
     candidates: list[Candidate], techniques: Techniques, legal: Legal, *, keep: int = 5
 ) -> tuple[list[Proposal], list[Refused]]:
@@ -158,16 +136,10 @@ def figures(candidate: Candidate) -> dict[str, Any]:
     """Return a candidate's figures under the documented keys of ``meshwright plan --json``."""
     job, seconds = candidate.job, candidate.time.seconds
     tokens = job.rows * job.seq_len / job.machines.gpus / seconds
-    device, run = job.machines.device, job.execution
+    device = job.machines.device
     return {
         "layout": {key: value for key, value in vars(job.layout).items() if isinstance(value, int)},
-        "microbatch": int(job.microbatch),
-        "recompute": run.recompute,
-        "schedule": job.schedule if job.layout.pp > 1 else "",
-        "stages_per_rank": run.stages_per_rank,
-        "reshard_after_forward": run.gathers_each,
-        "sync_grad_accum": run.reduces_each,
-        "loss_chunks": run.loss_chunks,
+        **job.switches,
         "mem_gb": candidate.memory.total / 1e9,
         "mem_parts_gb": {name: size / 1e9 for name, size in candidate.memory.parts().items()},
         "fits": candidate.fits,

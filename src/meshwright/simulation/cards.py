@@ -6,7 +6,7 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
 from importlib.resources import files
 from typing import Any
@@ -109,13 +109,12 @@ class Device:
         ramp = depth / (depth + RAMP * self.flops[dtype] / self.bandwidth) * min(aligned(columns), aligned(depth))
         if not self.multiprocessors:
             return ramp
-        return ramp * max(self._filled(rows, columns, number, *tile) for tile in TILES)
-
-    def _filled(self, rows: float, columns: float, number: float, height: int, width: int, speed: float) -> float:
-        """Return the fraction of the multiprocessors' time that computes elements of the result, for one tile size."""
-        tiles = math.ceil(number * math.ceil(rows / height) * math.ceil(columns / width))
-        waves = math.ceil(tiles / self.multiprocessors)
-        return speed * number * rows * columns / (waves * self.multiprocessors * height * width)
+        filled = 0.0  # fraction of the multiprocessors' time that computes elements of the result
+        for height, width, speed in TILES:
+            tiles = math.ceil(number * math.ceil(rows / height) * math.ceil(columns / width))
+            waves = math.ceil(tiles / self.multiprocessors)
+            filled = max(filled, speed * number * rows * columns / (waves * self.multiprocessors * height * width))
+        return ramp * filled
 
     def traffic_s(self, moved: float) -> float:
         """Return the seconds in which ``moved`` bytes are read or written."""
@@ -223,13 +222,6 @@ class Group:
         return max(1, min(self.size, machines.per_node // self.stride))
 
 
-def _steps(ranks: int, inside: int, machines: Machines) -> float:
-    """Return the seconds of latency of one pass: a ring within nodes, a tree between many nodes."""
-    nodes = -(-ranks // inside)
-    ring = (ranks - nodes) * machines.inside.latency_s / max(1, nodes)
-    return ring + min(nodes - 1, 4 * math.log2(max(nodes, 1)) if nodes > 1 else 0) * machines.across.latency_s
-
-
 @lru_cache(maxsize=100_000)
 def _ring_s(moved: float, group: Group, machines: Machines) -> float:
     """Price rings, as many as a node has adapters for the group: each link carries (1 - 1/ranks) of its ring's bytes
@@ -242,22 +234,11 @@ def _ring_s(moved: float, group: Group, machines: Machines) -> float:
     speed = machines.inside.speed if inside > 1 else math.inf
     if ranks > inside:
         speed = min(speed, machines.across.speed * inside)
-    return moved * (ranks - 1) / ranks / speed + _steps(ranks, inside, machines) + machines.launch_s
-
-
-def gather_s(moved: float, group: Group, machines: Machines) -> float:
-    """Return the seconds of an all-gather to ``moved`` bytes on each rank, or of a reduce-scatter of as many."""
-    return machines.gather_s(moved, group)
-
-
-def reduce_s(moved: float, group: Group, machines: Machines) -> float:
-    """Return the seconds of an all-reduce of ``moved`` bytes."""
-    return machines.reduce_s(moved, group)
-
-
-def send_s(moved: float, stride: int, machines: Machines) -> float:
-    """Return the seconds of a message of ``moved`` bytes to the rank ``stride`` further on."""
-    return machines.send_s(moved, stride)
+    # the latency of one pass: a ring within nodes, a tree between many nodes
+    nodes = -(-ranks // inside)
+    steps = (ranks - nodes) * machines.inside.latency_s / max(1, nodes)
+    steps += min(nodes - 1, 4 * math.log2(max(nodes, 1)) if nodes > 1 else 0) * machines.across.latency_s
+    return moved * (ranks - 1) / ranks / speed + steps + machines.launch_s
 
 
 # --- price one message by its operation, its ranks and its bytes
@@ -278,9 +259,9 @@ def message_s(op: str, ranks: tuple[int, ...], tensor_bytes: float, machines: Ma
         return 0.0
     stride = abs(ranks[1] - ranks[0])
     if op == "send":
-        return send_s(tensor_bytes, stride, machines)
+        return machines.send_s(tensor_bytes, stride)
     group = Group(len(ranks), stride)
-    return reduce_s(tensor_bytes, group, machines) if op == "all_reduce" else gather_s(tensor_bytes, group, machines)
+    return machines.reduce_s(tensor_bytes, group) if op == "all_reduce" else machines.gather_s(tensor_bytes, group)
 
 
 # --- look up devices and links by name
@@ -380,8 +361,3 @@ def machines(gpu: str, gpus: int, *, per_node: int = 0, across: str = "") -> Mac
     inside = link("nvlink" if sheet["nvlink"] >= 100e9 else "pcie", sheet["nvlink"])
     between = link_across(across) if across else link("infiniband", sheet["network"])
     return Machines(device(card), gpus, min(per_node, gpus), inside, between)
-
-
-def with_efficiency(of: Device, dtype: str, efficiency: float) -> Device:
-    """Return the device with another efficiency of products in ``dtype``."""
-    return replace(of, efficiency={**of.efficiency, dtype: efficiency})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -23,7 +23,7 @@ from meshwright.simulation.cards import Machines, card_names
 from meshwright.simulation.from_model import job_of_plan, with_saved
 from meshwright.simulation.job import Architecture, Job
 from meshwright.simulation.measured import computing_in, machines_of
-from meshwright.simulation.search import Candidate, Found, Pin, Progress, search
+from meshwright.simulation.search import Candidate, Pin, Progress, search
 from meshwright.simulation.step_memory import RehearsedRank, rehearsed_memory, rehearsed_time, step_memory
 from meshwright.simulation.step_time import step_time
 
@@ -167,10 +167,6 @@ class _Question:
         facts = facts_with(model, requested.adapters, hints)
         return cls(facts, layout, batch, cluster, replace(requested, adapters=None), conditions, reduction)
 
-    def answer(self, progress: Progress | None = None, rehearsed: Sequence[RehearsedRank] = ()) -> Foresight:
-        """Judge a stated layout, search for an open one."""
-        return self._searched(progress) if _is_open(self.layout) else self._judged(rehearsed)
-
     def _machines(self, count: int) -> Machines:
         return machines_of(self.cluster, count)
 
@@ -193,8 +189,8 @@ class _Question:
     def _job(self, plan: Plan) -> Job:
         here = computing_in(self._machines(self.cluster.world), plan.precision.compute)
         job = job_of_plan(self.facts, plan, self.batch, here)
-        execution = replace(job.execution, imbalance=self.imbalance, straggler=self.straggler)
-        job = replace(job, architecture=self._architecture, execution=execution)
+        job = replace(job, architecture=self._architecture)
+        job = job.with_execution(imbalance=self.imbalance, straggler=self.straggler)
         device = job.machines.device
         if job.execution.products not in device.flops:
             raise ConfigError(
@@ -203,7 +199,10 @@ class _Question:
             )
         return job
 
-    def _judged(self, rehearsed: Sequence[RehearsedRank]) -> Foresight:
+    def answer(self, progress: Progress | None = None, rehearsed: Sequence[RehearsedRank] = ()) -> Foresight:
+        """Judge a stated layout, search for an open one."""
+        if _is_open(self.layout):
+            return self._searched(progress)
         rows, world = self.batch.global_rows, self.cluster.world
 
         def stated(count: int) -> Plan:
@@ -230,7 +229,18 @@ class _Question:
         works = open_works(job, self.pins, self.techniques, self._machines, legal_on)
         found = search(job, self.pins, progress=progress)
         if not found.best:
-            raise ConfigError(_nothing(found, world, works))
+            if found.smallest is None:
+                raise ConfigError(
+                    f"{world} GPUs: no layout fills them with this batch and these pins. {words(world, works)}"
+                )
+            smallest, device = found.smallest, job.machines.device
+            beyond = (smallest.memory.total - device.memory_bytes) / 1e9
+            raise ConfigError(
+                f"nothing fits on {world} {device.name}: the smallest layout ({smallest.job.layout}, recompute"
+                f" {smallest.job.execution.recompute}) needs {smallest.memory.total / 1e9:.1f} GB on a GPU,"
+                f" {beyond:.1f} GB too much. Take more GPUs or a larger card, techniques.optimizer_state = 8bit, or"
+                f" shorter rows."
+            )
         shown, refused = legal_among(found.best, self.techniques, legal)
         front, _ = legal_among(found.front, self.techniques, legal)
         if not shown:
@@ -241,16 +251,3 @@ class _Question:
 def _is_open(layout: Layout) -> bool:
     """Return whether a layout states no size, whatever its class."""
     return all(value == getattr(layout, axis) for axis, value in vars(OPEN).items())
-
-
-def _nothing(found: Found, world: int, works: Callable[[int], bool]) -> str:
-    if found.smallest is None:
-        return f"{world} GPUs: no layout fills them with this batch and these pins. {words(world, works)}"
-    smallest = found.smallest
-    job, device = smallest.job, smallest.job.machines.device
-    beyond = (smallest.memory.total - device.memory_bytes) / 1e9
-    return (
-        f"nothing fits on {world} {device.name}: the smallest layout ({job.layout}, recompute"
-        f" {job.execution.recompute}) needs {smallest.memory.total / 1e9:.1f} GB on a GPU, {beyond:.1f} GB too much."
-        f" Take more GPUs or a larger card, techniques.optimizer_state = 8bit, or shorter rows."
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 from meshwright.core.config_keys import HEADS, KEY_HEADS, TOP_K, WIDTH
 from meshwright.core.dtypes import dtype_bytes
@@ -15,8 +16,8 @@ from meshwright.introspection.facts import ModelFacts, ParameterFact
 from meshwright.introspection.measurements import stated
 from meshwright.introspection.structure.experts import find_stacks
 from meshwright.planning.layout import Layout
-from meshwright.planning.pipeline.plan import PipelinePlan
 from meshwright.planning.plan import Plan
+from meshwright.planning.techniques import Techniques
 from meshwright.planning.values import Batch, Unit
 from meshwright.simulation.cards import Machines
 from meshwright.simulation.job import (
@@ -37,8 +38,14 @@ WHOLE = ("full", "every_n", "selective_op", "memory_budget", "modules")
 
 def architecture_of(facts: ModelFacts) -> Architecture:
     """Describe a model by the dims of its parameters and the numbers that its config states."""
-    hidden = _hidden(facts)
-    core = _attention(facts, hidden)
+    dims = [dim for p in facts.parameters if len(p.shape) == 2 for dim in p.shape]
+    # the width of the residual stream: as stated, else the commonest dim of the blocks' weights
+    hidden = _stated(facts, *WIDTH) or (max(set(dims), key=dims.count) if dims else 1)
+    core = None
+    if facts.attentions and (heads := _stated(facts, *HEADS)):
+        size = _stated(facts, "qk_head_dim", "head_dim") or hidden // heads
+        values, window = _stated(facts, "v_head_dim") or size, _stated(facts, "sliding_window") or 0
+        core = AttentionShape(heads, _stated(facts, *KEY_HEADS) or heads, size, values, window)
     stacks = {} if facts.module is None else {path: stack.experts for path, stack in find_stacks(facts.module).items()}
     kinds: dict[tuple, BlockShape] = {}
     blocks = []
@@ -57,28 +64,8 @@ def architecture_of(facts: ModelFacts) -> Architecture:
     return Architecture(facts.kind, tuple(blocks), vocab, tied=len(heads) < 2)
 
 
-def _hidden(facts: ModelFacts) -> int:
-    """Return the width of the residual stream: as stated, else the commonest dim of the blocks' weights."""
-    named = _stated(facts, *WIDTH)
-    if named:
-        return named
-    dims = [dim for p in facts.parameters if len(p.shape) == 2 for dim in p.shape]
-    return max(set(dims), key=dims.count) if dims else 1
-
-
 def _stated(facts: ModelFacts, *keys: str) -> int | None:
     return None if facts.module is None else stated(facts.module, *keys)
-
-
-def _attention(facts: ModelFacts, hidden: int) -> AttentionShape | None:
-    heads = _stated(facts, *HEADS)
-    if not heads or not facts.attentions:
-        return None
-    kv_heads = _stated(facts, *KEY_HEADS) or heads
-    size = _stated(facts, "qk_head_dim", "head_dim") or hidden // heads
-    return AttentionShape(
-        heads, kv_heads, size, _stated(facts, "v_head_dim") or size, _stated(facts, "sliding_window") or 0
-    )
 
 
 def _block(
@@ -112,7 +99,14 @@ def _block(
     mixture = None
     if stacked:
         inner = min((dim for p in stacked for dim in (p.depth, p.columns) if dim != hidden), default=hidden)
-        mixture = ExpertsShape(experts, min(experts, _top_k(facts)), inner, tuple(stacked))
+        top_k = _stated(facts, *TOP_K)
+        if top_k is None:
+            raise ConfigError(
+                f"a forecast of {facts.kind} needs the number of experts that a token goes to, and its config states"
+                f" none (looked for {', '.join(TOP_K)}): state it in model.config, which may be"
+                f" types.SimpleNamespace({TOP_K[0]}=2)"
+            )
+        mixture = ExpertsShape(experts, min(experts, top_k), inner, tuple(stacked))
     return BlockShape(
         hidden,
         tuple(products),
@@ -122,18 +116,6 @@ def _block(
         experts=mixture,
         other=other,
     )
-
-
-def _top_k(facts: ModelFacts) -> int:
-    """Return the number of experts that a token goes to; ConfigError where no config states it."""
-    found = _stated(facts, *TOP_K)
-    if found is None:
-        raise ConfigError(
-            f"a forecast of {facts.kind} needs the number of experts that a token goes to, and its config states none"
-            f" (looked for {', '.join(TOP_K)}): state it in model.config, which may be"
-            f" types.SimpleNamespace({TOP_K[0]}=2)"
-        )
-    return found
 
 
 def execution_of(plan: Plan) -> Execution:
@@ -151,6 +133,7 @@ def execution_of(plan: Plan) -> Execution:
     fully = data.technique == "fully_shard"
     recompute = plan.activation_checkpointing
     schedule = plan.pipeline
+    ends = [] if schedule is None else list(accumulate(len(stage.blocks) for stage in schedule.stages))
     return Execution(
         products="float8" if plan.float8 is not None and not plan.float8.emulated else precision.compute,
         compute_bytes=compute,
@@ -169,7 +152,7 @@ def execution_of(plan: Plan) -> Execution:
         sequence_parallel=plan.tensor is None or plan.tensor.sequence_parallel,
         stages_per_rank=1 if schedule is None else len(schedule.stages) // schedule.ranks,
         schedule="" if schedule is None else schedule.schedule,
-        cuts=() if schedule is None else _cuts(schedule),
+        cuts=tuple(zip([0, *ends], ends, strict=False)),
         reduces_each=data.sync_grad_accum is True,
         gathers_each=not (data.gathers_per_step or keeps_gathered),
         trained=_for_each_element(plan, lambda unit: unit.trainable_elements) if plan.units else 1.0,
@@ -178,9 +161,19 @@ def execution_of(plan: Plan) -> Execution:
     )
 
 
-def _cuts(pipeline: PipelinePlan) -> tuple[tuple[int, int], ...]:
-    ends = list(accumulate(len(stage.blocks) for stage in pipeline.stages))
-    return tuple(zip([0, *ends], ends, strict=False))
+def techniques_of(job: Job, techniques: Techniques) -> Techniques:
+    """Return the techniques with a candidate's switches, which ``execution_of`` reads back off their plan."""
+    run, layout = job.execution, job.layout
+    changed: dict[str, Any] = {"activation_checkpointing": run.recompute, "loss_chunks": run.loss_chunks}
+    if layout.dp_shard * layout.cp > 1:
+        changed["reshard_after_forward"] = run.gathers_each
+        if run.reduces_each:
+            changed["sync_grad_accum"] = True
+    if layout.pp > 1:
+        several = run.stages_per_rank > 1 and not run.schedule
+        changed["pipeline_schedule"] = job.schedule
+        changed["layers_per_stage"] = -(-len(job.architecture.blocks) // job.stages) if several else 0
+    return replace(techniques, **changed)
 
 
 def _optimizer_bytes(plan: Plan, master: float) -> float:
@@ -215,7 +208,7 @@ def with_saved(architecture: Architecture, saved: Sequence[SavedByBlock], job: J
     """
     if len(saved) != len(architecture.blocks):
         return architecture
-    again = replace(job, execution=replace(job.execution, recompute="selective"))
+    again = job.with_execution(recompute="selective")
     entering = job.tokens * architecture.hidden * job.execution.compute_bytes
     made: dict[int, BlockShape] = {}
     for block, held in zip(architecture.blocks, saved, strict=True):

@@ -423,6 +423,20 @@ class Job:
         run = self.execution
         return run.schedule or ("1f1b" if run.stages_per_rank == 1 else "interleaved_1f1b")
 
+    @property
+    def switches(self) -> dict[str, int | str | bool]:
+        """The choices of a search beside the layout, under the documented keys of ``meshwright plan --json``."""
+        run = self.execution
+        return {
+            "microbatch": int(self.microbatch),
+            "recompute": run.recompute,
+            "schedule": self.schedule if self.layout.pp > 1 else "",
+            "stages_per_rank": run.stages_per_rank,
+            "reshard_after_forward": run.gathers_each,
+            "sync_grad_accum": run.reduces_each,
+            "loss_chunks": run.loss_chunks,
+        }
+
     @cached_property
     def stage_bounds(self) -> tuple[tuple[int, int], ...]:
         """The first block of each pipeline stage, and the one behind its last."""
@@ -430,9 +444,8 @@ class Job:
         if run.cuts:
             return run.cuts
         blocks = len(model.blocks)
-        if (
-            run.balances_ends and run.stages_per_rank > 1 and not run.schedule
-        ):  # as techniques.layers_per_stage cuts them
+        # as techniques.layers_per_stage cuts them
+        if run.balances_ends and run.stages_per_rank > 1 and not run.schedule:
             return blocks_of_size(blocks, self.stages)
         if run.balances_ends and self.stages <= blocks:
             return model.balanced_cuts(self.stages)

@@ -21,11 +21,6 @@ from meshwright.simulation.cards import Device, Group, Link, Machines, machines
 # --- interpolate measured seconds
 
 
-def _between(low: float, high: float, share: float) -> float:
-    """Return the value between two positive ones on a logarithmic scale."""
-    return math.exp((1 - share) * math.log(low) + share * math.log(high))
-
-
 @dataclass(frozen=True)
 class SecondsCurve:
     """Seconds by a size (bytes, elements, tokens), measured at ascending sizes.
@@ -36,10 +31,6 @@ class SecondsCurve:
     points: tuple[tuple[float, float], ...]
     power: float = 1.0
 
-    @cached_property
-    def _sizes(self) -> list[float]:
-        return [size for size, _ in self.points]
-
     def seconds(self, size: float) -> float:
         """Return the seconds at a size, between two measured ones on a logarithmic scale of both."""
         first, last = self.points[0], self.points[-1]
@@ -47,9 +38,10 @@ class SecondsCurve:
             return first[1]
         if size >= last[0]:
             return last[1] * (size / last[0]) ** self.power
-        above = bisect_right(self._sizes, size)
+        above = bisect_right(self.points, size, key=lambda point: point[0])
         (low, before), (high, after) = self.points[above - 1], self.points[above]
-        return _between(before, after, math.log(size / low) / math.log(high / low))
+        share = math.log(size / low) / math.log(high / low)
+        return math.exp((1 - share) * math.log(before) + share * math.log(after))
 
     @property
     def least(self) -> float:
@@ -120,14 +112,6 @@ AGAIN = "Measure again with meshwright measure FILE"
 
 
 @dataclass(frozen=True)
-class GridPoints:
-    """Dims of products, and their seconds by rows, then columns, then depth."""
-
-    dims: tuple[int, ...]
-    seconds: tuple[float, ...]
-
-
-@dataclass(frozen=True)
 class MachineProfile:
     """The measured speeds of equal devices, each of which one rank computes on. Seconds and bytes.
 
@@ -160,7 +144,7 @@ class MachineProfile:
     threads: int
     slots: int
     memory_bytes: float
-    products: dict[str, GridPoints]
+    products: dict[str, ProductGrid]
     attention: dict[str, Points]
     traffic: dict[str, Points]
     host: dict[str, float]
@@ -174,7 +158,7 @@ class MachineProfile:
         if found is None:
             legal = ", ".join(sorted({key.split()[0] for key in self.products}))
             raise ConfigError(f"the profile of {self.name} has no products in {dtype}. Legal are {legal}.")
-        return ProductGrid(found.dims, found.seconds)
+        return found
 
     @property
     def group_sizes(self) -> list[int]:
@@ -222,11 +206,6 @@ def from_json(text: str, where: str = "this text") -> MachineProfile:
         profile = from_dict(MachineProfile, values, where="profile")
     except ConfigError as error:
         raise ConfigError(f"{where} is a damaged profile ({str(error).splitlines()[0]}). {AGAIN}") from None
-    _check(profile, where)
-    return profile
-
-
-def _check(profile: MachineProfile, where: str) -> None:
     for name, value in _numbers("", asdict(profile)):
         if not math.isfinite(value) or value < 0:
             raise ConfigError(
@@ -251,6 +230,7 @@ def _check(profile: MachineProfile, where: str) -> None:
                 raise ConfigError(
                     f"{where} is a damaged profile: {one}['{name}'] has no ascending sizes with seconds. {AGAIN}"
                 )
+    return profile
 
 
 def _numbers(name: str, value: Any) -> list[tuple[str, float]]:
@@ -260,11 +240,6 @@ def _numbers(name: str, value: Any) -> list[tuple[str, float]]:
     if isinstance(value, (list, tuple)):
         return [found for place, one in enumerate(value) for found in _numbers(f"{name}[{place}]", one)]
     return [(name, value)] if isinstance(value, (int, float)) and not isinstance(value, bool) else []
-
-
-def curve_of(points: Points, power: float = 1.0) -> SecondsCurve:
-    """Return the curve through measured points."""
-    return SecondsCurve(points, power)
 
 
 # --- price operators and messages by the measured curves of a profile
@@ -316,7 +291,6 @@ class ProfileCurves:
         self.profile = profile
         self.traffic = {kind: SecondsCurve(points) for kind, points in profile.traffic.items()}
         self._optimizer = {way: SecondsCurve(points) for way, points in profile.optimizer.items()}
-        self._grids: dict[tuple[str, str], ProductGrid] = {}
         self._messages: dict[tuple[str, int], SecondsCurve] = {}
         for key, points in profile.messages.items():
             kind, ranks = key.split()
@@ -324,10 +298,7 @@ class ProfileCurves:
 
     def product_s(self, rows: float, columns: float, depth: float, dtype: str, layout: str) -> float:
         """Return the seconds of one product whose operands lie as ``layout`` says."""
-        grid = self._grids.get((dtype, layout))
-        if grid is None:
-            grid = self._grids[dtype, layout] = self.profile.grid(dtype, layout)
-        return grid.product_s(rows, columns, depth)
+        return self.profile.grid(dtype, layout).product_s(rows, columns, depth)
 
     def attention(self, dtype: str, direction: str, head_dim: int) -> SecondsCurve:
         """Return the seconds of one head and row by tokens, for the nearest head dim that was measured."""
@@ -420,18 +391,14 @@ def measured_machines(profile: MachineProfile, gpus: int, per_node: int = 0) -> 
         source=f"measured on {profile.date} with torch {profile.torch}",
         profile=profile,
     )
-    link = _link(curves, gpus)
-    return MeasuredMachines(device, gpus, min(per_node, gpus), link, link, launch_s=0.0, curves=curves)
-
-
-def _link(curves: ProfileCurves, gpus: int) -> Link:
-    """Return what an all-to-all says of the way between two ranks."""
     if gpus < 2:
-        return Link("none", 1e12, 0.0, 1.0, "one device sends nothing")
-    large, ranks = 2.0**24, curves.profile.group_sizes[0]
-    latency = curves.message_s("all_to_all", 1.0, ranks)
-    seconds = max(curves.message_s("all_to_all", large, ranks) - latency, 1e-9)
-    return Link("measured", large * (1 - 1 / ranks) / seconds, latency, 1.0, "measured")
+        link = Link("none", 1e12, 0.0, 1.0, "one device sends nothing")
+    else:  # what an all-to-all says of the way between two ranks
+        large, ranks = 2.0**24, profile.group_sizes[0]
+        latency = curves.message_s("all_to_all", 1.0, ranks)
+        seconds = max(curves.message_s("all_to_all", large, ranks) - latency, 1e-9)
+        link = Link("measured", large * (1 - 1 / ranks) / seconds, latency, 1.0, "measured")
+    return MeasuredMachines(device, gpus, min(per_node, gpus), link, link, launch_s=0.0, curves=curves)
 
 
 def notes(profile: MachineProfile, gpus: int) -> list[str]:

@@ -119,15 +119,11 @@ def _compact(schedule: str, ranks: int, microbatches: int, per_rank: int) -> Com
     numbers = {work: number for number, work in enumerate(WORKS)}
     codes = array("l", [stage * len(WORKS) + numbers[work] for stage, work, _ in order.actions])
     plain = WaitOrder(order.lanes, (), array("l", order.ranks), array("l", order.sources))
-    return CompactOrder(plain, codes, _one_round_later(order, ranks, microbatches))
-
-
-def _one_round_later(order: WaitOrder, ranks: int, microbatches: int) -> list[tuple[int, int]]:
     first = (microbatches // ranks // 2 - 2) * ranks
     window = range(first, first + 4 * ranks)  # further than an order looks back
     places = {action: place for place, action in enumerate(order.actions) if action.microbatch in window}
     later = ((place, action._replace(microbatch=action.microbatch + ranks)) for action, place in places.items())
-    return [(place, places[action]) for place, action in later if action in places]
+    return CompactOrder(plain, codes, [(place, places[action]) for place, action in later if action in places])
 
 
 def least_pipeline_seconds(job: Job, stages: StageSeconds, among: Iterable[int] = ()) -> float:

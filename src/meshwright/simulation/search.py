@@ -222,17 +222,8 @@ class Candidate:
 
     @property
     def key(self) -> tuple:
-        """The choices, for comparing candidates."""
-        run = self.job.execution
-        return (
-            self.job.layout,
-            self.job.microbatch,
-            run.recompute,
-            run.schedule,
-            run.stages_per_rank,
-            run.gathers_each,
-            run.loss_chunks,
-        )
+        """The choices, for comparing candidates; when gradients are reduced makes no other candidate."""
+        return (self.job.layout, *(value for key, value in self.job.switches.items() if key != "sync_grad_accum"))
 
 
 @dataclass
@@ -399,15 +390,14 @@ class _Group:
             waits = 0.0 if schedule else bound / self.job.microbatches * (self.mesh.pp - 1) / per_rank
             for reshard, chunks, each in product((True, False), (1, 8), reductions(self.job, schedule, pins)):
                 if hold(pins, reshard=str(reshard).lower(), loss_chunks=chunks):
-                    run = replace(
-                        self.job.execution,
+                    job = self.job.with_execution(
                         schedule=schedule,
                         stages_per_rank=per_rank,
                         gathers_each=reshard,
                         loss_chunks=chunks,
                         reduces_each=each,
                     )
-                    yield bound + waits, self._shards(replace(self.job, execution=run), pins)
+                    yield bound + waits, self._shards(job, pins)
 
     def _shards(self, job: Job, pins: tuple[Pin, ...]) -> Iterator[Job]:
         for shard in reversed(self.mesh.shards()):

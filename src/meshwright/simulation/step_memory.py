@@ -46,14 +46,14 @@ class StepMemory:
         rehearsed: most bytes of a real step by the device's allocator, where these stand for all but the context.
     """
 
-    parameters: float
-    gradients: float
-    optimizer: float
-    activations: float
-    logits: float
-    gathered: float
-    context: float
-    fragmented: float
+    parameters: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    logits: float = 0.0
+    gathered: float = 0.0
+    context: float = 0.0
+    fragmented: float = 0.0
     rank: int = 0
     rehearsed: float = 0.0
 
@@ -73,7 +73,15 @@ def step_memory(job: Job, saved: SavedBytes | None = None) -> StepMemory:
     Args:
         saved: bytes of the job's blocks, where they are known from a job that differs in data ranks or stages alone.
     """
-    return _fullest(job, saved or SavedBytes(job), _different_ranks(job))
+    ranks: Iterable[int] = range(job.layout.pp)
+    if job.layout.pp > 2 and job.schedule in ("1f1b", "interleaved_1f1b"):
+        # among ranks with equal blocks the first one is the fullest, or the last of all
+        bounds, parts = job.stage_bounds, {}
+        for rank in ranks[:-1]:
+            part = job.architecture.part(bounds[rank :: job.layout.pp])
+            parts.setdefault((part.dense, part.experts, part.number), rank)
+        ranks = (*parts.values(), job.layout.pp - 1)
+    return _fullest(job, saved or SavedBytes(job), ranks)
 
 
 def ends_memory(job: Job, saved: SavedBytes) -> StepMemory:
@@ -108,18 +116,6 @@ class SavedBytes:
         self.deferred = model.sums([_deferred(block, job) for block in blocks])
 
 
-def _different_ranks(job: Job) -> Sequence[int]:
-    """Return the pipeline ranks among which the fullest is: of those with equal blocks the first one and the last."""
-    ranks = job.layout.pp
-    if ranks <= 2 or job.schedule not in ("1f1b", "interleaved_1f1b"):
-        return range(ranks)
-    bounds, parts = job.stage_bounds, {}
-    for rank in range(ranks - 1):
-        part = job.architecture.part(bounds[rank::ranks])
-        parts.setdefault((part.dense, part.experts, part.number), rank)
-    return (*parts.values(), ranks - 1)
-
-
 def least_memory(job: Job) -> float:
     """Return a lower bound of a rank's bytes: master weights, one gradient and the optimizer's state, all sharded."""
     run, layout, model = job.execution, job.layout, job.architecture
@@ -132,10 +128,12 @@ def least_memory(job: Job) -> float:
 
 def rank_memory(job: Job, rank: int, saved: SavedBytes) -> StepMemory:
     """Forecast the bytes of one pipeline rank at its peak."""
-    run, layout = job.execution, job.layout
-    bounds = job.bounds_on(rank)
-    part = job.architecture.part(bounds)
-    dense = (part.dense + _ends(job, rank)) / layout.tp
+    run, layout, model, homes = job.execution, job.layout, job.architecture, job.rank_of
+    part = model.part(job.bounds_on(rank))
+    ends = model.embedding_elements if homes[0] == rank else 0
+    if homes[-1] == rank and not (model.tied and homes[0] == rank):
+        ends += model.head_elements
+    dense = (part.dense + ends) / layout.tp
     experts = part.experts / layout.ep
     elements = dense + experts
     owned = dense / job.owners + experts / job.expert_owners
@@ -208,15 +206,6 @@ class HeldBytes:
         activations += sum(number * size for number, size in zip(held.deferred, self.deferred, strict=True) if number)
         waiting = held.whole[-1]
         return activations, self.logits + (waiting - 1) * self.softmax if waiting else 0.0
-
-
-def _ends(job: Job, rank: int) -> int:
-    """Return the elements of embedding and head on a pipeline rank."""
-    model, homes = job.architecture, job.rank_of
-    ends = model.embedding_elements if homes[0] == rank else 0
-    if homes[-1] == rank and not (model.tied and homes[0] == rank):
-        ends += model.head_elements
-    return ends
 
 
 def _gathered(job: Job, part: BlocksPart) -> float:
@@ -323,12 +312,13 @@ def rehearsed_time(job: Job, ranks: Sequence[RehearsedRank]) -> StepTime:
         costs = Costs({cost: foreseen.costs[cost] for cost in messages if cost in foreseen.costs})
         costs.add(Cost.REHEARSED, rank.seconds)
         return StepTime(costs, foreseen.hidden_s)
-    return _with_pipeline(job, slowest)
-
-
-def _with_pipeline(job: Job, slowest: Sequence[RehearsedRank]) -> StepTime:
-    kinds = Kinds(job)
-    slower = [_slower(job, kinds, rank) for rank in slowest]
+    kinds, slower = Kinds(job), []
+    for rank in slowest:  # its rehearsed seconds over those foreseen, with the messages that a rehearsal may leave out
+        costs = Costs()
+        for one in rank_costs(job, kinds, rank.pipeline_rank):
+            costs.add_all(one, job.microbatches)
+        messages = 0.0 if rank.has_messages else sum(costs.get(cost, 0.0) for cost in MESSAGES)
+        slower.append((rank.seconds + messages) / (costs.seconds + optimizer_seconds(job)))
     stages = stage_seconds(job, kinds)
     homes = job.rank_of
 
@@ -350,17 +340,6 @@ def _with_pipeline(job: Job, slowest: Sequence[RehearsedRank]) -> StepTime:
     return StepTime(costs, foreseen.hidden_s)
 
 
-def _slower(job: Job, kinds: Kinds, rank: RehearsedRank) -> float:
-    """Return a rank's rehearsed seconds over those foreseen, with the messages that a rehearsal may leave out."""
-    counts = job.architecture.part(job.bounds_on(rank.pipeline_rank)).counts
-    costs = Costs()
-    for one in rank_costs(job, kinds, rank.pipeline_rank, counts):
-        costs.add_all(one, job.microbatches)
-    messages = sum(costs.get(cost, 0.0) for cost in MESSAGES)
-    foreseen = costs.seconds + optimizer_seconds(job)
-    return (rank.seconds + (0.0 if rank.has_messages else messages)) / foreseen
-
-
 def rehearsed_memory(job: Job, ranks: Sequence[RehearsedRank]) -> StepMemory:
     """Return the bytes of the fullest rehearsed rank; the driver's and fragmentation come on top as foreseen."""
     fullest = max(_by_place(job, ranks), key=lambda rank: rank.mem_bytes)
@@ -368,16 +347,7 @@ def rehearsed_memory(job: Job, ranks: Sequence[RehearsedRank]) -> StepMemory:
     allocated = foreseen.total - foreseen.context - foreseen.fragmented
     fragmented = fullest.mem_bytes * foreseen.fragmented / allocated
     return StepMemory(
-        0.0,
-        0.0,
-        0.0,
-        0.0,
-        0.0,
-        0.0,
-        foreseen.context,
-        fragmented,
-        rank=fullest.pipeline_rank,
-        rehearsed=fullest.mem_bytes,
+        context=foreseen.context, fragmented=fragmented, rank=fullest.pipeline_rank, rehearsed=fullest.mem_bytes
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 
-from meshwright.simulation.cards import Group, gather_s, reduce_s, send_s
+from meshwright.simulation.cards import Group
 from meshwright.simulation.job import BlockShape, Job
 from meshwright.simulation.pipeline import StageSeconds, least_pipeline_seconds, pipeline_seconds
 from meshwright.simulation.products import (
@@ -195,12 +195,12 @@ def _messages(block: BlockShape, job: Job) -> dict[Cost, float]:
     moved = job.tokens * block.hidden * run.compute_bytes
     if layout.tp > 1:
         passes = 4 if block.experts is None or block.experts.shared else 2
-        seconds = passes * gather_s(moved, job.tensor_group, machines)
+        seconds = passes * machines.gather_s(moved, job.tensor_group)
         found[Cost.TENSOR] = seconds * (1 - run.hides_tensor)
     if layout.cp > 1 and block.attention:
         core = block.attention
         keys = job.tokens * layout.cp * core.kv_heads * (core.key_dim + core.value_dim) / layout.tp
-        seconds = gather_s(keys * run.compute_bytes, job.context_group, machines)
+        seconds = machines.gather_s(keys * run.compute_bytes, job.context_group)
         forward, _ = _attention(block, job)
         found[Cost.CONTEXT] = max(0.0, seconds - 0.8 * forward)
     if layout.ep > 1 and block.experts:
@@ -265,28 +265,26 @@ def least_step_seconds(job: Job, kinds: Kinds, *, closely: bool = False) -> floa
     if job.layout.pp > 1:
         stages = stage_seconds(job, kinds)
         fullest = _fullest(job, stages)
-    counts = job.architecture.part(job.bounds_on(fullest)).counts
     if stages is None or job.execution.zero != 3:
-        forward, backward = (costs.seconds for costs in rank_costs(job, kinds, fullest, counts))
+        forward, backward = (costs.seconds for costs in rank_costs(job, kinds, fullest))
     makespan = job.microbatches * (forward + backward)
     if stages is not None:
         makespan = least_pipeline_seconds(job, stages, () if closely else {0, fullest, job.layout.pp - 1})
-    exposed, hidden = _data(job, kinds, counts, backward)
+    exposed, hidden = _data(job, kinds, fullest, backward)
     return (makespan + exposed + STOLEN * hidden + optimizer_seconds(job)) * job.execution.straggler
 
 
 def _step(job: Job, kinds: Kinds, stages: StageSeconds | None, makespan: float, messages: float = 0.0) -> StepTime:
     """Put a step together, given when its pipeline ends, and by how much messages between its stages delay that."""
     fullest = 0 if stages is None else _fullest(job, stages)
-    counts = job.architecture.part(job.bounds_on(fullest)).counts
-    forward, backward = rank_costs(job, kinds, fullest, counts)
+    forward, backward = rank_costs(job, kinds, fullest)
     costs = Costs()
     costs.add_all(forward, job.microbatches)
     costs.add_all(backward, job.microbatches)
     if stages is not None:
         costs.add(Cost.BUBBLE, max(0.0, makespan - costs.seconds))
         costs.add(Cost.PIPELINE, messages)
-    exposed, hidden = _data(job, kinds, counts, backward.seconds)
+    exposed, hidden = _data(job, kinds, fullest, backward.seconds)
     if exposed or hidden:
         costs.add(Cost.DATA, exposed + STOLEN * hidden)
     costs.add(Cost.OPTIMIZER, optimizer_seconds(job))
@@ -310,6 +308,7 @@ class Kinds:
     Attributes:
         times: seconds of each kind.
         forward, backward, deferred: seconds summed over the blocks before each, so that stages are differences.
+        ends: seconds of the embedding, forward and backward, and of head and loss, forward and backward.
     """
 
     def __init__(self, job: Job):
@@ -318,7 +317,17 @@ class Kinds:
         self.forward = model.sums([times.forward_s for times in self.times])
         self.backward = model.sums([times.backward_s for times in self.times])
         self.deferred = model.sums([times.deferred for times in self.times])
-        self.ends = _ends_costs(job)
+        device, columns, heads = job.machines.device, model.vocab / job.layout.tp, 1 + model.extra_heads
+        moved = job.tokens * model.hidden * job.execution.compute_bytes
+        one = device.product_s(job.tokens, columns, model.hidden, device.half)
+        # cast to fp32, maximum, exponentials and their sum; in backward the softmax, its difference, its cast
+        traffic = heads * device.traffic_s(job.tokens * columns * 14)
+        self.ends = (
+            Costs({Cost.TRAFFIC: device.traffic_s(2 * moved)}),
+            Costs({Cost.TRAFFIC: device.traffic_s(3 * moved)}),
+            Costs({Cost.PRODUCTS: heads * one, Cost.TRAFFIC: traffic}),
+            Costs({Cost.PRODUCTS: heads * 2 * one, Cost.TRAFFIC: traffic}),
+        )
 
     @staticmethod
     def key(job: Job) -> tuple:
@@ -342,14 +351,17 @@ def stage_seconds(job: Job, kinds: Kinds) -> StageSeconds:
     forward[0], backward[0] = forward[0] + first, backward[0] + first_back
     forward[-1], backward[-1] = forward[-1] + last, backward[-1] + last_back
     weight = tuple(kinds.deferred[b] - kinds.deferred[a] for a, b in bounds)
-    return StageSeconds(tuple(forward), tuple(backward), weight, _send(job))
+    run = job.execution
+    # the next stage waits for activations, or the one before for their gradients
+    moved = job.tokens * job.architecture.hidden * run.compute_bytes / (job.layout.tp if run.sequence_parallel else 1)
+    message = run.exposed_sends * job.machines.send_s(moved, job.stage_stride)
+    return StageSeconds(tuple(forward), tuple(backward), weight, message)
 
 
-def rank_costs(job: Job, kinds: Kinds, rank: int, counts: Sequence[int]) -> tuple[Costs, Costs]:
-    """Return what a pipeline rank with so many blocks of each kind spends its time on for one microbatch, forward and
-    backward."""
+def rank_costs(job: Job, kinds: Kinds, rank: int) -> tuple[Costs, Costs]:
+    """Return what a pipeline rank spends its time on for one microbatch, forward and backward."""
     forward, backward = Costs(), Costs()
-    for times, count in zip(kinds.times, counts, strict=True):
+    for times, count in zip(kinds.times, job.architecture.part(job.bounds_on(rank)).counts, strict=True):
         forward.add_all(times.forward, count)
         backward.add_all(times.backward, count)
     first, first_back, last, last_back = kinds.ends
@@ -362,39 +374,20 @@ def rank_costs(job: Job, kinds: Kinds, rank: int, counts: Sequence[int]) -> tupl
     return forward, backward
 
 
-def _send(job: Job) -> float:
-    """Return the seconds for which the next stage waits for activations, or the one before for their gradients."""
-    run, layout = job.execution, job.layout
-    parts = layout.tp if run.sequence_parallel else 1
-    moved = job.tokens * job.architecture.hidden * run.compute_bytes
-    return run.exposed_sends * send_s(moved / parts, job.stage_stride, job.machines)
-
-
-def _ends_costs(job: Job) -> tuple[Costs, Costs, Costs, Costs]:
-    """Return the seconds of the embedding, forward and backward, and of head and loss, forward and backward."""
-    model, device, tp = job.architecture, job.machines.device, job.layout.tp
-    moved = job.tokens * model.hidden * job.execution.compute_bytes
-    columns, heads = model.vocab / tp, 1 + model.extra_heads
-    one = device.product_s(job.tokens, columns, model.hidden, device.half)
-    # cast to fp32, maximum, exponentials and their sum; in backward the softmax, its difference, its cast
-    traffic = heads * device.traffic_s(job.tokens * columns * 14)
-    return (
-        Costs({Cost.TRAFFIC: device.traffic_s(2 * moved)}),
-        Costs({Cost.TRAFFIC: device.traffic_s(3 * moved)}),
-        Costs({Cost.PRODUCTS: heads * one, Cost.TRAFFIC: traffic}),
-        Costs({Cost.PRODUCTS: heads * 2 * one, Cost.TRAFFIC: traffic}),
-    )
-
-
-def _data(job: Job, kinds: Kinds, counts: Sequence[int], backward_s: float) -> tuple[float, float]:
+def _data(job: Job, kinds: Kinds, rank: int, backward_s: float) -> tuple[float, float]:
     """Return the seconds of gathers and reductions over data ranks in a step: exposed, and hidden behind work."""
+    run, model, owners = job.execution, job.architecture, job.owner_group
     if job.data_ranks * job.layout.cp == 1:
         return 0.0, 0.0
-    shapes = job.architecture.kinds[0]
+    shapes, counts = model.kinds[0], model.part(job.bounds_on(rank)).counts
     found = [(shape, times, count) for shape, times, count in zip(shapes, kinds.times, counts, strict=True) if count]
-    if job.execution.zero != 3:
+    if run.zero != 3:
         return _whole_parameters(job, found, backward_s)
-    exposed, hidden = _outside_messages(job), 0.0
+    # embedding and head, whose messages little work hides
+    elements = (model.embedding_elements + (0 if model.tied else model.head_elements)) / job.layout.tp
+    elements /= 2 if job.layout.pp > 1 else 1
+    exposed = sum(job.machines.gather_s(elements * size, owners) for size in (run.compute_bytes, run.reduce_bytes))
+    hidden = 0.0
     for shape, times, count in found:
         more, behind = _sharded_block(shape, times, job)
         exposed, hidden = exposed + count * more, hidden + count * behind
@@ -403,15 +396,24 @@ def _data(job: Job, kinds: Kinds, counts: Sequence[int], backward_s: float) -> t
 
 def _sharded_block(block: BlockShape, times: BlockTimes, job: Job) -> tuple[float, float]:
     """Return the seconds of a sharded block's messages in a step: exposed, and hidden behind the next blocks' work."""
-    run = job.execution
-    gathers, reduces = _block_messages(block, job)
+    run, layout, machines = job.execution, job.layout, job.machines
+    dense = block.dense_elements / layout.tp
+    reduced = run.reduce_bytes * run.trained
+    gathers = machines.gather_s(dense * run.gathered_element, job.owner_group)
+    reduces = machines.gather_s(dense * reduced, job.owner_group)
+    if job.replica_group.size > 1:
+        reduces += machines.reduce_s(dense * reduced / job.owners, job.replica_group)
+    if block.experts:
+        own, group = block.experts.elements / layout.ep, job.expert_replicas
+        gathers += machines.gather_s(own * run.gathered_element, group)
+        reduces += machines.gather_s(own * reduced, group)
     forwards = job.microbatches if run.gathers_each else 1
     backwards = job.microbatches if run.gathers_each else 0
-    reduced = job.microbatches if run.reduces_each else 1
+    reductions = job.microbatches if run.reduces_each else 1
     phases = [
         (forwards, gathers, times.forward_s if run.hides_gathers else 0.0),
-        (backwards - reduced, gathers, times.backward_s),  # microbatches before the last gather alone
-        (reduced, reduces + (gathers if backwards else 0.0), times.backward_s),
+        (backwards - reductions, gathers, times.backward_s),  # microbatches before the last gather alone
+        (reductions, reduces + (gathers if backwards else 0.0), times.backward_s),
     ]
     exposed = sum(count * max(0.0, seconds - room) for count, seconds, room in phases if count > 0)
     return exposed, sum(count * min(seconds, room) for count, seconds, room in phases if count > 0)
@@ -421,67 +423,29 @@ def _whole_parameters(
     job: Job, found: Sequence[tuple[BlockShape, BlockTimes, int]], backward_s: float
 ) -> tuple[float, float]:
     """Return the seconds of messages about parameters that stay whole in a step: exposed, and hidden."""
-    run = job.execution
-    gathers, reduces = _whole_messages(job, [(shape, count) for shape, _, count in found])
+    run, layout, machines, model = job.execution, job.layout, job.machines, job.architecture
+    outside = (
+        model.head_elements if layout.pp > 1 else model.embedding_elements + model.head_elements * (not model.tied)
+    )
+    dense = (sum(block.dense_elements * count for block, _, count in found) + outside) / layout.tp * run.trained
+    experts = sum(block.experts.elements * count for block, _, count in found if block.experts) / layout.ep
+    gathers, price = 0.0, machines.reduce_s if run.zero == 0 else machines.gather_s
+    owners = Group(job.data_ranks * layout.cp, layout.tp) if run.zero == 0 else job.owner_group
+    reduces = price(dense * run.reduce_bytes, owners)
+    if run.zero and job.replica_group.size > 1:
+        reduces += machines.reduce_s(dense * run.reduce_bytes / owners.size, job.replica_group)
+    if experts:
+        reduces += price(experts * run.reduce_bytes, job.expert_replicas)
+    if run.zero:
+        gathers = machines.gather_s(dense * run.compute_bytes, owners)
+        if experts:
+            gathers += machines.gather_s(experts * run.compute_bytes, job.expert_replicas)
     times_reduced = job.microbatches if run.reduces_each else 1
     room = backward_s * (1 - 1 / BUCKETS) if run.hides_gradients else 0.0
     exposed = times_reduced * max(reduces / BUCKETS, reduces - room)
     hidden = times_reduced * min(reduces, room)
     room = sum(times.forward_s * count for _, times, count in found) if run.hides_gathers else 0.0
     return exposed + max(gathers / BUCKETS, gathers - room), hidden + min(gathers, room)
-
-
-def _block_messages(block: BlockShape, job: Job) -> tuple[float, float]:
-    """Return the seconds in which a block's parameters are gathered, and its gradients reduced."""
-    run, layout, machines = job.execution, job.layout, job.machines
-    dense = block.dense_elements / layout.tp
-    reduced = run.reduce_bytes * run.trained
-    gathers = gather_s(dense * run.gathered_element, job.owner_group, machines)
-    reduces = gather_s(dense * reduced, job.owner_group, machines)
-    if job.replica_group.size > 1:
-        reduces += reduce_s(dense * reduced / job.owners, job.replica_group, machines)
-    if block.experts:
-        own, group = block.experts.elements / layout.ep, job.expert_replicas
-        gathers += gather_s(own * run.gathered_element, group, machines)
-        reduces += gather_s(own * reduced, group, machines)
-    return gathers, reduces
-
-
-def _outside_messages(job: Job) -> float:
-    """Return the seconds of messages about embedding and head, which little work hides."""
-    run, model = job.execution, job.architecture
-    elements = (model.embedding_elements + (0 if model.tied else model.head_elements)) / job.layout.tp
-    if job.layout.pp > 1:
-        elements /= 2
-    return gather_s(elements * run.compute_bytes, job.owner_group, job.machines) + gather_s(
-        elements * run.reduce_bytes, job.owner_group, job.machines
-    )
-
-
-def _whole_messages(job: Job, blocks: Sequence[tuple[BlockShape, int]]) -> tuple[float, float]:
-    """Return the seconds in which a rank's parameters are gathered once, and its gradients reduced once."""
-    run, layout, machines = job.execution, job.layout, job.machines
-    model = job.architecture
-    outside = (
-        model.head_elements if layout.pp > 1 else model.embedding_elements + model.head_elements * (not model.tied)
-    )
-    dense = (sum(block.dense_elements * count for block, count in blocks) + outside) / layout.tp * run.trained
-    experts = sum(block.experts.elements * count for block, count in blocks if block.experts) / layout.ep
-    everyone = Group(job.data_ranks * layout.cp, layout.tp)
-    if run.zero == 0:
-        reduces = reduce_s(dense * run.reduce_bytes, everyone, machines)
-        if experts:
-            reduces += reduce_s(experts * run.reduce_bytes, job.expert_replicas, machines)
-        return 0.0, reduces
-    owners, replicas = job.owner_group, job.replica_group
-    reduces = gather_s(dense * run.reduce_bytes, owners, machines)
-    if replicas.size > 1:
-        reduces += reduce_s(dense * run.reduce_bytes / owners.size, replicas, machines)
-    gathers = gather_s(dense * run.compute_bytes, owners, machines)
-    if experts:
-        reduces += gather_s(experts * run.reduce_bytes, job.expert_replicas, machines)
-        gathers += gather_s(experts * run.compute_bytes, job.expert_replicas, machines)
-    return gathers, reduces
 
 
 def optimizer_seconds(job: Job) -> float:

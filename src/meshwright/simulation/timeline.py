@@ -91,31 +91,36 @@ class MemoryOverTime:
 def step_timeline(job: Job, time: StepTime | None = None) -> StepTimeline:
     """Lay a job's step out in time; the last lane's end is the forecast of the step."""
     kinds, time = Kinds(job), time or step_time(job)
-    slow = job.execution.straggler
-    spans = [[(action, begin * slow, end * slow) for action, begin, end in lane] for lane in _spans(job, kinds)]
+    slow, seconds = job.execution.straggler, stage_seconds(job, kinds)
+    if job.layout.pp > 1:
+        lanes = pipeline_spans(job, seconds)
+    else:
+        lanes, now = [[]], 0.0
+        for action in _order(job).ranks[0]:
+            begin, now = now, now + seconds.of(action.work)[0]
+            lanes[0].append((action, begin, now))
+    spans = [[(action, begin * slow, end * slow) for action, begin, end in lane] for lane in lanes]
     ended = max(end for lane in spans for _, _, end in lane)
     last = [LaneBar(LaneUse.DATA, ended, ended + time.costs.get(Cost.DATA, 0.0))]
     last.append(LaneBar(LaneUse.OPTIMIZER, last[0].end, last[0].end + time.costs.get(Cost.OPTIMIZER, 0.0)))
     last = [bar for bar in last if bar.end > bar.begin]
-    exposed = {use: [seconds * slow for seconds in found] for use, found in _exposed(job, kinds).items()}
-    work = tuple((*(bar for span in lane for bar in _bars(span, exposed)), *last) for lane in spans)
+    exposed, work = _exposed(job, kinds), []
+    for lane in spans:
+        bars: list[LaneBar] = []
+        for action, begin, end in lane:  # the work, then the messages in it that nothing hides
+            messages = exposed[action.work][action.stage] * slow if action.work in exposed else 0.0
+            bars.append(LaneBar(USES[action.work], begin, end - messages, str(action)))
+            if messages > 0:
+                bars.append(LaneBar(LaneUse.EXPOSED, end - messages, end, str(action)))
+        work.append((*bars, *last))
     if job.layout.pp > 1:
-        beside = _sent(job, spans, stage_seconds(job, kinds).message * slow)
-    else:
-        beside = (_hidden(work[0], time.hidden_s),)
-    return StepTimeline(last[-1].end if last else ended, work, beside, tuple(map(tuple, spans)))
-
-
-def _spans(job: Job, kinds: Kinds) -> list[list[Span]]:
-    if job.layout.pp > 1:
-        return pipeline_spans(job, stage_seconds(job, kinds))
-    seconds = stage_seconds(job, kinds)
-    taken = {Work.FORWARD: seconds.forward[0], Work.BACKWARD: seconds.backward[0]}
-    spans, now = [], 0.0
-    for action in _order(job).ranks[0]:
-        spans.append((action, now, now + taken[action.work]))
-        now += taken[action.work]
-    return [spans]
+        beside = _sent(job, spans, seconds.message * slow)
+    else:  # messages that run behind the work, spread evenly over it
+        over = [bar for bar in work[0] if bar.use in USES.values()]
+        whole = sum(bar.end - bar.begin for bar in over)
+        part = min(1.0, time.hidden_s / whole) if whole else 0.0
+        beside = (tuple(LaneBar(LaneUse.HIDDEN, b.begin, b.begin + part * (b.end - b.begin)) for b in over if part),)
+    return StepTimeline(last[-1].end if last else ended, tuple(work), beside, tuple(map(tuple, spans)))
 
 
 def _order(job: Job) -> PipelineSchedule:
@@ -139,14 +144,6 @@ def _exposed(job: Job, kinds: Kinds) -> dict[Work, list[float]]:
     return found
 
 
-def _bars(span: Span, exposed: dict[Work, list[float]]) -> list[LaneBar]:
-    """Return an action's bars: its work, then the messages in it that nothing hides."""
-    action, begin, end = span
-    messages = exposed[action.work][action.stage] if action.work in exposed else 0.0
-    bars = [LaneBar(USES[action.work], begin, end - messages, str(action))]
-    return [*bars, LaneBar(LaneUse.EXPOSED, end - messages, end, str(action))] if messages > 0 else bars
-
-
 def _sent(job: Job, spans: Sequence[Sequence[Span]], message: float) -> tuple[tuple[LaneBar, ...], ...]:
     """Return each rank's messages to ranks with the stage before or behind."""
     homes, found = job.rank_of, []
@@ -158,16 +155,6 @@ def _sent(job: Job, spans: Sequence[Sequence[Span]], message: float) -> tuple[tu
                 bars.append(LaneBar(LaneUse.SENT, end, end + message, f"{action} to rank {homes[to]}"))
         found.append(tuple(bars))
     return tuple(found)
-
-
-def _hidden(work: Sequence[LaneBar], hidden: float) -> tuple[LaneBar, ...]:
-    """Spread the seconds of messages that run behind the work evenly over it."""
-    over = [bar for bar in work if bar.use in USES.values()]
-    whole = sum(bar.end - bar.begin for bar in over)
-    fraction = min(1.0, hidden / whole) if whole else 0.0
-    return tuple(
-        LaneBar(LaneUse.HIDDEN, bar.begin, bar.begin + fraction * (bar.end - bar.begin)) for bar in over if fraction
-    )
 
 
 def memory_over_step(job: Job, memory: StepMemory, timeline: StepTimeline) -> MemoryOverTime:

@@ -23,7 +23,7 @@ from meshwright.distributed.process.workers import WorkerFailed, WorkerPool
 from meshwright.distributed.process.world import get_world_info, ranks_per_node
 from meshwright.distributed.setup import init_distributed
 from meshwright.planning.layout import Layout
-from meshwright.simulation.measured import GridPoints, MachineProfile
+from meshwright.simulation.measured import MachineProfile, ProductGrid
 
 MOST_RANKS = 64
 """Processes that are started on one host at most."""
@@ -72,7 +72,7 @@ def measure(effort: Effort | None = None) -> MachineProfile:
         threads=torch.get_num_threads(),
         slots=slots,
         memory_bytes=_memory(device, per_node),
-        products=alone(lambda: {key: GridPoints(*grid) for key, grid in products.products(device, effort).items()}),
+        products=alone(lambda: {key: ProductGrid(*grid) for key, grid in products.products(device, effort).items()}),
         attention=alone(lambda: _frozen(products.attention(device, effort))),
         traffic=alone(lambda: _frozen(memory_bound.traffic(device, effort))),
         host=alone(lambda: memory_bound.host(device, effort)),
