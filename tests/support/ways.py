@@ -379,7 +379,7 @@ def _record(way: Way, folder: str, watching: Callable[[], Any]) -> Record:
     held, elsewhere = _held(way, model, optimizer), _elsewhere(way, model, outcome.parameters)
     went_on = _went_on(way, folder, model)
     planned = _planned(way, model)
-    waits = sum(wait.calls for wait in host_waits(_own_plan(model), _microbatches(way, model)))
+    waits = sum(host_waits(_own_plan(model), _microbatches(way, model)).values())
     where = (model.device.type, waits, _strangers(model, optimizer))
     return Record(outcome, planned, sent, held, went_on, elsewhere, *where, seen)
 

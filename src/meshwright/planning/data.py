@@ -207,7 +207,12 @@ class Holding:
         stored = sum(self.stored(p) for p in parameters if p.name in packed)
         full = [p for p in parameters if p.name not in packed]
         sizes = {p: math.prod(self.local_shape(p)) for p in trained}
-        rounded = [size for p, size in sizes.items() if self.optimizer.rounds(size) and not self._mixes_copies(p)]
+        rounded = []
+        for p, size in sizes.items():
+            if self.optimizer.rounds(size):
+                cut = self.tensor.cut_of(p.name, p.shape) if self.tensor and not self.of_experts(p) else None
+                if cut is None or not (self.tensor and mixes_copies(cut[1], self.tensor.ranks)):
+                    rounded.append(size)
         row = self.optimizer.row
         state = [row.state_elements(self.local_shape(p), hidden=p.hidden, whole=p.shape) for p in trained]
         return Unit(
@@ -227,10 +232,6 @@ class Holding:
             rounded_elements=sum(rounded),
         )
 
-    def _mixes_copies(self, p: ParameterFact) -> bool:
-        cut = None if self.tensor is None or self.of_experts(p) else self.tensor.cut_of(p.name, p.shape)
-        return cut is not None and self.tensor is not None and mixes_copies(cut[1], self.tensor.ranks)
-
 
 def at_rest(facts: ModelFacts, precision: PrecisionPlan) -> ModelFacts:
     """Return the facts with the dtypes in which a plan's parameters rest."""
@@ -247,7 +248,9 @@ def units_of(facts: ModelFacts, holding: Holding, reshard: bool | int) -> tuple[
     Those outside the blocks are first, stay gathered, and the root ("") is first of all. A unit precedes those inside
     it.
     """
-    flows = _trains_before_blocks(facts)
+    names = [p.name for p in facts.parameters]
+    first = next((names.index(p.name) for block in facts.blocks[:1] for p in facts.of_unit(block)), len(names))
+    flows = any(p.trainable for p in facts.parameters[:first])  # gradients flow into the first block
     units = units_outside_blocks(facts, holding)
     for block in facts.blocks:
         flows = flows or any(p.trainable for p in facts.of_unit(block))
@@ -261,7 +264,12 @@ def units_of(facts: ModelFacts, holding: Holding, reshard: bool | int) -> tuple[
 
 def units_outside_blocks(facts: ModelFacts, holding: Holding) -> list[Unit]:
     """List the units of the parameters outside the blocks."""
-    behind, found = {p.name for p in _behind_blocks(facts)}, []
+    inside = {p.name for block in facts.blocks for p in facts.of_unit(block)}
+    outside = {p.name for p in facts.of_unit("")}
+    last = max((number for number, p in enumerate(facts.parameters) if p.name in inside), default=len(facts.parameters))
+    # registered after the blocks, or tied: used at both ends
+    behind = {p.name for number, p in enumerate(facts.parameters) if p.name in outside and (number > last or p.aliases)}
+    found = []
     for path, parameters in apart(facts, "", holding):
         late = sum(holding.elements(p) for p in parameters if p.trainable and p.name in behind)
         unit = holding.unit(path, parameters, False, False)
@@ -281,7 +289,12 @@ def apart(facts: ModelFacts, unit: str, holding: Holding) -> list[tuple[str, lis
     every = facts.of_unit(unit)
     dense = [p for p in every if not holding.of_experts(p)]
     trained = [p for p in dense if p.trainable]
-    dtypes = {unit: _dtype_around(unit, trained, facts)}
+    # of the trained parameters that only the unit itself can gather, else of most elements
+    around = dict.fromkeys((p.dtype for p in trained), 0)
+    if len(around) > 1:
+        for p in [p for p in trained if _home(p, unit, facts) == unit] or trained:
+            around[p.dtype] += p.numel
+    dtypes = {unit: max(around, key=lambda dtype: around[dtype], default="")}
     several = trained if len({p.dtype for p in trained}) > 1 else []  # where there is one, nothing is measured
     for home, p in sorted(((_home(p, unit, facts), p) for p in several), key=lambda pair: pair[0].count(".")):
         if p.dtype != dtypes[_innermost(home, dtypes, unit)]:
@@ -297,15 +310,6 @@ def apart(facts: ModelFacts, unit: str, holding: Holding) -> list[tuple[str, lis
         if holding.of_experts(p):
             groups.setdefault((owner(p.name), p.dtype if p.trainable else ""), []).append(p)
     return [(path, parameters) for (path, _), parameters in groups.items() if parameters]
-
-
-def _dtype_around(unit: str, trained: Sequence[ParameterFact], facts: ModelFacts) -> str:
-    """Return the dtype of the trained parameters that only the unit itself can gather, else that of most elements."""
-    dtypes = dict.fromkeys(p.dtype for p in trained)
-    if len(dtypes) > 1:
-        own = [p for p in trained if _home(p, unit, facts) == unit] or trained
-        dtypes = {dtype: sum(p.numel for p in own if p.dtype == dtype) for dtype in dtypes}
-    return max(dtypes, key=lambda dtype: dtypes[dtype] or 0, default="")
 
 
 def _home(p: ParameterFact, unit: str, facts: ModelFacts) -> str:
@@ -339,21 +343,6 @@ def without_skipped(facts: ModelFacts, layout: Layout) -> ModelFacts:
         if facts.is_of_images(block) or all(p.name in idle for p in facts.of_unit(block))
     }
     return replace(facts, blocks=tuple(block for block in facts.blocks if block not in skipped)) if skipped else facts
-
-
-def _behind_blocks(facts: ModelFacts) -> list[ParameterFact]:
-    """List parameters registered after the blocks, and tied ones outside them, which are used at both ends."""
-    inside = {p.name for block in facts.blocks for p in facts.of_unit(block)}
-    last = max((number for number, p in enumerate(facts.parameters) if p.name in inside), default=len(facts.parameters))
-    outside = {p.name for p in facts.of_unit("")}
-    return [p for number, p in enumerate(facts.parameters) if p.name in outside and (number > last or p.aliases)]
-
-
-def _trains_before_blocks(facts: ModelFacts) -> bool:
-    """Decide whether gradients flow into the first block: a trainable parameter is registered before it."""
-    names = [p.name for p in facts.parameters]
-    first = next((names.index(p.name) for block in facts.blocks[:1] for p in facts.of_unit(block)), len(names))
-    return any(p.trainable for p in facts.parameters[:first])
 
 
 def trained_cuts(facts: ModelFacts, tensor: TensorPlan | None) -> tuple[bool, ...]:

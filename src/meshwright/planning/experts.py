@@ -110,8 +110,6 @@ def router_collectives(
     precision: PrecisionPlan,
     recomputed: Mapping[str, tuple[str, ...]],
     router_loss: RouterLoss | None,
-    *,
-    begins: bool = True,
 ) -> Iterator[Collective]:
     """List the all-reduces of routers.
 
@@ -120,13 +118,15 @@ def router_collectives(
     sum the load for the loss of all layers, once in a microbatch.
 
     Args:
-        recomputed, begins: see ``expert_collectives``; behind frozen layers alone nothing is recomputed.
+        recomputed: see ``expert_collectives``.
     """
     wide = "float64" if precision.compute == "float64" else "float32"
     ranks = shares.size(Axis.TP)
     for router in facts.routers:
-        again = _recomputed_around(router.path, recomputed)
-        calls = 1 + (again is not None and (not begins or _has_gradient(facts, again)))
+        again, calls = _recomputed_around(router.path, recomputed), 1
+        if again is not None:  # behind frozen layers alone nothing is recomputed
+            last = max((n for n, p in enumerate(facts.parameters) if is_within(p.name, again)), default=-1)
+            calls += any(p.trainable for p in facts.parameters[: last + 1])
         what = f"load by {router.path}"
         elements = calls * (router.experts + 1)
         if shares.cuts_sequences and router.sums_sequences:
@@ -151,13 +151,6 @@ def _recomputed_around(path: str, recomputed: Mapping[str, tuple[str, ...]]) -> 
     """Return the recomputed module that a module is in; None if there is none."""
     inside = [f"{block}.{path}".rstrip(".") for block, paths in recomputed.items() for path in paths]
     return next((one for one in inside if is_within(path, one)), None)
-
-
-def _has_gradient(facts: ModelFacts, path: str) -> bool:
-    """Return whether something is trained in a module or before it."""
-    trained = [number for number, p in enumerate(facts.parameters) if p.trainable]
-    last = max((number for number, p in enumerate(facts.parameters) if is_within(p.name, path)), default=-1)
-    return bool(trained) and trained[0] <= last
 
 
 def expert_collectives(
@@ -262,14 +255,6 @@ def experts_fit(case: Case) -> Found:
             return
 
 
-def _routers(case: Case) -> list[Router]:
-    return (
-        []
-        if case.facts.module is None
-        else [module for module in case.facts.module.modules() if isinstance(module, Router)]
-    )
-
-
 def own_loss_of_experts(case: Case) -> Found:
     """Refuse a router loss over all layers and tokens (transformers) if a rank or stage has only a part of them."""
     if not case.facts.asks_for_router_loss:
@@ -295,7 +280,9 @@ def experts_companions(case: Case) -> Found:
             f" gradients of different experts. Set techniques.data_parallel = fully_shard; with techniques.zero_stage"
             f" = 0 all but the experts stays whole on every rank."
         )
-    capacity = next((r.config.capacity_factor for r in _routers(case) if r.config.capacity_factor), 0)
+    modules = () if case.facts.module is None else case.facts.module.modules()
+    routers = (module for module in modules if isinstance(module, Router))
+    capacity = next((r.config.capacity_factor for r in routers if r.config.capacity_factor), 0)
     if case.layout.tp > 1 and case.techniques.sequence_parallel and capacity:
         yield UnsupportedError(
             f"model.moe.capacity_factor = {capacity} with layout.tp = {case.layout.tp}: who is over an expert's"
@@ -310,7 +297,8 @@ def stacked_adapters(case: Case) -> Found:
     In each forward peft takes the parameter out of its module and puts the sum in its place: a rank's view of a
     parameter, which tensor parallelism leaves there, would be in the way, and a compiled module does not see it.
     """
-    name = _beside(case)
+    named = () if case.facts.module is None else case.facts.module.named_parameters()
+    name = next((clean(raw) for raw, p in named if p.dim() == 3 and ".base_layer." in clean(raw)), None)
     if name is None:
         return
     for key, value, legal in (
@@ -322,11 +310,3 @@ def stacked_adapters(case: Case) -> Found:
                 f"{key} = {value}: adapters beside stacked experts ({pattern(name)}) take the experts' weights out of"
                 f" their module while it computes. Leave the stacks out of adapters.targets, or set {key} = {legal}."
             )
-
-
-def _beside(case: Case) -> str | None:
-    """Return a stacked parameter with adapters."""
-    if case.facts.module is None:
-        return None
-    named = ((clean(raw), parameter) for raw, parameter in case.facts.module.named_parameters())
-    return next((name for name, p in named if p.dim() == 3 and ".base_layer." in name), None)

@@ -16,7 +16,6 @@ from meshwright.core.names import is_within, matching, pattern
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.roles import linears_of_blocks, routers_among
 from meshwright.introspection.structure.experts import find_stacks
-from meshwright.introspection.structure.regions import Region
 from meshwright.planning.techniques import Techniques
 from meshwright.planning.tensor.plan import WHOLE, BlocksPlan, OperandParts, RegionPlan, TensorPlan
 from meshwright.planning.values import Case, Collective, Found, no_blocks
@@ -83,24 +82,30 @@ def make_float8_plan(
         requested.float8_filter, list(linears), "techniques.float8_filter", "linear layer of its blocks"
     )
     routers = set(routers_among(facts.module, linears))
-    reasons = {
-        path: "by techniques.float8_filter"
-        if path in filtered
-        else "a router"
-        if path in routers
-        else _obstacle(linear)
-        for path, linear in linears.items()
-    }
+    reasons: dict[str, str] = {}
+    for path, linear in linears.items():
+        rows, columns = linear.weight.shape
+        if path in filtered:
+            reasons[path] = "by techniques.float8_filter"
+        elif path in routers:
+            reasons[path] = "a router"
+        elif type(linear) is not nn.Linear:
+            reasons[path] = f"its class {type(linear).__name__} may compute more than a linear layer does"
+        elif rows % MULTIPLE or columns % MULTIPLE:
+            reasons[path] = f"{rows}×{columns} does not divide by {MULTIPLE}"
+        else:
+            reasons[path] = ""
     chosen = tuple(path for path, reason in reasons.items() if not reason)
+    left_out = notes_on(reasons, "stays in high precision")
     if not chosen:
-        words = "; ".join(_left_out(reasons)) or "it has none"
+        words = "; ".join(left_out) or "it has none"
         raise ConfigError(
             f"techniques.float8 = {requested.float8}: no linear layer in the blocks of {facts.kind} can be converted:"
             f" {words}"
         )
     stacks = dict.fromkeys(pattern(path) for path in find_stacks(facts.module))
     experts = (f"the experts of {path} stay in high precision: they are no linear layers" for path in stacks)
-    notes = (*_left_out(reasons), *experts, "the head, embeddings and norms stay in high precision")
+    notes = (*left_out, *experts, "the head, embeddings and norms stay in high precision")
     return Float8Plan(requested.float8, chosen, device != CUDA, requested.float8_all_gather), tuple(
         f"float8: {text}" for text in notes
     )
@@ -127,20 +132,10 @@ def check_parts(plan: Float8Plan | None, tensor: TensorPlan | None, facts: Model
         )
 
 
-def _obstacle(linear: nn.Linear) -> str:
-    """Return the reason why a layer cannot be converted; "" if it can."""
-    if type(linear) is not nn.Linear:
-        return f"its class {type(linear).__name__} may compute more than a linear layer does"
-    rows, columns = linear.weight.shape
-    if rows % MULTIPLE or columns % MULTIPLE:
-        return f"{rows}×{columns} does not divide by {MULTIPLE}"
-    return ""
-
-
-def _left_out(reasons: dict[str, str]) -> Iterator[str]:
-    """Yield a note for each group of layers that are left out, by their name in all blocks, with their number."""
-    for (name, reason), count in Counter((pattern(path), reason) for path, reason in reasons.items() if reason).items():
-        yield f"{name} stays in high precision ({count} of them): {reason}"
+def notes_on(reasons: dict[str, str], stays: str) -> tuple[str, ...]:
+    """Note each group of layers that are left out for a reason, by their name in all blocks, with their number."""
+    groups = Counter((pattern(path), reason) for path, reason in reasons.items() if reason)
+    return tuple(f"{name} {stays} ({count} of them): {reason}" for (name, reason), count in groups.items())
 
 
 # --- list the messages by which tensor-parallel ranks agree on the scales of float8 operands
@@ -211,8 +206,8 @@ class Agreements:
         alone = [path for paths in called if self._are_adapted(paths) for path in self._with_adapters(paths)]
         for region in (planned.region for planned in regions):
             alone += [*region.fed, *self._with_adapters((region.consumer,))]
-        sizes = [sum(self._of_forward(path) for path in paths) for paths in (*together, *((path,) for path in alone))]
-        yield from self._messages(sizes)
+        parts = [[self.layers.get(p, WHOLE) for p in paths] for paths in (*together, *((path,) for path in alone))]
+        yield from self._messages([sum(part.x + part.weight for part in one) for one in parts])
 
     def backward(self, flows: bool, others_train: bool, norms_train: Callable[[str], bool]) -> Iterator[Collective]:
         """List the messages of a backward through the block.
@@ -229,28 +224,22 @@ class Agreements:
                 sum(self._of_backward(path, flows or norms_train(norm)) for norm, paths in pairs for path in paths)
             )
         flows = flows or others_train
-        for region in (planned.region for planned in self.kind.regions):
-            sizes += self._of_region(region, flows)
+        regions = [planned.region for planned in self.kind.regions]
+        pairs = [pair for region in regions for adapter in region.adapted for pair in adapter.pairs]
+        # layers of adapters that take the output of a trained one
+        following = {second for first, second in pairs if self.weight_trains(first)}
+        for region in regions:
+            begins = [paths for paths in self.kind.gathers if paths[0] in region.begins and not self.kind.norms]
+            for paths in begins:  # shared inputs count where they begin
+                if self._are_adapted(paths):
+                    sizes += (self._of_backward(p, flows or p in following) for p in self._with_adapters(paths))
+                else:
+                    sizes.append(sum(self._of_backward(path, flows) for path in paths))
+            fed = flows or self.trains(*region.latent)
+            sizes += (self._of_backward(path, fed) for path in region.fed)
             if not self.kind.summed:
                 flows = flows or self.trains(*region.linears)
         yield from self._messages(sizes)
-
-    def _of_region(self, region: Region, flows: bool) -> Iterator[int]:
-        for paths in self.kind.gathers:
-            if paths[0] not in region.begins or self.kind.norms:  # shared inputs count where they begin
-                continue
-            if self._are_adapted(paths):
-                yield from (
-                    self._of_backward(path, flows or self._follows_trained(path)) for path in self._with_adapters(paths)
-                )
-            else:
-                yield sum(self._of_backward(path, flows) for path in paths)
-        fed = flows or self.trains(*region.latent)
-        yield from (self._of_backward(path, fed) for path in region.fed)
-
-    def _of_forward(self, path: str) -> int:
-        parts = self.layers.get(path, WHOLE)
-        return parts.x + parts.weight
 
     def _of_backward(self, path: str, flows: bool) -> int:
         return int(self.layers.get(path, WHOLE).gradient and (flows or self.weight_trains(path)))
@@ -262,11 +251,6 @@ class Agreements:
         regions = [planned.region for planned in self.kind.regions]
         owner = {path: region for region in regions for path in region.linears}
         return tuple(found for path in paths for found in owner[path].linears_of(path))
-
-    def _follows_trained(self, path: str) -> bool:
-        """Decide whether an adapter's layer takes the output of a trained one."""
-        pairs = (pair for planned in self.kind.regions for found in planned.region.adapted for pair in found.pairs)
-        return any(path == second and self.weight_trains(first) for first, second in pairs)
 
     def _messages(self, sizes: list[int]) -> Iterator[Collective]:
         for size, calls in Counter(size for size in sizes if size).items():

@@ -81,9 +81,8 @@ def state_stays(case: Case) -> Found:
     state = written or by_data or (f"the call's number ({_some(seen.changes)})" if seen.changes else "")
     if case.batch_ranks > 1 and by_data:
         yield UnsupportedError(
-            f"a forward of {kind} keeps state that depends on its rows: {by_data}. {_others(case)},"
-            f" so their models would drift apart. Compute it outside forward, from values that all ranks have, or set"
-            f" {_axes(case)}."
+            f"a forward of {kind} keeps state that depends on its rows: {by_data}. {_others(case)}, so their models"
+            f" would drift apart. Compute it outside forward, from values that all ranks have, or set {_axes(case)}."
         )
     counts = _some([*(w.name for w in seen.buffers if w.by_number), *seen.counts_rows])
     in_blocks = any(w.by_number and is_within(w.name, block) for w in seen.buffers for block in case.facts.blocks)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -15,7 +13,7 @@ from meshwright.introspection.adapted.model import host_of_magnitude, is_adapter
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.roles import linears_of_blocks, routers_among
 from meshwright.introspection.structure.experts import find_stacks
-from meshwright.planning.float8 import Float8Plan, check_parts, make_float8_plan
+from meshwright.planning.float8 import Float8Plan, check_parts, make_float8_plan, notes_on
 from meshwright.planning.techniques import Techniques
 from meshwright.planning.tensor.plan import TensorPlan
 from meshwright.planning.values import NF4_BLOCK, Case, Found, no_blocks
@@ -78,15 +76,33 @@ def make_quantize_plan(facts: ModelFacts, requested: Techniques) -> tuple[Quanti
             f"{asked}: layers of this {facts.kind} hold their weights in 4 bits already: leave it out, or give a model"
             f" that was not laid out"
         )
-    reasons = dict(_reasons(facts.module, facts))
+    known = {name: p for p in facts.parameters for name in (p.name, *p.aliases)}
+    linears = linears_of_blocks(facts.module, facts.blocks)
+    routers, readers = set(routers_among(facts.module, linears)), facts.measurements.weight_readers()
+    reasons: dict[str, str] = {}  # of each frozen layer the reason to leave it out, "" without one
+    for path, module in linears.items():
+        weight = known.get(f"{path}.weight")
+        if weight is None or weight.trainable or is_adapter(weight.name):
+            continue
+        reasons[path] = ""
+        if path in routers:
+            reasons[path] = "a router"
+        elif type(module) is not nn.Linear:
+            reasons[path] = f"its class {type(module).__name__} may compute more than a linear layer does"
+        elif reader := readers.get(pattern(path)):
+            reasons[path] = f"{reader} reads its weight"
+        elif weight.aliases:
+            others = ", ".join(name for name in weight.aliases if name != weight.name)
+            reasons[path] = f"its weight is tied to {others}"
+        elif weight.shape[1] % NF4_BLOCK:
+            reasons[path] = f"its {weight.shape[1]} columns are no multiple of {NF4_BLOCK}"
     chosen = tuple(path for path, reason in reasons.items() if not reason)
-    left_out = tuple(_left_out(reasons))
+    left_out = notes_on(reasons, "stays as it is")
     if not reasons:
         raise ConfigError(
             f"{asked} holds frozen weights in 4 bits, and no nn.Linear in the blocks of {facts.kind} is frozen"
-            f" (transformers' Conv1D is none). Ask"
-            f" for adapters (a table [adapters]), freeze layers (techniques.freeze), or set"
-            f" techniques.quantize_frozen = none."
+            f" (transformers' Conv1D is none). Ask for adapters (a table [adapters]), freeze layers"
+            f" (techniques.freeze), or set techniques.quantize_frozen = none."
         )
     if not chosen:
         raise ConfigError(f"{asked}: no frozen linear layer of {facts.kind} can rest in 4 bits: {'; '.join(left_out)}")
@@ -119,35 +135,6 @@ def check_cuts(plan: QuantizePlan | None, tensor: TensorPlan | None, facts: Mode
             f" {tensor.ranks} would cut inside them: {layers}. Columns must be a multiple of {NF4_BLOCK} ×"
             f" tp = {NF4_BLOCK * tensor.ranks}: lower layout.tp, or set techniques.quantize_frozen = none."
         )
-
-
-def _reasons(model: nn.Module, facts: ModelFacts) -> Iterator[tuple[str, str]]:
-    """Yield each linear layer of the blocks whose weight is frozen, and the reason to leave it out, "" without one."""
-    known = {name: p for p in facts.parameters for name in (p.name, *p.aliases)}
-    linears = linears_of_blocks(model, facts.blocks)
-    routers, readers = set(routers_among(model, linears)), facts.measurements.weight_readers()
-    for path, module in linears.items():
-        weight = known.get(f"{path}.weight")
-        if weight is None or weight.trainable or is_adapter(weight.name):
-            continue
-        if path in routers:
-            yield path, "a router"
-        elif type(module) is not nn.Linear:
-            yield path, f"its class {type(module).__name__} may compute more than a linear layer does"
-        elif reader := readers.get(pattern(path)):
-            yield path, f"{reader} reads its weight"
-        elif weight.aliases:
-            yield path, f"its weight is tied to {', '.join(name for name in weight.aliases if name != weight.name)}"
-        elif weight.shape[1] % NF4_BLOCK:
-            yield path, f"its {weight.shape[1]} columns are no multiple of {NF4_BLOCK}"
-        else:
-            yield path, ""
-
-
-def _left_out(reasons: dict[str, str]) -> Iterator[str]:
-    """Yield a note for each group of layers that are left out, by their name in all blocks, with their number."""
-    for (name, reason), count in Counter((pattern(path), reason) for path, reason in reasons.items() if reason).items():
-        yield f"{name} stays as it is ({count} of them): {reason}"
 
 
 # --- check weights in 4 bits

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from meshwright.core.axes import Axis
 from meshwright.core.names import is_within
 from meshwright.introspection.facts import ModelFacts
-from meshwright.introspection.mixing.values import Caller, MaskRule, Sizes
+from meshwright.introspection.mixing.values import MaskRule, Sizes
 from meshwright.planning.context.plan import (
     ContextPlan,
     Method,
@@ -73,9 +73,8 @@ def attention_collectives(
         has_gradient = not begins or _has_gradient(facts, caller.path)
         calls = 1 + (has_gradient and any(is_within(caller.path, path) for path in again))
         passes = 1 if keeps_attention else calls
-        sizes = of_rank(caller.sizes, tensor_ranks)
-        to = _To(plan.ranks, caller.path, precision, calls, caller, passes, sizes)
-        messages = _MESSAGES[method.kind](to, method)
+        place, sizes = _Place(plan.ranks, caller.path, precision, calls), of_rank(caller.sizes, tensor_ranks)
+        messages = _of_attention(place, sizes, method, caller.rule or MaskRule(), passes)
         yield from (c for c, backward in messages if not backward or has_gradient)
     for planned in plan.mixers:
         module = planned.mixer.path
@@ -107,15 +106,6 @@ class _Place:
         return Collective(op=op, unit=unit, elements=elements, dtype=dtype, calls=calls, **of_all), is_backward
 
 
-@dataclass(frozen=True)
-class _To(_Place):
-    """The messages of one attention; ``passes``: calls of its forward that let keys go round a ring."""
-
-    caller: Caller
-    passes: int
-    sizes: Sizes
-
-
 Message = tuple[Collective, bool]
 """A message, and whether the backward sends it."""
 Messages = Iterator[Message]
@@ -123,41 +113,34 @@ Op = Literal["all_gather", "reduce_scatter", "send", "all_to_all"]
 BOTH = "keys and values"
 
 
-def _gathered(to: _To, method: Method) -> Messages:
-    yield to.make("all_gather", BOTH, keys_and_values(to.sizes), 1)
-    yield to.make("reduce_scatter", BOTH, keys_and_values(to.sizes), -1, summed=True)
+def _of_attention(to: _Place, sizes: Sizes, method: Method, rule: MaskRule, passes: int) -> Messages:
+    """List the messages of one attention.
 
-
-def _passed(to: _To, method: Method) -> Messages:
-    """Parts of ``neighbours`` ranks go round, each with the key heads that one of the neighbours has."""
+    Args:
+        passes: calls of its forward that let keys go round a ring.
+    """
     neighbours = method.neighbours
-    passes = to.ranks // neighbours - 1
-    heads = max(1, -(-to.sizes.key_heads // neighbours))
-    elements = passes * neighbours * heads * (to.sizes.key_features + to.sizes.value_features)
-    options: dict[str, Any] = {"among": to.ranks, "ranks": 2}
-    to = replace(to, calls=to.passes)
-    yield to.make("send", BOTH, elements, passes, **options)
-    yield to.make("send", BOTH, elements, -passes, **options)
-    yield to.make("send", BOTH, elements, -passes, summed=True, **options)
-
-
-def _traded(to: _To, method: Method) -> Messages:
-    # each keeps its own part of what neighbours trade; a message over the whole axis counts as keeping a part of that
-    others = method.neighbours - 1
-    elements, among = others * traded_elements(to.sizes, method.neighbours), method.neighbours * (to.ranks - 1)
-    for direction in (1, -1):
-        yield to.make("all_to_all", "heads", elements, direction * TRADES, among=among)
-
-
-def _traded_and_passed(to: _To, method: Method) -> Messages:
-    yield from _traded(to, method)
-    yield from _passed(to, method)
-
-
-def _fetched(to: _To, method: Method) -> Messages:
-    options: dict[str, Any] = {"sees": to.caller.rule or MaskRule()}
-    yield to.make("all_to_all", BOTH, keys_and_values(to.sizes), 1, **options)
-    yield to.make("all_to_all", BOTH, keys_and_values(to.sizes), -1, summed=True, returns=True, **options)
+    if method.kind == "all_gather":
+        yield to.make("all_gather", BOTH, keys_and_values(sizes), 1)
+        yield to.make("reduce_scatter", BOTH, keys_and_values(sizes), -1, summed=True)
+    if method.kind in ("ulysses", "ulysses_ring"):
+        # each keeps its own part of what neighbours trade; a message over the whole axis counts as keeping a part of it
+        elements, among = (neighbours - 1) * traded_elements(sizes, neighbours), neighbours * (to.ranks - 1)
+        for direction in (1, -1):
+            yield to.make("all_to_all", "heads", elements, direction * TRADES, among=among)
+    if method.kind in ("ring", "ulysses_ring"):
+        # parts of all neighbours go round, each with the key heads that one of the neighbours has
+        rounds, heads = to.ranks // neighbours - 1, max(1, -(-sizes.key_heads // neighbours))
+        elements = rounds * neighbours * heads * (sizes.key_features + sizes.value_features)
+        options: dict[str, Any] = {"among": to.ranks, "ranks": 2}
+        to = replace(to, calls=passes)
+        yield to.make("send", BOTH, elements, rounds, **options)
+        yield to.make("send", BOTH, elements, -rounds, **options)
+        yield to.make("send", BOTH, elements, -rounds, summed=True, **options)
+    if method.kind == "halo":
+        options = {"sees": rule}
+        yield to.make("all_to_all", BOTH, keys_and_values(sizes), 1, **options)
+        yield to.make("all_to_all", BOTH, keys_and_values(sizes), -1, summed=True, returns=True, **options)
 
 
 def _of_mixer(to: _Place, planned: MixerPlan) -> Messages:
@@ -173,15 +156,6 @@ def _of_mixer(to: _Place, planned: MixerPlan) -> Messages:
     elements, among = (to.ranks - 1) * sum(traded.values()), to.ranks * (to.ranks - 1)
     for direction in (1, -1):
         yield to.make("all_to_all", "heads", elements, direction * len(traded), among=among)
-
-
-_MESSAGES = {
-    "all_gather": _gathered,
-    "ring": _passed,
-    "ulysses": _traded,
-    "ulysses_ring": _traded_and_passed,
-    "halo": _fetched,
-}
 
 
 def _has_gradient(facts: ModelFacts, path: str) -> bool:

@@ -52,7 +52,7 @@ def cut_documents(sizes: Sequence[int], ranks: int) -> tuple[Runs, ...]:
     refuse_shorter(sum(sizes), ranks)
     tokens = [sum(sizes) // ranks + (rank < sum(sizes) % ranks) for rank in range(ranks)]
     shared = [_by_document(pieces) for pieces in _share_out(sizes, tokens)]
-    search = _Search.of(shared)
+    search = _Search(shared)
     search.exchange(shared)
     if search.left > 0 and sum(sizes) % ranks:  # a short row: those that have a token more may be the last to choose
         other = [_by_document(pieces) for pieces in _share_out(sizes, tokens[::-1])][::-1]
@@ -97,34 +97,27 @@ class _InOrder:
 
 
 def _share_out(sizes: Sequence[int], counts: Sequence[int]) -> Iterator[list[Piece]]:
-    """Yield the pieces of each rank, which has so many tokens."""
+    """Yield the pieces of each rank: so many tokens, with the work that is nearest to the mean of what is left."""
     left: list[Piece] = [(document, 0, size) for document, size in enumerate(sizes) if size]
     for rank, tokens in enumerate(counts):
         left.sort(key=lambda piece: piece[1] + piece[2])
-        taken = _from_both_ends(left, tokens, mean=sum(work_of(*piece[1:]) for piece in left) / (len(counts) - rank))
+        mean = sum(work_of(*piece[1:]) for piece in left) / (len(counts) - rank)
+        heavy, light = _InOrder(left[::-1], from_tail=True), _InOrder(left, from_tail=False)
+
+        def excess(at_tail: int) -> float:
+            return heavy.work_of(at_tail) + light.work_of(tokens - at_tail) - mean  # noqa: B023 -- called in this round
+
+        at_tail = bisect_right(range(tokens), 0, key=excess)
+        if at_tail and abs(excess(at_tail - 1)) <= abs(excess(at_tail)):
+            at_tail -= 1
+        taken = heavy.take(at_tail) + light.take(tokens - at_tail)
         yield taken
-        left = list(_without(left, _by_document(taken)))
-
-
-def _from_both_ends(pieces: Sequence[Piece], tokens: int, mean: float) -> list[Piece]:
-    """Return as many tokens, with the work that is nearest to the mean, of pieces in order of their work per token."""
-    heavy, light = _InOrder(pieces[::-1], from_tail=True), _InOrder(pieces, from_tail=False)
-
-    def excess(at_tail: int) -> float:
-        return heavy.work_of(at_tail) + light.work_of(tokens - at_tail) - mean
-
-    at_tail = bisect_right(range(tokens), 0, key=excess)
-    if at_tail and abs(excess(at_tail - 1)) <= abs(excess(at_tail)):
-        at_tail -= 1
-    return heavy.take(at_tail) + light.take(tokens - at_tail)
-
-
-def _without(pieces: Sequence[Piece], taken: Pieces) -> Iterator[Piece]:
-    for document, start, stop in pieces:
-        for run in taken.get(document, ()):
-            start, stop = (run[1], stop) if run[0] == start else (start, run[0])
-        if start < stop:
-            yield document, start, stop
+        gone, pieces, left = _by_document(taken), left, []
+        for document, start, stop in pieces:
+            for run in gone.get(document, ()):
+                start, stop = (run[1], stop) if run[0] == start else (start, run[0])
+            if start < stop:
+                left.append((document, start, stop))
 
 
 # --- exchanges
@@ -144,20 +137,15 @@ def _work(pieces: Pieces) -> int:
 
 
 class _Search:
-    """A search for exchanges, until so many were looked at.
+    """A search for exchanges from the pieces that ranks have, until so many were looked at.
 
     Attributes:
         limit: the largest work of a rank that an exchange may lead to.
     """
 
-    def __init__(self, limit: float, patience: int):
-        self.limit, self.left = limit, patience
-
-    @classmethod
-    def of(cls, ranks: list[Pieces]) -> _Search:
-        """Begin where ranks have these pieces."""
+    def __init__(self, ranks: list[Pieces]):
         work = list(map(_work, ranks))
-        return cls(max(WORK * sum(work) / len(work), max(work)), PATIENCE)
+        self.limit, self.left = max(WORK * sum(work) / len(work), max(work)), PATIENCE
 
     def exchange(self, ranks: list[Pieces]) -> None:
         """Exchange equal numbers of tokens among ranks while that makes fewer keys travel."""
