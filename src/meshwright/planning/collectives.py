@@ -11,18 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from meshwright.core.axes import Axis
 from meshwright.planning.context.plan import cut_row, fetched_tokens
 from meshwright.planning.experts import ExpertPlan
 from meshwright.planning.layout import BATCH, REPLICAS, TOKENS, Shares
+from meshwright.planning.plan import Plan
 from meshwright.planning.rules import check_batch
 from meshwright.planning.values import Batch, Collective, DataParallel, PrecisionPlan, Unit
-
-if TYPE_CHECKING:
-    from meshwright.planning.plan import Plan
-
 
 # --- list the collectives of a step, batch-free, before any process group exists
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
 from meshwright.core.dtypes import FLOATING, dtype_bytes
 from meshwright.core.errors import ConfigError
@@ -17,15 +16,12 @@ from meshwright.planning.experts import ExpertPlan
 from meshwright.planning.float8 import Float8Plan
 from meshwright.planning.layout import SHARDS, Layout, shares_of
 from meshwright.planning.optimizer import OptimizerPlan
+from meshwright.planning.plan import Plan
 from meshwright.planning.premise_rules import may_be_idle
 from meshwright.planning.quantize import QuantizePlan
 from meshwright.planning.techniques import Techniques
 from meshwright.planning.tensor.plan import TensorPlan
 from meshwright.planning.values import Case, Found, PrecisionPlan, Unit, stored_shape
-
-if TYPE_CHECKING:
-    from meshwright.planning.plan import Plan
-
 
 # --- resolve a ZeRO stage
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from meshwright.core.axes import WORLD_AXES, Axis
 from meshwright.core.devices import is_accelerator
@@ -18,6 +17,7 @@ from meshwright.introspection.source import builder_of
 from meshwright.introspection.structure.experts import find_stacks
 from meshwright.planning.collectives import resolved, step_traffic
 from meshwright.planning.context.kernels import kernel_of
+from meshwright.planning.context.plan import Method
 from meshwright.planning.data import stage_of
 from meshwright.planning.layout import Layout, shares_of
 from meshwright.planning.memory import MemoryEstimate, MemoryUse, plan_memory
@@ -25,11 +25,6 @@ from meshwright.planning.plan import Plan
 from meshwright.planning.techniques import Techniques
 from meshwright.planning.tensor.plan import TensorPlan
 from meshwright.planning.values import Batch, ParameterPlan
-
-if TYPE_CHECKING:
-    from meshwright.planning.context.plan import Method
-    from meshwright.planning.plan import Plan
-
 
 # --- write the notes that a plan carries about a model and a layout
 

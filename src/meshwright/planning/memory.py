@@ -1,9 +1,7 @@
 """Estimate a rank's bytes of parameters, gradients and optimizer state, and describe the memory of a step.
 
-Numbers stand for those measured in a run: the bytes, between two operators, of all storages that are live. Temporary
-buffers of an operator do not count.
-
-Activations and temporary buffers of operators are not counted. For P elements over N data ranks, in fp32 with AdamW,
+Numbers stand for those measured in a run: the bytes, between two operators, of all storages that are live. Activations
+and temporary buffers of operators do not count in states. For P elements over N data ranks, in fp32 with AdamW,
 16P bytes become 16P (ZeRO-0), 8P + 8P/N (1, while gradients accumulate), 4P + 12P/N (2), 16P/N (3), plus the parameters
 gathered and the gradients reduced at a time (arXiv 1910.02054).
 """
@@ -14,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING
+from typing import Literal
 
 from meshwright.core.devices import is_accelerator
 from meshwright.core.dtypes import dtype_bytes
@@ -22,13 +20,9 @@ from meshwright.core.errors import ConfigError
 from meshwright.core.names import is_within
 from meshwright.planning.collectives import resolved
 from meshwright.planning.optimizer import ROOM, OptimizerPlan
+from meshwright.planning.pipeline.plan import PipelinePlan
 from meshwright.planning.plan import Plan
 from meshwright.planning.values import Batch, Unit
-
-if TYPE_CHECKING:
-    from meshwright.planning.pipeline.plan import PipelinePlan
-    from meshwright.planning.plan import Plan
-
 
 # --- describe the memory of a step
 
@@ -222,9 +216,12 @@ def _memory(plan: Plan, stages: Sequence[tuple[Unit, ...]], microbatches: int, s
     trained = sum(unit.trainable_bytes // _shards(plan, unit) for unit in units)
     optimizer = _optimizer(plan.optimizer, units, trained, states)
     if plan.data.technique != "fully_shard":
-        gradients = trained + _beside_buckets(plan, trained, microbatches)
-        kept = trained if plan.data.technique == "ddp" else 0
-        return Memory(held, 0, trained, gradients, 0, *optimizer, kept, pipeline_rank=rank)
+        beside, is_ddp = 0, plan.data.technique == "ddp"
+        if is_ddp:  # beside DDP's buckets: all that accumulated without it, else the one that is copied
+            delays = microbatches > 1 and not plan.data.sync_grad_accum
+            beside = trained if delays else max(p.bytes // p.count for p in plan.parameters if p.trainable)
+        kept = trained if is_ddp else 0
+        return Memory(held, 0, trained, trained + beside, 0, *optimizer, kept, pipeline_rank=rank)
     rooms = [_Room.of(plan, stage) for stage in stages]
     blocks = [block for room in rooms for block in room.every]
     reducing = max((reduced.summed for block in blocks for reduced in block.reduced), default=0)
@@ -265,15 +262,6 @@ def _optimizer(optimizer: OptimizerPlan, units: Sequence[Unit], trained: int, st
         for unit in units
     )
     return total, min(total, max(ROOM, single))
-
-
-def _beside_buckets(plan: Plan, trained: int, microbatches: int) -> int:
-    """Count bytes of gradients beside DDP's buckets: all that accumulated without it, else the copied one."""
-    if plan.data.technique != "ddp":
-        return 0
-    if microbatches > 1 and not plan.data.sync_grad_accum:
-        return trained
-    return max(p.bytes // p.count for p in plan.parameters if p.trainable)
 
 
 @dataclass(frozen=True)
@@ -323,29 +311,22 @@ class _Block:
     frees: bool | int
     gathers_in_backward: bool
 
-    @property
-    def new(self) -> int:
-        return sum(reduced.new for reduced in self.reduced)
+    @classmethod
+    def of(cls, plan: Plan, units: list[Unit]) -> _Block:
+        reduced = [_Reduced.of(plan, unit) for unit in units]
+        inside = [each.new for each, unit in zip(reduced[1:], units[1:], strict=True) if not unit.experts]
+        if inside:
+            reduced[0] = replace(reduced[0], beside=max(inside))
+        return cls(
+            gathered=sum(unit.bytes_gathered for unit in units),
+            reduced=tuple(reversed(reduced)),
+            frees=units[0].reshard_after_forward if units else False,
+            gathers_in_backward=any(unit.gathers_in_backward for unit in units),
+        )
 
-    @property
-    def summed(self) -> int:
-        return sum(reduced.summed for reduced in self.reduced)
-
-    @property
-    def apart(self) -> int:
-        return sum(reduced.apart for reduced in self.reduced)
-
-    @property
-    def shard(self) -> int:
-        return sum(reduced.shard for reduced in self.reduced)
-
-    @property
-    def behind(self) -> int:
-        return sum(reduced.behind for reduced in self.reduced)
-
-    @property
-    def behind_apart(self) -> int:
-        return sum(reduced.behind for reduced in self.reduced if reduced.apart)
+    def sum(self, part: Literal["new", "summed", "apart", "shard", "behind"]) -> int:
+        """Return the bytes of one kind of all its reductions."""
+        return sum(getattr(reduced, part) for reduced in self.reduced)
 
 
 @dataclass(frozen=True)
@@ -379,20 +360,7 @@ class _Room:
         outside = [unit for unit in units if unit.outside_blocks]
         early = [unit for unit in outside if unit.name and unit.trainable_behind]
         root = [unit for unit in outside if unit not in early]
-        return cls(_block(plan, root), _block(plan, early), tuple(_block(plan, units) for units in together))
-
-
-def _block(plan: Plan, units: list[Unit]) -> _Block:
-    reduced = [_Reduced.of(plan, unit) for unit in units]
-    inside = [each.new for each, unit in zip(reduced[1:], units[1:], strict=True) if not unit.experts]
-    if inside:
-        reduced[0] = replace(reduced[0], beside=max(inside))
-    return _Block(
-        gathered=sum(unit.bytes_gathered for unit in units),
-        reduced=tuple(reversed(reduced)),
-        frees=units[0].reshard_after_forward if units else False,
-        gathers_in_backward=any(unit.gathers_in_backward for unit in units),
-    )
+        return cls(_Block.of(plan, root), _Block.of(plan, early), tuple(_Block.of(plan, units) for units in together))
 
 
 def _shards(plan: Plan, unit: Unit) -> int:
@@ -405,59 +373,52 @@ def _gathered(plan: Plan, rooms: list[_Room]) -> int:
     """Return the most bytes gathered at a time: what stays, the computing block, and the one being prefetched."""
     kept, fetched = 0, 0
     for room in rooms:
-        kept += (
-            room.root.gathered
-            + room.early.gathered
-            + sum(block.gathered for block in room.blocks[:-1] if not block.frees)
-        )
+        kept += sum(block.gathered for block in (room.root, room.early, *room.blocks[:-1]) if not block.frees)
         kept += sum(block.gathered // block.frees for block in room.blocks if block.frees is not True and block.frees)
         last = room.blocks[-1].gathered if room.blocks else 0
         if plan.pipeline is not None and room.blocks and not room.blocks[-1].frees:
             kept, last = kept + last, 0
-        fetched = max(fetched, last, *_side_by_side(plan, room, last))
+        fetched = max(fetched, last)
+        for this, following in pairwise(room.blocks):
+            if this.frees:
+                at_end = following is room.blocks[-1]
+                beside = last if at_end else following.gathered if following.frees else 0
+                # torch prefetches in backward; in forward this library does, on accelerators
+                together = this.gathers_in_backward or is_accelerator(plan.device)
+                fetched = max(fetched, this.gathered + beside if together else max(this.gathered, beside))
     return kept + fetched
-
-
-def _side_by_side(plan: Plan, room: _Room, last: int) -> Iterator[int]:
-    """Yield the bytes of blocks that are gathered together, among those freed after use."""
-    for this, following in pairwise(room.blocks):
-        if this.frees:
-            at_end = following is room.blocks[-1]
-            beside = last if at_end else following.gathered if following.frees else 0
-            # torch prefetches in backward; in forward this library does, on accelerators
-            together = this.gathers_in_backward or is_accelerator(plan.device)
-            yield this.gathered + beside if together else max(this.gathered, beside)
 
 
 def _gradients(plan: Plan, rooms: list[_Room], microbatches: int) -> Iterator[int]:
     """Yield the bytes of gradients at the moments that can be the peak."""
     syncs = bool(plan.data.sync_grad_accum)
     every = [block for room in rooms for block in room.every]
-    shards, whole = sum(block.shard for block in every), sum(block.summed for block in every)
+    shards, whole = sum(block.sum("shard") for block in every), sum(block.sum("summed") for block in every)
+    behind_apart = [sum(reduced.behind for reduced in room.root.reduced if reduced.apart) for room in rooms]
     if plan.pipeline is not None:
         new_at_once = max(
-            room.root.behind_apart + max((block.apart for block in room.blocks), default=0) for room in rooms
+            behind + max((block.sum("apart") for block in room.blocks), default=0)
+            for behind, room in zip(behind_apart, rooms, strict=True)
         )
         if syncs and microbatches > 1:
-            largest = max(sum(block.summed for block in room.every) for room in rooms)
-            yield shards + largest + new_at_once
+            yield shards + max(sum(block.sum("summed") for block in room.every) for room in rooms) + new_at_once
         else:
             yield whole + new_at_once
-            yield whole + max(room.root.apart for room in rooms)
+            yield whole + max(room.root.sum("apart") for room in rooms)
         return
     (room,) = rooms
     if microbatches > 1 and not syncs:
         last = max((reduced.apart for reduced in room.blocks[-1].reduced), default=0) if room.blocks else 0
-        yield whole + last + room.root.behind_apart
-        yield room.root.summed + room.root.apart + shards - room.root.shard
+        yield whole + last + behind_apart[0]
+        yield room.root.sum("summed") + room.root.sum("apart") + shards - room.root.sum("shard")
         return
-    done = shards if microbatches > 1 else room.early.shard
+    done = shards if microbatches > 1 else room.early.sum("shard")
     # cut sequences do not enter through the first block's arguments
     at_once = 1 if plan.tensor is not None and plan.tensor.sequence_parallel else 0
     for reduced in chain.from_iterable(block.reduced for block in reversed(room.blocks[at_once:])):
-        yield done + room.root.behind + reduced.new + reduced.beside
+        yield done + room.root.sum("behind") + reduced.new + reduced.beside
         done += 0 if microbatches > 1 else reduced.shard
-    yield done + room.root.new + sum(block.new for block in room.blocks[:at_once])
+    yield done + room.root.sum("new") + sum(block.sum("new") for block in room.blocks[:at_once])
 
 
 # --- bound the bytes that ranks hold in a step: by its states from below, by an estimate on both sides
@@ -497,19 +458,22 @@ def bytes_of_states(plan: Plan, batch: Batch, *, state_tensors: int | None = Non
     """
     microbatches = resolved(plan, batch).microbatches(plan.data_ranks)
     ranks = [None] if plan.pipeline is None else list(range(plan.pipeline.ranks))
-    options = {"microbatches": microbatches, "state_tensors_per_parameter": state_tensors}
-    return [_of_states(plan, plan_memory(plan, pipeline_rank=rank, **options)) for rank in ranks]
-
-
-def _of_states(plan: Plan, memory: Memory) -> RankBytes:
-    at_rest = {"parameters": memory.parameters, "gradients": memory.gradients, "optimizer": memory.optimizer}
-    if memory.in_host_memory:
-        return RankBytes(0, int(STATES_EXACT * sum(at_rest.values())), at_rest)
-    whole = memory.gathered if plan.data.gathers_per_step else 0
-    backward = {"gradients": memory.gradients_at_peak, "optimizer": memory.beside, "parameters gathered": whole}
-    stepping = {"gradients": memory.gradients, "optimizer": memory.moving or memory.beside}
-    parts = {"parameters": memory.parameters, **max(backward, stepping, key=lambda held: sum(held.values()))}
-    return _placed(plan, STATES_EXACT * sum(parts.values()), memory.optimizer if memory.moving else 0, parts)
+    found = []
+    for rank in ranks:
+        memory = plan_memory(
+            plan, microbatches=microbatches, state_tensors_per_parameter=state_tensors, pipeline_rank=rank
+        )
+        at_rest = {"parameters": memory.parameters, "gradients": memory.gradients, "optimizer": memory.optimizer}
+        whole = memory.gathered if plan.data.gathers_per_step else 0
+        backward = {"gradients": memory.gradients_at_peak, "optimizer": memory.beside, "parameters gathered": whole}
+        stepping = {"gradients": memory.gradients, "optimizer": memory.moving or memory.beside}
+        parts = {"parameters": memory.parameters, **max(backward, stepping, key=lambda held: sum(held.values()))}
+        if memory.in_host_memory:
+            found.append(RankBytes(0, int(STATES_EXACT * sum(at_rest.values())), at_rest))
+        else:
+            host = memory.optimizer if memory.moving else 0
+            found.append(_placed(plan, STATES_EXACT * sum(parts.values()), host, parts))
+    return found
 
 
 def bytes_at_least(

@@ -138,7 +138,12 @@ def rounds_of(matrices: Sequence[Matrix], ranks: int) -> tuple[Round, ...]:
         owned[rank].append(number)
         work[rank] += matrices[number].cost
 
-    places = _numbered([matrix.boxes for matrix in matrices])
+    # matrices by their places, in an order that does not depend on theirs; most share one object for their boxes, since
+    # to hash each by its boxes would take long
+    distinct = {id(matrix.boxes): matrix.boxes for matrix in matrices}
+    numbers = {boxes: number for number, boxes in enumerate(sorted(set(distinct.values())))}
+    by_object = {key: numbers[boxes] for key, boxes in distinct.items()}
+    places = [by_object[id(matrix.boxes)] for matrix in matrices]
     order = sorted(range(len(matrices)), key=lambda n: (-matrices[n].cost, matrices[n].rows, places[n]))
     some = [n for n in order if 0 < len(matrices[n].whole_on) < ranks]
     for number in some:
@@ -150,28 +155,15 @@ def rounds_of(matrices: Sequence[Matrix], ranks: int) -> tuple[Round, ...]:
         _, rank = heapq.heappop(least)
         place(number, rank)
         heapq.heappush(least, (work[rank], rank))
-    return tuple(Round(tuple(owners)) for owners in _together(matrices, owned))
-
-
-def _numbered(boxes: Sequence[tuple[HeldBox, ...]]) -> list[int]:
-    """Number places in an order that does not depend on that of the matrices; equal places have the same number."""
-    distinct = {id(one): one for one in boxes}  # most are one object: to hash each by its boxes would take long
-    values = {one: number for number, one in enumerate(sorted(set(distinct.values())))}
-    numbers = {key: values[one] for key, one in distinct.items()}
-    return [numbers[id(one)] for one in boxes]
-
-
-def _together(matrices: Sequence[Matrix], owned: Sequence[Sequence[int]]) -> Iterator[list[tuple[int, int]]]:
-    """Yield (matrix, owner) of each round."""
+    rounds: list[Round] = []
     found: list[tuple[int, int]] = []
-    for place in range(max((len(numbers) for numbers in owned), default=0)):
-        following = [(numbers[place], rank) for rank, numbers in enumerate(owned) if place < len(numbers)]
+    for turn in range(max(map(len, owned), default=0)):
+        following = [(mine[turn], rank) for rank, mine in enumerate(owned) if turn < len(mine)]
         if found and sum(matrices[number].elements for number, _ in (*found, *following)) > ROUND_ELEMENTS:
-            yield found
+            rounds.append(Round(tuple(found)))
             found = []
         found += following
-    if found:
-        yield found
+    return (*rounds, Round(tuple(found))) if found else tuple(rounds)
 
 
 def sent_by(matrices: Sequence[Matrix], rounds: Sequence[Round], ranks: int) -> list[int]:

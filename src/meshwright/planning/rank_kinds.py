@@ -8,7 +8,7 @@ Two kinds may turn out alike, ranks of one kind never differ.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -50,14 +50,12 @@ def axes_among(plan: Plan, ranks: Sequence[int]) -> str:
         return "this rank"
     found = [coordinates(plan, rank) for rank in ranks]
     experts = () if plan.experts is None else EXPERT_AXES
-    names = [_names(plan, axes, found) for axes in (WORLD_AXES, experts)]
-    return "/".join(dict.fromkeys(filter(None, names))) or "world"
-
-
-def _names(plan: Plan, axes: Sequence[Axis], places: list[dict[Axis, int]]) -> str:
-    """Name the axes of a mesh that the places fill, each others' being equal; "" where they fill none."""
-    varied = [axis for axis in axes if len({place[axis] for place in places}) > 1]
-    return "+".join(varied) if math.prod(_size(plan, axis) for axis in varied) == len(places) else ""
+    names: dict[str, None] = {}
+    for axes in (WORLD_AXES, experts):  # the axes of a mesh that the ranks fill, their other places being equal
+        varied = [axis for axis in axes if len({place[axis] for place in found}) > 1]
+        if varied and math.prod(_size(plan, axis) for axis in varied) == len(found):
+            names["+".join(varied)] = None
+    return "/".join(names) or "world"
 
 
 def _size(plan: Plan, axis: Axis) -> int:
@@ -75,14 +73,13 @@ def kinds_of_ranks(plan: Plan, facts: ModelFacts, batch: Batch) -> tuple[RankKin
     found: dict[Hashable, list[int]] = {}
     for rank in range(plan.world):
         found.setdefault(works.of(rank), []).append(rank)
-    varied = [axis for axis in (*WORLD_AXES, Axis.EFSDP) if _tells_apart(plan, axis, list(found.values()))]
+    places = {rank: coordinates(plan, rank) for rank in range(plan.world)}
+    varied = []  # axes on which kinds have different places
+    for axis in (*WORLD_AXES, Axis.EFSDP):
+        size = _size(plan, axis)
+        if size > 1 and any(len({places[rank][axis] for rank in ranks}) < size for ranks in found.values()):
+            varied.append(axis)
     return tuple(RankKind(tuple(ranks), _words(plan, ranks, varied)) for ranks in found.values())
-
-
-def _tells_apart(plan: Plan, axis: Axis, kinds: list[list[int]]) -> bool:
-    """Return whether kinds have different places on an axis."""
-    size = _size(plan, axis)
-    return size > 1 and any(len({coordinates(plan, rank)[axis] for rank in ranks}) < size for ranks in kinds)
 
 
 def _words(plan: Plan, ranks: Sequence[int], axes: Sequence[Axis]) -> str:
@@ -92,14 +89,13 @@ def _words(plan: Plan, ranks: Sequence[int], axes: Sequence[Axis]) -> str:
     if not places:
         return "every rank"
     filled = len({tuple(place[axis] for axis in axes) for place in found}) == math.prod(map(len, places.values()))
-    return ("" if filled else "some of ") + ", ".join(f"{axis} {_runs(numbers)}" for axis, numbers in places.items())
-
-
-def _runs(numbers: Sequence[int]) -> str:
-    """Write ascending numbers as runs: "0-2, 5"."""
-    starts = [n for place, n in enumerate(numbers) if not place or n != numbers[place - 1] + 1]
-    ends = [n for place, n in enumerate(numbers) if place + 1 == len(numbers) or numbers[place + 1] != n + 1]
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+    words = []
+    for axis, numbers in places.items():  # ascending, written as runs: "0-2, 5"
+        known = set(numbers)
+        starts, ends = [n for n in numbers if n - 1 not in known], [n for n in numbers if n + 1 not in known]
+        runs = (str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+        words.append(f"{axis} {', '.join(runs)}")
+    return ("" if filled else "some of ") + ", ".join(words)
 
 
 class _Works:
@@ -107,71 +103,48 @@ class _Works:
 
     def __init__(self, plan: Plan, facts: ModelFacts, batch: Batch):
         self.plan, self.batch, self.facts = plan, batch, facts
-        self.dense, self.experts = cache(self._dense), cache(self._experts)
+        self.shapes = cache(self._shapes)
+        tensor, data = plan.tensor, plan.data
+        # regions have adapters, whose biases are added on the first tensor rank
+        self.has_adapters = tensor is not None and any(r.region.adapted for kind in tensor.kinds for r in kind.regions)
+        # replicas but the first zero what is summed already, before DDP sums it with later microbatches
+        several = resolved(plan, batch).microbatches(plan.data_ranks) > 1
+        self.zeroes_sums = data.technique == "ddp" and data.sync_grad_accum is True and several
 
     def of(self, rank: int) -> Hashable:
         plan, place = self.plan, coordinates(self.plan, rank)
         shard = 0
         for axis in plan.shares.shard_axes:
             shard = shard * plan.size(axis) + place[axis]
-        stage, tensor = place[Axis.PP], place[Axis.TP]
+        stage, tensor, length = place[Axis.PP], place[Axis.TP], own_tokens_of(plan, self.batch)[place[Axis.CP]]
+        if plan.tensor is not None and plan.tensor.sequence_parallel:  # tokens between blocks, padding left out
+            length = _chunk(length, tensor, plan.tensor.ranks)
         return (
             stage,
             place[Axis.CP],
-            self._tokens(place),
-            self.dense(stage, tensor, shard),
-            self.experts(stage, place.get(Axis.EFSDP, 0)),
-            tensor == 0 and self._has_adapters,
-            place[Axis.DP_REPLICATE] == 0 and self._zeroes_sums,
+            length,
+            self.shapes(stage, tensor, shard, place.get(Axis.EFSDP, 0)),
+            tensor == 0 and self.has_adapters,
+            place[Axis.DP_REPLICATE] == 0 and self.zeroes_sums,
         )
 
-    @property
-    def _zeroes_sums(self) -> bool:
-        """Whether replicas but the first zero what is summed already, before DDP sums it with later microbatches."""
-        data = self.plan.data
-        several = resolved(self.plan, self.batch).microbatches(self.plan.data_ranks) > 1
-        return data.technique == "ddp" and data.sync_grad_accum is True and several
-
-    @property
-    def _has_adapters(self) -> bool:
-        """Whether regions have adapters, whose biases are added on the first tensor rank."""
-        tensor = self.plan.tensor
-        return tensor is not None and any(r.region.adapted for kind in tensor.kinds for r in kind.regions)
-
-    def _tokens(self, place: dict[Axis, int]) -> int:
-        """Count the tokens of a row that a rank has between blocks, padding left out."""
-        tensor, length = self.plan.tensor, own_tokens_of(self.plan, self.batch)[place[Axis.CP]]
-        if tensor is None or not tensor.sequence_parallel:
-            return length
-        share = -(-length // tensor.ranks)
-        return max(0, min(share, length - place[Axis.TP] * share))
-
-    def _dense(self, stage: int, tensor: int, shard: int) -> Hashable:
-        """Return the shapes of dense parameters where they are gathered, and of this rank's shards of them."""
-        cut = {self._cut(p, tensor) for p in self._of_stage(stage) if not self._is_expert(p)}
-        return tuple(sorted((shape, self._sharded(shape, shard)) for shape in cut))
-
-    def _experts(self, stage: int, shard: int) -> Hashable:
-        experts = self.plan.experts
-        if experts is None:
-            return ()
-        stacks = [p.shape for p in self._of_stage(stage) if self._is_expert(p)]
-        found = set()
-        for shape in stacks:
-            local, dim = list(experts.local_shape(shape)), experts.sharded_dim(shape)
-            local[dim] = _chunk(local[dim], shard, experts.shards)
-            found.add(tuple(local))
-        return tuple(sorted(found))
-
-    def _is_expert(self, parameter: ParameterFact) -> bool:
-        return self.plan.experts is not None and self.plan.experts.has(parameter.name)
-
-    def _of_stage(self, rank: int) -> Iterator[ParameterFact]:
-        pipeline = self.plan.pipeline
-        for parameter in self.facts.parameters:
-            names = (parameter.name, *parameter.aliases)
-            if pipeline is None or any(pipeline.has(s, name) for s in pipeline.stages_on(rank) for name in names):
-                yield parameter
+    def _shapes(self, stage: int, tensor: int, shard: int, expert_shard: int) -> Hashable:
+        """Return the shapes of dense parameters where they are gathered, of this rank's shards of them, and of its
+        shards of experts."""
+        experts, pipeline, shards = self.plan.experts, self.plan.pipeline, self.plan.shares.shards
+        dense, stacks = set(), set()
+        for p in self.facts.parameters:
+            names, stages = (p.name, *p.aliases), (0,) if pipeline is None else pipeline.stages_on(stage)
+            if pipeline is not None and not any(pipeline.has(number, name) for number in stages for name in names):
+                continue
+            if experts is not None and experts.has(p.name):
+                local, dim = list(experts.local_shape(p.shape)), experts.sharded_dim(p.shape)
+                local[dim] = _chunk(local[dim], expert_shard, experts.shards)
+                stacks.add(tuple(local))
+            else:
+                shape = self._cut(p, tensor)
+                dense.add((shape, (_chunk(shape[0], shard, shards), *shape[1:]) if shape else shape))
+        return tuple(sorted(dense)), tuple(sorted(stacks))
 
     def _cut(self, parameter: ParameterFact, rank: int) -> tuple[int, ...]:
         tensor, shape = self.plan.tensor, parameter.shape
@@ -184,9 +157,6 @@ class _Works:
         else:
             size = sum(high - low for low, high in ranges(parts, rank, tensor.ranks))
         return (*shape[:dim], size, *shape[dim + 1 :])
-
-    def _sharded(self, shape: tuple[int, ...], shard: int) -> tuple[int, ...]:
-        return (_chunk(shape[0], shard, self.plan.shares.shards), *shape[1:]) if shape else shape
 
 
 def _chunk(size: int, rank: int, ranks: int) -> int:

@@ -191,13 +191,12 @@ def checkpointing_matches(case: Case) -> Found:
                 "techniques.activation_checkpointing = modules recomputes the modules of techniques.checkpoint_modules,"
                 f" and none is named. Name some, such as {facts.blocks[0].rpartition('.')[0]}.*."
             )
-        yield from _patterns_match(case)
-        yield from _parts_fit(case, checkpointed_modules(facts, t))
+        yield from _modules_fit(case)
 
 
-def _patterns_match(case: Case) -> Found:
-    """Require that every pattern names modules, and no module inside another's."""
-    facts, names = case.facts, modules_of_blocks(case.facts)
+def _modules_fit(case: Case) -> Found:
+    """Require that every pattern names modules, none inside another's, and none that only compute with others."""
+    facts, layout, names = case.facts, case.layout, modules_of_blocks(case.facts)
     found: dict[str, str] = {}
     for text in case.techniques.checkpoint_modules:
         hits = selected(text, names)
@@ -214,12 +213,8 @@ def _patterns_match(case: Case) -> Found:
             f"techniques.checkpoint_modules: '{found[inner]}' matches {inner}, which lies in {outer}"
             f" ('{found[outer]}'): it would be recomputed twice. Leave one of them out."
         )
-
-
-def _parts_fit(case: Case, chosen: tuple[str, ...]) -> Found:
-    """Refuse to recompute alone a part of modules that compute together on several ranks."""
-    facts, layout = case.facts, case.layout
-    inside: dict[str, str] = {}
+    chosen = checkpointed_modules(facts, case.techniques)
+    inside: dict[str, str] = {}  # part of modules that compute together on several ranks -> the axis
     if layout.tp > 1 and facts.applied_plan(TensorPlan) is None:
         for kind in facts.measurements.structure(layout.tp).structure.kinds:
             whole = {region.container for region in kind.regions}
@@ -250,7 +245,10 @@ def checkpointing_companions(case: Case) -> Found:
                 "techniques.activation_checkpointing = memory_budget is a request to the compiler, which chooses what a"
                 " compiled block keeps: compiled blocks are needed. Set techniques.compile = true, or use selective_op."
             )
-        if (dropout := _dropout_in_blocks(case)) is not None:
+        names = modules_of_blocks(case.facts)
+        modules = case.facts.module.named_modules() if case.facts.module is not None else ()
+        drops = (clean(name) for name, layer in modules if isinstance(layer, DROPOUTS) and layer.p > 0)
+        if (dropout := next((name for name in drops if name in names), None)) is not None:
             yield UnsupportedError(
                 f"techniques.activation_checkpointing = memory_budget: '{dropout}' drops at random, and the compiler"
                 f" could drop others when it recomputes. Use selective_op or full, or set its p to 0."
@@ -272,12 +270,3 @@ def checkpointing_companions(case: Case) -> Found:
             " keep what was sent without the product. Leave collectives out of techniques.checkpoint_keep, or set"
             " async_tensor_parallel = false."
         )
-
-
-def _dropout_in_blocks(case: Case) -> str | None:
-    module = case.facts.module
-    if module is None:
-        return None
-    names = modules_of_blocks(case.facts)
-    layers = ((clean(name), layer) for name, layer in module.named_modules())
-    return next((name for name, layer in layers if isinstance(layer, DROPOUTS) and layer.p > 0 and name in names), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 from meshwright.core.axes import Axis
 from meshwright.core.devices import is_accelerator
@@ -19,6 +19,7 @@ from meshwright.planning.float8 import RECIPES, float8_companions, float8_gather
 from meshwright.planning.layout import SHARDS, shares_of
 from meshwright.planning.optimizer import optimizer_fits
 from meshwright.planning.pipeline.plan import check_microbatches, pipeline_companions, pipeline_requested
+from meshwright.planning.plan import Plan
 from meshwright.planning.premise_rules import (
     decisions_are_of_a_row,
     gradients_are_dense,
@@ -39,9 +40,6 @@ from meshwright.planning.tensor.make import (
     tensor_words,
 )
 from meshwright.planning.values import Batch, Case, Found, PrecisionPlan, no_blocks
-
-if TYPE_CHECKING:
-    from meshwright.planning.plan import Plan
 
 LEGAL = {
     "data_parallel": ("auto", "ddp", "fully_shard"),

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import is_within, owner
 from meshwright.introspection.facts import ModelFacts
-from meshwright.introspection.stages import BlockFlow, Flow, flow_of
+from meshwright.introspection.stages import BlockFlow, flow_of
 from meshwright.planning.layout import Layout
-from meshwright.planning.pipeline.orders import ScheduleKind, schedule_kind
+from meshwright.planning.pipeline.orders import schedule_kind
 from meshwright.planning.pipeline.simulate import PipelineSchedule
 from meshwright.planning.pipeline.table import read_schedule
 from meshwright.planning.techniques import Techniques
@@ -327,10 +327,7 @@ def count_stages(t: Techniques, ranks: int, blocks: int) -> int:
         return len(t.pipeline_cuts) + 1
     if not t.layers_per_stage:
         return ranks * kind.per_rank(blocks, ranks)
-    return _stages_of_size(kind, t.layers_per_stage, ranks, blocks)
-
-
-def _stages_of_size(kind: ScheduleKind, layers: int, ranks: int, blocks: int) -> int:
+    layers = t.layers_per_stage
     stages = -(-blocks // layers) if layers > 0 else 0
     per_rank = stages // ranks
     can = per_rank >= 1 and stages % ranks == 0 and (per_rank == 2 if kind.is_v else kind.loops or per_rank == 1)
@@ -363,16 +360,35 @@ def make_pipeline_plan(
     flow = flow_of(facts.module, measured)
     own = measured.structure.blocks
     stages = count_stages(requested, layout.pp, len(own))
-    ranks = _rank_of(requested.pipeline_schedule, layout.pp, stages)
-    cuts = _cuts(facts, own, flow, requested, stages)
+    schedule, ranks = _schedule_of(requested.pipeline_schedule, layout.pp, stages)
+    if requested.pipeline_cuts:
+        cuts = given_cuts(requested.pipeline_cuts, len(own), stages)
+    elif size := requested.layers_per_stage:
+        cuts = [(start, min(start + size, len(own))) for start in range(0, len(own), size)]
+    else:
+        sizes = [float(sum(p.numel for p in facts.of_unit(block))) for block in own]
+        before, behind = (
+            float(sum(p.numel for p in facts.parameters if any(owner(n) in modules for n in (p.name, *p.aliases))))
+            for modules in (flow.before, flow.behind)
+        )
+        before += sum(p.numel for p in facts.parameters if facts.is_of_images(p.name))
+        cuts = balanced(sizes, stages, head=behind, embedding=before)
+    tied = []  # parameters that are used both before and after the blocks, each by a name on either side
+    for p in facts.parameters:
+        first, last = (
+            next((name for name in (p.name, *p.aliases) if owner(name) in modules), None)
+            for modules in (flow.before, flow.behind)
+        )
+        if first is not None and last is not None:
+            tied.append((first, last))
     return PipelinePlan(
         ranks=layout.pp,
-        schedule=_name(requested.pipeline_schedule),
+        schedule=schedule,
         stages=tuple(StagePlan(rank, own[start:end]) for rank, (start, end) in zip(ranks, cuts, strict=True)),
         kinds=flow.kinds,
         before=flow.before,
         behind=flow.behind,
-        tied=_tied(facts, flow),
+        tied=tuple(tied),
         width=flow.width,
         dtype=precision.compute,
         counts_tokens_behind=flow.counts_tokens_behind,
@@ -380,43 +396,9 @@ def make_pipeline_plan(
     )
 
 
-def _name(request: str) -> str:
-    return request if request.endswith(".csv") else schedule_kind(request).name
-
-
-def _rank_of(request: str, ranks: int, stages: int) -> tuple[int, ...]:
-    return (
-        read_schedule(request).rank_of
-        if request.endswith(".csv")
-        else schedule_kind(request).rank_of(ranks, stages // ranks)
-    )
-
-
-def _cuts(
-    facts: ModelFacts, own: tuple[str, ...], flow: Flow, requested: Techniques, stages: int
-) -> list[tuple[int, int]]:
-    blocks = len(own)
-    if requested.pipeline_cuts:
-        return given_cuts(requested.pipeline_cuts, blocks, stages)
-    if requested.layers_per_stage:
-        size = requested.layers_per_stage
-        return [(start, min(start + size, blocks)) for start in range(0, blocks, size)]
-    sizes = [float(sum(p.numel for p in facts.of_unit(block))) for block in own]
-    before, behind = (
-        float(sum(p.numel for p in facts.parameters if any(owner(name) in modules for name in (p.name, *p.aliases))))
-        for modules in (flow.before, flow.behind)
-    )
-    before += sum(p.numel for p in facts.parameters if facts.is_of_images(p.name))
-    return balanced(sizes, stages, head=behind, embedding=before)
-
-
-def _tied(facts: ModelFacts, flow: Flow) -> tuple[tuple[str, str], ...]:
-    """List parameters that are used both before and after the blocks, each by a name on either side."""
-    found = []
-    for p in facts.parameters:
-        names = (p.name, *p.aliases)
-        first = next((name for name in names if owner(name) in flow.before), None)
-        last = next((name for name in names if owner(name) in flow.behind), None)
-        if first is not None and last is not None:
-            found.append((first, last))
-    return tuple(found)
+def _schedule_of(request: str, ranks: int, stages: int) -> tuple[str, tuple[int, ...]]:
+    """Return the name of a schedule, or the path of its CSV file, and the rank of each stage."""
+    if request.endswith(".csv"):
+        return request, read_schedule(request).rank_of
+    kind = schedule_kind(request)
+    return kind.name, kind.rank_of(ranks, stages // ranks)

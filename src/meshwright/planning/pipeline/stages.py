@@ -19,7 +19,6 @@ from meshwright.planning.pipeline.plan import PipelinePlan
 from meshwright.planning.plan import Plan
 from meshwright.planning.recompute import sent_again
 from meshwright.planning.tensor.collectives import tensor_collectives
-from meshwright.planning.tensor.plan import TensorPlan
 from meshwright.planning.values import Collective, Unit
 
 
@@ -27,7 +26,8 @@ def plan_of_stage(plan: Plan, stage: int) -> Plan:
     """Restrict a plan to one stage's part of the model, for techniques to read."""
     pipeline = plan.pipeline
     assert pipeline is not None
-    blocks = pipeline.stages[stage].blocks
+    blocks, is_first, is_last = pipeline.stages[stage].blocks, stage == 0, stage == len(pipeline.stages) - 1
+    tensor = plan.tensor
 
     def here(paths: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(path for path in paths if any(is_within(path, block) for block in blocks))
@@ -42,19 +42,16 @@ def plan_of_stage(plan: Plan, stage: int) -> Plan:
         compiled=here(plan.compiled),
         float8=None if plan.float8 is None else plan.float8.only(blocks),
         quantize=None if plan.quantize is None else plan.quantize.only(blocks),
-        tensor=None if plan.tensor is None else _tensor_plan_of(plan.tensor, pipeline, stage),
-        loss=plan.loss if stage == len(pipeline.stages) - 1 else None,
-    )
-
-
-def _tensor_plan_of(tensor: TensorPlan, pipeline: PipelinePlan, stage: int) -> TensorPlan:
-    is_first, is_last = stage == 0, stage == len(pipeline.stages) - 1
-    return replace(
-        tensor.only(pipeline.stages[stage].blocks),
-        begins=is_first,
-        embedding=tensor.embedding if is_first else "",
-        head=tensor.head if is_last else "",
-        gathers_after_blocks=tensor.gathers_after_blocks and is_last,
+        tensor=None
+        if tensor is None
+        else replace(
+            tensor.only(blocks),
+            begins=is_first,
+            embedding=tensor.embedding if is_first else "",
+            head=tensor.head if is_last else "",
+            gathers_after_blocks=tensor.gathers_after_blocks and is_last,
+        ),
+        loss=plan.loss if is_last else None,
     )
 
 
@@ -118,20 +115,12 @@ def _of_rank(facts: ModelFacts, plan: Plan, rank: int) -> Iterator[Collective]:
     yield from _ties(facts, plan, pipeline, rank)
     yield from over_batch(shares, "loss", 1, "float64")
     yield Collective("all_reduce", Axis.PP.value, pipeline.ranks, "loss", 1, "float64", "step")
-    routers = [
-        router for stage in pipeline.stages_on(rank) for router in facts_of_stage(facts, pipeline, stage).routers
-    ]
+    stages = [facts_of_stage(facts, pipeline, stage) for stage in pipeline.stages_on(rank)]
+    routers = tuple(router for stage in stages for router in stage.routers)
     again = recomputed_in(facts.blocks, _sent_again(plan))
-    yield from router_collectives(
-        replace(facts, routers=tuple(routers)), shares, plan.precision, again, plan.router_loss
-    )
+    yield from router_collectives(replace(facts, routers=routers), shares, plan.precision, again, plan.router_loss)
     copies = {last for _, last in pipeline.tied}
-    own = [
-        p
-        for stage in pipeline.stages_on(rank)
-        for p in facts_of_stage(facts, pipeline, stage).parameters
-        if p.name not in copies
-    ]
+    own = [p for stage in stages for p in stage.parameters if p.name not in copies]
     cuts = trained_cuts(without_experts(replace(facts, parameters=tuple(own)), plan.experts), plan.tensor)
     experts = (
         plan.experts
@@ -150,20 +139,8 @@ def _messages(plan: Plan, pipeline: PipelinePlan, stage: int) -> Iterator[Collec
     here = pipeline.stages[stage].rank
     for other, what in ((stage + 1, "activations"), (stage - 1, "gradients")):
         if 0 <= other < len(pipeline.stages) and pipeline.stages[other].rank != here:
-            name = f"{what} to stage {other}"
-            share = plan.size(Axis.TP) if cut else 1
-            yield Collective(
-                "send",
-                Axis.PP.value,
-                2,
-                name,
-                pipeline.width,
-                pipeline.dtype,
-                "microbatch",
-                by_token=True,
-                filled=cut,
-                among=share,
-            )
+            sent = "send", Axis.PP.value, 2, f"{what} to stage {other}", pipeline.width, pipeline.dtype, "microbatch"
+            yield Collective(*sent, by_token=True, filled=cut, among=plan.size(Axis.TP) if cut else 1)
 
 
 def _ties(facts: ModelFacts, plan: Plan, pipeline: PipelinePlan, rank: int) -> Iterator[Collective]:

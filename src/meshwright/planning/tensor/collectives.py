@@ -36,7 +36,7 @@ def tensor_collectives(
         recomputed: block -> paths of the modules in it ("": the block) whose forward runs twice.
         shards: number of ranks that shard a tensor rank's part once more.
     """
-    return tuple(_found(_Counts(facts, plan, precision, shards, float8), loss, recomputed))
+    return tuple(_messages(_Counts(facts, plan, precision, shards, float8), loss, recomputed))
 
 
 class _Counts:
@@ -95,7 +95,8 @@ class _Counts:
                 continue
             cut = self.plan.cut_of(p.name, p.shape)
             if cut is None:
-                total[p.dtype] = total.get(p.dtype, 0) + self._shard(p.shape, p.shape[0] if p.shape else 1)
+                held = -(-(p.shape[0] if p.shape else 1) // self.shards) * math.prod(p.shape[1:])
+                total[p.dtype] = total.get(p.dtype, 0) + held
                 continue
             dim, parts = cut
             for part in parts:
@@ -105,15 +106,20 @@ class _Counts:
                     total[p.dtype] = total.get(p.dtype, 0) + held
         return total
 
-    def _shard(self, shape: tuple[int, ...], rows: int) -> int:
-        return -(-rows // self.shards) * math.prod(shape[1:])
 
-
-def _found(count: _Counts, loss: LossPlan | None, recomputed: dict[str, tuple[str, ...]]) -> Iterator[Collective]:
-    plan = count.plan
-    width = _width(count)
+def _messages(count: _Counts, loss: LossPlan | None, recomputed: dict[str, tuple[str, ...]]) -> Iterator[Collective]:
+    plan, width = count.plan, 0
+    for block, planned in ((b, r) for b in plan.blocks for r in plan.kind_of(b).regions):
+        cut = planned.region.cut_of(f"{planned.region.consumer}.weight")
+        assert cut is not None
+        width = count.shapes[f"{block}.{planned.region.consumer}.weight"][1 - cut.dim]
+        break
     flows = not plan.begins or any(count.is_trained(name) for name in plan.before)
-    yield from _entry(count, width, flows)
+    if plan.embedding:
+        op: Op = "reduce_scatter" if plan.sequence_parallel and plan.embedding_is_hidden else "all_reduce"
+        yield count.one(op, "embedding", width)
+    if plan.sequence_parallel and plan.begins and flows:
+        yield count.one("all_gather", "embedding", width)
     for block in plan.blocks:
         work = _BlockWork(count, plan.kind_of(block), block, width)
         yield from work.forward(work.kind.regions)
@@ -141,18 +147,6 @@ def _is_within_any(path: str, modules: tuple[str, ...]) -> bool:
     return any(is_within(path, module) for module in modules)
 
 
-def _entry(count: _Counts, width: int, flows: bool) -> Iterator[Collective]:
-    plan = count.plan
-    if plan.embedding:
-        yield count.one(
-            "reduce_scatter" if plan.sequence_parallel and plan.embedding_is_hidden else "all_reduce",
-            "embedding",
-            width,
-        )
-    if plan.sequence_parallel and plan.begins and flows:
-        yield count.one("all_gather", "embedding", width)
-
-
 class _BlockWork:
     def __init__(self, count: _Counts, kind: BlocksPlan, block: str, width: int):
         self.count, self.kind, self.block, self.width = count, kind, block, width
@@ -166,7 +160,9 @@ class _BlockWork:
             count.is_trained(name) for name in names if owner(name)[len(block) + 1 :] not in linears
         )
         here = {path[len(block) + 1 :]: parts for path, parts in count.agreeing.items() if is_within(path, block)}
-        self.agreements = Agreements(kind, here, self._train, self._weight_trains, block, count.plan.ranks)
+        self.agreements = Agreements(
+            kind, here, self._train, lambda path: count.is_trained(f"{block}.{path}.weight"), block, count.plan.ranks
+        )
 
     def forward(self, regions: tuple[RegionPlan, ...]) -> Iterator[Collective]:
         begins = {path for planned in regions for path in planned.region.begins}
@@ -182,7 +178,10 @@ class _BlockWork:
             yield self.count.one("all_gather", f"{self.block}.{norm}", gathered, whole=True)
 
     def backward(self, flows: bool) -> Iterator[Collective]:
-        gathered, scattered = self._normed_in_backward(flows) if self.kind.norms else (0, 0)
+        gathered = scattered = 0
+        if self.kind.norms:  # the block's input before its norms, whose backward needs it whole
+            runs = flows or self.norms_train or self._train(*(path for paths in self.kind.gathers for path in paths))
+            gathered, scattered = int(self.cut and self.regather and runs), int(flows)
         flows = flows or self.others_train
         for planned in self.kind.regions:
             region = planned.region
@@ -191,7 +190,9 @@ class _BlockWork:
             if region.consumer in self._ends() and (flows or self._train(*region.linears)):
                 gathered += 1
             if self.cut and self.regather:
-                gathered += sum(1 for paths in first if self._train(*paths) and not self._is_kept(paths))
+                # with adapters, the input is saved whole for backward
+                kept = [paths for paths in first if any(len(self._with[path]) > 1 for path in paths)]
+                gathered += sum(1 for paths in first if self._train(*paths) and paths not in kept)
             if flows:
                 scattered += len(first)
             for norm, _, features in self._spanning((planned,)):
@@ -204,11 +205,6 @@ class _BlockWork:
         if scattered:
             yield self.count.one("reduce_scatter" if self.cut else "all_reduce", self.block, self.width, scattered)
 
-    def _normed_in_backward(self, flows: bool) -> tuple[int, int]:
-        """Count (gathers, reductions) of a block's input before its norms, whose backward needs it whole."""
-        runs = flows or self.norms_train or self._train(*(path for paths in self.kind.gathers for path in paths))
-        return int(self.cut and self.regather and runs), int(flows)
-
     def _ends(self) -> tuple[str, ...]:
         return self.kind.summed[-1:] or tuple(planned.region.consumer for planned in self.kind.regions)
 
@@ -216,15 +212,8 @@ class _BlockWork:
         """Return whether any of these linear layers, or of their adapters, is trained."""
         return self.count.trains(*(f"{self.block}.{found}" for path in paths for found in self._with[path]))
 
-    def _weight_trains(self, path: str) -> bool:
-        return self.count.is_trained(f"{self.block}.{path}.weight")
-
     def norm_trains(self, path: str) -> bool:
         return self.count.trains(f"{self.block}.{path}")
-
-    def _is_kept(self, paths: tuple[str, ...]) -> bool:
-        """Return whether the input of these layers is saved whole for backward, as adapters need it."""
-        return any(len(self._with[path]) > 1 for path in paths)
 
     def _spanning(self, regions: tuple[RegionPlan, ...]) -> Iterator[tuple[str, int, int]]:
         """Yield (norm, gathered features, features whose gradients are summed)."""
@@ -253,13 +242,3 @@ def _head(count: _Counts, loss: LossPlan | None, flows: bool) -> Iterator[Collec
         chunks = 1 if loss is None else loss.chunks
         yield count.one("all_reduce", "loss: maxima", 1, chunks, wide, share=1 / chunks)
         yield count.one("all_reduce", "loss: sums", 2, chunks, wide, share=1 / chunks)
-
-
-def _width(count: _Counts) -> int:
-    plan = count.plan
-    for block in plan.blocks:
-        for planned in plan.kind_of(block).regions:
-            cut = planned.region.cut_of(f"{planned.region.consumer}.weight")
-            assert cut is not None
-            return count.shapes[f"{block}.{planned.region.consumer}.weight"][1 - cut.dim]
-    return 0

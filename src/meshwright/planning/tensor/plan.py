@@ -197,15 +197,12 @@ class TensorPlan:
             block = next((block for block in kind.blocks if is_within(name, block)), None)
             if block is not None:
                 within = name[len(block) + 1 :]
+                regions = [planned.region for planned in kind.regions]
+                # or a region uses it for the groups of one rank only
                 return owner(within) in kind.norms or any(
-                    _sees_some_groups(planned.region, within) for planned in kind.regions
+                    within in region.shared or owner(within) in region.spanning for region in regions
                 )
         return False
-
-
-def _sees_some_groups(region: Region, name: str) -> bool:
-    """Return whether a region uses a whole parameter for the groups of one rank only."""
-    return name in region.shared or owner(name) in region.spanning
 
 
 def words_of_cut(dim: int, parts: tuple[FusedPart, ...]) -> str:
