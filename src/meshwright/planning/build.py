@@ -40,7 +40,7 @@ from meshwright.planning.float8 import scales_of_gathered
 from meshwright.planning.layout import Layout, Shares, shares_of
 from meshwright.planning.optimizer import optimizer_plan
 from meshwright.planning.optimizer_collectives import optimizer_collectives
-from meshwright.planning.pipeline.plan import PipelinePlan, check_trained, make_pipeline_plan
+from meshwright.planning.pipeline.plan import check_trained, make_pipeline_plan
 from meshwright.planning.pipeline.stages import pipeline_collectives, recomputed_in, units_of_stages
 from meshwright.planning.plan import Plan
 from meshwright.planning.premise_rules import may_be_idle
@@ -73,16 +73,7 @@ def plan(
     reduction: str = "sum",
     hints: Hints | None = None,
 ) -> Plan:
-    """Decide everything about a layout, with no process group and no GPU.
-
-    Args:
-        model: a model config, a module (on meta or not), or a function that returns one.
-        layout: mesh sizes; open ones (-1) need a ``cluster`` to be filled from.
-        batch: the shape of a step's data, checked against model and mesh; the plan itself holds for any batch.
-        cluster: ranks, ranks per node and device, no card; by default the layout's own size on this machine's device.
-        techniques: the typed request, or a plain dict of it.
-        reduction: "sum", or "mean" for the functions that keep torch's averaging of gradients.
-        hints: facts about a model that measurement cannot read, for a module or a function that returns one.
+    """Decide everything about a layout, with no process group and no GPU: ``meshwright.plan`` without a named GPU.
 
     Raises:
         ConfigError, UnsupportedError: a rule is broken; the message names the rule and the remedy.
@@ -97,27 +88,27 @@ def plan(
         )
     cluster = cluster or Cluster(world=layout.world, device=local_device())
     layout = layout.resolve(cluster.world, ranks_per_node=cluster.ranks_per_node or None)
-    requested = _with_schedule_of(layout, requested)
+    if schedule := layout.requested_schedule:
+        if requested.pipeline_schedule not in (Techniques.pipeline_schedule, schedule):
+            raise ConfigError(
+                f"pp_schedule = {schedule}, but techniques.pipeline_schedule = {requested.pipeline_schedule}: they are"
+                f" one thing; leave one out"
+            )
+        requested = replace(requested, pipeline_schedule=schedule)
     requested = with_zero_stage(requested, layout)
-    facts = _frozen(facts, requested)
+    if requested.freeze:
+        frozen = matching(requested.freeze, [p.name for p in facts.parameters], "techniques.freeze")
+        parameters = (replace(p, trainable=p.trainable and p.name not in frozen) for p in facts.parameters)
+        facts = replace(facts, parameters=tuple(parameters))
     precision = resolve_precision(requested, facts.floating, cluster.device)
     technique = _data_technique(requested, layout, precision)
-    check(Case(facts, layout, requested, precision, technique, cluster.device, reduction))
-    made = _assemble(facts, layout, requested, precision, technique, cluster.device, reduction)
+    case = Case(facts, layout, requested, precision, technique, cluster.device, reduction)
+    check(case)
+    made = _assemble(replace(case, facts=at_rest(facts, precision)))
     if batch is not None:
         check_batch(made, batch)
         check_data(facts, batch)
     return made
-
-
-def _with_schedule_of(layout: Layout, requested: Techniques) -> Techniques:
-    schedule = layout.requested_schedule
-    if schedule and requested.pipeline_schedule not in (Techniques.pipeline_schedule, schedule):
-        raise ConfigError(
-            f"pp_schedule = {schedule}, but techniques.pipeline_schedule = {requested.pipeline_schedule}: they are one"
-            f" thing; leave one out"
-        )
-    return replace(requested, pipeline_schedule=schedule) if schedule else requested
 
 
 def _data_technique(requested: Techniques, layout: Layout, precision: PrecisionPlan) -> str:
@@ -136,19 +127,12 @@ def _data_technique(requested: Techniques, layout: Layout, precision: PrecisionP
     return "ddp" if ranks > 1 else "none"
 
 
-def _assemble(
-    facts: ModelFacts,
-    layout: Layout,
-    requested: Techniques,
-    precision: PrecisionPlan,
-    technique: str,
-    device: str,
-    reduction: str,
-) -> Plan:
-    facts = at_rest(facts, precision)
-    data = _data_plan(facts, requested, layout, technique, device, reduction)
-    tensor, tensor_notes = _tensor_plan(facts, layout, requested, precision)
-    float8, quantize, about_weights = rounded_weights(facts, requested, device, tensor)
+def _assemble(case: Case) -> Plan:
+    """Ask each technique for its part of a legal plan; the facts have the dtypes at rest."""
+    facts, layout, requested, precision = case.facts, case.layout, case.techniques, case.precision
+    data = _data_plan(case)
+    tensor, tensor_notes = _tensor_plan(case)
+    float8, quantize, about_weights = rounded_weights(facts, requested, case.device, tensor)
     for p in facts.parameters:
         if quantize is not None and p.name in quantize.weights and p.dtype != precision.master:
             raise UnsupportedError(
@@ -159,22 +143,34 @@ def _assemble(
     pipeline = make_pipeline_plan(facts, layout, requested, precision) if layout.pp > 1 else None
     if pipeline is not None:
         check_trained(facts, pipeline)
-    experts = _expert_plan(facts, layout, tensor, tensor_notes)
+    experts = facts.applied_plan(ExpertPlan)
+    if experts is None and layout.ep > 1:
+        experts = ExpertPlan(expert_mesh_of(layout), facts.measurements.stacks(layout.ep))
+    if experts is not None and tensor is not None and not tensor.sequence_parallel:
+        raise UnsupportedError(
+            f"layout.ep = {layout.ep} with layout.tp = {layout.tp} needs sequences that are cut between blocks, and"
+            f" those of {facts.kind} stay whole: {tensor_notes[0]}. Set layout.ep = 1."
+        )
     for p in facts.parameters:
         if experts is not None and experts.has(p.name) and precision.computed_in(p.dtype) != precision.compute:
             raise _odd(p, precision.compute, f"layout.ep = {layout.ep} sends tokens to it")
     reshard, optimizer = requested.reshard_after_forward, optimizer_plan(facts, requested)
     assert reshard != "auto"  # resolved above
-    shares = shares_of(layout, technique, replicates_tokens=data.replicates_tokens)
+    shares = shares_of(layout, case.technique, replicates_tokens=data.replicates_tokens)
     narrow = Narrow.of(float8, quantize)
     holding = Holding(shares.shards, precision, tensor, experts, narrow, optimizer)
     units = units_of(without_skipped(facts, layout), holding, reshard)
     parameters = _parameters(facts.parameters, layout, shares, tensor, experts, narrow)
+    loss = None
+    if requested.loss_chunks > 1:
+        head = facts.measurements.structure(layout.tp).structure.head
+        assert head is not None
+        loss = LossPlan(head, requested.loss_chunks)
     mode = requested.activation_checkpointing
     keep = requested.checkpoint_keep if mode == "selective_op" else ()
     made = Plan(
         model=facts.kind,
-        device=device,
+        device=case.device,
         mesh=tuple((axis.value, layout.size(axis)) for axis in WORLD_AXES),
         parameters=parameters,
         units=units,
@@ -192,7 +188,7 @@ def _assemble(
         context=facts.applied_plan(ContextPlan) or context_plan(facts, layout, requested, precision),
         pipeline=pipeline,
         experts=experts,
-        loss=_loss_plan(facts, layout, requested),
+        loss=loss,
         router_loss=facts.measurements.router_loss(),
         float8=float8,
         quantize=quantize,
@@ -201,20 +197,17 @@ def _assemble(
         notes=(
             *tensor_notes,
             *about_weights,
-            *explain.of(facts, layout, requested, technique, parameters, tensor),
-            *zero_notes(requested, layout, technique),
+            *explain.of(case, parameters, tensor),
+            *zero_notes(requested, layout, case.technique),
         ),
     )
-    made = replace(made, collectives=_collectives(facts, made))
-    return made if pipeline is None else _with_pipeline_collectives(facts, made, pipeline)
-
-
-def _frozen(facts: ModelFacts, requested: Techniques) -> ModelFacts:
-    if not requested.freeze:
-        return facts
-    chosen = matching(requested.freeze, [p.name for p in facts.parameters], "techniques.freeze")
+    if pipeline is None:
+        return replace(made, collectives=_collectives(facts, made))
+    tried = [pipeline_collectives(facts, made, rank) for rank in range(pipeline.ranks)]
+    busiest = max(range(pipeline.ranks), key=lambda rank: sum(c.elements * (c.calls or 1) for c in tried[rank]))
+    note = f"collectives are those of rank {busiest} of the pipeline, which sends most"
     return replace(
-        facts, parameters=tuple(replace(p, trainable=p.trainable and p.name not in chosen) for p in facts.parameters)
+        made, collectives=tried[busiest], stage_units=units_of_stages(facts, made), notes=(*made.notes, note)
     )
 
 
@@ -254,49 +247,21 @@ def _collectives(facts: ModelFacts, plan: Plan) -> tuple[Collective, ...]:
     return (*found, *optimizer_collectives(plan, facts.parameters))
 
 
-def _expert_plan(
-    facts: ModelFacts, layout: Layout, tensor: TensorPlan | None, tensor_notes: tuple[str, ...]
-) -> ExpertPlan | None:
-    experts = facts.applied_plan(ExpertPlan)
-    if experts is None and layout.ep > 1:
-        experts = ExpertPlan(expert_mesh_of(layout), facts.measurements.stacks(layout.ep))
-    if experts is not None and tensor is not None and not tensor.sequence_parallel:
-        raise UnsupportedError(
-            f"layout.ep = {layout.ep} with layout.tp = {layout.tp} needs sequences that are cut between blocks, and"
-            f" those of {facts.kind} stay whole: {tensor_notes[0]}. Set layout.ep = 1."
-        )
-    return experts
-
-
-def _data_plan(
-    facts: ModelFacts, requested: Techniques, layout: Layout, technique: str, device: str, reduction: str
-) -> DataParallel:
+def _data_plan(case: Case) -> DataParallel:
+    facts, layout, requested, is_sharded = case.facts, case.layout, case.techniques, case.technique == "fully_shard"
+    idle: tuple[str, ...] = ()
+    if case.batch_ranks > 1:  # some ranks may leave them without a gradient; in a pipeline, those of images alone
+        found = may_be_idle(facts) if layout.pp == 1 else set()
+        idle = tuple(p.name for p in case.trained if p.name in found or facts.is_of_images(p.name))
     return DataParallel(
-        technique,  # type: ignore[arg-type]
-        reduction,  # type: ignore[arg-type]
+        case.technique,  # type: ignore[arg-type]
+        case.reduction,  # type: ignore[arg-type]
         requested.sync_grad_accum,  # type: ignore[arg-type]  ("auto" is resolved)
         requested.cpu_offload is True,
-        pin_memory=is_accelerator(device),
-        gathers_per_step=technique == "fully_shard" and gathers_per_step(requested, layout),
-        idle=_idle(facts, layout) if shares_of(layout).batch_ranks > 1 else (),
-        replicates_tokens=technique == "fully_shard" and layout.cp > 1 and requested.zero_stage == 0,
-    )
-
-
-def _idle(facts: ModelFacts, layout: Layout) -> tuple[str, ...]:
-    """List the parameters that some ranks may leave without a gradient; in a pipeline, those of images alone."""
-    found = may_be_idle(facts) if layout.pp == 1 else set()
-    return tuple(p.name for p in facts.parameters if p.trainable and (p.name in found or facts.is_of_images(p.name)))
-
-
-def _with_pipeline_collectives(facts: ModelFacts, plan: Plan, pipeline: PipelinePlan) -> Plan:
-    """Add the collectives, per token of a microbatch, of the rank that sends most; others send the same kinds."""
-    tried = [pipeline_collectives(facts, plan, rank) for rank in range(pipeline.ranks)]
-    sizes = [sum(c.elements * (c.calls or 1) for c in found) for found in tried]
-    busiest = sizes.index(max(sizes))
-    note = f"collectives are those of rank {busiest} of the pipeline, which sends most"
-    return replace(
-        plan, collectives=tried[busiest], stage_units=units_of_stages(facts, plan), notes=(*plan.notes, note)
+        pin_memory=is_accelerator(case.device),
+        gathers_per_step=is_sharded and gathers_per_step(requested, layout),
+        idle=idle,
+        replicates_tokens=is_sharded and layout.cp > 1 and requested.zero_stage == 0,
     )
 
 
@@ -309,9 +274,8 @@ def _odd(p: ParameterFact, compute: str, why: str) -> UnsupportedError:
     )
 
 
-def _tensor_plan(
-    facts: ModelFacts, layout: Layout, requested: Techniques, precision: PrecisionPlan
-) -> tuple[TensorPlan | None, tuple[str, ...]]:
+def _tensor_plan(case: Case) -> tuple[TensorPlan | None, tuple[str, ...]]:
+    facts, layout, requested, precision = case.facts, case.layout, case.techniques, case.precision
     if layout.tp == 1:
         return None, ()
     if facts.applied_plan(TensorPlan) is not None:
@@ -346,14 +310,6 @@ def _tensor_plan(
     if layout.cp > 1 and facts.applied_plan(ContextPlan) is None and facts.measurements.mixing().mixers:
         made = made.branch_by_branch()
     return replace(made, async_tensor_parallel=requested.async_tensor_parallel), tensor_notes
-
-
-def _loss_plan(facts: ModelFacts, layout: Layout, requested: Techniques) -> LossPlan | None:
-    if requested.loss_chunks == 1:
-        return None
-    structure = facts.measurements.structure(layout.tp).structure
-    assert structure.head is not None
-    return LossPlan(structure.head, requested.loss_chunks)
 
 
 def _parameters(

@@ -86,7 +86,12 @@ def step_norm(trained_in: Iterable[str], shares: Shares, trained_cuts: tuple[boo
             yield Collective("all_reduce", Axis.DP_SHARD.value, shares.shards, "gradient norm", 1, dtype, "step")
         if over_tensor:
             yield Collective("all_reduce", Axis.TP.value, tensor_ranks, "gradient norm", 1, dtype, "step")
-    if experts is not None and not _spans_as(experts, shares.shards, tensor_ranks, trained_cuts):
+    if experts is None:
+        return
+    # experts and dense parameters that are sharded over the same group, the world, have one sum
+    world = math.prod(size for _, size in experts.mesh)
+    dense = [sorted((shares.shards, tensor_ranks if over_tensor else 1)) for over_tensor in trained_cuts]
+    if not (experts.ranks == world and [1, world] in dense):
         for axis, ranks in ((Axis.EFSDP, experts.shards), (Axis.EP, experts.ranks)):
             if ranks > 1:
                 yield Collective("all_reduce", axis.value, ranks, "gradient norm", 1, dtype, "step")
@@ -97,13 +102,6 @@ def step_agreement(shares: Shares):
     for axis in shares.copies:
         if (ranks := shares.size(axis)) > 1:
             yield Collective("all_reduce", axis.value, ranks, "agreed norm", 1, "float64", "step")
-
-
-def _spans_as(experts: ExpertPlan, shards: int, tensor_ranks: int, trained_cuts: tuple[bool, ...]) -> bool:
-    """Decide whether experts and dense parameters are sharded over the same group, the world: one sum for both."""
-    world = math.prod(size for _, size in experts.mesh)
-    dense = [(shards, tensor_ranks if over_tensor else 1) for over_tensor in trained_cuts]
-    return experts.ranks == world and any(sorted(sizes) == [1, world] for sizes in dense)
 
 
 def over_batch(shares: Shares, unit: str, elements: int, dtype: str) -> Iterator[Collective]:
@@ -177,37 +175,12 @@ def resolved(plan: Plan, batch: Batch) -> Batch:
     return replace(batch, microbatch_rows=plan.pipeline.rows_per_microbatch(rows, batch.rows_together))
 
 
-def _rows(plan: Plan, batch: Batch) -> int:
-    """Count rows of a microbatch on one rank."""
-    return -(-batch.global_rows // plan.data_ranks // batch.microbatches(plan.data_ranks))
-
-
-def _tokens(plan: Plan, batch: Batch, filled: bool) -> int:
-    """Count tokens of a microbatch on one rank; ``filled``: padded to a multiple of the tensor axis."""
-    rows = _rows(plan, batch)
-    ranks = plan.size(Axis.TP) if filled else 1
-    return rows * -(-_own_tokens(plan, batch) // ranks) * ranks
-
-
-def _own_tokens(plan: Plan, batch: Batch) -> int:
-    """Count tokens of a row on the rank of the context axis that has most."""
-    return max(own_tokens_of(plan, batch))
-
-
 def own_tokens_of(plan: Plan, batch: Batch) -> list[int]:
     """Count tokens of a row, of one document, on each rank of the context axis."""
     if plan.context is None:
         return [batch.seq_len]
     runs = cut_row(plan.context.cut, batch.seq_len, plan.context.ranks)
     return [sum(stop - start for start, stop in mine) for mine in runs]
-
-
-def _fetched_bytes(plan: Plan, batch: Batch, c: Collective) -> list[int]:
-    """Count the bytes that each rank sends where queries fetch what they see by a rule, or gradients go back."""
-    assert plan.context is not None and c.sees is not None
-    sent = fetched_tokens(plan.context.cut, batch.seq_len, plan.context.ranks, c.sees)
-    tokens = [sum(received) for received in zip(*sent, strict=True)] if c.returns else [sum(row) for row in sent]
-    return [c.elements * _rows(plan, batch) * count * c.element_bytes for count in tokens]
 
 
 def wire_bytes(op: str, tensor_bytes: float, ranks: int) -> float:
@@ -226,20 +199,29 @@ def step_traffic(plan: Plan, batch: Batch) -> tuple[Traffic, ...]:
     check_batch(plan, batch)
     batch = resolved(plan, batch)
     repeats = batch.microbatches(plan.data_ranks)
+    on_rank = -(-batch.global_rows // plan.data_ranks // repeats)  # rows of a microbatch
+    own_tokens = max(own_tokens_of(plan, batch))
     rows: dict[tuple, Traffic] = {}
     fetched: dict[tuple, list[float]] = {}
     for c in plan.collectives:
         times = repeats if c.per == "microbatch" else 1
-        whole = plan.size(Axis.CP) if c.axis == Axis.CP else 1
-        tokens = whole * _tokens(plan, batch, c.filled) if c.by_token else _rows(plan, batch) if c.by_row else 1
+        tokens = on_rank if c.by_row else 1
+        if c.by_token:
+            parts = plan.size(Axis.TP) if c.filled else 1  # padded to a multiple of the tensor axis
+            tokens = on_rank * -(-own_tokens // parts) * parts * (plan.size(Axis.CP) if c.axis == Axis.CP else 1)
         calls = 1 if c.by_token or c.by_row else c.calls or 1
         moved = times * calls * wire_bytes(c.op, c.elements * tokens // c.among * c.element_bytes, c.ranks)
         if c.to_others:
             moved = times * c.elements * c.element_bytes
         key = (c.op, c.axis, c.ranks)
         if c.sees is not None:  # the rank counts that sends most in all of them together
+            assert plan.context is not None
+            sent = fetched_tokens(plan.context.cut, batch.seq_len, plan.context.ranks, c.sees)
+            # gradients go back to the ranks that sent
+            of_ranks = [sum(received) for received in zip(*sent, strict=True)] if c.returns else map(sum, sent)
             known = fetched.get(key, [0.0] * c.ranks)
-            fetched[key] = [had + times * more for had, more in zip(known, _fetched_bytes(plan, batch, c), strict=True)]
+            each = times * c.elements * on_rank * c.element_bytes
+            fetched[key] = [had + each * count for had, count in zip(known, of_ranks, strict=True)]
             moved = max(fetched[key]) - max(known)
         before = rows.get(key, Traffic(*key, 0, 0.0))
         calls = None if c.calls is None or before.calls is None else before.calls + times * c.calls

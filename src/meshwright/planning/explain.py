@@ -22,22 +22,15 @@ from meshwright.planning.data import stage_of
 from meshwright.planning.layout import Layout, shares_of
 from meshwright.planning.memory import MemoryEstimate, MemoryUse, plan_memory
 from meshwright.planning.plan import Plan
-from meshwright.planning.techniques import Techniques
 from meshwright.planning.tensor.plan import TensorPlan
-from meshwright.planning.values import Batch, ParameterPlan
+from meshwright.planning.values import Batch, Case, ParameterPlan
 
 # --- write the notes that a plan carries about a model and a layout
 
 
-def of(
-    facts: ModelFacts,
-    layout: Layout,
-    requested: Techniques,
-    technique: str,
-    parameters: tuple[ParameterPlan, ...],
-    tensor: TensorPlan | None,
-) -> Iterator[str]:
+def of(case: Case, parameters: tuple[ParameterPlan, ...], tensor: TensorPlan | None) -> Iterator[str]:
     """Yield notes on decisions that a plan's reader may not expect."""
+    facts, layout, requested, technique = case.facts, case.layout, case.techniques, case.technique
     if tensor is not None and requested.compile and requested.activation_checkpointing != "none":
         what = {"selective": "attentions", "modules": "modules"}.get(requested.activation_checkpointing, "blocks")
         yield f"{what} that are recomputed run uncompiled on the tensor axis: torch finds no graph for them"

@@ -105,6 +105,11 @@ def make_tensor_plan(
             notes.append(
                 f"the {what} {path} stays whole: the plan does not cut it; {_bytes_of(measured, (path,))} on every rank"
             )
+    named = [
+        (clean(name), parameter) for name, parameter in measured.sample.model.named_parameters(remove_duplicate=False)
+    ]
+    of_ends = {id(parameter) for name, parameter in named if owner(name) and owner(name) in (embedding, head)}
+    inside = (*structure.before, *measured.sample.blocks)
     plan = TensorPlan(
         ranks=measured.ranks,
         source="given" if given else "the model's own plan, as measured" if words.own else "measured",
@@ -117,8 +122,10 @@ def make_tensor_plan(
         gathers_after_blocks=structure.counts_tokens_behind or not head,
         before=structure.before,
         head=head,
-        tied=_other_names(measured, (embedding, head)),
-        alike_behind=() if head else tuple(name for name in _outside(measured) if name not in structure.before),
+        # names under which other modules have the parameters of embedding and head
+        tied=tuple(name for name, p in named if id(p) in of_ends and owner(name) not in (embedding, head)),
+        # parameters outside the blocks, by all their names, which the small copy has too
+        alike_behind=() if head else tuple(n for n, _ in named if not any(is_within(n, path) for path in inside)),
         tail=structure.tail,
         of_images=structure.of_images,
     )
@@ -128,7 +135,13 @@ def make_tensor_plan(
             for path, kind in words.kinds.items()
             if not any(is_within(path, other) for other in words.elsewhere)
         }
-        notes += dict.fromkeys(differences(words.own, here, _cut_modules(plan)))
+        # each cut module, for a layer with adapters the module around them
+        cut_as = {path: what for path, what in ((embedding, "embedding"), (head, "column")) if path}
+        for planned, block in ((kind, block) for kind in kinds for block in kind.blocks):
+            for region in (each.region for each in planned.regions):
+                cut_as |= {f"{block}.{region.place_of(path)}": "column" for path in region.producers}
+                cut_as[f"{block}.{region.place_of(region.consumer)}"] = "row"
+        notes += dict.fromkeys(differences(words.own, here, cut_as))
     return plan, tuple(notes)
 
 
@@ -173,35 +186,8 @@ def _blocks_plan(measured: Measured, kind: BlockKind, words: Words, notes: list[
     )
 
 
-def _outside(measured: Measured) -> list[str]:
-    """List parameters outside the blocks by all their names, which the small copy has too."""
-    sample = measured.sample
-    names = (clean(name) for name, _ in sample.model.named_parameters(remove_duplicate=False))
-    return [name for name in names if not any(is_within(name, block) for block in sample.blocks)]
-
-
-def _other_names(measured: Measured, paths: tuple[str, ...]) -> tuple[str, ...]:
-    """List names under which other modules have parameters of the modules at ``paths``."""
-    named = [
-        (clean(name), parameter) for name, parameter in measured.sample.model.named_parameters(remove_duplicate=False)
-    ]
-    of_paths = {id(parameter) for name, parameter in named if owner(name) in paths and owner(name)}
-    return tuple(name for name, parameter in named if id(parameter) in of_paths and owner(name) not in paths)
-
-
 def _bytes_of(measured: Measured, paths: tuple[str, ...]) -> str:
     return bytes_text(sum(size for name, size in measured.parameter_bytes.items() if owner(name) in paths))
-
-
-def _cut_modules(plan: TensorPlan) -> dict[str, str]:
-    """Map each cut module to column, row or embedding; for a layer with adapters, the module around them."""
-    found = {path: what for path, what in ((plan.embedding, "embedding"), (plan.head, "column")) if path}
-    for kind in plan.kinds:
-        for block in kind.blocks:
-            for planned in kind.regions:
-                found |= {f"{block}.{planned.region.place_of(path)}": "column" for path in planned.region.producers}
-                found[f"{block}.{planned.region.place_of(planned.region.consumer)}"] = "row"
-    return found
 
 
 LEFT_TO_EVERY_RANK = "so every rank computes"
