@@ -272,7 +272,7 @@ def measure_families(args: argparse.Namespace) -> bool:
     from meshwright.distributed.context import kernels
     from meshwright.distributed.context.proof import LARGEST_ERROR, rehearse, rehearsed
     from meshwright.introspection.mixing.measure import measure_mixing, small_copy
-    from meshwright.planning.context.plan import KINDS, Bytes, plan_methods
+    from meshwright.planning.context.plan import KINDS, plan_methods
 
     kernels.QUERIES, kernels.KEYS = 5, 4  # rows are short: attention in several blocks
     fine = True
@@ -288,7 +288,7 @@ def measure_families(args: argparse.Namespace) -> bool:
         for kind in ("auto", *KINDS):
             for ranks in (2, 4):
                 try:
-                    plan = plan_methods(mixing, ranks, 1, kind, Bytes(8, 8))
+                    plan = plan_methods(mixing, ranks, 1, kind, "float64")
                     worst = {name: max(rehearse(model, plan, b).values()) for name, b in rehearsed(model).items()}
                 except Exception as error:  # noqa: BLE001  (as the rehearsal of a layout does)
                     if not isinstance(error, UnsupportedError) or "context_parallel_method" not in str(error):

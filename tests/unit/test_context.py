@@ -44,7 +44,7 @@ from meshwright.introspection.mixing.reach import RowMask
 from meshwright.introspection.mixing.values import Sizes
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import SIZES, DecoderConfig, MoEConfig
-from meshwright.planning.context.plan import Bytes, ContextPlan, head_tail, plan_methods
+from meshwright.planning.context.plan import ContextPlan, head_tail, plan_methods
 from meshwright.planning.values import Batch
 
 DECODER = DecoderConfig(vocab_size=61, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=24, max_seq_len=64)
@@ -114,7 +114,7 @@ EQUAL = {
 
 
 def planned(model, ranks: int, kind: str = "auto") -> ContextPlan:
-    return plan_methods(measure_mixing(model), ranks, 1, kind, Bytes(8, 8))
+    return plan_methods(measure_mixing(model), ranks, 1, kind, "float64")
 
 
 def errors(build, ranks: int) -> dict[str, float]:

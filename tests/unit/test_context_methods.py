@@ -25,7 +25,7 @@ from meshwright.introspection.mixing.interception import AttentionCall
 from meshwright.introspection.mixing.reach import KeyRanges, RowMask, fingerprint, is_reach, rule_of, search
 from meshwright.introspection.mixing.values import Arithmetic, Caller, MaskRule, Sizes
 from meshwright.models.decoder_config import DecoderConfig
-from meshwright.planning.context.plan import KINDS, Bytes, Method, choose, cut_row, fetched_tokens, given
+from meshwright.planning.context.plan import KINDS, Method, choose, cut_row, fetched_tokens, given
 
 ROWS, LENGTH, WHOLE = 2, 29, Arithmetic()
 DECODER = DecoderConfig(vocab_size=61, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=24, max_seq_len=64)
@@ -354,12 +354,12 @@ def caller(
     ],
 )
 def test_a_method_is_chosen_by_sizes_and_mask(which, ranks, kind):
-    assert choose(which, ranks, 1, Bytes(2, 4)).kind == kind
+    assert choose(which, ranks, 1, "bfloat16").kind == kind
 
 
 def test_tensor_ranks_share_the_heads_that_are_traded():
     eight = caller(sizes=Sizes(8, 8, 64, 64))
-    assert choose(eight, 8, 1, Bytes(2, 4)).kind == "ulysses" and choose(eight, 8, 2, Bytes(2, 4)).kind == "ring"
+    assert choose(eight, 8, 1, "bfloat16").kind == "ulysses" and choose(eight, 8, 2, "bfloat16").kind == "ring"
 
 
 REFUSED = {

@@ -15,7 +15,7 @@ from meshwright.distributed.context.rows import refuse_other_shapes
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.mixing.measure import measure_mixing, small_copy
 from meshwright.introspection.premises.playing import FixedDraws, HeldRandomness
-from meshwright.planning.context.plan import Bytes, plan_methods
+from meshwright.planning.context.plan import plan_methods
 
 
 class OwnForward(Model):
@@ -106,7 +106,7 @@ class Drops(Model):
 
 def test_random_draws_do_not_stand_in_the_way_of_a_rehearsal():
     model = small_copy(Drops())
-    made = plan_methods(measure_mixing(model), 2, 1, "auto", Bytes(8, 8))
+    made = plan_methods(measure_mixing(model), 2, 1, "auto", "float64")
     for batch in rehearsed(model).values():
         assert max(rehearse(model.train(), made, batch).values()) < 1e-12
 
@@ -205,7 +205,7 @@ class RecomputesBlocks(Model):
 )
 def test_odd_calls_compute_what_one_process_does(build, method):
     model = small_copy(build())
-    made = plan_methods(measure_mixing(model), 2, 1, method, Bytes(8, 8))
+    made = plan_methods(measure_mixing(model), 2, 1, method, "float64")
     for training in (True, False):
         for batch in rehearsed(model).values():
             assert max(rehearse(model.train(training), made, batch).values()) < 1e-12

@@ -21,7 +21,7 @@ from meshwright.introspection.mixing.arithmetic import PlaceMask, computing_flex
 from meshwright.introspection.mixing.interception import AttentionCall
 from meshwright.introspection.mixing.measure import measure_mixing, small_copy
 from meshwright.introspection.mixing.values import Arithmetic
-from meshwright.planning.context.plan import Bytes, ContextPlan, plan_methods
+from meshwright.planning.context.plan import ContextPlan, plan_methods
 
 
 def causal_mod(row: Any, head: Any, query: Any, key: Any) -> Any:
@@ -84,7 +84,7 @@ EQUAL = {
 
 
 def planned(model: torch.nn.Module, ranks: int, kind: str = "auto") -> ContextPlan:
-    return plan_methods(measure_mixing(model), ranks, 1, kind, Bytes(8, 8))  # type: ignore[arg-type]
+    return plan_methods(measure_mixing(model), ranks, 1, kind, "float64")  # type: ignore[arg-type]
 
 
 def errors(attend: Callable[..., Tensor], ranks: int, kind: str = "auto") -> dict[str, float]:

@@ -16,7 +16,7 @@ from meshwright.introspection.facts import ModelFacts, ParameterFact
 from meshwright.introspection.structure.experts import find_stacks
 from meshwright.planning import explain
 from meshwright.planning.collectives import step_collectives
-from meshwright.planning.context.collectives import context_collectives
+from meshwright.planning.context.collectives import attention_collectives, row_agreement
 from meshwright.planning.context.plan import ContextPlan, context_plan
 from meshwright.planning.data import (
     Holding,
@@ -213,38 +213,23 @@ def _assemble(case: Case) -> Plan:
 
 def _collectives(facts: ModelFacts, plan: Plan) -> tuple[Collective, ...]:
     """List the collectives of a step without a pipeline."""
-    shares, tensor, experts, precision = plan.shares, plan.tensor, plan.experts, plan.precision
-    dense = without_experts(facts, experts)
-    recomputed = recomputed_in(
-        facts.blocks, sent_again(plan.activation_checkpointing, plan.checkpointed, plan.checkpoint_keep)
-    )
-    keeps_attention = plan.activation_checkpointing == "selective_op" and "attention" in plan.checkpoint_keep
-    activations = (
-        *(
-            tensor_collectives(dense, tensor, precision, plan.loss, recomputed, shares.shards, plan.float8)
-            if tensor is not None
-            else ()
-        ),
-        *router_collectives(facts, shares, precision, recomputed, plan.router_loss),
-        *scales_of_gathered(plan.float8, tensor, shares.shards),
-        *(
-            expert_collectives(facts, experts, precision, recomputed, among=shares.size(Axis.TP))
-            if experts is not None
-            else ()
-        ),
-        *(
-            context_collectives(
-                facts, plan.context, precision, recomputed, shares.size(Axis.TP), keeps_attention=keeps_attention
-            )
-            if plan.context is not None
-            else ()
-        ),
-    )
-    trained = sum(p.trainable for p in facts.parameters)
-    found = step_collectives(
-        shares, plan.units, plan.data, precision, activations, trained_cuts(dense, tensor), experts, trained
-    )
-    return (*found, *optimizer_collectives(plan, facts.parameters))
+    shares, tensor, experts, context = plan.shares, plan.tensor, plan.experts, plan.context
+    dense, trained = without_experts(facts, experts), sum(p.trainable for p in facts.parameters)
+    again = sent_again(plan.activation_checkpointing, plan.checkpointed, plan.checkpoint_keep)
+    ways = plan.precision, recomputed_in(facts.blocks, again)
+    found: list[Collective] = []
+    if tensor is not None:
+        found += tensor_collectives(dense, tensor, plan.precision, plan.loss, ways[1], shares.shards, plan.float8)
+    found += router_collectives(facts, shares, *ways, plan.router_loss)
+    found += scales_of_gathered(plan.float8, tensor, shares.shards)
+    if experts is not None:
+        found += expert_collectives(facts, experts, *ways, among=shares.size(Axis.TP))
+    if context is not None:
+        keeps = plan.activation_checkpointing == "selective_op" and "attention" in plan.checkpoint_keep
+        found.append(row_agreement(context))
+        found += attention_collectives(facts, context, *ways, shares.size(Axis.TP), keeps_attention=keeps)
+    of_step = step_collectives(plan, found, trained_cuts(dense, tensor), trained)
+    return (*of_step, *optimizer_collectives(plan, facts.parameters))
 
 
 def _data_plan(case: Case) -> DataParallel:

@@ -31,16 +31,9 @@ cut, one more: ranks that bring their own tokens alone.
 
 
 def step_collectives(
-    shares: Shares,
-    units: tuple[Unit, ...],
-    data: DataParallel,
-    precision: PrecisionPlan,
-    activations: tuple[Collective, ...] = (),
-    trained_cuts: tuple[bool, ...] = (False,),
-    experts: ExpertPlan | None = None,
-    trained: int = 0,
+    plan: Plan, activations: Iterable[Collective], trained_cuts: tuple[bool, ...], trained: int
 ) -> tuple[Collective, ...]:
-    """List all collectives of one ``forward_backward`` and ``optimizer_step``, by their purpose.
+    """List the collectives of one ``forward_backward`` and of the norm and agreement behind it, by their purpose.
 
     Args:
         activations: the collectives of the tensor and the expert axis, and of routers.
@@ -48,11 +41,10 @@ def step_collectives(
             it cuts.
         trained: number of trained parameters.
     """
+    shares, units, data, experts = plan.shares, plan.units, plan.data, plan.experts
     found = [*token_count(shares)]
     if data.technique == "fully_shard":
-        found += sharded_units(units, data, precision, shares, experts)
-        per = "microbatch" if data.sync_grad_accum is True else "step"
-        found += [replace(c, per=per) for c in over_batch(shares, "parameters used", len(data.idle), "int64")]
+        found += [*sharded_units(units, data, plan.precision, shares, experts), *idle_agreement(shares, data)]
     elif data.technique == "ddp":
         per = "microbatch" if data.sync_grad_accum else "step"
         over, ranks = Axis.DP_REPLICATE.value, shares.replicas
@@ -61,11 +53,17 @@ def step_collectives(
             found.append(Collective("all_reduce", over, ranks, "gradients", total, dtype, per, calls=None))
         if data.idle:
             found.append(Collective("all_reduce", over, ranks, "parameters used", trained, "int32", per))
-    found += activations
-    found += over_batch(shares, "loss", 1, "float64")
-    own = experts if experts is not None and any(unit.experts and unit.trainable_elements for unit in units) else None
+    found += [*activations, *over_batch(shares, "loss", 1, "float64")]
+    own = experts if any(unit.experts and unit.trainable_elements for unit in units) else None
     trained_in = {unit.dtype for unit in units if unit.trainable_elements}
     return (*found, *step_norm(trained_in, shares, trained_cuts, own), *step_agreement(shares))
+
+
+def idle_agreement(shares: Shares, data: DataParallel, idle: int | None = None) -> Iterator[Collective]:
+    """List the all-reduces by which ranks tell which of the idle parameters, by default all, have a gradient."""
+    per = "microbatch" if data.sync_grad_accum is True else "step"
+    number = len(data.idle) if idle is None else idle
+    return (replace(c, per=per) for c in over_batch(shares, "parameters used", number, "int64"))
 
 
 def token_count(shares: Shares) -> Iterator[Collective]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,7 +17,7 @@ from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.roles import linears_of_blocks, routers_among
 from meshwright.introspection.structure.experts import find_stacks
 from meshwright.planning.techniques import Techniques
-from meshwright.planning.tensor.plan import WHOLE, BlocksPlan, OperandParts, RegionPlan, TensorPlan
+from meshwright.planning.tensor.plan import TensorPlan
 from meshwright.planning.values import Case, Collective, Found, no_blocks
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -138,27 +138,6 @@ def notes_on(reasons: dict[str, str], stays: str) -> tuple[str, ...]:
     return tuple(f"{name} {stays} ({count} of them): {reason}" for (name, reason), count in groups.items())
 
 
-# --- list the messages by which tensor-parallel ranks agree on the scales of float8 operands
-#
-# An operand of which each rank has a part needs one scale, so the ranks agree on one number for it: its largest
-# magnitude. Layers that share a gathered input agree in one message, other layers in one each. Backward reuses the
-# numbers of the forward, so only the gradients of outputs need further messages.
-
-
-def agreeing(float8: Float8Plan | None, tensor: TensorPlan, shards: int) -> dict[str, OperandParts]:
-    """Map each layer whose operands ranks agree on to the operands that are parts; row-wise scales need none.
-
-    Args:
-        shards: number of ranks among which FSDP shards; a weight that it gathers in float8 comes with its scale.
-    """
-    if float8 is None or float8.recipe != "tensorwise":
-        return {}
-    found = {path: tensor.parts_of(path) for path in float8.modules}
-    if float8.all_gather and shards > 1:
-        found = {path: replace(parts, weight=False) for path, parts in found.items()}
-    return {path: parts for path, parts in found.items() if parts != WHOLE}
-
-
 def scales_of_gathered(float8: Float8Plan | None, tensor: TensorPlan | None, shards: int) -> Iterator[Collective]:
     """List the all-reduces for the scales of weights gathered in float8.
 
@@ -175,87 +154,6 @@ def scales_of_gathered(float8: Float8Plan | None, tensor: TensorPlan | None, sha
             yield Collective(
                 "all_reduce", axis.value, ranks, "float8 scales of weights", len(weights), "float32", "microbatch"
             )
-
-
-@dataclass(frozen=True)
-class Agreements:
-    """The messages by which ranks agree on float8 scales in one block.
-
-    Attributes:
-        layers: the layers whose operands ranks agree on, by their paths within the block.
-        trains: whether one of the given linear layers, or an adapter of it, is trained.
-        weight_trains: whether the weight of a linear layer is trained.
-        block: path of the block.
-        ranks: size of the tensor axis.
-    """
-
-    kind: BlocksPlan
-    layers: dict[str, OperandParts]
-    trains: Callable[..., bool]
-    weight_trains: Callable[[str], bool]
-    block: str
-    ranks: int
-
-    def forward(self, regions: tuple[RegionPlan, ...]) -> Iterator[Collective]:
-        """List the messages of a forward through some regions."""
-        begins = {path for planned in regions for path in planned.region.begins}
-        called = [paths for paths in self.kind.gathers if begins.intersection(paths)]
-        if self.kind.norms and called:
-            called = [tuple(path for paths in self.kind.gathers for path in paths)]
-        together = [paths for paths in called if not self._are_adapted(paths)]
-        alone = [path for paths in called if self._are_adapted(paths) for path in self._with_adapters(paths)]
-        for region in (planned.region for planned in regions):
-            alone += [*region.fed, *self._with_adapters((region.consumer,))]
-        parts = [[self.layers.get(p, WHOLE) for p in paths] for paths in (*together, *((path,) for path in alone))]
-        yield from self._messages([sum(part.x + part.weight for part in one) for one in parts])
-
-    def backward(self, flows: bool, others_train: bool, norms_train: Callable[[str], bool]) -> Iterator[Collective]:
-        """List the messages of a backward through the block.
-
-        Args:
-            flows: whether the gradient of the block's input is needed.
-            others_train: whether some parameter outside linear layers is trained.
-            norms_train: whether a norm is trained.
-        """
-        sizes: list[int] = []
-        if self.kind.norms:
-            pairs = zip(self.kind.norms, self.kind.gathers, strict=True)
-            sizes.append(
-                sum(self._of_backward(path, flows or norms_train(norm)) for norm, paths in pairs for path in paths)
-            )
-        flows = flows or others_train
-        regions = [planned.region for planned in self.kind.regions]
-        pairs = [pair for region in regions for adapter in region.adapted for pair in adapter.pairs]
-        # layers of adapters that take the output of a trained one
-        following = {second for first, second in pairs if self.weight_trains(first)}
-        for region in regions:
-            begins = [paths for paths in self.kind.gathers if paths[0] in region.begins and not self.kind.norms]
-            for paths in begins:  # shared inputs count where they begin
-                if self._are_adapted(paths):
-                    sizes += (self._of_backward(p, flows or p in following) for p in self._with_adapters(paths))
-                else:
-                    sizes.append(sum(self._of_backward(path, flows) for path in paths))
-            fed = flows or self.trains(*region.latent)
-            sizes += (self._of_backward(path, fed) for path in region.fed)
-            if not self.kind.summed:
-                flows = flows or self.trains(*region.linears)
-        yield from self._messages(sizes)
-
-    def _of_backward(self, path: str, flows: bool) -> int:
-        return int(self.layers.get(path, WHOLE).gradient and (flows or self.weight_trains(path)))
-
-    def _are_adapted(self, paths: tuple[str, ...]) -> bool:
-        return len(self._with_adapters(paths)) > len(paths)
-
-    def _with_adapters(self, paths: tuple[str, ...]) -> tuple[str, ...]:
-        regions = [planned.region for planned in self.kind.regions]
-        owner = {path: region for region in regions for path in region.linears}
-        return tuple(found for path in paths for found in owner[path].linears_of(path))
-
-    def _messages(self, sizes: list[int]) -> Iterator[Collective]:
-        for size, calls in Counter(size for size in sizes if size).items():
-            unit = f"{self.block}: float8 scales"
-            yield Collective("all_reduce", Axis.TP.value, self.ranks, unit, size, "float32", "microbatch", calls)
 
 
 # --- check float8

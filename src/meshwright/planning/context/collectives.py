@@ -27,20 +27,6 @@ TRADES = 2
 """Messages in which tokens are traded for heads and back: queries, keys and values; outputs."""
 
 
-def context_collectives(
-    facts: ModelFacts,
-    plan: ContextPlan,
-    precision: PrecisionPlan,
-    recomputed: Mapping[str, tuple[str, ...]],
-    tensor_ranks: int = 1,
-    *,
-    keeps_attention: bool = False,
-) -> Iterator[Collective]:
-    """List what each attention sends, and the sums of gradients, in a model that lies whole on a rank."""
-    yield row_agreement(plan)
-    yield from attention_collectives(facts, plan, precision, recomputed, tensor_ranks, keeps_attention=keeps_attention)
-
-
 def row_agreement(plan: ContextPlan) -> Collective:
     """Return the message by which ranks agree that they bring the same rows."""
     return Collective("all_reduce", Axis.CP.value, plan.ranks, "rows are the same", ROW_WORDS, "int64", "step")

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Literal
 
@@ -149,23 +150,15 @@ class Method:
     bytes: int = 0
 
 
-@dataclass(frozen=True)
-class Bytes:
-    """Bytes of a number of keys' and values', and of their gradients' in sums."""
-
-    element: int
-    summed: int
-
-
 def summed_dtype(compute: str) -> str:
     """Return the dtype in which gradients are summed, for keys and values in a compute dtype."""
     return "float64" if compute == "float64" else "float32"
 
 
-def choose(caller: Caller, ranks: int, tensor_ranks: int, size: Bytes) -> Method:
+def choose(caller: Caller, ranks: int, tensor_ranks: int, compute: str) -> Method:
     """Choose the method that moves fewest bytes; a ring where whole keys and values are large beside the rest."""
-    own = of_rank(caller.sizes, tensor_ranks)
-    gathered = (ranks - 1) * keys_and_values(own) * (size.element + size.summed)
+    own, element, summed = of_rank(caller.sizes, tensor_ranks), dtype_bytes(compute), dtype_bytes(summed_dtype(compute))
+    gathered = (ranks - 1) * keys_and_values(own) * (element + summed)
     all_gather = Method("all_gather", bytes=gathered)
     if caller.arithmetic is None:
         return replace(all_gather, why="it computes scores in a way of its own")
@@ -174,11 +167,11 @@ def choose(caller: Caller, ranks: int, tensor_ranks: int, size: Bytes) -> Method
     if caller.rule.reach:
         return Method("halo", why=f"its mask is {caller.rule}")
     if is_divisible(own.heads, own.key_heads, ranks):
-        traded = round(2 * (ranks - 1) / ranks * traded_elements(own, ranks) * size.element)
+        traded = round(2 * (ranks - 1) / ranks * traded_elements(own, ranks) * element)
         if traded <= gathered:
             return Method("ulysses", ranks, f"{traded} bytes per token instead of {gathered}", bytes=traded)
     if ranks * keys_and_values(own) > LARGE * own.heads * own.key_features:
-        passed = (ranks - 1) * keys_and_values(own) * (2 * size.element + size.summed)
+        passed = (ranks - 1) * keys_and_values(own) * (2 * element + summed)
         return Method("ring", why=f"whole keys and values are over {LARGE} times a rank's queries", bytes=passed)
     return replace(all_gather, why="keys and values are small beside the queries")
 
@@ -190,35 +183,29 @@ def given(kind: Kind, caller: Caller, ranks: int, tensor_ranks: int) -> Method:
         UnsupportedError: this attention cannot be computed by it; the text says why.
     """
     start = f"techniques.context_parallel_method = {kind}: {caller.path}"
+    asked = partial(Method, kind, why="asked for", asked=True)
     if kind == "all_gather":
-        return _asked("all_gather")
+        return asked()
     if caller.arithmetic is None:
         raise UnsupportedError(f"{start} computes scores in a way of its own, which goes by all_gather alone")
     own = of_rank(caller.sizes, tensor_ranks)
     if kind in ("ring", "halo"):
-        return _asked(kind)
+        return asked()
     fitting = [n for n in range(ranks, 1, -1) if ranks % n == 0 and is_divisible(own.heads, own.key_heads, n)]
     heads = f"{own.heads} heads and {own.key_heads} key heads on a rank"
+    sizes = f"layout.cp = {' or '.join(map(str, fitting))}, or " if fitting else ""
+    instead = f"Set {sizes}techniques.context_parallel_method = ring"
     if kind == "ulysses":
         if ranks not in fitting:
-            raise UnsupportedError(f"{start} has {heads}, which {ranks} ranks cannot share out. {_instead(fitting)}")
-        return _asked("ulysses", ranks)
+            raise UnsupportedError(f"{start} has {heads}, which {ranks} ranks cannot share out. {instead}")
+        return asked(ranks)
     smaller = [n for n in fitting if n < ranks]
     if not smaller:
         raise UnsupportedError(
             f"{start} has {heads}: no number of ranks between 1 and layout.cp = {ranks} divides both that and them."
-            f" {_instead(fitting)}"
+            f" {instead}"
         )
-    return _asked("ulysses_ring", smaller[0])
-
-
-def _asked(kind: Kind, neighbours: int = 1) -> Method:
-    return Method(kind, neighbours, "asked for", asked=True)
-
-
-def _instead(fitting: list[int]) -> str:
-    sizes = f"layout.cp = {' or '.join(map(str, fitting))}, or " if fitting else ""
-    return f"Set {sizes}techniques.context_parallel_method = ring"
+    return asked(smaller[0])
 
 
 def of_rank(sizes: Sizes, tensor_ranks: int) -> Sizes:
@@ -244,21 +231,6 @@ def traded_elements(sizes: Sizes, neighbours: int) -> int:
 def is_divisible(heads: int, key_heads: int, ranks: int) -> bool:
     """Return whether heads can be shared out with whole groups of heads for each key head."""
     return heads % ranks == 0 and heads % key_heads == 0 and (key_heads % ranks == 0 or ranks % key_heads == 0)
-
-
-def methods(
-    kind: Kind | Auto, callers: tuple[Caller, ...], ranks: int, tensor_ranks: int, size: Bytes
-) -> Iterator[Method]:
-    """Yield the method of each attention: the one asked for, or with "auto" the one chosen.
-
-    Raises:
-        UnsupportedError: see ``given``.
-    """
-    for caller in callers:
-        if kind == "auto":
-            yield choose(caller, ranks, tensor_ranks, size)
-        else:
-            yield given(kind, caller, ranks, tensor_ranks)
 
 
 # --- decide how modules in which tokens meet otherwise than in attention are computed where rows are cut
@@ -453,17 +425,19 @@ class ContextPlan:
         return next(m for caller, m in zip(self.mixing.callers, self.methods, strict=True) if caller.path == path)
 
 
-def plan_methods(mixing: Mixing, ranks: int, tensor_ranks: int, kind: Kind | Auto, size: Bytes) -> ContextPlan:
-    """Plan the attentions of a model, by what was measured of them.
+def plan_methods(mixing: Mixing, ranks: int, tensor_ranks: int, kind: Kind | Auto, compute: str) -> ContextPlan:
+    """Plan the attentions of a model, by what was measured of them: by the method asked for, or with "auto" the best.
 
     Args:
-        kind: the method asked for, or "auto".
-        size: bytes of a key's or value's number, and of its gradient in sums.
+        compute: dtype of keys and values.
 
     Raises:
-        UnsupportedError: the method asked for cannot be; see ``methods.given``.
+        UnsupportedError: the method asked for cannot be; see ``given``.
     """
-    chosen = tuple(methods(kind, mixing.callers, ranks, tensor_ranks, size))
+    chosen = tuple(
+        choose(caller, ranks, tensor_ranks, compute) if kind == "auto" else given(kind, caller, ranks, tensor_ranks)
+        for caller in mixing.callers
+    )
     near = all(m.kind == "halo" and c.rule and c.rule.reach for c, m in zip(mixing.callers, chosen, strict=True))
     return ContextPlan(ranks, mixing, chosen, "contiguous" if near else "head_tail")
 
@@ -474,14 +448,13 @@ def context_plan(
     """Measure a model's attentions, and plan them; None where rows are not cut.
 
     Raises:
-        UnsupportedError: see ``measure_mixing`` and ``methods.given``.
+        UnsupportedError: see ``measure_mixing`` and ``given``.
     """
     if layout.cp == 1:
         return None
-    size = Bytes(dtype_bytes(precision.compute), dtype_bytes(summed_dtype(precision.compute)))
     mixing = facts.measurements.mixing()
     mixers = plan_mixers(facts, mixing.mixers, layout.cp, layout.tp)
-    made = plan_methods(mixing, layout.cp, layout.tp, requested.context_parallel_method, size)
+    made = plan_methods(mixing, layout.cp, layout.tp, requested.context_parallel_method, precision.compute)
     return replace(made, mixers=mixers)
 
 

@@ -9,7 +9,14 @@ from dataclasses import replace
 from meshwright.core.axes import Axis
 from meshwright.core.names import is_within
 from meshwright.introspection.facts import ModelFacts, ParameterFact
-from meshwright.planning.collectives import over_batch, sharded_units, step_agreement, step_norm, token_count
+from meshwright.planning.collectives import (
+    idle_agreement,
+    over_batch,
+    sharded_units,
+    step_agreement,
+    step_norm,
+    token_count,
+)
 from meshwright.planning.context.collectives import attention_collectives, row_agreement
 from meshwright.planning.data import Holding, at_rest, trained_cuts, units_outside_blocks
 from meshwright.planning.experts import expert_collectives, router_collectives, without_experts
@@ -94,8 +101,7 @@ def _of_rank(facts: ModelFacts, plan: Plan, rank: int) -> Iterator[Collective]:
             units = _units_of(own, part, shards)
             yield from sharded_units(units, part.data, part.precision, shares, part.experts, postponed=True)
             idle = sum(p.name in part.data.idle for p in own.parameters if p.trainable)
-            per = "microbatch" if part.data.sync_grad_accum is True else "step"
-            yield from (replace(c, per=per) for c in over_batch(shares, "parameters used", idle, "int64") if idle)
+            yield from idle_agreement(shares, part.data, idle)
         recomputed = recomputed_in(own.blocks, _sent_again(part))
         if part.tensor is not None:
             dense = without_experts(own, part.experts)

@@ -3,19 +3,25 @@
 With the sequence cut (arXiv 2205.05198), a column-parallel input is gathered in forward, again in backward, and its
 gradient reduced and scattered; a row-parallel output is reduced and scattered in forward, and its gradient gathered.
 Without, each is one all-reduce.
+
+A float8 operand of which each rank has a part needs one scale, so the ranks agree on one number for it: its largest
+magnitude. Layers that share a gathered input agree in one message, other layers in one each. Backward reuses the
+numbers of the forward, so only the gradients of outputs need further messages.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal
 
 from meshwright.core.axes import Axis
 from meshwright.core.names import is_within, owner
 from meshwright.introspection.facts import ModelFacts
-from meshwright.planning.float8 import Agreements, Float8Plan, agreeing
-from meshwright.planning.tensor.plan import BlocksPlan, RegionPlan, TensorPlan
+from meshwright.planning.float8 import Float8Plan
+from meshwright.planning.tensor.plan import WHOLE, BlocksPlan, OperandParts, RegionPlan, TensorPlan
 from meshwright.planning.values import Collective, LossPlan, PrecisionPlan
 
 Op = Literal["all_gather", "reduce_scatter", "all_reduce"]
@@ -37,6 +43,20 @@ def tensor_collectives(
         shards: number of ranks that shard a tensor rank's part once more.
     """
     return tuple(_messages(_Counts(facts, plan, precision, shards, float8), loss, recomputed))
+
+
+def agreeing(float8: Float8Plan | None, tensor: TensorPlan, shards: int) -> dict[str, OperandParts]:
+    """Map each layer whose operands ranks agree on to the operands that are parts; row-wise scales need none.
+
+    Args:
+        shards: number of ranks among which FSDP shards; a weight that it gathers in float8 comes with its scale.
+    """
+    if float8 is None or float8.recipe != "tensorwise":
+        return {}
+    found = {path: tensor.parts_of(path) for path in float8.modules}
+    if float8.all_gather and shards > 1:
+        found = {path: replace(parts, weight=False) for path, parts in found.items()}
+    return {path: parts for path, parts in found.items() if parts != WHOLE}
 
 
 class _Counts:
@@ -123,14 +143,11 @@ def _messages(count: _Counts, loss: LossPlan | None, recomputed: dict[str, tuple
     for block in plan.blocks:
         work = _BlockWork(count, plan.kind_of(block), block, width)
         yield from work.forward(work.kind.regions)
-        yield from work.agreements.forward(work.kind.regions)
         yield from work.backward(flows)
-        yield from work.agreements.backward(flows, work.others_train, work.norm_trains)
         again = recomputed.get(block)
         if again is not None and (flows or work.trains):
             regions = tuple(r for r in work.kind.regions if _is_within_any(r.region.container, again))
             yield from work.forward(regions)
-            yield from work.agreements.forward(regions)
         flows = flows or work.trains
     if plan.sequence_parallel and plan.gathers_after_blocks:
         yield count.one("all_gather", "behind the blocks", width)
@@ -160,9 +177,10 @@ class _BlockWork:
             count.is_trained(name) for name in names if owner(name)[len(block) + 1 :] not in linears
         )
         here = {path[len(block) + 1 :]: parts for path, parts in count.agreeing.items() if is_within(path, block)}
-        self.agreements = Agreements(
-            kind, here, self._train, lambda path: count.is_trained(f"{block}.{path}.weight"), block, count.plan.ranks
-        )
+        self.scaled = here
+        pairs = [pair for r in kind.regions for adapter in r.region.adapted for pair in adapter.pairs]
+        # layers of adapters that take the output of a trained one
+        self.following = {second for first, second in pairs if self._weight_trains(first)}
 
     def forward(self, regions: tuple[RegionPlan, ...]) -> Iterator[Collective]:
         begins = {path for planned in regions for path in planned.region.begins}
@@ -176,12 +194,25 @@ class _BlockWork:
             yield self.count.one("reduce_scatter" if self.cut else "all_reduce", self.block, self.width, ends)
         for norm, gathered, _ in self._spanning(regions):
             yield self.count.one("all_gather", f"{self.block}.{norm}", gathered, whole=True)
+        called = [paths for paths in self.kind.gathers if begins.intersection(paths)]
+        if self.kind.norms and called:
+            called = [tuple(path for paths in self.kind.gathers for path in paths)]
+        together = [paths for paths in called if not self._are_adapted(paths)]
+        alone = [found for paths in called if self._are_adapted(paths) for path in paths for found in self._with[path]]
+        for region in (planned.region for planned in regions):
+            alone += [*region.fed, *self._with[region.consumer]]
+        parts = [[self.scaled.get(p, WHOLE) for p in paths] for paths in (*together, *((path,) for path in alone))]
+        yield from self._scales([sum(part.x + part.weight for part in one) for one in parts])
 
     def backward(self, flows: bool) -> Iterator[Collective]:
         gathered = scattered = 0
+        scales: list[int] = []
         if self.kind.norms:  # the block's input before its norms, whose backward needs it whole
             runs = flows or self.norms_train or self._train(*(path for paths in self.kind.gathers for path in paths))
             gathered, scattered = int(self.cut and self.regather and runs), int(flows)
+            pairs = zip(self.kind.norms, self.kind.gathers, strict=True)
+            needs = {norm: flows or self.count.trains(f"{self.block}.{norm}") for norm in self.kind.norms}
+            scales.append(sum(self._scale_of_gradient(p, needs[norm]) for norm, paths in pairs for p in paths))
         flows = flows or self.others_train
         for planned in self.kind.regions:
             region = planned.region
@@ -191,19 +222,27 @@ class _BlockWork:
                 gathered += 1
             if self.cut and self.regather:
                 # with adapters, the input is saved whole for backward
-                kept = [paths for paths in first if any(len(self._with[path]) > 1 for path in paths)]
-                gathered += sum(1 for paths in first if self._train(*paths) and paths not in kept)
+                gathered += sum(1 for paths in first if self._train(*paths) and not self._are_adapted(paths))
             if flows:
                 scattered += len(first)
             for norm, _, features in self._spanning((planned,)):
                 if flows or self._train(*region.latent, *region.producers):
                     yield self.count.one("all_reduce", f"{self.block}.{norm}", features)
+            for paths in first:
+                if self._are_adapted(paths):
+                    adapted = [found for path in paths for found in self._with[path]]
+                    scales += (self._scale_of_gradient(p, flows or p in self.following) for p in adapted)
+                else:
+                    scales.append(sum(self._scale_of_gradient(path, flows) for path in paths))
+            fed = flows or self._train(*region.latent)
+            scales += [self._scale_of_gradient(path, fed) for path in region.fed]
             if not self.kind.summed:
                 flows = flows or self._train(*region.linears)
         if self.cut and gathered:
             yield self.count.one("all_gather", self.block, self.width, gathered)
         if scattered:
             yield self.count.one("reduce_scatter" if self.cut else "all_reduce", self.block, self.width, scattered)
+        yield from self._scales(scales)
 
     def _ends(self) -> tuple[str, ...]:
         return self.kind.summed[-1:] or tuple(planned.region.consumer for planned in self.kind.regions)
@@ -212,8 +251,20 @@ class _BlockWork:
         """Return whether any of these linear layers, or of their adapters, is trained."""
         return self.count.trains(*(f"{self.block}.{found}" for path in paths for found in self._with[path]))
 
-    def norm_trains(self, path: str) -> bool:
-        return self.count.trains(f"{self.block}.{path}")
+    def _weight_trains(self, path: str) -> bool:
+        return self.count.is_trained(f"{self.block}.{path}.weight")
+
+    def _are_adapted(self, paths: tuple[str, ...]) -> bool:
+        return any(len(self._with[path]) > 1 for path in paths)
+
+    def _scale_of_gradient(self, path: str, flows: bool) -> int:
+        return int(self.scaled.get(path, WHOLE).gradient and (flows or self._weight_trains(path)))
+
+    def _scales(self, sizes: list[int]) -> Iterator[Collective]:
+        """List the messages by which ranks agree on so many float8 scales each."""
+        for size, calls in Counter(size for size in sizes if size).items():
+            unit, ranks = f"{self.block}: float8 scales", self.count.plan.ranks
+            yield Collective("all_reduce", Axis.TP.value, ranks, unit, size, "float32", "microbatch", calls)
 
     def _spanning(self, regions: tuple[RegionPlan, ...]) -> Iterator[tuple[str, int, int]]:
         """Yield (norm, gathered features, features whose gradients are summed)."""
