@@ -27,7 +27,7 @@ from meshwright.distributed.process.workers import WorkerPool
 from meshwright.distributed.step.deferred import DeferredGradients
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.pipeline.orders import KINDS
-from meshwright.planning.pipeline.simulate import Action, simulate
+from meshwright.planning.pipeline.schedule import Action, simulate
 
 GOAL = 1.05
 Times = list[tuple[Action, float, float]]

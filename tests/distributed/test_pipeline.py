@@ -34,9 +34,8 @@ from meshwright.distributed.weights.whole_state import whole_on_first
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.layout import Layout
 from meshwright.planning.pipeline.orders import KINDS
-from meshwright.planning.pipeline.simulate import peak_live
+from meshwright.planning.pipeline.schedule import peak_live, write_schedule
 from meshwright.planning.pipeline.stages import pipeline_collectives
-from meshwright.planning.pipeline.table import write_schedule
 from meshwright.planning.values import Batch
 from meshwright.verification.problem import RandomBatches
 from meshwright.verification.verify import verify

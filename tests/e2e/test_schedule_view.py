@@ -10,8 +10,7 @@ from e2e_runs import only_run
 
 from meshwright.cli.main import main
 from meshwright.planning.pipeline.orders import KINDS
-from meshwright.planning.pipeline.simulate import simulate
-from meshwright.planning.pipeline.table import write_schedule
+from meshwright.planning.pipeline.schedule import simulate, write_schedule
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -14,8 +14,7 @@ from meshwright.cli.main import main
 from meshwright.core.errors import ConfigError
 from meshwright.planning.layout import Layout
 from meshwright.planning.pipeline.orders import KINDS
-from meshwright.planning.pipeline.simulate import peak_live, simulate, wait_order
-from meshwright.planning.pipeline.table import write_schedule
+from meshwright.planning.pipeline.schedule import peak_live, simulate, wait_order, write_schedule
 from meshwright.simulation import pipeline
 from meshwright.simulation.cards import machines
 from meshwright.simulation.job import Architecture, Execution, Job

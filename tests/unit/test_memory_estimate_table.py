@@ -9,7 +9,7 @@ from meshwright.distributed.memory.dry_run import along_pipeline
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.explain import table
 from meshwright.planning.memory import MemoryEstimate, MemoryUse, RankMemory, assumptions
-from meshwright.planning.pipeline.simulate import peak_live
+from meshwright.planning.pipeline.schedule import peak_live
 from meshwright.planning.values import Batch
 
 MIB = 1 << 20

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import schedules as torchs
 
 from meshwright import ConfigError
 from meshwright.planning.pipeline.orders import KINDS, forwards, schedule_kind
-from meshwright.planning.pipeline.simulate import (
+from meshwright.planning.pipeline.schedule import (
     Action,
     Content,
     Message,
@@ -27,9 +27,10 @@ from meshwright.planning.pipeline.simulate import (
     message_before,
     peak_live,
     programs,
+    read_schedule,
     simulate,
+    write_schedule,
 )
-from meshwright.planning.pipeline.table import read_schedule, write_schedule
 
 RANKS = st.integers(2, 6)
 MICROBATCHES = st.integers(1, 20)

@@ -25,7 +25,7 @@ from meshwright.core.record import remember
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.signature import Signature
 from meshwright.planning.layout import TOKENS
-from meshwright.planning.pipeline.simulate import Action
+from meshwright.planning.pipeline.schedule import Action
 from meshwright.planning.plan import Plan
 
 from . import experts

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -25,6 +24,8 @@ from meshwright.simulation.step_memory import least_memory, step_memory
 
 Legal = Callable[[Layout, Techniques, int], Plan]
 """Plans a layout with techniques and rows of a microbatch; raises where a rule refuses."""
+SHOWN = 5
+"""Candidates that an answer has, of the fastest and of the front."""
 SECONDS_OF_A_DAY = 86_400
 
 
@@ -94,7 +95,17 @@ class Proposal(Forecast):
 
     def toml(self) -> str:
         """Return the keys of a config that train with this layout."""
-        return toml(self.candidate, self.techniques)
+        job = self.candidate.job
+        lines = ["[layout]"]
+        lines += [f"{key} = {value}" for key, value in vars(job.layout).items() if value != 1 or key == "dp_shard"]
+        lines += ["", "[batch]", f"global_batch = {job.rows}", f"microbatch = {self.microbatch}"]
+        changed = {key: value for key, value in vars(self.techniques).items() if value != getattr(Techniques(), key)}
+        plain = {key: value for key, value in changed.items() if isinstance(value, bool | int | float | str)}
+        if optimizer := plain.pop("optimizer", None):
+            lines += ["", "[optimizer]", f"kind = {json.dumps(optimizer)}"]
+        if plain:
+            lines += ["", "[techniques]", *(f"{key} = {json.dumps(value)}" for key, value in plain.items())]
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -116,13 +127,13 @@ def proposal(candidate: Candidate, techniques: Techniques, plan: Plan) -> Propos
 
 
 def legal_among(
-    candidates: list[Candidate], techniques: Techniques, legal: Legal, *, keep: int = 5
+    candidates: list[Candidate], techniques: Techniques, legal: Legal
 ) -> tuple[list[Proposal], list[Refused]]:
-    """Return the first ``keep`` candidates that the rules allow, and those before them that they refuse."""
+    """Return the first candidates that the rules allow, and those before them that they refuse."""
     allowed: list[Proposal] = []
     refused: list[Refused] = []
     for candidate in candidates:
-        if len(allowed) == keep:
+        if len(allowed) == SHOWN:
             break
         job, chosen = candidate.job, techniques_of(candidate.job, techniques)
         try:
@@ -180,25 +191,6 @@ def row(candidate: Candidate) -> tuple[str, ...]:
 
 
 HEADS = ("layout", "switches", "memory per GPU", "", "step", "tokens/s/GPU", "MFU", "spent on")
-
-
-def toml(candidate: Candidate, chosen: Techniques) -> str:
-    """Return the keys of a config that train with a candidate and its techniques."""
-    job = candidate.job
-    lines = ["[layout]"]
-    lines += [f"{key} = {value}" for key, value in vars(job.layout).items() if value != 1 or key == "dp_shard"]
-    lines += ["", "[batch]", f"global_batch = {job.rows}", f"microbatch = {int(job.microbatch)}"]
-    changed = {key: value for key, value in vars(chosen).items() if value != getattr(Techniques(), key)}
-    plain = {key: value for key, value in changed.items() if isinstance(value, bool | int | float | str)}
-    if optimizer := plain.pop("optimizer", None):
-        lines += ["", "[optimizer]", f"kind = {_word(optimizer)}"]
-    if plain:
-        lines += ["", "[techniques]", *(f"{key} = {_word(value)}" for key, value in plain.items())]
-    return "\n".join(lines)
-
-
-def _word(value: bool | int | float | str) -> str:
-    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
 
 
 # --- find the numbers of GPUs next to one that no layout fills
@@ -287,42 +279,12 @@ def _smallest(base: Job, pins: tuple[Pin, ...]) -> Iterator[Job]:
                             yield replace(base, layout=shards[0], microbatch=rows, execution=run)
 
 
-def stated_works(layout: Layout, rows: int, legal: Callable[[int], object]) -> Callable[[int], bool]:
-    """Return a test whether a layout that leaves a size open is legal on a number of GPUs, with these rows per step.
-
-    Args:
-        legal: plans the layout on a number of GPUs; raises where a rule refuses.
-    """
-
-    def works(count: int) -> bool:
-        if not fills(layout, count, rows):
-            return False
-        try:
-            legal(count)
-            return True
-        except MeshwrightError:
-            return False
-
-    return works
-
-
 def fills(layout: Layout, count: int, rows: int) -> bool:
     """Return whether a layout's sizes divide ``count`` ranks, and its data ranks the rows."""
     try:
         return rows % shares_of(layout.resolve(count)).data_ranks == 0
     except ConfigError:
         return False
-
-
-@contextmanager
-def refusing(layout: Layout, count: int, rows: int, works: Callable[[int], bool]) -> Iterator[None]:
-    """Add the nearest counts to the error of a stated layout that ``count`` GPUs or their rows do not divide into."""
-    try:
-        yield
-    except ConfigError as error:
-        if layout.is_resolved or fills(layout, count, rows):
-            raise
-        raise ConfigError(f"{error} {words(count, works)}") from None
 
 
 # --- hold the answer to which layout to use

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from meshwright.core.errors import ConfigError
+from meshwright.core.errors import ConfigError, MeshwrightError
 from meshwright.distributed.memory.dry_run import saved_by_blocks
 from meshwright.introspection.adapted.facts import facts_with
 from meshwright.introspection.blocks import Hints
@@ -18,7 +19,7 @@ from meshwright.planning.layout import Layout
 from meshwright.planning.plan import Plan
 from meshwright.planning.techniques import RunTechniques, Techniques, as_techniques
 from meshwright.planning.values import Batch
-from meshwright.simulation.answer import Foresight, legal_among, open_works, proposal, refusing, stated_works, words
+from meshwright.simulation.answer import Foresight, fills, legal_among, open_works, proposal, words
 from meshwright.simulation.cards import Machines, card_names
 from meshwright.simulation.from_model import job_of_plan, with_saved
 from meshwright.simulation.job import Architecture, Job
@@ -208,8 +209,20 @@ class _Question:
         def stated(count: int) -> Plan:
             return self._plan(count, self.layout, self.techniques, self.batch)
 
-        with refusing(self.layout, world, rows, stated_works(self.layout, rows, stated)):
+        def works(count: int) -> bool:
+            if not fills(self.layout, count, rows):
+                return False
+            with suppress(MeshwrightError):
+                stated(count)
+                return True
+            return False
+
+        try:
             plan = stated(world)
+        except ConfigError as error:
+            if self.layout.is_resolved or fills(self.layout, world, rows):
+                raise
+            raise ConfigError(f"{error} {words(world, works)}") from None
         job = self._job(plan)
         time = rehearsed_time(job, rehearsed) if rehearsed else step_time(job)
         memory = rehearsed_memory(job, rehearsed) if rehearsed else step_memory(job)

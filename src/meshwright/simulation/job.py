@@ -11,7 +11,7 @@ from typing import Literal
 from meshwright.planning.layout import Layout, shares_of
 from meshwright.planning.pipeline.orders import schedule_kind
 from meshwright.planning.pipeline.plan import balanced
-from meshwright.planning.pipeline.table import read_schedule
+from meshwright.planning.pipeline.schedule import read_schedule
 from meshwright.simulation.cards import Group, Machines
 
 # --- describe a transformer by the dims that decide its work: products, attention, experts, vocabulary

@@ -9,8 +9,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from meshwright.planning.pipeline.orders import schedule_kind
-from meshwright.planning.pipeline.simulate import Action, PipelineSchedule, WaitOrder, Work, wait_order
-from meshwright.planning.pipeline.table import read_schedule
+from meshwright.planning.pipeline.schedule import Action, PipelineSchedule, WaitOrder, Work, read_schedule, wait_order
 from meshwright.simulation.job import Job, stages_on
 
 ROUNDS, EQUAL = 12, 1e-11

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from meshwright.planning.pipeline.simulate import Action, PipelineSchedule, Work
+from meshwright.planning.pipeline.schedule import Action, PipelineSchedule, Work
 from meshwright.simulation.job import Job
 from meshwright.simulation.pipeline import moments_on, pipeline_spans, schedule_of
 from meshwright.simulation.step_memory import HeldBytes, SavedBytes, StepMemory

@@ -55,7 +55,7 @@ from meshwright.planning.memory import (
 )
 from meshwright.planning.optimizer import OptimizerPlan
 from meshwright.planning.pipeline.plan import PipelinePlan
-from meshwright.planning.pipeline.simulate import peak_live
+from meshwright.planning.pipeline.schedule import peak_live
 from meshwright.planning.plan import Plan
 from meshwright.planning.values import Batch, DataParallel
 

@@ -37,7 +37,7 @@ from meshwright.distributed.torch_private import local_part
 from meshwright.introspection.signature import logits_of
 from meshwright.planning.pipeline.orders import forwards
 from meshwright.planning.pipeline.plan import PipelinePlan
-from meshwright.planning.pipeline.simulate import (
+from meshwright.planning.pipeline.schedule import (
     Action,
     Content,
     Message,

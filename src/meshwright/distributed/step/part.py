@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.introspection.facts import ModelFacts
-from meshwright.planning.pipeline.simulate import Action
+from meshwright.planning.pipeline.schedule import Action
 from meshwright.planning.plan import Plan
 
 # --- define the parts of a model that one process runs

@@ -19,7 +19,7 @@ from meshwright.distributed.pipeline.split import StagePart
 from meshwright.distributed.tensor.layers import runtime_of, summing
 from meshwright.distributed.tensor.parallel import sums_of
 from meshwright.introspection.signature import logits_of
-from meshwright.planning.pipeline.simulate import Action
+from meshwright.planning.pipeline.schedule import Action
 from meshwright.planning.plan import Plan
 
 from .objective import LossFunction, objective_of

@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from meshwright.core.errors import ConfigError, nearest
-from meshwright.planning.pipeline.simulate import Action, PipelineSchedule, Work, simulate, unit_cost
+from meshwright.planning.pipeline.schedule import Action, PipelineSchedule, Work, simulate, unit_cost
 
 Order = Callable[[int, int, int, int], list[Action]]
 """(rank, ranks, microbatches, stages per rank) -> that rank's actions."""
@@ -72,10 +73,6 @@ class ScheduleKind:
         return with_weight_gradients(made) if self.splits_backward and not self.is_v else made
 
 
-def _gpipe(rank: int, ranks: int, microbatches: int, per_rank: int) -> list[Action]:
-    return [Action(rank, work, m) for work in (Work.FORWARD, Work.BACKWARD) for m in range(microbatches)]
-
-
 def _1f1b(rank: int, ranks: int, microbatches: int, per_rank: int) -> list[Action]:
     forwards = [Action(rank, Work.FORWARD, m) for m in range(microbatches)]
     backwards = [Action(rank, Work.BACKWARD, m) for m in range(microbatches)]
@@ -91,26 +88,18 @@ def _alternating(forwards: list[Action], backwards: list[Action], ahead: int) ->
         yield backward
 
 
-def _looped(rank: int, ranks: int, microbatches: int, per_rank: int, backward: Work, ahead: int) -> list[Action]:
+def _looped(rank: int, ranks: int, microbatches: int, per_rank: int, *, backward: Work) -> list[Action]:
     """Order a rank whose microbatches go through the loops ``ranks`` at a time."""
     rounds = [range(first, first + ranks) for first in range(0, microbatches, ranks)]
     stages = [loop * ranks + rank for loop in range(per_rank)]
     forwards = [Action(stage, Work.FORWARD, m) for group in rounds for stage in stages for m in group]
     backwards = [Action(stage, backward, m) for group in rounds for stage in reversed(stages) for m in group]
+    ahead = (ranks - 1 - rank) * (2 if per_rank > 1 and backward is Work.BACKWARD else 1)
     return list(_alternating(forwards, backwards, (per_rank - 1) * ranks + ahead))
 
 
-def _interleaved(rank: int, ranks: int, microbatches: int, per_rank: int) -> list[Action]:
-    return _looped(
-        rank, ranks, microbatches, per_rank, Work.BACKWARD, 2 * (ranks - 1 - rank) if per_rank > 1 else ranks - 1 - rank
-    )
-
-
-def _interleaved_zero_bubble(rank: int, ranks: int, microbatches: int, per_rank: int) -> list[Action]:
-    return _looped(rank, ranks, microbatches, per_rank, Work.INPUT, ranks - 1 - rank)
-
-
-def _looped_bfs(rank: int, ranks: int, microbatches: int, per_rank: int) -> list[Action]:
+def _breadth_first(rank: int, ranks: int, microbatches: int, per_rank: int) -> list[Action]:
+    """Order all forwards, then all backwards, of one stage after the other."""
     stages = [loop * ranks + rank for loop in range(per_rank)]
     forwards = [Action(stage, Work.FORWARD, m) for stage in stages for m in range(microbatches)]
     return forwards + [Action(stage, Work.BACKWARD, m) for stage in reversed(stages) for m in range(microbatches)]
@@ -250,13 +239,15 @@ def forwards(rank_of: tuple[int, ...], microbatches: int) -> PipelineSchedule:
 KINDS = {
     kind.name: kind
     for kind in (
-        ScheduleKind("gpipe", _gpipe),
+        ScheduleKind("gpipe", _breadth_first),
         ScheduleKind("1f1b", _1f1b),
-        ScheduleKind("interleaved_1f1b", _interleaved, loops=True, multiple=lambda ranks: ranks),
-        ScheduleKind("looped_bfs", _looped_bfs, loops=True),
+        ScheduleKind(
+            "interleaved_1f1b", partial(_looped, backward=Work.BACKWARD), loops=True, multiple=lambda ranks: ranks
+        ),
+        ScheduleKind("looped_bfs", _breadth_first, loops=True),
         ScheduleKind(
             "interleaved_zero_bubble",
-            _interleaved_zero_bubble,
+            partial(_looped, backward=Work.INPUT),
             loops=True,
             splits_backward=True,
             multiple=lambda ranks: ranks,

@@ -12,8 +12,7 @@ from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.stages import BlockFlow, flow_of
 from meshwright.planning.layout import Layout
 from meshwright.planning.pipeline.orders import schedule_kind
-from meshwright.planning.pipeline.simulate import PipelineSchedule
-from meshwright.planning.pipeline.table import read_schedule
+from meshwright.planning.pipeline.schedule import PipelineSchedule, read_schedule
 from meshwright.planning.techniques import Techniques
 from meshwright.planning.values import Case, Found, PrecisionPlan, no_blocks
 

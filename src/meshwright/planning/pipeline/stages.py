@@ -117,8 +117,20 @@ def _of_rank(facts: ModelFacts, plan: Plan, rank: int) -> Iterator[Collective]:
         if part.experts is not None:
             among, begins = plan.size(Axis.TP), stage == 0
             yield from expert_collectives(own, part.experts, part.precision, recomputed, begins=begins, among=among)
-        yield from _messages(plan, pipeline, stage)
-    yield from _ties(facts, plan, pipeline, rank)
+        # activations forward, gradients backward, per token; a rank's part of a cut sequence
+        is_cut = plan.tensor is not None and plan.tensor.sequence_parallel
+        for other, what in ((stage + 1, "activations"), (stage - 1, "gradients")):
+            if 0 <= other < len(pipeline.stages) and pipeline.stages[other].rank != rank:
+                unit = f"{what} to stage {other}"
+                sent = "send", Axis.PP.value, 2, unit, pipeline.width, pipeline.dtype, "microbatch"
+                yield Collective(*sent, by_token=True, filled=is_cut, among=plan.size(Axis.TP) if is_cut else 1)
+    ends = pipeline.stages[0].rank, pipeline.stages[-1].rank
+    if rank in ends and ends[0] != ends[1]:  # which exchange the gradients of tied parameters
+        firsts = {first for first, _ in pipeline.tied}
+        for p in (p for p in facts.parameters if p.trainable and firsts.intersection((p.name, *p.aliases))):
+            shape = p.shape if plan.tensor is None else plan.tensor.local_shape(p.name, p.shape)
+            size = -(-shape[0] // shards) * math.prod(shape[1:])
+            yield Collective("send", Axis.PP.value, 2, f"gradient of {p.name}", size, p.dtype, "step")
     yield from over_batch(shares, "loss", 1, "float64")
     yield Collective("all_reduce", Axis.PP.value, pipeline.ranks, "loss", 1, "float64", "step")
     stages = [facts_of_stage(facts, pipeline, stage) for stage in pipeline.stages_on(rank)]
@@ -137,28 +149,6 @@ def _of_rank(facts: ModelFacts, plan: Plan, rank: int) -> Iterator[Collective]:
     yield Collective("all_reduce", Axis.PP.value, pipeline.ranks, "gradient norm", 1, "float64", "step")
     yield from step_agreement(shares)
     yield from optimizer_collectives(plan, own)
-
-
-def _messages(plan: Plan, pipeline: PipelinePlan, stage: int) -> Iterator[Collective]:
-    """List a stage's sends per token: activations forward, gradients backward; a rank's part of a cut sequence."""
-    cut = plan.tensor is not None and plan.tensor.sequence_parallel
-    here = pipeline.stages[stage].rank
-    for other, what in ((stage + 1, "activations"), (stage - 1, "gradients")):
-        if 0 <= other < len(pipeline.stages) and pipeline.stages[other].rank != here:
-            sent = "send", Axis.PP.value, 2, f"{what} to stage {other}", pipeline.width, pipeline.dtype, "microbatch"
-            yield Collective(*sent, by_token=True, filled=cut, among=plan.size(Axis.TP) if cut else 1)
-
-
-def _ties(facts: ModelFacts, plan: Plan, pipeline: PipelinePlan, rank: int) -> Iterator[Collective]:
-    """List the gradients of tied parameters that the first and the last stage exchange."""
-    ends = pipeline.stages[0].rank, pipeline.stages[-1].rank
-    if rank not in ends or ends[0] == ends[1]:
-        return
-    for fact in facts.parameters:
-        if fact.trainable and any(first in (fact.name, *fact.aliases) for first, _ in pipeline.tied):
-            shape = fact.shape if plan.tensor is None else plan.tensor.local_shape(fact.name, fact.shape)
-            own = -(-shape[0] // plan.shares.shards) * math.prod(shape[1:])
-            yield Collective("send", Axis.PP.value, 2, f"gradient of {fact.name}", own, fact.dtype, "step")
 
 
 def units_of_stages(facts: ModelFacts, plan: Plan) -> tuple[tuple[Unit, ...], ...]:

@@ -21,8 +21,16 @@ from meshwright.distributed.setup import choose_backend
 from meshwright.distributed.step.part import StepLoss, StepResult
 from meshwright.planning.memory import MemoryEstimate, MemoryUse
 from meshwright.planning.pipeline.orders import schedule_kind
-from meshwright.planning.pipeline.simulate import Action, PipelineSchedule, actions_in, simulate
-from meshwright.planning.pipeline.table import read_schedule, spans_of, svg_of, text_of
+from meshwright.planning.pipeline.schedule import (
+    Action,
+    PipelineSchedule,
+    actions_in,
+    read_schedule,
+    simulate,
+    spans_of,
+    svg_of,
+    text_of,
+)
 from meshwright.training.build import Run
 from meshwright.training.config import Config
 from meshwright.training.metrics.memory import MemoryShares, is_out_of_memory, memory_table, out_of_memory, read_memory
