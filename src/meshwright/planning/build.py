@@ -143,17 +143,7 @@ def _assemble(case: Case) -> Plan:
     pipeline = make_pipeline_plan(facts, layout, requested, precision) if layout.pp > 1 else None
     if pipeline is not None:
         check_trained(facts, pipeline)
-    experts = facts.applied_plan(ExpertPlan)
-    if experts is None and layout.ep > 1:
-        experts = ExpertPlan(expert_mesh_of(layout), facts.measurements.stacks(layout.ep))
-    if experts is not None and tensor is not None and not tensor.sequence_parallel:
-        raise UnsupportedError(
-            f"layout.ep = {layout.ep} with layout.tp = {layout.tp} needs sequences that are cut between blocks, and"
-            f" those of {facts.kind} stay whole: {tensor_notes[0]}. Set layout.ep = 1."
-        )
-    for p in facts.parameters:
-        if experts is not None and experts.has(p.name) and precision.computed_in(p.dtype) != precision.compute:
-            raise _odd(p, precision.compute, f"layout.ep = {layout.ep} sends tokens to it")
+    experts = _expert_plan(case, tensor, tensor_notes)
     reshard, optimizer = requested.reshard_after_forward, optimizer_plan(facts, requested)
     assert reshard != "auto"  # resolved above
     shares = shares_of(layout, case.technique, replicates_tokens=data.replicates_tokens)
@@ -230,6 +220,22 @@ def _collectives(facts: ModelFacts, plan: Plan) -> tuple[Collective, ...]:
         found += attention_collectives(facts, context, *ways, shares.size(Axis.TP), keeps_attention=keeps)
     of_step = step_collectives(plan, found, trained_cuts(dense, tensor), trained)
     return (*of_step, *optimizer_collectives(plan, facts.parameters))
+
+
+def _expert_plan(case: Case, tensor: TensorPlan | None, tensor_notes: tuple[str, ...]) -> ExpertPlan | None:
+    facts, layout, precision = case.facts, case.layout, case.precision
+    experts = facts.applied_plan(ExpertPlan)
+    if experts is None and layout.ep > 1:
+        experts = ExpertPlan(expert_mesh_of(layout), facts.measurements.stacks(layout.ep))
+    if experts is not None and tensor is not None and not tensor.sequence_parallel:
+        raise UnsupportedError(
+            f"layout.ep = {layout.ep} with layout.tp = {layout.tp} needs sequences that are cut between blocks, and"
+            f" those of {facts.kind} stay whole: {tensor_notes[0]}. Set layout.ep = 1."
+        )
+    for p in facts.parameters:
+        if experts is not None and experts.has(p.name) and precision.computed_in(p.dtype) != precision.compute:
+            raise _odd(p, precision.compute, f"layout.ep = {layout.ep} sends tokens to it")
+    return experts
 
 
 def _data_plan(case: Case) -> DataParallel:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.core.dtypes import dtype_bytes
 from meshwright.core.errors import ConfigError, UnsupportedError, nearest
-from meshwright.introspection.facts import ModelFacts
 from meshwright.planning.techniques import Techniques
-from meshwright.planning.values import Case, Found
+
+if TYPE_CHECKING:  # a config's checks read the rows without torch
+    from meshwright.introspection.facts import ModelFacts
+    from meshwright.planning.values import Case, Found
 
 
 @dataclass(frozen=True)

@@ -188,29 +188,20 @@ STAGE = (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP, Axis.TP)
 
 
 def optimizer_collectives(plan: Plan, parameters: Sequence[ParameterFact]) -> Iterator[Collective]:
-    """List the messages of the optimizer's step for a rank's parameters."""
-    yield from matrix_collectives(plan, parameters)
-    yield from sum_collectives(plan, parameters)
+    """List the messages of the optimizer's step for a rank's parameters.
 
-
-def matrix_collectives(plan: Plan, parameters: Sequence[ParameterFact]) -> Iterator[Collective]:
-    """List the all-to-alls of a step, to owners and back, with the elements of the rank that sends most."""
-    shares = plan.shares
-    ranks = shares.size(*STAGE)
-    if ranks == 1 or not plan.optimizer.row.by_role:
-        return
-    sent, calls = sent_elements(plan, parameters)
-    if calls:
-        axes = [axis.value for axis in STAGE if shares.size(axis) > 1]
-        unit, dtype = "parts of matrices", next(p.dtype for p in parameters if p.trainable and p.hidden)
-        yield Collective("all_to_all", " × ".join(axes), ranks, unit, max(sent), dtype, "step", calls, to_others=True)
-
-
-def sum_collectives(plan: Plan, parameters: Sequence[ParameterFact]) -> Iterator[Collective]:
-    """List the all-reduces of an optimizer that sums over parts of cut matrices: first squares, then updates."""
+    They are all-to-alls to owners of matrices and back, with the elements of the rank that sends most; or all-reduces
+    over parts of cut matrices, first of squares, then of updates.
+    """
+    shares, experts = plan.shares, plan.experts
+    if plan.optimizer.row.by_role and (ranks := shares.size(*STAGE)) > 1:
+        sent, calls = sent_elements(plan, parameters)
+        if calls:
+            axes = " × ".join(axis.value for axis in STAGE if shares.size(axis) > 1)
+            unit, dtype = "parts of matrices", next(p.dtype for p in parameters if p.trainable and p.hidden)
+            yield Collective("all_to_all", axes, ranks, unit, max(sent), dtype, "step", calls, to_others=True)
     if not plan.optimizer.row.sums_parts:
         return
-    shares, experts = plan.shares, plan.experts
     packs: dict[tuple[tuple[str, int], ...], list[int]] = {}
     for p in parameters:
         if not p.trainable or p.name in plan.frozen:
