@@ -192,7 +192,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_search(tmp_path, ca
     def nobody_searches(*_, **__):
         raise AssertionError("searched")
 
-    monkeypatch.setattr("meshwright.simulation.search.search", nobody_searches)
+    monkeypatch.setattr("meshwright.simulation.search", nobody_searches)
     (tmp_path / "c.toml").write_text(CONFIG)
     words = ["plan", str(tmp_path / "c.toml"), "--gpus", "8", "--gpu", "h100"]
     for target, why in ((tmp_path / "no" / "a.html", "there is no folder"), (tmp_path, "it is a folder")):
