@@ -564,4 +564,4 @@ def test_advice_of_a_call_is_followed(names, before, after, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     text = said(before)
     assert all(is_followed(name, advices(text)) for name in names), f"{advices(text)}: {text}"
-    assert (again := said(lambda: after(text), "simulation.search.foresee._Question.answer")) == "", f"{text}\n{again}"
+    assert (again := said(lambda: after(text), "simulation.foresee._Question.answer")) == "", f"{text}\n{again}"

@@ -103,15 +103,15 @@ COMMANDS = [
         "plan --link=ib400",
         "plan --link=ib400 --gpus=2 --gpu=h100",
         ["--gpu", "--gpus"],
-        "simulation.search.foresee.foresee",
+        "simulation.foresee.foresee",
     ),
     (
         "plan --gpus=12 --gpu=h100",
         "plan --gpus=12 --gpu=h100 --per-node=6",
         ["--per-node"],
-        "simulation.search.foresee.foresee",
+        "simulation.foresee.foresee",
     ),
-    (f"{ON_CPUS} --gpu=h100 --link=ib400", ON_CPUS, ["--gpu", "--link"], "simulation.search.foresee.foresee"),
+    (f"{ON_CPUS} --gpu=h100 --link=ib400", ON_CPUS, ["--gpu", "--link"], "simulation.foresee.foresee"),
     ("plan --profile=absent.json --gpus=1", "{measure}", ["meshwright measure"], "training.machine.measure"),
     ("measure", "measure FILE --ranks=2", ["--ranks"], "training.machine.measure_here"),
     ("launch", "launch --dry-run", ["--dry-run"], ""),
@@ -137,7 +137,7 @@ COMMANDS = [
         f"plan --gpu=v100 --gpus=1 --layout.dp_shard=1 --techniques.precision.compute=bfloat16 {SMALL}",
         "plan --gpu=v100 --gpus=1 --techniques.precision.compute=float16",
         ["techniques.precision.compute"],
-        "simulation.search.foresee.foresee",
+        "simulation.foresee.foresee",
     ),
 ]
 """A command that is refused, one that follows its message, the advices, and where the work begins."""

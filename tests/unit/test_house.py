@@ -84,8 +84,8 @@ BUDGET: dict[str, tuple[int, int, int]] = {
     "integrations": (11, 1750, 23),
     "introspection": (51, 11400, 186),
     "models": (5, 750, 6),
-    "planning": (53, 9250, 125),
-    "simulation": (17, 4400, 48),
+    "planning": (34, 8540, 42),
+    "simulation": (13, 4120, 23),
     "training": (59, 11600, 138),
     "verification": (22, 4150, 57),
 }

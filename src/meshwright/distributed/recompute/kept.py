@@ -50,7 +50,7 @@ class OperatorPolicy:
     """The operators of a region's forward whose results are saved.
 
     Args:
-        keep: words of ``planning.recompute.plan.KEPT``, names of operators, or "module:function".
+        keep: words of ``planning.recompute.KEPT``, names of operators, or "module:function".
         every: distance between saved results of the matrix products of "matmuls": each ``every``-th is saved.
     """
 
