@@ -128,7 +128,7 @@ def table(
     microbatches = 1 if batch is None else resolved(plan, batch).microbatches(plan.data_ranks)
     parts.append("\n".join(filter(None, (_memory(plan, microbatches, estimate), whether_it_fits))))
     if is_accelerator(plan.device):
-        waits = (f"{n} × {what}" if n > 1 else what for what, n in host_waits(plan, microbatches).items())
+        waits = (what if n == 1 else f"{n} × {what}" for what, n in host_waits(plan, microbatches).items())
         parts.append(f"the host waits for the device in a step\n  {', '.join(waits)}")
     notes = list(plan.notes)
     if estimate is not None:
