@@ -44,7 +44,7 @@ def foreseen_ranks(job, *, messages: bool, times: float = 1.0) -> list[Rehearsed
     kinds, found = Kinds(job), []
     for place in range(job.layout.pp):
         seconds = optimizer_seconds(job)
-        for costs in rank_costs(job, kinds, place, job.architecture.part(job.bounds_on(place)).counts):
+        for costs in rank_costs(job, kinds, place):
             seconds += job.microbatches * sum(s for cost, s in costs.items() if messages or cost not in MESSAGES)
         found.append(RehearsedRank(place, times * seconds, 1e9 * (1 + place), messages))
     return found
