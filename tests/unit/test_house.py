@@ -304,7 +304,7 @@ PRIVATE_FILES = (
     "distributed/optimizer/grad_clip.py",
     "distributed/float8/products.py",
     "distributed/loss/peft_private.py",
-    "integrations/fabric_private.py",
+    "integrations/fabric.py",
     "integrations/trainer_private.py",
     "introspection/module_kinds.py",
     "distributed/weights/torch_2_11.py",
@@ -313,7 +313,7 @@ PRIVATE_FILES = (
 REGISTRIES = {"_parameters", "_buffers", "_apply"}
 """Of nn.Module, the same since its first release."""
 PRIVATE = re.compile(r"(?<!\w)_[a-zA-Z]\w*")
-OF_PYTHON = {"_replace", "_getframe", "_exit", "_current_frames"}
+OF_PYTHON = {"_replace", "_getframe", "_exit", "_current_frames", "_config"}
 OF_TORCH = {
     name for kind in (Tensor, nn.Module, DTensor, FSDPModule, Optimizer, DeviceMesh) for name in dir(kind)
 } - REGISTRIES

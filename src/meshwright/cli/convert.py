@@ -83,7 +83,7 @@ def _in_4_bits(config: Config) -> str:
 
 def _is_saved(path: Path) -> bool:
     """Return whether a folder is one that ``meshwright.save`` wrote, or that it left half written."""
-    from meshwright.training.run.saved import is_saved
+    from meshwright.training.run.convert import is_saved
 
     return is_saved(path)
 
@@ -103,7 +103,7 @@ def _convert_saved(
     folder: Path, out: Path, form: str, base: Path | None, dtype: str | None, of_runs: dict[str, object]
 ) -> int:
     """Convert what ``meshwright.save`` wrote. Raises ConfigError for flags that are about runs."""
-    from meshwright.training.run.saved import convert_saved
+    from meshwright.training.run.convert import convert_saved
 
     for flag, value in of_runs.items():
         if value is not None:

@@ -15,10 +15,9 @@ from meshwright.core.losses import IGNORED, Loss
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.setup import DistributedConfig, init_distributed
+from meshwright.integrations.rows import RowsOfRank, step_batch
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import Techniques
-
-from .rows import RowsOfRank, step_batch
 
 try:
     from accelerate.data_loader import prepare_data_loader

@@ -23,14 +23,13 @@ from meshwright.core.record import recall
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.process import agree
+from meshwright.integrations.accelerate import deal_rows, mesh_of, refuse_other_sharding
+from meshwright.integrations.rows import RowsOfRank, one_batch, step_batch
+from meshwright.integrations.training_arguments import TRAINING_ARGUMENTS, Handling, handed_over, techniques_of
 from meshwright.introspection.constructor.origin import ModelOrigin
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import Techniques, as_techniques
-from meshwright.training.run.saved import convert_saved
-
-from .accelerate import deal_rows, mesh_of, refuse_other_sharding
-from .rows import RowsOfRank, one_batch, step_batch
-from .training_arguments import TRAINING_ARGUMENTS, Handling, handed_over, techniques_of
+from meshwright.training.run.convert import convert_saved
 
 # --- write and read a Trainer's folders
 

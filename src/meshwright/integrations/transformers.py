@@ -17,7 +17,7 @@ try:
 except ImportError as missing:
     raise MissingExtraError("meshwright.integrations.transformers", "accelerate", "hf") from missing
 
-from .trainer_private import LaidOutLoop
+from meshwright.integrations.trainer_private import LaidOutLoop
 
 __all__ = ["Trainer"]
 

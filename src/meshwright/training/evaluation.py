@@ -29,7 +29,7 @@ from meshwright.training.config import Config, ProcessConfig
 from meshwright.training.feed import held_out_of, parts_of, prepare_once_per_node, stages_of, vision_for
 from meshwright.training.launch import CPU_PROCESSES, for_the_user, gpu_count
 from meshwright.training.run.opened import Opened
-from meshwright.training.views.progress import Progress, SilentProgress
+from meshwright.training.views.progress import Progress
 
 # --- choose the rows that an evaluation reads
 
@@ -148,7 +148,7 @@ def _opened(
 ) -> tuple[list[Prepared], list[Corpus], PixelReader | None]:
     parts = parts_of(config.data)
     config = replace(config, data=replace(config.data, validation_fraction=fraction))
-    progress: Progress = SilentProgress()
+    progress: Progress = Progress()
     vision = vision_for(config)
     prepared = [prepare_once_per_node(config, part, tokenizer, progress, vision) for part in parts]
     opened = agree.together(lambda: open_parts(prepared, parts, vision))

@@ -26,9 +26,8 @@ from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.measurements import stated
 from meshwright.introspection.source import CONFIG, CausalLM, read_causal_lm, with_adapters
 from meshwright.models.decoder_config import SIZES, DecoderConfig, idle_parameters, parameter_count
-
-from .config import Config, ModelConfig
-from .run.request import IDENTITY
+from meshwright.training.config import Config, ModelConfig
+from meshwright.training.run.request import IDENTITY
 
 BaseSource = DecoderConfig | CausalLM
 ModelSource = BaseSource | AdaptedModel

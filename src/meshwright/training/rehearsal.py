@@ -40,13 +40,13 @@ from meshwright.simulation.hardware.cards import Machines, message_s
 from meshwright.simulation.workload.step_memory import RehearsedRank
 from meshwright.training.build import Run, batch_of, build_run, device_name, facts_of, plan_run
 from meshwright.training.config import Config
-from meshwright.training.metrics.memory import KINDS, MemoryReading, read_memory, reset_peak
-from meshwright.training.metrics.throughput import StartupTimeline
+from meshwright.training.memory import KINDS, MemoryReading, read_memory, reset_peak
 from meshwright.training.model_source import model_source
 from meshwright.training.preference import pretend_references
 from meshwright.training.stopping import StopRequest
+from meshwright.training.throughput import StartupTimeline
 from meshwright.training.tokenizer import planned_tokenizer
-from meshwright.training.views.progress import SilentProgress
+from meshwright.training.views.progress import Progress
 from meshwright.training.views.watching import MemoryWatch
 
 # --- take steps of a run and observe them
@@ -323,7 +323,7 @@ def built(config: Config) -> Run:
     Rows of whole answers or conversations are as long in each step as the longest of them all.
     """
     optimizer = replace(config.optimizer, max_norm=min(config.optimizer.max_norm, CLIPPED))
-    silent = StartupTimeline(), SilentProgress(), StopRequest()
+    silent = StartupTimeline(), Progress(), StopRequest()
     return build_run(replace(config, run="", optimizer=optimizer), *silent, longest_rows=True)
 
 

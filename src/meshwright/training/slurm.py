@@ -29,8 +29,8 @@ from meshwright.core.devices import CPU, CUDA
 from meshwright.core.errors import ConfigError, MissingExtraError
 from meshwright.core.files import replace_text
 from meshwright.training.config import Config
-from meshwright.training.run.trust import FLAG as TRUST
-from meshwright.training.run.trust import code_in
+from meshwright.training.run.request import FLAG as TRUST
+from meshwright.training.run.request import code_in
 
 # --- define the settings of a run's Slurm job, and refuse contradictory ones. Torch-free
 

@@ -22,9 +22,8 @@ from meshwright.data.text.tokenizers import (
     read_settings,
 )
 from meshwright.data.text.turns import ChatTemplate, load_template
-
-from .config import Config
-from .optim.fine_tuning import GREETING
+from meshwright.training.config import Config
+from meshwright.training.fine_tuning import GREETING
 
 FOLDER = "tokenizer"
 """Subfolder of a run with a copy of its tokenizer's files."""

@@ -23,10 +23,9 @@ from meshwright.distributed.step.part import StepLoss, StepResult
 from meshwright.distributed.weights.shards import sketches
 from meshwright.introspection.structure.experts import stack_paths
 from meshwright.planning.layout import SAMPLES, TOKENS
-
-from .build import Run, build_schedule, refuse_untraced
-from .config import Config
-from .run.folder import changes
+from meshwright.training.build import Run, build_schedule, refuse_untraced
+from meshwright.training.config import Config
+from meshwright.training.run.folder import changes
 
 GUARDS = ("max_skipped_steps", "max_loss_deviation", "loss_window")
 """Keys of the optimizer's section that change no step which is taken."""

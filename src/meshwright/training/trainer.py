@@ -20,29 +20,27 @@ from meshwright.distributed.mesh import data_position
 from meshwright.distributed.process import agree, elastic
 from meshwright.distributed.process.world import is_rank_zero
 from meshwright.distributed.recompute.compilation import graph_breaks_text
-from meshwright.distributed.setup import begin_steps, destroy_distributed
+from meshwright.distributed.setup import begin_steps, choose_backend, destroy_distributed
 from meshwright.distributed.step.part import StepLoss, StepResult
-from meshwright.training.metrics.throughput import StartupTimeline
-from meshwright.training.views.telling import is_demo
-from meshwright.training.views.watching import MemoryWatch, keep_times
-
-from .build import Run, build_run
-from .config import Config, check
-from .health.heartbeat import Heartbeat
-from .health.loss_guard import LossGuard
-from .health.peers import Peers, announce, early_folder, sweep
-from .preference import give_references
-from .run.checkpointing import Checkpointing, Position
-from .run.folder import RunFolder
-from .run.occupancy import occupied
-from .run.request import RESOLVED, keep_request, read_request, words_of_complete
-from .stopping import Interrupted, StopRequest
-from .tokenizer import prompt_ids
-from .tracing import TraceCheck
-from .views.display import build_progress
-from .views.progress import Progress, StepReport
-from .views.telling import Teller, Validated, in_words
-from .views.watching import Watch, check_watching
+from meshwright.training.build import Run, build_run
+from meshwright.training.config import Config, check
+from meshwright.training.health.heartbeat import Heartbeat
+from meshwright.training.health.loss_guard import LossGuard
+from meshwright.training.health.peers import Peers, announce, early_folder, sweep
+from meshwright.training.metrics import check_trackers
+from meshwright.training.preference import give_references
+from meshwright.training.recording import check_recordings
+from meshwright.training.run.checkpointing import Checkpointing, Position
+from meshwright.training.run.folder import RunFolder
+from meshwright.training.run.occupancy import occupied
+from meshwright.training.run.request import RESOLVED, keep_request, read_request, words_of_complete
+from meshwright.training.stopping import Interrupted, StopRequest
+from meshwright.training.throughput import StartupTimeline
+from meshwright.training.tokenizer import prompt_ids
+from meshwright.training.tracing import TraceCheck
+from meshwright.training.views.progress import Progress, StepReport
+from meshwright.training.views.telling import Teller, Validated, build_progress, in_words, is_demo
+from meshwright.training.views.watching import MemoryWatch, Watch, keep_times
 
 TROUBLE = 1 << 16
 """The value that a rank reports when it cannot continue; above every signal's number."""
@@ -78,7 +76,8 @@ class Trainer:
             MeshwrightError: a refusal before the start, too many skipped steps in a row, or the loss of another rank.
         """
         self.timeline.record("launch", time.time() - self.started)
-        check_watching(self.config)
+        check_trackers(self.config.logging)
+        check_recordings(self.config.logging, choose_backend(self.config.process.backend)[1])
         early = early_folder()
         with StopRequest() as stop, build_progress(is_main=is_rank_zero()) as progress, self.heartbeat:
             self.heartbeat.settle(early)

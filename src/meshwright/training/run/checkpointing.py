@@ -17,9 +17,8 @@ from meshwright.distributed.process.world import is_rank_zero
 from meshwright.training.build import Run
 from meshwright.training.feed import UnreadSamples
 from meshwright.training.health.peers import with_way_on
-from meshwright.training.metrics.throughput import StartupTimeline
-
-from .folder import RunFolder
+from meshwright.training.run.folder import RunFolder
+from meshwright.training.throughput import StartupTimeline
 
 
 @dataclass

@@ -32,11 +32,10 @@ from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import Precision, Techniques
 from meshwright.training.config import Config
 from meshwright.training.model_source import ModelSource, causal_lm, model_source, with_kept_model
+from meshwright.training.run.convert import weights_beside_adapters
+from meshwright.training.run.folder import RunFolder
+from meshwright.training.run.occupancy import held_by
 from meshwright.training.tokenizer import own_tokenizer, prompt_ids, template_file, template_folder
-
-from .convert import weights_beside_adapters
-from .folder import RunFolder
-from .occupancy import held_by
 
 # --- open a run's checkpoint, or a folder of transformers' files, on any layout
 

@@ -9,11 +9,11 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwright.core.dtypes import duration_text
 from meshwright.training.config import Config
-from meshwright.training.metrics.metrics import metric_lines
+from meshwright.training.metrics import metric_lines
 from meshwright.training.run.occupancy import is_occupied
 
 # --- read a run's metrics as series of numbers, once and in little memory
@@ -23,33 +23,24 @@ SAMPLE = "sample"
 BEGIN = "begin"
 """Event of each start of a run, new or continued: its layout, and the keys whose values changed, each as ``change``."""
 ABSENT, TO = "–", " → "
-
-
-def change(was: str, now: str) -> str:
-    """Return a key's change as text; both values as JSON text, or ABSENT."""
-    return f"{was}{TO}{now}"
-
-
 OF_PAIRS = "rewards/margins"
 """A figure that only runs on pairs of answers have."""
-
 SINGLE = (
-    "loss",
-    "validation_loss",
-    "tokens_per_second",
-    "memory_bytes",
-    "grad_norm",
-    "learning_rate",
-    "mfu",
-    "tokens",
-    "skipped",
-    OF_PAIRS,
+    *("loss", "validation_loss", "tokens_per_second", "memory_bytes", "grad_norm", "learning_rate", "mfu", "tokens"),
+    *("skipped", OF_PAIRS),
 )
 BY_SOURCE = "validation_loss/"
 MOST_SOURCES = 12
 MOST_EVENTS = 1000
 LARGEST = 1e300
 """Larger numbers count as not finite, since no axis can be drawn for them."""
+RECENT = 20
+"""Number of last lines from which the speed of a live run follows."""
+
+
+def change(was: str, now: str) -> str:
+    """Return a key's change as text; both values as JSON text, or ABSENT."""
+    return f"{was}{TO}{now}"
 
 
 @dataclass
@@ -64,18 +55,16 @@ class Series:
             self.steps.append(step)
             self.values.append(value)
 
-    def forget_after(self, step: int) -> None:
-        """Drop the steps that a run abandoned when it continued from ``step``."""
-        end = bisect_right(self.steps, step)
-        del self.steps[end:], self.values[end:]
+    def points(self) -> list[tuple[int, float]]:
+        """Return (step, value) of the finite values."""
+        return [(step, value) for step, value in zip(self.steps, self.values, strict=True) if math.isfinite(value)]
 
     @property
     def last(self) -> float | None:
         return self.values[-1] if self.values else None
 
 
-@dataclass(frozen=True)
-class TextSample:
+class TextSample(NamedTuple):
     """A text that the model wrote: the step of its weights, its beginning that was given, and the whole of it."""
 
     step: int
@@ -91,7 +80,6 @@ class History:
         series: name -> series, for the names in SINGLE and for validation losses by source.
         events: the last MOST_EVENTS lines without a step's figures; ``dropped`` counts earlier ones.
         left_out: validation sources beyond MOST_SOURCES.
-        seconds: Unix time of the first line and of the last.
         clock: seconds of training at each step that has figures, since the first line; pauses between a stop and the
             next start, and steps that were abandoned, are left out.
         sample: the last text that the model wrote.
@@ -103,7 +91,6 @@ class History:
     events: list[dict[str, Any]] = field(default_factory=list)
     dropped: int = 0
     left_out: set[str] = field(default_factory=set)
-    seconds: tuple[float, float] | None = None
     clock: Series = field(default_factory=Series)
     sample: TextSample | None = None
     layouts: list[tuple[int, str]] = field(default_factory=list)
@@ -118,23 +105,54 @@ class History:
     def sources(self) -> list[str]:
         return [name for name in self.series if name.startswith(BY_SOURCE)]
 
-    @property
-    def step(self) -> int:
-        """The last step that has figures; 0 without one."""
-        return max((series.steps[-1] for series in self.series.values() if series.steps), default=0)
+    def of(self, name: str) -> Series:
+        """Return a series; an empty one where there is none."""
+        return self.series.get(name) or Series()
 
     def last(self, name: str) -> float | None:
         """Return the last value of a series, None where there is none."""
-        return self.series[name].last if name in self.series else None
+        return self.of(name).last
 
     def rises(self, name: str) -> list[int]:
         """Return the steps at which a count rose."""
-        series, before, found = self.series.get(name, Series()), 0.0, []
-        for step, value in zip(series.steps, series.values, strict=True):
-            if value > before:
-                found.append(step)
-            before = value
-        return found
+        series = self.of(name)
+        places = zip(series.steps, series.values, (0.0, *series.values), strict=False)
+        return [step for step, now, before in places if now > before]
+
+    def note(self, step: int, line: dict[str, Any]) -> None:
+        """Add the figures of a step."""
+        for name, value in line.items():
+            if (number := _number(value)) is None or not (name in SINGLE or name.startswith(BY_SOURCE)):
+                continue
+            if name in SINGLE or name in self.series or len(self.sources) < MOST_SOURCES:
+                self.series.setdefault(name, Series()).add(step, number)
+            elif len(self.left_out) < MOST_EVENTS:
+                self.left_out.add(name)
+
+    def resume(self, step: int) -> None:
+        """Drop the steps that a run abandoned when it continued from ``step``."""
+        for series in (*self.series.values(), self.clock):
+            end = bisect_right(series.steps, step)
+            del series.steps[end:], series.values[end:]
+        if self.sample is not None and self.sample.step > step:
+            self.sample = None
+        self.events = [event for event in self.events if event.get("step", 0) <= step]
+        for values in self.changes.values():  # the config keeps a change, whatever becomes of the steps after it
+            later = [(step + 1, value) for first, value in values[-1:] if first > step + 1]
+            values[:] = [*(one for one in values if one[0] <= step + 1), *later]
+
+    def begin(self, line: dict[str, Any]) -> None:
+        """Note the layout that a start has, and the keys that it changed; steps after it are taken anew."""
+        first = line["step"] + 1 if isinstance(line.get("step"), int) else 1
+        self.layouts = [known for known in self.layouts if known[0] < first]
+        layout = str(line.get("layout", ""))
+        if layout and layout != (self.layouts[-1][1] if self.layouts else ""):
+            self.layouts.append((first, layout))
+        for key, text in line.items():
+            was, arrow, now = text.partition(TO) if isinstance(text, str) else ("", "", "")
+            if arrow:
+                known = self.changes.setdefault(key, [(1, was)])
+                known[:] = [*(place for place in known if place[0] < first), (first, now)]
 
 
 def read_history(path: Path) -> History:
@@ -143,53 +161,31 @@ def read_history(path: Path) -> History:
     Raises:
         IntegrityError: a line of the file was not written by meshwright.
     """
-    history, began = History(), 0.0
+    history, began = History(), None
     for line in metric_lines(path) if path.is_file() else ():
-        when, step = _number(line.get("time")), line.get("step")
-        if when is not None and not math.isfinite(when):
-            when = None
-        if when is not None:
-            began = when if history.seconds is None else began
-            history.seconds = (history.seconds[0] if history.seconds else when, when)
-        if line.get("event") == "resume":
-            _forget_after(history, line["step"])
+        when, step, event = _number(line.get("time")), line.get("step"), line.get("event")
+        when = when if when is not None and math.isfinite(when) else None
+        began = when if began is None else began
+        if event == "resume":
+            history.resume(line["step"])
             began = began if when is None else when - (history.clock.last or 0.0)
-        if line.get("event") == SAMPLE:
+        if event == SAMPLE:
             prompt, text, history.sample = line.get("prompt"), line.get("text"), None
             if isinstance(step, int) and isinstance(text, str):
                 history.sample = TextSample(step, prompt if isinstance(prompt, str) else "", text)
-        elif line.get("event") == BEGIN:
-            _begin(history, line)
+        elif event == BEGIN:
+            history.begin(line)
         elif "event" in line:
             history.events.append(line)
             if len(history.events) > MOST_EVENTS:
                 del history.events[0]
                 history.dropped += 1
         elif isinstance(step, int) and 0 <= step < 2**53:
-            if when is not None:
+            if when is not None and began is not None:
                 history.clock.add(step, max(when - began, history.clock.last or 0.0))
-            for name, value in line.items():
-                if (number := _number(value)) is None or not (name in SINGLE or name.startswith(BY_SOURCE)):
-                    continue
-                if name in SINGLE or name in history.series or len(history.sources) < MOST_SOURCES:
-                    history.series.setdefault(name, Series()).add(step, number)
-                elif len(history.left_out) < MOST_EVENTS:
-                    history.left_out.add(name)
+            history.note(step, line)
     history.series = {name: series for name, series in history.series.items() if series.steps}
     return history
-
-
-def _forget_after(history: History, step: int) -> None:
-    for series in (*history.series.values(), history.clock):
-        series.forget_after(step)
-    if history.sample is not None and history.sample.step > step:
-        history.sample = None
-    history.events = [event for event in history.events if event.get("step", 0) <= step]
-    for values in history.changes.values():  # the config keeps a change, whatever becomes of the steps after it
-        values[:] = [
-            *(one for one in values if one[0] <= step + 1),
-            *((step + 1, v) for f, v in values[-1:] if f > step + 1),
-        ]
 
 
 def over_steps(values: Sequence[tuple[int, str]]) -> str:
@@ -202,20 +198,6 @@ def over_steps(values: Sequence[tuple[int, str]]) -> str:
             steps = f"step {first}" if first == last else f"steps {first} to {last}" if steps else f"to step {last}"
         words.append(f"{text} ({steps})" if steps else text)
     return ", ".join(words)
-
-
-def _begin(history: History, line: dict[str, Any]) -> None:
-    """Note the layout that a start has, and the keys that it changed; steps after it are taken anew."""
-    first = line["step"] + 1 if isinstance(line.get("step"), int) else 1
-    history.layouts = [known for known in history.layouts if known[0] < first]
-    layout = str(line.get("layout", ""))
-    if layout and layout != (history.layouts[-1][1] if history.layouts else ""):
-        history.layouts.append((first, layout))
-    for key, text in line.items():
-        was, arrow, now = text.partition(TO) if isinstance(text, str) else ("", "", "")
-        if arrow:
-            known = history.changes.setdefault(key, [(1, was)])
-            known[:] = [*(place for place in known if place[0] < first), (first, now)]
 
 
 def _number(value: object) -> float | None:
@@ -246,17 +228,19 @@ def thinned(series: Series, most: int) -> list[tuple[int, float]]:
 
 # --- tell whether a run is being trained now, is complete, or was stopped
 
-RECENT = 20
-"""Number of last lines from which the speed of a live run follows."""
 
-
-@dataclass(frozen=True)
-class RunState:
+class RunState(NamedTuple):
     """Where a run stands: its finished steps of all, and whether a job holds its folder now."""
 
     step: int
     steps: int
     is_live: bool
+
+    @classmethod
+    def of(cls, folder: Path, config: Config, history: History) -> RunState:
+        """Return the state of the run in ``folder``."""
+        step = max((series.steps[-1] for series in history.series.values()), default=0)
+        return cls(step, config.steps, is_occupied(folder))
 
     @property
     def word(self) -> str:
@@ -268,20 +252,13 @@ class RunState:
             return f"complete, {self.steps:,} steps"
         return f"{self.word} at step {self.step:,} of {self.steps:,}"
 
-
-def state_of(folder: Path, config: Config, history: History) -> RunState:
-    """Return the state of the run in ``folder``."""
-    return RunState(history.step, config.steps, is_occupied(folder))
-
-
-def time_left(state: RunState, history: History) -> str:
-    """Return how long a live run still takes, by its last steps; empty where that is not known."""
-    clock = history.clock
-    if not state.is_live or len(clock.steps) < 2:
-        return ""
-    first = max(0, len(clock.steps) - RECENT)
-    steps, seconds = clock.steps[-1] - clock.steps[first], clock.values[-1] - clock.values[first]
-    return duration_text(max(0.0, seconds / max(steps, 1) * (state.steps - state.step)))
+    def time_left(self, clock: Series) -> str:
+        """Return how long a live run still takes, by its last steps; empty where that is not known."""
+        if not self.is_live or len(clock.steps) < 2:
+            return ""
+        first = max(0, len(clock.steps) - RECENT)
+        steps, seconds = clock.steps[-1] - clock.steps[first], clock.values[-1] - clock.values[first]
+        return duration_text(max(0.0, seconds / max(steps, 1) * (self.steps - self.step)))
 
 
 def moment(seconds: object) -> str:
