@@ -17,7 +17,7 @@ from meshwright.planning.layout import Layout
 from meshwright.training.config import Config, OptimizerConfig
 from meshwright.training.metrics import MetricsWriter
 from meshwright.training.run.occupancy import occupied
-from meshwright.training.views.history import read_history
+from meshwright.training.views.page import read_history
 
 
 @pytest.fixture

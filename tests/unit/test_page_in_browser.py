@@ -112,7 +112,7 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     assert main(["inspect", str(done), "--html", str(found["ended"])]) == 0
     with occupied(going):
         from meshwright.cli.arguments import open_run
-        from meshwright.training.views.document import page
+        from meshwright.training.views.page import page
 
         found["live"].write_text(page(*open_run(str(going)), refresh=600), encoding="utf-8")
         assert main(["compare", str(done), str(going), "--html", str(found["compared"])]) == 0

@@ -90,9 +90,8 @@ def run(config: Config, options: PlanOptions) -> int:
     from meshwright.simulation.hardware.measured import machines_of, notes, profile_of
     from meshwright.simulation.search.foresee import foresee
     from meshwright.training.build import batch_of, estimated_memory, facts_of
-    from meshwright.training.model_source import model_source
+    from meshwright.training.model_source import model_source, planned_tokenizer
     from meshwright.training.rehearsal import check_same, rehearsals_for, rehearsed_ranks
-    from meshwright.training.tokenizer import planned_tokenizer
 
     profile = "" if options.profile is None else str(options.profile)
     cluster = Cluster(options.gpus or 1, options.per_node or 0, gpu=options.gpu, link=options.link, profile=profile)

@@ -157,7 +157,7 @@ def _model(model: Any) -> None:
 
 
 def _page(name: str, target: Path) -> int:
-    from meshwright.training.views.document import page
+    from meshwright.training.views.page import page
 
     print(write_page(target, page(*open_run(name))))
     return 0
@@ -166,7 +166,7 @@ def _page(name: str, target: Path) -> int:
 def _live_page(name: str, target: Path, every: int) -> int:
     """Rewrite a page until the run's folder is no longer held by a job; the last one is not read again."""
     from meshwright.training.run.occupancy import is_occupied
-    from meshwright.training.views.document import page
+    from meshwright.training.views.page import page
 
     folder, config = open_run(name)
     if not is_occupied(folder):

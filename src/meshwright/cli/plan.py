@@ -39,8 +39,7 @@ def run(argv: list[str]) -> int:
     from meshwright.training.capacity import Capacity, whether_it_fits
     from meshwright.training.launch import process_count
     from meshwright.training.memory import host_memory
-    from meshwright.training.model_source import model_source
-    from meshwright.training.tokenizer import planned_tokenizer
+    from meshwright.training.model_source import model_source, planned_tokenizer
 
     tokenizer = planned_tokenizer(config)
     cluster = Cluster(options.world or process_count(config), options.per_node or 0, options.device or local_device())

@@ -28,12 +28,11 @@ from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import ranks_per_node
 from meshwright.distributed.recompute.kept import streams
 from meshwright.distributed.step.part import ModelPart
+from meshwright.integrations.rows import RowsOfRank
 from meshwright.introspection.facts import model_facts
 from meshwright.planning.build import plan_for_mesh_sizes
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import Techniques, as_techniques
-
-from .rows import RowsOfRank
 
 try:
     from lightning_fabric.plugins.precision import Precision

@@ -46,14 +46,15 @@ from meshwright.training.model_source import (
     identity_of,
     model_source,
     resolved_model,
+    run_tokenizer,
     shape_of,
+    tokenizer_name,
 )
 from meshwright.training.optimizer import BuiltOptimizer, LearningRateSchedule, make_optimizer
 from meshwright.training.preference import expects_pairs, loss_of
 from meshwright.training.run.folder import absolute_paths
 from meshwright.training.stopping import StopRequest
 from meshwright.training.throughput import StartupTimeline
-from meshwright.training.tokenizer import run_tokenizer, tokenizer_name
 from meshwright.training.views.progress import Progress
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwright.core.config import to_dict
 from meshwright.core.devices import CPU, device_memory, is_accelerator
@@ -76,8 +76,7 @@ class Capacity:
         return self.host_bytes // self.ranks if self.device_bytes is None else self.device_bytes
 
 
-@dataclass(frozen=True)
-class MemoryNeed:
+class MemoryNeed(NamedTuple):
     """Bytes that a run needs of one memory.
 
     Attributes:
@@ -97,8 +96,7 @@ class MemoryNeed:
         return self.bytes > self.have
 
 
-@dataclass(frozen=True)
-class Judgement:
+class Judgement(NamedTuple):
     """Bounds of the memory that a run needs, beside the memory that is there.
 
     Attributes:
@@ -137,7 +135,12 @@ def judge(
     """
     states = need(plan, capacity, bytes_of_states(plan, batch, state_tensors=state_tensors))
     if not fully:
-        rough = _rough_activations(facts, plan, batch) * (1 if capacity.device_bytes else capacity.ranks)
+        # the inputs of all matrices and the logits of a microbatch on one rank
+        rows = max(1, batch.global_rows // plan.data_ranks)
+        tokens = min(rows, batch.microbatch_rows or rows) * batch.seq_len / plan.size("cp")
+        widths = sum(p.shape[-1] for p in facts.parameters if len(p.shape) == 2) * dtype_bytes(plan.precision.compute)
+        rough = tokens / (plan.size("tp") * plan.size("pp")) * (widths + 4 * (facts.vocab_size or 0))
+        rough *= 1 if capacity.device_bytes else capacity.ranks
         if states.is_short or states.bytes + rough <= WORTH_A_DRY_RUN * states.have:
             return Judgement(states, None)
     found = estimate()
@@ -146,8 +149,10 @@ def judge(
     bound = partial(bytes_at_least, plan, found, optimizer=steps > 1)
     least = need(plan, capacity, bound())
     if least.is_short and is_accelerator(plan.device):
-        # a kernel of the device may save less than the CPU's, such as attention without its probabilities
-        least = need(plan, capacity, bound(activations=_arithmetic(facts, plan, batch)))
+        # a kernel of the device may save less than the CPU's, such as attention without its probabilities: so by
+        # arithmetic, which any card has alike
+        memory = step_memory(job_of_plan(facts, plan, batch, machines("h100", plan.world, per_node=plan.world)))
+        least = need(plan, capacity, bound(activations=memory.activations + memory.logits))
     least = max(states, least, key=lambda one: one.bytes / one.have)
     return Judgement(least, need(plan, capacity, bytes_at_most(plan, found), with_libraries=True))
 
@@ -187,33 +192,16 @@ def need(plan: Plan, capacity: Capacity, ranks: Sequence[RankBytes], *, with_lib
     libraries = LIBRARIES.get(plan.device, LIBRARIES[CPU]) * count if with_libraries else 0
     largest = max(ranks, key=lambda one: one.host)
     each_of = f"{count} ranks, each with " * (count > 1)
-    needs = [MemoryNeed(int(together + libraries), capacity.host_bytes, HOST, each_of + _text(largest))]
+
+    def text(rank: RankBytes) -> str:
+        return ", ".join(f"{name} {bytes_text(size)}" for name, size in rank.parts.items())
+
+    needs = [MemoryNeed(int(together + libraries), capacity.host_bytes, HOST, each_of + text(largest))]
     if capacity.device_bytes is not None:
         beside = LIBRARIES_OF_DEVICES if with_libraries else 0
-        needs.append(
-            MemoryNeed(int(own.device + beside), capacity.device_bytes, f"this {plan.device} device", _text(own))
-        )
+        where = f"this {plan.device} device"
+        needs.append(MemoryNeed(int(own.device + beside), capacity.device_bytes, where, text(own)))
     return max(needs, key=lambda need: need.bytes / need.have)
-
-
-def _text(rank: RankBytes) -> str:
-    return ", ".join(f"{name} {bytes_text(size)}" for name, size in rank.parts.items())
-
-
-def _rough_activations(facts: ModelFacts, plan: Plan, batch: Batch) -> float:
-    """Count the inputs of all matrices and the logits of a microbatch on one rank, to decide about a dry run."""
-    rows = max(1, batch.global_rows // plan.data_ranks)
-    tokens = min(rows, batch.microbatch_rows or rows) * batch.seq_len / plan.size("cp")
-    widths = sum(p.shape[-1] for p in facts.parameters if len(p.shape) == 2)
-    cut = plan.size("tp") * plan.size("pp")
-    return tokens / cut * (widths * dtype_bytes(plan.precision.compute) + 4 * (facts.vocab_size or 0))
-
-
-def _arithmetic(facts: ModelFacts, plan: Plan, batch: Batch) -> float:
-    """Return the bytes of activations and logits by arithmetic, which any card has alike."""
-    job = job_of_plan(facts, plan, batch, machines("h100", plan.world, per_node=plan.world))
-    memory = step_memory(job)
-    return memory.activations + memory.logits
 
 
 # --- find the nearest change of a config that fits, for a run that does not
@@ -229,8 +217,7 @@ CUTS = (2, 4, 8, 16)
 """Sizes of the tensor axis and of the pipeline that are tried."""
 
 
-@dataclass(frozen=True)
-class Neighbour:
+class Neighbour(NamedTuple):
     """A config that fits, near one that does not.
 
     Attributes:
@@ -268,72 +255,45 @@ def nearest_that_fits(
     Args:
         options: further arguments of ``judge``.
     """
-    trial = _Trial(facts, batch, cluster, replace(capacity, rank=0), estimate, options)
-    for family, ranks in _families(config, plan, batch, cluster, states_fit=not trial.states(plan, batch).is_short):
+    capacity, runs = replace(capacity, rank=0), 0
+
+    def states(made: Plan, rows: Batch) -> MemoryNeed:
+        """Return the memory that a plan's model states need, if it had no activations."""
+        least = bytes_of_states(made, rows, state_tensors=options.get("state_tensors"))
+        return need(made, capacity, least, with_libraries=True)
+
+    def judged(changed: Config, ranks: int) -> Judgement | None:
+        """Judge a config on ``ranks`` ranks (0: as many as there are); None where it is refused."""
+        nonlocal runs
+        there = replace(cluster, world=ranks or cluster.world)
+        rows = replace(batch, microbatch_rows=changed.batch.microbatch)
+        try:
+            made = make_plan(facts, changed.layout, batch=rows, cluster=there, techniques=changed.requested)
+            low_bit.refuse_absent(made.optimizer)
+        except MeshwrightError:
+            return None
+        if (least := states(made, rows)).is_short:
+            return Judgement(least, None)
+        runs += 1
+        return judge(facts, made, rows, capacity, partial(estimate, changed, made, rows), fully=True, **options)
+
+    for family, ranks in _families(config, plan, batch, cluster, states_fit=not states(plan, batch).is_short):
         # what saves most first: where that does not fit, its relatives do not
         for smallest in reversed(family):
-            judgement = trial.judgement(smallest, ranks)
+            judgement = judged(smallest, ranks)
             if judgement is not None:
                 break
         else:
             continue
-        if trial.runs > MOST_DRY_RUNS:
+        if runs > MOST_DRY_RUNS:
             return None
         if judgement.verdict is not Fit.FITS:
             continue
         for changed in family:
-            judgement = trial.judgement(changed, ranks)
+            judgement = judged(changed, ranks)
             if judgement is not None and judgement.verdict is Fit.FITS:
                 return Neighbour(tuple(flags(config, changed)), ranks, capacity.ranks, judgement)
     return None
-
-
-@dataclass
-class _Trial:
-    """Judges neighbours of a run.
-
-    Attributes:
-        runs: number of dry runs so far.
-    """
-
-    facts: ModelFacts
-    batch: Batch
-    cluster: Cluster
-    capacity: Capacity
-    estimate: Estimate
-    options: dict[str, Any]
-    runs: int = 0
-
-    def states(self, plan: Plan, batch: Batch) -> MemoryNeed:
-        """Return the memory that a plan's model states need, if it had no activations."""
-        least = bytes_of_states(plan, batch, state_tensors=self.options.get("state_tensors"))
-        return need(plan, self.capacity, least, with_libraries=True)
-
-    def judgement(self, config: Config, ranks: int) -> Judgement | None:
-        """Judge a config on ``ranks`` ranks (0: as many as there are); None where a rule refuses it."""
-        there = replace(self.cluster, world=ranks or self.cluster.world)
-        rows = replace(self.batch, microbatch_rows=config.batch.microbatch)
-        try:
-            made = make_plan(self.facts, config.layout, batch=rows, cluster=there, techniques=config.requested)
-        except MeshwrightError:
-            return None
-        if not _is_installed(made):
-            return None
-        states = self.states(made, rows)
-        if states.is_short:
-            return Judgement(states, None)
-        self.runs += 1
-        estimate = partial(self.estimate, config, made, rows)
-        return judge(self.facts, made, rows, self.capacity, estimate, fully=True, **self.options)
-
-
-def _is_installed(plan: Plan) -> bool:
-    """Return whether the packages that a plan's optimizer needs are here."""
-    try:
-        low_bit.refuse_absent(plan.optimizer)
-        return True
-    except MeshwrightError:
-        return False
 
 
 def _families(
@@ -349,7 +309,9 @@ def _families(
         held = min(rows, batch.microbatch_rows or rows)
         halves = [held >> power for power in range(1, held.bit_length())]
         yield [*(_activations(config, microbatch=held) for held in halves), *_relatives(config)], 0
-    sharded = _sharded(config)
+    stage = config.techniques.zero_stage
+    sharded = _changed(config, data_parallel="auto", zero_stage="auto" if stage == "auto" else 3)
+    sharded = replace(sharded, layout=replace(config.layout, dp_replicate=1, dp_shard=-1))
     at_once = _changed(sharded, sync_grad_accum=True)
     few_bits = (_changed(one, optimizer_state="8bit") for one in (config, sharded, at_once))
     for one in (sharded, at_once, *few_bits):
@@ -382,13 +344,6 @@ def _activations(config: Config, *, microbatch: int = 0, recompute: bool = False
     if chunks:
         config = _changed(config, loss_chunks=max(8, config.techniques.loss_chunks))
     return replace(config, batch=replace(config.batch, microbatch=microbatch)) if microbatch else config
-
-
-def _sharded(config: Config) -> Config:
-    """Return a config whose model states are sharded over all data ranks."""
-    stage = config.techniques.zero_stage
-    config = _changed(config, data_parallel="auto", zero_stage="auto" if stage == "auto" else 3)
-    return replace(config, layout=replace(config.layout, dp_replicate=1, dp_shard=-1))
 
 
 def _changed(config: Config, **techniques: Any) -> Config:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
-import torch
 
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.data import IGNORE_INDEX, Corpus, Prepared, SourceOptions, Split, Stream, Tokenizer, validation_batches
@@ -83,23 +82,17 @@ class ToTheEnd:
         read = {} if is_last.all() else self.stream.rows(indexes[~is_last], seq_len)
         if not is_last.any():
             return read
-        made = {}
-        for key, value in self._last(seq_len).items():
+        begin, made = whole * seq_len, {}  # the tokens behind the last whole row, as one row
+        offsets = self.stream.offsets
+        ends = np.concatenate([[0], offsets[offsets > begin] - begin]).astype(np.int64)
+        tail = Stream(self.name, self.stream.tokens[begin:], ends)
+        fills = {"tokens": 0, "labels": IGNORE_INDEX, "positions": 0, "document_ids": -1}
+        for key, value in tail.rows(np.zeros(1, dtype=np.int64), tail.n_tokens).items():
+            value = np.pad(value, ((0, 0), (0, seq_len - tail.n_tokens)), constant_values=fills[key])
             made[key] = np.repeat(value, len(indexes), axis=0)
             if read:
                 made[key][~is_last] = read[key]
         return made
-
-    def _last(self, seq_len: int) -> Rows:
-        """Read the tokens behind the last whole row, as one row."""
-        begin = self.n_tokens // seq_len * seq_len
-        offsets = self.stream.offsets
-        ends = offsets[offsets > begin] - begin
-        tail = Stream(self.name, self.stream.tokens[begin:], np.concatenate([[0], ends]).astype(np.int64))
-        missing = seq_len - tail.n_tokens
-        fills = {"tokens": 0, "labels": IGNORE_INDEX, "positions": 0, "document_ids": -1}
-        read = tail.rows(np.zeros(1, dtype=np.int64), tail.n_tokens)
-        return {key: np.pad(value, ((0, 0), (0, missing)), constant_values=fills[key]) for key, value in read.items()}
 
 
 def own_rows(config: Config, tokenizer: Tokenizer, limit: int | None) -> list[Rowful]:
@@ -286,21 +279,13 @@ def evaluate_rows(
                 total += float(loss) * loss.weight
                 weight += loss.weight
                 tokens += loss.tokens
-                counted += _bytes_of(batch["labels"], tokenizer)
-    of_data_ranks = dict(agree.everybody_says((place[0], counted)))
-    size = sum(of_data_ranks.values()) if isinstance(tokenizer, ByteTokenizer) else _size_of(chosen)
+                labels = batch["labels"]
+                counted += int(((labels != IGNORE_INDEX) & (labels != tokenizer.end_of_document)).sum())
+    # where a token is a byte, the labels are bytes of the text
+    of_data_ranks, sizes = dict(agree.everybody_says((place[0], counted))), [part.source_bytes for part in chosen]
+    size = None if None in sizes else sum(size for size in sizes if size is not None)
+    size = sum(of_data_ranks.values()) if isinstance(tokenizer, ByteTokenizer) else size
     return Evaluation(total / weight if weight else math.nan, tokens, sum(part.samples for part in chosen), size)
-
-
-def _bytes_of(labels: torch.Tensor, tokenizer: Tokenizer) -> int:
-    """Count the labels that are bytes of the text, where a token is a byte."""
-    is_byte = (labels != IGNORE_INDEX) & (labels != tokenizer.end_of_document)
-    return int(is_byte.sum()) if isinstance(tokenizer, ByteTokenizer) else 0
-
-
-def _size_of(chosen: Sequence[Rowful]) -> int | None:
-    sizes = [part.source_bytes for part in chosen]
-    return None if None in sizes else sum(size for size in sizes if size is not None)
 
 
 # --- evaluate an opened model's loss, as one rank of however many
@@ -317,13 +302,8 @@ class ModelOnRanks:
     def model(self) -> ParallelModel:
         """Bring the ranks up, and read the model (collective)."""
         p = self.process
-        setup = DistributedConfig(
-            **vars(self.layout),
-            backend=p.backend,
-            startup_timeout_sec=p.startup_timeout_sec,
-            nccl_timeout_sec=p.step_timeout_sec,
-        )
-        return self.opened.model(setup)
+        limits: dict[str, Any] = {"startup_timeout_sec": p.startup_timeout_sec, "nccl_timeout_sec": p.step_timeout_sec}
+        return self.opened.model(DistributedConfig(**vars(self.layout), backend=p.backend, **limits))
 
 
 @dataclass(frozen=True)

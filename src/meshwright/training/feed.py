@@ -37,9 +37,8 @@ from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import get_world_info
 from meshwright.training.config import Config, DataConfig
 from meshwright.training.fine_tuning import TEXT, after_data, few_steps
-from meshwright.training.model_source import FOLDER
+from meshwright.training.model_source import FOLDER, in_chat_template
 from meshwright.training.run.request import IDENTITY
-from meshwright.training.tokenizer import in_chat_template
 
 if TYPE_CHECKING:
     from meshwright.training.views.progress import Progress

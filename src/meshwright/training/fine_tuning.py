@@ -223,8 +223,9 @@ def with_base(config: Config, flag: str = "") -> Config:
     if not base:
         raise ConfigError(f"{place} holds adapters, and {CONFIG} names no base: give its folder with {flag}")
     if not Path(base).expanduser().is_dir():
-        revision = f" --revision {found.revision}" if found.revision else ""
-        get = f" (to fetch it: hf download {base}{revision} --local-dir BASE)"
+        get = f" (to fetch it: hf download {base} --local-dir BASE)"
+        if found.revision:
+            get = f" (to fetch it: hf download {base} --revision {found.revision} --local-dir BASE)"
         raise ConfigError(
             f"{place} holds adapters, and the base {base} that they stand beside is no folder on this machine: give it"
             f" with {flag}{get if base == found.base and base.count('/') == 1 else ''}"

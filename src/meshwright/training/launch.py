@@ -133,11 +133,7 @@ def _attempts(pool: WorkerPool, signals: _Signals, config: Config, started: floa
             if stopped := signals.explain(trouble):
                 raise stopped from None
             failure, folder = _words(trouble, pool.folder), run_folder(pool.folder)
-            error = trouble.error if isinstance(trouble, WorkerFailed) else None
-            is_loss = isinstance(error, RankLost | RankStalled)
-            # the ranks would raise a wrong config, or an unreadable checkpoint, again
-            is_worth_it = is_loss or not isinstance(error, MeshwrightError | KeyboardInterrupt)
-            if signals.first or restarts >= most or not is_worth_it:
+            if signals.first or restarts >= most or not is_worth_a_restart(trouble):
                 if isinstance(failure, LostWorker | RankLost | RankStalled):
                     failure = type(failure)(with_way_on(str(failure), folder))
                 raise failure from None
@@ -147,6 +143,12 @@ def _attempts(pool: WorkerPool, signals: _Signals, config: Config, started: floa
             first_line = next(iter(str(failure).strip().splitlines()[-1:]), "").rstrip(".")
             print(f"meshwright: restart {restarts} of {most}: {first_line}; {where}", file=sys.stderr, flush=True)
             config = replace(config, run=str(folder) if folder else config.run)
+
+
+def is_worth_a_restart(trouble: WorkerFailed | WorkerDied) -> bool:
+    """Return whether a restart may help: the ranks would raise a wrong config, or an unreadable checkpoint, again."""
+    error = trouble.error if isinstance(trouble, WorkerFailed) else None
+    return isinstance(error, RankLost | RankStalled) or not isinstance(error, MeshwrightError | KeyboardInterrupt)
 
 
 def _words(trouble: WorkerFailed | WorkerDied, place: Path) -> MeshwrightError | KeyboardInterrupt:

@@ -83,9 +83,10 @@ def make_optimizer(
                 f"{row.title} takes no '{key}' here; known are lr, {', '.join(known)}.{nearest(key, known)}"
             )
     options = {**row.takes(OptimizerConfig()), **options}
-    kept, groups = list(_parts_of_groups(groups, ("params", "lr_scale", "name", *known), lr)), list(groups)
+    groups = [{**group, **({"params": list(group["params"])} if "params" in group else {})} for group in groups]
+    kept = list(_parts_of_groups(groups, ("params", "lr_scale", "name", *known), lr))
     if not kept:
-        frozen, n = sum(len(list(group["params"])) for group in groups), len(groups)
+        frozen, n = sum(len(group["params"]) for group in groups), len(groups)
         raise ConfigError(
             f"nothing to train on this rank: all {frozen} parameters in {n} group(s) are frozen (requires_grad is"
             " False). Unfreeze some, or add adapters, before the optimizer is built"

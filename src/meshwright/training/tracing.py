@@ -62,8 +62,21 @@ class TraceCheck:
     """
 
     def __init__(self, run: Run, trace: TraceFile):
-        self.r, self.trace, self.dtype = run, trace, run.plan.precision.compute
-        self._refuse_other_run()
+        self.r, self.trace, self.dtype, steps = run, trace, run.plan.precision.compute, run.config.steps
+        facts = traced_facts(run.config, run.identity, run.plan.precision.master, trace.n_steps)
+        if changed := list(changes(trace.facts, facts)):
+            raise ConfigError(
+                f"check_trace = {trace.path} is the trace of another run: {', '.join(changed)}. Layout, devices,"
+                f" microbatches and compute precision may differ, all else must be the same. Write a trace of this"
+                f" config with verify --write-trace"
+            )
+        if self.dtype not in trace.dtypes:
+            raise ConfigError(
+                f"check_trace = {trace.path} has no bounds for rounding in {self.dtype}"
+                f" (techniques.precision.compute); it has bounds for {', '.join(trace.dtypes)}"
+            )
+        if steps < trace.n_steps:
+            raise ConfigError(f"steps = {steps}: the trace {trace.path} has {trace.n_steps}; train as many or more")
         rank, ranks = data_position(run.model.mesh)
         share = run.config.batch.global_batch // ranks
         self._rows, self._groups = slice(rank * share, (rank + 1) * share), groups_of(run.model.mesh, *SAMPLES)
@@ -83,26 +96,6 @@ class TraceCheck:
         """Return the trace check of a run; None if the run names no trace. Collective."""
         trace = run.trace
         return agree.together(lambda: cls(run, trace)) if trace is not None else None
-
-    def _refuse_other_run(self) -> None:
-        facts = traced_facts(self.r.config, self.r.identity, self.r.plan.precision.master, self.trace.n_steps)
-        changed = list(changes(self.trace.facts, facts))
-        if changed:
-            raise ConfigError(
-                f"check_trace = {self.trace.path} is the trace of another run: {', '.join(changed)}. Layout, devices,"
-                f" microbatches and compute precision may differ, all else must be the same. Write a trace of this"
-                f" config with verify --write-trace"
-            )
-        if self.dtype not in self.trace.dtypes:
-            raise ConfigError(
-                f"check_trace = {self.trace.path} has no bounds for rounding in {self.dtype}"
-                f" (techniques.precision.compute); it has bounds for {', '.join(self.trace.dtypes)}"
-            )
-        if self.r.config.steps < self.trace.n_steps:
-            raise ConfigError(
-                f"steps = {self.r.config.steps}: the trace {self.trace.path} has {self.trace.n_steps}; train as many"
-                f" or more"
-            )
 
     @contextmanager
     def watching(self, batch: Any) -> Iterator[None]:
@@ -128,7 +121,10 @@ class TraceCheck:
         """
         there = self.trace.step(self._step, self._rows)
         floors = self.trace.floors(self.dtype, self._step)
-        self._of_batch(there)
+        mine = fingerprints(self._batch)
+        wrong = (mine != there.batch).sum() if mine.shape == there.batch.shape else torch.tensor(len(mine))
+        rows = agree.total(torch.stack([wrong.double(), torch.tensor(float(len(mine)))]), self._groups)
+        self._found.append(Difference("batch", "", (rows[0] / rows[1]).item(), 0.0, step=self._step))
         self._parts |= self._shared_out()
         forward, backward = self._observed.rows()
         self._of_rows("forward", forward, there, floors)
@@ -171,12 +167,6 @@ class TraceCheck:
     def _parameters(self) -> dict[str, Tensor]:
         return sketches(dict(self.r.model.named_parameters()))
 
-    def _of_batch(self, there: TracedStep) -> None:
-        mine = fingerprints(self._batch)
-        wrong = (mine != there.batch).sum() if mine.shape == there.batch.shape else torch.tensor(len(mine))
-        rows = agree.total(torch.stack([wrong.double(), torch.tensor(float(len(mine)))]), self._groups)
-        self._found.append(Difference("batch", "", (rows[0] / rows[1]).item(), 0.0, step=self._step))
-
     def _of_rows(
         self, stage: str, found: dict[str, Tensor], there: TracedStep, floors: Mapping[str, Mapping[str, float]]
     ) -> None:
@@ -189,7 +179,10 @@ class TraceCheck:
         fits = [name in found and found[name].shape == values.shape[1:] for name in names]
         absent = torch.full(values.shape[1:], math.nan, dtype=torch.float64, device=self.r.model.device)
         mine = torch.stack([found[name] if fit else absent for name, fit in zip(names, fits, strict=True)]).cpu()
-        seen = self._first_to_see(torch.tensor([name in found for name in names]))
+        seen = torch.tensor([name in found for name in names])
+        if self._stages:  # a module that several pipeline ranks compute counts on the first of them
+            here = get_pp_rank(self.r.model.mesh)
+            seen &= -agree.largest_each(torch.where(seen, -float(here), -math.inf)) == here
         whole = [mine]
         for groups in filter(None, (self._tensor, self._parts_of_rows)):
             whole += [agree.total(part.clone(), groups) for part in whole]
@@ -224,14 +217,6 @@ class TraceCheck:
         summed = set() if tensor is None else {path for kind in tensor.kinds for path in kind.summed_outputs()}
         return {name for name, flag in zip(shapes, found.tolist(), strict=True) if flag} | summed
 
-    def _first_to_see(self, seen: Tensor) -> Tensor:
-        """Assign a module that several pipeline ranks compute to the first of them."""
-        if not self._stages:
-            return seen
-        here = get_pp_rank(self.r.model.mesh)
-        first = -agree.largest_each(torch.where(seen, -float(here), -math.inf))
-        return seen & (first == here)
-
     def _of_tensors(
         self, stage: str, found: Mapping[str, Tensor], sketches: Sketches, floors: Mapping[str, Mapping[str, float]]
     ) -> None:
@@ -243,7 +228,12 @@ class TraceCheck:
         names = [*reference, *more]
         whole = math.sqrt(sum(sketch.square().sum().item() for sketch in reference.values()))
         here = [name for name in names if name in found or name in self._owned]
-        errors = {name: _error(found.get(name), reference.get(name), whole) for name in here}
+        floor = max(1e-6 * whole, 1e-300)
+        errors = dict.fromkeys(here, math.inf)
+        for name in here:
+            if name in found and name in reference:
+                error = (found[name] - reference[name]).norm().item() / max(reference[name].norm().item(), floor)
+                errors[name] = error if math.isfinite(error) else math.inf
         ratios = {name: _along(found[name], reference[name]) for name in here if name in found and name in reference}
         mine = [[values.get(name, -math.inf) for name in names] for values in (errors, ratios)]
         for name, error, along in zip(
@@ -261,13 +251,6 @@ class TraceCheck:
     ) -> None:
         bound = SAME_WEIGHTS if stage == "initial weight" else traced_bound(self.dtype, floors.get(name, 0.0))
         self._found.append(Difference(stage, name, error, bound, along, max(self._step, 1)))
-
-
-def _error(found: Tensor | None, reference: Tensor | None, whole: float) -> float:
-    if found is None or reference is None:
-        return math.inf
-    error = (found - reference).norm().item() / max(reference.norm().item(), 1e-6 * whole, 1e-300)
-    return error if math.isfinite(error) else math.inf
 
 
 def _along(found: Tensor, reference: Tensor) -> float:

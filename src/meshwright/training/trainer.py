@@ -21,13 +21,13 @@ from meshwright.distributed.process import agree, elastic
 from meshwright.distributed.process.world import is_rank_zero
 from meshwright.distributed.recompute.compilation import graph_breaks_text
 from meshwright.distributed.setup import begin_steps, choose_backend, destroy_distributed
-from meshwright.distributed.step.part import StepLoss, StepResult
 from meshwright.training.build import Run, build_run
 from meshwright.training.config import Config, check
 from meshwright.training.health.heartbeat import Heartbeat
 from meshwright.training.health.loss_guard import LossGuard
 from meshwright.training.health.peers import Peers, announce, early_folder, sweep
 from meshwright.training.metrics import check_trackers
+from meshwright.training.model_source import prompt_ids
 from meshwright.training.preference import give_references
 from meshwright.training.recording import check_recordings
 from meshwright.training.run.checkpointing import Checkpointing, Position
@@ -36,7 +36,6 @@ from meshwright.training.run.occupancy import occupied
 from meshwright.training.run.request import RESOLVED, keep_request, read_request, words_of_complete
 from meshwright.training.stopping import Interrupted, StopRequest
 from meshwright.training.throughput import StartupTimeline
-from meshwright.training.tokenizer import prompt_ids
 from meshwright.training.tracing import TraceCheck
 from meshwright.training.views.progress import Progress, StepReport
 from meshwright.training.views.telling import Teller, Validated, build_progress, in_words, is_demo
@@ -108,11 +107,10 @@ class Trainer:
         self.heartbeat.know(modules, pipeline.part_of(mesh.get_local_rank("pp")) if pipeline and mesh else "")
         trace = TraceCheck.of(run)
         with ExitStack() as held:
-            folder = _open_folder(run, self.config, held)
-            return _Loop(run, folder, self, stop, progress, trace).train()
+            return _Loop(run, open_folder(run, self.config, held), self, stop, progress, trace).train()
 
 
-def _open_folder(run: Run, config: Config, held: ExitStack) -> RunFolder:
+def open_folder(run: Run, config: Config, held: ExitStack) -> RunFolder:
     """Open the run's folder and lock it for the lifetime of ``held``.
 
     A new folder gets the run's facts at once, so that a restart finds it.
@@ -175,13 +173,23 @@ class _Loop:
             self.untrained = self._continue_prompt(tokens)
         if (guards := self.config.optimizer).max_loss_deviation:
             self.guard = LossGuard(guards.max_loss_deviation, guards.loss_window, self.at.losses)
-        stopped, validates = self._refer(), self._validates()
+        validates, held_out, data = self.config.validation.every > 0, self.r.feed.held_out, self.config.data
+        if validates and not held_out:
+            why = f"no source holds out a row of data.seq_len = {data.seq_len} tokens"
+            self.teller.say(f"no validation: {why} (data.validation_fraction = {data.validation_fraction})")
+        self.heartbeat.enter("reference")
+        ranks, has_begun = (self.rank, self.ranks), self.at.step > 0
+        stopped = give_references(
+            *(self.config, self.r.feed, self.r.model, self.folder.path, ranks),
+            has_begun=has_begun,
+            stopped=self._agree_to_stop,
+        )
         self.watch.begin(self.at.step)
         while self.at.step < self.config.steps and not stopped:
             with self.checkpoints.saved_if_unread():
                 report = self._one_step()
             stopped, validation = self._agree_to_stop(), None
-            if validates and self._is_due(self.config.validation.every) and not stopped:
+            if validates and held_out and self._is_due(self.config.validation.every) and not stopped:
                 validation, stopped = self._validate()
             self.teller.step(report, validation)
             self._refuse_to_skip_on()
@@ -204,23 +212,6 @@ class _Loop:
 
         agree.together(in_words(write, f"cannot write in {self.folder.path}"), here=is_rank_zero())
         self.heartbeat.settle(self.folder.heartbeats)
-
-    def _refer(self) -> int:
-        """Give pairs of answers what the first weights gave them; return a signal that came meanwhile, else 0."""
-        self.heartbeat.enter("reference")
-        model, place, has_begun = self.r.model, (self.rank, self.ranks), self.at.step > 0
-        return give_references(
-            self.config, self.r.feed, model, self.folder.path, place, has_begun=has_begun, stopped=self._agree_to_stop
-        )
-
-    def _validates(self) -> bool:
-        """Return whether the run validates; print the reason if it should and no source holds out a row."""
-        if not self.config.validation.every:
-            return False
-        if not self.r.feed.held_out:
-            message = f"no validation: no source holds out a row of data.seq_len = {self.config.data.seq_len} tokens"
-            self.teller.say(f"{message} (data.validation_fraction = {self.config.data.validation_fraction})")
-        return bool(self.r.feed.held_out)
 
     def _is_due(self, every: int) -> bool:
         return (bool(every) and self.at.step % every == 0) or self.at.step == self.config.steps
@@ -252,7 +243,12 @@ class _Loop:
             skip = bool(spike) if self.guard is not None else None
             result = self.r.model.optimizer_step(optimizer, self.config.optimizer.max_norm, skip=skip)
         self.at.step += 1
-        self._keep_loss(loss, result, spike)
+        if self.guard is not None and not result.skipped:
+            self.guard.keep(float(loss))
+            self.at.losses = self.guard.losses
+        if spike and result.skipped:
+            self.teller.say(f"step {self.at.step} was skipped on all ranks: {spike} steps")
+            self.teller.event("spike", {"why": spike}, self.at.step)
         self.at.tokens += loss.tokens
         self.at.skipped += result.skipped
         self.at.skipped_in_a_row = self.at.skipped_in_a_row + 1 if result.skipped else 0
@@ -263,15 +259,6 @@ class _Loop:
         if "first step" not in self.timeline.seconds:
             self._after_first_step(seconds)
         return report
-
-    def _keep_loss(self, loss: StepLoss, result: StepResult, spike: str) -> None:
-        """Let the guard remember a step that was taken, and say why one was not."""
-        if self.guard is not None and not result.skipped:
-            self.guard.keep(float(loss))
-            self.at.losses = self.guard.losses
-        if spike and result.skipped:
-            self.teller.say(f"step {self.at.step} was skipped on all ranks: {spike} steps")
-            self.teller.event("spike", {"why": spike}, self.at.step)
 
     def _after_first_step(self, seconds: float) -> None:
         self.timeline.record("first step", seconds)
@@ -323,25 +310,16 @@ class _Loop:
         keep_times(self.r.model, self.folder.path)
         self.r.feed.loader.close()
         self.teller.left_out(self.r.feed.unreadable())
-        sample = None if stopped or self.checkpoints.latest is None else self._sample()
+        saved, tokens, sample = self.checkpoints.latest, self.config.sample.tokens, None
+        if saved is not None and tokens and not stopped:
+            checkpoint.load(self.r.model, saved)  # from the disk, which shows that it can be read back
+            sample = self._continue_prompt(tokens)
         self.teller.close(stopped, time.time() - self.started, self.checkpoints, sample, self.untrained)
         return 128 + stopped if stopped else 0
-
-    def _sample(self) -> str | None:
-        """Generate text from the checkpoint on disk, which shows that it can be read back."""
-        saved = self.checkpoints.latest
-        if not self.config.sample.tokens or saved is None:
-            return None
-        checkpoint.load(self.r.model, saved)
-        return self._continue_prompt(self.config.sample.tokens)
 
     def _continue_prompt(self, tokens: int) -> str:
         s = self.config.sample
         prompt = prompt_ids(s.prompt, self.r.tokenizer, self.folder.path)
-        options: dict[str, Any] = {
-            "temperature": s.temperature,
-            "seed": self.config.seed,
-            "stop": self.r.tokenizer.end_of_document,
-        }
-        ids = self.r.model.generate(prompt, tokens, **options)
+        end = self.r.tokenizer.end_of_document
+        ids = self.r.model.generate(prompt, tokens, temperature=s.temperature, seed=self.config.seed, stop=end)
         return self.r.tokenizer.decode([*prompt, *ids])

@@ -27,9 +27,8 @@ from meshwright.introspection.adapted.model import base_name, is_adapter, is_tra
 from meshwright.introspection.constructor.origin import ModelOrigin
 from meshwright.introspection.source import CONFIG, CausalLM, as_module, with_adapters
 from meshwright.training.config import Config
-from meshwright.training.model_source import FOLDER, KEPT, LEFT, causal_lm, with_kept_model
+from meshwright.training.model_source import FOLDER, KEPT, LEFT, TOKENIZER, causal_lm, with_kept_model
 from meshwright.training.run.folder import IDENTITY, RunFolder
-from meshwright.training.tokenizer import FOLDER as TOKENIZER_FOLDER
 
 # --- find the weights beside which a run's adapters stand
 
@@ -54,9 +53,7 @@ def weights_beside_adapters(run: Path, config: Config, base: Path | None) -> Pre
             f"{run} trained adapters, and its folder does not hold the model beside which they stand: give that"
             f" model's folder with --base (the run's config names {config.model.hf})"
         )
-    if not (base.expanduser().is_dir() and holds_weights(base.expanduser())):
-        raise ConfigError(f"--base {base}: the folder is not there, or holds no weights (model.safetensors)")
-    found, identity = pretrained(base), read_object(run / IDENTITY)
+    found, identity = pretrained(_holding_weights(base)), read_object(run / IDENTITY)
     if found.fingerprint() != identity.get("model", {}).get("base"):
         raise ConfigError(
             f"--base {base}: these are not the weights beside which the adapters of {run} were trained (the run's"
@@ -249,22 +246,17 @@ def _copy_small_files(run: Path, out: Path, only: tuple[str, ...] = ("*",)) -> b
 
     Returns whether there is a tokenizer.
     """
-    model, own = run / FOLDER, run / TOKENIZER_FOLDER
+    model, own = run / FOLDER, run / TOKENIZER
     kept = {path.name: path for path in model.iterdir() if path.name != CONFIG} if model.is_dir() else {}
     if own.is_dir():
-        if not _same(own / "tokenizer.json", model / "tokenizer.json"):
-            kept = {
-                name: path for name, path in kept.items() if not any(path.match(pattern) for pattern in TOKENIZER_FILES)
-            }
+        both = [folder / "tokenizer.json" for folder in (own, model)]
+        if not (all(file.is_file() for file in both) and both[0].read_bytes() == both[1].read_bytes()):
+            kept = {name: path for name, path in kept.items() if not any(map(path.match, TOKENIZER_FILES))}
         kept |= {path.name: path for path in own.iterdir()}
-    kept = {name: path for name, path in kept.items() if any(path.match(pattern) for pattern in only)}
+    kept = {name: path for name, path in kept.items() if any(map(path.match, only))}
     for name, path in kept.items():
         shutil.copyfile(inside(path.parent, name), out / name)
     return "tokenizer.json" in kept
-
-
-def _same(one: Path, other: Path) -> bool:
-    return one.is_file() and other.is_file() and one.read_bytes() == other.read_bytes()
 
 
 # --- convert a folder that ``meshwright.save`` wrote in a loop of the user's own
@@ -306,38 +298,25 @@ def convert_saved(
             f" frozen parameters in all): give the folder of the model that training began from with --base"
         )
     with new_folder(out) as partial:
-        model = _Model.built(folder, manifest, origin, dtype, partial)
+        build, stored, request = origin.builder(partial), dtype_of(folder), origin.requested_adapters()
+        plain = as_module(build).to(getattr(torch, stored))
+        adapted = plain
+        if request:
+            adapted = as_module(with_adapters(build, request, where="adapters")).to(getattr(torch, stored))
+        _refuse_other_names(folder, manifest, adapted)
         (partial / CONFIG).unlink()
-        weights = _weights(folder, manifest, model, base)
+        weights = None if base is None else _weights_of_base(folder, manifest, plain, base)
         if form == "adapter":
-            size = export_adapter(folder, partial, model.adapted, str(base) if base is not None else "", dtype)
+            size = export_adapter(folder, partial, adapted, str(base) if base is not None else "", dtype)
         else:
             if origin.adapters is None and not manifest.left_out:
-                size = export_tensors(folder, partial, model.plain, None, dtype)
+                size = export_tensors(folder, partial, plain, None, dtype)
             else:
-                size = export_merged(folder, partial, model.adapted, model.plain, weights, dtype)
-            complete(partial, model.plain, dict(origin.config), dtype or model.dtype)
-        has_tokenizer = _copy_files_of_base(base, partial, form) if base is not None else False
-    code = code_to_read(folder, out, model.plain, origin.kind, str(base or "BASE")) if form == "adapter" else ""
+                size = export_merged(folder, partial, adapted, plain, weights, dtype)
+            complete(partial, plain, dict(origin.config), dtype or stored)
+        has_tokenizer = False if base is None else _copy_files_of_base(base, partial, form)
+    code = code_to_read(folder, out, plain, origin.kind, str(base or "BASE")) if form == "adapter" else ""
     return ExportedModel(out, folder, size, has_tokenizer, origin.kind, code)
-
-
-@dataclass(frozen=True)
-class _Model:
-    """The model of a checkpoint, on meta: with its adapters, and without."""
-
-    adapted: nn.Module
-    plain: nn.Module
-    dtype: str
-
-    @classmethod
-    def built(cls, folder: Path, manifest: Manifest, origin: ModelOrigin, dtype: str | None, room: Path) -> _Model:
-        build, stored = origin.builder(room), getattr(torch, dtype_of(folder))
-        plain = as_module(build).to(stored)
-        request = origin.requested_adapters()
-        adapted = as_module(with_adapters(build, request, where="adapters")).to(stored) if request else plain
-        _refuse_other_names(folder, manifest, adapted)
-        return cls(adapted, plain, dtype or dtype_of(folder))
 
 
 def _refuse_other_kinds(folder: Path, origin: ModelOrigin, form: str) -> None:
@@ -379,19 +358,22 @@ def _refuse_other_names(folder: Path, manifest: Manifest, model: nn.Module) -> N
         )
 
 
-def _weights(folder: Path, manifest: Manifest, model: _Model, base: Path | None) -> Pretrained | None:
+def _holding_weights(base: Path) -> Path:
+    """Return a folder of weights that the command line names; refuse one that has none."""
+    if not (base.expanduser().is_dir() and holds_weights(base.expanduser())):
+        raise ConfigError(f"--base {base}: the folder is not there, or holds no weights (model.safetensors)")
+    return base
+
+
+def _weights_of_base(folder: Path, manifest: Manifest, plain: nn.Module, base: Path) -> Pretrained:
     """Return the weights of the base, once they are known to be those beside which the checkpoint was trained.
 
     Raises:
         ConfigError: the base has no weights, is another model, or holds other numbers.
     """
-    if base is None:
-        return None
-    if not (base.expanduser().is_dir() and holds_weights(base.expanduser())):
-        raise ConfigError(f"--base {base}: the folder is not there, or holds no weights (model.safetensors)")
-    weights = pretrained(base)
+    weights = pretrained(_holding_weights(base))
     try:
-        read = weights.reader(model.plain)
+        read = weights.reader(plain)
     except ConfigError as error:
         raise ConfigError(f"--base {base} is not the model that {folder} was trained from: {error}") from None
     runs = {name: run for name, run in manifest.base.items() if not is_adapter(name) and not is_trained_copy(name)}

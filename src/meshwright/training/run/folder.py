@@ -24,11 +24,10 @@ from meshwright.introspection.source import as_module, read_causal_lm
 from meshwright.planning.plan import Plan
 from meshwright.training.config import Config, DataConfig
 from meshwright.training.metrics import read_metrics
-from meshwright.training.model_source import keep_model
+from meshwright.training.model_source import keep_model, keep_tokenizer, template_file
 from meshwright.training.run.occupancy import NAME
 from meshwright.training.run.request import IDENTITY
 from meshwright.training.slurm import FOLDER, job_number, note_job, run_of_requeued_job
-from meshwright.training.tokenizer import keep_tokenizer, template_file
 
 # --- write the paths of a run's data as absolute ones, so that it can be continued from any folder
 
@@ -40,20 +39,14 @@ def absolute_paths(data: DataConfig) -> dict[str, Any]:
         return str(Path(path).expanduser().absolute()) if path else ""
 
     def source(values: SourceOptions) -> dict[str, Any]:
-        return {
-            "source": tuple(map(resolved, values.source)),
-            "template": absolute(values.template),
-        }
+        return {"source": tuple(map(resolved, values.source)), "template": absolute(values.template)}
 
     is_path = data.tokenizer != BYTES and not data.tokenizer.startswith(("bpe:", "ids:"))
+    tokenizer = absolute(data.tokenizer) if is_path else data.tokenizer
     parts = tuple(replace(part, **source(part)) for part in data.mixture)
-    own = {} if data.mixture else source(data)
-    return {
-        **own,
-        "tokenizer": absolute(data.tokenizer) if is_path else data.tokenizer,
-        "cache": absolute(data.cache),
-        "mixture": parts,
-    }
+    return {"tokenizer": tokenizer, "cache": absolute(data.cache), "mixture": parts} | (
+        source(data) if not parts else {}
+    )
 
 
 # --- find a run's folder, and check that it holds the same run
@@ -136,7 +129,10 @@ class RunFolder:
         """Refuse to continue a run of another identity. Raises ConfigError."""
         stored = self.path / IDENTITY
         if not stored.is_file():
-            if self.path.is_dir() and any(map(_is_foreign, self.path.iterdir())):
+            # an interrupted start leaves a lock, a job's folder, and files that were not whole
+            remnants = (FOLDER, NAME)
+            there = self.path.iterdir() if self.path.is_dir() else ()
+            if any(path.name not in remnants and not path.suffix.startswith(".new") for path in there):
                 raise ConfigError(
                     f"run = {self.path}: the folder is not empty and holds no run; give a new folder, or the folder"
                     f" of a run"
@@ -160,11 +156,6 @@ class RunFolder:
         replace_text(self.path / "plan.json", plan_text)
         keep_tokenizer(tokenizer, self.path, template_file(config))
         keep_model(config, self.path)
-
-
-def _is_foreign(path: Path) -> bool:
-    """Return whether a file in a folder without an identity is anything but the remnant of an interrupted start."""
-    return path.name not in (FOLDER, NAME) and not path.suffix.startswith(".new")
 
 
 def _new_folder(parent: Path, name: str) -> Path:
@@ -194,26 +185,28 @@ def changes(there: Any, now: Any, key: str = "") -> Iterator[str]:
 
 
 def describe_run(path: Path, config: Config) -> str:
-    """Describe a run: name, data, progress, checkpoints and plan."""
+    """Describe a run: name, data (with the beginning of its digest), progress, checkpoints and plan."""
     folder = RunFolder(path)
-    identity = read_object(path / "identity.json") if (path / "identity.json").is_file() else {}
-    lines = [
-        f"run {path}",
-        f"  name        {config.name}",
-        *(f"  data        {line}" for line in _data(config, identity.get("data", "unknown"))),
-        f"  seed        {config.seed}",
-    ]
-    lines += _progress(path, config)
-    latest, problem = _latest(folder)
-    lines += [f"  latest      {problem}"] if problem else []
-    for step in folder.checkpoints.steps():
-        where = folder.checkpoints.of_step(step)
-        lines.append(f"  checkpoint  {_checkpoint(where)}{'  (latest)' if where == latest else ''}")
-    lines += [
-        f"  half done   {left.name}: an interrupted save, never used" for left in folder.checkpoints.half_written()
-    ]
+    key = (read_object(path / IDENTITY) if (path / IDENTITY).is_file() else {}).get("data", "unknown")
+    rows = [("name", config.name)]
+    if config.data.mixture:
+        for part, (name, known) in zip(config.data.mixture, dict(key).items(), strict=False):
+            rows.append(("data", f"{name}: {', '.join(part.source)}, weight {part.weight:g} ({known['data'][:12]})"))
+    else:
+        rows.append(("data", f"{', '.join(config.data.source)} ({str(key)[:12]})"))
+    rows += [("seed", str(config.seed)), ("progress", _progress(path, config))]
+    latest = None
+    try:
+        latest = folder.checkpoints.latest()
+    except IntegrityError as error:
+        rows.append(("latest", str(error)))
+    for where in map(folder.checkpoints.of_step, folder.checkpoints.steps()):
+        rows.append(("checkpoint", f"{_checkpoint(where)}{'  (latest)' if where == latest else ''}"))
+    for left in folder.checkpoints.half_written():
+        rows.append(("half done", f"{left.name}: an interrupted save, never used"))
     plan = path / "plan.json"
-    return "\n".join(lines) + (f"\n\n{Plan.from_json(plan.read_text())}" if plan.is_file() else "")
+    text = "\n".join([f"run {path}", *(f"  {name:<10}  {line}" for name, line in rows)])
+    return text + (f"\n\n{Plan.from_json(plan.read_text())}" if plan.is_file() else "")
 
 
 def describe_hugging_face(path: Path, *, trusted: bool = False) -> str:
@@ -233,34 +226,17 @@ def describe_hugging_face(path: Path, *, trusted: bool = False) -> str:
     return "\n".join(lines)
 
 
-def _data(config: Config, key: Any) -> Iterator[str]:
-    """Yield a line for each source, with the beginning of its digest."""
-    if not config.data.mixture:
-        yield f"{', '.join(config.data.source)} ({str(key)[:12]})"
-        return
-    for part, (name, known) in zip(config.data.mixture, dict(key).items(), strict=False):
-        yield f"{name}: {', '.join(part.source)}, weight {part.weight:g} ({known['data'][:12]})"
-
-
-def _latest(folder: RunFolder) -> tuple[Path | None, str]:
-    try:
-        return folder.checkpoints.latest(), ""
-    except IntegrityError as error:
-        return None, str(error)
-
-
-def _progress(path: Path, config: Config) -> list[str]:
+def _progress(path: Path, config: Config) -> str:
     metrics = path / "metrics.jsonl"
     rows = [row for row in read_metrics(metrics) if "loss" in row] if metrics.is_file() else []
     if not rows:
-        return [f"  progress    no step yet, of {config.steps}"]
+        return f"no step yet, of {config.steps}"
     last = rows[-1]
     validation = next((row["validation_loss"] for row in reversed(rows) if "validation_loss" in row), None)
     held_out = f", validation loss {validation:.4f}" if validation is not None else ""
-    return [
-        f"  progress    step {last['step']} of {config.steps}, {count_text(last['tokens'])} tokens, loss"
-        f" {last['loss']:.4f}{held_out}"
-    ]
+    return (
+        f"step {last['step']} of {config.steps}, {count_text(last['tokens'])} tokens, loss {last['loss']:.4f}{held_out}"
+    )
 
 
 def _checkpoint(folder: Path) -> str:

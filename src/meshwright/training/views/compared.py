@@ -15,10 +15,20 @@ from meshwright.core.errors import IntegrityError
 from meshwright.core.files import read_object
 from meshwright.training.config import Config
 from meshwright.training.metrics import NAME
-
-from .document import AXES, config_rows, curves_section, placed, quantities
-from .drawing import COLOURS, Axis, Curve, Figure, Html, document, element, soft, table
-from .history import ABSENT, History, RunState, moment, over_steps, read_history
+from meshwright.training.views.drawing import COLOURS, Axis, Curve, Figure, Html, document, element, soft, table
+from meshwright.training.views.page import (
+    ABSENT,
+    AXES,
+    History,
+    RunState,
+    config_rows,
+    curves_section,
+    moment,
+    over_steps,
+    placed,
+    quantities,
+    read_history,
+)
 
 # --- read several runs as values that can stand beside each other
 

@@ -20,9 +20,8 @@ from meshwright.simulation.workload.timeline import (
     memory_over_step,
     step_timeline,
 )
-
-from .drawing import Axis, Curve, Figure, document, element, soft, table, tiles
-from .history import Series, thinned
+from meshwright.training.views.drawing import Axis, Curve, Figure, document, element, soft, table, tiles
+from meshwright.training.views.page import Series, thinned
 
 SECONDS, GIGABYTES = Axis("of a step", "seconds", from_zero=True), Axis("GB", "GB", from_zero=True)
 

@@ -16,8 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.core.dtypes import count_text
-
-from .progress import Progress, StepReport, header_rows
+from meshwright.training.views.progress import Progress, StepReport, header_rows
 
 _BARS = "▁▂▃▄▅▆▇█"
 _NOT_A_NUMBER = "×"

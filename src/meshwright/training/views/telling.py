@@ -37,14 +37,12 @@ from meshwright.training.feed import parts_of, vision_for
 from meshwright.training.fine_tuning import chosen
 from meshwright.training.memory import read_memory
 from meshwright.training.metrics import Trackers, open_trackers
-from meshwright.training.model_source import where_weights_come_from
+from meshwright.training.model_source import run_tokenizer, where_weights_come_from
 from meshwright.training.preference import where_reference_comes_from
 from meshwright.training.run.checkpointing import Checkpointing, Position
 from meshwright.training.run.folder import RunFolder
 from meshwright.training.throughput import Throughput, mfu, peak_flops, training_flops_per_token
-from meshwright.training.tokenizer import run_tokenizer
-from meshwright.training.views.document import config_rows, printable
-from meshwright.training.views.history import ABSENT, BEGIN, SAMPLE, change
+from meshwright.training.views.page import ABSENT, BEGIN, SAMPLE, change, config_rows, printable
 from meshwright.training.views.progress import PlainProgress, Progress, StepReport
 
 if TYPE_CHECKING:
