@@ -44,7 +44,9 @@ def test_every_card_has_a_source_and_all_figures():
         assert card.source and card.memory_bytes > 1e10 and card.bandwidth > 1e11 and card.speed(card.half) > 1e13
 
 
-@pytest.mark.parametrize("name", ["V100", "A100", "H100", "H200", "B200", "GB200", "L40S"])
+@pytest.mark.parametrize(
+    "name", ["V100", "A100", "H100", "H100 PCIe", "H100 NVL", "H200", "B200", "GB200", "L4", "L40S", "MI300X"]
+)
 def test_cards_have_the_peaks_by_which_runs_are_judged(name):
     card = device(name)
     assert card.flops[card.half] == peak_flops(f"NVIDIA {name}", card.half)
