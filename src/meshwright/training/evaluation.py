@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.data import IGNORE_INDEX, Corpus, Prepared, SourceOptions, Split, Stream, Tokenizer, validation_batches
+from meshwright.data import IGNORE_INDEX, Corpus, Prepared, SourceOptions, Stream, Tokenizer, validation_batches
 from meshwright.data.corpus.packing import Rows, check_length
 from meshwright.data.images.dealing import PixelReader, open_parts
 from meshwright.data.row_ends import RowEnds
@@ -25,30 +25,12 @@ from meshwright.distributed.process.world import get_world_info
 from meshwright.distributed.setup import DistributedConfig
 from meshwright.planning.layout import Layout
 from meshwright.training.config import Config, ProcessConfig
-from meshwright.training.feed import held_out_of, parts_of, prepare_once_per_node, stages_of, vision_for
+from meshwright.training.feed import HeldOut, held_out_of, parts_of, prepare_once_per_node, stages_of, vision_for
 from meshwright.training.launch import CPU_PROCESSES, for_the_user, gpu_count
 from meshwright.training.run.opened import Opened
 from meshwright.training.views.progress import Progress
 
 # --- choose the rows that an evaluation reads
-
-
-@dataclass(frozen=True)
-class Rowful:
-    """Rows to evaluate.
-
-    Attributes:
-        name: name of their source.
-        samples: number of rows, all of them read.
-        source_bytes: size of the text, where all of it is read and nothing but text stands in its files.
-        pixels: opens the images of a batch's rows; None where they have none.
-    """
-
-    name: str
-    split: Split
-    samples: int
-    source_bytes: int | None = None
-    pixels: PixelReader | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +77,7 @@ class ToTheEnd:
         return made
 
 
-def own_rows(config: Config, tokenizer: Tokenizer, limit: int | None) -> list[Rowful]:
+def own_rows(config: Config, tokenizer: Tokenizer, limit: int | None) -> list[HeldOut]:
     """Return the validation part of a run's own data (collective).
 
     Args:
@@ -117,10 +99,10 @@ def own_rows(config: Config, tokenizer: Tokenizer, limit: int | None) -> list[Ro
         )
     length = config.data.seq_len
     counts = [one.split.n_samples(length) if limit is None else one.samples for one in held]
-    return [Rowful(one.name, one.split, count, None, pixels) for one, count in zip(held, counts, strict=True)]
+    return [replace(one, samples=count, pixels=pixels) for one, count in zip(held, counts, strict=True)]
 
 
-def rows_of(config: Config, source: SourceOptions, tokenizer: Tokenizer, limit: int | None) -> list[Rowful]:
+def rows_of(config: Config, source: SourceOptions, tokenizer: Tokenizer, limit: int | None) -> list[HeldOut]:
     """Return the rows of a source, all its tokens (collective).
 
     Args:
@@ -133,7 +115,7 @@ def rows_of(config: Config, source: SourceOptions, tokenizer: Tokenizer, limit: 
     count = agree.together(lambda: split.n_samples(config.data.seq_len)) or 0
     is_whole = limit is None or limit >= count
     size = getattr(corpus.meta, "n_source_bytes", None) if is_whole and prepared.scan.format == "text" else None
-    return [Rowful(", ".join(source.source), split, count if is_whole else int(limit or count), size, pixels)]
+    return [HeldOut(", ".join(source.source), split, count if is_whole else int(limit or count), size, pixels)]
 
 
 def _opened(
@@ -141,9 +123,8 @@ def _opened(
 ) -> tuple[list[Prepared], list[Corpus], PixelReader | None]:
     parts = parts_of(config.data)
     config = replace(config, data=replace(config.data, validation_fraction=fraction))
-    progress: Progress = Progress()
     vision = vision_for(config)
-    prepared = [prepare_once_per_node(config, part, tokenizer, progress, vision) for part in parts]
+    prepared = [prepare_once_per_node(config, part, tokenizer, Progress(), vision) for part in parts]
     opened = agree.together(lambda: open_parts(prepared, parts, vision))
     assert opened is not None
     if any(getattr(corpus.meta, "task", "") == PREFERENCE for corpus in opened[0]):
@@ -261,7 +242,7 @@ class Evaluation:
 
 
 def evaluate_rows(
-    model: ParallelModel, chosen: Sequence[Rowful], seq_len: int, tokenizer: Tokenizer, batch_rows: int = ROWS
+    model: ParallelModel, chosen: Sequence[HeldOut], seq_len: int, tokenizer: Tokenizer, batch_rows: int = ROWS
 ) -> Evaluation:
     """Evaluate a model on rows (collective): each batch's mean counts by its tokens, and padding not at all.
 

@@ -53,12 +53,20 @@ class UnreadSamples(MeshwrightError):
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The validation text of one source."""
+    """Rows of one source that are evaluated.
+
+    Attributes:
+        name: name of the source.
+        samples: the largest number of its rows that are read.
+        source_bytes: size of the text, where all of it is read and nothing but text stands in its files.
+        pixels: opens the images of a batch's rows, in an evaluation; None where they have none.
+    """
 
     name: str
     split: Split
     samples: int
-    """The largest number of its rows that a validation reads."""
+    source_bytes: int | None = None
+    pixels: PixelReader | None = None
 
 
 @dataclass

@@ -111,7 +111,13 @@ def give_references(
             values = _computed(config, feed.ends or RowEnds(), split, model, place, stopped)
             if isinstance(values, int):
                 return values
-            agree.together(lambda path=path, values=values: _write(path, values), here=is_rank_zero())
+
+            def write(path: Path = path, values: np.ndarray = values) -> None:
+                path.parent.mkdir(exist_ok=True)
+                with replacing(path) as temporary, open(temporary, "wb") as file:
+                    np.save(file, values)
+
+            agree.together(write, here=is_rank_zero())
         split.set_reference(config.data.seq_len, values)
     return 0
 
@@ -186,9 +192,3 @@ def _read(path: Path, n: int, has_begun: bool) -> np.ndarray | None:
             f" back, or begin the run anew"
         )
     return values
-
-
-def _write(path: Path, values: np.ndarray) -> None:
-    path.parent.mkdir(exist_ok=True)
-    with replacing(path) as temporary, open(temporary, "wb") as file:
-        np.save(file, values)

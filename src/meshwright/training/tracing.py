@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +19,10 @@ from meshwright.comparison.sketch import Observed, observing
 from meshwright.comparison.trace import Sketches, TracedStep, TraceFile, fingerprints
 from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError, IntegrityError
+from meshwright.core.files import replace_text
 from meshwright.distributed.mesh import data_position, get_pp_rank, groups_of
 from meshwright.distributed.process import agree
+from meshwright.distributed.process.world import is_rank_zero
 from meshwright.distributed.step.part import StepLoss, StepResult
 from meshwright.distributed.weights.shards import sketches
 from meshwright.introspection.structure.experts import stack_paths
@@ -26,6 +30,7 @@ from meshwright.planning.layout import SAMPLES, TOKENS
 from meshwright.training.build import Run, build_schedule, refuse_untraced
 from meshwright.training.config import Config
 from meshwright.training.run.folder import changes
+from meshwright.training.views.telling import in_words
 
 GUARDS = ("max_skipped_steps", "max_loss_deviation", "loss_window")
 """Keys of the optimizer's section that change no step which is taken."""
@@ -97,6 +102,24 @@ class TraceCheck:
         trace = run.trace
         return agree.together(lambda: cls(run, trace)) if trace is not None else None
 
+    def begins(self, step: int, kept: Path, say: Callable[[str], None]) -> bool:
+        """Return whether the first steps are still to be compared, in a run that goes on from ``step``.
+
+        Args:
+            kept: file of the run with the result of the comparison.
+
+        Raises:
+            ConfigError: the run is past these steps, and has not compared them.
+        """
+        if step and not agree.from_rank_zero(kept.is_file()):
+            raise ConfigError(
+                f"check_trace = {self.trace.path}: a trace begins at step 0, and this run goes on from step {step};"
+                f" leave check_trace out"
+            )
+        if step:
+            say(f"its first steps were compared with a trace already: {kept}")
+        return not step
+
     @contextmanager
     def watching(self, batch: Any) -> Iterator[None]:
         """Observe the forward and backward of a step on this rank's ``batch``."""
@@ -113,6 +136,29 @@ class TraceCheck:
         self._gradients = sketches(
             {name: g for name, p in self.r.model.named_parameters() if (g := p.grad) is not None}
         )
+
+    def ended(self, loss: StepLoss, result: StepResult, kept: Path, say: Callable[[str], None]) -> bool:
+        """Compare the step that was just taken, and return whether it was the trace's last.
+
+        Raises:
+            IntegrityError: on all ranks, if the run differs from its trace.
+        """
+        if (found := self.compared(loss, result)) is None:
+            return False
+        text = json.dumps({"trace": str(self.trace.path), **found.plain()}, indent=1)
+        writing = in_words(partial(replace_text, kept, text), f"cannot write in {kept.parent}")
+        agree.together(writing, here=is_rank_zero())
+
+        def differs() -> None:
+            raise IntegrityError(
+                f"the run does not compute what one process computed.\n{self.text(found)}\nIt ends here, after step"
+                f" {self._step}, and saves nothing. To train all the same, leave check_trace out."
+            )
+
+        if not found.is_equal:
+            agree.together(differs)
+        say(self.text(found))
+        return True
 
     def compared(self, loss: StepLoss, result: StepResult) -> Comparison | None:
         """Compare the step that was just taken.
@@ -149,18 +195,6 @@ class TraceCheck:
         )
         steps = f"{self._step} of {self.trace.n_steps} steps"
         return "\n".join([f"trace {self.trace.path}: {verdict} ({steps}{left_out})", *comparison.lines()])
-
-    def refuse(self, comparison: Comparison) -> None:
-        """Raise IntegrityError on all ranks if the run differs from its trace."""
-
-        def differs() -> None:
-            raise IntegrityError(
-                f"the run does not compute what one process computed.\n{self.text(comparison)}\nIt ends here, after"
-                f" step {self._step}, and saves nothing. To train all the same, leave check_trace out."
-            )
-
-        if not comparison.is_equal:
-            agree.together(differs)
 
     # --- comparing
 
@@ -230,11 +264,13 @@ class TraceCheck:
         here = [name for name in names if name in found or name in self._owned]
         floor = max(1e-6 * whole, 1e-300)
         errors = dict.fromkeys(here, math.inf)
+        ratios = dict.fromkeys(here, -math.inf)  # the projection on the reference, as a multiple of it
         for name in here:
             if name in found and name in reference:
                 error = (found[name] - reference[name]).norm().item() / max(reference[name].norm().item(), floor)
                 errors[name] = error if math.isfinite(error) else math.inf
-        ratios = {name: _along(found[name], reference[name]) for name in here if name in found and name in reference}
+                size, common = reference[name].square().sum().item(), (found[name] * reference[name]).sum().item()
+                ratios[name] = common / size if size and math.isfinite(common / size) else -math.inf
         mine = [[values.get(name, -math.inf) for name in names] for values in (errors, ratios)]
         for name, error, along in zip(
             names, *agree.largest_each(torch.tensor(mine, dtype=torch.float64)).tolist(), strict=True
@@ -251,10 +287,3 @@ class TraceCheck:
     ) -> None:
         bound = SAME_WEIGHTS if stage == "initial weight" else traced_bound(self.dtype, floors.get(name, 0.0))
         self._found.append(Difference(stage, name, error, bound, along, max(self._step, 1)))
-
-
-def _along(found: Tensor, reference: Tensor) -> float:
-    """Return the projection of ``found`` on the reference, as a multiple of it; -inf if that is undefined."""
-    whole = reference.square().sum().item()
-    value = (found * reference).sum().item() / whole if whole else math.nan
-    return value if math.isfinite(value) else -math.inf

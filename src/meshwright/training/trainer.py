@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from meshwright.core.names import clean
 from meshwright.data import validation_batches
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.process import agree, elastic
-from meshwright.distributed.process.world import is_rank_zero
+from meshwright.distributed.process.world import get_world_info, is_rank_zero
 from meshwright.distributed.recompute.compilation import graph_breaks_text
 from meshwright.distributed.setup import begin_steps, choose_backend, destroy_distributed
 from meshwright.training.build import Run, build_run
@@ -29,7 +29,7 @@ from meshwright.training.health.peers import Peers, announce, early_folder, swee
 from meshwright.training.metrics import check_trackers
 from meshwright.training.model_source import prompt_ids
 from meshwright.training.preference import give_references
-from meshwright.training.recording import check_recordings
+from meshwright.training.recording import Profile, check_recordings, open_recordings
 from meshwright.training.run.checkpointing import Checkpointing, Position
 from meshwright.training.run.folder import RunFolder
 from meshwright.training.run.occupancy import occupied
@@ -39,7 +39,7 @@ from meshwright.training.throughput import StartupTimeline
 from meshwright.training.tracing import TraceCheck
 from meshwright.training.views.progress import Progress, StepReport
 from meshwright.training.views.telling import Teller, Validated, build_progress, in_words, is_demo
-from meshwright.training.views.watching import MemoryWatch, Watch, keep_times
+from meshwright.training.views.watching import MemoryWatch, keep_times
 
 TROUBLE = 1 << 16
 """The value that a rank reports when it cannot continue; above every signal's number."""
@@ -153,7 +153,11 @@ class _Loop:
         self.at = Position()
         self.checkpoints = Checkpointing(run, folder, self.at, progress.say)
         self.teller = Teller(run, folder, self.at, progress)
-        self.watch = Watch(run, folder, self.teller, trace)
+        self.trace = trace
+        whole = [axis for axis, size in run.plan.mesh if size == run.plan.world > 1]
+        profiled = run.model.parts, run.model.device, whole[0] if whole else "world"
+        wanted = self.config.logging, self.config.steps, folder.path, get_world_info()[0]
+        self.recordings = open_recordings(*wanted, lambda path: Profile(path, *profiled))
         self.memory = MemoryWatch(run)
         self.guard: LossGuard | None = None
         self.untrained: str | None = None
@@ -184,7 +188,9 @@ class _Loop:
             has_begun=has_begun,
             stopped=self._agree_to_stop,
         )
-        self.watch.begin(self.at.step)
+        self.recordings.announce(self.at.step, self.teller.say)
+        if self.trace is not None and not self.trace.begins(self.at.step, self.folder.trace_check, self.teller.say):
+            self.trace = None
         while self.at.step < self.config.steps and not stopped:
             with self.checkpoints.saved_if_unread():
                 report = self._one_step()
@@ -228,12 +234,12 @@ class _Loop:
         return agreed
 
     def _one_step(self) -> StepReport:
-        self.watch.before(self.at.step + 1)
+        self.recordings.before(self.at.step + 1)
         begun = time.perf_counter()
         self.heartbeat.enter("data", self.at.step + 1)
         batch = self.r.feed.next_batch()
         self.heartbeat.enter("forward")
-        with self.watch.computing(batch), self.memory.computing():
+        with self.trace.watching(batch) if self.trace is not None else nullcontext(), self.memory.computing():
             loss = self.r.model.forward_backward(batch)
         self.heartbeat.enter("step")
         schedule, optimizer = self.r.schedule, self.r.optimizer.optimizer
@@ -253,7 +259,10 @@ class _Loop:
         self.at.skipped += result.skipped
         self.at.skipped_in_a_row = self.at.skipped_in_a_row + 1 if result.skipped else 0
         seconds = time.perf_counter() - begun
-        self.watch.after(self.at.step, loss, result)
+        if self.trace is not None and self.trace.ended(loss, result, self.folder.trace_check, self.teller.say):
+            self.trace = None
+        if self.recordings.ends_after(self.at.step):
+            self.teller.note(lambda: self.recordings.after(self.at.step))
         loads = self.r.model.expert_load() if self._is_due(self.config.logging.every) else []
         report = self.teller.measured(rate, loss, result, seconds, loads)
         if "first step" not in self.timeline.seconds:
@@ -305,7 +314,7 @@ class _Loop:
 
     def _close(self, stopped: int) -> int:
         self.heartbeat.enter("end", self.at.step)
-        self.watch.close()
+        self.teller.note(self.recordings.close)  # where the run ends within their window
         self._agree_to_stop()
         keep_times(self.r.model, self.folder.path)
         self.r.feed.loader.close()

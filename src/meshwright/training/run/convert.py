@@ -122,82 +122,49 @@ def of_hugging_face(folder: Path, config: Config) -> Counterpart:
 
 
 def convert(
-    folder: Path, counterpart: Counterpart, out: Path, *, step: int | None = None, dtype: str | None = None
+    checkpoint: Path,
+    config: Config,
+    out: Path,
+    form: str = "hf",
+    base: Path | None = None,
+    *,
+    like: Counterpart | None = None,
+    dtype: str | None = None,
 ) -> ExportedModel:
-    """Write the newest checkpoint of a run (or that of ``step``) to the folder ``out``, for ``from_pretrained(out)``.
+    """Write a run's checkpoint to the folder ``out``, for ``from_pretrained(out)`` of transformers, or for peft.
 
     The files are written to a folder beside ``out``, which is renamed once it is complete and its tensors' names and
     shapes are those of the model.
 
     Args:
+        form: "hf"; of a run that trained adapters "merged", with these added to the weights, or "adapter".
+        base: folder of the weights beside which the adapters were trained, as the readers of "adapter" are told; None:
+            the run's ``model.hf``.
+        like: a model of transformers that computes the same as the run's own decoder.
         dtype: dtype of the weights, by name; None: as in the checkpoint.
 
     Raises:
-        ConfigError: ``out`` exists and is not empty, or there is no such checkpoint.
+        ConfigError: ``out`` exists and is not empty, or as ``weights_beside_adapters`` does.
         IntegrityError: the checkpoint is damaged.
     """
-    checkpoint = RunFolder(folder).checkpoint(step)
-    model = as_module(counterpart.source)
+    folder, code = checkpoint.parent.parent, ""
+    weights = weights_beside_adapters(folder, config, base) if form == "merged" or base is not None else None
+    made = of_hugging_face(folder, config) if like is None else like
+    plain, kind, named = as_module(made.source), made.source.auto_class.__name__, str(base or config.model.hf)
+    adapted = as_module(with_adapters(made.source, config.adapters, where="adapters")) if form != "hf" else plain
     with new_folder(out) as partial:
-        size = export_tensors(checkpoint, partial, model, counterpart.made_of, dtype)
-        complete(partial, model, counterpart.config, dtype or dtype_of(checkpoint))
-        has_tokenizer = _copy_small_files(folder, partial)
-    return ExportedModel(out, checkpoint, size, has_tokenizer, counterpart.source.auto_class.__name__)
-
-
-def convert_merged(
-    folder: Path, config: Config, out: Path, base: Path | None, *, step: int | None = None, dtype: str | None = None
-) -> ExportedModel:
-    """Write the model of a run that trained adapters, with these added to its weights, as ``convert`` does.
-
-    Args:
-        base: folder of the weights beside which the adapters were trained.
-
-    Raises:
-        ConfigError: as ``convert`` and ``weights_beside_adapters`` do.
-    """
-    checkpoint, weights = RunFolder(folder).checkpoint(step), weights_beside_adapters(folder, config, base)
-    assert weights is not None
-    counterpart = of_hugging_face(folder, config)
-    plain, adapted = as_module(counterpart.source), as_module(_adapted(folder, config))
-    with new_folder(out) as partial:
-        size = export_merged(checkpoint, partial, adapted, plain, weights, dtype)
-        complete(partial, plain, counterpart.config, dtype or dtype_of(checkpoint))
-        has_tokenizer = _copy_small_files(folder, partial)
-    return ExportedModel(out, checkpoint, size, has_tokenizer, counterpart.source.auto_class.__name__)
-
-
-def convert_adapter(
-    folder: Path,
-    config: Config,
-    out: Path,
-    base: Path | None = None,
-    *,
-    step: int | None = None,
-    dtype: str | None = None,
-) -> ExportedModel:
-    """Write the adapters of a run for peft, with the run's tokenizer.
-
-    Args:
-        base: as ``convert_merged`` takes it, and the readers of the adapters are told; None: the run's ``model.hf``.
-
-    Raises:
-        ConfigError: as ``convert`` and ``weights_beside_adapters`` do.
-    """
-    checkpoint, source = RunFolder(folder).checkpoint(step), causal_lm(with_kept_model(config, folder))
-    if base is not None:
-        weights_beside_adapters(folder, config, base)
-    named, adapted = str(base or config.model.hf), as_module(_adapted(folder, config))
-    with new_folder(out) as partial:
-        size = export_adapter(checkpoint, partial, adapted, named, dtype)
-        has_tokenizer = _copy_small_files(folder, partial, TOKENIZER_FILES)
-    kind = source.auto_class.__name__
-    code = code_to_read(checkpoint, out, as_module(source), kind, named)
+        if form == "adapter":
+            size = export_adapter(checkpoint, partial, adapted, named, dtype)
+        else:
+            if form == "merged":
+                size = export_merged(checkpoint, partial, adapted, plain, weights, dtype)
+            else:
+                size = export_tensors(checkpoint, partial, plain, made.made_of, dtype)
+            complete(partial, plain, made.config, dtype or dtype_of(checkpoint))
+        has_tokenizer = _copy_small_files(folder, partial, TOKENIZER_FILES if form == "adapter" else ("*",))
+    if form == "adapter":
+        code = code_to_read(checkpoint, out, plain, kind, named)
     return ExportedModel(out, checkpoint, size, has_tokenizer, kind, code)
-
-
-def _adapted(folder: Path, config: Config) -> Any:
-    return with_adapters(causal_lm(with_kept_model(config, folder)), config.adapters, where="adapters")
 
 
 @contextmanager
@@ -303,7 +270,13 @@ def convert_saved(
         adapted = plain
         if request:
             adapted = as_module(with_adapters(build, request, where="adapters")).to(getattr(torch, stored))
-        _refuse_other_names(folder, manifest, adapted)
+        held = {key.removeprefix("model.") for key in manifest.tensors if key.startswith("model.")}
+        lacking = [name for name, _ in adapted.named_parameters() if name not in held | set(manifest.left_out)]
+        if lacking:  # this transformers builds another model from the config
+            raise ConfigError(
+                f"{folder} has no {lacking[0]} ({len(lacking)} in all), which a {type(adapted).__name__} of its config"
+                f" has: convert with the versions of transformers and peft that trained it"
+            )
         (partial / CONFIG).unlink()
         weights = None if base is None else _weights_of_base(folder, manifest, plain, base)
         if form == "adapter":
@@ -314,9 +287,14 @@ def convert_saved(
             else:
                 size = export_merged(folder, partial, adapted, plain, weights, dtype)
             complete(partial, plain, dict(origin.config), dtype or stored)
-        has_tokenizer = False if base is None else _copy_files_of_base(base, partial, form)
+        small: dict[str, Path] = {}  # tokenizer and settings that lie beside the base
+        for pattern in TOKENIZER_FILES if form == "adapter" else KEPT:
+            small |= {} if base is None else {path.name: path for path in base.expanduser().glob(pattern)}
+        for name, path in small.items():
+            if name != CONFIG and not any(map(path.match, (*LEFT, "*.py"))):
+                (partial / name).write_bytes(inside(path.parent, name).read_bytes())
     code = code_to_read(folder, out, plain, origin.kind, str(base or "BASE")) if form == "adapter" else ""
-    return ExportedModel(out, folder, size, has_tokenizer, origin.kind, code)
+    return ExportedModel(out, folder, size, "tokenizer.json" in small, origin.kind, code)
 
 
 def _refuse_other_kinds(folder: Path, origin: ModelOrigin, form: str) -> None:
@@ -346,18 +324,6 @@ def _refuse_other_kinds(folder: Path, origin: ModelOrigin, form: str) -> None:
         raise ConfigError(f"{folder} holds a {origin.kind} without adapters: write it with --to hf")
 
 
-def _refuse_other_names(folder: Path, manifest: Manifest, model: nn.Module) -> None:
-    """Refuse where this transformers builds another model from the config than the one that was saved."""
-    held = {key.removeprefix("model.") for key in manifest.tensors if key.startswith("model.")}
-    held |= set(manifest.left_out)
-    lacking = [name for name, _ in model.named_parameters() if name not in held]
-    if lacking:
-        raise ConfigError(
-            f"{folder} has no {lacking[0]} ({len(lacking)} in all), which a {type(model).__name__} of its config has:"
-            f" convert with the versions of transformers and peft that trained it"
-        )
-
-
 def _holding_weights(base: Path) -> Path:
     """Return a folder of weights that the command line names; refuse one that has none."""
     if not (base.expanduser().is_dir() and holds_weights(base.expanduser())):
@@ -383,13 +349,3 @@ def _weights_of_base(folder: Path, manifest: Manifest, plain: nn.Module, base: P
             f" ({len(others)} of {len(runs)} frozen parameters differ)"
         )
     return weights
-
-
-def _copy_files_of_base(base: Path, out: Path, form: str) -> bool:
-    """Copy tokenizer and settings that lie beside the base; return whether there is a tokenizer."""
-    patterns = TOKENIZER_FILES if form == "adapter" else KEPT
-    found: dict[str, Any] = {path.name: path for pattern in patterns for path in base.expanduser().glob(pattern)}
-    for name in found:
-        if name != CONFIG and not any(Path(name).match(left) for left in (*LEFT, "*.py")):
-            (out / name).write_bytes(inside(base.expanduser(), name).read_bytes())
-    return "tokenizer.json" in found

@@ -389,6 +389,10 @@ def page(folder: Path, config: Config, *, refresh: int = 0) -> str:
         f"Of curves with more than {MOST_POINTS:,} points (here up to {longest:,}) the extremes of equal portions are"
     )
     unseen = f"Validation losses of {len(history.left_out)} more sources are in the metrics and not drawn."
+    # keys that the user set to other values than the defaults, or changed when the run was continued
+    keys = {key: (shown, usual) for key, shown, usual in config_rows(read_request(folder) or config)}
+    keys |= {key: (over_steps(then), keys.get(key, ("", ABSENT))[1]) for key, then in history.changes.items()}
+    changed = [[key, shown, usual] for key, (shown, usual) in keys.items() if shown != usual]
     sections = [
         element("h1", config.name),
         element("p", f"{state}{again}", class_=f"state {state.word}"),
@@ -397,8 +401,9 @@ def page(folder: Path, config: Config, *, refresh: int = 0) -> str:
         soft(f"{thin} are drawn.") if longest > MOST_POINTS else "",
         soft(unseen) if history.left_out else "",
         *curves_section(list(_figures(history))),
-        *_sample(history),
-        *_set_keys(read_request(folder) or config, history),
+        *_sample(history.sample),
+        element("h2", "Set for this run"),
+        table(("key", "value", "default"), changed) if changed else soft("Nothing: every key has its default."),
         *_events(history),
         _plan(folder / "plan.json"),
         folded("Config", table(("key", "value"), [row[:2] for row in config_rows(config)])),
@@ -406,8 +411,8 @@ def page(folder: Path, config: Config, *, refresh: int = 0) -> str:
     return document(config.name, sections, refresh)
 
 
-def _sample(history: History) -> list[str]:
-    if (found := history.sample) is None:
+def _sample(found: TextSample | None) -> list[str]:
+    if found is None:
         return []
     given = found.prompt if found.text.startswith(found.prompt) else ""
     note = f"Written by the weights of step {found.step:,}{'; marked: the prompt' * bool(given)}."
@@ -434,15 +439,6 @@ def _events(history: History) -> list[str]:
         rows.append([moment(event.get("time")), str(event.get("step", "")), str(event["event"]), details[:2000]])
     dropped = soft(f"{history.dropped:,} earlier ones are in the metrics.") if history.dropped else ""
     return [element("h2", "Events"), dropped, table(("time", "step", "event", "details"), rows)] if rows else []
-
-
-def _set_keys(config: Config, history: History) -> list[str]:
-    """Return the keys that the user set to other values than the defaults, or changed when the run was continued."""
-    known = {key: (shown, usual) for key, shown, usual in config_rows(config)}
-    known |= {key: (over_steps(history.changes[key]), known.get(key, ("", ABSENT))[1]) for key in history.changes}
-    rows = [[key, shown, usual] for key, (shown, usual) in known.items() if shown != usual]
-    none = soft("Nothing: every key has its default.")
-    return [element("h2", "Set for this run"), table(("key", "value", "default"), rows) if rows else none]
 
 
 def config_rows(config: Config) -> Iterable[tuple[str, str, str]]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 from meshwright.core.dtypes import bytes_text
 from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError
@@ -16,8 +15,7 @@ from meshwright.distributed.memory.account import MemoryAccount, dims_of_logits
 from meshwright.distributed.mesh import get_pp_rank
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process import agree
-from meshwright.distributed.process.world import get_world_info, is_rank_zero
-from meshwright.distributed.step.part import StepLoss, StepResult
+from meshwright.distributed.process.world import is_rank_zero
 from meshwright.planning.memory.states import MemoryEstimate, MemoryUse
 from meshwright.planning.pipeline.schedules.orders import schedule_kind
 from meshwright.planning.pipeline.schedules.simulate import PipelineSchedule, actions_in, simulate
@@ -25,10 +23,6 @@ from meshwright.planning.pipeline.schedules.table import read_schedule, spans_of
 from meshwright.training.build import Run
 from meshwright.training.memory import MemoryShares, is_out_of_memory, memory_table, out_of_memory, read_memory
 from meshwright.training.preference import is_on_pairs
-from meshwright.training.recording import Profile, Recording, open_recordings
-from meshwright.training.run.folder import RunFolder
-from meshwright.training.tracing import TraceCheck
-from meshwright.training.views.telling import Teller, in_words
 
 # --- watch the memory of a run's first step, and explain out-of-memory errors
 
@@ -201,71 +195,3 @@ def drawn_run(folder: Path) -> tuple[str, str]:
             f"  rank {rank:>2}  computed {busy * 1e3:8.1f} ms of it; waited {1 - busy / (last - first):6.1%}  ({means})"
         )
     return "\n".join(lines), svg_of(f"{folder}: {name}, measured", ranks)
-
-
-# --- watch the loop beside its figures
-
-
-class Watch:
-    """Watches a loop; every method is called on all ranks alike.
-
-    Args:
-        teller: prints the messages.
-        trace: compares the first steps; None without a trace.
-    """
-
-    def __init__(self, run: Run, folder: RunFolder, teller: Teller, trace: TraceCheck | None):
-        self.teller, self.folder, self.trace = teller, folder, trace
-        whole = [axis for axis, size in run.plan.mesh if size == run.plan.world > 1]
-
-        def profile(path: Path) -> Recording:
-            return Profile(path, run.model.parts, run.model.device, whole[0] if whole else "world")
-
-        self.recordings = open_recordings(
-            run.config.logging, run.config.steps, folder.path, get_world_info()[0], profile
-        )
-
-    def begin(self, step: int) -> None:
-        """Prepare to train from ``step`` on.
-
-        Raises:
-            ConfigError: the run is past the steps to compare with a trace, and has not compared them.
-        """
-        self.recordings.announce(step, self.teller.say)
-        if step and self.trace is not None:
-            if not agree.from_rank_zero(self.folder.trace_check.is_file()):
-                raise ConfigError(
-                    f"check_trace = {self.trace.trace.path}: a trace begins at step 0, and this run goes on from step"
-                    f" {step}; leave check_trace out"
-                )
-            self.teller.say(f"its first steps were compared with a trace already: {self.folder.trace_check}")
-            self.trace = None
-
-    def before(self, step: int) -> None:
-        """Start the recordings that begin with this step."""
-        self.recordings.before(step)
-
-    def computing(self, batch: Any) -> AbstractContextManager[None]:
-        """Observe the step's forward and backward for the trace."""
-        return nullcontext() if self.trace is None else self.trace.watching(batch)
-
-    def after(self, step: int, loss: StepLoss, result: StepResult) -> None:
-        """Compare the finished step with the trace, and stop the recordings that end with it.
-
-        Raises:
-            IntegrityError: the step differs from the trace.
-        """
-        found = self.trace.compared(loss, result) if self.trace is not None else None
-        if found is not None and self.trace is not None:
-            text = json.dumps({"trace": str(self.trace.trace.path), **found.plain()}, indent=1)
-            writing = lambda: replace_text(self.folder.trace_check, text)  # noqa: E731
-            agree.together(in_words(writing, f"cannot write in {self.folder.path}"), here=is_rank_zero())
-            self.trace.refuse(found)
-            self.teller.say(self.trace.text(found))
-            self.trace = None
-        if self.recordings.ends_after(step):
-            self.teller.note(lambda: self.recordings.after(step))
-
-    def close(self) -> None:
-        """Write the recordings that are still open at the end of the run."""
-        self.teller.note(self.recordings.close)
