@@ -153,14 +153,6 @@ def test_timeline_is_one_line_in_order_and_keeps_a_phase_that_raised():
     assert timeline.line().startswith("imports 2 s · data 1")
 
 
-def test_process_age_is_recorded_less_what_is_known():
-    timeline = StartupTimeline()
-    timeline.record("data", 0.001)
-    timeline.record_process_age("imports")
-    age = time.time() - psutil.Process().create_time()
-    assert sum(timeline.seconds.values()) == pytest.approx(age, abs=0.5)
-
-
 def test_throughput_forgets_the_first_step_and_whatever_left_the_window():
     meter = Throughput(window=2)
     assert (meter.tokens_per_second, meter.row_length, meter.eta_seconds(5)) == (0.0, 0.0, None)

@@ -95,9 +95,8 @@ def make_optimizer(
         )
     if plan.needs_torchao:
         made = TorchaoAdamW(kept, plan, named_parameters=named_parameters, seed=seed, lr=lr, **options)
-        words = [f"moments in {plan.state}"] * (plan.state != "full") + [
-            "stochastic rounding"
-        ] * plan.stochastic_rounding
+        words = [f"moments in {plan.state}"] * (plan.state != "full")
+        words += ["stochastic rounding"] * plan.stochastic_rounding
         note = f"AdamW by torchao, {', '.join(words)}; compiled at the first step, once for each shape"
         return BuiltOptimizer(made, "torchao", note)
     if row.by_role:

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.core.dtypes import count_text
-from meshwright.training.views.progress import Progress, StepReport, header_rows
+from meshwright.training.views.progress import INTERVAL, Progress, StepReport, header_rows
 
 _BARS = "▁▂▃▄▅▆▇█"
 _NOT_A_NUMBER = "×"
@@ -80,8 +80,8 @@ class LiveProgress(Progress):
     and at exit.
     """
 
-    def __init__(self, console: Console, *, interval: float = 2.0, clock: Callable[[], float] = time.monotonic):
-        self._console, self._interval, self._clock = console, interval, clock
+    def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic):
+        self._console, self._clock = console, clock
         self._live: Live | None = None
         self._bar: Live | None = None
         self._report: StepReport | None = None
@@ -114,7 +114,7 @@ class LiveProgress(Progress):
             self._validation_loss = report.validation_loss
         self._report = replace(report, validation_loss=self._validation_loss)
         notable = report.validation_loss is not None or report.step >= report.total_steps
-        if notable or now - self._logged_at >= self._interval:
+        if notable or now - self._logged_at >= INTERVAL:
             self._history.append(report)
             self._logged_at = now
         if notable or now - self._drawn_at >= 1 / _FRAMES_PER_SECOND:

@@ -11,6 +11,8 @@ from typing import Self, TextIO
 
 from meshwright.core.dtypes import bytes_text, count_text, duration_text
 
+INTERVAL = 2.0
+"""Least seconds between two lines of a log, or two rows of the live table."""
 UNBALANCED = 2.0
 """Multiple of its layer's mean from which the busiest expert is reported."""
 
@@ -106,14 +108,10 @@ class Progress:
 
 
 class PlainProgress(Progress):
-    """Plain lines for files, pipes and batch systems: at most one per ``interval`` seconds, besides the first step,
-    the last and every validation.
-    """
+    """Plain lines for files and batch systems: at most one per INTERVAL, besides the first, the last and validations."""
 
-    def __init__(
-        self, stream: TextIO | None = None, *, interval: float = 2.0, clock: Callable[[], float] = time.monotonic
-    ):
-        self._stream, self._interval, self._clock = stream, interval, clock
+    def __init__(self, stream: TextIO | None = None, *, clock: Callable[[], float] = time.monotonic):
+        self._stream, self._clock = stream, clock
         self._shown_at: float | None = None
         self._portion_at = clock()
         self._unshown: StepReport | None = None
@@ -128,7 +126,7 @@ class PlainProgress(Progress):
 
     def update(self, report: StepReport) -> None:
         now = self._clock()
-        due = self._shown_at is None or now - self._shown_at >= self._interval
+        due = self._shown_at is None or now - self._shown_at >= INTERVAL
         if due or report.validation_loss is not None or report.step >= report.total_steps:
             self.say(report.line())
             self._shown_at, self._unshown = now, None
@@ -143,7 +141,7 @@ class PlainProgress(Progress):
 
     def portion(self, what: str, done: int, total: int) -> None:
         now = self._clock()
-        if now - self._portion_at >= self._interval:
+        if now - self._portion_at >= INTERVAL:
             self.say(f"{what}: {done / max(total, 1):.0%}")
             self._portion_at = now
 
