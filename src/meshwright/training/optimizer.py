@@ -203,9 +203,7 @@ class LearningRateSchedule:
     def __post_init__(self) -> None:
         kind, total, warmup = self.kind, self.total_steps, self.warmup_steps
         unit = "tokens" if self.by_tokens else "steps"
-        key, of_warmup = (
-            ("schedule.tokens", "schedule.warmup_tokens") if self.by_tokens else ("steps", "schedule.warmup_steps")
-        )
+        key, of_warmup = "schedule.tokens" if self.by_tokens else "steps", f"schedule.warmup_{unit}"
         if kind not in KINDS:
             raise ConfigError(f"schedule.kind = {kind!r} is none of {', '.join(KINDS)}.{nearest(kind, KINDS)}")
         if not (math.isfinite(self.peak) and self.peak >= 0):

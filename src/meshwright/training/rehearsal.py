@@ -191,9 +191,8 @@ class Rehearsal:
 
     def __str__(self) -> str:
         place = ", ".join(f"{axis} {number}" for axis, number in self.coordinates.items())
-        head = (
-            f"rank {self.rank} of {self.world}" + f" ({place})" * bool(place) + f" on {self.device}" * bool(self.device)
-        )
+        head = f"rank {self.rank} of {self.world}" + f" ({place})" * bool(place)
+        head += f" on {self.device}" * bool(self.device)
         if self.alike:
             head += f"; {self.alike} rank{'s' * (self.alike > 1)} like it: {self.work}"
         if self.refused:

@@ -206,13 +206,7 @@ def dtype_of(checkpoint: Path) -> str:
 
 
 def _copy_small_files(run: Path, out: Path, only: tuple[str, ...] = ("*",)) -> bool:
-    """Copy the small files of the run's model, and the tokenizer that the run trained with.
-
-    Args:
-        only: patterns of the names to copy.
-
-    Returns whether there is a tokenizer.
-    """
+    """Copy small files of a run's model and tokenizer with such names; return whether there is a tokenizer."""
     model, own = run / FOLDER, run / TOKENIZER
     kept = {path.name: path for path in model.iterdir() if path.name != CONFIG} if model.is_dir() else {}
     if own.is_dir():

@@ -108,7 +108,7 @@ class Progress:
 
 
 class PlainProgress(Progress):
-    """Plain lines for files and batch systems: at most one per INTERVAL, besides the first, the last and validations."""
+    """Plain lines for files and batch systems: one per INTERVAL, besides the first step, the last and validations."""
 
     def __init__(self, stream: TextIO | None = None, *, clock: Callable[[], float] = time.monotonic):
         self._stream, self._clock = stream, clock
