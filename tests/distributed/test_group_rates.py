@@ -25,7 +25,7 @@ from meshwright.planning.build import plan as make_plan
 from meshwright.planning.optimizer import KINDS, OptimizerPlan
 from meshwright.training.build import build_optimizer
 from meshwright.training.config import Config
-from meshwright.training.optim.build import make_optimizer
+from meshwright.training.optimizer import make_optimizer
 
 STEPS, LR = 2, 0.01
 OVERRIDES = (

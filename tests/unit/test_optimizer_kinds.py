@@ -19,7 +19,7 @@ from meshwright.models.decoder_config import SIZES, DecoderConfig
 from meshwright.planning.memory import plan_memory
 from meshwright.planning.optimizer import KINDS, OptimizerPlan, kind_of
 from meshwright.training.config import Config
-from meshwright.training.optim.build import make_optimizer
+from meshwright.training.optimizer import make_optimizer
 from meshwright.verification.verify import verify
 
 MODEL = DecoderConfig(256, 64, 2, 4, 2, 128, 64)
