@@ -89,8 +89,8 @@ def test_attributes_are_the_documented_figures(searched):
     chosen = searched.chosen
     documented = re.findall(r"`(\w+)`", PAGE.read_text().partition("Keys of the JSON: ")[2].partition("\n\n")[0])
     answer = json.loads(searched.to_json())
-    assert list(answer) == documented[:5]
-    assert sorted(answer["chosen"]) == sorted(documented[5:])
+    assert list(answer) == documented[:7]
+    assert sorted(answer["chosen"]) == sorted(documented[7:])
     assert answer == json.loads(json.dumps(searched.to_dict()))
     for name in ("mem_gb", "fits", "step_s", "tok_s_gpu", "mfu", "microbatch"):
         assert answer["chosen"][name] == getattr(chosen, name), name
@@ -178,3 +178,63 @@ def test_uneven_experts_and_slow_ranks_make_a_step_longer():
 def test_nothing_is_faster_than_the_mean(given):
     with pytest.raises(ConfigError, match="is 1 or more"):
         foresee(SIZES["debug"], Layout(dp_shard=8), batch=Batch(8, 64), cluster=Cluster(8, gpu="h100"), **given)
+
+
+STATED = [
+    (0, {"activation_checkpointing": "full"}),
+    (2, {"activation_checkpointing": "none", "loss_chunks": 4}),
+    (1, {"activation_checkpointing": "selective_op"}),
+    (0, {"activation_checkpointing": "offload", "reshard_after_forward": False}),
+    (4, {"loss_chunks": 1, "sync_grad_accum": False}),
+    (0, {"activation_checkpointing": "every_n", "loss_chunks": 8, "reshard_after_forward": True}),
+]
+
+
+@pytest.mark.parametrize(("rows", "stated"), STATED, ids=[",".join(map(str, one[1].values())) for one in STATED])
+def test_what_a_request_states_is_kept_by_every_candidate(rows, stated):
+    answer = foresee(
+        MODEL, batch=Batch(16, 64, rows), cluster=H100, techniques=stated, pins=("pp=1", "cp=1", "dp_shard>=2")
+    )
+    for one in (*answer.candidates, *answer.front):
+        found = {**one.figures, "activation_checkpointing": one.figures["recompute"]}
+        assert {key: found[key] for key in stated} == stated and rows in (0, found["microbatch"])
+        assert {key: getattr(one.techniques, key) for key in stated} == stated
+    assert len(answer.kept) == len(stated) + (rows > 0)
+    assert all(one.step_s < answer.candidates[0].step_s for one in answer.freed)
+
+
+def test_a_faster_layout_without_what_was_set_is_a_section_of_its_own():
+    dear = {"activation_checkpointing": "full", "loss_chunks": 8}
+    answer = foresee(replace(SIZES["1B"], n_layers=4), batch=Batch(16, 1024, 1), cluster=H100, techniques=dear)
+    assert answer.kept == ("microbatch=1", "recompute=full", "loss_chunks=8") and answer.freed
+    assert "faster, without some of what was set (microbatch=1, recompute=full, loss_chunks=8)" in str(answer)
+    assert answer.to_dict()["freed"][0]["recompute"] != "full"
+    assert str(answer).index("recompute full") < str(answer).index("faster, without")
+
+
+def test_what_does_not_fit_as_stated_is_refused_with_what_fits_without():
+    card = Cluster(1, gpu="rtx4090")
+    with pytest.raises(
+        ConfigError, match=r"nothing fits on 1 RTX4090.* Without microbatch=32, recompute=none this fits"
+    ):
+        foresee(SIZES["1B"], batch=Batch(32, 512, 32), cluster=card, techniques={"activation_checkpointing": "none"})
+
+
+def test_a_layout_that_fits_by_less_than_forecasts_are_off_is_tight():
+    full = foresee(SIZES["1B"], Layout(), batch=Batch(8, 512), cluster=Cluster(1, gpu="rtx4090"))
+    limit = 25.3 * (1 - 0.08)
+    assert {one.figures["verdict"] == "tight" for one in (*full.candidates, *full.front) if one.mem_gb > limit} <= {
+        True
+    }
+    assert {one.figures["verdict"] == "fits" for one in (*full.candidates, *full.front) if one.mem_gb <= limit} <= {
+        True
+    }
+
+
+def test_frozen_weights_have_no_weight_gradients_in_mfu():
+    whole, frozen = (
+        foresee(MODEL, Layout(dp_shard=1), batch=Batch(4, 64, 4), cluster=Cluster(1, gpu="h100"), techniques=one)
+        for one in ({}, {"freeze": ["layers"]})
+    )
+    flops = [one.candidates[0].mfu * one.candidates[0].step_s for one in (whole, frozen)]
+    assert 0.6 < flops[1] / flops[0] < 0.95

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from meshwright.core.config import from_dict
+from meshwright.core.config import from_dict, unset
 from meshwright.core.config.ranges import ABOVE_0, BETWEEN_0_AND_1, FROM_0, FROM_1, PATTERN, DtypeName
 from meshwright.introspection.adapted.request import Adapters
 
@@ -70,7 +70,7 @@ class RunTechniques:
     """
     activation_checkpointing: Literal[
         "none", "full", "selective", "every_n", "modules", "selective_op", "offload", "memory_budget"
-    ] = "none"
+    ] = unset("none")
     """Recompute in backward: every block (full), attention (selective), each n-th block (every_n), modules that are
     named (modules), every block but for results of some operators (selective_op), what the compiler chooses
     (memory_budget). offload: recompute nothing, but keep what blocks save in host memory.
@@ -103,10 +103,10 @@ class RunTechniques:
     """
     tensor_plan: tuple[TensorStyleRequest, ...] = ()
     """tensor parallelism: the modules to cut, and how; others stay whole. Empty: every cut that measurement finds."""
-    loss_chunks: Annotated[int, FROM_1] = 1
+    loss_chunks: Annotated[int, FROM_1] = unset(1)
     """Compute head and loss in so many chunks of a microbatch's tokens, so that whole logits never exist; 1: at
     once."""
-    pipeline_schedule: str = "1f1b"
+    pipeline_schedule: str = unset("1f1b")
     """pipeline parallelism: gpipe, 1f1b, interleaved_1f1b, looped_bfs, interleaved_zero_bubble, zbv_zero_bubble,
     dualpipe_v, or the path of a .csv file with a row of actions for each rank.
     """

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 from meshwright.core.errors import ConfigError, MeshwrightError
@@ -17,7 +18,16 @@ from meshwright.planning.techniques import Techniques
 from meshwright.simulation.cards import Machines
 from meshwright.simulation.from_model import techniques_of
 from meshwright.simulation.job import Job
-from meshwright.simulation.search import Candidate, Pin, hold, meshes, microbatches, recomputations, stages_per_rank
+from meshwright.simulation.search import (
+    Candidate,
+    Pin,
+    chunkings,
+    hold,
+    meshes,
+    microbatches,
+    recomputations,
+    stages_per_rank,
+)
 from meshwright.simulation.step_memory import least_memory, step_memory
 
 # --- choose the layouts that the rules allow among the fastest, with figures, rows of a table and TOML of each
@@ -27,6 +37,8 @@ Legal = Callable[[Layout, Techniques, int], Plan]
 SHOWN = 5
 """Candidates that an answer has, of the fastest and of the front."""
 SECONDS_OF_A_DAY = 86_400
+SPREAD = 0.08
+"""Error of memory within which four fifths of the forecasts of published measurements lie (docs/rent.md)."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +132,7 @@ def proposal(candidate: Candidate, techniques: Techniques, plan: Plan) -> Propos
     machines = candidate.job.machines
     note = (
         f"foreseen on {machines.gpus} {machines.device.name}: {candidate.memory.total / 1e9:.1f} of"
-        f" {machines.device.memory_bytes / 1e9:.0f} GB on a GPU ({'fits' if candidate.fits else 'does not fit'}),"
+        f" {machines.device.memory_bytes / 1e9:.0f} GB on a GPU ({verdict(candidate)}),"
         f" {candidate.time.seconds:.3g} s for a step"
     )
     return Proposal(candidate, techniques, replace(plan, notes=(*plan.notes, note)))
@@ -143,6 +155,12 @@ def legal_among(
     return allowed, refused
 
 
+def verdict(candidate: Candidate) -> str:
+    """Return whether a candidate fits, is tight (it fits by less than forecasts are off), or does not fit."""
+    share = candidate.memory.total / candidate.job.machines.device.memory_bytes
+    return "fits" if share <= 1 - SPREAD else "tight" if share <= 1 else "does not fit"
+
+
 def figures(candidate: Candidate) -> dict[str, Any]:
     """Return a candidate's figures under the documented keys of ``meshwright plan --json``."""
     job, seconds = candidate.job, candidate.time.seconds
@@ -154,10 +172,13 @@ def figures(candidate: Candidate) -> dict[str, Any]:
         "mem_gb": candidate.memory.total / 1e9,
         "mem_parts_gb": {name: size / 1e9 for name, size in candidate.memory.parts().items()},
         "fits": candidate.fits,
+        "verdict": verdict(candidate),
         "step_s": seconds,
         "step_parts_s": {str(cost): value for cost, value in candidate.time.costs.items() if value},
         "tok_s_gpu": tokens,
-        "mfu": tokens * job.architecture.model_flops_per_token(job.seq_len) / device.flops[device.half],
+        "mfu": tokens
+        * job.architecture.model_flops_per_token(job.seq_len, job.execution.trained)
+        / device.flops[device.half],
         "tokens_per_day": tokens * job.machines.gpus * SECONDS_OF_A_DAY,
         "gpu_hours_per_billion_tokens": 1e9 / tokens / 3600,
     }
@@ -168,7 +189,7 @@ def row(candidate: Candidate) -> tuple[str, ...]:
     values, run = figures(candidate), candidate.job.execution
     limit = candidate.job.machines.device.memory_bytes / 1e9
     beyond = values["mem_gb"] - limit
-    switches = [f"microbatch {values['microbatch']}", f"recompute {run.recompute}"]
+    switches = [f"microbatch {values['microbatch']}", f"recompute {values['recompute']}"]
     if candidate.job.layout.pp > 1:
         several = f", {run.stages_per_rank} stages per rank" if run.stages_per_rank > 1 else ""
         switches.append(candidate.job.schedule + several)
@@ -182,7 +203,7 @@ def row(candidate: Candidate) -> tuple[str, ...]:
         str(candidate.job.layout),
         ", ".join(switches),
         f"{values['mem_gb']:.1f} of {limit:.0f} GB",
-        "fits" if candidate.fits else f"{beyond:.1f} GB too much",
+        values["verdict"] if candidate.fits else f"{beyond:.1f} GB too much",
         f"{values['step_s']:.2f} s",
         f"{values['tok_s_gpu']:,.0f}",
         f"{values['mfu']:.1%}",
@@ -271,10 +292,10 @@ def _smallest(base: Job, pins: tuple[Pin, ...]) -> Iterator[Job]:
         for rows in dict.fromkeys((*sizes[:1], *sizes[-1:])):  # one microbatch alone accumulates no whole gradients
             for run in recomputations(base, pins)[-1:]:
                 for per_rank in stages_per_rank(base, mesh, rows, pins):
-                    for reshard, chunks in ((True, 8), (True, 1), (False, 8), (False, 1)):
+                    for reshard, chunks in product((True, False), reversed(chunkings(pins))):
                         # one shard gathers nothing that could stay gathered
                         legal = shards and (reshard or shards[0].dp_shard * mesh.cp > 1)
-                        if legal and hold(pins, reshard=str(reshard).lower(), loss_chunks=chunks):
+                        if legal and hold(pins, reshard=str(reshard).lower()):
                             run = replace(run, stages_per_rank=per_rank, gathers_each=reshard, loss_chunks=chunks)
                             yield replace(base, layout=shards[0], microbatch=rows, execution=run)
 
@@ -306,6 +327,8 @@ class Foresight:
         refused: faster layouts that a rule refuses, with the reason.
         simulated: number of layouts that were compared.
         searched: whether the layout was open; else a stated one was judged.
+        kept: what the request states of a candidate's switches, such as "recompute=full"; the search kept it.
+        freed: faster layouts that do without some of it, fastest first.
     """
 
     chosen: Proposal | None
@@ -314,6 +337,8 @@ class Foresight:
     refused: tuple[Refused, ...]
     simulated: int
     searched: bool
+    kept: tuple[str, ...] = ()
+    freed: tuple[Proposal, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures under the documented keys of ``meshwright plan --json``."""
@@ -322,6 +347,8 @@ class Foresight:
             "candidates": [one.figures for one in self.candidates],
             "front": [one.figures for one in self.front],
             "refused": [{**one.figures, "reason": one.reason} for one in self.refused],
+            "kept": list(self.kept),
+            "freed": [one.figures for one in self.freed],
             "simulated": self.simulated,
         }
 
@@ -343,11 +370,15 @@ class Foresight:
             + " GB",
             f"{values['tokens_per_day'] / 1e9:.2f} billion tokens a day,"
             f" {values['gpu_hours_per_billion_tokens']:,.0f} GPU hours for a billion."
-            " MFU: 6 FLOPs per product parameter and 12 per attended feature, over the data sheet's half precision.",
+            " MFU: 6 FLOPs per product parameter (4 where it is frozen) and 12 per attended feature, over the data"
+            " sheet's half precision.",
         ]
         if self.searched:
             smaller = [row(one.candidate) for one in self.front if one.candidate.key != first.candidate.key][:SMALLER]
             if smaller:
                 parts.append(f"less memory, more time\n{columns(smaller, HEADS)}")
+            if self.freed:
+                better = columns([row(one.candidate) for one in self.freed], HEADS)
+                parts.append(f"faster, without some of what was set ({', '.join(self.kept)})\n{better}")
             parts.append(f"{self.simulated} candidates were compared. To train with the first:\n\n{first.toml()}")
         return "\n\n".join(parts)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from meshwright.core.config import is_unset
 from meshwright.core.errors import ConfigError, MeshwrightError
 from meshwright.distributed.memory.dry_run import saved_by_blocks
 from meshwright.introspection.adapted.facts import facts_with
@@ -19,15 +20,29 @@ from meshwright.planning.layout import Layout
 from meshwright.planning.plan import Plan
 from meshwright.planning.techniques import RunTechniques, Techniques, as_techniques
 from meshwright.planning.values import Batch
-from meshwright.simulation.answer import Foresight, fills, legal_among, open_works, proposal, words
+from meshwright.simulation.answer import (
+    SHOWN,
+    Foresight,
+    Legal,
+    Proposal,
+    fills,
+    legal_among,
+    open_works,
+    proposal,
+    words,
+)
 from meshwright.simulation.cards import Machines, card_names
 from meshwright.simulation.from_model import job_of_plan, with_saved
 from meshwright.simulation.job import Architecture, Job
 from meshwright.simulation.measured import computing_in, machines_of
-from meshwright.simulation.search import Candidate, Pin, Progress, search
+from meshwright.simulation.search import WORDS, Candidate, Pin, Progress, search
 from meshwright.simulation.step_memory import RehearsedRank, rehearsed_memory, rehearsed_time, step_memory
 from meshwright.simulation.step_time import step_time
 
+AXES = (("tp",), ("pp",), ("cp",), ("tp", "pp"), ("tp", "cp"), ("pp", "cp"), ("tp", "pp", "cp"))
+"""Axes that are done without where rules refuse all of the fastest layouts."""
+FASTER = 0.98
+"""Fraction of the time of the layout as stated below which another one is worth a line."""
 OPEN = Layout()
 """The layout that states no size."""
 
@@ -96,10 +111,10 @@ def foresee(
     Args:
         model: a model config, a module (on meta or not), or a function that returns one.
         layout: a stated layout is judged; an open one, the default, is searched.
-        batch: rows and tokens of a step; a search chooses its microbatch.
+        batch: rows and tokens of a step; a search chooses the microbatch if it states none.
         cluster: the GPUs, such as ``Cluster(64, gpu="h100", ranks_per_node=8, link="ib400")``.
         techniques: the typed request, or a plain dict of it; a search chooses recomputation, chunks of the loss, what
-            stays gathered and the pipeline's schedule.
+            stays gathered and the pipeline's schedule, as far as the request does not state them.
         pins: conditions that a search keeps, such as "tp<=8", "recompute=none".
         hints: facts about a model that measurement cannot read, for a module or a function that returns one.
         progress: receives the fraction of a search that is done.
@@ -239,8 +254,10 @@ class _Question:
             return legal_on(world, layout, techniques, rows)
 
         job = self._job(self._plan(world, self.layout, self.techniques, None))
-        works = open_works(job, self.pins, self.techniques, self._machines, legal_on)
-        found = search(job, self.pins, progress=progress)
+        kept = tuple(pin for pin in _kept(self.techniques, self.batch) if pin.key not in {p.key for p in self.pins})
+        pins = (*self.pins, *kept)
+        works = open_works(job, pins, self.techniques, self._machines, legal_on)
+        found = search(job, pins, progress=progress)
         if not found.best:
             if found.smallest is None:
                 raise ConfigError(
@@ -251,14 +268,56 @@ class _Question:
             raise ConfigError(
                 f"nothing fits on {world} {device.name}: the smallest layout ({smallest.job.layout}, recompute"
                 f" {smallest.job.execution.recompute}) needs {smallest.memory.total / 1e9:.1f} GB on a GPU,"
-                f" {beyond:.1f} GB too much. Take more GPUs or a larger card, techniques.optimizer_state = 8bit, or"
-                f" shorter rows."
+                f" {beyond:.1f} GB too much. {self._without(job, kept, legal)}Take more GPUs or a larger card,"
+                f" techniques.optimizer_state = 8bit, or shorter rows."
             )
         shown, refused = legal_among(found.best, self.techniques, legal)
         front, _ = legal_among(found.front, self.techniques, legal)
+        for axes in AXES if not shown else ():  # what rules refuse hangs on axes: without some, something is legal
+            fewer = search(job, (*pins, *(Pin(axis, "=", "1") for axis in axes)))
+            shown = sorted([*shown, *legal_among(fewer.best, self.techniques, legal)[0]], key=lambda one: one.step_s)
+            front = [*front, *legal_among(fewer.front, self.techniques, legal)[0]]
         if not shown:
             raise ConfigError(f"no layout that fits {world} GPUs is legal. {refused[0].reason}. {words(world, works)}")
-        return Foresight(shown[0], tuple(shown), tuple(front), tuple(refused), found.tried, searched=True)
+        freed = tuple(one for one in self._freed(job, legal) if one.step_s < FASTER * shown[0].step_s) if kept else ()
+        return Foresight(
+            shown[0],
+            tuple(shown[:SHOWN]),
+            tuple(front),
+            tuple(refused),
+            found.tried,
+            searched=True,
+            kept=tuple(map(str, kept)),
+            freed=freed[:2],
+        )
+
+    def _freed(self, job: Job, legal: Legal) -> list[Proposal]:
+        """Return the fastest legal layouts where switches that the request states are searched too."""
+        free = job.with_execution(named="", offloads=False)
+        return legal_among(search(free, self.pins).best, self.techniques, legal)[0]
+
+    def _without(self, job: Job, kept: tuple[Pin, ...], legal: Legal) -> str:
+        """Say which layout fits where nothing of the switches is kept; "" where none does, or nothing was."""
+        found = self._freed(job, legal) if kept else []
+        if not found:
+            return ""
+        return f"Without {', '.join(map(str, kept))} this fits: {found[0]}. "
+
+
+def _kept(techniques: Techniques, batch: Batch) -> tuple[Pin, ...]:
+    """Return what a request states of the switches that a search chooses."""
+    t = techniques
+    stated = {
+        "microbatch": batch.microbatch_rows or None,
+        "recompute": None if is_unset(t.activation_checkpointing) else t.activation_checkpointing,
+        "loss_chunks": None if is_unset(t.loss_chunks) else t.loss_chunks,
+        "reshard": t.reshard_after_forward if isinstance(t.reshard_after_forward, bool) else None,
+        "sync_grad_accum": t.sync_grad_accum if isinstance(t.sync_grad_accum, bool) else None,
+        "schedule": t.pipeline_schedule if t.pipeline_schedule in WORDS["schedule"] else None,
+    }
+    if is_unset(t.pipeline_schedule):
+        del stated["schedule"]
+    return tuple(Pin(key, "=", str(value).lower()) for key, value in stated.items() if value is not None)
 
 
 def _is_open(layout: Layout) -> bool:

@@ -145,6 +145,7 @@ def execution_of(plan: Plan) -> Execution:
         zero=3 if fully else 0,
         fused=bool(plan.compiled),
         recompute="full" if recompute in WHOLE else "selective" if recompute == "selective" else "none",
+        named="" if recompute in ("none", "selective", "full") else recompute,
         offloads=recompute == "offload",
         recomputed=min(1.0, len(plan.checkpointed) / blocks) if recompute == "every_n" else 1.0,
         loss_chunks=1 if plan.loss is None else plan.loss.chunks,
@@ -166,7 +167,9 @@ def execution_of(plan: Plan) -> Execution:
 def techniques_of(job: Job, techniques: Techniques) -> Techniques:
     """Return the techniques with a candidate's switches, which ``execution_of`` reads back off their plan."""
     run, layout = job.execution, job.layout
-    changed: dict[str, Any] = {"activation_checkpointing": run.recompute, "loss_chunks": run.loss_chunks}
+    changed: dict[str, Any] = {"loss_chunks": run.loss_chunks}
+    if not run.named:
+        changed["activation_checkpointing"] = run.recompute
     if layout.dp_shard * layout.cp > 1:
         changed["reshard_after_forward"] = run.gathers_each
         if run.reduces_each:

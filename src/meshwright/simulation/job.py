@@ -230,16 +230,16 @@ class Architecture:
         outside = self.embedding_elements + (0 if self.tied else self.head_elements) + self.hidden
         return sum(block.elements for block in self.blocks) + outside
 
-    def model_flops_per_token(self, length: int) -> float:
+    def model_flops_per_token(self, length: int, trained: float = 1.0) -> float:
         """Return 6 FLOPs per active product element and 12 per attended feature (PaLM, appendix B), masked half
-        included."""
+        included; 4 per element that is frozen: ``trained`` is the fraction that is not."""
         products = sum(block.active_elements for block in self.blocks) + self.head_elements * (1 + self.extra_heads)
         attended = sum(
             block.attention.heads * (block.attention.key_dim + block.attention.value_dim) / 2
             for block in self.blocks
             if block.attention
         )
-        return 6.0 * products + 12.0 * attended * length
+        return (4.0 + 2.0 * trained) * products + 12.0 * attended * length
 
 
 # --- describe how a system runs a layout: precision, recomputation, sharding, and which messages its work hides
@@ -289,6 +289,7 @@ class Execution:
             products of queries, keys and values (core), attention modules with their linear layers (selective), whole
             blocks (full).
         recomputed: fraction of the blocks that ``recompute`` is about.
+        named: the mode as users name it, where ``recompute`` stands for another one; "": as there.
         offloads: whether what blocks save rests in host memory until their backward.
         balances_ends: whether stages with embedding or head get fewer blocks, as in this library's plans.
         loss_chunks: chunks of tokens in which head and loss are computed.
@@ -334,6 +335,7 @@ class Execution:
     fused_rotary: bool = True
     recompute: Literal["none", "modules", "latents", "core", "selective", "full"] = "none"
     recomputed: float = 1.0
+    named: str = ""
     offloads: bool = False
     balances_ends: bool = True
     loss_chunks: int = 1
@@ -433,7 +435,7 @@ class Job:
         run = self.execution
         return {
             "microbatch": int(self.microbatch),
-            "recompute": run.recompute,
+            "recompute": run.named or run.recompute,
             "schedule": self.schedule if self.layout.pp > 1 else "",
             "stages_per_rank": run.stages_per_rank,
             "reshard_after_forward": run.gathers_each,

@@ -147,12 +147,23 @@ def microbatches(base: Job, mesh: Mesh, pins: tuple[Pin, ...]) -> list[int]:
 
 
 def recomputations(base: Job, pins: tuple[Pin, ...]) -> list[Execution]:
-    """List the ways to recompute that the pins allow, each as the base job's execution with that mode."""
+    """List the ways to recompute that the pins allow, each as the base job's execution with that mode.
+
+    A pin to a mode that no search tries keeps the base job's own.
+    """
+    if any(pin.key == "recompute" and pin.value not in WORDS["recompute"] for pin in pins):
+        return [base.execution]
     return [
-        replace(base.execution, recompute=mode, recomputed=1.0)  # type: ignore[arg-type]
+        replace(base.execution, recompute=mode, recomputed=1.0, named="", offloads=False)  # type: ignore[arg-type]
         for mode in ("none", "selective", "full")
         if hold(pins, recompute=mode)
     ]
+
+
+def chunkings(pins: tuple[Pin, ...]) -> list[int]:
+    """List the chunks in which the loss may be computed, fewest first."""
+    stated = {int(pin.value) for pin in pins if (pin.key, pin.comparison) == ("loss_chunks", "=")}
+    return [chunks for chunks in sorted(stated or {1, 8}) if hold(pins, loss_chunks=chunks)]
 
 
 def stages_per_rank(base: Job, mesh: Mesh, microbatch: int, pins: tuple[Pin, ...]) -> list[int]:
@@ -388,8 +399,9 @@ class _Group:
         for per_rank, schedule in schedules(base, self.mesh, int(self.job.microbatch), pins):
             # with weight gradients in its place, a wait may vanish
             waits = 0.0 if schedule else bound / self.job.microbatches * (self.mesh.pp - 1) / per_rank
-            for reshard, chunks, each in product((True, False), (1, 8), reductions(self.job, schedule, pins)):
-                if hold(pins, reshard=str(reshard).lower(), loss_chunks=chunks):
+            alone = self.mesh.data * self.mesh.cp == 1  # nothing is gathered
+            for reshard, chunks, each in product((True, False), chunkings(pins), reductions(self.job, schedule, pins)):
+                if alone or hold(pins, reshard=str(reshard).lower()):
                     job = self.job.with_execution(
                         schedule=schedule,
                         stages_per_rank=per_rank,
