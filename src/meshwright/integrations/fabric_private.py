@@ -18,7 +18,7 @@ from meshwright.checkpoint import load, save
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.distributed.mesh import build_mesh, tensor_position
 from meshwright.distributed.optimizer.grad_clip import clip_gradients_
-from meshwright.distributed.optimizer.swap import OptimizerSwap
+from meshwright.distributed.optimizer.parameter_groups import OptimizerSwap
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process.world import ranks_per_node
 from meshwright.planning.layout import Layout

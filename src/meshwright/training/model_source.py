@@ -19,7 +19,7 @@ from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError
 from meshwright.core.files import inside, read_object
 from meshwright.data import Tokenizer
-from meshwright.distributed.weights.weights import Weights
+from meshwright.distributed.weights.constructed import Weights
 from meshwright.introspection.adapted.folder import WEIGHTS
 from meshwright.introspection.adapted.model import AdaptedModel
 from meshwright.introspection.facts import ModelFacts

@@ -25,8 +25,6 @@ from . import low_bit
 from .low_bit import TorchaoAdamW
 from .muon import Lion, Muon
 
-# --- scale the loss dynamically
-
 SMALLEST = 2.0**-14
 LARGEST = 2.0**24
 INTERVAL = 2000
@@ -201,9 +199,6 @@ def _updated(optimizer: optim.Optimizer, values: list[Tensor], laid: Any) -> Ten
         parameter.grad = laid(gradient)
         other.step()
     return parameter.detach()
-
-
-# --- step an optimizer by its plan
 
 
 def step(
