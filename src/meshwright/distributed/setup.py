@@ -1,4 +1,4 @@
-"""Create process group and mesh from torchrun's or Slurm's variables, and tear them down without hanging."""
+"""Create process group and mesh from torchrun's or Slurm's variables, try them, and tear them down in bounded time."""
 
 from __future__ import annotations
 

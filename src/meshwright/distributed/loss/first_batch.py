@@ -1,4 +1,4 @@
-"""Check a declaration on the first batch: rows together must give what the same rows in two parts give."""
+"""Check a loss on made-up rows, and on the first batch: rows together must give what they give in two parts."""
 
 from __future__ import annotations
 

@@ -112,14 +112,14 @@ def watch_steps() -> None:
 
     ``optimizer_step`` refuses some more, for all parameters.
     """
-    register_optimizer_step_pre_hook(_before)
 
+    def before(optimizer: optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        if type(optimizer) in ELEMENT_BY_ELEMENT or optimizer in _KNOWN or is_ours(optimizer):
+            return
+        if next(_ways(optimizer), None) is not None:
+            refuse_unequal(optimizer)
 
-def _before(optimizer: optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-    if type(optimizer) in ELEMENT_BY_ELEMENT or optimizer in _KNOWN or is_ours(optimizer):
-        return
-    if next(_ways(optimizer), None) is not None:
-        refuse_unequal(optimizer)
+    register_optimizer_step_pre_hook(before)
 
 
 def is_ours(optimizer: optim.Optimizer) -> bool:

@@ -1,4 +1,4 @@
-"""Find this process's rank from torchrun's variables or Slurm's, and refuse a host on which no ranks can meet."""
+"""Find this process's rank from its launcher's variables, and refuse a host on which no ranks can meet."""
 
 from __future__ import annotations
 

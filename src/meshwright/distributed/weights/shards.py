@@ -1,4 +1,4 @@
-"""Locate a rank's shards of a tensor in the whole, and draw their random values by seeds that no layout changes."""
+"""Locate a rank's shards of a tensor in the whole, draw their values by seeds of no layout, and gather whole tensors."""
 
 from __future__ import annotations
 
