@@ -122,27 +122,30 @@ class DeclaredLosses:
 
     def __call__(self, output: Any, batch: Batch) -> Tensor:
         """Return a microbatch's share of the sum of the step's means, in at least float32."""
-        shares, spelt, self.is_bare = [], self.spelt(batch), not _has_graph(output)
+        shares, self.is_bare = [], not _has_graph(output)
         for name, loss in self.losses.items():
-            count = self.count(name, batch) if loss.reduction == "mean" else 1.0
-            if count:
-                value = _own_loss(output) if loss.fn is None else loss.fn(output, spelt)
-                if not isinstance(value, Tensor) or value.numel() != 1:
-                    raise ConfigError(
-                        f"{self._named(name)} returned {_words(value)}; it must return one number, a 0-dim tensor,"
-                        f" whose count is stated by Loss(count=...): it is needed before the first forward of a step"
-                    )
-                value = value.reshape(())
-                self.latest[name] = value.detach()
-                share = value.to(torch.promote_types(value.dtype, torch.float32)) * count
-            else:
-                self.latest[name] = torch.zeros(())
-                share = nothing_of(output) if torch.is_grad_enabled() else torch.zeros((), dtype=torch.float64)
-            share = share * (loss.weight / self.counts[name])
+            share = self._sum(name, output, batch) * (loss.weight / self.counts[name])
             known = self.totals.get(name)
             self.totals[name] = share.detach().double() if known is None else known + share.detach()
             shares.append(share)
         return shares[0] if len(shares) == 1 else torch.stack(shares).sum()
+
+    def _sum(self, name: str, output: Any, batch: Batch) -> Tensor:
+        loss = self.losses[name]
+        count = self.count(name, batch) if loss.reduction == "mean" else 1.0
+        if not count:
+            self.latest[name] = torch.zeros(())
+            return nothing_of(output) if torch.is_grad_enabled() else torch.zeros((), dtype=torch.float64)
+        spelt = self.spelt(batch)
+        value = _own_loss(output) if loss.fn is None else loss.fn(output, spelt)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise ConfigError(
+                f"{self._named(name)} returned {_words(value)}; it must return one number, a 0-dim tensor, whose count"
+                f" is stated by Loss(count=...): it is needed before the first forward of a step"
+            )
+        value = value.reshape(())
+        self.latest[name] = value.detach()
+        return value.to(torch.promote_types(value.dtype, torch.float32)) * count
 
     def _named(self, name: str) -> str:
         return f"loss_fn['{name}']" if list(self.losses) != [ONLY] else "loss_fn"

@@ -1,4 +1,4 @@
-"""Locate a rank's shards of a tensor in the whole, draw their values by seeds of no layout, and gather whole tensors."""
+"""Locate a rank's shards of a tensor in the whole, draw their values by seeds of no layout, gather whole tensors."""
 
 from __future__ import annotations
 
