@@ -94,10 +94,10 @@ def get_world_info() -> tuple[int, int, int]:
     if "RANK" not in env:
         job = _number(env, "SLURM_JOB_ID") if env.get("SLURM_JOB_ID") else 0
         hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "127.0.0.1"
-        for name, value in {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": world}.items():
+        values = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": world, "MASTER_PORT": FIRST_PORT + job % PORTS}
+        values["MASTER_ADDR"] = env.get("MASTER_ADDR") or first_host(hosts)
+        for name, value in values.items():
             env.setdefault(name, str(value))
-        env.setdefault("MASTER_ADDR", env.get("MASTER_ADDR") or first_host(hosts))
-        env.setdefault("MASTER_PORT", str(FIRST_PORT + job % PORTS))
     return rank, local, world
 
 
