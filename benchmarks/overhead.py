@@ -31,7 +31,7 @@ def bare_loop(model_config, mesh, seed):
     import torch.nn.functional as F
     from torch.distributed.fsdp import fully_shard
 
-    from meshwright.distributed.weights.weights import materialise
+    from meshwright.distributed.weights.constructed import materialise
     from meshwright.models.decoder import Decoder
 
     with torch.device("meta"):

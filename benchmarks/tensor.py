@@ -38,7 +38,7 @@ def by_hand(config: Any, mesh: Any, seed: int, *, regather: bool = False) -> Any
     import torch.distributed as dist
     import torch.nn.functional as F
 
-    from meshwright.distributed.weights.weights import materialise
+    from meshwright.distributed.weights.constructed import materialise
     from meshwright.models.decoder import Decoder, rotary_tables, rotate
 
     gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

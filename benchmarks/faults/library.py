@@ -56,7 +56,7 @@ T, P = "distributed/tensor/", "distributed/pipeline/"
 TENSOR = [
     Fault(
         "sequences are gathered in another order of ranks",
-        T + "group.py",
+        "distributed/exchange.py",
         "parts.transpose(0, 1).reshape(",
         "parts.flip(0).transpose(0, 1).reshape(",
         CUT,
@@ -171,8 +171,8 @@ PIPELINE = [
     Fault(
         "the gradient that comes from the next stage is halved",
         P + "run.py",
-        "self._scaled(kept.left) if gradient is None else gradient)",
-        "self._scaled(kept.left) if gradient is None else gradient * 0.5)",
+        "torch.autograd.backward(kept.left, gradient)",
+        "torch.autograd.backward(kept.left, gradient if gradient is None else gradient * 0.5)",
         DEEP,
         PP,
         r"layers\.2(\.[\w.]+)?'s output \(backward\)",
@@ -208,8 +208,8 @@ PIPELINE = [
     Fault(
         "the last stage is not told of documents",
         P + "run.py",
-        "left = self._objective(lambda: part.module(**self._inputs(piece))",
-        "left = self._objective(lambda: part.module(**{k: v for k, v in self._inputs(piece).items() if k !="
+        "left = self._objective(lambda: part.module(**self._given(part, piece))",
+        "left = self._objective(lambda: part.module(**{k: v for k, v in self._given(part, piece).items() if k !="
         " 'document_ids'})",
         DEEP,
         PP,
@@ -295,8 +295,8 @@ DATA = [
     Fault(
         "replicas' gradients are halved",
         "distributed/data/replicated.py",
-        "future.value()[0])",
-        "future.value()[0] / group.size())",
+        "then(lambda _: summed)",
+        "then(lambda _: summed / dist.get_world_size(buckets.group))",
         PLAIN,
         DDP,
         GRADIENT,
@@ -325,8 +325,8 @@ DATA = [
     Fault(
         "the hybrid mesh is its sharded half",
         "distributed/data/fully_sharded.py",
-        "    return device_mesh[Axis.DP_REPLICATE.value, shards.mesh_dim_names[0]]\n",
-        "    return shards\n",
+        "shards if replicas is None else",
+        "shards if True else",
         PLAIN,
         HSDP,
         GRADIENT,
@@ -380,7 +380,7 @@ DATA = [
     ),
     Fault(
         "frozen parameters are trained",
-        "distributed/weights/constructed.py",
+        "distributed/order.py",
         "clean(name) not in frozen)",
         "True)",
         PLAIN,
@@ -390,9 +390,9 @@ DATA = [
     ),
     Fault(
         "one rank draws its shares by another seed",
-        "distributed/weights/weights.py",
-        "draw_rows(piece.local, piece.offset, shape, drawn, seed, name, draw_on)",
-        "draw_rows(piece.local, piece.offset, shape, drawn, seed"
+        "distributed/weights/constructed.py",
+        "draw_rows(piece.local, piece.offset, tuple(tensor.shape), draw, seed, name, draw_on)",
+        "draw_rows(piece.local, piece.offset, tuple(tensor.shape), draw, seed"
         ' + int(name == "head.weight" and torch.distributed.is_initialized()'
         " and torch.distributed.get_rank()), name, draw_on)",
         PLAIN,

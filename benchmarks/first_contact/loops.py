@@ -28,7 +28,7 @@ def sizes() -> tuple[DecoderConfig, int, int, int]:
 
 
 def plain_module(dtype: torch.dtype) -> nn.Module:
-    from meshwright.distributed.weights.weights import materialise
+    from meshwright.distributed.weights.constructed import materialise
 
     config = sizes()[0]
     with torch.device("meta"):

@@ -96,7 +96,7 @@ class Outcome:
 
 def plain_model(problem: Problem) -> nn.Module:
     """Build the model in one process, on the device, with its initial weights."""
-    from meshwright.distributed.weights.weights import materialise
+    from meshwright.distributed.weights.constructed import materialise
 
     with torch.device("meta"):
         model: nn.Module = Decoder(problem.config)
@@ -161,7 +161,7 @@ def laid_out(problem: Problem, layout: Any) -> Outcome:
     """Train on a layout; tensors on rank 0 alone. Collective."""
     from meshwright import parallelize
     from meshwright.distributed.mesh import data_position
-    from meshwright.distributed.weights.whole_state import whole_on_first
+    from meshwright.distributed.weights.shards import whole_on_first
 
     model = parallelize(
         problem.config,

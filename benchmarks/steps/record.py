@@ -135,7 +135,7 @@ class _RecordedModel(ParallelModel):
             return super()._open_step(batch)
 
     def run_opened(self, step: OpenedStep) -> StepLoss:
-        with imagining(experts=self.facts.has_experts, mode=self.mode), self.recorder:
+        with imagining(mode=self.mode), self.recorder:
             self.recorder.phase = Phase.BACKWARD
             found = super().run_opened(step)
             self.recorder.phase = Phase.STEP

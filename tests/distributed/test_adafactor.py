@@ -18,10 +18,10 @@ from torch import nn
 
 from meshwright import Layout, parallelize
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.distributed.optimizer import adafactor
-from meshwright.distributed.optimizer.adafactor import Adafactor
+from meshwright.distributed.optimizer import muon
+from meshwright.distributed.optimizer.muon import Adafactor
 from meshwright.distributed.process.absent_peers import WireCounter
-from meshwright.distributed.weights.whole_state import whole_on_first
+from meshwright.distributed.weights.shards import whole_on_first
 from meshwright.planning.build import plan
 from meshwright.planning.memory import plan_memory
 from meshwright.planning.values import Batch
@@ -71,7 +71,7 @@ def _shards_alone(stepped: Any, parts: Any) -> None:
         one.sums = part
 
 
-_together = adafactor._sum_together
+_together = muon._sum_together
 
 
 def _updates_alone(stepped: Any, parts: Any) -> None:
@@ -79,8 +79,8 @@ def _updates_alone(stepped: Any, parts: Any) -> None:
 
 
 MUTANTS = {
-    "shards_alone": lambda: patch.object(adafactor, "_sum_together", _shards_alone),
-    "updates_alone": lambda: patch.object(adafactor, "_sum_together", _updates_alone),
+    "shards_alone": lambda: patch.object(muon, "_sum_together", _shards_alone),
+    "updates_alone": lambda: patch.object(muon, "_sum_together", _updates_alone),
 }
 """Ranks use their own sums: all of them, or those of updates. (Copies that are counted twice cancel out.)"""
 

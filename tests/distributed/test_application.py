@@ -18,7 +18,7 @@ from meshwright import ConfigError, IntegrityError, Layout, parallelize, plan
 from meshwright.distributed import apply_ac, apply_fsdp2, init_distributed
 from meshwright.distributed.process.absent_peers import WireCounter
 from meshwright.distributed.process.world import get_world_info
-from meshwright.distributed.weights import weights
+from meshwright.distributed.weights import constructed
 
 EVERY_KIND = pytest.mark.parametrize("layout", [DDP2, FSDP2, HSDP], ids=["ddp2", "fsdp2", "hsdp2x2"])
 
@@ -66,13 +66,13 @@ def skipped(layout: Layout) -> tuple[str, str]:
 
     And of a buffer that has gone.
     """
-    draw, said = weights.draw_rows, []
+    draw, said = constructed.draw_rows, []
 
     def drifting(local, *args):
         draw(local, *args)
         local.add_(get_world_info()[0])
 
-    with patch.object(weights, "draw_rows", drifting):
+    with patch.object(constructed, "draw_rows", drifting):
         for audit in (True, False):
             try:
                 lay_out(Problem(), Way(layout), audit=audit)

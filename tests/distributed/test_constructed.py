@@ -20,7 +20,7 @@ from meshwright.core.names import clean
 from meshwright.distributed.process.workers import WorkerFailed
 from meshwright.distributed.process.world import get_world_info
 from meshwright.distributed.weights import constructed
-from meshwright.distributed.weights.whole_state import whole_on_first
+from meshwright.distributed.weights.shards import whole_on_first
 
 SEED = 5
 LAYOUTS = {

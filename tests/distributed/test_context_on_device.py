@@ -23,10 +23,10 @@ from meshwright.core.names import clean
 from meshwright.distributed import DistributedConfig, context_parallel_rows, init_distributed
 from meshwright.distributed.context import rows as reaches
 from meshwright.distributed.context.rows import PLACES, Reaches, cut_batch, cut_rows, kept_on, of_whole_rows, on_host
-from meshwright.distributed.exchange.threads import on_threads
+from meshwright.distributed.exchange import on_threads
 from meshwright.distributed.process.agree import Verdicts
 from meshwright.distributed.process.world import get_world_info
-from meshwright.distributed.weights.whole_state import whole_on_first
+from meshwright.distributed.weights.shards import whole_on_first
 from meshwright.introspection.mixing import masks
 from meshwright.introspection.mixing.masks import dense, within
 from meshwright.introspection.signature import Signature, logits_of

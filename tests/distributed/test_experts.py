@@ -36,7 +36,7 @@ from meshwright.distributed.process.workers import WorkerFailed
 from meshwright.distributed.process.world import get_world_info
 from meshwright.distributed.step.batch import labels_of
 from meshwright.distributed.tensor.layers import LocalView
-from meshwright.distributed.weights.whole_state import whole_on_first
+from meshwright.distributed.weights.shards import whole_on_first
 from meshwright.introspection.source import CausalLM
 from meshwright.introspection.structure.experts import Stack
 from meshwright.models.decoder import Decoder
@@ -790,14 +790,14 @@ def batches_of_one_rank() -> Iterator[None]:
 @contextmanager
 def alike_experts() -> Iterator[None]:
     """Each rank draws the first experts for its own."""
-    from meshwright.distributed.weights import weights
+    from meshwright.distributed.weights import constructed
 
-    draw = weights.draw_rows
+    draw = constructed.draw_rows
 
     def first(local: Tensor, offset: tuple, shape: tuple, *args: Any) -> None:
         draw(local, (0, *offset[1:]) if len(shape) == 3 else offset, shape, *args)
 
-    with patch.object(weights, "draw_rows", first):
+    with patch.object(constructed, "draw_rows", first):
         yield
 
 

@@ -17,7 +17,7 @@ from meshwright.checkpoint.manifest import Manifest
 from meshwright.core.errors import ConfigError
 from meshwright.distributed.float8.products import kind_of_state
 from meshwright.distributed.optimizer.low_bit import SIGNED, is_rounded
-from meshwright.distributed.weights.whole_state import whole_on_first
+from meshwright.distributed.weights.shards import whole_on_first
 
 BLOCK = {"8bit": 256, "4bit": 128}
 FURTHEST = {"8bit": 0.00704, "4bit": 0.11251}

@@ -29,7 +29,7 @@ from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.setup import init_distributed
 from meshwright.distributed.tensor import layers
 from meshwright.distributed.transforms import apply_model_transforms
-from meshwright.distributed.weights.whole_state import whole_on_first
+from meshwright.distributed.weights.shards import whole_on_first
 from meshwright.introspection.module_kinds import config_at
 from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig

@@ -25,7 +25,7 @@ from meshwright.distributed.float8 import gather as float8_gather
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.setup import init_distributed
 from meshwright.distributed.transforms import apply_model_transforms, build_model_transform
-from meshwright.distributed.weights.whole_state import whole_on_first
+from meshwright.distributed.weights.shards import whole_on_first
 from meshwright.introspection.module_kinds import is_rounded
 from meshwright.introspection.source import as_module
 from meshwright.planning.build import plan

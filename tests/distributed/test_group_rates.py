@@ -18,7 +18,7 @@ from torch import nn
 from meshwright import Layout, parallelize
 from meshwright.core.errors import ConfigError
 from meshwright.distributed.optimizer.parameter_groups import refuse_unused, trained_names
-from meshwright.distributed.weights.whole_state import whole_on_first
+from meshwright.distributed.weights.shards import whole_on_first
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module
 from meshwright.planning.build import plan as make_plan

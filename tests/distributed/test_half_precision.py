@@ -17,7 +17,7 @@ from meshwright.checkpoint import load, save
 from meshwright.comparison.equality import relative_errors
 from meshwright.distributed.optimizer import grad_clip
 from meshwright.distributed.parallelize import parallelize
-from meshwright.distributed.weights.whole_state import whole_on_first
+from meshwright.distributed.weights.shards import whole_on_first
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.planning.layout import Layout
 from meshwright.verification import verify as verifying

@@ -13,7 +13,7 @@ from support.pictures import FAMILIES, ROWS, SEQ, config_of, one_process, plain,
 import meshwright
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.process.absent_peers import WireCounter
-from meshwright.distributed.weights.whole_state import whole_on_first
+from meshwright.distributed.weights.shards import whole_on_first
 from meshwright.planning.layout import Layout
 from meshwright.planning.values import Batch
 

@@ -12,7 +12,7 @@ from support.oracle import relative_errors
 import meshwright
 from meshwright.core.errors import UnsupportedError
 from meshwright.distributed.mesh import data_position
-from meshwright.distributed.weights.whole_state import whole_on_first
+from meshwright.distributed.weights.shards import whole_on_first
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.images import counted, rows_of
 from meshwright.introspection.source import as_module

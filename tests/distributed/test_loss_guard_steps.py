@@ -19,7 +19,7 @@ from torch import Tensor
 from meshwright import parallelize
 from meshwright.distributed.process import agree
 from meshwright.distributed.torch_private import local_part
-from meshwright.distributed.weights.whole_state import whole_on_first
+from meshwright.distributed.weights.shards import whole_on_first
 from meshwright.training.health.loss_guard import LossGuard
 
 STEPS, BAD, LR, MAX_NORM, DEVIATIONS, WINDOW = 10, (7, 8), 0.02, 0.3, 4.0, 5

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from meshwright import Layout, MeshwrightError, parallelize
 from meshwright.distributed.averaging import WeightCopy
 from meshwright.distributed.mesh import data_position
-from meshwright.distributed.weights import whole_state
+from meshwright.distributed.weights import shards
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 
 FP64 = {"precision": {"master": "float64", "compute": "float64", "reduce": "float64"}}
@@ -241,16 +241,16 @@ def averaged(sizes, mutant=False):
     plainly_trained(plain, 3, update(wanted, plain))
     before = model.state_dict()
     errors, losses = [], []
-    swap = whole_state.swap
+    swap = shards.swap
     if mutant:
-        whole_state.swap = lambda tensors, copies: None
+        shards.swap = lambda tensors, copies: None
     for mean, expected in zip(means, wanted, strict=True):
         errors.append(furthest(mean.module.state_dict(), expected.module.state_dict()))
         with mean.module.lent():
             loss = float(model.evaluate(share(model)))
         want = F.cross_entropy(expected(BATCH["tokens"]).flatten(0, 1), BATCH["labels"].flatten()).item()
         losses.append(abs(loss - want))
-    whole_state.swap = swap
+    shards.swap = swap
     return (
         max(errors),
         max(losses),

@@ -10,7 +10,7 @@ from support.odd import LAYOUTS, odd, own_rows
 
 from meshwright import UnsupportedError
 from meshwright.distributed import DistributedConfig, apply_fsdp2, init_distributed
-from meshwright.distributed.weights.whole_state import whole_on_first
+from meshwright.distributed.weights.shards import whole_on_first
 
 
 class Signed(torch.optim.Optimizer):

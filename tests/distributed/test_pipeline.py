@@ -30,7 +30,7 @@ from meshwright.distributed.pipeline.run import Pipeline, StageLost, Ties
 from meshwright.distributed.process.absent_peers import WireCounter
 from meshwright.distributed.step.deferred import DeferredGradients
 from meshwright.distributed.tensor.layers import local
-from meshwright.distributed.weights.whole_state import whole_on_first
+from meshwright.distributed.weights.shards import whole_on_first
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.layout import Layout
 from meshwright.planning.pipeline.orders import KINDS

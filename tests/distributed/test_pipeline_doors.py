@@ -23,7 +23,7 @@ from meshwright.distributed import (
     get_pp_size,
     init_distributed,
 )
-from meshwright.distributed.weights.weights import materialise
+from meshwright.distributed.weights.constructed import materialise
 from meshwright.introspection.source import as_module
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig

@@ -24,7 +24,7 @@ from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.process.absent_peers import WireCounter
 from meshwright.distributed.step import whole_model
 from meshwright.distributed.tensor.layers import Sums, local
-from meshwright.distributed.weights.whole_state import whole_on_first
+from meshwright.distributed.weights.shards import whole_on_first
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.layout import Layout
 from meshwright.planning.values import Batch

@@ -38,7 +38,7 @@ from meshwright.distributed import (
     torch_private,
 )
 from meshwright.distributed.parallelizer import to_cpu
-from meshwright.distributed.weights import parts_tensor, whole_state
+from meshwright.distributed.weights import parts_tensor, shards
 from meshwright.distributed.weights.shards import pieces
 
 TOKENS = torch.arange(24).reshape(4, 6) % 37
@@ -386,7 +386,7 @@ def _side_by_side(tensor):
 
 FAULTS = {
     "parts are put together as plain shards": lambda: patch.object(parts_tensor, "whole_everywhere", _side_by_side),
-    "copies of key heads are written twice": lambda: patch.object(whole_state, "first_copies", pieces),
+    "copies of key heads are written twice": lambda: patch.object(shards, "first_copies", pieces),
     "FSDP2 makes plain DTensors of parts": lambda: patch.object(
         parts_tensor, "let_fsdp_make", lambda tensors: torch_private.let_fsdp_make(_plain_dtensor)
     ),

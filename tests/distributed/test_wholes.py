@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from meshwright.distributed.process.absent_peers import WireCounter
 from meshwright.distributed.setup import init_distributed
-from meshwright.distributed.weights import whole_state
-from meshwright.distributed.weights.whole_state import whole_on_first
+from meshwright.distributed.weights import shards
+from meshwright.distributed.weights.shards import whole_on_first
 from meshwright.planning.layout import Layout
 
 SHAPES = [(7,), (1,), (5, 3), (1, 2, 3), (0, 3), (33, 2)]
@@ -53,7 +53,7 @@ def gathered(elements: int) -> tuple[int, list[str], int]:
     ``elements`` together.
     """
     cases = drawn(torch.float64) | drawn(torch.float32)
-    with patch.object(whole_state, "PACK_ELEMENTS", elements), WireCounter() as wire:
+    with patch.object(shards, "PACK_ELEMENTS", elements), WireCounter() as wire:
         found = whole_on_first({name: tensor for name, (_, tensor) in cases.items()})
     wrong = [name for name, whole in found.items() if not is_same(whole, cases[name][0])]
     return len(found), wrong if list(found) in ([], list(cases)) else ["in another order"], len(wire.sent)

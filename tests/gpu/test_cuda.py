@@ -34,7 +34,7 @@ def job_oracle(steps=3):
     """The same in plain torch on the same GPU, from the same weights."""
     import torch.nn.functional as F
 
-    from meshwright.distributed.weights.weights import materialise
+    from meshwright.distributed.weights.constructed import materialise
     from meshwright.models.decoder import Decoder
     from meshwright.models.decoder_config import SIZES
 

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 from torch import Tensor, nn
 
-from meshwright.distributed.exchange import ranks
+from meshwright.distributed import exchange
 from meshwright.distributed.experts import _Journey
 from meshwright.distributed.optimizer import low_bit
 from meshwright.distributed.parallel_model import ParallelModel
@@ -33,7 +33,7 @@ def activations_freed_in_flight() -> AbstractContextManager:
 
 def messages_not_waited_for() -> AbstractContextManager:
     """What other ranks send is used as soon as it was asked for."""
-    return patch.object(ranks, "_waiting", lambda work, x: lambda: None)
+    return patch.object(exchange, "_waiting", lambda works, received, sent: lambda: received)
 
 
 def rows_of_experts_not_waited_for() -> AbstractContextManager:

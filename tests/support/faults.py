@@ -15,9 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.distributed import setup
+from meshwright.distributed import exchange, setup
 from meshwright.distributed.data import accumulation, fully_sharded
-from meshwright.distributed.exchange import ranks
 from meshwright.distributed.mesh import data_groups
 from meshwright.distributed.optimizer.grad_clip import local_gradients
 from meshwright.distributed.parallel_model import ParallelModel
@@ -294,8 +293,9 @@ def an_empty_microbatch_counts_as_one_token():
 
 def sequences_gathered_in_another_order():
     """Tensor-parallel ranks put the tokens of a row together as they come in."""
-    joined = ranks.joined
-    return patch.object(ranks, "joined", lambda parts, length: joined(parts.flip(0), length))
+    joined = exchange.joined
+    gather = lambda self, x, length: joined(self.gather_features(x).flip(0), length)  # noqa: E731
+    return patch.object(exchange.ProcessGroupRanks, "gather", gather)
 
 
 def rotary_tables_cached():

@@ -11,7 +11,7 @@ from torch import Tensor
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process.absent_peers import WireCounter
-from meshwright.distributed.weights.whole_state import whole_on_first
+from meshwright.distributed.weights.shards import whole_on_first
 from meshwright.planning.collectives import step_traffic
 from meshwright.planning.values import Batch
 

@@ -17,7 +17,7 @@ from meshwright.distributed.optimizer import muon
 from meshwright.distributed.optimizer.owners import MatrixOwners
 from meshwright.distributed.process.absent_peers import WireCounter
 from meshwright.distributed.torch_private import local_part
-from meshwright.distributed.weights.whole_state import whole_on_first
+from meshwright.distributed.weights.shards import whole_on_first
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.collectives import step_traffic
 from meshwright.planning.memory import plan_memory

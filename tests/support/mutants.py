@@ -17,16 +17,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from meshwright.core.axes import Axis
-from meshwright.distributed import parallelize
+from meshwright.distributed import order, parallelize
 from meshwright.distributed.data import accumulation, fully_sharded, replicated
-from meshwright.distributed.exchange.ranks import ProcessGroupRanks
+from meshwright.distributed.exchange import ProcessGroupRanks
 from meshwright.distributed.optimizer import grad_clip
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process import agree
 from meshwright.distributed.step import batch as step_batch
 from meshwright.distributed.step import whole_model
 from meshwright.distributed.step.whole_model import WholeModel
-from meshwright.distributed.weights import constructed, weights
+from meshwright.distributed.weights import constructed
 from meshwright.models import decoder
 
 
@@ -98,13 +98,13 @@ def divide_factor_on_the_root_only():
 @contextmanager
 def untied():
     """Tied weights come out of meta as two."""
-    with patch.object(weights, "tie", lambda model, ties: None), unaudited():
+    with patch.object(constructed, "tie", lambda model, ties: None), unaudited():
         yield
 
 
 @contextmanager
 def frozen_parameter_trained():
-    with patch.object(constructed, "apply", lambda model, plan: model), unaudited():
+    with patch.object(order, "freeze", lambda model, plan: model), unaudited():
         yield
 
 
@@ -233,8 +233,8 @@ def never_skips():
 
 def same_block_on_every_rank():
     """Every rank draws its shard as if it were the first."""
-    whole = weights.pieces
-    return patch.object(weights, "pieces", lambda p: [replace(piece, offset=(0,) * p.dim()) for piece in whole(p)])
+    whole = constructed.pieces
+    return patch.object(constructed, "pieces", lambda p: [replace(piece, offset=(0,) * p.dim()) for piece in whole(p)])
 
 
 def norm_over_all_ranks():
@@ -338,7 +338,7 @@ def reduced_in_the_dtype_of_the_root():
 @contextmanager
 def frozen_in_the_dtype_of_most():
     """Frozen parameters lose their dtype."""
-    whole = constructed.apply
+    whole = order.freeze
 
     def applied(model, plan):
         made = whole(model, plan)
@@ -347,5 +347,5 @@ def frozen_in_the_dtype_of_most():
                 parameter.data = parameter.data.to(getattr(torch, plan.precision.master))
         return made
 
-    with patch.object(constructed, "apply", applied), unaudited():
+    with patch.object(order, "freeze", applied), unaudited():
         yield

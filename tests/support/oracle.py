@@ -104,7 +104,7 @@ def said(run: Outcome) -> tuple[list[str], list[str]]:
 
 def build(problem: Problem) -> nn.Module:
     """The model of a problem with its initial weights, in one process. Ours and those on meta follow the init law."""
-    from meshwright.distributed.weights.weights import materialise
+    from meshwright.distributed.weights.constructed import materialise
     from meshwright.introspection.facts import model_facts
     from meshwright.introspection.source import as_module
 

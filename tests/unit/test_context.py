@@ -36,7 +36,7 @@ from meshwright.distributed.context.proof import (
     small_and_plan,
 )
 from meshwright.distributed.context.rows import CutRows, Numbers, cut_batch, cut_rows
-from meshwright.distributed.step import own_loss
+from meshwright.distributed.loss import first_batch
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.mixing import masks, values
 from meshwright.introspection.mixing.measure import measure_mixing, small_copy
@@ -414,7 +414,7 @@ def summed(logits, labels):
 def test_a_loss_of_ones_own_must_add_up_over_tokens_where_rows_are_cut():
     whole, cut = (plan(SIZES["debug"], Layout(dp_shard=1, cp=ranks)) for ranks in (1, 2))
     for loss in (neighbours_differ, summed):
-        own_loss.check(loss, 61, CPU, whole)
-    own_loss.check(summed, 61, CPU, cut)
+        first_batch.check(loss, 61, CPU, whole)
+    first_batch.check(summed, 61, CPU, cut)
     with pytest.raises(ConfigError, match=r"for their tokens in two parts: it does not add up over tokens"):
-        own_loss.check(neighbours_differ, 61, CPU, cut)
+        first_batch.check(neighbours_differ, 61, CPU, cut)

@@ -17,7 +17,7 @@ from meshwright.distributed.context import attention, kernels, methods
 from meshwright.distributed.context.attention import Context, attend, attend_to_whole_rows
 from meshwright.distributed.context.kernels import Scores, block_attention
 from meshwright.distributed.context.rows import CutRows, Reaches, cut_rows, select
-from meshwright.distributed.exchange.threads import Thread, on_threads
+from meshwright.distributed.exchange import Thread, on_threads
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.mixing import masks
 from meshwright.introspection.mixing.arithmetic import formula

@@ -11,7 +11,7 @@ import torch
 from meshwright.distributed.context import kernels, methods
 from meshwright.distributed.context.attention import Context, attend
 from meshwright.distributed.context.rows import Reaches, cut_rows
-from meshwright.distributed.exchange.threads import Thread, on_threads
+from meshwright.distributed.exchange import Thread, on_threads
 from meshwright.introspection.mixing.interception import AttentionCall
 from meshwright.introspection.mixing.masks import causal, shorter_than
 from meshwright.introspection.mixing.reach import RowMask
@@ -73,7 +73,7 @@ def order_of_calls(monkeypatch: pytest.MonkeyPatch, kind: Kind, ranks: int) -> t
         meet(board)
         running.append(mine)
 
-    monkeypatch.setattr("meshwright.distributed.exchange.threads.Board.meet", meet_and_note)
+    monkeypatch.setattr("meshwright.distributed.exchange.Board.meet", meet_and_note)
 
     def job(thread: Thread) -> int:
         running.append(thread.rank)

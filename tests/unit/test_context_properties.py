@@ -15,7 +15,7 @@ from torch import Tensor
 from meshwright.distributed.context import kernels, methods, rows
 from meshwright.distributed.context.methods import Halo, Members, shares_of_heads
 from meshwright.distributed.context.rows import FILLER, CutRows, cut_batch, cut_rows, select
-from meshwright.distributed.exchange.threads import Board, Thread
+from meshwright.distributed.exchange import Board, Thread
 from meshwright.introspection.mixing import reach as reaches
 from meshwright.introspection.mixing.masks import causal, everything, in_chunks, shorter_than
 from meshwright.introspection.mixing.reach import KeyRanges, RowMask, search

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.distributed.exchange.threads import Thread, on_threads
+from meshwright.distributed.exchange import Thread, on_threads
 from meshwright.distributed.tensor.loss import VocabularyShard, head_loss_sum, vocabulary_parallel_cross_entropy_sum
 
 WIDTH = 8

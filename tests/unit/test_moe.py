@@ -21,7 +21,7 @@ from meshwright import ConfigError, Layout, Plan, UnsupportedError, plan
 from meshwright.distributed.data.fully_sharded import prefetched
 from meshwright.distributed.experts import ExpertLoad, LayerLoad
 from meshwright.distributed.optimizer.parameter_groups import make_parameter_groups
-from meshwright.distributed.weights.weights import materialise
+from meshwright.distributed.weights.constructed import materialise
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import CausalLM, as_module
 from meshwright.introspection.structure import experts as stacks

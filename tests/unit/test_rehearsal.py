@@ -22,8 +22,7 @@ from torch import Tensor
 
 from meshwright.core.errors import MeshwrightError, UnsupportedError
 from meshwright.core.parts import FusedPart
-from meshwright.distributed.exchange import ranks as exchange
-from meshwright.distributed.exchange import threads
+from meshwright.distributed import exchange
 from meshwright.distributed.tensor import ends, functions, layers, loss, normed, parallel
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.logits.tail import Tail
@@ -285,7 +284,7 @@ def filled_up_at_the_front() -> AbstractContextManager:
         missing = -x.shape[1] % size
         return whole(torch.cat([x[:, :missing] * 0, x], dim=1), size)
 
-    return patch.object(threads, "by_rank", by_rank)
+    return patch.object(exchange, "by_rank", by_rank)
 
 
 def bias_on_every_rank() -> AbstractContextManager:
@@ -350,7 +349,7 @@ def embedding_not_reduced() -> AbstractContextManager:
 
 
 def maxima_of_own_logits() -> AbstractContextManager:
-    return patch.object(threads.Thread, "largest", lambda self, x: x)
+    return patch.object(exchange.Thread, "largest", lambda self, x: x)
 
 
 class Flipped(functions.TokenSequence):
@@ -416,19 +415,19 @@ def test_a_plan_that_was_proved_is_not_rehearsed_again(monkeypatch):
 
 
 def test_a_rank_that_fails_frees_the_others():
-    def job(thread: threads.Thread) -> Tensor:
+    def job(thread: exchange.Thread) -> Tensor:
         if thread.rank == 1:
             raise ValueError("one rank fails")
         return thread.sum(torch.ones(1))
 
     with pytest.raises(ValueError, match="one rank fails"):
-        threads.on_threads(3, job)
+        exchange.on_threads(3, job)
 
 
 def test_threads_carry_what_process_groups_carry():
     whole = torch.arange(2 * 7 * 3.0).view(2, 7, 3)
 
-    def job(thread: threads.Thread) -> tuple[Tensor, ...]:
+    def job(thread: exchange.Thread) -> tuple[Tensor, ...]:
         mine = exchange.own_share(whole, thread.rank, thread.size)
         return (
             thread.gather(mine, 7),
@@ -437,7 +436,7 @@ def test_threads_carry_what_process_groups_carry():
             thread.largest(whole[0, 0] * thread.rank),
         )
 
-    for rank, (gathered, scattered, features, largest) in enumerate(threads.on_threads(4, job)):
+    for rank, (gathered, scattered, features, largest) in enumerate(exchange.on_threads(4, job)):
         assert torch.equal(gathered, whole) and torch.equal(scattered, 4 * exchange.own_share(whole, rank, 4))
         assert torch.equal(features, whole[..., 0].expand(4, 2, 7)) and torch.equal(largest, 3 * whole[0, 0])
 

@@ -130,5 +130,5 @@ def test_arithmetic_alone_would_count_too_little(monkeypatch):
 
 def test_saved_parameters_are_no_activations(monkeypatch):
     found = saved_by_blocks(FACTS, ALONE, Batch(1, 64, 1, 4096))
-    monkeypatch.setattr(dry_run._BlockSaves, "_enter", lambda self, path: setattr(self, "_block", path))
+    monkeypatch.setattr(dry_run._BlockSaves, "_enter", lambda self, path, *_: setattr(self, "_block", path))
     assert saved_by_blocks(FACTS, ALONE, Batch(1, 64, 1, 4096))[0].all > 2 * found[0].all

@@ -17,7 +17,7 @@ from torch import nn
 from meshwright import Layout, parallelize
 from meshwright.checkpoint import load, save
 from meshwright.distributed.process.workers import WorkerPool
-from meshwright.distributed.weights.whole_state import whole_on_first
+from meshwright.distributed.weights.shards import whole_on_first
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 

@@ -27,9 +27,8 @@ from meshwright.distributed.doors.transform_registry import ModelTransform, regi
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.pipeline.split import SharedEnds
 from meshwright.distributed.process import agree
-from meshwright.distributed.weights.constructed import Destinations
+from meshwright.distributed.weights.constructed import Destinations, Weights
 from meshwright.distributed.weights.shards import pieces
-from meshwright.distributed.weights.weights import Weights
 from meshwright.introspection.adapted.folder import CONFIG as ADAPTER_CONFIG
 from meshwright.introspection.adapted.folder import WEIGHTS as ADAPTER_WEIGHTS
 from meshwright.introspection.adapted.model import AdaptersRead, base_name, is_adapter, is_trained_copy, peft_name

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 
 
+@functools.lru_cache(2**14)
 def clean(name: str) -> str:
     """Strip a name of the parts that torch's wrappers add (compile, checkpoint, FSDP1, DDP's leading ``module``)."""
     inner = re.sub(r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.", "", name)
@@ -17,11 +19,13 @@ def pattern(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
+@functools.lru_cache(2**14)
 def owner(name: str) -> str:
     """Return the path of the module that holds the parameter ``name`` ("" for the root)."""
     return name.rpartition(".")[0]
 
 
+@functools.lru_cache(2**14)
 def is_within(name: str, module: str) -> bool:
     """Return whether ``name`` is the module at path ``module`` or something inside it."""
     return module == "" or name == module or name.startswith(module + ".")

@@ -188,7 +188,16 @@ def forward_hooks(
     module: nn.Module,
 ) -> tuple[MutableMapping[int, Callable[..., Any]], MutableMapping[int, Callable[..., Any]]]:
     """Return the mutable tables of a module's forward pre-hooks and hooks."""
-    return _table(module.register_forward_pre_hook), _table(module.register_forward_hook)
+    of_hooks = []
+    for register in (module.register_forward_pre_hook, module.register_forward_hook):
+        handle = register(_nothing)
+        of_hooks.append(handle.hooks_dict_ref())
+        handle.remove()
+    return of_hooks[0], of_hooks[1]
+
+
+def _nothing(*args: Any) -> None:
+    """Do nothing, as a hook whose handle refers to a table of hooks."""
 
 
 def optimizer_has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
@@ -198,7 +207,7 @@ def optimizer_has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 def _table(register: Callable[..., Any]) -> MutableMapping[int, Callable[..., Any]]:
     """Return the table of hooks that a method registers in, which the handle of a hook refers to."""
-    handle = register(lambda *args: None)
+    handle = register(_nothing)
     table = handle.hooks_dict_ref()
     handle.remove()
     return table

@@ -23,13 +23,12 @@ from meshwright.distributed.optimizer.grad_clip import (
     foreach_between_,
     foreach_divided,
     foreach_move_mean_of_squares_,
+    loss_of,
 )
 from meshwright.distributed.step.part import ModelPart
 from meshwright.distributed.torch_private import local_part
-from meshwright.distributed.weights import whole_state
+from meshwright.distributed.weights import shards
 from meshwright.distributed.weights.shards import local_gradient, with_local
-
-# --- step by AdamW, and evaluate at the average of all steps, which takes the place of a schedule of the rate
 
 TRAINED = "y"
 """Key of a parameter's state that holds the point of training while the parameter holds the average."""
@@ -99,28 +98,20 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
                 "ScheduleFreeAdamW: the parameters hold the average of the steps, from which no step is taken. Call"
                 " train() first, or step outside of averaged()."
             )
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             alike: dict[tuple[float, float], list[Tensor]] = {}
             for p in group["params"]:
                 if p.grad is not None:
-                    state = self._state(p)
+                    if not (state := self.state[p]):
+                        state["step"] = torch.tensor(0.0)
+                        state["weight_sum"] = torch.tensor(0.0, dtype=torch.float64)
+                        state["z"] = p.detach().clone(memory_format=torch.preserve_format)
+                        state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
                     alike.setdefault((float(state["step"]), float(state["weight_sum"])), []).append(p)
             for (step, weight_sum), params in alike.items():
                 self._step_alike(params, step + 1, weight_sum, group)
         return loss
-
-    def _state(self, parameter: Tensor) -> dict[str, Tensor]:
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.tensor(0.0)
-            state["weight_sum"] = torch.tensor(0.0, dtype=torch.float64)
-            state["z"] = parameter.detach().clone(memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        return state
 
     def _step_alike(self, params: list[Tensor], step: float, weight_sum: float, group: dict[str, Any]) -> None:
         """Step parameters that have taken equally many steps at equal rates."""
@@ -138,7 +129,9 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
             [local_part(state["z"]) for state in states],
             [local_part(state["exp_avg_sq"]) for state in states],
         ]
-        for ys, gradients, zs, squares in [lists] if group["foreach"] else _one_by_one(lists):
+        for ys, gradients, zs, squares in (
+            [lists] if group["foreach"] else [[[one] for one in each] for each in zip(*lists, strict=True)]
+        ):
             foreach_move_mean_of_squares_(squares, gradients, decay)
             updates = foreach_divided(gradients, squares, group["eps"])
             if group["weight_decay"]:
@@ -189,10 +182,6 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
     def begin_anew(self) -> None:
         """Forget all steps: the parameters, as they are, are the first point of another training."""
         self.state.clear()
-
-
-def _one_by_one(lists: list[list[Tensor]]) -> list[list[list[Tensor]]]:
-    return [[[tensor] for tensor in one] for one in zip(*lists, strict=True)]
 
 
 def optimizers_of(parameters: Iterable[Tensor]) -> list[ScheduleFreeAdamW]:
@@ -256,9 +245,6 @@ def _free_gathered(parts: Sequence[nn.Module]) -> None:
         fully_sharded.reshard(part)
 
 
-# --- copy the weights of a laid-out model, for averages and references
-
-
 class WeightCopy(nn.Module):
     """A copy of the weights of a laid-out model, in the same shards, such as an average of them.
 
@@ -300,7 +286,7 @@ class WeightCopy(nn.Module):
 
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> whole_state.IncompatibleKeys:
+    ) -> shards.IncompatibleKeys:
         """Copy whole tensors into the copies (see ``ParallelModel.load_state_dict``)."""
         with self.lent() as model:
             return model.load_state_dict(state_dict, strict, assign)
@@ -312,12 +298,9 @@ class WeightCopy(nn.Module):
     @torch.no_grad()
     def _swap(self) -> None:
         # a mean of codes is none of weights: those in 4 bits are frozen, and the model's own serve
-        tensors = [(name, tensor) for name, tensor in self._model[0]._tensors() if not _in_4_bits(tensor)]
-        whole_state.swap(tensors, {**self._parameters, **self._buffers})
-
-
-def _in_4_bits(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) and tensor.dtype == torch.uint8
+        in_4_bits = lambda tensor: isinstance(tensor, nn.Parameter) and tensor.dtype == torch.uint8  # noqa: E731
+        tensors = [(name, tensor) for name, tensor in self._model[0]._tensors() if not in_4_bits(tensor)]
+        shards.swap(tensors, {**self._parameters, **self._buffers})
 
 
 def load_within(

@@ -28,7 +28,7 @@ from meshwright.core.losses import PADDING
 from meshwright.core.names import clean, owner
 from meshwright.core.record import remember, wrap
 from meshwright.core.torch_private import has_no_values, uncompiled
-from meshwright.distributed.exchange.ranks import own_share
+from meshwright.distributed.exchange import own_share
 from meshwright.distributed.process import agree
 from meshwright.distributed.recompute.kept import exchanged
 from meshwright.distributed.step.part import Batch
@@ -111,7 +111,7 @@ def sum_over(groups: Sequence[dist.ProcessGroup], counts: Tensor) -> Tensor:
 
 
 def end_step(routers: Sequence[Router], groups: Sequence[dist.ProcessGroup], *, skipped: bool) -> None:
-    """Update the biases by the tokens that each expert received since the last step, unless the step is skipped.
+    """Update the biases by the tokens that each expert received since the last step, unless it is skipped or failed.
 
     Collective.
 
@@ -120,23 +120,13 @@ def end_step(routers: Sequence[Router], groups: Sequence[dist.ProcessGroup], *, 
     """
     balanced = [router for router in routers if router.bias is not None]
     if balanced and not skipped:
-        counts = sum_over(groups, torch.stack([_counts(router) for router in balanced]))
+        none = lambda of: torch.zeros(of.config.n_experts, dtype=torch.int64, device=of.weight.device)  # noqa: E731
+        each = [none(router) if router.counts is None else router.counts for router in balanced]
+        counts = sum_over(groups, torch.stack(each))
         for router, found in zip(balanced, counts, strict=True):
             router.balance(found)
     for router in routers:
         router.counts = None
-
-
-def forget_step(routers: Sequence[Router]) -> None:
-    """Discard the counts of a failed forward or backward: they belong to no step."""
-    for router in routers:
-        router.counts = None
-
-
-def _counts(router: Router) -> Tensor:
-    if router.counts is not None:
-        return router.counts
-    return torch.zeros(router.config.n_experts, dtype=torch.int64, device=router.weight.device)
 
 
 # --- distribute experts over ranks
@@ -223,6 +213,12 @@ def _everywhere(
     return made.new_zeros(n * k, made.shape[1]).index_copy(0, order, made).view(n, k, made.shape[1])
 
 
+def _counts_of_all(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+    theirs = torch.empty_like(mine)
+    dist.all_to_all_single(theirs, mine, group=group)
+    return theirs
+
+
 def _rows_by_rank(mine: Tensor, theirs: Tensor, ranks: int, rows: int) -> tuple[list[int], list[int]]:
     """Return the number of rows for each rank, and from each rank. The only point where the host waits for the device.
 
@@ -270,12 +266,6 @@ class _Journey:
         return found
 
 
-def _counts_of_all(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    theirs = torch.empty_like(mine)
-    dist.all_to_all_single(theirs, mine, group=group)
-    return theirs
-
-
 class _Begin(torch.autograd.Function):
     """Start to send rows, and return them unchanged. The backward waits for their gradients."""
 
@@ -321,9 +311,6 @@ def _exchange(
     return _End.apply(leaving, journey)
 
 
-# --- compute a model's own router loss over the tokens of all ranks that share a microbatch
-
-
 class SharedRouterLoss:
     """Computes a model's own router loss over the tokens of several ranks.
 
@@ -344,7 +331,10 @@ class SharedRouterLoss:
         It combines the choices of all ranks' tokens with the probabilities of this rank's tokens.
         """
         logits = self._logits.take()
-        real = self._own(routed_tokens(batch), batch["tokens"].shape)
+        real, sequence = routed_tokens(batch), self._sequence
+        if sequence is not None and (real is not None or sequence.filled):  # False for padding of the shard, too
+            whole = torch.ones(batch["tokens"].shape, dtype=torch.bool) if real is None else real
+            real = own_share(whole, sequence.group.rank, sequence.group.size)
         real = None if real is None else real.flatten().to(logits[0].device)
         chosen, probabilities = self._loss.terms(logits, real)
         tokens = chosen.new_tensor([logits[0].flatten(0, -2).shape[0]]) if real is None else real.sum().view(1)
@@ -362,18 +352,6 @@ class SharedRouterLoss:
     def forget(self) -> None:
         """Discard the recorded logits after a failed forward or backward."""
         self._logits.take()
-
-    def _own(self, real: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
-        """Return a mask of this rank's routed tokens, False for padding of rows or of the sequence shard; None: all."""
-        if self._sequence is None:
-            return real
-        if real is None and not self._sequence.filled:
-            return None
-        whole = torch.ones(shape, dtype=torch.bool) if real is None else real
-        return own_share(whole, self._sequence.group.rank, self._sequence.group.size)
-
-
-# --- count the tokens that each expert receives
 
 
 @dataclass(frozen=True)
@@ -448,7 +426,12 @@ class ExpertLoad:
         found: list[LayerLoad] = []
         if self._counts:
             total = agree.total(torch.cat([*self._counts.values()]), list(groups))
-            sizes = self._take_sizes(list(groups))
+            none, routers = torch.zeros(2, dtype=torch.float64), self._routers
+            z = [none if router.z is None else router.z.cpu() for router in routers.values()]
+            sums = zip(routers, agree.total(torch.stack(z), list(groups)) if z else (), strict=True)
+            sizes = {path: (size / tokens.clamp(min=1)).item() for path, (size, tokens) in sums}
+            for router in routers.values():
+                router.z = None
             for path, counts in zip(self._counts, total.split([len(c) for c in self._counts.values()]), strict=True):
                 *tokens, dropped = counts.tolist()
                 found.append(LayerLoad(path, tuple(tokens), dropped, sizes.get(path)))
@@ -456,17 +439,3 @@ class ExpertLoad:
         if pipeline:
             found = list({load.path: load for loads in agree.everybody_says(found) for load in loads}.values())
         return found
-
-    def _take_sizes(self, groups: list[dist.ProcessGroup]) -> dict[str, float]:
-        """Return the mean ``router_z`` of each ``models.moe.Router``, by the path of its experts."""
-        if not self._routers:
-            return {}
-        none = torch.zeros(2, dtype=torch.float64)
-        sizes = agree.total(
-            torch.stack([none if router.z is None else router.z.cpu() for router in self._routers.values()]), groups
-        )
-        for router in self._routers.values():
-            router.z = None
-        return {
-            path: (size / tokens.clamp(min=1)).item() for path, (size, tokens) in zip(self._routers, sizes, strict=True)
-        }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -81,9 +82,13 @@ def known_mesh(device_mesh: DeviceMesh, understands: tuple[str, ...] = (), *, cu
         hint = f" ({'; '.join(hints)})" if hints else ""
         raise ConfigError(f"the mesh has the axes {sorted(strange)}; legal names are {', '.join(legal)}{hint}")
     if any(name in understands for name in names):
-        device_mesh = _renamed(
-            device_mesh, tuple(OTHER_NAMES[name].value if name in understands else name for name in names)
-        )
+        given: Any = device_mesh
+        device_mesh = getattr(given, "_meshwright_renamed", None)  # type: ignore[assignment]
+        if device_mesh is None:
+            ours = tuple(OTHER_NAMES[name].value if name in understands else name for name in names)
+            if given.mesh.numel() != dist.get_world_size():
+                raise ConfigError(f"the axes {names} are of a part of the ranks: name them as ours, {', '.join(ours)}")
+            device_mesh = given._meshwright_renamed = DeviceMesh(given.device_type, given.mesh, mesh_dim_names=ours)
     if not cuts_rows:
         refuse_rows_of_stages(device_mesh)
     return device_mesh
@@ -103,20 +108,6 @@ def refuse_rows_of_stages(device_mesh: DeviceMesh) -> None:
 def context_ranks(device_mesh: DeviceMesh | None) -> int:
     """Return the number of ranks over which rows are cut; 1 without a cp axis."""
     return axis_size(device_mesh, Axis.CP)
-
-
-def _renamed(device_mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    given: Any = device_mesh
-    known = getattr(given, "_meshwright_renamed", None)
-    if known is None:
-        if device_mesh.mesh.numel() != dist.get_world_size():
-            raise ConfigError(
-                f"the axes {device_mesh.mesh_dim_names} are of a part of the ranks: name them as ours,"
-                f" {', '.join(names)}"
-            )
-        known = DeviceMesh(device_mesh.device_type, device_mesh.mesh, mesh_dim_names=names)
-        given._meshwright_renamed = known
-    return known
 
 
 def can_merge_data(device_mesh: DeviceMesh) -> bool:
@@ -147,11 +138,6 @@ def sizes_of_stage(device_mesh: DeviceMesh | None) -> dict[str, int]:
     return {name: size for name, size in plan_sizes(device_mesh).items() if name != Axis.PP.value}
 
 
-def _named(device_mesh: DeviceMesh | None, *axes: Axis) -> list[str]:
-    sizes = axis_sizes(device_mesh)
-    return [axis.value for axis in axes if axis.value in sizes]
-
-
 def has_dp_mesh(device_mesh: DeviceMesh | None) -> bool:
     """Return whether ranks with different samples exist: a data axis larger than 1."""
     return any(axis_size(device_mesh, axis) > 1 for axis in SAMPLES)
@@ -174,10 +160,7 @@ def get_dp_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
 
 def replica_axis(device_mesh: DeviceMesh, shares: Shares) -> DeviceMesh | None:
     """Return the axes along which dense parameters are replicated, as one; None if none is larger than 1."""
-    large = [axis.value for axis in shares.replica_axes if _is_large(device_mesh, axis)]
-    if len(large) > 1:
-        return flattened(device_mesh[tuple(large)], "_".join(large))
-    return device_mesh[large[0]] if large else None
+    return _as_one(device_mesh, shares.replica_axes)
 
 
 def get_fsdp_mesh(device_mesh: DeviceMesh) -> DeviceMesh | None:
@@ -187,14 +170,16 @@ def get_fsdp_mesh(device_mesh: DeviceMesh) -> DeviceMesh | None:
 
 def sharding_axis(device_mesh: DeviceMesh, axes: tuple[Axis, ...] = SHARDS) -> DeviceMesh | None:
     """Return the sharding axis of any size, several as one; None if the mesh has none of that name."""
+    if (found := _as_one(device_mesh, axes)) is not None:
+        return found
+    return device_mesh[Axis.DP_SHARD.value] if Axis.DP_SHARD.value in axis_sizes(device_mesh) else None
+
+
+def _as_one(device_mesh: DeviceMesh, axes: Iterable[Axis]) -> DeviceMesh | None:
     large = [axis.value for axis in axes if _is_large(device_mesh, axis)]
     if len(large) > 1:
         return flattened(device_mesh[tuple(large)], "_".join(large))
-    return (
-        device_mesh[large[0]]
-        if large
-        else next((device_mesh[name] for name in _named(device_mesh, Axis.DP_SHARD)), None)
-    )
+    return device_mesh[large[0]] if large else None
 
 
 def _one_axis(device_mesh: DeviceMesh, axis: Axis) -> DeviceMesh | None:
@@ -233,7 +218,7 @@ def get_ep_mesh(device_mesh: DeviceMesh) -> DeviceMesh | None:
 
 def get_pp_rank(device_mesh: DeviceMesh | None) -> int:
     """Return this process's pipeline stage; 0 without a pp axis."""
-    return device_mesh.get_local_rank(Axis.PP.value) if device_mesh is not None and _named(device_mesh, Axis.PP) else 0
+    return device_mesh.get_local_rank(Axis.PP.value) if Axis.PP.value in axis_sizes(device_mesh) else 0  # type: ignore[union-attr]
 
 
 def get_pp_size(device_mesh: DeviceMesh | None) -> int:
@@ -260,9 +245,9 @@ def is_first_of_stage(device_mesh: DeviceMesh) -> bool:
 def data_position(device_mesh: DeviceMesh | None) -> tuple[int, int]:
     """Return (rank, size) of this process among those that hold different samples, replicas outermost."""
     rank, size = 0, 1
-    for name in _named(device_mesh, *SAMPLES):
-        extent = axis_sizes(device_mesh)[name]
-        rank, size = rank * extent + (device_mesh.get_local_rank(name) if device_mesh is not None else 0), size * extent
+    sizes = axis_sizes(device_mesh)
+    for name in (axis.value for axis in SAMPLES if device_mesh is not None and axis.value in sizes):
+        rank, size = rank * sizes[name] + device_mesh.get_local_rank(name), size * sizes[name]  # type: ignore[union-attr]
     return rank, size
 
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.core.axes import WORLD_AXES, Axis
-from meshwright.core.devices import current_device
+from meshwright.core.devices import CPU, current_device
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError
+from meshwright.core.names import clean
 from meshwright.core.record import recall, remember
 from meshwright.distributed.optimizer.step import watch_steps
 from meshwright.distributed.process.world import warn_of_newer_releases
+from meshwright.distributed.weights.constructed import Weights, materialise
 from meshwright.introspection.facts import ModelFacts
+from meshwright.introspection.signature import core_of
 from meshwright.planning.experts import ExpertPlan
 from meshwright.planning.float8 import Float8Plan
 from meshwright.planning.layout import EXPERTS, REPLICAS, SHARDS
@@ -26,7 +31,6 @@ from . import experts
 from .context import context_parallel
 from .context import proof as context_proof
 from .data import fully_sharded, replicated
-from .data import fully_sharded as idle_parameters
 from .float8 import float8
 from .mesh import get_expert_mesh, groups_of
 from .pipeline import split as stages
@@ -35,10 +39,8 @@ from .recompute import compilation, recompute
 from .step import objective
 from .step.part import ModelPart
 from .tensor import parallel as tensor_parallel
-from .weights import constructed
 from .weights.audit import refuse_unequal
 from .weights.shards import apply_to_tensors, move_buffers
-from .weights.weights import Weights, materialise
 
 
 @dataclass
@@ -72,16 +74,61 @@ class Technique:
     """Axes whose ranks share one model: they must bring the same weights."""
 
 
+@dataclass(frozen=True)
+class Joined:
+    """Marks a model whose frozen token embedding takes part in backward."""
+
+
+def freeze(model: nn.Module, plan: Plan) -> nn.Module:
+    """Set ``requires_grad`` as planned. It runs before sharding, which reads it."""
+    frozen = set(plan.frozen)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(clean(name) not in frozen)
+    return model
+
+
+def join_backward(model: nn.Module, plan: Plan, facts: ModelFacts) -> None:
+    """Let a frozen token embedding's output take part in backward, where what makes images' features is trained.
+
+    A batch without images would else need no gradient in front of its first trained block, and none at all where
+    images' modules alone are trained: ranks would end their units' backward in other orders, and sum gradients of
+    different weights, or have no backward while others wait.
+    """
+    frozen = {clean(name) for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    frozen |= set(plan.frozen)
+    trains_images = any(facts.is_of_images(p.name) and p.name not in frozen for p in facts.parameters)
+    find = getattr(core_of(model), "get_input_embeddings", None)
+    embedding = find() if trains_images and find is not None else None
+    if not isinstance(embedding, nn.Module) or recall(model, Joined) is not None:
+        return
+
+    def join(module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, Tensor) and torch.is_grad_enabled() and not output.requires_grad:
+            return output.requires_grad_().clone()  # a model may write images' features into it
+        return output
+
+    embedding.register_forward_hook(join)
+    remember(model, Joined())
+
+
 def _fully_shard(model: nn.Module, plan: Plan, site: Site) -> nn.Module:
     sharded = fully_sharded.apply(model, plan, _mesh(site))
     if plan.data.idle:
-        constructed.join_backward(sharded, plan, site.facts)
-        idle_parameters.fill(sharded, plan, _mesh(site))
+        join_backward(sharded, plan, site.facts)
+        fully_sharded.fill(sharded, plan, _mesh(site))
     return sharded
 
 
+def _distribute_experts(model: nn.Module, plan: Plan, site: Site) -> nn.Module:
+    if (mesh := get_expert_mesh(_mesh(site))) is None:
+        raise ConfigError(
+            "expert parallelism needs a mesh that was built for it: init_distributed(Layout(..., ep=...))"
+        )
+    return experts.apply(model, plan, mesh)
+
+
 def _weights(model: nn.Module, plan: Plan, site: Site) -> nn.Module:
-    device = fully_sharded.device_of(plan)
+    device = current_device(CPU if plan.data.cpu_offload else plan.device)
     if site.facts.on_meta:
         ties = {alias: p.name for p in site.facts.parameters for alias in p.aliases}
         materialise(model, device, site.seed, ties, site.draw_on, site.weights)
@@ -100,7 +147,7 @@ ORDER: tuple[Technique, ...] = (
         ),
         lambda model, plan, site: model.to(torch_dtype(plan.precision.master)),
     ),
-    Technique("freeze", lambda plan, site: bool(plan.frozen), lambda model, plan, site: constructed.apply(model, plan)),
+    Technique("freeze", lambda plan, site: bool(plan.frozen), lambda model, plan, site: freeze(model, plan)),
     Technique(
         "float8",
         lambda plan, site: (
@@ -122,7 +169,7 @@ ORDER: tuple[Technique, ...] = (
     Technique(
         "expert_parallel",
         lambda plan, site: plan.experts is not None,
-        lambda model, plan, site: experts.apply(model, plan, _expert_mesh(site)),
+        _distribute_experts,
         shares=EXPERTS,
     ),
     Technique(
@@ -232,7 +279,7 @@ def lay_out(model: nn.Module, plan: Plan, site: Site, only: tuple[str, ...] = NA
     if not site.facts.on_meta:
         refuse_unequal(model, groups_of(site.device_mesh, *WORLD_AXES))
     if site.facts.measurements.image_modules():  # asked here: of a model that is laid out no copy can be made
-        constructed.join_backward(model, plan, site.facts)
+        join_backward(model, plan, site.facts)
     if plan.pipeline is None:
         return [ModelPart(apply(model, plan, site, only), plan, site.facts)]
     rank = _mesh(site).get_local_rank(Axis.PP.value)
@@ -258,15 +305,6 @@ def refuse_misorder(name: str, done: tuple[str, ...], kind: str) -> None:
         raise ConfigError(
             f"{name} must come before {later[0]}, which is on this {kind} already. The order is: {order}."
         )
-
-
-def _expert_mesh(site: Site) -> DeviceMesh:
-    found = get_expert_mesh(_mesh(site))
-    if found is None:
-        raise ConfigError(
-            "expert parallelism needs a mesh that was built for it: init_distributed(Layout(..., ep=...))"
-        )
-    return found
 
 
 def _mesh(site: Site) -> DeviceMesh:

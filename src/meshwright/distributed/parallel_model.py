@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.losses import Loss, PreferenceLoss
 from meshwright.core.names import clean, under
 from meshwright.core.record import remember
+from meshwright.distributed.step.whole_model import without_backward
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.signature import Signature
 from meshwright.planning.layout import TOKENS
@@ -41,16 +42,16 @@ from .optimizer import step as optimizer_step
 from .optimizer.grad_clip import EPSILON, gradients_times, local_gradients, scale_gradients, total_norm
 from .optimizer.parameter_groups import make_parameter_groups, trained_names
 from .order import Applied, applied
-from .pipeline.split import counted_once
+from .pipeline.run import Pipeline
+from .pipeline.split import StagePart, counted_once
 from .process import agree
 from .step import batch as step_batch
 from .step import opening
 from .step.generation import Cacheless, Heard, Sampling, generate, next_logits
 from .step.objective import LossFunction
-from .step.outputs import without_backward
-from .step.part import ModelPart, OpenedStep, StepLoss, StepResult
-from .step.whole_model import runner_of
-from .weights import audit, whole_state
+from .step.part import ModelPart, OpenedStep, Runner, StepLoss, StepResult
+from .step.whole_model import WholeModel
+from .weights import audit, shards
 
 
 class ParallelModel(nn.Module):
@@ -82,8 +83,8 @@ class ParallelModel(nn.Module):
         self.is_lent = False  # whether its parameters hold those of a ``WeightCopy``
         self.module, self.plan, self.facts, self.mesh = parts[0].module, plan, facts, mesh
         self.microbatch_rows, self.skipped_steps = microbatch_rows, 0
-        self._pairs = preference.PairsOfModel.of(loss_fn, [part.model for part in parts], facts, plan)
-        self.reference_refusal = "the loss is not of pairs" if self._pairs is None else self._pairs.switch.refusal
+        self._pairs = preference.pairs_of_model(loss_fn, self.parts, facts, plan)
+        self.reference_refusal = "the loss is not of pairs" if self._pairs is None else self._pairs.refusal
         remember(self, Applied(applied(parts[0].model)))
         signature = Signature.of(parts[0].model)
         self._declared = DeclaredLosses.of(loss_fn, parts[0].model, signature.takes["tokens"])
@@ -96,10 +97,9 @@ class ParallelModel(nn.Module):
         self._routers = experts.routers_of(self.parts)
         experts.share_microbatches(self._routers, self._data_groups)
         self._expert_load = experts.ExpertLoad(self.parts) if facts.has_experts else None
-        router = plan.router_loss
-        self._router_loss = (
-            None if router is None else experts.SharedRouterLoss(router, parts[0].model, self._token_groups)
-        )
+        self._router_loss = None
+        if plan.router_loss is not None:
+            self._router_loss = experts.SharedRouterLoss(plan.router_loss, parts[0].model, self._token_groups)
         self._context = [found for part in self.parts if (found := runtime_of(part)) is not None]
         self.loss_scale = optimizer_step.LossScale(plan.precision.loss_scale) if plan.precision.loss_scale else None
         self._opening = opening.StepOpening(
@@ -116,8 +116,11 @@ class ParallelModel(nn.Module):
             counts_routed=bool(self._routers or self._router_loss),
         )
         loss: Any = self._declared or (loss_fn if self._pairs is None else self._pairs.counted)
-        self._runner = runner_of(
-            self._parts, plan, mesh, loss, self._inputs, self.device, self._router_loss, self._enter
+        own = loss, self._inputs, self.device
+        self._runner: Runner = (
+            WholeModel(parts[0], *own, self._router_loss)
+            if plan.pipeline is None or mesh is None
+            else Pipeline(cast("Sequence[StagePart]", parts), plan, mesh, *own, self._enter)
         )
 
     @property
@@ -187,12 +190,12 @@ class ParallelModel(nn.Module):
             fully_sharded.reshard(model)  # gathered by somebody else's forward, it would change gradients under tp
         scale = self.loss_scale.value if self.loss_scale is not None else 1.0
         experts.begin_step(self._routers, routed, self.device, scale)
-        experts.begin_step([self._router_loss] if self._router_loss is not None else [], routed, self.device)
+        experts.begin_step([self._router_loss] if self._router_loss else [], routed, self.device)
         try:
             with gradients_times(scale, self.parameters):
                 total = self._runner.forward_backward(pieces, weight or 1.0, scale)
         except BaseException:
-            experts.forget_step(self._routers)
+            experts.end_step(self._routers, [], skipped=True)
             if self._router_loss is not None:
                 self._router_loss.forget()
             raise
@@ -220,11 +223,9 @@ class ParallelModel(nn.Module):
         norm = agree.largest_of_copies(float(total_norm(parts, self._pipeline_groups)), self._copy_groups)
         for context in self._context:
             context.verdicts.raise_known()
-        is_finite = (
-            math.isfinite(norm)
-            and bool(parts or self._pipeline_groups)
-            and (self._last_loss is None or math.isfinite(float(self._last_loss)))
-        )
+        has_gradients = bool(parts or self._pipeline_groups)
+        is_finite = has_gradients and math.isfinite(norm)
+        is_finite = is_finite and (self._last_loss is None or math.isfinite(float(self._last_loss)))
         skipped = (skip is not None and agree.any_rank(skip)) or not is_finite
         if skipped:
             self.skipped_steps += 1
@@ -286,9 +287,8 @@ class ParallelModel(nn.Module):
 
     def _of_all_ranks(self, value: Tensor, tokens: int, weight: float) -> StepLoss:
         """Sum a loss over ranks, and each of several declared ones, or the figures of pairs (collective)."""
-        own = (
-            self._pairs.counted.taken(value) if self._pairs else self._declared.shares(value) if self._declared else {}
-        )
+        pairs, declared = self._pairs, self._declared
+        own = pairs.counted.taken(value) if pairs else declared.shares(value) if declared else {}
         words = torch.stack([value, *own.values()])
         for group in (*self._data_groups, *self._pipeline_groups):
             dist.all_reduce(words, group=group)
@@ -551,7 +551,7 @@ class ParallelModel(nn.Module):
         if keep_vars:
             raise ConfigError("state_dict(keep_vars=True) would return whole parameters, and ranks hold shards of them")
         with self.averaged():
-            found = whole_state.gathered(self._tensors(), groups_of(self.mesh, Axis.PP), keep=not rank0_only)
+            found = shards.gathered(self._tensors(), groups_of(self.mesh, Axis.PP), keep=not rank0_only)
         aliases = {alias: fact.name for fact in self.facts.parameters for alias in fact.aliases}
         found |= {alias: found[name] for alias, name in aliases.items() if name in found}
         made = {} if destination is None else destination
@@ -561,7 +561,7 @@ class ParallelModel(nn.Module):
     @torch.no_grad()
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> whole_state.IncompatibleKeys:
+    ) -> shards.IncompatibleKeys:
         """Copy whole tensors, by global name, into this rank's shards; every rank gives the whole dict.
 
         Raises:
@@ -572,7 +572,7 @@ class ParallelModel(nn.Module):
             raise ConfigError("load_state_dict(assign=True) would replace shards by whole tensors: leave assign out")
         names = {fact.name: fact.aliases for fact in self.facts.parameters}
         names |= {fact.name: () for fact in self.facts.buffers if fact.persistent}
-        keys = whole_state.scatter(self._tensors(), state_dict, names, strict=strict)
+        keys = shards.scatter(self._tensors(), state_dict, names, strict=strict)
         if not self.is_lent:
             begin_anew(self.parts)
         return keys

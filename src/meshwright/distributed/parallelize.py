@@ -14,10 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.core.axes import Axis
 from meshwright.core.devices import check_device_type
-from meshwright.core.errors import ConfigError
+from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.losses import Loss, PreferenceLoss
 from meshwright.core.record import remember
 from meshwright.distributed.context.proof import keep_for_batches
+from meshwright.distributed.weights.constructed import Weights
 from meshwright.introspection.blocks import Hints
 from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.constructor.origin import ModelOrigin
@@ -32,14 +33,12 @@ from meshwright.planning.tensor.make import LEFT_TO_EVERY_RANK
 
 from . import order
 from .float8.float8 import refuse_absent
-from .loss import preference
+from .loss import first_batch, preference
 from .mesh import build_mesh, known_mesh, plan_sizes
 from .parallel_model import LossFunction, ParallelModel
 from .process import agree
 from .process.world import get_world_info, ranks_per_node
 from .setup import DistributedConfig, choose_backend, init_distributed, single_process_mesh
-from .step import own_loss
-from .weights.weights import Weights
 
 log = getLogger("meshwright")
 
@@ -119,12 +118,23 @@ def parallelize(
         elif mesh is not None:
             _refuse_other_mesh(plan, config.resolve(plan.world).sizes)
         _check_early(plan, loss_fn)
-        mesh = _bring_up(plan, config, seed)
-    adds_up = own_loss.check(loss_fn, facts.vocab_size, torch.device(plan.device), plan)
+        layout = replace(config, **plan.sizes)
+        if layout.world > 1:
+            mesh = build_mesh(layout, plan.device) if dist.is_initialized() else init_distributed(layout, seed)
+        else:
+            alone = plan.data.technique == "fully_shard"
+            mesh = single_process_mesh(plan.device, config.backend) if alone else None
+    adds_up = first_batch.check(loss_fn, facts.vocab_size, torch.device(plan.device), plan)
 
     def prove() -> dict[str, str]:
-        if loss_fn is None or isinstance(loss_fn, PreferenceLoss):  # of logits alone: the model may have no other terms
-            own_loss.refuse_dropped(facts)
+        is_of_logits = loss_fn is None or isinstance(loss_fn, PreferenceLoss)  # the model may have no other terms
+        if is_of_logits and (losses := facts.measurements.premises().losses):
+            raise UnsupportedError(
+                f"the output of {facts.kind} has a loss of its own beside the logits ({', '.join(losses)}), and a"
+                f" step would train a loss of the logits alone. Return the logits only; or declare the loss of the"
+                f" model: loss_fn=meshwright.Loss(reduction='mean'); or give a function as loss_fn=, which says"
+                f" that logits and labels are all of it."
+            )
         return order.prove(facts, plan)
 
     refused = _once(mesh, prove)  # on one rank: a model's small copies are alike
@@ -153,13 +163,6 @@ def _once(mesh: DeviceMesh | None, decide: Callable[[], Result]) -> Result:
     """Decide on one rank for all, where the mesh has every rank of the world; others may not be here."""
     is_world = mesh is not None and mesh.mesh.numel() == dist.get_world_size()
     return agree.decided_once(decide) if is_world else decide()
-
-
-def _bring_up(plan: Plan, config: DistributedConfig, seed: int) -> DeviceMesh | None:
-    layout = replace(config, **plan.sizes)
-    if layout.world > 1:
-        return build_mesh(layout, plan.device) if dist.is_initialized() else init_distributed(layout, seed)
-    return single_process_mesh(plan.device, config.backend) if plan.data.technique == "fully_shard" else None
 
 
 def _refuse_other_mesh(plan: Plan, sizes: dict[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""Create process group and mesh from torchrun's or Slurm's variables, and tear them down without hanging."""
+"""Create process group and mesh from torchrun's or Slurm's variables, try them, and tear them down in bounded time."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.core.devices import (
     CPU,
+    CUDA,
     DEFAULT_BACKEND,
     current_device,
     is_accelerator,
     local_device,
     why_cuda_is_unusable,
 )
-from meshwright.core.errors import ConfigError
+from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.core.host import refuse_absent_interfaces
-from meshwright.distributed.process.world import warn_of_small_shared_memory
+from meshwright.distributed.mesh import axis_sizes, build_mesh, data_position, get_expert_mesh
+from meshwright.distributed.mesh import (
+    get_dp_mesh as get_dp_mesh,  # KempnerForge's users import it, and is_rank_zero, from here
+)
+from meshwright.distributed.process import agree
+from meshwright.distributed.process.world import STORE, get_world_info, ranks_per_node, warn_of_small_shared_memory
+from meshwright.distributed.process.world import is_rank_zero as is_rank_zero
 from meshwright.distributed.torch_private import forget_meshes
 from meshwright.planning.layout import Layout
-
-from .mesh import axis_sizes, build_mesh, data_position, get_expert_mesh
-from .mesh import get_dp_mesh as get_dp_mesh  # KempnerForge's users import it, and is_rank_zero, from here
-from .process import agree
-from .process.world import STORE, get_world_info, ranks_per_node
-from .process.world import is_rank_zero as is_rank_zero
 
 log = logging.getLogger("meshwright")
 
@@ -87,7 +88,9 @@ def init_distributed(
             warn_of_small_shared_memory(ranks_per_node())
     if not dist.is_initialized():
         refuse_absent_interfaces()
-        _record_flight()
+        # torch's flight recorder of the last collectives, for a post-mortem, unless the user has set it
+        for name, value in (("TORCH_FR_BUFFER_SIZE", "2000"), ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")):
+            os.environ.setdefault(name, value)
         dist.init_process_group(
             backend,
             store=store if store is not None else _rendezvous(rank, world, config.startup_timeout_sec),
@@ -125,7 +128,14 @@ def destroy_distributed(*, patience_sec: float = 20.0) -> None:
     """Tear the process group down, also after an exception, in at most ``patience_sec``; safe to call twice."""
     if not dist.is_initialized():
         return
-    worker = threading.Thread(target=_destroy, daemon=True)
+
+    def destroy() -> None:
+        try:
+            dist.destroy_process_group()
+        except Exception as error:  # noqa: BLE001  (peers may be gone already: there is nobody left to tell)
+            log.warning("closing the process group: %s", error)
+
+    worker = threading.Thread(target=destroy, daemon=True)
     worker.start()
     worker.join(patience_sec)
     if worker.is_alive():
@@ -134,13 +144,6 @@ def destroy_distributed(*, patience_sec: float = 20.0) -> None:
     # wrapped modules are cycles, and hold the groups: gloo's threads look for messages every few milliseconds until
     # they go
     gc.collect()
-
-
-def _destroy() -> None:
-    try:
-        dist.destroy_process_group()
-    except Exception as error:  # noqa: BLE001  (peers may be gone already: there is nobody left to tell)
-        log.warning("closing the process group: %s", error)
 
 
 def seed_streams(seed: int, device_mesh: DeviceMesh | None) -> None:
@@ -163,7 +166,14 @@ def choose_backend(request: str) -> tuple[str, str]:
     here = local_device()
     pairs = dict(_device_and_name(part.strip()) for part in request.split(","))
     if request == DEFAULT_BACKEND and here not in pairs:
-        pairs = {CPU: pairs[CPU], here: _default_backend(here)}
+        try:
+            pairs = {CPU: pairs[CPU], here: dist.get_default_backend_for_device(here)}
+        except ValueError as error:
+            raise ConfigError(
+                f"torch knows no backend for {here}, the accelerator of this machine. Import the package that"
+                f" registers one, name it (process.backend = 'cpu:gloo,{here}:…'), or compute on the CPU with"
+                f" process.backend = 'gloo'."
+            ) from error
     missing = {device: name for device, name in pairs.items() if not _is_available(name, here)}
     if missing and request != DEFAULT_BACKEND:
         device, name = next(iter(missing.items()))
@@ -203,17 +213,6 @@ def _device_and_name(part: str) -> tuple[str, str]:
     return (CPU if CPU in devices else devices[0]), part
 
 
-def _default_backend(device_type: str) -> str:
-    try:
-        return dist.get_default_backend_for_device(device_type)
-    except ValueError as error:
-        raise ConfigError(
-            f"torch knows no backend for {device_type}, the accelerator of this machine. Import the package that"
-            f" registers one, name it (process.backend = 'cpu:gloo,{device_type}:…'), or compute on the CPU with"
-            f" process.backend = 'gloo'."
-        ) from error
-
-
 def _is_available(name: str, here: str) -> bool:
     """Return whether this torch has a backend, and this machine a device for it."""
     return dist.is_backend_available(name) and not {CPU, here}.isdisjoint(_devices_of(name))
@@ -244,7 +243,42 @@ def _rendezvous(rank: int, world: int, timeout_sec: float) -> dist.Store:
     return dist.PrefixStore(f"run{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _record_flight() -> None:
-    """Enable torch's flight recorder (of the last collectives, for a post-mortem), unless the user has set it."""
-    for name, value in (("TORCH_FR_BUFFER_SIZE", "2000"), ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")):
-        os.environ.setdefault(name, value)
+# --- exchange first messages over the back ends of this torch
+
+
+def back_ends() -> dict[str, str]:
+    """Return the back ends of torch.distributed in this build, and NCCL's version."""
+    found = {name: "" for name in ("gloo", "nccl", "mpi", "xccl") if dist.is_backend_available(name)}
+    if "nccl" in found:
+        found["nccl"] = ".".join(map(str, torch.get_device_module(CUDA).nccl.version()))
+    return found
+
+
+def exchanged() -> list[str]:
+    """Exchange numbers among the ranks of a world: a sum over all, and a message from each to the next. Collective.
+
+    Returns:
+        A word for each back end that carried them, like "gloo (cpu)".
+
+    Raises:
+        IntegrityError: a number that arrived is another than was sent.
+    """
+    rank, _, world = get_world_info()
+    backend, device_type = choose_backend(DEFAULT_BACKEND)
+    init_distributed(Layout(dp_shard=world))
+    carried = []
+    for kind in dict.fromkeys((CPU, device_type)):
+        own = torch.full((1024,), float(rank + 1), device=current_device(kind))
+        total, heard = own.clone(), torch.empty_like(own)
+        dist.all_reduce(total)
+        sent = dist.isend(own, (rank + 1) % world)
+        dist.recv(heard, (rank - 1) % world)
+        if sent is not None:
+            sent.wait()
+        expected = world * (world + 1) / 2, float((rank - 1) % world + 1)
+        arrived = total.unique().tolist(), heard.unique().tolist()
+        if arrived != ([expected[0]], [expected[1]]):
+            raise IntegrityError(f"rank {rank} expected {expected} on {kind}, and {arrived} arrived")
+        pairs = dict(part.split(":") for part in backend.split(",") if ":" in part)
+        carried.append(f"{pairs.get(kind, backend)} on {kind}")
+    return carried

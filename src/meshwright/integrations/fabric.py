@@ -22,7 +22,7 @@ from meshwright.distributed import order
 from meshwright.distributed.doors.functions import lay_out_module
 from meshwright.distributed.mesh import axis_size, build_mesh, data_position, groups_of, plan_sizes, tensor_position
 from meshwright.distributed.optimizer.grad_clip import clip_gradients_
-from meshwright.distributed.optimizer.swap import OptimizerSwap
+from meshwright.distributed.optimizer.parameter_groups import OptimizerSwap
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import ranks_per_node

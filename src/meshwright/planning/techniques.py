@@ -70,7 +70,7 @@ class RunTechniques:
     """
     activation_checkpointing: Literal[
         "none", "full", "selective", "every_n", "modules", "selective_op", "offload", "memory_budget"
-    ] = unset("none")
+    ] = unset("none")  # type: ignore[assignment]
     """Recompute in backward: every block (full), attention (selective), each n-th block (every_n), modules that are
     named (modules), every block but for results of some operators (selective_op), what the compiler chooses
     (memory_budget). offload: recompute nothing, but keep what blocks save in host memory.

@@ -32,7 +32,7 @@ from meshwright.data.text.tokenizers import (
     read_settings,
 )
 from meshwright.data.text.turns import ChatTemplate, load_template
-from meshwright.distributed.weights.weights import Weights
+from meshwright.distributed.weights.constructed import Weights
 from meshwright.introspection.adapted.folder import WEIGHTS
 from meshwright.introspection.adapted.model import AdaptedModel
 from meshwright.introspection.facts import ModelFacts

@@ -17,8 +17,8 @@ from meshwright.core.errors import ConfigError, MeshwrightError
 from meshwright.core.names import clean
 from meshwright.data import validation_batches
 from meshwright.distributed.mesh import data_position
-from meshwright.distributed.process import agree, elastic
-from meshwright.distributed.process.world import get_world_info, is_rank_zero
+from meshwright.distributed.process import agree
+from meshwright.distributed.process.world import get_world_info, is_rank_zero, store_for_restarts, stored_by_earlier
 from meshwright.distributed.recompute.compilation import graph_breaks_text
 from meshwright.distributed.setup import begin_steps, choose_backend, destroy_distributed
 from meshwright.training.build import Run, build_run
@@ -117,7 +117,7 @@ def open_folder(run: Run, config: Config, held: ExitStack) -> RunFolder:
     """
 
     def opened() -> RunFolder:
-        before = "" if config.run else elastic.recall("run")
+        before = "" if config.run else stored_by_earlier("run")
         if before and not Path(before).is_dir():
             raise ConfigError(
                 f"out: this run began in {before}, which {socket.gethostname()} does not see; put it on a shared file"
@@ -128,7 +128,7 @@ def open_folder(run: Run, config: Config, held: ExitStack) -> RunFolder:
         if folder.is_new:
             folder.write_facts(run.config, run.identity, run.plan.to_json(), run.tokenizer)
             keep_request(folder.path, config)
-        elastic.remember("run", str(folder.path.absolute()))
+        store_for_restarts("run", str(folder.path.absolute()))
         announce(folder.path)
         return folder
 

@@ -23,7 +23,7 @@ from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.process import agree
 from meshwright.distributed.setup import init_distributed
-from meshwright.distributed.weights.weights import Weights, materialise
+from meshwright.distributed.weights.constructed import Weights, materialise
 from meshwright.introspection.constructor.recording import STREAM_ELEMENTS, built
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.images import rows_of

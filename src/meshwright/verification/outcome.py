@@ -16,8 +16,7 @@ from meshwright.core.names import clean
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import is_rank_zero
 from meshwright.distributed.weights.constructed import Destinations
-from meshwright.distributed.weights.shards import in_dtype, sketches
-from meshwright.distributed.weights.whole_state import whole_on_first
+from meshwright.distributed.weights.shards import in_dtype, sketches, whole_on_first
 from meshwright.introspection.roles import hidden_matrices
 from meshwright.introspection.structure.experts import stack_paths
 from meshwright.planning.layout import Layout

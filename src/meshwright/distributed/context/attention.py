@@ -29,7 +29,7 @@ from meshwright.core.torch_private import (
     uncompiled,
     version_of,
 )
-from meshwright.distributed.exchange.ranks import RankGroup
+from meshwright.distributed.exchange import RankGroup
 from meshwright.introspection.mixing.arithmetic import scale_of
 from meshwright.introspection.mixing.interception import AttentionCall, not_intercepted
 from meshwright.introspection.mixing.masks import TokenMask

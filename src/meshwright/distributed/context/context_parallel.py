@@ -16,7 +16,7 @@ from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.record import recall, remember
 from meshwright.core.torch_private import call_behind_backward, tree_leaves, uncompiled
-from meshwright.distributed.exchange.ranks import ProcessGroupRanks, RankGroup
+from meshwright.distributed.exchange import ProcessGroupRanks, RankGroup
 from meshwright.distributed.process import agree
 from meshwright.distributed.recompute.kept import drawn_number, restore_streams, streams
 from meshwright.distributed.step.batch import fingerprint

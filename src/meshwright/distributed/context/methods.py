@@ -26,7 +26,7 @@ from torch import Tensor
 
 from meshwright.core.torch_private import by_values
 from meshwright.distributed.context.rows import CutRows, Numbers, kept_on
-from meshwright.distributed.exchange.ranks import RankGroup
+from meshwright.distributed.exchange import RankGroup
 from meshwright.distributed.recompute.kept import attended
 from meshwright.introspection.mixing.reach import KeyRanges
 

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.record import wrap
 from meshwright.core.torch_private import has_no_values, uncompiled
-from meshwright.distributed.exchange.ranks import RankGroup
+from meshwright.distributed.exchange import RankGroup
 from meshwright.introspection.logits.tape import model_line, shown
 from meshwright.introspection.mixing.lengths import ends_of_range, runs_of, scanned
 from meshwright.introspection.mixing.values import LengthUse, Mixing, in_words, value_of

@@ -16,8 +16,7 @@ from meshwright.core.errors import UnsupportedError
 from meshwright.core.losses import IGNORED
 from meshwright.core.names import clean
 from meshwright.core.torch_private import tree_leaves
-from meshwright.distributed.exchange.ranks import RankGroup
-from meshwright.distributed.exchange.threads import on_threads
+from meshwright.distributed.exchange import RankGroup, on_threads
 from meshwright.introspection.constructor.recording import seeded
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.logits.tape import shown

@@ -19,7 +19,7 @@ from meshwright.core.devices import is_accelerator, to_device
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean
 from meshwright.core.torch_private import by_values, has_no_values, version_of
-from meshwright.distributed.exchange.ranks import RankGroup
+from meshwright.distributed.exchange import RankGroup
 from meshwright.distributed.process import agree
 from meshwright.distributed.recompute.kept import not_counted
 from meshwright.introspection.constructor.recording import seeded

@@ -17,7 +17,7 @@ from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean, pattern
 from meshwright.core.record import remember, wrap
 from meshwright.core.torch_private import by_values, has_no_values, tensors_by_path, version_of
-from meshwright.distributed.exchange.ranks import RankGroup
+from meshwright.distributed.exchange import RankGroup
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.agree import Verdicts
 from meshwright.introspection.mixing.arithmetic import PlaceMask, allowed_of, intercept_flex

@@ -21,35 +21,43 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 
 from meshwright.core.axes import Axis
-from meshwright.core.devices import CPU, current_device, is_accelerator
+from meshwright.core.devices import is_accelerator
 from meshwright.core.dtypes import torch_dtype
-from meshwright.core.errors import ConfigError
+from meshwright.core.errors import ConfigError, NonFiniteError
 from meshwright.core.names import clean, is_within
 from meshwright.core.record import recall
 from meshwright.core.torch_private import call_behind_backward, is_in_backward, tree_leaves, tree_map, uncompiled
 from meshwright.distributed import torch_private
 from meshwright.distributed.float8 import gather as float8_gather
 from meshwright.distributed.mesh import axis_sizes, data_groups, get_expert_mesh, replica_axis, sharding_axis
+from meshwright.distributed.process import agree
 from meshwright.distributed.process.agree import word_device
-from meshwright.distributed.torch_private import as_no_view, base_of, gathered, groups_of_parameters, has_partial_sums
+from meshwright.distributed.torch_private import (
+    as_no_view,
+    base_of,
+    gathered,
+    groups_of_parameters,
+    has_partial_sums,
+    local_part,
+)
 from meshwright.introspection.signature import with_logits
 from meshwright.planning.experts import ExpertPlan
-from meshwright.planning.layout import Shares
 from meshwright.planning.plan import Plan
 from meshwright.planning.values import DataParallel, PrecisionPlan, Unit
-
-# --- apply fully sharded data parallelism
 
 
 def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
     """Shard every unit of the plan, then the root, in place; ``model`` may be on meta."""
-    mesh = _mesh(device_mesh, plan.shares)
+    shards, replicas = sharding_axis(device_mesh, plan.shares.shard_axes), replica_axis(device_mesh, plan.shares)
+    if shards is None:
+        there = tuple(axis_sizes(device_mesh))
+        raise ConfigError(f"fully_shard needs a mesh axis named dp_shard (size 1 will do); the mesh has {there}")
+    mesh = shards if replicas is None else device_mesh[(*replicas.mesh_dim_names, *shards.mesh_dim_names)]  # type: ignore[misc]
     shared: dict[str, Any] = {"mesh": mesh, "offload_policy": _offload(plan)}
     names = {unit.name for unit in plan.units}
     for unit in reversed(plan.units):  # torch wraps what is inside first
         if unit.experts:
-            _check_shared_out(model, unit, plan)
-            _shard_experts(model.get_submodule(unit.name), unit, plan, device_mesh)
+            _shard_experts(model, unit, plan, device_mesh)
         elif unit.name and not plan.data.own_units:
             is_inside = any(name and name != unit.name and is_within(unit.name, name) for name in names)
             module = model.get_submodule(unit.name)
@@ -76,7 +84,14 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
     output = torch_dtype(plan.precision.output) if plan.precision.output else None
     whole = replace(policy(plan.precision, root), output_dtype=output)  # a block's output is not the model's
     fully_shard(model, reshard_after_forward=False, mp_policy=whole, **shared)
-    model.register_forward_hook(_see_into_output)
+
+    def see_into_output(root: Any, inputs: tuple, output: Any) -> None:
+        """Start the root's backward from the logits of a user-defined output object, in which torch finds no tensor."""
+        logits = None if isinstance(output, Tensor) else getattr(output, "logits", None)
+        if isinstance(logits, Tensor):
+            begin_backward_at(root, logits)
+
+    model.register_forward_hook(see_into_output)
     if plan.float8 is not None and plan.float8.all_gather and plan.shares.shards > 1:
         float8_gather.apply(model, [parameter for group in parameter_groups(model) for parameter in group.fsdp_params])
     for module in sharded_modules(model):
@@ -89,20 +104,16 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-def _check_shared_out(model: nn.Module, unit: Unit, plan: Plan) -> None:
-    if recall(model, ExpertPlan) is None:
-        assert plan.experts is not None
-        raise ConfigError(
-            f"the mesh has ep = {plan.experts.ranks}, and the experts of {unit.name} are whole on every rank: nothing"
-            f" would add up their gradients. Call apply_expert_parallel (or the transform expert_parallel) before, or"
-            f" make the mesh with ep = 1."
-        )
-
-
-def _shard_experts(stack: nn.Module, unit: Unit, plan: Plan, device_mesh: DeviceMesh) -> None:
+def _shard_experts(model: nn.Module, unit: Unit, plan: Plan, device_mesh: DeviceMesh) -> None:
     """Shard a stack that holds this rank's share of the expert axis; its inputs have their dtypes already."""
     experts, mesh = plan.experts, get_expert_mesh(device_mesh)
     assert experts is not None
+    if recall(model, ExpertPlan) is None:
+        raise ConfigError(
+            f"the mesh has ep = {experts.ranks}, and the experts of {unit.name} are whole on every rank: nothing"
+            f" would add up their gradients. Call apply_expert_parallel (or the transform expert_parallel) before, or"
+            f" make the mesh with ep = 1."
+        )
     if mesh is None:
         raise ConfigError(
             f"the experts of {unit.name} are shared out over ep = {experts.ranks}, and the mesh that was given"
@@ -111,7 +122,7 @@ def _shard_experts(stack: nn.Module, unit: Unit, plan: Plan, device_mesh: Device
         )
     replicas = (Axis.DP_REPLICATE.value,) if axis_sizes(mesh)[Axis.DP_REPLICATE.value] > 1 else ()
     made = fully_shard(
-        stack,
+        model.get_submodule(unit.name),
         mesh=mesh[(*replicas, Axis.EFSDP.value)],
         reshard_after_forward=unit.reshard_after_forward,
         mp_policy=replace(policy(plan.precision, unit), cast_forward_inputs=False),
@@ -145,16 +156,6 @@ def _without_views(module: nn.Module, args: tuple, kwargs: dict[str, Any], outpu
     return tree_map(own, output)
 
 
-def _see_into_output(root: Any, inputs: tuple, output: Any) -> None:
-    """Start the root's backward from the logits of a user-defined output object.
-
-    torch starts it from the tensors that it finds in the output; without any, the root's gradients stay unreduced.
-    """
-    logits = None if isinstance(output, Tensor) else getattr(output, "logits", None)
-    if isinstance(logits, Tensor):
-        begin_backward_at(root, logits)
-
-
 def begin_backward_at(root: Any, tensor: Tensor) -> None:
     """Start a root's backward from a tensor that torch misses in its output; do nothing if it is not sharded."""
     if isinstance(root, FSDPModule) and tensor.requires_grad:
@@ -176,11 +177,8 @@ def policy(precision: PrecisionPlan, unit: Unit | None) -> MixedPrecisionPolicy:
         return MixedPrecisionPolicy(reduce_dtype=torch_dtype(reduced_in))
     if not precision.is_mixed:
         return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(
-        torch_dtype(precision.compute),
-        torch_dtype(reduced_in),
-        cast_forward_inputs=precision.cast_forward_inputs,
-    )
+    dtypes = torch_dtype(precision.compute), torch_dtype(reduced_in)
+    return MixedPrecisionPolicy(*dtypes, cast_forward_inputs=precision.cast_forward_inputs)
 
 
 @contextmanager
@@ -206,10 +204,7 @@ def accumulation(model: nn.Module, data: DataParallel, is_last: bool) -> Iterato
         raise
     finally:
         if not is_last:
-            for module in modules:
-                module.set_is_last_backward(True)
-                module.set_reshard_after_backward(True, recurse=False)
-                module.set_requires_gradient_sync(True, recurse=False)
+            _end_accumulation(model)
 
 
 @contextmanager
@@ -218,37 +213,32 @@ def postponing(model: nn.Module, plan: Plan) -> Iterator[None]:
 
     Gradients stay whole until ``reduce_gradients``, and so do units that the plan does not free after a forward.
     """
-    modules = sharded_modules(model)
-    _keep_gathered(model, plan)
-    for module in modules:
-        module.set_requires_gradient_sync(False, recurse=False)
+    frees = {unit.name for unit in plan.units if unit.reshard_after_forward}
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            module.set_is_last_backward(False)
+            module.set_reshard_after_backward(clean(name) in frees, recurse=False)
+            module.set_requires_gradient_sync(False, recurse=False)
     try:
         yield
     except BaseException:
         recover(model)
         raise
     finally:
-        for module in modules:
-            module.set_is_last_backward(True)
-            module.set_reshard_after_backward(True, recurse=False)
-            module.set_requires_gradient_sync(True, recurse=False)
+        _end_accumulation(model)
 
 
-def _keep_gathered(model: nn.Module, plan: Plan) -> None:
-    """Keep units that the plan does not free after a forward gathered until the last backward."""
-    frees = {unit.name for unit in plan.units if unit.reshard_after_forward}
-    for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            module.set_is_last_backward(False)
-            module.set_reshard_after_backward(clean(name) in frees, recurse=False)
-
-
-def reduce_gradients(model: nn.Module) -> None:
-    """Reduce the postponed gradients, last blocks first, as torch does after a last backward."""
+def _end_accumulation(model: nn.Module) -> None:
+    """Let each unit reduce its gradients and free its parameters in the next backward: torch's default."""
     for module in sharded_modules(model):
         module.set_is_last_backward(True)
         module.set_reshard_after_backward(True, recurse=False)
         module.set_requires_gradient_sync(True, recurse=False)
+
+
+def reduce_gradients(model: nn.Module) -> None:
+    """Reduce the postponed gradients, last blocks first, as torch does after a last backward."""
+    _end_accumulation(model)
     _reduce_now(model)
 
 
@@ -280,11 +270,7 @@ def parameter_groups(model: nn.Module) -> list[Any]:
 
 def reduces(model: nn.Module) -> bool:
     """Return whether a backward would now sum its gradients over all data ranks."""
-    return all(
-        group.reduce_grads and group.all_reduce_grads
-        for module in sharded_modules(model)
-        for group in groups_of_parameters(module)
-    )
+    return all(group.reduce_grads and group.all_reduce_grads for group in parameter_groups(model))
 
 
 def recover(model: nn.Module) -> None:
@@ -292,11 +278,10 @@ def recover(model: nn.Module) -> None:
     for module in sharded_modules(model)[:1]:
         if torch_private.has_begun(module) and hasattr(module, "reset_iter_state"):  # torch >= 2.12
             module.reset_iter_state()
-    for module in sharded_modules(model):
-        for group in groups_of_parameters(module):
-            torch_private.drop_partial_sums(group)
-            for parameter in group.fsdp_params:
-                torch_private.drop_accumulated(parameter)
+    for group in parameter_groups(model):
+        torch_private.drop_partial_sums(group)
+        for parameter in group.fsdp_params:
+            torch_private.drop_accumulated(parameter)
     reshard(model)
 
 
@@ -304,18 +289,6 @@ def reshard(model: nn.Module) -> None:
     """Free gathered parameters, which would be stale after the next optimizer step if no backward follows."""
     for module in sharded_modules(model):
         module.reshard()
-
-
-def _mesh(device_mesh: DeviceMesh, shares: Shares) -> DeviceMesh:
-    """Return the axes over which dense parameters are replicated and sharded: the replicas first, if any."""
-    shards, replicas = sharding_axis(device_mesh, shares.shard_axes), replica_axis(device_mesh, shares)
-    if shards is None:
-        there = tuple(axis_sizes(device_mesh))
-        raise ConfigError(f"fully_shard needs a mesh axis named dp_shard (size 1 will do); the mesh has {there}")
-    if replicas is None:
-        return shards
-    assert shards.mesh_dim_names is not None and replicas.mesh_dim_names is not None
-    return device_mesh[replicas.mesh_dim_names[0], shards.mesh_dim_names[0]]
 
 
 def _offload(plan: Plan) -> OffloadPolicy:
@@ -361,11 +334,6 @@ def prefetched(units: list[str]) -> tuple[dict[str, list[str]], dict[str, list[s
     return forward, backward
 
 
-def device_of(plan: Plan) -> torch.device:
-    """Return the device on which parameters rest under this plan."""
-    return current_device(CPU if plan.data.cpu_offload else plan.device)
-
-
 # --- handle gradients of parameters that, by their rows, some ranks use and others do not, under fully_shard
 
 
@@ -381,7 +349,7 @@ def fill(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> None:
     if watched:
         usage = _Usage([parameter for _, parameter in watched], data_groups(device_mesh))
         for group in dict.fromkeys(group for group, _ in watched):
-            group.post_backward = _filling(group, [parameter for other, parameter in watched if other is group], usage)
+            usage.watch(group, [parameter for other, parameter in watched if other is group])
 
 
 class _Usage:
@@ -392,13 +360,27 @@ class _Usage:
         self.used = {id(parameter): False for parameter in parameters}
         self._is_waiting = False
 
-    def note(self, parameter: Any, begins: bool, has_gradient: bool) -> None:
-        self.used[id(parameter)] = has_gradient or (self.used[id(parameter)] and not begins)
+    def watch(self, group: Any, parameters: list[Any]) -> None:
+        """Let a unit fill in missing gradients of these parameters before it reduces its gradients."""
+        reduce = group.post_backward
 
-    def agree_behind_backward(self) -> None:
-        if not self._is_waiting:
-            self._is_waiting = True
-            call_behind_backward(self.agree)
+        def post_backward(*unused: Any) -> None:
+            if group.reduce_grads:
+                for parameter in parameters:
+                    whole, gradient = gathered(parameter), parameter.unsharded_accumulated_grad
+                    has_gradient = gradient is not None or (whole is not None and whole.grad is not None)
+                    begins = parameter.sharded_param.grad is None and not has_partial_sums(group)
+                    self.used[id(parameter)] = has_gradient or (self.used[id(parameter)] and not begins)
+                    if not has_gradient and whole is not None:
+                        whole.grad = torch.zeros_like(whole)
+                if group.all_reduce_grads and is_in_backward() and not self._is_waiting:
+                    self._is_waiting = True
+                    call_behind_backward(self.agree)
+            reduce(*unused)
+            if group.reduce_grads and group.all_reduce_grads and not is_in_backward():  # of a pipeline's stage
+                self.agree()
+
+        group.post_backward = post_backward
 
     def agree(self) -> None:
         """Take the zeros of parameters that no rank used away again (collective)."""
@@ -414,24 +396,51 @@ class _Usage:
                 parameter.sharded_param.grad = None
 
 
-def _filling(group: Any, parameters: list[Any], usage: _Usage):
-    reduce = group.post_backward
+class GradientCheck:
+    """Raises, on all ranks after a backward, if a gradient that the backward reduces is not finite on any rank.
 
-    def post_backward(*unused: Any) -> None:
-        if group.reduce_grads:
-            for parameter in parameters:
-                whole = gathered(parameter)
-                has_gradient = parameter.unsharded_accumulated_grad is not None or (
-                    whole is not None and whole.grad is not None
-                )
-                begins = parameter.sharded_param.grad is None and not has_partial_sums(group)
-                usage.note(parameter, begins, has_gradient)
-                if not has_gradient and whole is not None:
-                    whole.grad = torch.zeros_like(whole)
-            if group.all_reduce_grads and is_in_backward():
-                usage.agree_behind_backward()
-        reduce(*unused)
-        if group.reduce_grads and group.all_reduce_grads and not is_in_backward():  # of a pipeline's stage
-            usage.agree()
+    Gradients of a microbatch that wait for the next one are not checked: an error in them is in the sum.
 
-    return post_backward
+    Args:
+        groups: groups of all ranks that run the same backward.
+    """
+
+    def __init__(self, model: nn.Module, groups: list[dist.ProcessGroup]):
+        self.model, self.groups, self._waits = model, groups, False
+        model.register_forward_hook(self._begin)
+
+    def _begin(self, model: nn.Module, inputs: tuple, output: Any) -> None:
+        """Hook the output after FSDP2's own hooks, so that gradients are reduced before the check."""
+        self._waits = False
+        if not torch.is_grad_enabled():
+            return
+        leaves = [*tree_leaves(output), getattr(output, "logits", None)]
+        tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad}
+        if not tensors:
+            raise ConfigError(
+                f"check_for_nan_in_grad = True: {type(model).__name__} returns a {type(output).__name__}, in which no"
+                " tensor is found whose backward could be waited for. Return logits (or an object with .logits), or set"
+                " it to False."
+            )
+        for tensor in tensors.values():
+            tensor.register_hook(self._wait_for_the_end)
+
+    def _wait_for_the_end(self, gradient: Tensor) -> None:
+        if not self._waits:
+            self._waits = True
+            call_behind_backward(self._check)
+
+    def _check(self) -> None:
+        self._waits = False
+        if not reduces(self.model):
+            return
+        named = [(clean(name), p) for name, p in self.model.named_parameters() if p.requires_grad]
+        none = torch.zeros((), device=named[0][1].device)
+        gradients = [none if p.grad is None else local_part(p.grad) for _, p in named]
+        words = agree.total(torch.stack([(~each.isfinite().all()).long() for each in gradients]), self.groups)
+        if wrong := [name for (name, _), count in zip(named, words.tolist(), strict=True) if count]:
+            more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+            raise NonFiniteError(
+                f"check_for_nan_in_grad: the gradient of {', '.join(wrong[:4])}{more} is NaN or infinite. The"
+                f" optimizer has not stepped."
+            )

@@ -68,17 +68,13 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> DistributedD
     group = None if replicas is None else replicas.get_group()
     if plan.data.idle:  # torch finds unused parameters from the tensors in the output
         options["find_unused_parameters"] = True
-        model.register_forward_hook(_show_tensors if plan.data.reduction == "sum" else _refuse_hidden_tensors)
+        model.register_forward_hook(lambda model, args, output: _show_tensors(model, output, plan.data.reduction))
     with warnings.catch_warnings(), LiveStorages() as made:
         # torch 2.13 announces a successor of broadcast_buffers, and recommends to keep using broadcast_buffers if
         # buffers must not be synced
         warnings.simplefilter("ignore", FutureWarning)
         wrapped = DistributedDataParallel(
-            model,
-            process_group=group,
-            init_sync=False,
-            broadcast_buffers=plan.data.reduction == "mean",
-            **options,
+            model, process_group=group, init_sync=False, broadcast_buffers=plan.data.reduction == "mean", **options
         )
     remember(wrapped, Trained(_trained(model)))
     if plan.data.reduction == "sum":
@@ -90,22 +86,17 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> DistributedD
     return wrapped
 
 
-def _show_tensors(model: nn.Module, args: Any, output: Any) -> Any:
-    """Return the logits of an output object in which DDP does not find tensors."""
-    return output if _tensors_are_seen(output) else logits_of(output)
-
-
-def _refuse_hidden_tensors(model: nn.Module, args: Any, output: Any) -> None:
-    if not _tensors_are_seen(output):
-        raise UnsupportedError(
-            f"{type(model).__name__} returns a {type(output).__name__}, into which DDP does not look, and some of its"
-            f" parameters may be"
-            f" left without a gradient. Return a tensor, a tuple, a dict or a dataclass; or use parallelize."
-        )
-
-
-def _tensors_are_seen(output: Any) -> bool:
-    return dataclasses.is_dataclass(output) or any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(output))
+def _show_tensors(model: nn.Module, output: Any, reduction: str) -> Any:
+    """Return the logits of an output object into which DDP does not look; refuse it where the user runs the step."""
+    if dataclasses.is_dataclass(output) or any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(output)):
+        return output
+    if reduction == "sum":
+        return logits_of(output)
+    raise UnsupportedError(
+        f"{type(model).__name__} returns a {type(output).__name__}, into which DDP does not look, and some of its"
+        f" parameters may be left without a gradient. Return a tensor, a tuple, a dict or a dataclass; or use"
+        f" parallelize."
+    )
 
 
 def refuse_other_trained(module: nn.Module) -> None:

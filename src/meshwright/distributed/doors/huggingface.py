@@ -21,7 +21,7 @@ from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError
 from meshwright.core.errors import import_classes_from_paths as import_classes_from_paths
 from meshwright.distributed.mesh import NEMO_NAMES, axis_size, context_ranks, has_dp_mesh, known_mesh, sizes_of_stage
-from meshwright.distributed.weights.whole_state import whole_everywhere
+from meshwright.distributed.weights.shards import whole_everywhere
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.module_kinds import own_tensor_plan
 from meshwright.planning.layout import SAMPLES

@@ -17,8 +17,7 @@ from meshwright.core.axes import Axis
 from meshwright.core.devices import finish_stream, is_accelerator
 from meshwright.core.errors import ConfigError, UnsupportedError, import_classes_from_paths, nearest
 from meshwright.core.names import clean, is_within, owner
-from meshwright.distributed.data.fully_sharded import sharded_modules
-from meshwright.distributed.data.gradient_check import GradientCheck
+from meshwright.distributed.data.fully_sharded import GradientCheck, sharded_modules
 from meshwright.distributed.mesh import (
     NEMO_NAMES,
     axis_size,
@@ -28,7 +27,7 @@ from meshwright.distributed.mesh import (
     known_mesh,
     with_data_on,
 )
-from meshwright.distributed.optimizer.swap import OptimizerSwap
+from meshwright.distributed.optimizer.parameter_groups import OptimizerSwap
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.planning.build import with_units
 from meshwright.planning.layout import BATCH, SAMPLES

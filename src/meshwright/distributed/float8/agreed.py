@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.distributed.exchange.ranks import RankGroup
+from meshwright.distributed.exchange import RankGroup
 from meshwright.introspection.module_kinds import is_rounded
 from meshwright.planning.tensor.plan import WHOLE
 

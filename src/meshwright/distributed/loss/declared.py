@@ -14,9 +14,9 @@ from meshwright.core.devices import to_device
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.losses import IGNORED, Loss
 from meshwright.core.torch_private import tree_leaves
+from meshwright.distributed.step.part import Batch
 from meshwright.introspection.signature import core_of
 
-Batch = Mapping[str, Tensor]
 ONLY = "loss"
 """The name of a loss that is declared alone."""
 
@@ -60,11 +60,6 @@ class DeclaredLosses:
             what = f"'{wrong}' is a {type(loss_fn[wrong]).__name__}" if loss_fn else "it is empty"
             raise ConfigError(f"loss_fn is a mapping of names to meshwright.Loss, and {what}")
         return cls(loss_fn, model, spelling)
-
-    @property
-    def uses_own(self) -> bool:
-        """Whether one of the losses is the model's own."""
-        return any(loss.fn is None for loss in self.losses.values())
 
     def counts_labels(self, name: str, batch: Batch) -> bool:
         """Return whether a loss's count is that of the labels that are not ignored."""

@@ -1,26 +1,28 @@
-"""Check a declaration on the first batch: rows together must give what the same rows in two parts give."""
+"""Check a loss on made-up rows, and on the first batch: rows together must give what they give in two parts."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from meshwright.core.devices import is_accelerator
 from meshwright.core.dtypes import dtype_bytes
-from meshwright.core.errors import ConfigError
-from meshwright.core.losses import IGNORED
+from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.losses import IGNORED, Loss, PreferenceLoss
+from meshwright.distributed.loss.declared import DeclaredLosses
 from meshwright.distributed.step import batch as step_batch
 from meshwright.distributed.step.part import Batch, Runner
 from meshwright.introspection.constructor.recording import seeded
 from meshwright.introspection.images import rows_of
 from meshwright.introspection.premises.playing import FixedDraws
 from meshwright.planning.plan import Plan
-
-from .declared import DeclaredLosses
 
 PLAIN = "loss_fn"
 CLOSE, CLOSE_ON_DEVICE, CLOSE_16 = 1e-5, 1e-3, 1e-2
@@ -73,22 +75,32 @@ class FirstBatch:
 
         Each rank runs three forwards, whatever its rows: others may wait for its messages.
         """
-        piece = pieces[0]
-        if _rows(piece) < 2:
+        piece, losses = pieces[0], self._losses
+        if len(_tokens(piece)) < 2:
             piece = {key: torch.cat((value, value)) for key, value in piece.items()}
         whole = self._thinned(piece)
-        parts = [rows_of(whole, 0, 1), rows_of(whole, 1, _rows(whole))]
+        parts = [rows_of(whole, 0, 1), rows_of(whole, 1, len(_tokens(whole)))]
         readings: list[dict[str, Reading]] = []
         problem: Exception | None = None
         for batch in (whole, *parts):
             try:
-                readings.append(self._read(batch))
+                if losses is not None:
+                    losses.latest = {}
+                with seeded(0), FixedDraws() if self._draws_stay else nullcontext():
+                    total = float(self._runner.evaluate([batch]))
+                labels, rows = batch.get("labels"), float(len(_tokens(batch)))
+                real = math.nan if labels is None else float((labels != IGNORED).sum())
+                if losses is None:
+                    readings.append({PLAIN: Reading(total, step_batch.count([batch]), rows, real)})
+                    continue
+                values = {name: (float(value), losses.count(name, batch)) for name, value in losses.latest.items()}
+                readings.append({name: Reading(*value, rows, real) for name, value in values.items()})
             except Exception as error:  # noqa: BLE001  (raised on all ranks, behind the forwards that they wait for)
                 problem = problem or error
-        if self._losses is not None:
-            self._losses.totals = {}
+        if losses is not None:
+            losses.totals = {}
             try:
-                self._losses.refuse_without_graph(pieces)
+                losses.refuse_without_graph(pieces)
             except ConfigError as error:
                 problem = problem or error
         if problem is not None:
@@ -96,21 +108,6 @@ class FirstBatch:
         together, *apart = readings
         found = (self._verdict(name, together[name], [part[name] for part in apart]) for name in together)
         return next((ConfigError(text) for text in found if text), None)
-
-    def _read(self, batch: Batch) -> dict[str, Reading]:
-        still: AbstractContextManager[object] = FixedDraws() if self._draws_stay else nullcontext()
-        losses = self._losses
-        if losses is not None:
-            losses.latest = {}
-        with seeded(0), still:
-            total = self._runner.evaluate([batch])
-        labels, rows = batch.get("labels"), float(_rows(batch))
-        real = math.nan if labels is None else float((labels != IGNORED).sum())
-        if losses is None:
-            return {PLAIN: Reading(float(total), step_batch.count([batch]), rows, real)}
-        return {
-            name: Reading(float(value), losses.count(name, batch), rows, real) for name, value in losses.latest.items()
-        }
 
     def _thinned(self, piece: Batch) -> Batch:
         """Leave a few labels with a loss in each row, other numbers of them in the two parts."""
@@ -157,5 +154,108 @@ class FirstBatch:
         return f"{values}: {is_what}. {CHANGES[is_so]}."
 
 
-def _rows(batch: Batch) -> int:
-    return len(batch["tokens"] if "tokens" in batch else next(iter(batch.values())))
+def _tokens(batch: Batch) -> torch.Tensor:
+    """Return the batch's tokens, or another tensor with its rows."""
+    return batch["tokens"] if "tokens" in batch else next(iter(batch.values()))
+
+
+# --- check before the first step that a user's loss is a sum that layouts can share
+
+ROWS, SEQ, SOME_IDS = 2, 3, 11
+ROUNDING = 1e-3
+"""Relative tolerance; a loss in bfloat16 is no more exact."""
+
+
+def check(
+    loss_fn: Callable[[Tensor, Tensor], Tensor] | PreferenceLoss | Loss | Mapping[str, Loss] | None,
+    vocab_size: int | None,
+    device: torch.device,
+    plan: Plan,
+) -> bool:
+    """Check a loss before the first batch, and return whether it was seen to add up; else the first batch shows it.
+
+    A function of logits and labels is called with a few made-up ones, and with the same rows twice.
+
+    Raises:
+        ConfigError: the loss is to be computed in chunks, is a mean, does not add up over rows, or over the tokens of
+            cut rows, or has parameters that are trained.
+        UnsupportedError: the layout cuts what a declared loss needs whole.
+    """
+    if loss_fn is None or isinstance(loss_fn, PreferenceLoss):
+        return True
+    if plan.loss is not None:
+        raise ConfigError(
+            f"techniques.loss_chunks = {plan.loss.chunks} computes the cross entropy inside the head, and loss_fn= is a"
+            f" loss of your own over whole outputs: leave one of them out"
+        )
+    if isinstance(loss_fn, (Loss, Mapping)):
+        for loss in [loss_fn] if isinstance(loss_fn, Loss) else loss_fn.values():
+            if isinstance(loss, Loss):
+                _refuse_trained(loss.fn)
+                if plan.context is not None:
+                    raise UnsupportedError(
+                        "loss_fn=meshwright.Loss(...) reads whole outputs and batches, and layout.cp cuts rows over"
+                        " ranks. Set layout.cp = 1, or give loss_fn as a function (logits, labels) -> sum over tokens."
+                    )
+                if plan.pipeline is not None and loss.fn is None:
+                    raise UnsupportedError(
+                        "loss_fn=meshwright.Loss() trains the loss that the forward itself computes, and a pipeline"
+                        " calls the forward in parts, of which the first know no logits. Set layout.pp = 1, or give"
+                        " Loss a function (output, batch)."
+                    )
+        return False
+    _refuse_trained(loss_fn)
+    generator, ids, cuts_rows = torch.Generator().manual_seed(0), vocab_size or SOME_IDS, plan.context is not None
+    logits = torch.randn(ROWS, SEQ, ids, generator=generator).to(device)
+    labels = torch.randint(0, ids, (ROWS, SEQ), generator=generator).to(device)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            once = float(loss_fn(logits, labels))
+            twice = float(loss_fn(torch.cat((logits, logits)), torch.cat((labels, labels))))
+            parts = [float(loss_fn(logits[:, part::2], labels[:, part::2])) for part in range(2 * cuts_rows)]
+    except Exception:  # noqa: BLE001  (made for other shapes, or other labels: nothing is known then)
+        return False
+    if not (math.isfinite(once) and math.isfinite(twice)) or _near(twice, 2 * once):
+        if cuts_rows and math.isfinite(once) and not _near(sum(parts), once):
+            raise ConfigError(
+                f"loss_fn gives {once:.5g} for rows of {SEQ} tokens, and {sum(parts):.5g} for their tokens in two"
+                f" parts: it does not add up over tokens, and layout.cp cuts rows over ranks. Leave what looks at"
+                f" several tokens out of it, or set layout.cp = 1."
+            )
+        return math.isfinite(once) and math.isfinite(twice)
+    found = f"loss_fn gives {once:.5g} for {ROWS} rows and {twice:.5g} for the same rows twice"
+    if _near(twice, once):
+        raise ConfigError(
+            f"{found}: it is a mean, and parallelize wants the SUM over tokens with a label, which it divides by their"
+            " number in the whole step on all ranks. Write it with reduction='sum', such as"
+            " F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-100, reduction='sum'); or declare"
+            " it: loss_fn=meshwright.Loss(fn, reduction='mean'), with fn(output, batch)."
+        )
+    raise ConfigError(
+        f"{found}: it does not add up over rows (twice would be {2 * once:.5g}), so ranks and microbatches with other"
+        " rows cannot share it out. Leave what is not a sum over tokens out of it."
+    )
+
+
+def _refuse_trained(loss_fn: Any) -> None:
+    for module in _modules_in(loss_fn):
+        if trained := [name for name, parameter in module.named_parameters() if parameter.requires_grad]:
+            raise ConfigError(
+                f"loss_fn is a {type(module).__name__} with parameters that are trained ({', '.join(trained[:3])}): no"
+                " layout would add up their gradients, and no optimizer group or checkpoint knows them. Make them part"
+                " of the model, or freeze them."
+            )
+
+
+def _near(found: float, wanted: float) -> bool:
+    return abs(found - wanted) <= ROUNDING * max(abs(wanted), 1e-6)
+
+
+def _modules_in(loss_fn: Any) -> Iterator[nn.Module]:
+    if isinstance(loss_fn, functools.partial):
+        for inner in (loss_fn.func, *loss_fn.args, *loss_fn.keywords.values()):
+            yield from _modules_in(inner)
+    elif isinstance(loss_fn, nn.Module):
+        yield loss_fn
+    elif isinstance(owner := getattr(loss_fn, "__self__", None), nn.Module):
+        yield owner

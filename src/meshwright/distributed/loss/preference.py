@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,17 +12,16 @@ from meshwright.core.devices import to_device
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.losses import IGNORED, PreferenceLoss, have_labels, row_log_probs
 from meshwright.core.record import recall
-from meshwright.distributed.context.context_parallel import runtime_of
-from meshwright.distributed.exchange.ranks import RankGroup
+from meshwright.distributed.context.context_parallel import runtime_of as context_of
+from meshwright.distributed.exchange import RankGroup
+from meshwright.distributed.loss.peft_private import adapted_layers, switched_off
 from meshwright.distributed.step.batch import Batch, labels_of
-from meshwright.distributed.tensor.loss import vocabulary_parallel_row_log_probs
+from meshwright.distributed.tensor.layers import runtime_of
+from meshwright.distributed.tensor.loss import VocabularyShard, vocabulary_parallel_row_log_probs
 from meshwright.introspection.adapted.model import AdaptersRead, is_adapter
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.signature import REFERENCE, logits_of
 from meshwright.planning.plan import Plan
-
-from .logits import LogitsOfRank
-from .peft_private import adapted_layers, switched_off
 
 MARGINS, ACCURACIES = "rewards/margins", "rewards/accuracies"
 FIGURES = ("rewards/chosen", "rewards/rejected", MARGINS, ACCURACIES)
@@ -65,16 +62,16 @@ class CountedPairs:
         return {name: total.to(like) for name, total in zip(FIGURES, found, strict=True)}
 
 
-class Switch:
-    """Switches a model's adapters off, so that the model computes as it did before the first step.
+class PairsOfModel:
+    """The loss of pairs of a model, and its reference: the model without its adapters, as before the first step.
 
     Attributes:
+        counted: the loss, and the figures of a step's pairs.
         refusal: why that is not the model of before, or not to be had; "" where it is.
     """
 
-    def __init__(self, models: Sequence[nn.Module], facts: ModelFacts, plan: Plan):
-        self._layers = adapted_layers(models)
-        frozen = set(plan.frozen)
+    def __init__(self, loss: PreferenceLoss, models: Sequence[nn.Module], facts: ModelFacts, plan: Plan):
+        self.counted, self._layers, frozen = CountedPairs(loss), adapted_layers(models), set(plan.frozen)
         others = [p.name for p in facts.parameters if p.name not in frozen and not is_adapter(p.name)]
         if all(p.name in frozen for p in facts.parameters) or not any(is_adapter(p.name) for p in facts.parameters):
             self.refusal = "the model has no adapters"
@@ -89,29 +86,15 @@ class Switch:
         else:
             self.refusal = ""
 
-    def off(self) -> AbstractContextManager[None]:
-        """Return a context in which forwards compute without adapters."""
-        return switched_off(self._layers)
-
-
-@dataclass(frozen=True)
-class PairsOfModel:
-    """The loss of pairs of a model, and its reference where its adapters can be switched off."""
-
-    counted: CountedPairs
-    switch: Switch
-
-    @classmethod
-    def of(cls, loss_fn: object, models: Sequence[nn.Module], facts: ModelFacts, plan: Plan) -> PairsOfModel | None:
-        """Return it for a ``PreferenceLoss``; None for other losses."""
-        if not isinstance(loss_fn, PreferenceLoss):
-            return None
-        return cls(CountedPairs(loss_fn), Switch(models, facts, plan))
-
     def refer(self, pieces: Sequence[Batch], log_probs: Callable[[Batch], Tensor]) -> list[Batch]:
         """Give microbatches what the model without its adapters gives to their rows (collective)."""
-        with self.switch.off():
+        with switched_off(self._layers):
             return [{**piece, REFERENCE: log_probs(piece)} for piece in pieces]
+
+
+def pairs_of_model(loss_fn: Any, models: Sequence[nn.Module], facts: ModelFacts, plan: Plan) -> PairsOfModel | None:
+    """Return the pairs' loss and reference for a ``PreferenceLoss``; None for other losses."""
+    return PairsOfModel(loss_fn, models, facts, plan) if isinstance(loss_fn, PreferenceLoss) else None
 
 
 class PreferenceObjective:
@@ -147,7 +130,7 @@ class PreferenceObjective:
 
 def group_of_rows(model: nn.Module) -> RankGroup | None:
     """Return the ranks that have other tokens of the same rows; None where rows are whole."""
-    context = runtime_of(model)
+    context = context_of(model)
     return None if context is None else context.group
 
 
@@ -198,9 +181,7 @@ def refuse(loss_fn: object, plan: Plan) -> None:
                 f"loss_fn['{name}'] is a PreferenceLoss, which counts pairs of rows, and other losses by name count"
                 f" tokens or rows: give it alone, loss_fn=PreferenceLoss(...)"
             )
-    if not isinstance(loss_fn, PreferenceLoss):
-        return
-    if plan.loss is not None:
+    if isinstance(loss_fn, PreferenceLoss) and plan.loss is not None:
         raise UnsupportedError(
             f"techniques.loss_chunks = {plan.loss.chunks} computes a loss with its gradients in chunks of tokens, and"
             f" PreferenceLoss needs whole answers before any gradient: set techniques.loss_chunks = 1"
@@ -282,3 +263,36 @@ def log_probs_of(
     if isinstance(objective, PreferenceObjective):
         return objective.row_log_probs(forward, labels)
     return over_whole_rows(row_log_probs(logits_of(forward()), labels), labels, group_of_rows(model))[0]
+
+
+class LogitsOfRank:
+    """A function for the logits that a loss is computed from.
+
+    Args:
+        model: the model as it was laid out (without a wrapper).
+        in_parts: the loss can be computed from parts of the logits.
+
+    Attributes:
+        shard: this rank's part of the vocabulary that the last logits are of; None: logits are whole.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, *, in_parts: bool):
+        self._runtime, self.shard = runtime_of(model), None
+        tensor = plan.tensor
+        if not in_parts or tensor is None or self._runtime is None:
+            return
+        if tensor.head and not tensor.tail.obstacle_if_cut:
+            rows = model.get_submodule(tensor.head).get_parameter("weight").shape[0]
+            self.shard = VocabularyShard.of(rows, self._runtime.group)
+
+    def __call__(self, forward: Callable[[], Any]) -> Tensor:
+        """Return (rows, seq, vocabulary), or (rows, seq, shard.size) of this rank's ids."""
+        if self.shard is None or self._runtime is None:
+            return logits_of(forward())
+        self._runtime.logits = "own"
+        try:
+            logits = logits_of(forward())
+        finally:
+            self._runtime.logits = "whole"
+        self.shard = self._runtime.shard
+        return logits

@@ -21,8 +21,6 @@ from meshwright.planning.memory import MemoryUse
 
 from .live import Storages, addresses, newly_made, storage_of, tensors_in
 
-# --- see what torch does to storages behind its dispatcher
-
 
 @contextmanager
 def noting_resizes(note: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
@@ -40,8 +38,6 @@ def noting_resizes(note: Callable[[torch.UntypedStorage], None]) -> Iterator[Non
     finally:
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
-
-# --- account for every storage that a step's operators allocate, by its owner and by the operator
 
 UNSEEN = 0.01
 """Fraction of its maximum by which a kind of memory may grow before its storages' owners are looked up again."""
@@ -115,42 +111,30 @@ class MemoryAccount(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         given = tensors_in((args, kwargs))
         made = func(*args, **(kwargs or {}))
-        if func.namespace == "fsdp" or func.namespace.lstrip("_").startswith("c10d") or self._copies_shards(given):
-            self.note_messages([*given, *tensors_in(made)])
+        # an operator that reads FSDP's shards casts or concatenates them for an all-gather
+        copies_shards = bool(self._shards) and not self._shards.isdisjoint(addresses(given))
+        if func.namespace == "fsdp" or func.namespace.lstrip("_").startswith("c10d") or copies_shards:
+            for tensor in (*given, *tensors_in(made)):  # send or receive buffers
+                if id(storage_of(tensor)) not in self._resting:
+                    self._note(tensor, MemoryUse.COMMUNICATION)
             self.look()
         elif new := newly_made(addresses(given), made):
             for tensor in new:
-                self._note(tensor, MemoryUse.LOGITS if self._is_logits(tensor) else MemoryUse.ACTIVATIONS)
-            self._compare()
+                is_logits = tensor.dim() > 1 and tensor.shape[-1] in self._vocabulary
+                self._note(tensor, MemoryUse.LOGITS if is_logits else MemoryUse.ACTIVATIONS)
+            self._take_peak()
+            held = self._storages.bytes
+            if any(held[kind] > (1 + UNSEEN) * self.most[kind] for kind in held):  # its owners may have changed
+                self.look()
         return made
-
-    def note_messages(self, tensors: Iterable[Tensor]) -> None:
-        """Count these tensors as send or receive buffers."""
-        for tensor in tensors:
-            if id(storage_of(tensor)) not in self._resting:
-                self._note(tensor, MemoryUse.COMMUNICATION)
 
     def note_host(self, tensor: Tensor) -> None:
         """Count a tensor as one in host memory."""
         self._note(tensor, MemoryUse.HOST)
 
-    def _copies_shards(self, given: Sequence[Tensor]) -> bool:
-        """Return whether an operator reads FSDP's shards: it casts or concatenates them for an all-gather."""
-        return bool(self._shards) and not self._shards.isdisjoint(addresses(given))
-
-    def _is_logits(self, tensor: Tensor) -> bool:
-        return tensor.dim() > 1 and tensor.shape[-1] in self._vocabulary
-
     def _note(self, tensor: Tensor, held: MemoryUse) -> None:
         if tensor.device.type != "meta" and not isinstance(tensor, DeferredLogits):  # which take no memory
             self._storages.follow(storage_of(tensor), held)
-
-    def _compare(self) -> None:
-        """Take a new maximum of all kinds together; look up owners where one kind may have a new maximum."""
-        held = self._storages.bytes
-        self._take_peak()
-        if any(held[kind] > (1 + UNSEEN) * self.most[kind] for kind in held):
-            self.look()
 
     def _take_peak(self, *, also_equal: bool = False) -> None:
         held = self._storages.bytes

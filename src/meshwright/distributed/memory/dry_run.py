@@ -11,13 +11,13 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshwright.core.axes import Axis
@@ -39,8 +39,8 @@ from meshwright.distributed.process.absent_peers import absent_peers
 from meshwright.distributed.recompute import recompute
 from meshwright.distributed.step.part import ModelPart, OpenedStep
 from meshwright.distributed.torch_private import local_part
+from meshwright.distributed.weights.constructed import tie
 from meshwright.distributed.weights.shards import apply_to_tensors
-from meshwright.distributed.weights.weights import tie
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.signature import REFERENCE, Signature
 from meshwright.planning.collectives import resolved
@@ -66,30 +66,23 @@ if TYPE_CHECKING:
     from meshwright.core.torch_private import FakeTensorMode
 
 
-# --- run code on fake tensors, which have shapes but no memory
-
 PATIENCE, PATIENCE_PER_BLOCK = 100_000, 4_000
 """Largest number of operators in a dry run, about ten seconds, and how many each repeated block adds: three
 microbatches of a decoder's block over a context axis have a thousand."""
 
 
 @contextmanager
-def imagining(*, experts: bool, blocks: int = 0, mode: FakeTensorMode | None = None) -> Iterator[None]:
+def imagining(*, blocks: int = 0, mode: FakeTensorMode | None = None) -> Iterator[None]:
     """Make every tensor created inside fake.
 
     Args:
-        experts: whether the model may compute grouped products.
         blocks: number of repeated blocks.
         mode: makes them; tensors of two modes do not go together.
 
     Raises:
         DryRunError: the step has more operators than any model of so many blocks, like a Python loop over tokens.
     """
-    with ExitStack() as stack:
-        stack.enter_context(mode or fake_mode())
-        stack.enter_context(_Patience(PATIENCE + blocks * PATIENCE_PER_BLOCK))
-        if experts:
-            stack.enter_context(_GroupedProducts())
+    with mode or fake_mode(), _Operators(PATIENCE + blocks * PATIENCE_PER_BLOCK):
         yield
 
 
@@ -131,8 +124,11 @@ class DryRunError(Exception):
     """Raised if a model cannot be dry-run; the text gives the reason."""
 
 
-class _Patience(TorchDispatchMode):
-    """Limits the number of operators."""
+class _Operators(TorchDispatchMode):
+    """Limits the number of operators, and gives grouped products their shapes in every dtype, without computing them.
+
+    torch limits them to bfloat16 on fake tensors, although their kernels take other dtypes too.
+    """
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -142,16 +138,6 @@ class _Patience(TorchDispatchMode):
         self._operators += 1
         if self._operators > self._most:
             raise DryRunError(f"its step has more than {self._most:,} operators, too many for a dry run")
-        return func(*args, **(kwargs or {}))
-
-
-class _GroupedProducts(TorchDispatchMode):
-    """Gives grouped products their shapes in every dtype, without computing them.
-
-    torch limits them to bfloat16 on fake tensors, although their kernels take other dtypes too.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if not is_grouped_product(func):
             return func(*args, **(kwargs or {}))
         first, second = args[:2]
@@ -159,9 +145,6 @@ class _GroupedProducts(TorchDispatchMode):
             groups = (args[2] if len(args) > 2 else (kwargs or {})["offs"]).shape[0]
             return first.new_empty((groups, first.shape[0], second.shape[1]))
         return first.new_empty((*first.shape[:-1], second.shape[-1]))
-
-
-# --- keep gradients where DDP would keep them
 
 
 def keep_in_buckets(model: nn.Module, microbatches: int, *, syncs: bool) -> None:
@@ -186,8 +169,6 @@ def keep_in_buckets(model: nn.Module, microbatches: int, *, syncs: bool) -> None
 
         parameter.register_post_accumulate_grad_hook(move)
 
-
-# --- make the optimizer of a dry run, with the state of one that has stepped before
 
 BuildOptimizer = Callable[[ParallelModel], torch.optim.Optimizer]
 
@@ -254,21 +235,19 @@ def along_pipeline(pipeline: PipelinePlan, microbatches: int, run: RunRank) -> t
         # by what they hold; where that is equal, by their place, since messages travel for longer
         ordered = sorted(ranks, key=lambda rank: (held[rank], rank))
         for rank in ordered if len(ordered) < 3 else (ordered[0], ordered[-1]):
-            found[rank] = _of_rank(pipeline, rank, microbatches, run)
+            few = pipeline.legal(2 * pipeline.ranks)
+            more = pipeline.legal(few + pipeline.ranks)
+            if microbatches <= max(DIRECT, more):
+                found[rank] = run(rank, microbatches)
+            else:
+                share = (microbatches - few) / (more - few)
+                found[rank] = run(rank, few).towards(run(rank, more), share)
         first, last = ordered[0], ordered[-1]
         measure = held if held[first] != held[last] else range(pipeline.ranks)
         for rank in ordered[1:-1]:
             share = (measure[rank] - measure[first]) / (measure[last] - measure[first])
             found.setdefault(rank, found[first].towards(found[last], share))
     return tuple(found[rank] for rank in range(pipeline.ranks))
-
-
-def _of_rank(pipeline: PipelinePlan, rank: int, microbatches: int, run: RunRank) -> RankMemory:
-    few = pipeline.legal(2 * pipeline.ranks)
-    more = pipeline.legal(few + pipeline.ranks)
-    if microbatches <= max(DIRECT, more):
-        return run(rank, microbatches)
-    return run(rank, few).towards(run(rank, more), (microbatches - few) / (more - few))
 
 
 # --- estimate the memory of a rank's step by a dry run on tensors without memory
@@ -355,7 +334,29 @@ class DryRun:
         """Run a step of a pipeline rank's first rank, and return its bytes."""
         rank = pipeline_rank * (self.plan.world // self.plan.size(Axis.PP))
         with self.model_of(rank) as model:
-            return self._account(model, microbatches)
+            asked, optimizer = self.asked, self.build_optimizer(model)
+            make_states(optimizer)
+            vocabulary = dims_of_logits(self.facts.vocab_size or 0, self.plan.size(Axis.TP))
+            step = self.step(model, microbatches)
+            if self.copies_gradients:
+                keep_in_buckets(model.parts[0], microbatches, syncs=bool(self.plan.data.sync_grad_accum))
+            in_host: tuple[MemoryUse, ...] = ()
+            if is_accelerator(asked.device) and asked.data.cpu_offload:
+                in_host = MemoryUse.PARAMETERS, MemoryUse.GRADIENTS, MemoryUse.OPTIMIZER
+            elif is_accelerator(asked.device) and asked.optimizer.in_host_memory:
+                in_host = (MemoryUse.OPTIMIZER,)
+            account = MemoryAccount(model.parts, vocabulary, optimizer=optimizer, in_host=in_host)
+            with _as_on(asked.device, account), account:
+                model.run_opened(model.refer(step))
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+        most, peak = dict(account.most), dict(account.peak)
+        # the optimizer state that comes from host memory for the step counts, if the peak is then
+        kinds, moving = (MemoryUse.PARAMETERS, MemoryUse.GRADIENTS, MemoryUse.BUFFERS), plan_memory(asked).moving
+        stepping = {kind: most[kind] for kind in kinds if kind in most} | {MemoryUse.OPTIMIZER: moving}
+        if moving and sum(stepping.values()) > RankMemory(most, peak).total:
+            peak = stepping
+        return RankMemory(most, peak)
 
     @contextmanager
     def model_of(self, rank: int) -> Iterator[ParallelModel]:
@@ -368,7 +369,11 @@ class DryRun:
     def laid_out(self, rank: int, mode: FakeTensorMode) -> Iterator[tuple[list[ModelPart], Plan, ModelFacts, Any]]:
         """Make this process a rank whose parts have fake memory of a mode; yield what ``ParallelModel`` is made of."""
         with absent_peers(rank, self.plan.world):
-            mesh, module = self._mesh(), on_meta(cast("nn.Module", self.facts.module))
+            plan, mesh = self.plan, None
+            if plan.world > 1 or plan.data.technique == "fully_shard":
+                experts = 1 if plan.experts is None else plan.experts.ranks
+                mesh = build_mesh(Layout(**dict(plan.mesh), ep=experts), CPU)
+            module = on_meta(cast("nn.Module", self.facts.module))
             facts = model_facts(module)
             parts = order.lay_out(module, self.plan, order.Site(mesh, facts), ON_META)
             with self.imagining(mode):
@@ -378,31 +383,14 @@ class DryRun:
 
     def imagining(self, mode: FakeTensorMode) -> AbstractContextManager[None]:
         """Make every tensor fake that is created inside, in a step of this model."""
-        return imagining(experts=self.facts.has_experts, blocks=len(self.facts.blocks), mode=mode)
-
-    def _account(self, model: ParallelModel, microbatches: int) -> RankMemory:
-        optimizer = self.build_optimizer(model)
-        make_states(optimizer)
-        vocabulary = dims_of_logits(self.facts.vocab_size or 0, self.plan.size(Axis.TP))
-        step = self.step(model, microbatches)
-        if self.copies_gradients:
-            keep_in_buckets(model.parts[0], microbatches, syncs=bool(self.plan.data.sync_grad_accum))
-        account = MemoryAccount(model.parts, vocabulary, optimizer=optimizer, in_host=_in_host(self.asked))
-        with _as_on(self.asked.device, account), account:
-            model.run_opened(model.refer(step))
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        return _with_moving_state(RankMemory(dict(account.most), dict(account.peak)), self.asked)
-
-    def _mesh(self) -> DeviceMesh | None:
-        plan = self.plan
-        if plan.world == 1 and plan.data.technique != "fully_shard":
-            return None
-        return build_mesh(Layout(**dict(plan.mesh), ep=1 if plan.experts is None else plan.experts.ranks), CPU)
+        return imagining(blocks=len(self.facts.blocks), mode=mode)
 
     def step(self, model: ParallelModel, microbatches: int) -> OpenedStep:
         """Return a step of so many microbatches of one document each."""
-        piece = self._piece(self.rows, self.batch.seq_len, Signature.of(model.parts[0]))
+        shape, context = (self.rows, self.batch.seq_len), self.plan.context
+        piece: Mapping[str, Tensor] = {key: torch.zeros(shape, dtype=torch.int64) for key in self.keys}
+        if context is not None:  # the first rank's tokens
+            piece = first_tokens(piece, context, Signature.of(model.parts[0]))
         tokens = piece["tokens"].numel() * microbatches * self.plan.data_ranks
         weight = tokens
         if self.batch.pairs:
@@ -410,11 +398,6 @@ class DryRun:
                 piece = {**piece, REFERENCE: torch.zeros(len(piece["tokens"]), dtype=torch.float64)}
             weight = tokens // (2 * self.batch.seq_len)
         return OpenedStep([piece] * microbatches, tokens, float(weight), tokens)
-
-    def _piece(self, rows: int, length: int, signature: Signature) -> Mapping[str, Tensor]:
-        """Return a microbatch of whole rows of one document, or the first rank's tokens of it."""
-        whole = {key: torch.zeros((rows, length), dtype=torch.int64) for key in self.keys}
-        return whole if self.plan.context is None else first_tokens(whole, self.plan.context, signature)
 
 
 def _on_cpu(plan: Plan) -> Plan:
@@ -424,15 +407,6 @@ def _on_cpu(plan: Plan) -> Plan:
         data = DataParallel("none", sync_grad_accum=data.sync_grad_accum)
     tensor = plan.tensor if plan.tensor is None else replace(plan.tensor, async_tensor_parallel=False)
     return replace(plan, device=CPU, data=data, tensor=tensor)
-
-
-def _in_host(plan: Plan) -> tuple[MemoryUse, ...]:
-    """List the kinds that a plan keeps in host memory beside an accelerator's."""
-    if not is_accelerator(plan.device):
-        return ()
-    if plan.data.cpu_offload:
-        return MemoryUse.PARAMETERS, MemoryUse.GRADIENTS, MemoryUse.OPTIMIZER
-    return (MemoryUse.OPTIMIZER,) if plan.optimizer.in_host_memory else ()
 
 
 @contextmanager
@@ -448,48 +422,33 @@ def _as_on(device: str, account: MemoryAccount) -> Iterator[None]:
         messages.sends_complete.reset(sent)
 
 
-def _with_moving_state(memory: RankMemory, plan: Plan) -> RankMemory:
-    """Add the optimizer state that comes from host memory for the step, if the peak is then."""
-    moving = plan_memory(plan).moving
-    kinds = MemoryUse.PARAMETERS, MemoryUse.GRADIENTS, MemoryUse.BUFFERS
-    stepping = {kind: memory.most[kind] for kind in kinds if kind in memory.most} | {MemoryUse.OPTIMIZER: moving}
-    return replace(memory, peak=stepping) if moving and sum(stepping.values()) > memory.total else memory
-
-
 def allocate(model: nn.Module) -> None:
     """Give a model on meta fake memory on the CPU; tied parameters stay tied."""
+
+    def bare(tensor: Tensor) -> Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CPU)
+
     made: dict[int, tuple[Tensor, Tensor]] = {}
     for module in model.modules():
         places: tuple[Any, ...] = module._parameters, module._buffers
         for held in places:
             for name, tensor in held.items():
-                if tensor is not None and not isinstance(tensor, DTensor):
-                    if id(tensor) not in made:
-                        made[id(tensor)] = tensor, _allocated(tensor)  # held: else its id could be reused
-                    held[name] = made[id(tensor)][1]
+                if tensor is None or isinstance(tensor, DTensor):
+                    continue
+                if id(tensor) not in made:
+                    new = bare(tensor)
+                    if isinstance(tensor, nn.Parameter):
+                        new = nn.Parameter(new, tensor.requires_grad)
+                        for attribute, value in vars(tensor).items():
+                            setattr(new, attribute, value)
+                    made[id(tensor)] = tensor, new  # held: else its id could be reused
+                held[name] = made[id(tensor)][1]
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         names = dict(model.named_parameters(remove_duplicate=False))
         first: dict[int, str] = {}
         ties = {name: other for name, p in names.items() if (other := first.setdefault(id(p), name)) != name}
-        apply_to_tensors(model, lambda tensor: _bare(tensor) if tensor.is_meta else tensor)
+        apply_to_tensors(model, lambda tensor: bare(tensor) if tensor.is_meta else tensor)
         tie(model, ties)
-
-
-def _allocated(tensor: Tensor) -> Tensor:
-    bare = _bare(tensor)
-    if not isinstance(tensor, nn.Parameter):
-        return bare
-    made = nn.Parameter(bare, tensor.requires_grad)
-    for name, value in vars(tensor).items():
-        setattr(made, name, value)
-    return made
-
-
-def _bare(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CPU)
-
-
-# --- measure what each block of a model saves for its backward, by a dry run on tensors without memory
 
 
 @dataclass(frozen=True)
@@ -527,46 +486,41 @@ def saved_by_blocks(facts: ModelFacts, plan: Plan, batch: Batch) -> tuple[SavedB
     return tuple(SavedByBlock(seen.bytes[block], seen.in_attention[block]) for block in facts.blocks)
 
 
-@dataclass
 class _BlockSaves:
     """Counts saved bytes by the block that computes."""
 
-    model: nn.Module
-    bytes: Counter[str] = field(default_factory=Counter)
-    in_attention: Counter[str] = field(default_factory=Counter)
-    _block: str = ""
-    _attends: int = 0
-    _parameters: set[int] = field(default_factory=set)
-    _known: dict[int, torch.UntypedStorage] = field(default_factory=dict)
-    """Storages that were saved, by address; held, since a freed one's address comes again."""
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.bytes: Counter[str] = Counter()
+        self.in_attention: Counter[str] = Counter()
+        self._block, self._attends = "", 0
+        self._parameters: set[int] = set()
+        self._known: dict[int, torch.UntypedStorage] = {}  # saved, by address; held, since a freed one's comes again
 
     @contextmanager
     def watching(self, facts: ModelFacts) -> Iterator[None]:
         """Watch a forward."""
+
+        def leave(*_: Any) -> None:
+            self._block = ""
+
+        def attend(step: int) -> None:
+            self._attends += step
+
         with ExitStack() as stack:
             for path in facts.blocks:
-                self._hook(stack, path, lambda path=path: self._enter(path), lambda: self._enter(""))
-            for path in facts.attentions:
-                self._hook(stack, path, lambda: self._attend(1), lambda: self._attend(-1))
+                block = self.model.get_submodule(path)
+                handle = block.register_forward_pre_hook(partial(self._enter, path))
+                stack.callback(handle.remove)
+                stack.callback(block.register_forward_hook(leave).remove)
+            for module in map(self.model.get_submodule, facts.attentions):
+                stack.callback(module.register_forward_pre_hook(lambda *_: attend(1)).remove)
+                stack.callback(module.register_forward_hook(lambda *_: attend(-1)).remove)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, lambda saved: saved))
             yield
 
-    def _hook(self, stack: ExitStack, path: str, before: Callable[[], None], behind: Callable[[], None]) -> None:
-        module = self.model.get_submodule(path)
-        for handle in (
-            module.register_forward_pre_hook(lambda *_: before()),
-            module.register_forward_hook(lambda *_: behind()),
-        ):
-            stack.callback(handle.remove)
-
-    def _enter(self, path: str) -> None:
-        self._block = path
-        if path:
-            weights = self.model.get_submodule(path).parameters()
-            self._parameters = addresses(weights)
-
-    def _attend(self, step: int) -> None:
-        self._attends += step
+    def _enter(self, path: str, module: nn.Module, *_: Any) -> None:
+        self._block, self._parameters = path, addresses(module.parameters())
 
     def _save(self, tensor: Tensor) -> Tensor:
         storage = storage_of(tensor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -75,6 +75,14 @@ def foreach_divided(tensors: list[Tensor], squares: list[Tensor], eps: float) ->
     return list(divisors)
 
 
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """Return what the closure of an optimizer's step returns, if there is one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 # --- compute and clip one global gradient norm over plain tensors and DTensors on any mixture of meshes
 
 EPSILON = 1e-6
@@ -138,7 +146,21 @@ def total_norm(parts: list[GradientPart], over: Sequence[dist.ProcessGroup] = ()
     Args:
         over: groups whose ranks have other parameters (pipeline stages).
     """
-    norm = _norm_of_stage(parts)
+    by_groups: dict[tuple[tuple[dist.ProcessGroup, ...], int], list[Tensor]] = {}
+    for part in parts:
+        by_groups.setdefault((part.groups, part.copies), []).append(part.tensor)
+    squares: dict[tuple[dist.ProcessGroup, ...], Tensor] = {}
+    wide = reduce(torch.promote_types, {part.tensor.dtype for part in parts}, torch.float32)
+    for (groups, copies), tensors in by_groups.items():
+        are_wide = {tensor.dtype for tensor in tensors} == {wide}
+        norms = foreach_norm(tensors) if are_wide else [torch.linalg.vector_norm(t, dtype=wide) for t in tensors]
+        square = torch.linalg.vector_norm(torch.stack(list(norms))).square() / copies
+        squares[groups] = squares[groups] + square.to(squares[groups]) if groups in squares else square
+    for groups in squares:
+        for group in groups:
+            squares[groups] = _summed(squares[groups], group)
+    first, *others = squares.values() or [torch.zeros(())]
+    norm = torch.stack([first, *(s.to(first) for s in others)]).sum().sqrt() if others else first.sqrt()
     if not over:
         return norm
     square = norm.double().square()
@@ -147,41 +169,12 @@ def total_norm(parts: list[GradientPart], over: Sequence[dist.ProcessGroup] = ()
     return square.sqrt()
 
 
-def _norm_of_stage(parts: list[GradientPart]) -> Tensor:
-    by_groups: dict[tuple[tuple[dist.ProcessGroup, ...], int], list[Tensor]] = {}
-    for part in parts:
-        by_groups.setdefault((part.groups, part.copies), []).append(part.tensor)
-    if not by_groups:
-        return torch.zeros(())
-    squares: dict[tuple[dist.ProcessGroup, ...], Tensor] = {}
-    wide = reduce(torch.promote_types, {part.tensor.dtype for part in parts}, torch.float32)
-    for (groups, copies), tensors in by_groups.items():
-        norms = (
-            foreach_norm(tensors)
-            if {tensor.dtype for tensor in tensors} == {wide}
-            else [torch.linalg.vector_norm(t, dtype=wide) for t in tensors]
-        )
-        square = torch.linalg.vector_norm(torch.stack(list(norms))).square() / copies
-        squares[groups] = squares[groups] + square.to(squares[groups]) if groups in squares else square
-    for groups in squares:
-        for group in groups:
-            squares[groups] = _summed(squares[groups], group)
-    first, *others = squares.values()
-    return torch.stack([first, *(s.to(first) for s in others)]).sum().sqrt() if others else first.sqrt()
-
-
-def _has_cpu(group: dist.ProcessGroup) -> bool:
-    return any(backend.startswith("cpu:") for backend in dist.get_backend_config(group).split(","))
-
-
 def _summed(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-reduce a scalar, on the accelerator if the group has no CPU backend (offloaded gradients live on the CPU)."""
-    if value.device.type == "cpu" and not _has_cpu(group):
-        moved = value.to(current_device(local_device()))
-        dist.all_reduce(moved, group=group)
-        return moved.cpu()
-    dist.all_reduce(value, group=group)
-    return value
+    has_cpu = any(backend.startswith("cpu:") for backend in dist.get_backend_config(group).split(","))
+    summed = value if has_cpu or value.device.type != "cpu" else value.to(current_device(local_device()))
+    dist.all_reduce(summed, group=group)
+    return summed.to(value.device)
 
 
 def scale_gradients(parts: list[GradientPart], factor: float | Tensor) -> None:

@@ -10,7 +10,7 @@ accelerator, host memory is pinned, and copies run on the computing stream. On t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -28,9 +28,8 @@ from meshwright.distributed.torch_private import local_part
 from meshwright.distributed.weights.shards import in_memory, memory_of, pieces, seed_of, with_local
 from meshwright.planning.optimizer import BLOCKS, KINDS, ROOM, OptimizerPlan
 
+from .grad_clip import loss_of
 from .muon import Lion
-
-# --- run torchao's AdamW
 
 SIGNED = {tensor.name: tensor.signed for tensor in KINDS["adamw"].state}
 """AdamW's moments, and whether each can be negative."""
@@ -86,70 +85,52 @@ class TorchaoAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Step every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step(parameter, group)
+            rate, decay, eps = torch.as_tensor(group["lr"], dtype=torch.float32), group["weight_decay"], group["eps"]
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    state |= {key: self.new_moment(parameter, key) for key in SIGNED}
+                state["step"] += 1
+                local, moments = local_part(parameter.detach()), [local_part(state[key]) for key in SIGNED]
+                if not local.numel():
+                    continue
+                noise = self._noise(parameter, int(state["step"])) if self.stochastic else None
+                given = local, noise, local_part(parameter.grad).contiguous(), state["step"], *moments
+                with without_recompilation_limit():  # there are as many graphs as shapes
+                    _compiled()(*given, rate, *group["betas"], decay, eps)
         return loss
 
-    def _step(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.tensor(0.0)
-            state |= {key: self.new_moment(parameter, key) for key in SIGNED}
-        state["step"] += 1
-        gradient = parameter.grad
-        assert gradient is not None
-        local = _local(parameter.detach())
-        if not local.numel():
-            return
-        noise = self._noise(parameter, int(state["step"])) if self.stochastic else None
-        rate, (beta1, beta2) = torch.as_tensor(group["lr"], dtype=torch.float32), group["betas"]
-        moments = (_local(state[key]) for key in SIGNED)
-        with without_recompilation_limit():  # there are as many graphs as shapes
-            _compiled()(
-                local,
-                noise,
-                _local(gradient).contiguous(),
-                state["step"],
-                *moments,
-                rate,
-                beta1,
-                beta2,
-                group["weight_decay"],
-                group["eps"],
-            )
+    def _noise(self, parameter: Tensor, step: int) -> Tensor:
+        """Draw (local shape) int32, 0 to 2¹⁶ − 1: the same for the same elements of a parameter on any rank."""
+        local = local_part(parameter.detach())
+        noise = torch.empty(local.shape, dtype=torch.int32, device=local.device)
+        for piece in pieces(with_local(parameter, noise) if isinstance(parameter, DTensor) else noise):
+            seed = self._seed_of(parameter, step, piece.offset)
+            generator, shape = torch.Generator(local.device).manual_seed(seed), piece.local.shape
+            options: dict[str, Any] = {"dtype": torch.int32, "device": local.device, "generator": generator}
+            piece.local.copy_(torch.randint(0, 1 << 16, shape, **options))
+        return noise
+
+    def _seed_of(self, parameter: Tensor, step: int, offset: Sequence[int]) -> int:
+        return seed_of("stochastic rounding", self.seed, step, self._names[parameter], *offset)  # type: ignore[index]
 
     def new_moment(self, parameter: Tensor, key: str) -> Tensor:
         """Create zeros for a moment of a parameter, in its storage format."""
-        local = _local(parameter.detach())
-        if self._plan.rounds(local.numel()) and not _mixes_copies(parameter):
+        local = local_part(parameter.detach())
+        # blocks that span a rank's own elements and copies would be rounded by each rank otherwise
+        placed = parameter.placements if isinstance(parameter, DTensor) else ()
+        sizes = parameter.device_mesh.shape if isinstance(parameter, DTensor) else ()
+        mixed = any(mixes_copies(getattr(p, "parts", ()), n) for p, n in zip(placed, sizes, strict=True))
+        if self._plan.rounds(local.numel()) and not mixed:
             made = kind_of_state(self.state_word).zeros(
                 local.shape, SIGNED[key], BLOCKS[self.state_word], local.device, dtype=local.dtype
             )
         else:
             made = torch.zeros_like(local, memory_format=torch.contiguous_format)
         return with_local(parameter, made) if isinstance(parameter, DTensor) else made
-
-    def _noise(self, parameter: Tensor, step: int) -> Tensor:
-        """Draw (local shape) int32, 0 to 2¹⁶ − 1: the same for the same elements of a parameter on any rank."""
-        local = _local(parameter.detach())
-        noise = torch.empty(local.shape, dtype=torch.int32, device=local.device)
-        for piece in pieces(with_local(parameter, noise) if isinstance(parameter, DTensor) else noise):
-            generator = torch.Generator(local.device).manual_seed(self._seed_of(parameter, step, piece.offset))
-            piece.local.copy_(
-                torch.randint(
-                    0, 1 << 16, piece.local.shape, dtype=torch.int32, device=local.device, generator=generator
-                )
-            )
-        return noise
-
-    def _seed_of(self, parameter: Tensor, step: int, offset: Sequence[int]) -> int:
-        return seed_of("stochastic rounding", self.seed, step, self._names[parameter], *offset)  # type: ignore[index]
 
 
 def refuse_absent(plan: OptimizerPlan) -> None:
@@ -164,22 +145,7 @@ def refuse_absent(plan: OptimizerPlan) -> None:
 
 def is_rounded(tensor: Tensor) -> bool:
     """Return whether a tensor is stored as torchao's codes and scales."""
-    return hasattr(_local(tensor), "dequantize") and hasattr(_local(tensor), "codes")
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return local_part(tensor)
-
-
-def _mixes_copies(parameter: Tensor) -> bool:
-    """Return whether blocks would span a rank's own elements and copies, which each rank would round differently."""
-    if not isinstance(parameter, DTensor):
-        return False
-    places = [
-        (getattr(place, "parts", ()), parameter.device_mesh.size(axis))
-        for axis, place in enumerate(parameter.placements)
-    ]
-    return any(mixes_copies(parts, ranks) for parts, ranks in places)
+    return hasattr(local_part(tensor), "dequantize") and hasattr(local_part(tensor), "codes")
 
 
 @cache
@@ -246,12 +212,20 @@ def step(optimizer: torch.optim.Optimizer, device: torch.device, room: int = ROO
     """
     _check(optimizer)
     groups = optimizer.param_groups
+    every = [group["params"] for group in groups]
     try:
-        for group in groups:
+        for group, parameters in zip(groups, every, strict=True):
             optimizer.param_groups = [group]
-            _step_group(optimizer, group, device, room)
+            for portion in portions([p for p in parameters if p.grad is not None], room):
+                group["params"] = portion
+                rested = {p: _fetch(optimizer.state[p], device) for p in portion if p in optimizer.state}
+                optimizer.step()
+                for parameter in portion:
+                    _put_back(optimizer.state.get(parameter, {}), rested.get(parameter, {}), device)
     finally:
         optimizer.param_groups = groups
+        for group, parameters in zip(groups, every, strict=True):
+            group["params"] = parameters
     finish_stream(device)  # from now on host memory may be read
 
 
@@ -269,34 +243,6 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
             " registered on this"
             " optimizer's step would be called once for each portion. Call what they do around optimizer_step instead."
         )
-
-
-def _step_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device, room: int) -> None:
-    every = group["params"]
-    try:
-        for portion in portions([p for p in every if p.grad is not None], room):
-            group["params"] = portion
-            rested = {p: _fetch(optimizer.state[p], device) for p in portion if p in optimizer.state}
-            optimizer.step()
-            for parameter in portion:
-                _put_back(optimizer.state.get(parameter, {}), rested.get(parameter, {}), device)
-    finally:
-        group["params"] = every
-
-
-def portions(parameters: Sequence[Tensor], room: int) -> Iterator[list[Tensor]]:
-    """Cut parameters into portions with at most ``room`` bytes of state, two tensors like each, or one parameter."""
-    portion: list[Tensor] = []
-    taken = 0
-    for parameter in parameters:
-        size = STATES * sum(plain.nbytes for plain in memory_of(parameter))
-        if portion and taken + size > room:
-            yield portion
-            portion, taken = [], 0
-        portion.append(parameter)
-        taken += size
-    if portion:
-        yield portion
 
 
 def _fetch(state: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
@@ -320,23 +266,38 @@ def _put_back(state: dict[str, Any], rested: dict[str, Tensor], device: torch.de
         state[key] = rested[key]
 
 
-def _moves(value: Any) -> bool:
-    """Return whether a value moves: tensors like the parameter do, step counts stay where the optimizer wants them."""
-    return isinstance(value, Tensor) and value.dim() > 0
-
-
 def _copied(plain: Tensor, device: torch.device) -> Tensor:
     here = torch.empty_like(plain, device=device)
     here.copy_(plain, non_blocking=True)
     return here
 
 
-def at_rest(state: Tensor, device: torch.device) -> Tensor:
-    """Copy state to host memory, pinned where it will travel to an accelerator."""
-    return in_memory(state, [_to_host(plain, pinned=is_accelerator(device)) for plain in memory_of(state)])
-
-
 def _to_host(plain: Tensor, *, pinned: bool) -> Tensor:
     host = torch.empty_like(plain, device="cpu", pin_memory=pinned)
     host.copy_(plain, non_blocking=True)
     return host
+
+
+def portions(parameters: Sequence[Tensor], room: int) -> Iterator[list[Tensor]]:
+    """Cut parameters into portions with at most ``room`` bytes of state, two tensors like each, or one parameter."""
+    portion: list[Tensor] = []
+    taken = 0
+    for parameter in parameters:
+        size = STATES * sum(plain.nbytes for plain in memory_of(parameter))
+        if portion and taken + size > room:
+            yield portion
+            portion, taken = [], 0
+        portion.append(parameter)
+        taken += size
+    if portion:
+        yield portion
+
+
+def _moves(value: Any) -> bool:
+    """Return whether a value moves: tensors like the parameter do, step counts stay where the optimizer wants them."""
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def at_rest(state: Tensor, device: torch.device) -> Tensor:
+    """Copy state to host memory, pinned where it will travel to an accelerator."""
+    return in_memory(state, [_to_host(plain, pinned=is_accelerator(device)) for plain in memory_of(state)])

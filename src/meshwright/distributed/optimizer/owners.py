@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError
-from meshwright.distributed.exchange.ranks import ProcessGroupRanks
+from meshwright.distributed.exchange import ProcessGroupRanks
 from meshwright.distributed.process.world import get_world_info
 from meshwright.distributed.torch_private import flattened, local_part, ranks_in
 from meshwright.distributed.weights.shards import pieces, runs_at
@@ -115,7 +115,8 @@ class MatrixOwners:
             sizes = zip(names, mesh.shape, strict=True)
             large = tuple(name for name, size in sizes if size > 1 and name != Axis.PP.value)
             mesh = mesh[large] if large else None
-        self._group = None if mesh is None or mesh.size() == 1 else _group_of(mesh)
+        flat = flattened(mesh, "_".join(mesh.mesh_dim_names or ())) if mesh is not None and mesh.ndim > 1 else mesh
+        self._group = None if flat is None or flat.size() == 1 else flat.get_group()
         self._ranks = None if self._group is None else ProcessGroupRanks(self._group)
         alone = [get_world_info()[0]]
         self._order = alone if self._group is None else dist.get_process_group_ranks(self._group)
@@ -132,29 +133,35 @@ class MatrixOwners:
         """
         if not tensors:
             return
-        schedule, like = self._schedule(tensors), local_part(tensors[0])
+        key, like = tuple(_place_of(tensor) for tensor in tensors), local_part(tensors[0])
+        if key not in self._schedules:
+            each = [self._matrices(tensor) for tensor in tensors]
+            matrices = tuple(chain.from_iterable(each))
+            first = tuple(accumulate((len(numbers) for numbers in each), initial=0))[:-1]
+            rounds = []
+            for one in rounds_of(matrices, len(self._order)):
+                arriving = _Message.of(one.brought(matrices), self._here)
+                rounds.append(_Round(one.owners, arriving, _Message.of(one.returned(matrices), self._here)))
+            tensor_of = tuple(place for place, numbers in enumerate(each) for _ in numbers)
+            self._schedules[key] = _Schedule(matrices, first, tensor_of, tuple(rounds))
+        schedule = self._schedules[key]
         held = {
             (schedule.first[place] + expert, box): view
             for place, tensor in enumerate(tensors)
             for expert, box, view in _views(tensor)
         }
-        for one in schedule.rounds:
-            self._take(one, schedule, held, functions, like)
-
-    def _take(self, this: _Round, schedule: _Schedule, held: Boxes, functions: Sequence[Compute], like: Tensor) -> None:
-        """Take a round: parts to the owners, the functions, and the results to all who hold a box of them."""
-        arrived = self._send(this.arriving, lambda *at: held[at], like)
-        there = ChainMap(arrived, held)
-        found = {
-            number: functions[schedule.tensor_of[number]](_joined(schedule.matrices[number], number, there))
-            for number, owner in this.owners
-            if owner == self._here
-        }
-        back = self._send(this.leaving, lambda number, box: _part(found[number], box), like)
-        for number, _ in this.owners:
-            for box in (boxes.box for boxes in schedule.matrices[number].boxes):
-                if (number, box) in held:
-                    held[number, box].copy_(_part(found[number], box) if number in found else back[number, box])
+        for one in schedule.rounds:  # parts to the owners, the functions, and the results to all who hold a box of them
+            there = ChainMap(self._send(one.arriving, lambda *at: held[at], like), held)
+            found = {
+                number: functions[schedule.tensor_of[number]](_joined(schedule.matrices[number], number, there))
+                for number, owner in one.owners
+                if owner == self._here
+            }
+            back = self._send(one.leaving, lambda number, box, found=found: _part(found[number], box), like)
+            for number, _ in one.owners:
+                for box in (boxes.box for boxes in schedule.matrices[number].boxes):
+                    if (number, box) in held:
+                        held[number, box].copy_(_part(found[number], box) if number in found else back[number, box])
 
     def _send(self, message: _Message, part_of: Callable[[int, Box], Tensor], like: Tensor) -> Boxes:
         return message.send(self._ranks, part_of, like) if self._ranks is not None and message.travels else {}
@@ -163,53 +170,28 @@ class MatrixOwners:
     def _here(self) -> int:
         return 0 if self._ranks is None else self._ranks.rank
 
-    def _schedule(self, tensors: Sequence[Tensor]) -> _Schedule:
-        key = tuple(_place_of(tensor) for tensor in tensors)
-        if key not in self._schedules:
-            found = [self._matrices(tensor) for tensor in tensors]
-            matrices = tuple(chain.from_iterable(found))
-            first = tuple(accumulate((len(numbers) for numbers in found), initial=0))[:-1]
-            rounds = tuple(
-                _Round(
-                    one.owners,
-                    _Message.of(one.brought(matrices), self._here),
-                    _Message.of(one.returned(matrices), self._here),
-                )
-                for one in rounds_of(matrices, len(self._order))
-            )
-            tensor_of = tuple(place for place, numbers in enumerate(found) for _ in numbers)
-            self._schedules[key] = _Schedule(matrices, first, tensor_of, rounds)
-        return self._schedules[key]
-
     def _matrices(self, tensor: Tensor) -> list[Matrix]:
+        """List the matrices of a tensor, each with its boxes on the ranks of the group, in their order."""
         key = _place_of(tensor)
-        if key not in self._known:
-            self._known[key] = matrices_of(tensor.shape, self._boxes(tensor))
+        if key in self._known:
+            return self._known[key]
+        boxes: list[list[Box]] = [[tuple((0, size) for size in tensor.shape)]] * len(self._order)
+        if isinstance(tensor, DTensor):
+            own = _coordinates(tensor.device_mesh)
+            if beyond := own.keys() - self._where.keys():
+                raise ConfigError(
+                    f"Muon: a matrix of shape {tuple(tensor.shape)} lies on the ranks {sorted(own)}, and matrices are"
+                    f" shared out among {sorted(self._where)}, without {sorted(beyond)}: give the mesh of all of them"
+                    f" to share_out"
+                )
+            # along the axes that the tensor's mesh does not have, ranks hold copies
+            places = [self._where[rank] for rank in own]
+            axes = [axis for axis in range(len(places[0])) if len({place[axis] for place in places}) > 1]
+            known = {tuple(self._where[rank][axis] for axis in axes): where for rank, where in own.items()}
+            at = [known[tuple(self._where[rank][axis] for axis in axes)] for rank in self._order]
+            boxes = [boxes_of(runs_at(tensor, where)) for where in at]
+        self._known[key] = matrices_of(tensor.shape, boxes)
         return self._known[key]
-
-    def _boxes(self, tensor: Tensor) -> list[list[Box]]:
-        """List the boxes of a tensor that each rank holds, in the order of the group."""
-        whole = [tuple((0, size) for size in tensor.shape)]
-        if not isinstance(tensor, DTensor):
-            return [whole] * len(self._order)
-        own = _coordinates(tensor.device_mesh)
-        if beyond := own.keys() - self._where.keys():
-            raise ConfigError(
-                f"Muon: a matrix of shape {tuple(tensor.shape)} lies on the ranks {sorted(own)}, and matrices are"
-                f" shared out among {sorted(self._where)}, without {sorted(beyond)}: give the mesh of all of them to"
-                f" share_out"
-            )
-        # along the axes that the tensor's mesh does not have, ranks hold copies
-        places = [self._where[rank] for rank in own]
-        axes = [axis for axis in range(len(places[0])) if len({place[axis] for place in places}) > 1]
-        known = {tuple(self._where[rank][axis] for axis in axes): where for rank, where in own.items()}
-        return [
-            boxes_of(runs_at(tensor, known[tuple(self._where[rank][axis] for axis in axes)])) for rank in self._order
-        ]
-
-
-def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    return (flattened(mesh, "_".join(mesh.mesh_dim_names or ())) if mesh.ndim > 1 else mesh).get_group()
 
 
 def _coordinates(mesh: DeviceMesh) -> dict[int, tuple[int, ...]]:

@@ -25,8 +25,6 @@ from . import low_bit
 from .low_bit import TorchaoAdamW
 from .muon import Lion, Muon
 
-# --- scale the loss dynamically
-
 SMALLEST = 2.0**-14
 LARGEST = 2.0**24
 INTERVAL = 2000
@@ -114,14 +112,14 @@ def watch_steps() -> None:
 
     ``optimizer_step`` refuses some more, for all parameters.
     """
-    register_optimizer_step_pre_hook(_before)
 
+    def before(optimizer: optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        if type(optimizer) in ELEMENT_BY_ELEMENT or optimizer in _KNOWN or is_ours(optimizer):
+            return
+        if next(_ways(optimizer), None) is not None:
+            refuse_unequal(optimizer)
 
-def _before(optimizer: optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-    if type(optimizer) in ELEMENT_BY_ELEMENT or optimizer in _KNOWN or is_ours(optimizer):
-        return
-    if next(_ways(optimizer), None) is not None:
-        refuse_unequal(optimizer)
+    register_optimizer_step_pre_hook(before)
 
 
 def is_ours(optimizer: optim.Optimizer) -> bool:
@@ -201,9 +199,6 @@ def _updated(optimizer: optim.Optimizer, values: list[Tensor], laid: Any) -> Ten
         parameter.grad = laid(gradient)
         other.step()
     return parameter.detach()
-
-
-# --- step an optimizer by its plan
 
 
 def step(

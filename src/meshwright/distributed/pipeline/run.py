@@ -25,7 +25,7 @@ from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import MeshwrightError, UnsupportedError
 from meshwright.core.losses import IGNORED, PADDING
 from meshwright.distributed.data import fully_sharded
-from meshwright.distributed.exchange.ranks import share_of_sequence
+from meshwright.distributed.exchange import share_of_sequence
 from meshwright.distributed.loss.declared import Blank, DeclaredLosses
 from meshwright.distributed.loss.preference import CountedPairs, log_probs_of
 from meshwright.distributed.step.deferred import DeferredGradients, defer_linear
@@ -52,8 +52,6 @@ from meshwright.planning.pipeline.schedule import (
 from meshwright.planning.plan import Plan
 
 from .split import StagePart, arguments_of
-
-# --- send activations and gradients between the ranks of the pipeline axis
 
 sends_complete: ContextVar[bool] = ContextVar("sends_complete", default=False)
 """Whether messages count as sent at once. Where peers are absent their works never say so: as gloo's, unlike NCCL's."""
@@ -152,20 +150,6 @@ def _tag(message: Message) -> int:
     return (message.microbatch << 12) | (message.stage << 1) | (message.content is Content.GRADIENT)
 
 
-def broadcast_object(tensor: Tensor | None, source: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
-    """Broadcast a tensor of the rank ``source`` to all ranks of a group."""
-    box = [None if tensor is None else (tuple(tensor.shape), tensor.dtype)]
-    dist.broadcast_object_list(box, group_src=source, group=group, device=device)
-    assert box[0] is not None
-    shape, dtype = box[0]
-    tensor = torch.empty(shape, dtype=dtype, device=device) if tensor is None else tensor.detach().contiguous()
-    dist.broadcast(tensor, group_src=source, group=group)
-    return tensor
-
-
-# --- share parameters between the first and the last stage, such as a tied embedding
-
-
 class Ties:
     """The tied parameters of this rank's stages."""
 
@@ -189,13 +173,13 @@ class Ties:
         """Copy the values of the first stage to the last."""
         for first, last in self.pairs:
             if first is not None and last is not None:
-                _local(last).copy_(_local(first))
+                local_part(last).copy_(local_part(first))
             elif first is not None:
-                dist.send(_local(first).contiguous(), group=self.group, group_dst=self.last_rank)
+                dist.send(local_part(first).contiguous(), group=self.group, group_dst=self.last_rank)
             elif last is not None:
-                room = torch.empty_like(_local(last), memory_format=torch.contiguous_format)
+                room = torch.empty_like(local_part(last), memory_format=torch.contiguous_format)
                 dist.recv(room, group=self.group, group_src=self.first_rank)
-                _local(last).copy_(room)
+                local_part(last).copy_(room)
 
     @contextmanager
     def summing(self) -> Iterator[None]:
@@ -215,12 +199,12 @@ class Ties:
 
     def _sum(self, first: nn.Parameter | None, last: nn.Parameter | None) -> None:
         if first is not None and last is not None:
-            total = _local(_gradient(first)).add_(_local(_gradient(last)))
-            _local(_gradient(last)).copy_(total)
+            total = local_part(_gradient(first)).add_(local_part(_gradient(last)))
+            local_part(_gradient(last)).copy_(total)
             return
         mine, peer = (first, self.last_rank) if first is not None else (last, self.first_rank)
         assert mine is not None
-        own = _local(_gradient(mine))
+        own = local_part(_gradient(mine))
         other = torch.empty_like(own, memory_format=torch.contiguous_format)
         sides = [
             dist.P2POp(dist.isend, own.contiguous(), group=self.group, group_peer=peer),
@@ -231,18 +215,12 @@ class Ties:
         own.add_(other)  # a + b is b + a to the last bit
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return local_part(tensor)
-
-
 def _gradient(parameter: nn.Parameter) -> Tensor:
     """Return a parameter's gradient; make it zeros if the stage computed none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
 
-
-# --- run one rank's part of a pipeline's step, in the order of its program
 
 Take = Callable[[StagePart], Tensor]
 """Run the last stage's forward, and return what is wanted of it."""
@@ -295,9 +273,14 @@ class Pipeline:
         if (last := self.parts.get(len(self.pipeline.stages) - 1)) is not None:
             starts = lambda loss: fully_sharded.begin_backward_at(last.module, loss)  # noqa: E731
             self._objective = objective_of(last.module, last.plan, loss_fn, starts)
-        if self.pipeline.splits_backward:
-            for part in parts:
-                _defer(part, self._deferred[part.stage])
+        for part in parts if self.pipeline.splits_backward else ():
+            if (runtime := runtime_of(part.module)) is not None:
+                runtime.sequence.deferred = self._deferred[part.stage]
+                continue
+            for block in self.pipeline.stages[part.stage].blocks:
+                module = part.module.get_submodule(block)
+                for path, transposed in self.pipeline.kind_of(block).linears:
+                    defer_linear(module.get_submodule(path), transposed, self._deferred[part.stage])
 
     # --- public methods
 
@@ -306,12 +289,24 @@ class Pipeline:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         self.spans, self.most_kept = [], 0
         self._to_come = dict.fromkeys(self.parts, len(pieces))
-        with self._a_step():
-            for step in self._program(len(pieces), is_forward=False):
-                total += self._do(step, pieces, weight)
-            self._mail.finish()
-            for part in self.parts.values():
-                fully_sharded.reduce_gradients(part.module)
+        with ExitStack() as stack:  # completes gradients that are sums over ranks
+            stack.enter_context(self._ties.summing())
+            for stage, part in self.parts.items():
+                if (runtime := runtime_of(part.module)) is not None:
+                    stack.enter_context(summing(self._sums[stage], runtime.group))
+                stack.enter_context(fully_sharded.postponing(part.module, part.plan))
+            try:
+                for step in self._program(len(pieces), is_forward=False):
+                    total += self._do(step, pieces, weight)
+                self._mail.finish()
+                for part in self.parts.values():
+                    fully_sharded.reduce_gradients(part.module)
+            except BaseException:
+                self._mail.forget()
+                self._kept.clear()
+                for deferred in self._deferred.values():
+                    deferred.forget()
+                raise
         return total
 
     def evaluate(self, pieces: Sequence[Batch]) -> Tensor:
@@ -342,7 +337,13 @@ class Pipeline:
         for step in self._program(1, is_forward=True):
             self._do(step, [batch], 1, taken)
         self._finish_forwards()
-        return broadcast_object(found[0] if found else None, self.last_rank, self.group, self.device)
+        tensor = found[0].detach().contiguous() if found else None
+        box = [None if tensor is None else (tuple(tensor.shape), tensor.dtype)]
+        dist.broadcast_object_list(box, group_src=self.last_rank, group=self.group, device=self.device)
+        assert box[0] is not None
+        tensor = torch.empty(box[0][0], dtype=box[0][1], device=self.device) if tensor is None else tensor
+        dist.broadcast(tensor, group_src=self.last_rank, group=self.group)
+        return tensor
 
     def action_times(self) -> list[tuple[Action, float, float]]:
         since = time.time() - time.perf_counter()
@@ -356,7 +357,8 @@ class Pipeline:
     def _do(self, step: Step, pieces: Sequence[Batch], weight: float, take: Take | None = None) -> Tensor | float:
         """Run one step of the program, and return its loss, or 0."""
         if isinstance(step, Receive):
-            self._mail.receive(step.message, step.peer, self._room(pieces[step.message.microbatch]))
+            shape, dtype = self._boundary(pieces[step.message.microbatch]), torch_dtype(self.pipeline.dtype)
+            self._mail.receive(step.message, step.peer, torch.empty(shape, dtype=dtype, device=self.device))
             return 0.0
         if isinstance(step, Send):
             self._mail.send(step.message, step.peer, self._taken(step.message))
@@ -372,7 +374,9 @@ class Pipeline:
         else:
             self._enter(pieces[step.microbatch])  # recomputed forwards read this microbatch
             self._backward(step, given)
-            self._shard_gradients(step.stage)
+            self._to_come[step.stage] -= 1
+            if self.plan.data.sync_grad_accum and self._to_come[step.stage]:  # gradients accumulate as shards
+                fully_sharded.reduce_between(self.parts[step.stage].module, self.plan)
         if torch.is_grad_enabled():
             self.spans.append((step, begin, time.perf_counter()))
         return loss
@@ -384,14 +388,21 @@ class Pipeline:
         if entered is not None and torch.is_grad_enabled():
             entered.requires_grad_()
         part.passage.shape, part.passage.entering = tuple(piece["tokens"].shape), entered
-        self._tell_sequence(part, piece)
+        if action.stage and (runtime := runtime_of(part.module)) is not None:
+            runtime.sequence.begin(*piece["tokens"].shape)
         result: Tensor | float = 0.0
         left: Tensor | None
         if action.stage < len(self.pipeline.stages) - 1:
             part.module(**self._given(part, piece))
             left = part.passage.leaving
             assert left is not None
-            self._check(left, action.stage, piece)
+            wanted, dtype = self._boundary(piece), torch_dtype(self.pipeline.dtype)
+            if tuple(left.shape) != wanted or left.dtype != dtype:
+                raise UnsupportedError(
+                    f"{self.plan.model} cannot be cut behind {self.pipeline.stages[action.stage].blocks[-1]}: the block"
+                    f" gives {tuple(left.shape)} of {left.dtype}, and the plan expects {wanted} of {dtype}. Set"
+                    f" layout.pp = 1."
+                )
             fully_sharded.begin_backward_at(part.module, left)
         elif take is not None:
             left = take(part)
@@ -417,7 +428,9 @@ class Pipeline:
         if action.work is Work.INPUT:
             deferred.begin(action.microbatch)
         if kept.left.requires_grad:
-            torch.autograd.backward(kept.left, self._scaled(kept.left) if gradient is None else gradient)
+            if gradient is None and self._scale != 1.0:  # of a loss that is scaled
+                gradient = torch.full_like(kept.left, self._scale)
+            torch.autograd.backward(kept.left, gradient)
         deferred.end()
         kept.left = None
         given = message_after(action, len(self.pipeline.stages))
@@ -425,16 +438,6 @@ class Pipeline:
             self._mail.hand_over(given, _gradient_of(kept))
         if action.work is Work.BACKWARD and (given is None or self._is_here(given)):
             del self._kept[action.stage, action.microbatch]
-
-    def _scaled(self, loss: Tensor) -> Tensor | None:
-        """Return the gradient of a loss if the loss is scaled, else None."""
-        return None if self._scale == 1.0 else torch.full_like(loss, self._scale)
-
-    def _shard_gradients(self, stage: int) -> None:
-        """Reduce the gradients after a microbatch that is not the stage's last, if they accumulate as shards."""
-        self._to_come[stage] -= 1
-        if self.plan.data.sync_grad_accum and self._to_come[stage]:
-            fully_sharded.reduce_between(self.parts[stage].module, self.plan)
 
     def _taken(self, message: Message) -> Tensor:
         """Return the tensor to send."""
@@ -453,24 +456,6 @@ class Pipeline:
 
     # --- helpers
 
-    @contextmanager
-    def _a_step(self) -> Iterator[None]:
-        """Complete gradients that are sums over ranks on exit; after an error, drop everything of the step."""
-        with ExitStack() as stack:
-            stack.enter_context(self._ties.summing())
-            for stage, part in self.parts.items():
-                if (runtime := runtime_of(part.module)) is not None:
-                    stack.enter_context(summing(self._sums[stage], runtime.group))
-                stack.enter_context(fully_sharded.postponing(part.module, part.plan))
-            try:
-                yield
-            except BaseException:
-                self._mail.forget()
-                self._kept.clear()
-                for deferred in self._deferred.values():
-                    deferred.forget()
-                raise
-
     def _given(self, part: StagePart, piece: Batch) -> dict[str, Any]:
         """Return the arguments of a stage's forward."""
         return arguments_of(part.stage, self._inputs(piece))
@@ -482,12 +467,8 @@ class Pipeline:
     def _program(self, microbatches: int, *, is_forward: bool) -> tuple[Step, ...]:
         key = microbatches, is_forward
         if key not in self._programs:
-            order = self.pipeline.order
-            schedule = (
-                forwards(tuple(s.rank for s in self.pipeline.stages), microbatches)
-                if is_forward
-                else order(microbatches)
-            )
+            ranks, order = tuple(stage.rank for stage in self.pipeline.stages), self.pipeline.order
+            schedule = forwards(ranks, microbatches) if is_forward else order(microbatches)
             self._programs[key] = programs(schedule)[self.rank]
         return self._programs[key]
 
@@ -505,29 +486,12 @@ class Pipeline:
         blank |= {"labels": torch.full_like(labels, IGNORED), "document_ids": torch.full_like(tokens, PADDING)}
         return [*pieces, *[blank] * (number - len(pieces))]
 
-    def _room(self, piece: Batch) -> Tensor:
-        return torch.empty(self._boundary(piece), dtype=torch_dtype(self.pipeline.dtype), device=self.device)
-
     def _boundary(self, piece: Batch) -> tuple[int, int, int]:
         """Return (rows, this rank's tokens, features) of the tensor between stages."""
         rows, length = piece["tokens"].shape
         if (tensor := self.plan.tensor) is not None and tensor.sequence_parallel:
             length = share_of_sequence(length, tensor.ranks)
         return rows, length, self.pipeline.width
-
-    def _check(self, left: Tensor, stage: int, piece: Batch) -> None:
-        """Check that the output has the shape and dtype that the next stage expects."""
-        wanted, dtype = self._boundary(piece), torch_dtype(self.pipeline.dtype)
-        if tuple(left.shape) != wanted or left.dtype != dtype:
-            raise UnsupportedError(
-                f"{self.plan.model} cannot be cut behind {self.pipeline.stages[stage].blocks[-1]}: the block gives"
-                f" {tuple(left.shape)} of {left.dtype}, and the plan expects {wanted} of {dtype}. Set layout.pp = 1."
-            )
-
-    def _tell_sequence(self, part: StagePart, piece: Batch) -> None:
-        runtime = runtime_of(part.module)
-        if runtime is not None and part.stage:
-            runtime.sequence.begin(*piece["tokens"].shape)
 
     def _is_here(self, message: Message) -> bool:
         return self.pipeline.stages[message.stage].rank == self.rank
@@ -537,16 +501,3 @@ def _gradient_of(kept: StageActivations) -> Tensor:
     """Return the gradient of a stage's input; zeros if nothing before the stage is trained."""
     assert kept.entered is not None
     return torch.zeros_like(kept.entered) if kept.entered.grad is None else kept.entered.grad
-
-
-def _defer(part: StagePart, deferred: DeferredGradients) -> None:
-    """Let the linear layers of a stage's blocks defer their weights' gradients."""
-    pipeline = part.plan.pipeline
-    assert pipeline is not None
-    if (runtime := runtime_of(part.module)) is not None:
-        runtime.sequence.deferred = deferred
-        return
-    for block in pipeline.stages[part.stage].blocks:
-        module = part.module.get_submodule(block)
-        for path, transposed in pipeline.kind_of(block).linears:
-            defer_linear(module.get_submodule(path), transposed, deferred)

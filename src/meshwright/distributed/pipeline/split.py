@@ -37,8 +37,6 @@ from meshwright.planning.pipeline.plan import PipelinePlan, StagePlan
 from meshwright.planning.pipeline.stages import facts_of_stage, plan_of_stage
 from meshwright.planning.plan import Plan
 
-# --- replace the modules that other stages have
-
 Part = Literal["entrance", "exit", "bystander"]
 
 
@@ -129,23 +127,17 @@ class AbsentModule(Absent):
 
 def on_meta(module: nn.Module) -> nn.Module:
     """Return a copy of a module on meta."""
-    tensors = [*module.parameters(), *module.buffers()]
-    memo: dict[int, Any] = {id(tensor): _bare(tensor) for tensor in tensors}
+    memo: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        bare = torch.empty_like(tensor, device="meta")
+        memo[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
     return copy.deepcopy(module, memo)
-
-
-def _bare(tensor: Tensor) -> Tensor:
-    bare = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
 
 
 def _stand_in(like: Tensor, device: torch.device | None, shape: tuple[int, ...] | None = None) -> Tensor:
     """Return a NaN without memory in the shape of ``like`` (or ``shape``), so that code which reads it shows."""
     blank = torch.nan if like.is_floating_point() else 0
     return torch.full((1,), blank, dtype=like.dtype, device=device).expand(like.shape if shape is None else shape)
-
-
-# --- cut a model into the stages of one rank, a module for each
 
 
 @dataclass(frozen=True)
@@ -195,22 +187,16 @@ def split(model: nn.Module, plan: Plan, facts: ModelFacts, rank: int) -> list[St
         if stage == len(plan.pipeline.stages) - 1:
             shared = tuple(last for _, last in plan.pipeline.tied)
             remember(module, SharedEnds(shared))
-            if parts and parts[0].stage == 0 and not facts.on_meta:
-                _copy_parameters(module, shared)
-        parts.append(
-            StagePart(
-                module, plan_of_stage(plan, stage), _facts_of(facts, module, plan.pipeline, stage), stage, passage
-            )
-        )
+            # as one tensor with another stage's on this rank, parameters would get both gradients twice
+            for name in shared if parts and parts[0].stage == 0 and not facts.on_meta else ():
+                before = module.get_parameter(name)
+                made = nn.Parameter(before.detach().clone(), requires_grad=before.requires_grad)
+                module.get_submodule(owner(name))._parameters[name.rpartition(".")[2]] = made
+        held = {clean(name) for name, _ in module.named_buffers(remove_duplicate=False)}
+        buffers = tuple(fact for fact in facts.buffers if fact.name in held)
+        own = replace(facts_of_stage(facts, plan.pipeline, stage), buffers=buffers, module=module)
+        parts.append(StagePart(module, plan_of_stage(plan, stage), own, stage, passage))
     return parts
-
-
-def _copy_parameters(module: nn.Module, names: tuple[str, ...]) -> None:
-    """Replace parameters by copies: as one tensor with another stage's, they would get both gradients twice."""
-    for name in names:
-        before = module.get_parameter(name)
-        made = nn.Parameter(before.detach().clone(), requires_grad=before.requires_grad)
-        module.get_submodule(owner(name))._parameters[name.rpartition(".")[2]] = made
 
 
 def stage_of(model: nn.Module, pipeline: PipelinePlan, stage: int, passage: StageIO) -> nn.Module:
@@ -230,15 +216,18 @@ def stage_of(model: nn.Module, pipeline: PipelinePlan, stage: int, passage: Stag
             place = blocks.index(path)
             part = "entrance" if place == first - 1 else "exit" if place == last + 1 else "bystander"
             here = path in own
+            kept = pipeline.counts_tokens_behind
             made[id(module)] = (
-                module
-                if here
-                else AbsentBlock(
-                    module, pipeline.kind_of(path), part, passage, keeps_shape=pipeline.counts_tokens_behind
-                )
+                module if here else AbsentBlock(module, pipeline.kind_of(path), part, passage, keeps_shape=kept)
             )
         elif not any(is_within(block, path) for block in blocks):
-            uses = _uses(module, path)
+            # its own parameters, in dicts or lists too, as adapters of an embedding have them
+            lists = {inside(path, n): child for n, child in children_of(module).items() if isinstance(child, _HOLDERS)}
+            uses = [
+                used
+                for used, one in {path: module, **lists}.items()
+                if any(tensor is not None for tensor in one._parameters.values())
+            ]
             if uses and not any(pipeline.has(stage, used) for used in uses):
                 made[id(module)] = AbsentModule(module, torch_dtype(pipeline.dtype))
             else:
@@ -250,37 +239,14 @@ def stage_of(model: nn.Module, pipeline: PipelinePlan, stage: int, passage: Stag
         return made[id(module)]
 
     def _with_children(module: nn.Module, path: str) -> nn.Module:
-        shell = _shell(module)
+        shell = module.__class__.__new__(module.__class__)  # with dicts of its own
+        is_own = lambda key, value: key.startswith("_") and isinstance(value, dict | set)  # noqa: E731
+        shell.__dict__.update({k: copy.copy(v) if is_own(k, v) else v for k, v in vars(module).items()})
         for name, child in children_of(module).items():
             shell.add_module(name, cut(child, inside(path, name)))
         return shell
 
     return cut(model, "")
-
-
-def _uses(module: nn.Module, path: str) -> list[str]:
-    """List the paths of a module's own parameters, in dicts or lists too, as adapters of an embedding have them."""
-    inside = {name: child for name, child in children_of(module).items() if isinstance(child, _HOLDERS)}
-    held = {path: module} | {clean(f"{path}.{name}"): child for name, child in inside.items()}
-    return [path for path, one in held.items() if any(tensor is not None for tensor in one._parameters.values())]
-
-
-def _shell(module: nn.Module) -> nn.Module:
-    """Return a module of the same class and contents, with dicts of its own."""
-    shell = module.__class__.__new__(module.__class__)
-    shell.__dict__.update(
-        {
-            key: copy.copy(value) if key.startswith("_") and isinstance(value, dict | set) else value
-            for key, value in vars(module).items()
-        }
-    )
-    return shell
-
-
-def _facts_of(facts: ModelFacts, module: nn.Module, pipeline: PipelinePlan, stage: int) -> ModelFacts:
-    held = {clean(name) for name, _ in module.named_buffers(remove_duplicate=False)}
-    buffers = tuple(fact for fact in facts.buffers if fact.name in held)
-    return replace(facts_of_stage(facts, pipeline, stage), buffers=buffers, module=module)
 
 
 # --- rehearse a cut into stages before its first use, on a small copy of the model with one block for each stage
@@ -335,7 +301,7 @@ def rehearse(model: nn.Module, plan: PipelinePlan, inputs: dict[str, Any]) -> di
         inputs: arguments of its forward.
     """
     reference = copy_of(model)
-    expected_loss = _loss(reference, inputs)
+    expected_loss = _loss_of(reference(**inputs))
     expected_loss.backward()
     loss, found = _through_stages(copy_of(model), plan, inputs)
     errors = {"loss": float(((loss - expected_loss) / expected_loss).abs().detach())}
@@ -365,7 +331,9 @@ def _through_stages(model: nn.Module, plan: PipelinePlan, inputs: dict[str, Any]
         passage.entering = left[-1].detach().requires_grad_() if left else None
         entered.append(passage.entering)
         output = module(**arguments_of(number, inputs))
-        left.append(_loss_of(output) if module is stages[-1] else _given(passage))
+        passed = _loss_of(output) if module is stages[-1] else passage.leaving
+        assert passed is not None
+        left.append(passed)
     gradient: Tensor | None = None
     for number in reversed(range(len(stages))):
         deferred.begin(number)
@@ -375,15 +343,6 @@ def _through_stages(model: nn.Module, plan: PipelinePlan, inputs: dict[str, Any]
         deferred.do(number)
     found = {clean(name): p.grad for name, p in model.named_parameters() if p.grad is not None}
     return left[-1].detach(), found
-
-
-def _given(passage: StageIO) -> Tensor:
-    assert passage.leaving is not None
-    return passage.leaving
-
-
-def _loss(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-    return _loss_of(model(**inputs))
 
 
 def _loss_of(output: Any) -> Tensor:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.distributed.weights.weights import write_by_law
+from meshwright.distributed.weights.constructed import write_by_law
 from meshwright.introspection.constructor.meta import on_meta
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.models.decoder import Block, Decoder, document_mask, refuse_longer, rotary_tables, weight_law_of
@@ -20,8 +20,6 @@ from meshwright.models.layers import RMSNorm
 from meshwright.planning.float8 import Float8Plan
 from meshwright.planning.pipeline.plan import compute_layer_assignment
 from meshwright.planning.plan import Plan
-
-# --- convert KempnerForge's ModelConfig to a config of meshwright's decoder
 
 SAME = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "max_seq_len", "norm_eps", "rope_theta", "qk_norm")
 ONE_VALUE = {
@@ -67,8 +65,6 @@ def decoder_config(config: Any) -> Any:
     same.setdefault("n_kv_heads", config.n_heads)
     return DecoderConfig(**same, hidden_dim=width, tied_embeddings=config.tie_embeddings)
 
-
-# --- make one stage of meshwright's decoder a module
 
 log = logging.getLogger("meshwright")
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.core.devices import CPU, local_device
 from meshwright.core.errors import ConfigError
 from meshwright.core.torch_private import TorchDispatchMode, tree_leaves
+from meshwright.distributed.memory.live import tensors_in
 from meshwright.distributed.torch_private import (
     finished_work,
     forget_meshes,
@@ -34,8 +35,6 @@ from meshwright.distributed.torch_private import (
     silent_store,
 )
 from meshwright.planning.collectives import wire_bytes
-
-# --- count every c10d operation that torch dispatches, below meshwright's code, with its bytes
 
 KINDS = {
     "_allgather_base_": "all_gather",
@@ -108,7 +107,7 @@ def sent_by(name: str, args: tuple) -> Sent | None:
     ranks = 2 if name == "send" else group.size() if group is not None else dist.get_world_size()
     if name == "all_gather_into_tensor":  # compiled code gives one side alone, the smaller
         args = (*args, [args[0]] * ranks)
-    sides = [sum(t.numel() * t.element_size() for t in _tensors(argument)) for argument in args]
+    sides = [sum(t.numel() * t.element_size() for t in tensors_in(argument)) for argument in args]
     if name == "alltoall_base_":
         _, given, _, _, splits, *_ = args
         rank, row = dist.get_rank(group), given[:1].numel() * given.element_size()
@@ -122,12 +121,6 @@ def ranks_in(args: tuple) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [t for item in value for t in _tensors(item)] if isinstance(value, (list, tuple)) else []
-
-
 def group_in(value: Any) -> dist.ProcessGroup | None:
     """Return the process group that an argument of an operator is, or names; None if it is something else."""
     if isinstance(value, str):
@@ -137,8 +130,6 @@ def group_in(value: Any) -> dist.ProcessGroup | None:
             return dist.ProcessGroup.unbox(value)
     return None
 
-
-# --- record every operator and message of this process, in order
 
 Operator = tuple[str, tuple[tuple[tuple[int, ...], str], ...]]
 """An operator's name, and (shape, dtype) of the tensors that it was given and those that it made."""
@@ -208,33 +199,22 @@ def absent_peers(rank: int, world: int, duration: Duration | None = None) -> Ite
     """
     if not 0 <= rank < world:
         raise ConfigError(f"rank {rank} of {world} ranks: legal are 0 to {world - 1}")
-    with other_groups(), _making_up_values(duration):
+    # kernels, which fill in what only a peer has, lie below dispatch modes, so that nobody counts what they do
+    kernels = _KERNELS if duration is None else {name: _lasting(name, _KERNELS[name], duration) for name in _KERNELS}
+    with other_groups(), other_kernels("c10d", kernels, {CPU, local_device()}):
         forget_meshes()  # torch's caches know meshes by their ranks' numbers: those of a run are equal
         dist.init_process_group(BACKEND, store=silent_store(), rank=rank, world_size=world)
         try:
             yield
         finally:
             forget_meshes()
+            _generator.cache_clear()
+            _directions.cache_clear()
 
 
 def peers_are_absent() -> bool:
     """Return whether this process runs inside ``absent_peers``."""
     return dist.is_initialized() and dist.get_backend() == BACKEND
-
-
-@contextmanager
-def _making_up_values(duration: Duration | None) -> Iterator[None]:
-    """Give torch's operators for messages other kernels, which fill in what only a peer has.
-
-    Kernels lie below dispatch modes, so that nobody counts what they do.
-    """
-    kernels = _KERNELS if duration is None else {name: _lasting(name, _KERNELS[name], duration) for name in _KERNELS}
-    with other_kernels("c10d", kernels, {CPU, local_device()}):
-        try:
-            yield
-        finally:
-            _generator.cache_clear()
-            _directions.cache_clear()
 
 
 def _lasting(name: str, kernel: Callable[..., Any], duration: Duration) -> Callable[..., Any]:
@@ -254,14 +234,6 @@ def _receive(tensors: list[Tensor], group: Any, source: int, tag: int) -> Any:
     for tensor in tensors:
         _fill(tensor)
     return _work(tensors)
-
-
-def _send(tensors: list[Tensor], group: Any, target: int, tag: int) -> Any:
-    return _work(tensors)
-
-
-def _broadcast(tensors: list[Tensor], group: Any, root: int, *options: Any) -> tuple[list[Tensor], Any]:
-    return tensors, _work(tensors)  # a rank that is not the root keeps what it has
 
 
 def _scatter(
@@ -308,8 +280,8 @@ def _reduce_and_scatter(output: Tensor, given: Tensor, group: Any, *options: Any
 
 _KERNELS = {
     "recv_": _receive,
-    "send": _send,
-    "broadcast_": _broadcast,
+    "send": lambda tensors, *options: _work(tensors),
+    "broadcast_": lambda tensors, *options: (tensors, _work(tensors)),  # but the root, a rank keeps what it has
     "scatter_": _scatter,
     "_allgather_base_": _gather,
     "alltoall_base_": _trade,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,8 +21,6 @@ from meshwright.core.torch_private import by_values
 from meshwright.distributed.torch_private import set_group_timeout
 
 from .absent_peers import peers_are_absent
-
-# --- let ranks agree on every decision that changes control flow
 
 Result = TypeVar("Result")
 
@@ -123,17 +121,15 @@ def largest_of_copies(norm: float, groups: list[dist.ProcessGroup]) -> float:
 
 def total(words: torch.Tensor, groups: list[dist.ProcessGroup]) -> torch.Tensor:
     """Sum numbers elementwise over all groups (one small all-reduce per group), and return them on the CPU."""
-    if groups:
-        words = words.to(word_device())
-        for group in groups:
-            dist.all_reduce(words, group=group)
-    return _of_all(words.cpu(), groups)
-
-
-@by_values
-def _of_all(words: torch.Tensor, groups: list[dist.ProcessGroup]) -> torch.Tensor:
-    """Return a sum over groups, in which absent peers counted nothing: each is taken to have brought as much."""
-    return words * math.prod(map(dist.get_world_size, groups)) if groups and peers_are_absent() else words
+    if not groups:
+        return words.cpu()
+    words = words.to(word_device())
+    for group in groups:
+        dist.all_reduce(words, group=group)
+    if not peers_are_absent():
+        return words.cpu()
+    # absent peers counted nothing: each is taken to have brought as much
+    return by_values(torch.mul)(words.cpu(), math.prod(map(dist.get_world_size, groups)))
 
 
 def together(action: Callable[[], Result], *, here: bool = True) -> Result | None:
@@ -147,11 +143,15 @@ def together(action: Callable[[], Result], *, here: bool = True) -> Result | Non
             result = action()
         except Exception as error:  # noqa: BLE001  (raised again below, on every rank)
             problem = portable(error)
-    first = next((found for found in everybody_says(problem) if found is not None), None)
-    if first is not None:
-        first.__dict__["is_agreed"] = True
-        raise first
+    _raise_first(everybody_says(problem))
     return result
+
+
+def _raise_first(problems: Iterable[Exception | None]) -> None:
+    for first in problems:
+        if first is not None:
+            first.__dict__["is_agreed"] = True
+            raise first
 
 
 def decided_once(decide: Callable[[], Result]) -> Result:
@@ -187,10 +187,7 @@ def raise_first(problem: Exception | None, groups: list[dist.ProcessGroup]) -> N
         mine = next((p for p in problems if p is not None), None)
         problems = [None] * dist.get_world_size(group)
         dist.all_gather_object(problems, mine, group=group)
-    first = next((p for p in problems if p is not None), None)
-    if first is not None:
-        first.__dict__["is_agreed"] = True
-        raise first
+    _raise_first(problems)
 
 
 def portable(error: Exception) -> Exception:
@@ -201,9 +198,6 @@ def portable(error: Exception) -> Exception:
     except Exception:  # noqa: BLE001  (pickling may raise anything; the error itself must still be reported)
         pass
     return MeshwrightError(f"{type(error).__name__}: {error}")
-
-
-# --- raise errors of what an accelerator found to be wrong, without waiting for it
 
 
 @dataclass(frozen=True)

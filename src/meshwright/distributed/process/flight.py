@@ -39,16 +39,42 @@ class Flight:
     def look(self) -> PendingCollective | None:
         """Return the collective that was under way at the previous look and still is; the oldest of several."""
         try:
-            open_now = _open_collectives()
+            # by the recorder's id of each group with open collectives, the number of its last one
+            statuses = [dump.get("pg_status", {}) for dump in _dump(includeCollectives=False, onlyActive=False)]
+            open_now = {
+                f"{recorder}/{group}": int(at["last_enqueued_collective"])
+                for recorder, groups in enumerate(statuses)
+                for group, at in groups.items()
+                if int(at["last_enqueued_collective"]) > int(at["last_completed_collective"])
+            }
             stuck = {group: number for group, number in open_now.items() if self._before.get(group) == number}
             self._before = open_now
             if not stuck:
                 return None
             if self._known[0] != stuck or self._known[1] is None:
-                self._known = stuck, _oldest_open()
+                self._known = stuck, self._oldest()
             return self._known[1]
         except Exception:  # noqa: BLE001  (private to torch: another version may lack it, and no run may stop for it)
             return None
+
+    def _oldest(self) -> PendingCollective | None:
+        waiting = [one for one in _entries() if not one["retired"] and not one.get("time_discovered_completed_ns")]
+        if not waiting:
+            return None
+        import torch.distributed as dist
+
+        from meshwright.distributed.torch_private import group_of_recorder
+
+        first = min(waiting, key=lambda entry: entry["time_created_ns"])
+        name, words = first["process_group"]
+        number = int(first["p2p_seq_id"] if first["is_p2p"] else first["collective_seq_id"])
+        kind, group = str(first["profiling_name"]).rpartition(":")[2], group_of_recorder(name)
+        ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
+        return PendingCollective(kind, axis_of(words), number, ranks, first["time_created_ns"] / 1e9)
+
+
+def _entries() -> list[dict[str, Any]]:
+    return [entry for dump in _dump(includeCollectives=True, onlyActive=False) for entry in dump.get("entries", [])]
 
 
 def _dump(**options: bool) -> list[dict[str, Any]]:
@@ -60,41 +86,9 @@ def _dump(**options: bool) -> list[dict[str, Any]]:
     return [pickle.loads(dump(includeStackTraces=False, **options)) for dump in recorder_dumps()]
 
 
-def _open_collectives() -> dict[str, int]:
-    """Map the recorder's id of each group with open collectives to the number of its last one."""
-    statuses = [dump.get("pg_status", {}) for dump in _dump(includeCollectives=False, onlyActive=False)]
-    return {
-        f"{recorder}/{group}": int(at["last_enqueued_collective"])
-        for recorder, groups in enumerate(statuses)
-        for group, at in groups.items()
-        if int(at["last_enqueued_collective"]) > int(at["last_completed_collective"])
-    }
-
-
-def _oldest_open() -> PendingCollective | None:
-    entries = [entry for dump in _dump(includeCollectives=True, onlyActive=False) for entry in dump.get("entries", [])]
-    waiting = [entry for entry in entries if not entry["retired"] and not entry.get("time_discovered_completed_ns")]
-    if not waiting:
-        return None
-    first = min(waiting, key=lambda entry: entry["time_created_ns"])
-    name, words = first["process_group"]
-    number = int(first["p2p_seq_id"] if first["is_p2p"] else first["collective_seq_id"])
-    kind = str(first["profiling_name"]).rpartition(":")[2]
-    return PendingCollective(kind, axis_of(words), number, _members(name), first["time_created_ns"] / 1e9)
-
-
 def axis_of(description: str) -> str:
     """Translate a group's description to its name in messages: "mesh_dp_shard" is dp_shard, "default_pg" is world."""
     return "world" if description == "default_pg" else description.removeprefix("mesh_") or "unnamed"
-
-
-def _members(name: str) -> tuple[int, ...]:
-    import torch.distributed as dist
-
-    from meshwright.distributed.torch_private import group_of_recorder
-
-    group = group_of_recorder(name)
-    return () if group is None else tuple(dist.get_process_group_ranks(group))
 
 
 @dataclass(frozen=True)
@@ -111,10 +105,7 @@ def issued(since_ns: int) -> list[Issued]:
     # a record is thousands of small objects: the collector would start, and scan all of torch for 0.2 s
     gc.disable()
     try:
-        entries = [
-            entry for dump in _dump(includeCollectives=True, onlyActive=False) for entry in dump.get("entries", [])
-        ]
-        recent = [entry for entry in entries if entry["time_created_ns"] >= since_ns and not entry["is_p2p"]]
+        recent = [entry for entry in _entries() if entry["time_created_ns"] >= since_ns and not entry["is_p2p"]]
         recent.sort(key=lambda entry: entry["time_created_ns"])
         return [Issued(axis_of(entry["process_group"][1]), int(entry["time_created_ns"])) for entry in recent]
     except Exception:  # noqa: BLE001  (as above: another torch may lack the recorder, and no run may stop for it)

@@ -21,8 +21,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
@@ -91,7 +91,11 @@ class WorkerPool:
         self.size = size
         self.threads = threads or max(1, (os.cpu_count() or 1) // size)
         self._context: Any = mp.get_context(method)
-        _keep_socket_paths_short()
+        # the fork server listens in /tmp if TMPDIR is deep: a Unix socket path has about 100 characters at most
+        config = mp.current_process()._config  # type: ignore[attr-defined]
+        if len(tempfile.gettempdir()) > 60 and "tempdir" not in config:
+            config["tempdir"] = tempfile.mkdtemp(prefix="meshwright-", dir="/tmp")
+            atexit.register(shutil.rmtree, config["tempdir"], ignore_errors=True)
         self._context.set_forkserver_preload([PRELOAD])
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
@@ -155,7 +159,22 @@ class WorkerPool:
             if not ready:
                 break
             for rank in {watched[item] for item in ready}:
-                self._take(rank, results, problems)
+                reply = None
+                if self._pipes[rank].poll():
+                    with suppress(EOFError, ConnectionError):
+                        reply = pickle.loads(self._pipes[rank].recv_bytes())
+                if reply is None:
+                    process = self._processes[rank]
+                    process.join(5)
+                    problems[rank] = WorkerDied(rank, process.exitcode, process.pid)
+                elif reply[0]:
+                    results[rank] = reply[1]
+                else:
+                    text, pickled, is_echo = reply[1]
+                    error = None
+                    with suppress(Exception):
+                        error = None if pickled is None else pickle.loads(pickled)
+                    problems[rank] = WorkerFailed(rank, text, error, is_echo)
             if problems:
                 # the peers of a failed rank hang in their collectives; the cause may come after its echoes, but soon
                 patience = PATIENCE_SEC[min(_distance(problem) for problem in problems.values())]
@@ -166,20 +185,6 @@ class WorkerPool:
             missing = sorted(set(range(world)) - set(results))
             raise WorkerTimeout(f"the job did not end within {timeout} s on ranks {missing}; all workers were stopped")
         return [results[rank] for rank in range(world)]
-
-    def _take(self, rank: int, results: dict[int, Any], problems: dict[int, WorkerDied | WorkerFailed]) -> None:
-        """Read a rank's reply; without one, it is dead."""
-        if self._pipes[rank].poll():
-            with suppress(EOFError, ConnectionError):
-                fine, payload = pickle.loads(self._pipes[rank].recv_bytes())
-                if fine:
-                    results[rank] = payload
-                else:
-                    problems[rank] = _failure(rank, *payload)
-                return
-        process = self._processes[rank]
-        process.join(5)
-        problems[rank] = WorkerDied(rank, process.exitcode, process.pid)
 
     def signal_all(self, number: int) -> None:
         """Send a signal to every worker."""
@@ -210,35 +215,6 @@ class WorkerPool:
         self.close()
 
 
-def _keep_socket_paths_short() -> None:
-    """Make the fork server listen in /tmp if TMPDIR is deep: a Unix socket path has about 100 characters at most."""
-    config = mp.current_process()._config  # type: ignore[attr-defined]
-    if len(tempfile.gettempdir()) > 60 and "tempdir" not in config:
-        config["tempdir"] = tempfile.mkdtemp(prefix="meshwright-", dir="/tmp")
-        atexit.register(shutil.rmtree, config["tempdir"], ignore_errors=True)
-
-
-@contextmanager
-def _not_from_the_current_folder() -> Iterator[None]:
-    """Keep the fork server (``python -c``) from importing out of the current folder, which is not trusted."""
-    before = os.environ.get("PYTHONSAFEPATH")
-    os.environ["PYTHONSAFEPATH"] = "1"
-    try:
-        yield
-    finally:
-        os.environ.pop("PYTHONSAFEPATH")
-        if before is not None:
-            os.environ["PYTHONSAFEPATH"] = before
-
-
-def _failure(rank: int, text: str, pickled: bytes | None, is_echo: bool) -> WorkerFailed:
-    error = None
-    if pickled is not None:
-        with suppress(Exception):
-            error = pickle.loads(pickled)
-    return WorkerFailed(rank, text, error, is_echo)
-
-
 PATIENCE_SEC = (0.0, 0.5, 2.0, 5.0)
 """Seconds to wait for errors of other ranks, by the distance of the nearest known cause."""
 
@@ -256,23 +232,22 @@ def _serve(pipe: Connection, rank: int, threads: int) -> None:
 
     torch.set_num_threads(threads)
     os.environ.setdefault(GLOO, LOOPBACK)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if (parent := mp.parent_process()) is not None:
+
+        def end_with_parent() -> None:
+            parent.join()
+            os._exit(1)  # a killed parent's workers would stay, perhaps forever in a collective
+
+        threading.Thread(target=end_with_parent, daemon=True).start()
     gc.freeze()  # imported objects stay, so collections between jobs need not scan them
     while True:
         try:
             path, store, world, job = pipe.recv()
         except (EOFError, ConnectionError, KeyboardInterrupt):
             return
-        with _as_rank(rank, world, store), suppress(BrokenPipeError, ConnectionError):
+        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, STORE: store}
+        with _with_variables(own), suppress(BrokenPipeError, ConnectionError):
             _perform(path, job, pipe)
-
-
-def _end_with_parent() -> None:
-    """End with the parent: workers of a killed parent would otherwise stay, perhaps forever in a collective."""
-    parent = mp.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 def _perform(path: list[str], job: bytes, pipe: Connection) -> None:
@@ -313,15 +288,24 @@ def is_broken_collective(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and not isinstance(error, MeshwrightError) and names_transport
 
 
+def _not_from_the_current_folder() -> AbstractContextManager[None]:
+    """Keep the fork server (``python -c``) from importing out of the current folder, which is not trusted."""
+    return _with_variables({"PYTHONSAFEPATH": "1"})
+
+
 @contextmanager
-def _as_rank(rank: int, world: int, store: str) -> Iterator[None]:
-    values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, STORE: store}
+def _with_variables(values: Mapping[str, object]) -> Iterator[None]:
+    """Set environment variables, and restore them on exit."""
+    before = {name: os.environ.get(name) for name in values}
     os.environ.update({name: str(value) for name, value in values.items()})
     try:
         yield
     finally:
-        for name in values:
-            os.environ.pop(name, None)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def meeting_place() -> Path | None:

@@ -1,4 +1,4 @@
-"""Find this process's rank from torchrun's variables or Slurm's, and refuse a host on which no ranks can meet."""
+"""Find this process's rank from its launcher's variables, and refuse a host on which no ranks can meet."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import logging
 import os
 import re
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from meshwright.core import host
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.host import DOCTOR, newer_than_tested
 
-# --- refuse, in a sentence, a torch or a host on which no ranks can meet
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
 
 log = logging.getLogger("meshwright")
 
@@ -88,7 +92,12 @@ def get_world_info() -> tuple[int, int, int]:
         names = "RANK and WORLD_SIZE" if "RANK" in env else "SLURM_PROCID and SLURM_NTASKS"
         raise ConfigError(f"rank {rank} is outside a world of {world} processes: check {names} in the environment")
     if "RANK" not in env:
-        _export_torch_names(rank, local, world)
+        job = _number(env, "SLURM_JOB_ID") if env.get("SLURM_JOB_ID") else 0
+        hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "127.0.0.1"
+        port, address = FIRST_PORT + job % PORTS, env.get("MASTER_ADDR") or first_host(hosts)
+        values = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": world, "MASTER_PORT": port, "MASTER_ADDR": address}
+        for name, value in values.items():
+            env.setdefault(name, str(value))
     return rank, local, world
 
 
@@ -102,11 +111,7 @@ def ranks_per_node() -> int:
     if "LOCAL_WORLD_SIZE" in os.environ:
         return _number(os.environ, "LOCAL_WORLD_SIZE")
     # "4", or "4(x2)" for two hosts
-    for name in (
-        "SLURM_STEP_TASKS_PER_NODE",
-        "SLURM_TASKS_PER_NODE",
-        "SLURM_NTASKS_PER_NODE",
-    ):
+    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
         if found := re.fullmatch(r"(\d+)(?:\(x\d+\))?", os.environ.get(name, "")):
             return int(found.group(1))
     return 0
@@ -142,20 +147,6 @@ def _number(env: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-def _export_torch_names(rank: int, local: int, world: int) -> None:
-    job = _number(os.environ, "SLURM_JOB_ID") if os.environ.get("SLURM_JOB_ID") else 0
-    hosts = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or "127.0.0.1"
-    values = {
-        "RANK": rank,
-        "LOCAL_RANK": local,
-        "WORLD_SIZE": world,
-        "MASTER_ADDR": os.environ.get("MASTER_ADDR") or first_host(hosts),
-        "MASTER_PORT": FIRST_PORT + job % PORTS,
-    }
-    for name, value in values.items():
-        os.environ.setdefault(name, str(value))
-
-
 def first_host(nodelist: str) -> str:
     """Return the first name of Slurm's compressed host list: ``"n[03-05,9],login1"`` gives ``"n03"``.
 
@@ -169,3 +160,30 @@ def first_host(nodelist: str) -> str:
             f"cannot read the first host of Slurm's host list '{nodelist}'; set MASTER_ADDR to its address"
         )
     return name
+
+
+# --- store short texts across elastic restarts, in torchrun's agent
+
+
+def store_for_restarts(key: str, text: str) -> None:
+    """Store a text for the next attempts of this job; do nothing without torchrun."""
+    store = _agent_store()
+    if store is not None:
+        store.set(key, text)
+
+
+def stored_by_earlier(key: str) -> str:
+    """Return a text that an earlier attempt of this job stored, or ""."""
+    store = _agent_store()
+    return store.get(key).decode() if store is not None and store.check([key]) else ""
+
+
+def _agent_store() -> dist.Store | None:
+    """Open the agent's store without the attempt's prefix, under the job's name: jobs may share a rendezvous."""
+    env = os.environ
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    import torch.distributed as dist
+
+    store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=30))
+    return dist.PrefixStore(f"meshwright/{env.get('TORCHELASTIC_RUN_ID', '')}", store)

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.core.devices import to_device
 from meshwright.core.errors import ConfigError
 from meshwright.core.losses import IGNORED
 from meshwright.introspection.images import IMAGE_KEYS, ImageArguments, counted, rows_of
 from meshwright.introspection.signature import IMAGES_PER_ROW, SPELLINGS, Signature
 
-Batch = Mapping[str, Tensor]
+from .part import Batch
+
 Brought = Batch | Sequence[Batch] | Exception
 """Input of a rank to a step: its batch, its microbatches, or the error why it has none."""
 
@@ -30,12 +30,6 @@ def weights_of(batch: Batch) -> Tensor | None:
     """Return (rows, seq) floating-point weights of the tokens' losses; None if all are 0 or 1."""
     mask = batch.get("loss_mask")
     return mask if mask is not None and mask.is_floating_point() and bool(((mask != 0) & (mask != 1)).any()) else None
-
-
-def targets_of(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Return labels and weights on the device of the computation."""
-    weights = weights_of(batch)
-    return to_device(labels_of(batch), device), None if weights is None else to_device(weights, device)
 
 
 def named(batch: Brought, signature: Signature, images: ImageArguments | None = None) -> Brought:
@@ -91,7 +85,9 @@ def check(
     if "tokens" not in batch:  # beside tokens, a tensor that is not cut may be for all rows, such as a bias
         refuse_other_rows(batch)
     _check_arguments(batch, signature)
-    labels, of = batch["labels"], _labelled(batch)
+    labels = batch["labels"]
+    # the tokens that labels of several dims belong to; None for inputs that are no tokens
+    of = next((key for key in ("decoder_input_ids", "tokens") if key in batch), None)
     is_free = own_loss and (of is None or labels.dim() == 1)
     if labels.dtype != torch.int64 and not is_free:
         raise ConfigError(f"batch['labels'] holds {labels.dtype}; it must hold torch.int64 (batch['labels'].long())")
@@ -109,14 +105,20 @@ def check(
                 f" meshwright knows"
             )
     if label_ids and of is not None and labels.dim() > 1:
-        _check_ids(
-            "labels",
-            _view(labels_of(batch)),
-            label_ids,
-            f"a token without a loss, such as padding, has the label {IGNORED}; or the tokenizer has more ids than the"
-            f" model",
+        padding = f"a token without a loss, such as padding, has the label {IGNORED}"
+        cause = f"{padding}; or the tokenizer has more ids than the model"
+        _check_ids("labels", _view(labels_of(batch)), label_ids, cause)
+    weights = weights_of(batch)
+    if weights is not None and not (weights.isfinite() & (weights >= 0)).all():
+        raise ConfigError(
+            f"batch['loss_mask'] holds weights from {float(weights.min())} to {float(weights.max())}; each must be"
+            f" finite, and 0 or more"
         )
-    _check_weights(batch, own_loss=own_loss)
+    if weights is not None and own_loss:
+        raise ConfigError(
+            "batch['loss_mask'] holds weights other than 0 and 1, and a loss_fn of your own is given logits and labels"
+            " alone: leave loss_fn out (the cross entropy is weighted), or weigh inside it"
+        )
     _check_documents(batch, signature)
 
 
@@ -127,11 +129,6 @@ def check_declared(batch: Batch, signature: Signature, max_seq_len: int | None, 
     if "tokens" in batch:
         _check_tokens(batch, max_seq_len, vocab_size)
         _check_documents(batch, signature)
-
-
-def _labelled(batch: Batch) -> str | None:
-    """Return the key of the tokens that labels of several dims belong to; None for inputs that are no tokens."""
-    return next((key for key in ("decoder_input_ids", "tokens") if key in batch), None)
 
 
 def _check_arguments(batch: Batch, signature: Signature) -> None:
@@ -163,38 +160,20 @@ def _check_tokens(batch: Batch, max_seq_len: int | None, vocab_size: int | None)
             f" shorten them"
         )
     if vocab_size:
-        _check_ids(
-            "tokens", _view(tokens), vocab_size, "padding needs an id of the vocabulary; or the tokenizer has more ids"
-        )
-
-
-def _check_weights(batch: Batch, *, own_loss: bool) -> None:
-    weights = weights_of(batch)
-    if weights is not None and not (weights.isfinite() & (weights >= 0)).all():
-        raise ConfigError(
-            f"batch['loss_mask'] holds weights from {float(weights.min())} to {float(weights.max())}; each must be"
-            f" finite, and 0 or more"
-        )
-    if weights is not None and own_loss:
-        raise ConfigError(
-            "batch['loss_mask'] holds weights other than 0 and 1, and a loss_fn of your own is given logits and labels"
-            " alone: leave loss_fn out (the cross entropy is weighted), or weigh inside it"
-        )
+        cause = "padding needs an id of the vocabulary; or the tokenizer has more ids"
+        _check_ids("tokens", _view(tokens), vocab_size, cause)
 
 
 def _check_documents(batch: Batch, signature: Signature) -> None:
     documents = batch.get("document_ids")
     are_parted = signature.positions_part_documents and "positions" in batch
-    if (
-        documents is not None
-        and signature.takes["document_ids"] is None
-        and not are_parted
-        and bool((documents != documents[:, :1]).any())
-    ):
+    if documents is None or signature.takes["document_ids"] is not None or are_parted:
+        return
+    if bool((documents != documents[:, :1]).any()):
         raise ConfigError(
             "the batch packs several documents into a row (document_ids), but the model's forward takes no"
-            " document_ids, so tokens"
-            " would attend across documents. Give one document per row, or a model that takes document_ids."
+            " document_ids, so tokens would attend across documents. Give one document per row, or a model that takes"
+            " document_ids."
         )
 
 
@@ -221,19 +200,14 @@ def _view(tensor: Tensor) -> Any:
     return tensor.numpy() if tensor.device.type == "cpu" else tensor
 
 
-def real_labels(batch: Batch) -> Any:
-    """Return the labels that have a loss, flat (numpy on the CPU, else a tensor)."""
-    labels = _view(labels_of(batch))
-    return labels[labels != IGNORED]
-
-
 def microbatches(batch: Batch | Sequence[Batch], rows: int) -> list[Batch]:
     """Cut the step along rows, ``rows`` per microbatch (0: in one piece); a list counts as cut already."""
     if not isinstance(batch, Mapping):
         if not isinstance(batch, Sequence) or not batch or not all(isinstance(piece, Mapping) for piece in batch):
+            of = f" of {[type(piece).__name__ for piece in batch][:3]}" if isinstance(batch, list) else ""
             raise ConfigError(
                 f"a step's batch is a dict of tensors, or a list of at least one of them (microbatches), not"
-                f" {_words(batch)}"
+                f" {type(batch).__name__}{of}"
             )
         return list(batch)
     if not batch:
@@ -244,14 +218,6 @@ def microbatches(batch: Batch | Sequence[Batch], rows: int) -> list[Batch]:
         return [batch]
     refuse_other_rows(batch)
     return [rows_of(batch, start, start + rows) for start in range(0, total, rows)]
-
-
-def _words(batch: object) -> str:
-    return (
-        f"{type(batch).__name__} of {[type(piece).__name__ for piece in batch][:3]}"
-        if isinstance(batch, list)
-        else type(batch).__name__
-    )
 
 
 def fingerprint(pieces: list[Batch]) -> int:
@@ -266,14 +232,13 @@ def fingerprint(pieces: list[Batch]) -> int:
 
 def count(pieces: list[Batch]) -> int:
     """Count the tokens that have a loss."""
-    return sum(len(real_labels(piece)) for piece in pieces)
+    return sum(int((_view(labels_of(piece)) != IGNORED).sum()) for piece in pieces)
 
 
 def weight(pieces: list[Batch]) -> float:
     """Return the total weight of the microbatches' losses: their number, if no weights are given."""
-    return sum(_weight(piece) for piece in pieces)
-
-
-def _weight(piece: Batch) -> float:
-    weights = weights_of(piece)
-    return count([piece]) if weights is None else float(weights.double()[labels_of(piece) != IGNORED].sum())
+    total = 0.0
+    for piece in pieces:
+        weights, real = weights_of(piece), labels_of(piece) != IGNORED
+        total += count([piece]) if weights is None else float(weights.double()[real].sum())
+    return total

@@ -7,7 +7,6 @@ Other parameters (norms, biases, embeddings) get their gradients in the first ha
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -97,13 +96,13 @@ class _DeferredLinear(torch.autograd.Function):
         grad_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         grad_weight = None
         if ctx.deferred.is_open:
-            ctx.deferred.put_off(functools.partial(_accumulate, weight, gradient, x, way))
+
+            @torch.no_grad()
+            def accumulate() -> None:
+                found = way.of_weight(gradient, x)
+                weight.grad = found if weight.grad is None else weight.grad.add_(found)
+
+            ctx.deferred.put_off(accumulate)
         else:
             grad_weight = way.of_weight(gradient, x)
         return grad_x, grad_weight, grad_bias, None, None
-
-
-@torch.no_grad()
-def _accumulate(weight: Tensor, gradient: Tensor, x: Tensor, way: Products) -> None:
-    found = way.of_weight(gradient, x)
-    weight.grad = found if weight.grad is None else weight.grad.add_(found)

@@ -19,8 +19,6 @@ from meshwright.introspection.signature import Signature, logits_of
 from meshwright.models.decoder import AttentionCore, Decoder
 from meshwright.planning.plan import Plan
 
-# --- sample from a model, token by token
-
 NextLogits = Callable[[Sequence[int]], Tensor]
 """All ids so far -> (vocabulary,) logits of the next one."""
 Heard = Callable[[int], object]
@@ -122,21 +120,6 @@ class Cacheless:
     reason: str | None = None
 
 
-class WholeWindow:
-    """Logits of the next id, by a forward of all ids that the model takes at once.
-
-    Args:
-        logits: a batch -> (rows, seq, vocabulary).
-        window: longest sequence that the model takes; older ids are dropped. None: no bound.
-    """
-
-    def __init__(self, logits: Callable[[Batch], Tensor], window: int | None):
-        self._logits, self.window = logits, window
-
-    def __call__(self, ids: Sequence[int]) -> Tensor:
-        return self._logits({"tokens": torch.tensor([ids[-self.window :] if self.window else ids])})[0, -1]
-
-
 class DecoderCache:
     """Keys and values of the decoder's attention, which its cores are given by hooks for one generation.
 
@@ -171,7 +154,10 @@ class DecoderCache:
         end = self.seen + k.shape[2]
         keys, values = self._kept.get(core, (k, v))
         if core not in self._kept or end > keys.shape[2]:  # room for twice as many, so that few steps copy all of them
-            keys, values = (_with_room(old, self.seen, 2 * end) for old in (keys, values))
+            old = keys, values
+            keys, values = (each.new_empty(*each.shape[:2], 2 * end, each.shape[3]) for each in old)
+            for new, each in zip((keys, values), old, strict=True):
+                new[:, :, : self.seen] = each[:, :, : self.seen]
             self._kept[core] = keys, values
         keys[:, :, self.seen : end], values[:, :, self.seen : end] = k, v
         seen = torch.ones(q.shape[2], end, dtype=torch.bool, device=q.device).tril(self.seen) if self.seen else None
@@ -207,22 +193,27 @@ class Cached:
     """Logits of the next id, by a forward of the ids that are new since the last call.
 
     Once, behind the second id of a model's first text, they are compared with those of the whole window; beyond
-    rounding, whole windows are computed from there on. So they are behind
-    the model's window, where each step drops an older id and moves all positions.
+    rounding, whole windows are computed from there on. So they are behind the model's window, where each step drops an
+    older id and moves all positions.
+
+    Args:
+        whole: the logits of the next id by a forward of the whole window.
+        window: longest sequence that the model takes.
     """
 
     def __init__(
         self,
         cache: DecoderCache | OwnCache,
-        whole: WholeWindow,
+        whole: NextLogits,
+        window: int | None,
         bound: float,
         judged: Cacheless,
     ):
-        self.cache, self._whole, self._bound, self._judged = cache, whole, bound, judged
+        self.cache, self._whole, self._window, self._bound, self._judged = cache, whole, window, bound, judged
         self._is_used = True
 
     def __call__(self, ids: Sequence[int]) -> Tensor:
-        if not self._is_used or (self._whole.window is not None and len(ids) > self._whole.window):
+        if not self._is_used or (self._window is not None and len(ids) > self._window):
             self._is_used = False
             self.cache.close()
             return self._whole(ids)
@@ -230,9 +221,8 @@ class Cached:
         logits = self.cache(torch.tensor([ids[self.cache.seen :]]))[0, -1]
         if not self.cache.is_on:
             self._is_used, self._judged.reason = False, "its forward returns no keys and values"
-        return logits if begins or self._judged.reason is not None else self._proven(logits, ids)
-
-    def _proven(self, logits: Tensor, ids: Sequence[int]) -> Tensor:
+        if begins or self._judged.reason is not None:
+            return logits
         self.cache.is_on = False
         whole = self._whole(ids)
         self.cache.is_on = True
@@ -254,14 +244,18 @@ def next_logits(
     logits: Callable[[Batch], Tensor],
     window: int | None,
     judged: Cacheless,
-) -> Iterator[WholeWindow | Cached]:
+) -> Iterator[NextLogits]:
     """Give a function for the logits of the next id, with a cache where the model and its layout have an exact one.
 
     Args:
         logits: a batch -> (rows, seq, vocabulary), on any layout.
+        window: longest sequence that the model takes; older ids are dropped. None: no bound.
         judged: takes the answer whether there is one, as soon as it is known, for the next generations.
     """
-    whole = WholeWindow(logits, window)
+
+    def whole(ids: Sequence[int]) -> Tensor:
+        return logits({"tokens": torch.tensor([ids[-window:] if window else ids])})[0, -1]
+
     if judged.reason is None:
         judged.reason = why_none(model, plan, signature) or None
     if judged.reason:
@@ -273,7 +267,7 @@ def next_logits(
         cache = OwnCache(model, inputs, next(name for name in PASTS if name in signature.arguments))
     bound = BOUNDS.get(torch_dtype(plan.precision.compute), COARSE)
     try:
-        yield Cached(cache, whole, bound, judged)
+        yield Cached(cache, whole, window, bound, judged)
     finally:
         cache.close()
 
@@ -294,10 +288,3 @@ def why_none(model: nn.Module, plan: Plan, signature: Signature) -> str:
     if isinstance(model, Decoder) or any({name, "use_cache"} <= set(signature.arguments) for name in PASTS):
         return ""
     return f"{type(model).__name__}.forward takes no keys and values ({' or '.join(PASTS)})"
-
-
-def _with_room(old: Tensor, seen: int, room: int) -> Tensor:
-    """Return (rows, heads, room, head) that begins with the first ``seen`` of ``old``."""
-    new = old.new_empty(*old.shape[:2], room, old.shape[3])
-    new[:, :, :seen] = old[:, :, :seen]
-    return new

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.core.devices import to_device
 from meshwright.core.errors import ConfigError
 from meshwright.core.losses import cross_entropy_sum
 from meshwright.core.record import recall, remember
 from meshwright.distributed.loss.declared import DeclaredLosses, DeclaredObjective
-from meshwright.distributed.loss.logits import LogitsOfRank
-from meshwright.distributed.loss.preference import CountedPairs, PreferenceObjective
+from meshwright.distributed.loss.preference import CountedPairs, LogitsOfRank, PreferenceObjective
 from meshwright.distributed.tensor.ends import answer_behind, loss_computing_head
 from meshwright.distributed.tensor.layers import LossRequest, LossSite, runtime_of
 from meshwright.distributed.tensor.loss import vocabulary_parallel_cross_entropy_sum
 from meshwright.planning.plan import Plan
 
-from .batch import targets_of
+from .batch import labels_of, weights_of
 from .part import Batch
-
-# --- let the head compute the loss itself, in chunks, on request, so that whole logits never exist
 
 
 def apply(model: nn.Module, plan: Plan) -> nn.Module:
@@ -37,13 +34,6 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
         remember(model, site)
     return model
 
-
-def site_of(model: nn.Module) -> LossSite | None:
-    """Return the place of loss requests to the model's head; None for a head that computes logits only."""
-    return runtime_of(model) or recall(model, LossSite)
-
-
-# --- compute a microbatch's loss by the plan
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """(logits, labels) -> the SUM of the loss over real tokens, 0-dim."""
@@ -62,25 +52,34 @@ class Objective:
         self, model: nn.Module, plan: Plan, loss_fn: LossFunction | None, starts_backward: Callable[[Tensor], None]
     ):
         self.plan, self.loss_fn, self._starts_backward = plan, loss_fn or cross_entropy_sum, starts_backward
-        self._site, self._logits = site_of(model), LogitsOfRank(model, plan, in_parts=loss_fn is None)
+        self._logits = LogitsOfRank(model, plan, in_parts=loss_fn is None)
+        self._site = runtime_of(model) or recall(model, LossSite)  # None: a head that computes logits only
         self._fused = loss_fn is None and plan.loss is not None and self._site is not None
 
     def targets(self, piece: Batch, device: torch.device) -> tuple[Any, ...]:
         """Return labels and weights on the device of the computation."""
-        return targets_of(piece, device)
+        weights = weights_of(piece)
+        return to_device(labels_of(piece), device), None if weights is None else to_device(weights, device)
 
     def __call__(self, forward: Callable[[], Any], labels: Tensor, weights: Tensor | None = None) -> Tensor:
         """Compute the loss, with (rows, seq) labels and weights of tokens' losses (none with a user's loss)."""
         if self._fused and self.plan.loss is not None and self._site is not None:
             request = LossRequest(labels, self.plan.loss.chunks, weights)
-            with _asking(self._site, request):
+            self._site.request = request
+            try:
                 forward()
+            finally:
+                self._site.request = None
             assert request.result is not None
             self._starts_backward(request.result)
             return request.result
         logits = self._logits(forward)
-        if self.loss_fn is cross_entropy_sum:
-            _check_labels(logits, labels)
+        if self.loss_fn is cross_entropy_sum and logits.shape[:-1] != labels.shape:
+            raise ConfigError(
+                f"batch['labels'] has shape {tuple(labels.shape)}, and the model's logits {tuple(logits.shape)}: the"
+                f" cross entropy needs one label for each vector of logits. Declare another loss:"
+                f" loss_fn=meshwright.Loss(...)"
+            )
         if self._logits.shard is not None:
             return vocabulary_parallel_cross_entropy_sum(logits, labels, self._logits.shard, weights=weights)
         return self.loss_fn(logits, labels) if weights is None else cross_entropy_sum(logits, labels, weights)
@@ -98,20 +97,3 @@ def objective_of(
     if isinstance(loss, CountedPairs):
         return PreferenceObjective(model, plan, loss)
     return Objective(model, plan, loss, starts_backward)
-
-
-def _check_labels(logits: Tensor, labels: Tensor) -> None:
-    if logits.shape[:-1] != labels.shape:
-        raise ConfigError(
-            f"batch['labels'] has shape {tuple(labels.shape)}, and the model's logits {tuple(logits.shape)}: the cross"
-            f" entropy needs one label for each vector of logits. Declare another loss: loss_fn=meshwright.Loss(...)"
-        )
-
-
-@contextmanager
-def _asking(site: LossSite, request: LossRequest) -> Iterator[None]:
-    site.request = request
-    try:
-        yield
-    finally:
-        site.request = None

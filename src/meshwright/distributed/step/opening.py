@@ -31,8 +31,6 @@ from meshwright.planning.plan import Plan
 from . import batch as step_batch
 from .part import OpenedStep
 
-# --- ask a model itself whether it keeps packed documents apart if it gets positions only
-
 HALF = 4
 """Tokens of each of a row's two documents."""
 LEAKS = 1e-3
@@ -51,19 +49,12 @@ def stay_apart(logits: Callable[[Mapping[str, Tensor]], Tensor]) -> bool:
         return True
     tokens = torch.tensor([[3, 1, 2, 1, 2, 3, 1, 3], [1, 2, 1, 3, 2, 3, 1, 3]])  # the second halves are alike
     running = torch.arange(2 * HALF).expand(2, -1)
-    seen, kept = (
-        _influence(logits({"tokens": tokens, "positions": positions})) for positions in (running, running % HALF)
-    )
+    influence = []  # the distance between the second halves, whose first halves differ
+    for positions in (running, running % HALF):
+        one, other = logits({"tokens": tokens, "positions": positions})[:, HALF:].double().unbind()
+        influence.append(float((one - other).norm()))
+    seen, kept = influence
     return kept <= LEAKS * seen and seen > 0
-
-
-def _influence(logits: Tensor) -> float:
-    """Return the distance between the second halves of two rows whose first halves differ."""
-    one, other = logits[:, HALF:].double().unbind()
-    return float((one - other).norm())
-
-
-# --- open an optimizer step
 
 
 @dataclass

@@ -13,8 +13,6 @@ from meshwright.introspection.facts import ModelFacts
 from meshwright.planning.pipeline.schedule import Action
 from meshwright.planning.plan import Plan
 
-# --- define the parts of a model that one process runs
-
 Batch = Mapping[str, Tensor]
 Inputs = Callable[[Batch], dict[str, Any]]
 """Map a batch to the arguments of the model's forward."""
@@ -71,9 +69,6 @@ class Runner(Protocol):
     def copy_shared(self) -> None:
         """Copy each shared parameter's values from the first part to the others that hold it."""
         ...
-
-
-# --- report the results of an optimizer step
 
 
 @dataclass(frozen=True)

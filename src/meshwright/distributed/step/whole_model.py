@@ -1,31 +1,26 @@
-"""Run a step of a model that is one part, microbatch after microbatch, and choose the runner that a plan needs."""
+"""Run a step of a model that is one part, microbatch after microbatch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.core.errors import UnsupportedError
+from meshwright.core.torch_private import tree_map_only
 from meshwright.distributed.data import accumulation, fully_sharded, replicated
 from meshwright.distributed.experts import SharedRouterLoss
 from meshwright.distributed.loss.declared import DeclaredLosses
 from meshwright.distributed.loss.preference import CountedPairs, log_probs_of
-from meshwright.distributed.pipeline.run import Pipeline
-from meshwright.distributed.pipeline.split import StagePart
+from meshwright.distributed.step.objective import LossFunction, objective_of
+from meshwright.distributed.step.part import Batch, Inputs, ModelPart
 from meshwright.distributed.tensor.layers import runtime_of, summing
 from meshwright.distributed.tensor.parallel import sums_of
 from meshwright.introspection.signature import logits_of
 from meshwright.planning.pipeline.schedule import Action
-from meshwright.planning.plan import Plan
-
-from .objective import LossFunction, objective_of
-from .part import Batch, Inputs, ModelPart, Runner
-
-# --- run a step of a model that is one part, microbatch after microbatch
 
 
 class WholeModel:
@@ -85,25 +80,25 @@ class WholeModel:
         return self._objective(lambda: self.part.module(**self._inputs(piece)), *targets)
 
 
-# --- choose the runner that a plan needs
+def without_backward(output: Any) -> Any:
+    """Let a backward from any tensor of an output raise UnsupportedError."""
+    return tree_map_only(
+        Tensor,
+        lambda leaf: _Outside.apply(leaf, torch.zeros((), requires_grad=True)) if leaf.is_floating_point() else leaf,
+        output,
+    )
 
 
-def runner_of(
-    parts: Sequence[ModelPart],
-    plan: Plan,
-    mesh: DeviceMesh | None,
-    loss_fn: LossFunction | CountedPairs | DeclaredLosses | None,
-    inputs: Inputs,
-    device: torch.device,
-    router_loss: SharedRouterLoss | None,
-    enter: Callable[[Batch], None],
-) -> Runner:
-    """Return the runner of a plan.
+class _Outside(torch.autograd.Function):
+    """Passes an output on, and refuses a backward from it."""
 
-    Args:
-        enter: called before a microbatch's backward, in which forwards may be recomputed.
-    """
-    if plan.pipeline is None:
-        return WholeModel(parts[0], loss_fn, inputs, device, router_loss)
-    assert mesh is not None
-    return Pipeline(cast("Sequence[StagePart]", parts), plan, mesh, loss_fn, inputs, device, enter)
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> NoReturn:
+        raise UnsupportedError(
+            "model(...) computes without gradients: over ranks, its backward would add up losses that were divided by"
+            " each rank's own count. Train by forward_backward(batch), with loss_fn=meshwright.Loss(...)"
+        )

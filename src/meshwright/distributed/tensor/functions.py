@@ -22,7 +22,7 @@ from torch import Tensor
 
 from meshwright.core.devices import CUDA, local_device
 from meshwright.core.errors import UnsupportedError
-from meshwright.distributed.exchange.ranks import RankGroup, own_share, share_of_sequence
+from meshwright.distributed.exchange import RankGroup, own_share, share_of_sequence
 from meshwright.distributed.float8 import agreed
 from meshwright.distributed.float8.products import OWN, Largest, Products
 from meshwright.distributed.step.deferred import DeferredGradients

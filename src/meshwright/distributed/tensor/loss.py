@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.core.losses import IGNORED
-from meshwright.distributed.exchange.ranks import RankGroup
+from meshwright.distributed.exchange import RankGroup
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean, owner
 from meshwright.core.parts import FusedPart, is_plain, ranges, take
 from meshwright.core.record import remember
-from meshwright.distributed.exchange.ranks import ProcessGroupRanks, RankGroup
-from meshwright.distributed.exchange.threads import Thread, on_threads
+from meshwright.distributed.exchange import ProcessGroupRanks, RankGroup, Thread, on_threads
 from meshwright.distributed.weights.parts_tensor import distribute
 from meshwright.distributed.weights.shards import placement_of_cut
 from meshwright.introspection.facts import ModelFacts

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.parts import FusedPart, take
 from meshwright.core.record import wrap
-from meshwright.distributed.exchange.ranks import ProcessGroupRanks
+from meshwright.distributed.exchange import ProcessGroupRanks
 from meshwright.distributed.weights.parts_tensor import distribute
 from meshwright.distributed.weights.shards import placement_of_cut
 from meshwright.planning.tensor.plan import ROW

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,8 +34,6 @@ from meshwright.planning.values import NF4, NF4_STORED, stored_shape
 from .constructed import Destinations
 from .shards import SHARDS
 
-# --- describe a laid-out model by its tensors and modules, not by its plan
-
 FLATTENED = tuple(axis.value for axis in layout.SHARDS)
 """Axes that are one axis of the mesh over which fully_shard cuts."""
 
@@ -55,13 +53,13 @@ def placement_of(parameter: Tensor, plan: Plan) -> tuple[tuple[str, str], ...]:
         }
         if Axis.EP in names and plan.experts is not None:
             mesh = plan.experts.mesh
-    return tuple((axis, _words(places.get(axis, Replicate()))) for axis, size in mesh if size > 1 and axis != Axis.PP)
 
+    def text(place: Any) -> str:
+        if place is None or isinstance(place, Replicate):
+            return "Replicate()"
+        return str(place) if hasattr(place, "parts") or not isinstance(place, SHARDS) else f"Shard({place.dim})"
 
-def _words(place: Any) -> str:
-    if isinstance(place, Replicate):
-        return "Replicate()"
-    return str(place) if hasattr(place, "parts") or not isinstance(place, SHARDS) else f"Shard({place.dim})"
+    return tuple((axis, text(places.get(axis))) for axis, size in mesh if size > 1 and axis != Axis.PP)
 
 
 def describe(models: Sequence[nn.Module], plan: Plan) -> str:
@@ -81,10 +79,8 @@ def describe(models: Sequence[nn.Module], plan: Plan) -> str:
             str(local.device),
         )
         group = groups.setdefault(key, [0, 0, 0])
-        for i, more in enumerate(
-            (1, math.prod(destinations.shape_of(parameter)), local.numel() * local.element_size())
-        ):
-            group[i] += more
+        sizes = 1, math.prod(destinations.shape_of(parameter)), local.numel() * local.element_size()
+        group[:] = map(sum, zip(group, sizes, strict=True))
     rows = [
         (name, str(count), shape, dtype, place, device, bytes_text(size))
         for (name, shape, dtype, place, device), (count, _, size) in groups.items()
@@ -95,11 +91,6 @@ def describe(models: Sequence[nn.Module], plan: Plan) -> str:
     head = f"{plan.model}: {count_text(total)} parameters, {bytes_text(here)} of them on this rank"
     lines = [f"{head}; {plan.data.technique} over {mesh}; compute {p.compute}, reduce {p.reduce}"]
     lines.append(columns(rows, ("name", "count", "shape", "at rest", "placement", "device", "bytes here")))
-    return "\n".join([*lines, *(f"  {what}: {', '.join(names)}" for what, names in _applied(models) if names)])
-
-
-def _applied(models: Sequence[nn.Module]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each technique with the modules it was applied to, as name patterns and their counts."""
     kinds: dict[str, Callable[[nn.Module], bool]] = {
         "sharded units": lambda module: isinstance(module, FSDPModule),
         "products in float8": lambda module: (config := config_at(module)) is not None and not config.emulate,
@@ -108,17 +99,12 @@ def _applied(models: Sequence[nn.Module]) -> Iterator[tuple[str, list[str]]]:
         "activations in host memory": lambda module: OFFLOADED in changes_of(module),
         "compiled": lambda module: compiled_call(module) is not None,
     }
+    every = [named for model in models for named in model.named_modules()]
     for what, is_one in kinds.items():
-        found = Counter(
-            pattern(clean(name)) or "the root"
-            for model in models
-            for name, module in model.named_modules()
-            if is_one(module)
-        )
-        yield what, [f"{name} ({count})" for name, count in found.items()]
+        if found := Counter(pattern(clean(name)) or "the root" for name, module in every if is_one(module)):
+            lines.append(f"  {what}: {', '.join(f'{name} ({count})' for name, count in found.items())}")
+    return "\n".join(lines)
 
-
-# --- audit a laid-out model
 
 CHUNK = 2**20
 
@@ -137,12 +123,13 @@ def audit(
         found = {clean(name): parameter for name, parameter in part.model.named_parameters(remove_duplicate=False)}
         buffers = {clean(name): buffer for name, buffer in part.model.named_buffers(remove_duplicate=False)}
         trained += found.items()
-        problems += [
-            *_structure(found, part.facts, part.plan),
-            *_buffers(buffers, part.facts),
-            *_replicas(part.model, data_groups),
-        ]
-        problems += _float8(part.model, part.plan)
+        problems += _structure(found, part.facts, part.plan)
+        for name in (fact.name for fact in part.facts.buffers):
+            if name not in buffers:
+                problems.append(f"the buffer {name} is gone")
+            elif buffers[name].is_meta:
+                problems.append(f"the buffer {name} was never given values")
+        problems += [*_replicas(part.model, data_groups), *_float8(part.model, part.plan)]
     held = _optimized(trained, optimizer) if optimizer is not None else ()
     _refuse("the model is not what the plan says", [*problems, *held])
 
@@ -200,14 +187,6 @@ def _structure(found: dict[str, nn.Parameter], facts: ModelFacts, plan: Plan):
                 yield f"{alias} is no longer tied to {fact.name}"
 
 
-def _buffers(found: dict[str, Tensor], facts: ModelFacts):
-    for fact in facts.buffers:
-        if fact.name not in found:
-            yield f"the buffer {fact.name} is gone"
-        elif found[fact.name].is_meta:
-            yield f"the buffer {fact.name} was never given values"
-
-
 def _float8(model: nn.Module, plan: Plan):
     """Yield differences between the float8 products of the plan and of the model; none if the plan has no float8."""
     if plan.float8 is None:
@@ -259,11 +238,8 @@ def _replicas(
             continue
         if isinstance(tensor, DTensor):
             axes = [tensor.device_mesh.get_group(i) for i in range(tensor.device_mesh.ndim)]
-            copied = [
-                axis
-                for axis, place in zip(axes, tensor.placements, strict=True)
-                if place.is_replicate() and axis.size() > 1
-            ]
+            placed = zip(axes, tensor.placements, strict=True)
+            copied = [axis for axis, place in placed if place.is_replicate() and axis.size() > 1]
             others = [group for group in groups if brought and group not in axes]
             same, tensor = (*copied, *others), tensor.to_local()
         else:
@@ -291,8 +267,6 @@ def fingerprint(tensor: Tensor) -> Tensor:
     kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
     for start in range(0, flat.numel(), CHUNK):
         piece = flat[start : start + CHUNK].view(kind).to(torch.int64)
-        place = (
-            torch.arange(start, start + piece.numel(), device=tensor.device) * 0x9E3779B97F4A7C1 + 0x632BE59BD9B4E019
-        )
-        total = total * 31 + ((piece + 1) * place).sum()
+        place = torch.arange(start, start + piece.numel(), device=tensor.device)
+        total = total * 31 + ((piece + 1) * (place * 0x9E3779B97F4A7C1 + 0x632BE59BD9B4E019)).sum()
     return total

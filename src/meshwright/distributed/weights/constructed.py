@@ -1,8 +1,12 @@
-"""Give weights the values of their constructor or of their modules' own reset, on every layout.
+"""Give weights the values of their law, their constructor or their modules' own reset: bitwise equal on all layouts.
 
-This is for models whose constructor is unknown; other initialisation in it is lost (see ``constructed``).
+meshwright's own decoder has a weight law: a parameter's values are a function of (seed, global name, position). It is
+cut into blocks of whole rows, at most ``BLOCK_ELEMENTS`` each (but at least one row), each drawn from a generator
+seeded by (seed, name, block number), in fp32, on the parameter's device (or another: a CPU and a GPU draw different
+values from one seed). A rank draws the blocks that overlap its shard, so its peak is its own share plus one block.
 
-Children come before parents, as in a constructor. A module's initialiser runs on unsharded CPU stand-ins of its
+A model that was built on meta is initialised by its modules; other initialisation in its constructor is lost. Children
+come before parents, as in a constructor. A module's initialiser runs on unsharded CPU stand-ins of its
 parameters and buffers and of those inside it (a parent may set its children's), with torch's generator seeded by
 (seed, path of the module). Then each rank copies its shards. So the values do not depend on the layout, and only one
 module at a time is unsharded.
@@ -30,15 +34,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from meshwright.core.errors import UnsupportedError
+from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean, owner
-from meshwright.core.record import recall, remember
+from meshwright.core.record import recall
 from meshwright.core.torch_private import resetting
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import get_world_info, ranks_per_node
 from meshwright.distributed.quantize.nf4 import Rounded, pack, unpack
 from meshwright.distributed.torch_private import DTensorSpec, TensorMeta, local_part
-from meshwright.introspection.adapted.model import host_of_magnitude, is_adapter
+from meshwright.distributed.weights.shards import apply_to_tensors, draw_rows, pieces, seed_of, whole_everywhere
+from meshwright.introspection.adapted.model import base_name, host_of_magnitude, is_adapter
 from meshwright.introspection.constructor.recording import (
     STREAM_ELEMENTS,
     ConstructorSteps,
@@ -51,16 +56,9 @@ from meshwright.introspection.constructor.recording import (
     record,
     seeded,
 )
-from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.module_kinds import brings_initialiser, build_again
-from meshwright.introspection.signature import core_of
 from meshwright.introspection.source import builder_of
-from meshwright.planning.plan import Plan
 from meshwright.planning.values import plain_shape
-
-from .shards import draw_rows, pieces, seed_of
-
-# --- write and read the values of parameters, also of those that rest in 4 bits
 
 
 class Destinations:
@@ -192,7 +190,10 @@ def _run(module: nn.Module, reset: Callable[[], object], seed: int, destinations
         made = [(tensor, find().detach()) for tensor, find in pairs]
     whole = set()
     for tensor, value in made:
-        untouched = _untouched(value)
+        if value.is_floating_point() or value.is_complex():
+            untouched = torch.isnan(value)
+        else:
+            untouched = value == _blank(value.dtype)
         if untouched.all():
             continue
         for piece in pieces(destinations.begun(tensor)):
@@ -235,16 +236,6 @@ def _blank(dtype: torch.dtype) -> float | int | bool:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return False if dtype == torch.bool else torch.iinfo(dtype).max
-
-
-def _untouched(value: Tensor) -> Tensor:
-    """Return a mask of the elements of a stand-in that were not written."""
-    if value.is_floating_point() or value.is_complex():
-        return torch.isnan(value)
-    return ~value if value.dtype == torch.bool else value == _blank(value.dtype)
-
-
-# --- give weights the constructor's values, on every layout
 
 
 def write_constructed(
@@ -369,7 +360,9 @@ def _carry_out(part: _Part, recording: ConstructorSteps, seed: int, draw_on: str
 
     storages = names.keys() | attributes.keys()
     if recording.elements <= STREAM_ELEMENTS:
-        _in_stream(recording, storages, give, seed, _adapters(recording) if part.only is not None else frozenset())
+        # of all adapters of the model, also those that this rank has not
+        adapters = {view.storage for name, view in recording.tensors.items() if is_adapter(name)}
+        _in_stream(recording, storages, give, seed, adapters if part.only is not None else frozenset())
         return
     # seeded by the first name of a tied tensor, also on a stage that holds it under the other
     firsts = {view.storage: name for name, view in reversed(recording.tensors.items())}
@@ -386,11 +379,6 @@ def _carry_out(part: _Part, recording: ConstructorSteps, seed: int, draw_on: str
             with seeded(seed_of(seed, first, number)):
                 values.do(step)
         give(storage, values)
-
-
-def _adapters(recording: ConstructorSteps) -> Set[int]:
-    """Return the storages of all adapters of the model, also those that this rank has not."""
-    return {view.storage for name, view in recording.tensors.items() if is_adapter(name)}
 
 
 def _in_stream(
@@ -462,41 +450,116 @@ def _in_turns(action: Callable[[], None], why: str, part: _Part) -> None:
         agree.together(action, here=turn == local)
 
 
-# --- freeze parameters
+# --- initialise weights: each rank its own shards, bitwise equal on every layout
+
+Weights = Callable[[nn.Module], set[str]]
+"""Writes every parameter and persistent buffer of a laid-out model, and returns their names. Collective."""
 
 
-@dataclass(frozen=True)
-class _Joined:
-    """Marks a model whose frozen token embedding takes part in backward."""
+def materialise(
+    model: nn.Module,
+    device: torch.device,
+    seed: int,
+    ties: dict[str, str],
+    draw_on: str | None = None,
+    weights: Weights | None = None,
+) -> set[str]:
+    """Allocate and write the weights of a model on meta (only shards, where it is sharded); return the names written.
 
+    Args:
+        ties: other name -> first name of each tied parameter.
+        draw_on: device type on which values are drawn; by default the parameters' own.
+        weights: function that writes the parameters, instead of an initialiser; adapters among them have their
+            constructor's values before.
 
-def apply(model: nn.Module, plan: Plan) -> nn.Module:
-    """Set ``requires_grad`` as planned. It runs before sharding, which reads it."""
-    frozen = set(plan.frozen)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(clean(name) not in frozen)
-    return model
-
-
-def join_backward(model: nn.Module, plan: Plan, facts: ModelFacts) -> None:
-    """Let a frozen token embedding's output take part in backward, where what makes images' features is trained.
-
-    A batch without images would else need no gradient in front of its first trained block, and none at all where
-    images' modules alone are trained: ranks would end their units' backward in other orders, and sum gradients of
-    different weights, or have no backward while others wait.
+    Raises:
+        UnsupportedError: a module has parameters or buffers and no initialiser.
+        ConfigError: a ``weight_law`` returns neither "normal" nor "constant", or ``weights`` leaves out a parameter.
     """
-    frozen = {clean(name) for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    frozen |= set(plan.frozen)
-    trains_images = any(facts.is_of_images(p.name) and p.name not in frozen for p in facts.parameters)
-    find = getattr(core_of(model), "get_input_embeddings", None)
-    embedding = find() if trains_images and find is not None else None
-    if not isinstance(embedding, nn.Module) or recall(model, _Joined) is not None:
-        return
+    apply_to_tensors(model, lambda tensor: torch.empty_like(tensor, device=device))
+    tie(model, ties)
+    names = [clean(raw) for raw, _ in model.named_parameters()]
+    adapters = {name for name in names if is_adapter(name) and host_of_magnitude(name) is None}
+    with torch.no_grad():
+        if weights is not None:
+            written = write_constructed(
+                model, seed, draw_on, only={clean(name) for name, _ in model.named_buffers()} | adapters
+            )
+            written |= initialise_by_modules(model, seed, written, buffers_only=True) | weights(model)
+            written |= write_magnitudes(model, written)
+            if left := [name for name in names if name not in written]:
+                raise ConfigError(
+                    f"weights= wrote no {', '.join(left[:4])} ({len(left)} parameters in all): it must write every one"
+                )
+            return written
+        if hasattr(model, "weight_law"):
+            written = write_by_law(model, seed, draw_on) | write_constructed(model, seed, draw_on, only=adapters)
+        else:  # known constructors, and the rest by the modules' own initialisers
+            written = write_constructed(model, seed, draw_on)
+            later = {name for name in names if host_of_magnitude(name) is not None} - written
+            written |= initialise_by_modules(model, seed, written | later)
+        return written | write_magnitudes(model, written)
 
-    def join(module: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, Tensor) and torch.is_grad_enabled() and not output.requires_grad:
-            return output.requires_grad_().clone()  # a model may write images' features into it
-        return output
 
-    embedding.register_forward_hook(join)
-    remember(model, _Joined())
+def tie(model: nn.Module, ties: dict[str, str]) -> None:
+    """Tie parameters again: the allocation gave every name its own tensor."""
+    for alias, first in ties.items():
+        path, _, name = alias.rpartition(".")
+        setattr(model.get_submodule(path), name, model.get_parameter(first))
+
+
+def write_magnitudes(model: nn.Module, written: set[str]) -> set[str]:
+    """Write the magnitudes of DoRA (arXiv 2402.09353) that have no values yet: the lengths of their weights' rows.
+
+    peft computes them where it makes an adapter, from the weights that are there; here adapters are made before. So
+    they are computed behind, of whole rows, by peft's own function. Adapters begin with a product of zero, so the
+    lengths are those of the weights alone. Collective over each weight's mesh; one whole weight is in memory at a time.
+
+    Args:
+        written: names of the parameters that have their values.
+
+    Returns:
+        The names written.
+    """
+    held: dict[str, Tensor] = {clean(raw): parameter for raw, parameter in model.named_parameters()}
+    found: set[str] = set()
+    for raw, magnitude in model.named_parameters():
+        host = host_of_magnitude(name := clean(raw))
+        if host is None or name in written:
+            continue
+        weight = held[host]
+        whole = whole_everywhere(weight) if isinstance(weight, DTensor) else weight.detach()
+        layer: Any = model.get_submodule(raw.rpartition(".")[0])
+        added = torch.zeros_like(whole.T if layer.fan_in_fan_out else whole, memory_format=torch.contiguous_format)
+        length = layer.get_weight_norm(whole, added, 1)
+        for piece in pieces(magnitude):
+            piece.local.copy_(length[piece.slices])
+        found.add(name)
+    return found
+
+
+def write_by_law(model: nn.Module, seed: int, draw_on: str | None = None) -> set[str]:
+    """Write parameters by a model's ``weight_law``, in place, whole or sharded; return the names written.
+
+    The law knows parameters by their names without adapters, and adapters not at all.
+    """
+    written = initialise_by_modules(model, seed, buffers_only=True)  # the law covers parameters only
+    destinations = Destinations(model)
+    for raw, parameter in model.named_parameters():
+        if is_adapter(full := clean(raw)):
+            continue
+        name = base_name(full)
+        kind, value = model.weight_law(name)  # type: ignore[operator]
+        if kind not in ("constant", "normal"):
+            raise ConfigError(
+                f"weight_law({name!r}) of {type(model).__name__} says {kind!r}: legal are 'normal' and 'constant'"
+            )
+        with destinations.opened(parameter) as tensor:
+            for piece in pieces(tensor):
+                if kind == "constant":
+                    piece.local.fill_(value)
+                else:
+                    draw = lambda block, generator, std=value: block.normal_(0.0, std, generator=generator)  # noqa: E731
+                    draw_rows(piece.local, piece.offset, tuple(tensor.shape), draw, seed, name, draw_on)
+        written.add(full)
+    return written

@@ -21,10 +21,10 @@ from meshwright.distributed.torch_private import (
     local_part,
     spec_of,
 )
+from meshwright.distributed.weights.shards import whole_everywhere
 
 from .shards import PartsShard, Piece, pieces, with_local
 from .torch_2_11 import PASSES_OVER_SUBCLASSES, PassedOver
-from .whole_state import whole_everywhere
 
 aten = torch.ops.aten
 
@@ -65,10 +65,21 @@ class PartsTensor(*((PassedOver, DTensor) if PASSES_OVER_SUBCLASSES else (DTenso
         if name.startswith(("_foreach_", "_fused_")) and not name.endswith(WHOLE_LISTS):
             return _on_lists(func, args, kwargs)
         if func in KEEPS or torch.Tag.pointwise in func.tags:
-            like = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PartsTensor))
-            if all(_goes_with(leaf, like) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)):
+            leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            like = next(leaf for leaf in leaves if isinstance(leaf, PartsTensor))
+            if all(like._is_shared_by(leaf) for leaf in leaves):
                 return _on_shares(func, args, kwargs, like)
         return _on_wholes(func, args, kwargs)
+
+    def _is_shared_by(self, tensor: Tensor) -> bool:
+        """Return whether an operator on shards takes a tensor too: one number, or a DTensor that is sharded alike."""
+        if not isinstance(tensor, DTensor):
+            return tensor.dim() == 0
+        replicated = all(place.is_replicate() for place in tensor.placements)
+        if tensor.dim() == 0:
+            return replicated
+        is_alike = tensor.shape == self.shape and tensor.device_mesh == self.device_mesh
+        return is_alike and (replicated or tensor.placements == self.placements)
 
     @staticmethod
     def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> Any:
@@ -153,20 +164,6 @@ class _Whole(torch.autograd.Function):
         return _share_of(gradients[0], ctx.like)
 
 
-def _goes_with(tensor: Tensor, like: PartsTensor) -> bool:
-    """Return whether an operator on shards can take a tensor: one number, or a DTensor that can be sharded alike."""
-    if not isinstance(tensor, DTensor):
-        return tensor.dim() == 0
-    replicated = all(place.is_replicate() for place in tensor.placements)
-    if tensor.dim() == 0:
-        return replicated
-    return (
-        tensor.shape == like.shape
-        and tensor.device_mesh == like.device_mesh
-        and (replicated or tensor.placements == like.placements)
-    )
-
-
 def _on_shares(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any], like: PartsTensor) -> Any:
     shares: dict[int, Tensor] = {}
     given: dict[int, Tensor] = {}
@@ -174,25 +171,15 @@ def _on_shares(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any], li
     def share(leaf: Any) -> Any:
         if not isinstance(leaf, DTensor):
             return leaf
-        made = (
-            local_part(leaf)
-            if leaf.dim() == 0 or leaf.placements == like.placements
-            else local_part(_share_of(leaf, like))
-        )
+        is_share = leaf.dim() == 0 or leaf.placements == like.placements
+        made = local_part(leaf if is_share else _share_of(leaf, like))
         given[id(made)] = leaf
         return shares.setdefault(id(leaf), made)
 
-    return _wrapped(func(*tree_map(share, args), **tree_map(share, kwargs)), like, given)
+    def placed_as_like(leaf: Any) -> Any:  # arguments that an operator returns become the originals
+        return given[id(leaf)] if id(leaf) in given else with_local(like, leaf) if isinstance(leaf, Tensor) else leaf
 
-
-def _wrapped(result: Any, like: DTensor, given: dict[int, Tensor]) -> Any:
-    """Wrap an operator's results with the placements of ``like``; arguments that it returns become the originals."""
-    return tree_map(
-        lambda leaf: (
-            given[id(leaf)] if id(leaf) in given else with_local(like, leaf) if isinstance(leaf, Tensor) else leaf
-        ),
-        result,
-    )
+    return tree_map(placed_as_like, func(*tree_map(share, args), **tree_map(share, kwargs)))
 
 
 def _on_lists(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -220,15 +207,13 @@ def _on_lists(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> 
         if like is not None:
 
             def share(leaf: Any, like: PartsTensor = like) -> Any:
-                return local_part(_share_of(leaf, like)) if isinstance(leaf, DTensor) and leaf.dim() else _plain(leaf)
+                return (
+                    local_part(_share_of(leaf, like)) if isinstance(leaf, DTensor) and leaf.dim() else local_part(leaf)
+                )
 
             made = call([i], share)
             results[i] = with_local(like, made[0]) if made else None
     return None if all(result is None for result in results) else results
-
-
-def _plain(leaf: Any) -> Any:
-    return local_part(leaf)
 
 
 def _on_wholes(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -1,28 +1,26 @@
-"""Locate a rank's shards of a tensor in the whole, and draw their random values by seeds that no layout changes."""
+"""Locate a rank's shards of a tensor in the whole, draw their values by seeds of no layout, gather whole tensors."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 from meshwright.comparison.sketch import TENSOR_WIDTH, sketch_part
-from meshwright.core.errors import UnsupportedError
+from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.parts import FusedPart, LocalRange, is_plain, runs_of_chunk, runs_of_parts
 from meshwright.distributed.process import agree
+from meshwright.distributed.process.world import get_world_info
 from meshwright.distributed.torch_private import STRIDED, DTensorSpec, TensorMeta, local_part
+from meshwright.distributed.weights.torch_2_11 import may_hash
 from meshwright.planning.tensor.plan import words_of_cut
-
-from .torch_2_11 import may_hash
-
-# --- define the placement of a tensor of which a rank holds several runs of slices
 
 CANNOT = (
     "torch cannot deal out, or compute with, a weight that a rank holds several parts of (fused queries, keys and"
@@ -205,16 +203,13 @@ def runs_at(tensor: DTensor, where: Sequence[int]) -> list[list[LocalRange]]:
         for i, place in enumerate(tensor.placements)
         if isinstance(place, SHARDS)
     ]
-    for place, rank, size in sorted(placed, key=lambda entry: _turn(entry[0])):
+    turns = [(0 if isinstance(place, PartsShard) else 2 if isinstance(place, STRIDED) else 1) for place, *_ in placed]
+    for _, (place, rank, size) in sorted(zip(turns, placed, strict=True), key=lambda entry: entry[0]):
         if isinstance(place, PartsShard):
             runs[place.dim] = runs_of_parts(place.parts, rank, size)
         else:
             runs[place.dim] = runs_of_chunk(runs[place.dim], rank, size)
     return runs
-
-
-def _turn(place: Placement) -> int:
-    return 0 if isinstance(place, PartsShard) else 2 if isinstance(place, STRIDED) else 1
 
 
 def sketches(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -274,3 +269,191 @@ def draw_rows(
         draw(block, generator)
         low, high = max(first, start), min(last, start + rows)
         local[low - first : high - first].copy_(block[(slice(low - start, high - start), *rest)])
+
+
+# --- gather whole tensors from shards, many at a time
+
+PACK_ELEMENTS = 2**20
+"""Number of elements of whole tensors after which a pack of shards is sent."""
+
+
+def whole_on_first(tensors: Mapping[str, Tensor], *, differ: bool = False) -> dict[str, Tensor]:
+    """Return copies of the whole tensors on the CPU of rank 0, and an empty dict on other ranks.
+
+    Collective: the ranks of a tensor's mesh pass the same names. ``differ``: other ranks may pass other names.
+
+    For small shards the number of collectives costs more than their bytes. So each rank writes its shards of many
+    tensors into one buffer of zeros, and one all-reduce sums the buffers.
+    """
+    packed: dict[str, DTensor] = {}
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor) and tensor.device_mesh.size() == dist.get_world_size() and _has_offsets(tensor):
+            packed[name] = tensor
+        else:
+            whole = whole_everywhere(tensor) if isinstance(tensor, DTensor) else tensor
+            found[name] = whole.detach().to("cpu", copy=True)
+    for pack in _packs(packed):
+        like, sizes = next(iter(pack.values())).to_local(), [tensor.numel() for tensor in pack.values()]
+        flat = torch.zeros(sum(sizes), dtype=like.dtype, device=like.device)
+        wholes = [part.view(t.shape) for part, t in zip(flat.split(sizes), pack.values(), strict=True)]
+        for whole, tensor in zip(wholes, pack.values(), strict=True):
+            for piece in first_copies(tensor) if _is_first_replica(tensor) else ():
+                whole[piece.slices] = piece.local
+        dist.all_reduce(flat)
+        found |= {name: whole.to("cpu", copy=True) for name, whole in zip(pack, wholes, strict=True)}
+    found, rank = {name: found[name] for name in tensors}, get_world_info()[0]
+    if not differ:
+        return found if rank == 0 else {}
+    names = agree.everybody_says(list(found))
+    home = {name: other for other in reversed(range(len(names))) for name in names[other]}
+    brought: list[Any] = [{}] * len(names)
+    dist.gather_object({name: found[name] for name in home if home[name] == rank}, brought if rank == 0 else None)
+    return {name: tensor for named in brought for name, tensor in named.items()}
+
+
+def whole_everywhere(tensor: DTensor) -> Tensor:
+    """Return the whole tensor on every rank of its mesh, on the shards' device and without its graph.
+
+    Collective over that mesh.
+    """
+    if not _has_offsets(tensor):
+        return tensor.full_tensor().detach()
+    whole = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    if _is_first_replica(tensor):
+        for piece in first_copies(tensor):
+            whole[piece.slices] = piece.local
+    mesh = tensor.device_mesh
+    for axis in range(mesh.ndim if not tensor.is_meta else 0):
+        dist.all_reduce(whole, group=mesh.get_group(axis))
+    return whole
+
+
+def _has_offsets(tensor: DTensor) -> bool:
+    """Return whether all placements are such that offsets in the whole can be computed from them."""
+    return all(isinstance(placement, (*SHARDS, Replicate)) for placement in tensor.placements)
+
+
+def _packs(tensors: Mapping[str, DTensor]) -> Iterator[dict[str, DTensor]]:
+    """Group tensors of one dtype into packs of about PACK_ELEMENTS elements."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors.values()):
+        pack: dict[str, DTensor] = {}
+        for name, tensor in tensors.items():
+            if tensor.dtype == dtype:
+                pack[name] = tensor
+                if sum(t.numel() for t in pack.values()) >= PACK_ELEMENTS:
+                    yield pack
+                    pack = {}
+        if pack:
+            yield pack
+
+
+def _is_first_replica(tensor: DTensor) -> bool:
+    where = tensor.device_mesh.get_coordinate() or ()
+    return all(
+        isinstance(placement, SHARDS) or not index for placement, index in zip(tensor.placements, where, strict=True)
+    )
+
+
+# --- gather whole tensors of all stages by name, copy them back into shards, and swap shards with a copy
+
+
+class IncompatibleKeys(NamedTuple):
+    """Names that a state dict lacks, and names that the model does not know."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def gathered(
+    tensors: Sequence[tuple[str, Tensor]], stages: Sequence[dist.ProcessGroup], *, keep: bool
+) -> dict[str, Tensor]:
+    """Return whole copies on the CPU, of all pipeline stages (collective: one tensor after the other).
+
+    Args:
+        stages: the process group of the pipeline axis, if there is one.
+        keep: on every rank; else on rank 0 alone.
+    """
+    is_kept, found = keep or get_world_info()[0] == 0, dict[str, Tensor]()
+    own = dict(reversed(tensors))  # the first of two equal copies
+    brought: list[Any] = [{name: (tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()}]
+    if stages:
+        here, brought = brought[0], [None] * dist.get_world_size(stages[0])
+        dist.all_gather_object(brought, here, group=stages[0])
+    for name in sorted({name for stage in brought for name in stage}):
+        first = next(rank for rank, stage in enumerate(brought) if name in stage)
+        owner, like = first if stages else None, brought[first][name]
+        if name in own and owner in (None, *(dist.get_rank(group) for group in stages)):
+            tensor = own[name]
+            whole = (whole_everywhere(tensor) if isinstance(tensor, DTensor) else tensor).detach()
+        else:
+            whole = torch.empty(like[0], dtype=like[1], device=next(iter(own.values())).device)
+        if owner is not None:
+            whole = whole.contiguous()
+            dist.broadcast(whole, group=stages[0], group_src=owner)
+        if is_kept:
+            found[name] = whole.to("cpu", copy=True)
+    return found
+
+
+def scatter(
+    tensors: Sequence[tuple[str, Tensor]],
+    state: Mapping[str, Any],
+    names: Mapping[str, tuple[str, ...]],
+    *,
+    strict: bool,
+) -> IncompatibleKeys:
+    """Copy whole tensors into shards, after all ranks have seen that names and shapes fit.
+
+    Args:
+        names: the whole model's names, with the other names of each.
+
+    Raises:
+        ConfigError: they do not, on some rank.
+    """
+    known = {alias for name, aliases in names.items() for alias in (name, *aliases)}
+    keys = IncompatibleKeys(
+        [name for name, aliases in names.items() if not {name, *aliases} & set(state)],
+        [name for name in state if name not in known],
+    )
+    given = {name: state[one] for name, more in names.items() for one in (*more, name) if one in state}
+
+    def check() -> None:
+        missing, unexpected = keys if strict else ([], [])
+        if missing or unexpected:
+            lacks = f"lacks {', '.join(missing[:3])} ({len(missing)} names)" if missing else ""
+            several = f"{', '.join(unexpected[:3])} ({len(unexpected)} names)"
+            knows = f"has {several}, unknown to the model" if unexpected else ""
+            raise ConfigError(
+                f"the state dict {' and '.join(filter(None, (lacks, knows)))}: each rank gives all whole tensors under"
+                f" global names, or strict=False"
+            )
+        for name, tensor in tensors:
+            whole = given.get(name)
+            if whole is not None and (not isinstance(whole, Tensor) or isinstance(whole, DTensor)):
+                raise ConfigError(f"the state dict's {name} is a {type(whole).__name__}; it must be a whole tensor")
+            if whole is not None and tuple(whole.shape) != tuple(tensor.shape):
+                raise ConfigError(
+                    f"the state dict's {name} has shape {tuple(whole.shape)}, the model's {tuple(tensor.shape)}"
+                )
+
+    agree.together(check)
+    for name, tensor in tensors:
+        for piece in pieces(tensor) if name in given else ():
+            piece.local.copy_(given[name][piece.slices])
+    return keys
+
+
+def swap(tensors: Sequence[tuple[str, Tensor]], copies: Mapping[str, Tensor | None]) -> None:
+    """Exchange the values of shards and of a copy of them, in place and without messages."""
+    first: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        mine, copied = local_part(tensor.detach()), copies[name]
+        assert copied is not None
+        if name in first:  # the second stage's copy of a shared parameter
+            mine.copy_(first[name])
+            continue
+        other = local_part(copied.detach())
+        held, first[name] = mine.clone(), mine
+        mine.copy_(other)
+        other.copy_(held)

@@ -34,8 +34,22 @@ class PassedOver:
         with without_subclass_functions(), _ToSubclass(cls):
             result: Any = func(*args, **(kwargs or {}))
         if func is Tensor.requires_grad_ and isinstance(args[0], cls) and result.requires_grad:
-            result.register_hook(lambda gradient: _sum_of_gradients(cls, gradient))
-            result.register_post_accumulate_grad_hook(lambda parameter: _restore_class(cls, parameter))
+            kind: Any = cls
+
+            def sum_of_gradients(gradient: Any) -> Tensor:
+                node: Any = torch._C._current_autograd_node()
+                parameter = node.variable  # a reference that the hook holds would keep modules from swapping tensors
+                if parameter.grad is None:
+                    return gradient
+                before, parameter.grad = parameter.grad, None
+                return kind(local_part(gradient) + local_part(before), spec_of(gradient), requires_grad=False)
+
+            def restore_class(parameter: Any) -> None:
+                if parameter.grad is not None and not isinstance(parameter.grad, kind):
+                    parameter.grad = kind(local_part(parameter.grad), spec_of(parameter.grad), requires_grad=False)
+
+            result.register_hook(sum_of_gradients)
+            result.register_post_accumulate_grad_hook(restore_class)
         return result
 
 
@@ -48,17 +62,3 @@ class _ToSubclass(EagerDispatchMode):
         if any(isinstance(leaf, self._kind) for leaf in tree_leaves((args, kwargs))):
             return self._kind.__torch_dispatch__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))
-
-
-def _sum_of_gradients(kind: Any, gradient: Any) -> Tensor:
-    node: Any = torch._C._current_autograd_node()
-    parameter = node.variable  # a reference that the hook holds would keep modules from swapping tensors
-    if parameter.grad is None:
-        return gradient
-    before, parameter.grad = parameter.grad, None
-    return kind(local_part(gradient) + local_part(before), spec_of(gradient), requires_grad=False)
-
-
-def _restore_class(kind: Any, parameter: Any) -> None:
-    if parameter.grad is not None and not isinstance(parameter.grad, kind):
-        parameter.grad = kind(local_part(parameter.grad), spec_of(parameter.grad), requires_grad=False)

@@ -6,6 +6,7 @@ import functools
 import pickle
 import random
 import sys
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -184,29 +185,26 @@ class HeldRandomness(EagerDispatchMode):
         super().__init__()
         self.level, self.tosses = level, False
         self.turned, self.stacks, self.reads, self.within = turned, stacks, list[tuple](), [""]
-        self.decides, self.may_turn, self._signs = False, set[tuple](), dict[int, int]()
+        self.decides, self.may_turn, self._signs = False, set[tuple](), defaultdict[int, int](int)
         self._times: dict[tuple, int] = {}
         self._held: list[Tensor] = []  # else freed memory could become another tensor's
         self._by_tokens, self._by_draws = set[int](), set[int]()
-        self._note(tokens, self._by_tokens)
-
-    def _note(self, tensor: Tensor, dependent: set[int]) -> None:
-        if not tensor.is_sparse:
-            self._held.append(tensor.detach())
-            dependent.add(id(tensor.untyped_storage()))
+        self._held.append(tokens.detach())
+        self._by_tokens.add(id(tokens.untyped_storage()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = []  # no comprehensions here: each operator of many plays passes
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                given.append(0 if leaf.is_sparse else id(leaf.untyped_storage()))
         draws = _draws(func)
         tossed = draws and _is_toss(func)  # any other draw is turned round as data are
-        storages = {id(t.untyped_storage()) for t in given if not t.is_sparse}
-        by_tokens = bool(storages & self._by_tokens) or (draws and not tossed)
-        by_draws = tossed or bool(storages & self._by_draws)
+        by_tokens = not self._by_tokens.isdisjoint(given) or (draws and not tossed)
+        by_draws = tossed or not self._by_draws.isdisjoint(given)
         depends = by_tokens or by_draws
         out = func(*args, **kwargs)
-        signs = [0 if t.is_sparse else self._signs.get(id(t.untyped_storage()), 0) for t in given]
-        sign = _sign(func.overloadpacket.__name__, signs)
+        sign = _sign(func.overloadpacket.__name__, tuple(map(self._signs.__getitem__, given))) if depends else 0
         if func.overloadpacket.__name__ in READING:
             self._sign = sign
             self.tosses = self.tosses or (by_draws and not by_tokens and self.within[-1] not in self.stacks)
@@ -216,11 +214,13 @@ class HeldRandomness(EagerDispatchMode):
         if draws:
             out = _still(func, args, out, self.level)
         for leaf in tree_leaves(out) if depends else ():
-            for dependent, is_so in ((self._by_tokens, by_tokens), (self._by_draws, by_draws)):
-                if is_so and isinstance(leaf, Tensor):
-                    self._note(leaf, dependent)
-                    if not leaf.is_sparse:
-                        self._signs[id(leaf.untyped_storage())] = sign
+            if isinstance(leaf, Tensor) and not leaf.is_sparse:
+                self._held.append(leaf.detach())
+                storage = id(leaf.untyped_storage())
+                self._signs[storage] = sign
+                for dependent, is_so in ((self._by_tokens, by_tokens), (self._by_draws, by_draws)):
+                    if is_so:
+                        dependent.add(storage)
         return out
 
     def _read(self, value: Any) -> Any:
@@ -259,7 +259,8 @@ KEPT = (
 """Operators whose result goes the other way, or the same way, as their tensor; eq and ne of counts, with 0."""
 
 
-def _sign(name: str, given: list[int]) -> int:
+@functools.cache
+def _sign(name: str, given: tuple[int, ...]) -> int:
     """Return 1 where further rows can only raise an operator's result, -1 where only lower it, 0 where unknown.
 
     Args:
@@ -267,7 +268,7 @@ def _sign(name: str, given: list[int]) -> int:
     """
     if name in RAISED or name in LOWERED:
         return 1 if name in RAISED else -1
-    first, *others = given or [0]
+    first, *others = given or (0,)
     return 0 if any(others) or not (name in KEPT or name in TURNED) else -first if name in TURNED else first
 
 

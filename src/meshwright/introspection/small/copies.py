@@ -56,8 +56,9 @@ def carry_functions(before: nn.Module, after: nn.Module, memo: dict[int, Any]) -
     """
     if (forward := vars(before).get("forward")) is not None:
         after.forward = _carried(forward, memo)
-    for hooks, others in zip(forward_hooks(before), forward_hooks(after), strict=True):
-        others.update({key: _carried(hook, memo) for key, hook in hooks.items()})
+    for place, hooks in enumerate(forward_hooks(before)):
+        if hooks:
+            forward_hooks(after)[place].update({key: _carried(hook, memo) for key, hook in hooks.items()})
 
 
 def codes_in(block: nn.Module) -> tuple[tuple[str, int, Any], ...]:

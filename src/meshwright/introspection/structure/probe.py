@@ -82,9 +82,11 @@ class HeldOutputs:
         up_and_down = torch.stack([amount, -amount])
 
         def hold(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Tensor:
-            entered = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-            if entered is not None and (self.watched is None or path in self.watched):
-                self._seen[path] = entered.clone()
+            if self.watched is None or path in self.watched:
+                for entered in (*args, *kwargs.values()):
+                    if isinstance(entered, Tensor):
+                        self._seen[path] = entered.clone()
+                        break
             kept = recorded.clone()
             if self._pushed is not None and self._pushed[0] == path:
                 _, features, times = self._pushed

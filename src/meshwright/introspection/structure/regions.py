@@ -396,8 +396,9 @@ def _components(influences: list[Tensor]) -> list[list[int]]:
 
     for row in influence:
         moved = row.nonzero().flatten().tolist()
+        first = root(moved[0]) if moved[1:] else 0
         for other in moved[1:]:
-            parent[root(other)] = root(moved[0])
+            parent[root(other)] = first
     members: dict[int, list[int]] = {}
     for column in influence.any(0).nonzero().flatten().tolist():
         members.setdefault(root(column), []).append(column)

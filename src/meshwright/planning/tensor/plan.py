@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -51,6 +52,14 @@ class BlocksPlan:
             for cut in planned.region.cuts:
                 if owner(cut.name) not in planned.region.spanning:
                     yield cut
+
+    @functools.cached_property
+    def cut_by_name(self) -> dict[str, tuple[int, tuple[FusedPart, ...]]]:
+        """The dim and the parts of each cut, by the parameter's name within a block."""
+        found: dict[str, tuple[int, tuple[FusedPart, ...]]] = {}
+        for cut in self.cuts():
+            found.setdefault(cut.name, (cut.dim, cut.parts))
+        return found
 
     def summed_outputs(self) -> Iterator[str]:
         """Yield the modules whose outputs are reduced together by the last one; each alone differs from one process."""
@@ -154,7 +163,7 @@ class TensorPlan:
             block = next((block for block in kind.blocks if is_within(name, block)), None)
             if block is not None:
                 within = name[len(block) + 1 :]
-                return next(((cut.dim, cut.parts) for cut in kind.cuts() if cut.name == within), None)
+                return kind.cut_by_name.get(within)
         return None
 
     def local_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:

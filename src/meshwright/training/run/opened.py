@@ -24,7 +24,7 @@ from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.process.world import get_world_info, ranks_per_node
 from meshwright.distributed.setup import DistributedConfig, choose_backend, init_distributed
-from meshwright.distributed.weights.weights import Weights
+from meshwright.distributed.weights.constructed import Weights
 from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.source import CONFIG, as_module, with_adapters
 from meshwright.planning.build import plan as make_plan

@@ -154,7 +154,7 @@ def back_ends() -> Told:
     import meshwright.distributed.parallelize
     import meshwright.verification.verify  # noqa: F401
     from meshwright.core.torch_private import import_compiler
-    from meshwright.distributed.process.reach import back_ends as found
+    from meshwright.distributed.setup import back_ends as found
 
     import_compiler()
     return found()

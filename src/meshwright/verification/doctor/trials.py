@@ -25,7 +25,7 @@ def exchange() -> dict[str, Any]:
         IntegrityError: a number that arrived is another than was sent.
     """
     with _pool() as pool:
-        from meshwright.distributed.process.reach import exchanged
+        from meshwright.distributed.setup import exchanged
 
         return {"messages": pool.run(exchanged)[0]}
 

@@ -1,0 +1,309 @@
+"""Exchange tensors among the ranks of one axis: over a process group, or among threads of a rehearsal."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.distributed.recompute.kept import exchanged, exchanging
+
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+"""The new names since torch 2.13, if they exist."""
+
+
+class RankGroup(Protocol):
+    """Ranks of one axis, and the messages between them.
+
+    ``gather`` and ``scatter`` are for activations (rows, tokens, …) that are cut along dim 1; the last rank's part may
+    end with padding.
+    """
+
+    rank: int
+    size: int
+
+    def gather(self, x: Tensor, length: int) -> Tensor:
+        """Gather (rows, ⌈length / size⌉, …) of each rank to (rows, length, …)."""
+        ...
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """Sum (rows, length, …) over the ranks, and return this rank's (rows, ⌈length / size⌉, …) of the sum.
+
+        Padding of the last rank's part is zero.
+        """
+        ...
+
+    def gather_features(self, x: Tensor) -> Tensor:
+        """Gather (…, n) of each rank, the same n on all, to (size, …, n)."""
+        ...
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum ``x`` over the ranks, in place, and return it."""
+        ...
+
+    def largest(self, x: Tensor) -> Tensor:
+        """Take the elementwise maximum of ``x`` over the ranks, in place, and return it."""
+        ...
+
+    def trade(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        """Send runs of a flat ``x`` to all ranks in order, and return those received, in order of their senders.
+
+        Args:
+            sends, receives: number of elements for and from each rank.
+        """
+        ...
+
+    def begin_gather(self, x: Tensor) -> Callable[[], Tensor]:
+        """Begin ``gather_features``, and return the function that waits for its result."""
+        ...
+
+    def begin_scatter(self, parts: Tensor) -> Callable[[], Tensor]:
+        """Begin to sum this rank's of all ranks' (size, …), and return the function that waits for the sum."""
+        ...
+
+    def begin_trade(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Callable[[], Tensor]:
+        """Begin ``trade``, and return the function that waits for its result."""
+        ...
+
+    def pass_on(self, x: Tensor, elements: int, shift: int = 1) -> Callable[[], Tensor]:
+        """Begin to send a flat ``x`` to the rank ``shift`` further on, and to receive from the one ``shift`` before.
+
+        Returns:
+            A function that waits for the ``elements`` received and returns them.
+        """
+        ...
+
+
+def _waiting(works: Iterable[dist.Work | None], received: Tensor, sent: Tensor) -> Callable[[], Tensor]:
+    """Return a function that waits for messages, and returns what has been received; ``sent`` lives until then."""
+    held = [sent]
+
+    def wait() -> Tensor:
+        for work in works:
+            if work is not None:
+                work.wait()
+        held.clear()
+        return received
+
+    return wait
+
+
+def share_of_sequence(length: int, size: int) -> int:
+    """Return the number of tokens of a row on each rank, padding of the last rank included."""
+    return -(-length // size)
+
+
+def own_share(x: Tensor, rank: int, size: int) -> Tensor:
+    """Return this rank's part of dim 1 of a whole (rows, length, …), padded with zeros."""
+    share = share_of_sequence(x.shape[1], size)
+    mine = x[:, rank * share : (rank + 1) * share]
+    missing = share - mine.shape[1]
+    return torch.cat([mine, x.new_zeros((x.shape[0], missing, *x.shape[2:]))], dim=1) if missing else mine.contiguous()
+
+
+def by_rank(x: Tensor, size: int) -> Tensor:
+    """Cut (rows, length, …) along dim 1 into (size, rows, ⌈length / size⌉, …), contiguous."""
+    rows, length, *rest = x.shape
+    share = -(-length // size)
+    if share * size != length:
+        x = torch.cat([x, x.new_zeros((rows, share * size - length, *rest))], dim=1)
+    return x.view(rows, size, share, *rest).transpose(0, 1).contiguous()
+
+
+def joined(parts: Tensor, length: int) -> Tensor:
+    """Join (size, rows, share, …) to (rows, length, …)."""
+    size, rows, share, *rest = parts.shape
+    whole = parts.transpose(0, 1).reshape(rows, size * share, *rest)
+    return whole if size * share == length else whole[:, :length]
+
+
+class ProcessGroupRanks:
+    """A RankGroup over a process group."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+
+    def gather(self, x: Tensor, length: int) -> Tensor:
+        return joined(self.gather_features(x), length)
+
+    def scatter(self, x: Tensor) -> Tensor:
+        def send() -> Tensor:
+            parts = by_rank(x, self.size)
+            mine = torch.empty_like(parts[0])
+            _reduce_scatter(mine, parts.flatten(0, 1), group=self.group)
+            return mine
+
+        return exchanged(send)
+
+    def gather_features(self, x: Tensor) -> Tensor:
+        def send() -> Tensor:
+            parts = x.new_empty((self.size, *x.shape))
+            _all_gather(parts.flatten(0, 1), x.contiguous(), group=self.group)
+            return parts
+
+        return exchanged(send)
+
+    def sum(self, x: Tensor) -> Tensor:
+        return exchanged(self._reduced, x, dist.ReduceOp.SUM, into=x)
+
+    def largest(self, x: Tensor) -> Tensor:
+        return exchanged(self._reduced, x, dist.ReduceOp.MAX, into=x)
+
+    def _reduced(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        dist.all_reduce(x, op=op, group=self.group)
+        return x
+
+    def trade(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        def send() -> Tensor:
+            received = x.new_empty(sum(receives))
+            dist.all_to_all_single(received, x.contiguous(), list(receives), list(sends), group=self.group)
+            return received
+
+        return exchanged(send)
+
+    def begin_gather(self, x: Tensor) -> Callable[[], Tensor]:
+        def begin() -> Callable[[], Tensor]:
+            parts, mine = x.new_empty((self.size, *x.shape)), x.contiguous()
+            return _waiting([_all_gather(parts.flatten(0, 1), mine, group=self.group, async_op=True)], parts, mine)
+
+        return exchanging(begin)
+
+    def begin_scatter(self, parts: Tensor) -> Callable[[], Tensor]:
+        def begin() -> Callable[[], Tensor]:
+            mine, flat = torch.empty_like(parts[0]), parts.flatten(0, 1)
+            return _waiting([_reduce_scatter(mine, flat, group=self.group, async_op=True)], mine, flat)
+
+        return exchanging(begin)
+
+    def begin_trade(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Callable[[], Tensor]:
+        def begin() -> Callable[[], Tensor]:
+            received, mine, sizes = x.new_empty(sum(receives)), x.contiguous(), (list(receives), list(sends))
+            work = dist.all_to_all_single(received, mine, *sizes, group=self.group, async_op=True)
+            return _waiting([work], received, mine)
+
+        return exchanging(begin)
+
+    def pass_on(self, x: Tensor, elements: int, shift: int = 1) -> Callable[[], Tensor]:
+        received, mine = x.new_empty(elements), x.contiguous()
+        to, source = (dist.get_global_rank(self.group, (self.rank + by) % self.size) for by in (shift, -shift))
+        sides = [
+            dist.P2POp(dist.isend, mine, to, self.group),
+            dist.P2POp(dist.irecv, received, source, self.group),
+        ]
+        return _waiting(dist.batch_isend_irecv(sides), received, mine)
+
+
+# --- run the ranks of a rehearsal as threads: a small copy runs the real model's code, and messages stay in memory
+
+Result = TypeVar("Result")
+PATIENCE_SEC = 60.0
+
+
+class Board:
+    """A meeting point of threads: each lays down a tensor, and reads the tensors of all.
+
+    One thread computes at a time: threads that compete for the interpreter take twice as long together.
+    """
+
+    def __init__(self, size: int):
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=PATIENCE_SEC)
+        self.laid = [[torch.empty(0)] * size for _ in range(2)]
+        self.messages = [0] * size
+        self.turn = threading.Lock()
+
+    def meet(self) -> None:
+        """Let the other threads compute until all are here."""
+        self.turn.release()
+        try:
+            self.barrier.wait()
+        finally:
+            self.turn.acquire()
+
+    def all(self, rank: int, x: Tensor, read: Callable[[Tensor], Tensor] = lambda laid: laid) -> Tensor:
+        """Return (ranks, ...): ``read`` of every rank's tensor, copied."""
+        return torch.stack([read(tensor) for tensor in self.lay(rank, x)])
+
+    def lay(self, rank: int, x: Tensor) -> list[Tensor]:
+        """Return the tensors that all ranks lay down; read them before this rank's next message but one."""
+        laid = self.laid[self.messages[rank] % 2]
+        self.messages[rank] += 1
+        laid[rank] = x.clone()  # its rank may write into it before others read it
+        self.meet()  # after two more messages all have read it: a rank reads before it meets again
+        return laid
+
+
+class Thread:
+    """A RankGroup whose ranks are threads."""
+
+    def __init__(self, board: Board, rank: int):
+        self.board, self.rank, self.size = board, rank, board.size
+
+    def gather(self, x: Tensor, length: int) -> Tensor:
+        return joined(self.board.all(self.rank, x), length)
+
+    def scatter(self, x: Tensor) -> Tensor:
+        return self.board.all(self.rank, by_rank(x, self.size), lambda laid: laid[self.rank]).sum(0)
+
+    def gather_features(self, x: Tensor) -> Tensor:
+        return self.board.all(self.rank, x)
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x.copy_(self.board.all(self.rank, x).sum(0))
+
+    def largest(self, x: Tensor) -> Tensor:
+        return x.copy_(self.board.all(self.rank, x).amax(0))
+
+    def trade(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        laid = self.board.lay(self.rank, torch.tensor(sends))
+        before = [int(counts[: self.rank].sum()) for counts in laid]
+        laid = self.board.lay(self.rank, x)
+        runs = zip(laid, before, receives, strict=True)
+        return torch.cat([flat[start : start + count] for flat, start, count in runs])
+
+    def begin_gather(self, x: Tensor) -> Callable[[], Tensor]:
+        parts = self.gather_features(x)
+        return lambda: parts
+
+    def begin_scatter(self, parts: Tensor) -> Callable[[], Tensor]:
+        mine = self.board.all(self.rank, parts, lambda laid: laid[self.rank]).sum(0)
+        return lambda: mine
+
+    def begin_trade(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Callable[[], Tensor]:
+        received = self.trade(x, sends, receives)
+        return lambda: received
+
+    def pass_on(self, x: Tensor, elements: int, shift: int = 1) -> Callable[[], Tensor]:
+        received = self.board.lay(self.rank, x)[(self.rank - shift) % self.size].clone()
+        assert len(received) == elements
+        return lambda: received
+
+
+def on_threads(size: int, job: Callable[[Thread], Result]) -> list[Result]:
+    """Run ``job`` on each of ``size`` threads, and return the results; raise the first error that a thread raised."""
+    board = Board(size)
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            with board.turn:
+                results[rank] = job(Thread(board, rank))
+        except BaseException as error:  # noqa: BLE001  (raised below)
+            if not isinstance(error, threading.BrokenBarrierError):
+                errors.append(error)
+            board.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
