@@ -195,6 +195,10 @@ class HeldRandomness(EagerDispatchMode):
             self._held.append(tensor.detach())
             dependent.add(id(tensor.untyped_storage()))
 
+    def _depends(self, value: Any) -> bool:
+        """Return whether a value is a tensor that depends on tokens."""
+        return isinstance(value, Tensor) and not value.is_sparse and id(value.untyped_storage()) in self._by_tokens
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -234,7 +238,12 @@ class HeldRandomness(EagerDispatchMode):
         self.decides = True
         if self.reads[-1] != self.turned:
             return value
-        return (not value) if isinstance(value, bool) else int(value == 0) if isinstance(value, int) else -value - 1
+        return inverted(value)
+
+
+def inverted(value: Any) -> Any:
+    """Return another truth, an integer that is 0 where the value was not, or another number."""
+    return (not value) if isinstance(value, bool) else int(value == 0) if isinstance(value, int) else -value - 1
 
 
 RAISED = ("any", "max", "amax", "count_nonzero", "sum", "linalg_vector_norm", "norm", "logical_or")
