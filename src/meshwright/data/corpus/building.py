@@ -453,11 +453,11 @@ class TokenisingRecipe:
                     say(f"skipped: {bad}")
 
     def _problems(
-        self, file: SourceFile, number: int, first: BadRow, others: Iterable[tuple[int, Record | BadRow]]
+        self, file: SourceFile, number: int, first: BadRow, behind: Iterable[tuple[int, Record | BadRow]]
     ) -> str:
         """Describe each kind of problem of a file's rows once, with the rows that have it, by the file's order."""
         rows, texts = {(kind := _kind_of(first)): [number]}, {kind: str(first)}
-        for row, record in others:
+        for row, record in behind:
             try:
                 self.examples_of(file, row, record)
             except BadRow as bad:
@@ -467,7 +467,11 @@ class TokenisingRecipe:
         way = (
             "To leave such rows out, set data.on_bad_row = 'skip'; meshwright inspect lists what becomes of all records"
         )
-        listed = [f"{texts[kind].rstrip('.')}{_more_rows(rows[kind])}" for kind in [*rows][:_KINDS]]
+        listed = []
+        for kind, (_, *others) in [*rows.items()][:_KINDS]:
+            named = f"row{'s' * (len(others) > 1)} {', '.join(map(str, others[:_NAMED]))}"
+            named += f" and {len(others) - _NAMED:,} more" * (len(others) > _NAMED)
+            listed.append(texts[kind].rstrip(".") + f" (also {named})" * bool(others))
         if len(rows) == 1:
             return f"{listed[0]}. {way}"
         listed = [text.replace(f"{file.path}, ", "", 1) for text in listed]
@@ -479,13 +483,6 @@ class TokenisingRecipe:
 def _kind_of(bad: BadRow) -> str:
     """Return the text of a bad row without what differs from row to row: quoted words and numbers."""
     return re.sub(r" Did you mean .*\?|'[^']*'|\"[^\"]*\"|\d+", "…", str(bad)).strip(".…")
-
-
-def _more_rows(rows: list[int]) -> str:
-    """Return a clause that names the further rows with a problem, and counts those that it does not name."""
-    further, n_more = rows[1 : 1 + _NAMED], len(rows) - 1 - _NAMED
-    named = f"row{'s' * (len(further) > 1)} {', '.join(map(str, further))}{f' and {n_more:,} more' * (n_more > 0)}"
-    return f" (also {named})" if further else ""
 
 
 def files_of(scan: Scan) -> list[list[Any]]:

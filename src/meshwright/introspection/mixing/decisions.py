@@ -82,7 +82,9 @@ class Decisions(playing.HeldRandomness):
             self._read(first.numel())
         self.decides = self.decides or before
         if func.overloadpacket.__name__ in _COMPARING and self._depends(args[0]):
-            self.compared.update(value for other in args[1:] for value in _whole_numbers(other))
+            few = (other for other in args[1:] if isinstance(other, Tensor) and other.numel() <= _FEW)
+            values = [*args[1:], *(value for other in few for value in other.flatten().tolist())]
+            self.compared.update(value for value in values if type(value) is int)
         return out
 
     def _read(self, value: Any) -> Any:
@@ -92,11 +94,6 @@ class Decisions(playing.HeldRandomness):
         self.decides = True
         self.seen.setdefault(line, []).append(value)
         return playing.inverted(value) if line == self.inverted else value
-
-
-def _whole_numbers(value: Any) -> list[int]:
-    is_few = isinstance(value, Tensor) and not value.is_floating_point() and value.numel() <= _FEW
-    return value.flatten().tolist() if is_few else [value] if type(value) is int else []
 
 
 def _line() -> Line | None:

@@ -12,6 +12,7 @@ import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.copies import copy_of
 from meshwright.introspection.small.sample import ids_of, random_like, samples_of
 
-from .playing import EXTREMES, ROWS, HeldRandomness, Play, Reading, called, parts, played
+from .playing import EXTREMES, ROWS, HeldRandomness, Play, called, parts, played
 
 # --- read the numbers that modules count in, and set them far ahead
 
@@ -347,7 +348,9 @@ def _moved(model: nn.Module, tokens: Tensor, together: Play, halves: list[Play])
     of_halves = {(read[:3], reading.number) for half in halves for read, reading in half.reads.items()}
     for read, reading in [*together.reads.items()][:READS]:
         is_known = isinstance(reading.value, bool) and reading.sign != 0
-        if not is_known and (reading.number is None or any(_is_close(read, reading, other) for other in of_halves)):
+        close = partial(math.isclose, reading.number or 0.0, rel_tol=SAME, abs_tol=SAME)
+        is_of_half = any(place == read[:3] and number is not None and close(number) for place, number in of_halves)
+        if not is_known and (reading.number is None or is_of_half):
             continue
         for value in reading.others():
             with contextlib.suppress(Exception):  # whatever a model's code raises of a wrong number
@@ -355,13 +358,6 @@ def _moved(model: nn.Module, tokens: Tensor, together: Play, halves: list[Play])
                 if len(_changed(together, play)) > 1:
                     return _place(together, read)
     return ""
-
-
-def _is_close(read: Any, reading: Reading, other: tuple[Any, float | None]) -> bool:
-    place, number = other
-    if place != read[:3] or number is None or reading.number is None:
-        return False
-    return math.isclose(number, reading.number, rel_tol=SAME, abs_tol=SAME)
 
 
 def _changed(play: Play, other: Play) -> set[int]:
