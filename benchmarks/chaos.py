@@ -31,7 +31,7 @@ from meshwright.checkpoint.folder import CheckpointFolder
 from meshwright.checkpoint.manifest import Manifest, damage
 from meshwright.training import launch
 from meshwright.training.health.heartbeat import file_of, read_record
-from meshwright.training.metrics.metrics import read_metrics
+from meshwright.training.metrics import read_metrics
 
 HERE = Path(__file__).resolve().parent
 SAVE_EVERY, BATCH, TOLERANCE = 5, 8, 1e-7

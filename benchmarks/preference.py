@@ -29,10 +29,10 @@ def run_of(seq_len: int, folder: Path, args: argparse.Namespace) -> Any:
     from meshwright.core.config import from_dict
     from meshwright.training.build import build_run
     from meshwright.training.config import Config
-    from meshwright.training.metrics.throughput import StartupTimeline
     from meshwright.training.preference import pretend_references
     from meshwright.training.stopping import StopRequest
-    from meshwright.training.views.progress import SilentProgress
+    from meshwright.training.throughput import StartupTimeline
+    from meshwright.training.views.progress import Progress
 
     told = {
         "steps": 100,
@@ -40,7 +40,7 @@ def run_of(seq_len: int, folder: Path, args: argparse.Namespace) -> Any:
         "data": {"source": [str(folder / "pairs.jsonl")], "seq_len": seq_len, "cache": str(folder)},
         "batch": {"global_batch": args.rows},
     }
-    run = build_run(from_dict(Config, told), StartupTimeline(lambda phase: None), SilentProgress(), StopRequest())
+    run = build_run(from_dict(Config, told), StartupTimeline(lambda phase: None), Progress(), StopRequest())
     pretend_references(run.config, run.feed)
     return run
 

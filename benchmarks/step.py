@@ -33,9 +33,9 @@ def main() -> int:
     from meshwright import Layout, parallelize
     from meshwright.distributed import destroy_distributed, is_rank_zero
     from meshwright.models.decoder_config import SIZES, parameter_count
-    from meshwright.training.metrics.memory import read_memory, reset_peak
-    from meshwright.training.metrics.throughput import mfu, peak_flops, training_flops_per_token
-    from meshwright.training.optim.build import make_optimizer
+    from meshwright.training.memory import read_memory, reset_peak
+    from meshwright.training.optimizer import make_optimizer
+    from meshwright.training.throughput import mfu, peak_flops, training_flops_per_token
 
     config = SIZES[o.size]
     techniques = {

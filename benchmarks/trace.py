@@ -54,7 +54,7 @@ def config_of(dim: int, rows: int, folder: Path) -> Config:
 
 
 def written(config: Config, path: str, steps: int) -> None:
-    from meshwright.training.views.display import build_progress
+    from meshwright.training.views.telling import build_progress
     from meshwright.verification.trace_writer import write_trace
 
     with build_progress(is_main=False) as progress:
@@ -66,10 +66,10 @@ def measure(config: Config, rounds: int) -> list[tuple[float, float]]:
     import torch.distributed as dist
 
     from meshwright.training.build import build_run
-    from meshwright.training.metrics.throughput import StartupTimeline
     from meshwright.training.stopping import StopRequest
+    from meshwright.training.throughput import StartupTimeline
     from meshwright.training.tracing import TraceCheck
-    from meshwright.training.views.display import build_progress
+    from meshwright.training.views.telling import build_progress
 
     with StopRequest() as stop, build_progress(is_main=False) as progress:
         run = build_run(config, StartupTimeline(lambda phase: None), stop.breaks(progress), stop)

@@ -38,7 +38,7 @@ class Fault:
 FAULTS = [
     Fault(
         "AdamW divides by another epsilon",
-        "training/optim/build.py",
+        "training/optimizer.py",
         "return BuiltOptimizer(kind(kept, lr=lr, **options, **flags), implementation, note)",
         "return BuiltOptimizer(kind(kept, lr=lr, **{**options, 'eps': 1e-4}, **flags), implementation, note)",
         PLAIN,
@@ -54,7 +54,7 @@ FAULTS = [
     ),
     Fault(
         "the rate is the next step's",
-        "training/optim/build.py",
+        "training/optimizer.py",
         "        rate = self(step)\n",
         "        rate = self(step + 1)\n",
         PLAIN,

@@ -69,8 +69,8 @@ def timed(sizes: dict[str, int], *, experts: bool) -> tuple[float, int, int]:
     from meshwright import Layout, parallelize
     from meshwright.models.decoder_config import SIZES
     from meshwright.planning.memory.states import plan_memory
-    from meshwright.training.metrics.memory import read_memory, reset_peak
-    from meshwright.training.optim.build import make_optimizer
+    from meshwright.training.memory import read_memory, reset_peak
+    from meshwright.training.optimizer import make_optimizer
 
     from .speed import MIXED, MIXTURE, Setting, batch_of
 

@@ -80,7 +80,7 @@ def bare_fsdp2() -> Step:
 
 def ours(precision: dict[str, str]) -> Step:
     from meshwright import Layout, parallelize
-    from meshwright.training.optim.build import make_optimizer
+    from meshwright.training.optimizer import make_optimizer
 
     config, rows, seq, _ = sizes()
     model = parallelize(config, Layout(), techniques={"precision": precision})

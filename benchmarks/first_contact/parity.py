@@ -175,7 +175,7 @@ def dropping() -> torch.nn.Module:
 def low_bit(state: str) -> Said:
     """Train with AdamW's moments in few bits, ours against torchao's own optimizer on a plain module."""
     from meshwright import Layout, parallelize
-    from meshwright.training.optim.build import make_optimizer
+    from meshwright.training.optimizer import make_optimizer
 
     need("torchao", "low-bit optimizer state")
     machine().needs_cuda("torchao compiles its optimizers, and the compiler has no code for the pretend device")

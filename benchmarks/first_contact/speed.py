@@ -138,8 +138,8 @@ def measure(name: str) -> Outcome:
 
 def _measured(setting: Setting) -> dict[str, Any]:
     from meshwright import Layout, parallelize
-    from meshwright.training.metrics.memory import read_memory, reset_peak
-    from meshwright.training.optim.build import make_optimizer
+    from meshwright.training.memory import read_memory, reset_peak
+    from meshwright.training.optimizer import make_optimizer
 
     here = machine()
     model = parallelize(setting.config, Layout(), techniques=setting.techniques, microbatch_rows=setting.microbatch)
@@ -176,7 +176,7 @@ def _measured(setting: Setting) -> dict[str, Any]:
 
 def _rates(setting: Setting, speed: float) -> dict[str, Any]:
     """Return tokens/s, and MFU of matrix parameters and as those count who take all parameters."""
-    from meshwright.training.metrics.throughput import mfu, peak_flops, training_flops_per_token
+    from meshwright.training.throughput import mfu, peak_flops, training_flops_per_token
 
     config = setting.config
     active = parameter_count(config) - idle_parameters(config)

@@ -92,7 +92,7 @@ def job_plans():
     from meshwright.planning.memory.states import MemoryUse, assumptions
     from meshwright.planning.values import Batch
     from meshwright.training.capacity import Capacity, Fit, judge
-    from meshwright.training.metrics.memory import MemoryShares, _savings, reset_peak
+    from meshwright.training.memory import MemoryShares, _savings, reset_peak
 
     with spying() as taken:
         techniques = {"activation_checkpointing": "offload"}

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from meshwright.core.torch_private import fake_mode
 from meshwright.distributed import DistributedConfig, init_distributed
 from meshwright.distributed import torch_private as private
-from meshwright.training.health import stacks
+from meshwright.training.health import heartbeat as stacks
 
 
 def tensors_and_groups() -> None:

@@ -13,7 +13,8 @@ from meshwright.data import Stream
 from meshwright.data.text.tokenizers import ByteTokenizer, IdTokenizer
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig
-from meshwright.training.evaluation import Evaluation, Rowful, ToTheEnd, evaluate_rows
+from meshwright.training.evaluation import Evaluation, ToTheEnd, evaluate_rows
+from meshwright.training.feed import HeldOut
 
 SEQ = 16
 LENGTHS = (61, 3, 150, 17)
@@ -42,7 +43,7 @@ def text() -> Stream:
 def evaluated(layout, rows) -> Evaluation:
     model = parallelize(DECODER, layout, techniques=DOUBLE, seed=4)
     split = ToTheEnd(text())
-    return evaluate_rows(model, [Rowful("text", split, split.n_samples(SEQ))], SEQ, ByteTokenizer(), rows)
+    return evaluate_rows(model, [HeldOut("text", split, split.n_samples(SEQ))], SEQ, ByteTokenizer(), rows)
 
 
 def by_plain_torch() -> tuple[float, int, int, float]:
@@ -86,7 +87,7 @@ def test_every_layout_computes_the_mean_over_all_tokens(spmd, name, rows):
 def with_part_of_a_row():
     model = parallelize(DECODER, ONE, techniques=DOUBLE, seed=4)
     split = ToTheEnd(Stream("text", text().tokens[:9], np.array([0, 9])))
-    found = evaluate_rows(model, [Rowful("text", split, split.n_samples(SEQ))], SEQ, IdTokenizer(257, 256), 2)
+    found = evaluate_rows(model, [HeldOut("text", split, split.n_samples(SEQ))], SEQ, IdTokenizer(257, 256), 2)
     rows = split.rows(np.zeros(3, dtype=np.int64), SEQ)
     return found, rows
 

@@ -26,7 +26,7 @@ from meshwright.planning.optimizer.kinds import KINDS
 from meshwright.planning.optimizer.plan import OptimizerPlan
 from meshwright.training.build import build_optimizer
 from meshwright.training.config import Config
-from meshwright.training.optim.build import make_optimizer
+from meshwright.training.optimizer import make_optimizer
 
 STEPS, LR = 2, 0.01
 OVERRIDES = (

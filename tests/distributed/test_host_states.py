@@ -28,8 +28,8 @@ from meshwright.planning.explain import table
 from meshwright.planning.memory.states import MemoryUse as Kind
 from meshwright.planning.memory.states import plan_memory
 from meshwright.planning.optimizer.kinds import KINDS
-from meshwright.training.metrics.memory import MemoryShares, memory_table
-from meshwright.training.optim.build import make_optimizer
+from meshwright.training.memory import MemoryShares, memory_table
+from meshwright.training.optimizer import make_optimizer
 
 OFFLOADED = {"cpu_offload": "optimizer"}
 SMALL = 1 << 17

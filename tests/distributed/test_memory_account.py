@@ -15,7 +15,7 @@ from meshwright.distributed.memory.account import MemoryAccount
 from meshwright.distributed.parallelize import parallelize
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.memory.states import MemoryUse
-from meshwright.training.metrics.memory import MemoryShares, estimated
+from meshwright.training.memory import MemoryShares, estimated
 from meshwright.verification.problem import RandomBatches
 
 VOCABULARY, ROWS, SEQ = 258, 8, 32

@@ -14,7 +14,7 @@ from meshwright import Layout, ParallelModel, parallelize
 from meshwright.checkpoint import load, save
 from meshwright.distributed.parallelizer import to_cpu
 from meshwright.planning.optimizer.kinds import KINDS
-from meshwright.training.optim.build import BuiltOptimizer, make_optimizer
+from meshwright.training.optimizer import BuiltOptimizer, make_optimizer
 from meshwright.verification.problem import RandomBatches
 from meshwright.verification.verify import verify
 

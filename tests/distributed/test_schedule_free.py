@@ -23,7 +23,7 @@ from meshwright import Layout, load, parallelize, save
 from meshwright.distributed import averaging
 from meshwright.distributed.averaging import ScheduleFreeAdamW
 from meshwright.distributed.weights.whole_state import whole_on_first
-from meshwright.training.optim.build import LearningRateSchedule, make_optimizer
+from meshwright.training.optimizer import LearningRateSchedule, make_optimizer
 
 STEPS, LR, BETAS, EPS, DECAY, WARMUP = 4, 0.03, (0.9, 0.95), 1e-6, 0.1, 3
 BESIDE = {

@@ -26,8 +26,8 @@ from meshwright.distributed.setup import destroy_distributed
 from meshwright.distributed.step import batch as step_batch
 from meshwright.training import build, feed, model_source
 from meshwright.training.config import Config
-from meshwright.training.metrics.metrics import read_metrics
-from meshwright.training.metrics.throughput import Throughput
+from meshwright.training.metrics import read_metrics
+from meshwright.training.throughput import Throughput
 from meshwright.training.trainer import Trainer
 from meshwright.training.views import telling
 

@@ -17,12 +17,12 @@ from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import is_rank_zero
 from meshwright.training.build import build_run
 from meshwright.training.config import Config
-from meshwright.training.metrics.metrics import MetricsWriter
-from meshwright.training.metrics.throughput import StartupTimeline
+from meshwright.training.metrics import MetricsWriter
 from meshwright.training.run.checkpointing import Checkpointing, Position
 from meshwright.training.run.folder import RunFolder
 from meshwright.training.stopping import StopRequest
-from meshwright.training.views.progress import SilentProgress
+from meshwright.training.throughput import StartupTimeline
+from meshwright.training.views.progress import Progress
 
 MOST = 60
 
@@ -32,7 +32,7 @@ class Sweep:
 
     def __init__(self, changes: dict):
         config = Config.from_dict(nested(changes))
-        self.run = build_run(config, StartupTimeline(), SilentProgress(), StopRequest())
+        self.run = build_run(config, StartupTimeline(), Progress(), StopRequest())
         folder = agree.together(lambda: RunFolder.open(config, self.run.identity), here=is_rank_zero())
         self.at = Position()
         self.keeper = Checkpointing(self.run, agree.from_rank_zero(folder), self.at, lambda text: None)

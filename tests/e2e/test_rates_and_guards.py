@@ -9,7 +9,7 @@ import shutil
 import pytest
 from e2e_runs import Job, assert_equal_checkpoints, losses, metrics
 
-from meshwright.training.optim.build import learning_rate
+from meshwright.training.optimizer import LearningRateSchedule
 
 STEPS, BAD = 12, 9
 SCHEDULE_FREE = {"optimizer.kind": "schedule_free_adamw", "schedule.kind": "constant", "validation.every": 3}
@@ -46,7 +46,7 @@ def test_a_resumed_run_skips_the_same_step_and_has_the_same_rates(train, guarded
     assert whole.status == 0 and [row["skipped"] for row in rows] == [0] * (BAD - 1) + [1] * (STEPS - BAD + 1)
     assert f"step {BAD} was skipped on all ranks: the loss" in whole.out
     kind = {"kind": config.get("schedule.kind", "cosine"), "warmup_steps": 600, "final_ratio": 0.1}
-    wanted = [learning_rate(row["tokens"] - 1, peak=3e-3, total_steps=2000, by_tokens=True, **kind) for row in rows]
+    wanted = [LearningRateSchedule(3e-3, 2000, by_tokens=True, **kind)(row["tokens"] - 1) for row in rows]
     assert [row["learning_rate"] for row in rows] == wanted
     parts = train(2, job=Job({**config, "steps": 7, "out": str(tmp_path / "parts")}))[0]
     again = train(2, {"steps": STEPS}, folder=parts.folder)[0]

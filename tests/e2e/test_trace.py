@@ -20,7 +20,7 @@ from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.distributed import parallelize
 from meshwright.training import build, trainer
 from meshwright.training.config import Config
-from meshwright.training.views.display import build_progress
+from meshwright.training.views.telling import build_progress
 from meshwright.verification.trace_writer import write_trace
 
 CONFIG = {"schedule.warmup_steps": 2, "optimizer.max_norm": 0.3, "model.tied_embeddings": True}

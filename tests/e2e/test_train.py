@@ -17,7 +17,7 @@ from meshwright.core.config import to_toml
 from meshwright.core.errors import MeshwrightError
 from meshwright.planning.plan import Plan
 from meshwright.training.config import Config
-from meshwright.training.views.page.history import read_history
+from meshwright.training.views.page import read_history
 
 ONE = {"layout.dp_shard": 1}
 DDP2 = {"layout.dp_replicate": 2, "layout.dp_shard": 1}

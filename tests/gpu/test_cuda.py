@@ -132,7 +132,7 @@ def job_trace(folder, compute):
 
     from meshwright.training.config import Config
     from meshwright.training.trainer import Trainer
-    from meshwright.training.views.display import build_progress
+    from meshwright.training.views.telling import build_progress
     from meshwright.verification.trace_writer import write_trace
 
     path = Path(folder) / f"{compute}.trace"

@@ -23,7 +23,7 @@ from meshwright.planning.collectives import step_traffic
 from meshwright.planning.memory.states import plan_memory
 from meshwright.planning.optimizer.collectives import sent_elements
 from meshwright.planning.values import Batch
-from meshwright.training.optim.build import make_optimizer
+from meshwright.training.optimizer import make_optimizer
 
 from .laid_out import own_rows
 from .problems import SEED, Data, Problem

@@ -15,7 +15,7 @@ from meshwright import Layout, ParallelModel, parallelize
 from meshwright.distributed.optimizer.low_bit import TorchaoAdamW, is_rounded
 from meshwright.distributed.weights.shards import memory_of
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
-from meshwright.training.optim.build import LearningRateSchedule, make_optimizer
+from meshwright.training.optimizer import LearningRateSchedule, make_optimizer
 from meshwright.verification.problem import RandomBatches
 
 from .laid_out import own_rows

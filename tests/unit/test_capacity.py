@@ -23,11 +23,10 @@ from meshwright.planning.memory.states import MemoryEstimate, MemoryUse, RankMem
 from meshwright.planning.plan import Plan
 from meshwright.planning.values import Batch
 from meshwright.training import capacity as capacity_module
+from meshwright.training import memory as host
 from meshwright.training.build import estimated_memory
-from meshwright.training.capacity import Capacity, Fit, judge, whether_it_fits
+from meshwright.training.capacity import Capacity, Fit, judge, nearest_that_fits, refuse_too_large, whether_it_fits
 from meshwright.training.config import Config
-from meshwright.training.metrics import memory as host
-from meshwright.training.neighbours import nearest_that_fits, refuse_too_large
 
 MODEL = replace(SIZES["debug"], n_layers=4, vocab_size=300)
 FACTS = model_facts(as_module(MODEL))
@@ -319,7 +318,7 @@ def planned_line(monkeypatch, capsys):
     from meshwright.cli import plan as verb
 
     def line(size: float, *flags: str) -> str:
-        monkeypatch.setattr("meshwright.training.metrics.memory.host_memory", lambda: int(size))
+        monkeypatch.setattr("meshwright.training.memory.host_memory", lambda: int(size))
         assert verb.run([*FLAGS, *flags]) == 0
         memory = capsys.readouterr().out.partition("\nmemory of")[2].partition("\n\n")[0]
         return memory.splitlines()[-1].strip()

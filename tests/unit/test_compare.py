@@ -15,16 +15,16 @@ from meshwright.cli.main import main
 from meshwright.core.config import to_toml
 from meshwright.planning.layout import Layout
 from meshwright.training.config import Config, OptimizerConfig
-from meshwright.training.metrics.metrics import MetricsWriter
+from meshwright.training.metrics import MetricsWriter
 from meshwright.training.run.occupancy import occupied
-from meshwright.training.views.page.history import read_history
+from meshwright.training.views.page import read_history
 
 
 @pytest.fixture
 def runs(tmp_path, monkeypatch):
     """Two runs whose every figure differs: ``a`` complete, and ``b`` stopped half way, twice as fast."""
     clock = [1000.0]
-    monkeypatch.setattr("meshwright.training.metrics.metrics._now", lambda: clock[0])
+    monkeypatch.setattr("meshwright.training.metrics._now", lambda: clock[0])
     for name, steps, lr, layout, seconds in (
         ("a", 8, 3e-3, Layout(dp_shard=4), 2.0),
         ("b", 4, 1e-2, Layout(dp_shard=2, tp=2), 1.0),
@@ -175,7 +175,7 @@ def test_numbers_that_are_none_stay_out_of_the_figures(runs, capsys):
 
 def test_pauses_and_abandoned_steps_are_no_time_of_training(tmp_path, monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("meshwright.training.metrics.metrics._now", lambda: clock[0])
+    monkeypatch.setattr("meshwright.training.metrics._now", lambda: clock[0])
     with MetricsWriter(tmp_path) as writer:
         writer.event("startup", {"imports": 1.0})
         for step in (1, 2, 3, 4):

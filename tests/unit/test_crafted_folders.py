@@ -23,7 +23,7 @@ from meshwright.cli.main import main
 from meshwright.core.config import public_keys
 from meshwright.core.errors import IntegrityError
 from meshwright.data.text.tokenizers import FileTokenizer
-from meshwright.training.run.trust import RUNS_CODE
+from meshwright.training.run.request import RUNS_CODE
 from meshwright.training.slurm import LaunchConfig
 
 pytest.importorskip("transformers")

@@ -15,7 +15,7 @@ from meshwright.core.errors import ConfigError, MissingExtraError
 from meshwright.data.corpus.cache import open_corpus, prepare
 from meshwright.data.options import SourceOptions
 from meshwright.data.text.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, encode_prompt, load_tokenizer
-from meshwright.training.tokenizer import keep_tokenizer, kept_tokenizer
+from meshwright.training.model_source import keep_tokenizer, kept_tokenizer
 
 
 def save_tokenizer(path: Path, *special: str, truncate: bool = False) -> Path:

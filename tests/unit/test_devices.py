@@ -23,7 +23,7 @@ from meshwright.distributed.recompute.recompute import Copies
 from meshwright.distributed.setup import DEFAULT_BACKEND, choose_backend
 from meshwright.distributed.weights import audit, shards
 from meshwright.planning import rules
-from meshwright.training.metrics.memory import read_memory, reset_peak
+from meshwright.training.memory import read_memory, reset_peak
 
 XPU = torch.device("xpu", 1)
 

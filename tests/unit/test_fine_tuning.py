@@ -17,14 +17,13 @@ from meshwright.core.dtypes import epochs_text
 from meshwright.core.errors import ConfigError
 from meshwright.training.config import Config
 from meshwright.training.feed import refuse_contradictions
-from meshwright.training.optim.fine_tuning import (
+from meshwright.training.fine_tuning import (
+    after_data,
     before_data,
     chosen,
     few_steps,
     length_follows,
     of_forecast,
-    with_length,
-    with_prompt,
 )
 
 LORA = {"adapters": {"rank": 4}}
@@ -38,10 +37,14 @@ def model(tmp_path) -> Path:
     return tmp_path
 
 
+def counted(config: Config, rows: int = 640, tasks: tuple[str, ...] = ("chat",)) -> Config:
+    return after_data(config, rows, tasks, lambda message: f"<{message}>")
+
+
 def tuned(model: Path, changes: dict | None = None, rows: int = 640, tasks: tuple[str, ...] = ("chat",)) -> Config:
     """The config with all that was chosen for it."""
     config = before_data(Config.from_dict({"model": {"hf": str(model)}} | (changes or {})))
-    return with_prompt(with_length(config, rows, tasks), tasks, lambda message: f"<{message}>")
+    return counted(config, rows, tasks)
 
 
 def values(config: Config) -> tuple:
@@ -101,7 +104,7 @@ def test_the_command_line_leaves_open_what_no_flag_says(model):
     config = read_config([f"--model.hf={model}", "--adapters.rank=4"], prog="meshwright train", description="")
     assert (config.optimizer.lr, config.data.seq_len) == (2e-4, 2048)
     assert is_unset(config.optimizer.lr) and length_follows(config)
-    text = chosen(with_length(config, 640, ("chat",)))
+    text = chosen(counted(config, 640, ("chat",)))
     assert text.startswith("optimizer.lr = 0.0002, optimizer.weight_decay = 0, data.seq_len = 2048, steps = 60 (3 e")
 
 
@@ -109,10 +112,10 @@ def test_without_weights_nothing_changes(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
     for changes in ({}, {"model": {"hf": str(tmp_path)}}, {"model": {"size": "125M"}}):
         config = Config.from_dict(changes)
-        made = with_prompt(with_length(before_data(config), 640, ("text",)), ("text",), str)
+        made = after_data(before_data(config), 640, ("text",), str)
         assert values(made) == (3e-3, 0.1, 128, 200, "The ") and made == config and chosen(made) == ""
         assert not length_follows(config)
-    assert with_length(Config.from_dict({"epochs": 2.0}), 640, ("text",)).steps == 40  # as many as were asked for
+    assert counted(Config.from_dict({"epochs": 2.0}), 640, ("text",)).steps == 40  # as many as were asked for
 
 
 @pytest.mark.parametrize("adapters", [{}, LORA], ids=["whole", "adapters"])
@@ -175,7 +178,7 @@ def test_no_fraction_of_an_epoch_reads_as_a_whole_number(epochs, said):
 @pytest.mark.parametrize(("rows", "said"), [(20, "steps = 3 (1.2 epochs)"), (16, "steps = 2 (1 epoch)")])
 def test_the_epochs_that_are_said_are_those_of_whole_steps(model, rows, said):
     config = tuned(model, {"epochs": 1.0, "batch": {"global_batch": 8}}, rows)
-    assert said in chosen(config) and with_length(config, rows, ("chat",)).steps == config.steps
+    assert said in chosen(config) and counted(config, rows, ("chat",)).steps == config.steps
 
 
 def test_few_steps_are_said_with_the_batch_that_makes_more(model):
@@ -207,7 +210,7 @@ def test_rows_are_no_longer_than_the_model_knows(model, stated, rows):
 
 def test_choosing_twice_is_choosing_once(model):
     once = tuned(model, LORA)
-    assert tuned(model, LORA) == with_length(before_data(once), 640, ("chat",))
+    assert tuned(model, LORA) == counted(before_data(once), 640, ("chat",))
     assert before_data(once).optimizer.lr == once.optimizer.lr
 
 
@@ -237,7 +240,7 @@ def test_steps_and_epochs_are_one_or_the_other(model, tmp_path):
 def test_a_stream_has_no_end_to_count(model):
     with pytest.raises(ConfigError, match=r"epochs = 2 and data.streaming are both given.* Give steps instead"):
         refuse_contradictions(Config.from_dict({"epochs": 2.0, "data": {"streaming": True, "source": ["a.jsonl"]}}))
-    assert with_length(before_data(Config.from_dict({"model": {"hf": str(model)}})), 0, ("chat",)).steps == 200
+    assert counted(before_data(Config.from_dict({"model": {"hf": str(model)}})), 0, ("chat",)).steps == 200
 
 
 def test_a_tuned_model_is_evaluated_in_rows_as_long_as_it_would_be_tuned_in(model):

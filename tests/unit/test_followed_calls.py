@@ -38,7 +38,7 @@ from meshwright.integrations.training_arguments import SFT_CONFIG, TRAINING_ARGU
 from meshwright.models.decoder_config import SIZES, MoEConfig
 from meshwright.planning.rules import check_data
 from meshwright.planning.techniques import Precision
-from meshwright.training.profiling.recording import check_recordings
+from meshwright.training.recording import check_recordings
 from meshwright.verification.subject import check_size
 
 DEBUG = SIZES["debug"]
@@ -552,7 +552,7 @@ def asked(text: str) -> dict[str, Any]:
 def made_by(text: str, model, check: bool = False) -> None:
     words = text.replace("lr=…", "lr=0.1")
     made = snippet(
-        words, "meshwright.training.optim.build.make_optimizer", groups=model.make_parameter_groups(), model=model
+        words, "meshwright.training.optimizer.make_optimizer", groups=model.make_parameter_groups(), model=model
     )
     optimizer = getattr(made, found_in(r"named_parameters\(\)\)\.(\w+)", text))
     if check:

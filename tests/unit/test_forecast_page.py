@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 from support.forecasts import CONFIG
 
-from meshwright import Layout, plan
+from meshwright import Layout
 from meshwright.cli.main import main
-from meshwright.core.axes import Axis
-from meshwright.models.decoder_config import SIZES
-from meshwright.planning.collectives import step_traffic
-from meshwright.planning.values import Batch
 from meshwright.simulation.hardware.cards import machines
 from meshwright.simulation.search.search import Candidate
 from meshwright.simulation.workload.architecture import Architecture, decoder_block
@@ -23,13 +18,7 @@ from meshwright.simulation.workload.execution import Execution, Job
 from meshwright.simulation.workload.step_memory import step_memory
 from meshwright.simulation.workload.step_time import step_time
 from meshwright.simulation.workload.timeline import LaneUse, memory_over_step, step_timeline
-from meshwright.training.views.page.forecast import (
-    coordinates,
-    forecast_page,
-    groups,
-    link_of,
-    partners,
-)
+from meshwright.training.views.forecast import forecast_page
 
 
 def candidate(name: str = "small", microbatches: int = 8, pp: int = 4, **run) -> Candidate:
@@ -39,10 +28,8 @@ def candidate(name: str = "small", microbatches: int = 8, pp: int = 4, **run) ->
     return Candidate(job, step_time(job), step_memory(job))
 
 
-def page_of(one: Candidate, **changes) -> str:
-    batch = Batch(one.job.rows, 128, 1)
-    layout = replace(one.job.layout, pp=2, **changes)
-    return forecast_page([one], [one], plan(SIZES["debug"], layout), batch)
+def page_of(one: Candidate) -> str:
+    return forecast_page([one], [one])
 
 
 def figures_of(text: str) -> dict[str, dict]:
@@ -124,8 +111,6 @@ def test_figures_have_the_values_of_the_answer():
     assert most[1] == one.memory.total and most[2].startswith("most: ") and card[2] == "the card has 85.0 GB"
     (first,) = [curve for curve in figures["Layouts by memory and time"]["curves"] if curve["name"] == "the first"]
     assert (first["at"], first["values"]) == ([one.memory.total], [one.time.seconds])
-    gpus = [given for _, given in Elements(text).found if given.get("class", "").startswith("gpu")]
-    assert len(gpus) == 32 and gpus[0]["title"] == "GPU 0: pp 0, dp_shard 0, tp 0"
     said = [given["aria-label"] for _, given in Elements(text).found if "data-figure" in given]
     assert len(said) == 3 and all(len(words) > 40 for words in said)
 
@@ -150,23 +135,6 @@ def test_very_many_actions_are_drawn_by_columns_with_the_same_waits():
         end - begin for lane, begin, end in bars_of(figures_of(text)["A step of each pipeline rank"]) if lane % 1 == 0
     )
     assert drawn == pytest.approx(sum(timeline.busy(rank) for rank in range(4)), rel=0.02)
-
-
-def test_ranks_links_and_bytes_are_those_of_the_mesh():
-    job = candidate().job
-    sizes = {
-        axis: getattr(job.layout, axis.value) for axis in (Axis.PP, Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP, Axis.TP)
-    }
-    assert coordinates(21, sizes) == {Axis.PP: 2, Axis.DP_REPLICATE: 0, Axis.DP_SHARD: 2, Axis.CP: 0, Axis.TP: 1}
-    assert partners(job) == {Axis.PP: [0, 8, 16, 24], Axis.DP_SHARD: [0, 2, 4, 6], Axis.TP: [0, 1]}
-    links = {axis: link_of(group, job.machines) for axis, group in groups(job).items()}
-    assert links == {Axis.PP: "infiniband", Axis.DP_SHARD: "nvlink in a node", Axis.TP: "nvlink in a node"}
-    experts = partners(replace(job, layout=Layout(dp_shard=16, tp=2, ep=8)))
-    assert experts[Axis.EP] == [*range(8)] and experts[Axis.EFSDP] == [0, 8, 16, 24]
-    planned, batch = plan(SIZES["debug"], replace(job.layout, pp=2)), Batch(32, 128, 1)
-    text = forecast_page([candidate()], [candidate()], planned, batch)
-    for row in step_traffic(planned, batch):
-        assert f"{row.op} " in text and f"({row.ranks})" in text
 
 
 def test_the_command_writes_the_page_beside_its_answer(tmp_path, capsys):

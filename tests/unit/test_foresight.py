@@ -27,7 +27,7 @@ from meshwright.simulation.workload.execution import Execution, Job, even_cuts
 from meshwright.simulation.workload.step_memory import step_memory
 from meshwright.simulation.workload.step_time import step_time
 from meshwright.training.config import Config
-from meshwright.training.metrics.throughput import peak_flops
+from meshwright.training.throughput import peak_flops
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

@@ -152,7 +152,7 @@ def test_a_file_is_read_however_it_was_left(tmp_path):
     ],
 )
 def test_what_would_happen_again_is_not_started_again(trouble, is_worth_it):
-    assert launch._is_worth_a_restart(trouble) == is_worth_it
+    assert launch.is_worth_a_restart(trouble) == is_worth_it
 
 
 def test_the_short_flag_is_the_key_of_process(monkeypatch):

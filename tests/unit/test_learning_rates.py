@@ -14,17 +14,14 @@ from torch import nn
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.training.build import build_schedule, open_trace
 from meshwright.training.config import Config
-from meshwright.training.optim.build import KINDS, LearningRateSchedule, learning_rate
+from meshwright.training.optimizer import KINDS, LearningRateSchedule
 from meshwright.training.tracing import traced_facts
 
 DECAYING = [kind for kind in KINDS if kind != "constant"]
 
 
 def rates(kind: str, total: int = 10, warmup: int = 2, **options: float) -> list[float]:
-    return [
-        learning_rate(step, peak=1.0, total_steps=total, kind=kind, warmup_steps=warmup, **options)
-        for step in range(total)
-    ]
+    return [LearningRateSchedule(1.0, total, kind, warmup, **options)(step) for step in range(total)]
 
 
 def test_shapes_are_those_of_their_formulas():
@@ -52,7 +49,7 @@ def test_rates_rise_to_the_peak_and_never_rise_again(kind, total, share, final):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_behind_the_end_keep_the_last_rate(kind):
-    last, later = (learning_rate(n, peak=2.0, total_steps=50, kind=kind, warmup_steps=5) for n in (49, 500))
+    last, later = (LearningRateSchedule(2.0, 50, kind, 5)(n) for n in (49, 500))
     assert last == later
 
 

@@ -8,7 +8,7 @@ import torch
 from meshwright import Layout, plan
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.memory.states import MemoryUse
-from meshwright.training.metrics.memory import MemoryShares, is_out_of_memory, memory_table, out_of_memory, suggestions
+from meshwright.training.memory import MemoryShares, is_out_of_memory, memory_table, out_of_memory, suggestions
 
 MODEL = DecoderConfig(256, 64, 4, 4, 2, 128, 64)
 MIB = 1 << 20

@@ -29,19 +29,18 @@ from meshwright.models.decoder_config import SIZES
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
 from meshwright.training.config import Config
-from meshwright.training.metrics.memory import read_memory
-from meshwright.training.metrics.metrics import MetricsWriter, read_metrics
-from meshwright.training.metrics.throughput import (
+from meshwright.training.memory import read_memory
+from meshwright.training.metrics import MetricsWriter, read_metrics
+from meshwright.training.throughput import (
     StartupTimeline,
     Throughput,
     mfu,
     peak_flops,
     training_flops_per_token,
 )
-from meshwright.training.views.display import build_progress
 from meshwright.training.views.live import LiveProgress, LossCurve
-from meshwright.training.views.progress import PlainProgress, SilentProgress, StepReport
-from meshwright.training.views.telling import ClosingReport, next_steps
+from meshwright.training.views.progress import PlainProgress, Progress, StepReport
+from meshwright.training.views.telling import ClosingReport, build_progress, next_steps
 
 REPORT = StepReport(
     step=7,
@@ -152,14 +151,6 @@ def test_timeline_is_one_line_in_order_and_keeps_a_phase_that_raised():
     timeline.record("imports", 0.1)
     assert list(timeline.seconds) == ["imports", "data"] and timeline.seconds["data"] >= 0.01
     assert timeline.line().startswith("imports 2 s · data 1")
-
-
-def test_process_age_is_recorded_less_what_is_known():
-    timeline = StartupTimeline()
-    timeline.record("data", 0.001)
-    timeline.record_process_age("imports")
-    age = time.time() - psutil.Process().create_time()
-    assert sum(timeline.seconds.values()) == pytest.approx(age, abs=0.5)
 
 
 def test_throughput_forgets_the_first_step_and_whatever_left_the_window():
@@ -379,7 +370,7 @@ class Terminal(io.StringIO):
 
 def test_the_display_fits_the_place(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
-    assert isinstance(build_progress(is_main=False, stream=Terminal()), SilentProgress)
+    assert isinstance(build_progress(is_main=False, stream=Terminal()), Progress)
     assert isinstance(build_progress(is_main=True, stream=Terminal()), LiveProgress)
     assert isinstance(build_progress(is_main=True, stream=io.StringIO()), PlainProgress)
     monkeypatch.setenv("TERM", "dumb")
@@ -387,7 +378,7 @@ def test_the_display_fits_the_place(monkeypatch):
 
 
 def test_silent_progress_says_nothing(capfd):
-    with SilentProgress() as progress:
+    with Progress() as progress:
         progress.start(HEADER)
         progress.update(REPORT)
         progress.say("hello")

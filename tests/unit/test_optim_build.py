@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from meshwright.core.errors import ConfigError
-from meshwright.training.optim.build import make_optimizer
+from meshwright.training.optimizer import make_optimizer
 
 SETTINGS = {"lr": 0.05, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 

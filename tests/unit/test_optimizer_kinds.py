@@ -20,7 +20,7 @@ from meshwright.planning.memory.states import plan_memory
 from meshwright.planning.optimizer.kinds import KINDS, kind_of
 from meshwright.planning.optimizer.plan import OptimizerPlan
 from meshwright.training.config import Config
-from meshwright.training.optim.build import make_optimizer
+from meshwright.training.optimizer import make_optimizer
 from meshwright.verification.verify import verify
 
 MODEL = DecoderConfig(256, 64, 2, 4, 2, 128, 64)

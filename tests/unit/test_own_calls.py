@@ -14,7 +14,7 @@ from meshwright.core.errors import ConfigError
 from meshwright.data.corpus.cache import open_corpus, prepare
 from meshwright.data.options import SourceOptions
 from meshwright.data.text.tokenizers import FileTokenizer, encode_prompt
-from meshwright.training.tokenizer import keep_tokenizer, kept_tokenizer, prompt_ids
+from meshwright.training.model_source import keep_tokenizer, kept_tokenizer, prompt_ids
 
 TALK = [
     {"role": "system", "content": "Be brief"},

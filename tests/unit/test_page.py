@@ -24,11 +24,19 @@ from meshwright.core.errors import IntegrityError
 from meshwright.distributed.loss.preference import MARGINS
 from meshwright.planning.layout import Layout
 from meshwright.training.config import Config
-from meshwright.training.metrics.metrics import MetricsWriter, read_metrics
+from meshwright.training.metrics import MetricsWriter, read_metrics
 from meshwright.training.run.occupancy import occupied
 from meshwright.training.run.request import keep_request
-from meshwright.training.views.page.document import MOST_POINTS, page
-from meshwright.training.views.page.history import BEGIN, MOST_SOURCES, OF_PAIRS, Series, read_history, thinned
+from meshwright.training.views.page import (
+    BEGIN,
+    MOST_POINTS,
+    MOST_SOURCES,
+    OF_PAIRS,
+    Series,
+    page,
+    read_history,
+    thinned,
+)
 
 EVIL = "</script><script>alert(1)</script><img src=http://x.y/z onerror=alert(1)>\"'&\u2028"
 

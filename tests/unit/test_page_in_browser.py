@@ -17,7 +17,7 @@ from meshwright.core.config import to_toml
 from meshwright.core.files import replace_text
 from meshwright.planning.layout import Layout
 from meshwright.training.config import Config, OptimizerConfig
-from meshwright.training.metrics.metrics import MetricsWriter
+from meshwright.training.metrics import MetricsWriter
 from meshwright.training.run.occupancy import occupied
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason=WHY_NOT)
@@ -83,7 +83,7 @@ def written(folder: Path, name: str, *, steps: int, lr: float = 3e-3, layout: La
     (run / "config.toml").write_text(to_toml(config))
     clock = [1_764_000_000.0]
     with MetricsWriter(run) as writer, pytest.MonkeyPatch.context() as patched:
-        patched.setattr("meshwright.training.metrics.metrics._now", lambda: clock[0])
+        patched.setattr("meshwright.training.metrics._now", lambda: clock[0])
         writer.event("startup", {"imports": 1.5, "process group": 0.25, "data": 0.01, "first step": 0.76})
         for step in range(1, steps + 1):
             clock[0] += 12.5
@@ -112,7 +112,7 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     assert main(["inspect", str(done), "--html", str(found["ended"])]) == 0
     with occupied(going):
         from meshwright.cli.arguments import open_run
-        from meshwright.training.views.page.document import page
+        from meshwright.training.views.page import page
 
         found["live"].write_text(page(*open_run(str(going)), refresh=600), encoding="utf-8")
         assert main(["compare", str(done), str(going), "--html", str(found["compared"])]) == 0

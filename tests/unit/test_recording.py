@@ -16,9 +16,8 @@ from torch import nn
 from meshwright.cli.main import main
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.distributed.process.flight import Issued
-from meshwright.training.config import Config
-from meshwright.training.profiling.recording import Profile, check_recordings, name_ranges, open_recordings
-from meshwright.training.profiling.windows import read_window
+from meshwright.training.config import Config, read_window
+from meshwright.training.recording import Profile, check_recordings, name_ranges, open_recordings
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def rehearsed(tmp_path):
     def write(**changed) -> str:
         from meshwright.cli.arguments import read_config
         from meshwright.training.build import batch_of
-        from meshwright.training.tokenizer import planned_tokenizer
+        from meshwright.training.model_source import planned_tokenizer
 
         config = read_config(FLAGS, prog="test", description="")
         batch = batch_of(config, planned_tokenizer(config))

@@ -12,16 +12,15 @@ from pathlib import Path
 import pytest
 
 import meshwright
-from meshwright.training.health import heartbeat, stacks
-from meshwright.training.health.heartbeat import Heartbeat
-from meshwright.training.health.stacks import ThreadStack, parse
+from meshwright.training.health import heartbeat
+from meshwright.training.health.heartbeat import Heartbeat, ThreadStack, parse
 
 RACE = """
 # every collection that the looking thread starts lets the watched one go on
 import gc, os, sys, threading, time
 sys.path.insert(0, {source!r})
 from meshwright.training.health.heartbeat import Heartbeat
-from meshwright.training.health.stacks import ThreadStack
+from meshwright.training.health.heartbeat import ThreadStack
 
 sys.setswitchinterval(1e-5)
 beat, looks = Heartbeat(), 0
@@ -140,7 +139,7 @@ def test_the_module_is_read_while_the_thread_stands_still_and_not_before():
     watched.close()
 
 
-@pytest.mark.skipif(not stacks.DUMP_IS_SAFE, reason="from Python 3.13 on all frame objects are made by one call of C")
+@pytest.mark.skipif(not heartbeat.DUMP_IS_SAFE, reason="from Python 3.13 on one call of C makes all frame objects")
 def test_a_moving_thread_has_no_frame_objects_made(monkeypatch):
     def refuse(*_: object) -> types.FrameType:
         raise AssertionError("a frame object of a running thread")
@@ -158,7 +157,7 @@ def test_a_moving_thread_has_no_frame_objects_made(monkeypatch):
     beat = Heartbeat()
     beat._watched = ThreadStack(thread.ident)
     beat._watched._before = [("elsewhere.py", 1, "f")]
-    monkeypatch.setattr(stacks.sys, "_current_frames", refuse)
+    monkeypatch.setattr(heartbeat.sys, "_current_frames", refuse)
     monkeypatch.setattr(heartbeat.sys, "_getframe", refuse)
     try:
         beat.look()

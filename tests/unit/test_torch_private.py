@@ -21,7 +21,7 @@ from meshwright.distributed.optimizer import grad_clip
 from meshwright.distributed.process.absent_peers import name_of_operator
 from meshwright.introspection import module_kinds
 from meshwright.planning.recompute import OPERATOR, OVERLOADED
-from meshwright.training.health import stacks
+from meshwright.training.health import heartbeat as stacks
 
 
 class Squares(private.TorchDispatchMode):

@@ -16,16 +16,16 @@ import pytest
 
 from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError, MissingExtraError
 from meshwright.training.config import Config
-from meshwright.training.metrics.board import TensorBoard
-from meshwright.training.metrics.metrics import (
+from meshwright.training.metrics import (
     MetricsWriter,
+    TensorBoard,
     Tracker,
     Trackers,
+    WeightsAndBiases,
     check_trackers,
     open_trackers,
     read_metrics,
 )
-from meshwright.training.metrics.weights_biases import WeightsAndBiases
 
 needs_tensorboard = pytest.mark.skipif(
     importlib.util.find_spec("tensorboard") is None, reason="needs the extra 'track'"
@@ -243,7 +243,7 @@ PART_OF_A_RUN = """
 import math, sys
 from pathlib import Path
 from types import SimpleNamespace
-from meshwright.training.metrics.metrics import open_trackers
+from meshwright.training.metrics import open_trackers
 
 folder, resumed, *steps = sys.argv[1], *map(int, sys.argv[2:])
 logging = SimpleNamespace(tensorboard="off", wandb="offline", wandb_project="")
@@ -297,7 +297,7 @@ def test_neither_tensorboard_nor_wandb_nor_torch_nor_rich_is_imported_before_it_
     code = """
 import sys
 import meshwright.training.views.progress
-import meshwright.training.metrics.metrics as trackers
+import meshwright.training.metrics as trackers
 from meshwright.training.config import Config
 opened = trackers.open_trackers(__import__("pathlib").Path(sys.argv[1]), Config().logging, "run", {}, print)
 opened.event("startup", {})

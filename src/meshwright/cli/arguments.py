@@ -13,10 +13,9 @@ from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError, nearest
 from meshwright.core.files import refuse_links_out
 from meshwright.introspection.adapted.folder import AdapterFolder, holds_adapters
-from meshwright.training.adapter_folder import with_base
 from meshwright.training.config import Config, ModelConfig, check
-from meshwright.training.optim.fine_tuning import before_data
-from meshwright.training.run.trust import MODEL_CODE, refuse_code
+from meshwright.training.fine_tuning import before_data, with_base
+from meshwright.training.run.request import MODEL_CODE, refuse_code
 from meshwright.training.slurm import FOLDER, LaunchConfig, check_job
 
 if TYPE_CHECKING:

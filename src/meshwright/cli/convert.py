@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from meshwright.core.config import take_flags
 from meshwright.core.dtypes import bytes_text, canonical_dtype
@@ -62,7 +62,16 @@ def run(argv: list[str]) -> int:
     _refuse_other_folder(Path(argv[0]))
     folder, config = open_run(argv[0], trusted=options.trust)
     _refuse_other_form(argv[0], form, config, base, like)
-    written = _convert(folder, config, Path(argv[1]), form, base, like, {"step": step, "dtype": dtype})
+    from meshwright.training.run.convert import convert
+    from meshwright.training.run.folder import RunFolder
+
+    counterpart = None
+    if like is not None:
+        from meshwright.verification.counterpart import of_decoder
+
+        counterpart = of_decoder(folder, config, like)
+    checkpoint = RunFolder(folder).checkpoint(step)
+    written = convert(checkpoint, config, Path(argv[1]), form, base, like=counterpart, dtype=dtype)
     _say(written, form, beside=f"{base or config.model.hf}{_in_4_bits(config)}")
     if not written.has_tokenizer:
         print(f"no tokenizer is there: the run's data.tokenizer is {config.data.tokenizer!r}, which has no file")
@@ -83,7 +92,7 @@ def _in_4_bits(config: Config) -> str:
 
 def _is_saved(path: Path) -> bool:
     """Return whether a folder is one that ``meshwright.save`` wrote, or that it left half written."""
-    from meshwright.training.run.saved import is_saved
+    from meshwright.training.run.convert import is_saved
 
     return is_saved(path)
 
@@ -103,7 +112,7 @@ def _convert_saved(
     folder: Path, out: Path, form: str, base: Path | None, dtype: str | None, of_runs: dict[str, object]
 ) -> int:
     """Convert what ``meshwright.save`` wrote. Raises ConfigError for flags that are about runs."""
-    from meshwright.training.run.saved import convert_saved
+    from meshwright.training.run.convert import convert_saved
 
     for flag, value in of_runs.items():
         if value is not None:
@@ -129,21 +138,3 @@ def _refuse_other_form(run: str, form: str, config: Config, base: Path | None, l
         raise ConfigError(f"--base {base}: the run {run} trained a whole model, no adapters; leave --base out")
     if like is not None and form != "hf":
         raise ConfigError(f"--like is for --to hf; with --to {form} leave it out")
-
-
-def _convert(
-    folder: Path, config: Config, out: Path, form: str, base: Path | None, like: str | None, options: dict[str, Any]
-) -> ExportedModel:
-    from meshwright.training.run import convert
-
-    if form == "merged":
-        return convert.convert_merged(folder, config, out, base, **options)
-    if form == "adapter":
-        return convert.convert_adapter(folder, config, out, base, **options)
-    if like is None:
-        counterpart = convert.of_hugging_face(folder, config)
-    else:
-        from meshwright.verification.counterpart import of_decoder
-
-        counterpart = of_decoder(folder, config, like)
-    return convert.convert(folder, counterpart, out, **options)

@@ -17,8 +17,6 @@ from .views.pages import check_page, write_page
 
 if TYPE_CHECKING:
     from meshwright.planning.memory.states import MemoryEstimate
-    from meshwright.planning.values import Batch
-    from meshwright.simulation.search.answer import Foresight
     from meshwright.training.config import Config
 
 PATIENCE_S = 2.0
@@ -92,9 +90,8 @@ def run(config: Config, options: PlanOptions) -> int:
     from meshwright.simulation.hardware.measured import machines_of, notes, profile_of
     from meshwright.simulation.search.foresee import foresee
     from meshwright.training.build import batch_of, estimated_memory, facts_of
-    from meshwright.training.model_source import model_source
+    from meshwright.training.model_source import model_source, planned_tokenizer
     from meshwright.training.rehearsal import check_same, rehearsals_for, rehearsed_ranks
-    from meshwright.training.tokenizer import planned_tokenizer
 
     profile = "" if options.profile is None else str(options.profile)
     cluster = Cluster(options.gpus or 1, options.per_node or 0, gpu=options.gpu, link=options.link, profile=profile)
@@ -129,18 +126,12 @@ def run(config: Config, options: PlanOptions) -> int:
         else "\n\n".join([str(answer), *paragraphs])
     )
     if options.html is not None:
-        _draw(options.html, answer, drawn, aside=options.json)
+        from meshwright.training.views.forecast import forecast_page
+
+        shown, front = ([one.candidate for one in found] for found in (answer.candidates, answer.front))
+        page = forecast_page(shown, front, first.toml() if answer.searched else "")
+        print(write_page(options.html, page), file=sys.stderr if options.json else sys.stdout)
     return 0
-
-
-def _draw(file: Path, answer: Foresight, batch: Batch, *, aside: bool) -> None:
-    """Write the page of an answer; where it is, is printed, ``aside`` to standard error."""
-    from meshwright.training.views.page.forecast import forecast_page
-
-    first = answer.candidates[0]
-    shown, front = ([one.candidate for one in found] for found in (answer.candidates, answer.front))
-    page = forecast_page(shown, front, first.plan, batch, first.toml() if answer.searched else "")
-    print(write_page(file, page), file=sys.stderr if aside else sys.stdout)
 
 
 def _figures(estimate: MemoryEstimate) -> dict[str, Any]:

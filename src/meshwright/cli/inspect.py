@@ -99,14 +99,14 @@ def run(argv: list[str]) -> int:
             return _live_page(name, target, LIVE_SECONDS if options.live is True else options.live)
         if options.html:
             return _page(name, target)
-        from meshwright.training.run.inspection import describe_run
+        from meshwright.training.run.folder import describe_run
 
         print(describe_run(*open_run(name)))
         return 0
     if (path / "config.json").is_file() or path.name == "config.json":
         model, words = take_flags(ModelOptions, argv[1:])
         refuse_rest(words, "meshwright inspect MODEL", ModelOptions)
-        from meshwright.training.run.inspection import describe_hugging_face
+        from meshwright.training.run.folder import describe_hugging_face
 
         print(describe_hugging_face(path, trusted=model.trust))
         return 0
@@ -157,7 +157,7 @@ def _model(model: Any) -> None:
 
 
 def _page(name: str, target: Path) -> int:
-    from meshwright.training.views.page.document import page
+    from meshwright.training.views.page import page
 
     print(write_page(target, page(*open_run(name))))
     return 0
@@ -166,7 +166,7 @@ def _page(name: str, target: Path) -> int:
 def _live_page(name: str, target: Path, every: int) -> int:
     """Rewrite a page until the run's folder is no longer held by a job; the last one is not read again."""
     from meshwright.training.run.occupancy import is_occupied
-    from meshwright.training.views.page.document import page
+    from meshwright.training.views.page import page
 
     folder, config = open_run(name)
     if not is_occupied(folder):

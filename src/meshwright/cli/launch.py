@@ -52,8 +52,7 @@ def _refuse_what_the_ranks_would(config: LaunchConfig) -> None:
     """Refuse now, and not after hours in the queue, what cannot be trained on the requested nodes."""
     from meshwright.introspection.cluster import Cluster
     from meshwright.training.build import batch_of, facts_of, plan_run
-    from meshwright.training.model_source import model_source
-    from meshwright.training.tokenizer import planned_tokenizer
+    from meshwright.training.model_source import model_source, planned_tokenizer
 
     slurm, tokenizer = config.slurm, planned_tokenizer(config)
     cluster = Cluster(slurm.nodes * slurm.tasks, slurm.tasks, slurm.device)

@@ -12,7 +12,7 @@ from meshwright.core.config import take_flags
 from meshwright.core.devices import check_device_type, device_memory, local_device
 from meshwright.core.errors import ConfigError
 from meshwright.introspection.cluster import Cluster
-from meshwright.training.optim.fine_tuning import of_forecast
+from meshwright.training.fine_tuning import of_forecast
 
 from . import foresee
 from .arguments import read_config
@@ -38,9 +38,8 @@ def run(argv: list[str]) -> int:
     from meshwright.training.build import batch_of, estimated_memory, facts_of, plan_run
     from meshwright.training.capacity import Capacity, whether_it_fits
     from meshwright.training.launch import process_count
-    from meshwright.training.metrics.memory import host_memory
-    from meshwright.training.model_source import model_source
-    from meshwright.training.tokenizer import planned_tokenizer
+    from meshwright.training.memory import host_memory
+    from meshwright.training.model_source import model_source, planned_tokenizer
 
     tokenizer = planned_tokenizer(config)
     cluster = Cluster(options.world or process_count(config), options.per_node or 0, options.device or local_device())

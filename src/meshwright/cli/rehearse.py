@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 from meshwright.core.config import take_flags
 from meshwright.core.config.ranges import FROM_1
 from meshwright.core.errors import ConfigError
-from meshwright.training.optim.fine_tuning import of_forecast
+from meshwright.training.fine_tuning import of_forecast
 
 from .arguments import read_config
 

@@ -100,7 +100,7 @@ def _write_trace(config: Config, path: Path, options: VerifyOptions) -> int:
                 f"--{name} and --write-trace are both given: a trace is of what one process makes of the config as it"
                 f" is"
             )
-    from meshwright.training.views.display import build_progress
+    from meshwright.training.views.telling import build_progress
     from meshwright.verification.trace_writer import summary, write_trace
 
     file = path.expanduser()

@@ -15,10 +15,9 @@ from meshwright.core.losses import IGNORED, Loss
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.setup import DistributedConfig, init_distributed
+from meshwright.integrations.rows import RowsOfRank, step_batch
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import Techniques
-
-from .rows import RowsOfRank, step_batch
 
 try:
     from accelerate.data_loader import prepare_data_loader
@@ -140,8 +139,11 @@ def deal_rows(accelerator: Any, rows: RowsOfRank, seed: int, *, by_tokens: bool 
         return prepared[-1]
 
     def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
-        state, gathers_objects = accelerator.gradient_state, use_gather_object or not _is_of_tensors(input_data)
-        found: Any
+        state, gathers_objects, found = accelerator.gradient_state, use_gather_object, None
+        try:
+            recursively_apply(lambda tensor: tensor, input_data, error_on_other_type=True)
+        except TypeError:  # not of tensors alone
+            gathers_objects = True
         if not gathers_objects:
             found = recursively_apply(rows.once, accelerator.gather(input_data))
         elif rows.world == 1:
@@ -163,33 +165,18 @@ def _even_tails(kind: type, rows: RowsOfRank) -> type:
     """Return a class of loaders whose last batch has no labels in the rows that repeat others."""
 
     def iterate(self: Any) -> Iterator[Any]:
+        batch: Any
         for batch in kind.__iter__(self):
-            if self.end_of_dataloader and self.remainder > 0:
-                own = self.total_batch_size // rows.ranks
-                batch = _without_labels(batch, self.remainder - rows.rank * own)
+            is_last = self.end_of_dataloader and self.remainder > 0
+            for name in ("labels", "shift_labels") if is_last and isinstance(batch, Mapping) else ():
+                first, labels = self.remainder - rows.rank * (self.total_batch_size // rows.ranks), batch.get(name)
+                if isinstance(labels, Tensor) and labels.dim() == 2 and not labels.is_floating_point():
+                    batch = copy.copy(batch)
+                    batch[name] = labels.clone()
+                    batch[name][max(first, 0) :] = IGNORED
             yield batch
 
     return type(kind.__name__, (kind,), {"__iter__": iterate})
-
-
-def _without_labels(batch: Any, first: int) -> Any:
-    """Return a batch in whose rows ``first`` and behind nothing is learnt."""
-    for name in ("labels", "shift_labels"):
-        labels = batch.get(name) if isinstance(batch, Mapping) else None
-        if isinstance(labels, Tensor) and labels.dim() == 2 and not labels.is_floating_point():
-            labels = labels.clone()
-            labels[max(first, 0) :] = IGNORED
-            batch = copy.copy(batch)
-            batch[name] = labels
-    return batch
-
-
-def _is_of_tensors(value: Any) -> bool:
-    try:
-        recursively_apply(lambda tensor: tensor, value, error_on_other_type=True)
-    except TypeError:
-        return False
-    return True
 
 
 def _refuse_its_steps(accelerator: Any, made: ParallelModel) -> None:

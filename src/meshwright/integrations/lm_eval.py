@@ -126,31 +126,32 @@ class ParallelLM(TemplateLM):
         mine: dict[int, tuple[float, bool]] = {}
         for begin in range(0, len(order), together):
             batch = order[begin : begin + together]
-            rows = [self._row(requests[i]) for i in batch]
+            rows = []
+            for _, context, continuation in (requests[i] for i in batch):
+                if len(continuation) > self.max_length:
+                    raise ConfigError(
+                        f"a task asks for {len(continuation)} tokens at once, and the model takes {self.max_length}:"
+                        f" leave the task out"
+                    )
+                # cut at the left where there are too many; the last one is only predicted
+                rows.append(([*context, *continuation][-(self.max_length + 1) :][:-1], continuation))
             width = max(len(row) for row, _ in rows)
             own = slice(rank * self.rows, (rank + 1) * self.rows)
             tokens = torch.tensor([[*row, *[0] * (width - len(row))] for row, _ in rows[own]])
             logits = self.model.logits({"tokens": tokens})
             for number, (row, asked), of_row in zip(batch[own], rows[own], logits, strict=True):
-                mine[number] = _score(of_row[len(row) - len(asked) : len(row)], asked)
+                ids, scores = torch.tensor(asked, device=of_row.device), of_row[len(row) - len(asked) : len(row)]
+                wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+                chosen = F.log_softmax(wide, dim=-1).gather(1, ids.unsqueeze(1))
+                mine[number] = float(chosen.sum()), bool((scores.argmax(-1) == ids).all())
         found = {number: score for of_rank in agree.everybody_says(mine) for number, score in of_rank.items()}
         return [found[number] for number in range(len(requests))]
 
-    def _row(self, request: Encoded) -> tuple[list[int], list[int]]:
-        """Return the ids that a model reads, cut at their left where they are too many, and those that it predicts."""
-        _, context, continuation = request
-        if len(continuation) > self.max_length:
-            raise ConfigError(
-                f"a task asks for {len(continuation)} tokens at once, and the model takes {self.max_length}: leave the"
-                f" task out"
-            )
-        return [*context, *continuation][-(self.max_length + 1) :][:-1], continuation
-
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return the text behind each context, up to one of its ends."""
-        return [self._text(*request.args) for request in requests]
+        return [self._answer(*request.args) for request in requests]
 
-    def _text(self, context: str, options: dict[str, Any]) -> str:
+    def _answer(self, context: str, options: dict[str, Any]) -> str:
         until = options.get("until") or []
         ends = [until] if isinstance(until, str) else list(until)
         names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -187,14 +188,6 @@ class ParallelLM(TemplateLM):
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def _score(logits: torch.Tensor, asked: list[int]) -> tuple[float, bool]:
-    """Return the log-probability of ids, and whether each is the likeliest, by their (ids, vocabulary) logits."""
-    ids = torch.tensor(asked, device=logits.device)
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    chosen = F.log_softmax(logits.to(wide), dim=-1).gather(1, ids.unsqueeze(1))
-    return float(chosen.sum()), bool((logits.argmax(-1) == ids).all())
-
-
 @dataclass(frozen=True)
 class TaskRequest:
     """Tasks to evaluate a model on.
@@ -225,9 +218,7 @@ def evaluate_tasks(request: TaskRequest) -> dict[str, dict[str, Any]]:
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
     if request.folder is not None and not os.path.isdir(request.folder):
         raise ConfigError(f"--tasks-path {request.folder} does not exist: give a folder with lm-eval's task files")
-    manager = _manager(request)
-    _refuse_unknown(request.tasks, manager)
-    loaded = _loaded(request, manager)
+    loaded, manager = _tasks(request)
     opened = request.placed.opened
     model = ParallelLM(request.placed.model(), tokenizer_of(opened.tokenizer), request.batch_rows)
     os.environ["DISABLE_MULTIPROC"] = "1"  # a worker has no children, of which lm-eval would start one per core
@@ -238,31 +229,33 @@ def evaluate_tasks(request: TaskRequest) -> dict[str, dict[str, Any]]:
     found = simple_evaluate(model, tasks=loaded, task_manager=manager, **options)
     if found is None or not is_rank_zero():
         return {}
-    return {task: _plain(figures) for task, figures in found["results"].items()}
+    return {
+        task: {
+            name.removesuffix(",none"): value
+            for name, value in figures.items()
+            if name not in ("alias", "name") and isinstance(value, int | float | str)
+        }
+        for task, figures in found["results"].items()
+    }
 
 
-def _manager(request: TaskRequest) -> TaskManager:
-    """Return lm-eval's index of tasks: of the user's folder alone where it has all of them, which takes no time."""
-    if request.folder is not None:
-        own = TaskManager(include_path=request.folder, include_defaults=False)
-        if request.tasks and set(request.tasks) <= set(own.all_subtasks):
-            return own
-    return TaskManager(include_path=request.folder)
+def _tasks(request: TaskRequest) -> tuple[list[str], TaskManager]:
+    """Return the names of the tasks, whose data are here, and lm-eval's index of them.
 
-
-def _refuse_unknown(tasks: Sequence[str], manager: TaskManager) -> None:
-    if not tasks:
+    That of the user's folder alone takes no time, and does where it has all of them. lm-eval reads the data once, and
+    again from its cache.
+    """
+    if not request.tasks:
         raise ConfigError("--tasks is empty: name tasks of lm-eval, like --tasks hellaswag,arc_easy")
-    for name in tasks:
+    manager = TaskManager(include_path=request.folder, include_defaults=request.folder is None)
+    if request.folder is not None and not set(request.tasks) <= set(manager.all_subtasks):
+        manager = TaskManager(include_path=request.folder)
+    for name in request.tasks:
         if not manager.match_tasks([name]):
             raise ConfigError(
                 f"--tasks: lm-eval {lm_eval.__version__} has no task {name!r}.{nearest(name, manager.all_tasks)} A task"
                 f" of your own is found with --tasks-path FOLDER; 'lm-eval ls tasks' lists the others"
             )
-
-
-def _loaded(request: TaskRequest, manager: TaskManager) -> list[str]:
-    """Return the names of tasks whose data are here: lm-eval reads them once, and again from its cache."""
     names = manager.match_tasks(list(request.tasks))
     for name in names:
         try:
@@ -273,7 +266,7 @@ def _loaded(request: TaskRequest, manager: TaskManager) -> list[str]:
                 f"--tasks {name}: lm-eval could not read its data or its files ({type(error).__name__}: {first}). Data"
                 f" sets are not downloaded unasked: set HF_HUB_OFFLINE=0 and HF_DATASETS_OFFLINE=0 to let lm-eval do so"
             ) from error
-    return names
+    return names, manager
 
 
 def tokenizer_of(tokenizer: Tokenizer) -> Any:

@@ -106,15 +106,9 @@ def one_batch(pieces: list[dict[str, Tensor]]) -> dict[str, Tensor]:
                 "the microbatches of a step pack documents into rows of different lengths, and layout.pp cuts them"
                 " alike: pack into rows of one length, or set layout.pp = 1"
             )
-        pieces = [_filled(piece, longest) for piece in pieces]
+        for number, piece in enumerate(pieces):
+            shape = piece["input_ids"].shape
+            fills = {key: IGNORED if key == "labels" else 0 for key, value in piece.items() if value.shape == shape}
+            missing = (0, longest - shape[1])
+            pieces[number] = piece | {key: F.pad(piece[key], missing, value=fill) for key, fill in fills.items()}
     return {key: torch.cat([piece[key] for piece in pieces]) for key in pieces[0]}
-
-
-def _filled(piece: dict[str, Tensor], length: int) -> dict[str, Tensor]:
-    missing = length - piece["input_ids"].shape[1]
-    values = {"labels": IGNORED}
-    shape = piece["input_ids"].shape
-    return {
-        key: F.pad(value, (0, missing), value=values.get(key, 0)) if value.shape == shape else value
-        for key, value in piece.items()
-    }

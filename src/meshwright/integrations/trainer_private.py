@@ -23,14 +23,13 @@ from meshwright.core.record import recall
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.process import agree
+from meshwright.integrations.accelerate import deal_rows, mesh_of, refuse_other_sharding
+from meshwright.integrations.rows import RowsOfRank, one_batch, step_batch
+from meshwright.integrations.training_arguments import TRAINING_ARGUMENTS, Handling, handed_over, techniques_of
 from meshwright.introspection.constructor.origin import ModelOrigin
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import Techniques, as_techniques
-from meshwright.training.run.saved import convert_saved
-
-from .accelerate import deal_rows, mesh_of, refuse_other_sharding
-from .rows import RowsOfRank, one_batch, step_batch
-from .training_arguments import TRAINING_ARGUMENTS, Handling, handed_over, techniques_of
+from meshwright.training.run.convert import convert_saved
 
 # --- write and read a Trainer's folders
 
@@ -74,35 +73,23 @@ def write_model(
     """
     shards = folder / (STATE if keeps else f"{STATE}-shards")
     save(model, shards, optimizer=optimizer, only_trained=requested.adapters is not None)
-    agree.decided_once(lambda: _export(model, shards, folder, "adapter" if requested.adapters is not None else "hf"))
+
+    def export() -> None:
+        origin, made = recall(model, ModelOrigin), folder / f"{STATE}-export"
+        if origin is None or not origin.config:
+            raise ConfigError(
+                f"{model.facts.kind} is no model of transformers' own, which save_model could write: set save_strategy"
+                f" = 'no', and write the shards with meshwright.save(trainer.parallel, FOLDER)"
+            )
+        shutil.rmtree(made, ignore_errors=True)
+        convert_saved(shards, made, "adapter" if requested.adapters is not None else "hf")
+        for path in made.iterdir():
+            path.replace(folder / path.name)
+        made.rmdir()
+
+    agree.decided_once(export)
     if not keeps:
         agree.decided_once(lambda: shutil.rmtree(shards, ignore_errors=True))
-
-
-def _export(model: ParallelModel, shards: Path, folder: Path, form: str) -> None:
-    origin = recall(model, ModelOrigin)
-    if origin is None or not origin.config:
-        raise ConfigError(
-            f"{model.facts.kind} is no model of transformers' own, which save_model could write: set save_strategy ="
-            f" 'no', and write the shards with meshwright.save(trainer.parallel, FOLDER)"
-        )
-    made = folder / f"{STATE}-export"
-    shutil.rmtree(made, ignore_errors=True)
-    convert_saved(shards, made, form)
-    for path in made.iterdir():
-        path.replace(folder / path.name)
-    made.rmdir()
-
-
-def write_small_files(folder: Path, arguments: Any, tokenizer: Any) -> None:
-    """Write tokenizer and arguments, as Trainer has them beside a model."""
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-    torch.save(arguments, folder / "training_args.bin")
-
-
-def read_scheduler(scheduler: Any, checkpoint: str) -> None:
-    scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
 
 
 # --- step a laid-out model in the loop of ``transformers.Trainer``, through the hooks that its loop calls
@@ -119,7 +106,7 @@ class SteppedOptimizer(AcceleratedOptimizer):
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, model: ParallelModel, max_norm: float, report: Callable[[float], None]
+        self, optimizer: torch.optim.Optimizer, model: ParallelModel, max_norm: float, report: Callable[[float], object]
     ):
         super().__init__(optimizer, device_placement=False)
         self.model, self.max_norm, self.report = model, max_norm, report
@@ -239,7 +226,9 @@ class LaidOutLoop:
         self._set_signature_columns_if_needed()
         self._loss_shifts_labels = self._loss_shifts_labels or falls_back_to_causal(given)
         trained = [p for p in given.parameters() if p.is_floating_point()]
-        self._weights_number = sum(p.numel() for p in given.parameters()) - _embedded(given)
+        # without embedding tables, which no product multiplies
+        tables = {module.weight for module in given.modules() if isinstance(module, nn.Embedding)}
+        self._weights_number = sum(p.numel() for p in given.parameters()) - sum(table.numel() for table in tables)
         seed, dtype = self.args.seed, str(trained[0].dtype).removeprefix("torch.")
         own_loss = None if self._loss_shifts_labels else Loss(reduction="mean")
         self.parallel = parallelize(
@@ -310,9 +299,6 @@ class LaidOutLoop:
     def _get_grad_norm(self, model: Any, grad_norm: Tensor | None = None) -> Tensor:
         return self._clip_grad_norm(model) if grad_norm is None else grad_norm
 
-    def _report(self, norm: float) -> None:
-        self._norm.fill_(norm)
-
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         """Make optimizer and scheduler for the laid-out model, and load a checkpoint into them."""
         if self._created_lr_scheduler:
@@ -321,12 +307,15 @@ class LaidOutLoop:
         self._microbatches = []
         optimizer = self.create_optimizer()
         if not isinstance(optimizer, SteppedOptimizer):
-            self.optimizer = SteppedOptimizer(optimizer, self.parallel, self.args.max_grad_norm, self._report)
+            self.optimizer = SteppedOptimizer(
+                optimizer, self.parallel, self.args.max_grad_norm, lambda norm: self._norm.fill_(norm)
+            )
         self.accelerator.prepare_optimizer(self.optimizer)
         self.create_scheduler(num_training_steps=max_steps)
         if resume_from_checkpoint is not None:
             load(self.parallel, state_folder(resume_from_checkpoint), optimizer=self.optimizer.optimizer)
-            read_scheduler(self.lr_scheduler, resume_from_checkpoint)
+            state = torch.load(Path(resume_from_checkpoint) / "scheduler.pt", weights_only=True)
+            self.lr_scheduler.load_state_dict(state)
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
@@ -375,7 +364,9 @@ class LaidOutLoop:
         write_model(self.parallel, folder, self.requested, optimizer, keeps=keeps)
         if self.args.should_save:
             tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-            write_small_files(folder, self.given_args, tokenizer)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+            torch.save(self.given_args, folder / "training_args.bin")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write the scheduler: the optimizer's state lies beside the model's shards."""
@@ -394,12 +385,6 @@ class LaidOutLoop:
         raise UnsupportedError(
             "hyperparameter_search lays a model out in each trial, and ranks agree on none: start a run for each trial"
         )
-
-
-def _embedded(model: nn.Module) -> int:
-    """Count the numbers of embedding tables, which no product multiplies."""
-    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    return sum(table.numel() for table in tables)
 
 
 def falls_back_to_causal(model: Any) -> bool:

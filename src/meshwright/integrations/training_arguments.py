@@ -31,10 +31,7 @@ class Handling:
 
 
 CARRIED = Handling("carried")
-
-
-def mapped(words: str) -> Handling:
-    return Handling("mapped", words)
+_RECOMPUTE = Handling("mapped", "techniques.activation_checkpointing = full, or its form by every_n_layers and offload")
 
 
 def refused(words: str, legal: Callable[[Any], bool] | None = None) -> Handling:
@@ -48,20 +45,16 @@ def refuse(arguments: Any, table: Mapping[str, Handling], tool: str) -> None:
     """
     for field in fields(arguments):
         value, handling = getattr(arguments, field.name), table.get(field.name)
+        usual = None if field.default is MISSING else field.default
+        usual = usual if field.default_factory is MISSING else field.default_factory()
         if handling is None:
-            if value != _default(field) and value:
+            if value != usual and value:
                 raise ConfigError(
                     f"{tool}: {field.name} = {value!r} is an argument that this meshwright does not know, of a newer"
-                    f" release: leave it at its default, {_default(field)!r}"
+                    f" release: leave it at its default, {usual!r}"
                 )
         elif handling.kind == "refused" and not (handling.legal(value) if handling.legal else not value):
             raise ConfigError(f"{tool}: {field.name} = {value!r} would be ignored here. {handling.words}")
-
-
-def _default(field: Any) -> Any:
-    if field.default_factory is not MISSING:
-        return field.default_factory()
-    return None if field.default is MISSING else field.default
 
 
 # --- decide what becomes of each field of ``transformers.TrainingArguments`` and ``trl.SFTConfig``
@@ -104,17 +97,18 @@ TRAINING_ARGUMENTS: dict[str, Handling] = {
         " optimizer_cls_and_kwargs=, whose optimizer is tried on small shards before the first step.",
         lambda value: str(getattr(value, "value", value)) in OPTIMIZERS,
     ),
-    "max_grad_norm": mapped("max_norm of optimizer_step: the norm over all ranks' shards"),
-    "bf16": mapped("techniques.precision.compute = bfloat16"),
-    "fp16": mapped("techniques.precision.compute = float16, with a scaled loss"),
-    "activation_checkpointing": mapped("techniques.activation_checkpointing = full"),
-    "activation_checkpointing_kwargs": mapped("every_n_layers, offload: techniques.activation_checkpointing"),
-    "gradient_checkpointing": mapped("techniques.activation_checkpointing = full"),
-    "gradient_checkpointing_kwargs": mapped("every_n_layers, offload: techniques.activation_checkpointing"),
-    "torch_compile": mapped("techniques.compile: each repeated block"),
-    "torch_compile_backend": mapped("techniques.compile_backend"),
+    "max_grad_norm": Handling("mapped", "max_norm of optimizer_step: the norm over all ranks' shards"),
+    "bf16": Handling("mapped", "techniques.precision.compute = bfloat16"),
+    "fp16": Handling("mapped", "techniques.precision.compute = float16, with a scaled loss"),
+    "activation_checkpointing_kwargs": Handling(
+        "mapped", "every_n_layers, offload: techniques.activation_checkpointing"
+    ),
+    **dict.fromkeys(("activation_checkpointing", "activation_checkpointing_kwargs"), _RECOMPUTE),
+    **dict.fromkeys(("gradient_checkpointing", "gradient_checkpointing_kwargs"), _RECOMPUTE),
+    "torch_compile": Handling("mapped", "techniques.compile: each repeated block"),
+    "torch_compile_backend": Handling("mapped", "techniques.compile_backend"),
     "torch_compile_mode": refused("Blocks are compiled without a mode: leave it out."),
-    "accelerator_config": mapped("loaders by data ranks: dispatch_batches and uneven batches are refused"),
+    "accelerator_config": Handling("mapped", "loaders by data ranks: dispatch_batches and uneven batches are refused"),
     "average_tokens_across_devices": refused(
         "The loss is always the mean over the tokens of all ranks: leave it at True.", bool
     ),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from meshwright.checkpoint import pretrained
 from meshwright.core.errors import MissingExtraError
 
@@ -17,7 +19,7 @@ try:
 except ImportError as missing:
     raise MissingExtraError("meshwright.integrations.transformers", "accelerate", "hf") from missing
 
-from .trainer_private import LaidOutLoop
+from meshwright.integrations.trainer_private import LaidOutLoop
 
 __all__ = ["Trainer"]
 
@@ -38,16 +40,10 @@ class LaidOutTrainer(LaidOutLoop, transformers.Trainer):
 
     def __init__(self, model: Any = None, args: Any = None, *positional: Any, weights: Any = None, **options: Any):
         if isinstance(model, (str, Path)):
-            model, weights = _on_meta(model), weights or pretrained(model)
+            config, weights = transformers.AutoConfig.from_pretrained(model), weights or pretrained(model)
+            with torch.device("meta"):
+                model = transformers.AutoModelForCausalLM.from_config(config)
         super().__init__(model, args, *positional, weights=weights, **options)
-
-
-def _on_meta(folder: str | Path) -> Any:
-    import torch
-
-    config = transformers.AutoConfig.from_pretrained(folder)
-    with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config)
 
 
 Trainer = LaidOutTrainer

@@ -11,8 +11,8 @@ try:
 except ImportError as missing:
     raise MissingExtraError("meshwright.integrations.trl", "trl", "trl") from missing
 
-from .trainer_private import LaidOutLoop
-from .training_arguments import SFT_CONFIG
+from meshwright.integrations.trainer_private import LaidOutLoop
+from meshwright.integrations.training_arguments import SFT_CONFIG
 
 __all__ = ["SFTTrainer"]
 

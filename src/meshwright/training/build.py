@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,52 +35,66 @@ from meshwright.planning.memory.states import MemoryEstimate
 from meshwright.planning.optimizer.plan import OptimizerPlan
 from meshwright.planning.plan import Plan
 from meshwright.planning.values import Batch
-from meshwright.training.metrics.throughput import StartupTimeline
-from meshwright.training.optim.build import LearningRateSchedule
-from meshwright.training.run.folder import absolute_paths
-
-from .config import Config
-from .feed import Feed, build_feed, refuse_contradictions
-from .model_source import (
+from meshwright.training import fine_tuning
+from meshwright.training.capacity import refuse_too_large
+from meshwright.training.config import Config
+from meshwright.training.feed import Feed, build_feed, refuse_contradictions
+from meshwright.training.model_source import (
     ModelSource,
     Shape,
     first_weights,
     identity_of,
     model_source,
     resolved_model,
+    run_tokenizer,
     shape_of,
-    where_weights_come_from,
+    tokenizer_name,
 )
-from .neighbours import refuse_too_large
-from .optim import fine_tuning
-from .optim.build import BuiltOptimizer, make_optimizer
-from .preference import expects_pairs, loss_of
-from .stopping import StopRequest
-from .tokenizer import run_tokenizer, tokenizer_name
-from .views.progress import Progress
+from meshwright.training.optimizer import BuiltOptimizer, LearningRateSchedule, make_optimizer
+from meshwright.training.preference import expects_pairs, loss_of
+from meshwright.training.run.folder import absolute_paths
+from meshwright.training.stopping import StopRequest
+from meshwright.training.throughput import StartupTimeline
+from meshwright.training.views.progress import Progress
 
 
 @dataclass
 class Run:
-    """All parts of a run on one rank."""
+    """All parts of a run on one rank.
 
+    Attributes:
+        request: the config as it was asked for, with what nobody set chosen; ``config`` is the one that is written, in
+            which nothing is left open.
+        trace: the trace that the first steps are compared with.
+        batch: a step's rows, as they were planned.
+    """
+
+    request: Config
     config: Config
-    shape: Shape
+    source: ModelSource
     tokenizer: Tokenizer
-    plan: Plan
     model: ParallelModel
     optimizer: BuiltOptimizer
-    schedule: LearningRateSchedule
     feed: Feed
+    batch: Batch
     identity: dict[str, Any]
-    weights: str = ""
-    """A phrase that names the origin of the weights."""
-    chosen: str = ""
-    """The values that were chosen because the config leaves them open."""
-    trace: TraceFile | None = None
-    """The trace that the first steps are compared with."""
-    estimate_memory: Callable[[], MemoryEstimate] = lambda: MemoryEstimate((), "nobody asked")
-    """A function that estimates the memory of a step by a dry run, in seconds."""
+    trace: TraceFile | None
+
+    @property
+    def plan(self) -> Plan:
+        return self.model.plan
+
+    @cached_property
+    def shape(self) -> Shape:
+        return shape_of(self.source, self.model.facts)
+
+    @cached_property
+    def schedule(self) -> LearningRateSchedule:
+        return build_schedule(self.config)
+
+    def estimate_memory(self) -> MemoryEstimate:
+        """Estimate the memory of a step by a dry run, in seconds; of a model of its own, since this one is laid out."""
+        return estimated_memory(self.request, facts_of(self.source), self.plan, self.batch)
 
 
 def build_run(
@@ -119,14 +134,15 @@ def build_run(
     if isinstance(weights, Pretrained):
         weights.check(module)
     trace = open_trace(config)
+    limit = config.process.startup_timeout_sec
     with timeline.phase("process group"), stop.released():
-        mesh = init_distributed(_distributed_config(config), config.seed)
-    rank, ranks = data_position(mesh)
+        setup = {"backend": config.process.backend, "startup_timeout_sec": limit, "nccl_timeout_sec": limit}
+        mesh = init_distributed(DistributedConfig(**vars(config.layout), **setup), config.seed)
     with timeline.phase("data"):
         ends = None if trace else RowEnds.of(plan, config.batch.microbatch, is_fixed=longest_rows)
-        feed = build_feed(config, tokenizer, rank, ranks, progress, ends)
-    config = fine_tuning.with_prompt(feed.config, feed.tasks, lambda ask: feed.asked(tokenizer, ask))
-    schedule = build_schedule(config)
+        feed = build_feed(config, tokenizer, *data_position(mesh), progress, ends)
+    config = feed.config
+    build_schedule(config)
     with timeline.phase("model"):
         options: dict[str, Any] = {"draw_on": trace.drawn_on if trace else None, "loss_fn": loss_of(config, feed)}
         options |= {"weights": weights, "microbatch_rows": config.batch.microbatch}
@@ -134,21 +150,9 @@ def build_run(
         optimizer = build_optimizer(config, model.named_parameters(), plan.optimizer, trained)
         if config.process.audit:
             model.audit(optimizer.optimizer)
-    return Run(
-        resolved(config, source, plan),
-        shape_of(source, model.facts),
-        tokenizer,
-        plan,
-        model,
-        optimizer,
-        schedule,
-        feed,
-        run_identity(config, source, tokenizer, feed),
-        where_weights_come_from(config),
-        fine_tuning.chosen(config),
-        trace,
-        lambda: estimated_memory(config, facts_of(source), plan, batch),
-    )
+    identity = run_identity(config, source, tokenizer, feed)
+    made = resolved(config, source, plan)
+    return Run(config, made, source, tokenizer, model, optimizer, feed, batch, identity, trace)
 
 
 def open_trace(config: Config) -> TraceFile | None:
@@ -160,17 +164,15 @@ def open_trace(config: Config) -> TraceFile | None:
             neither.
     """
     t = config.techniques
-    if config.check_trace and (t.optimizer_state != "full" or t.stochastic_rounding):
-        request = OptimizerPlan(t.optimizer_state, t.stochastic_rounding).request
-        raise UnsupportedError(f"{request} rounds further than a trace (check_trace) allows. Check the run without it.")
-    if config.check_trace:
-        refuse_untraced(config)
-    if config.check_trace and config.techniques.float8 != "none":
-        raise UnsupportedError(
-            f"techniques.float8 = {config.techniques.float8} rounds further than a trace (check_trace) allows. Check"
-            f" the run without it."
-        )
-    return TraceFile(Path(config.check_trace).expanduser()) if config.check_trace else None
+    if not config.check_trace:
+        return None
+    rounds = f"techniques.float8 = {t.float8}" if t.float8 != "none" else ""
+    if t.optimizer_state != "full" or t.stochastic_rounding:
+        rounds = OptimizerPlan(t.optimizer_state, t.stochastic_rounding).request
+    if rounds:
+        raise UnsupportedError(f"{rounds} rounds further than a trace (check_trace) allows. Check the run without it.")
+    refuse_untraced(config)
+    return TraceFile(Path(config.check_trace).expanduser())
 
 
 def refuse_untraced(config: Config) -> None:
@@ -212,12 +214,10 @@ def build_optimizer(
     """
     o, named = config.optimizer, list(named_parameters)
     plan = plan or OptimizerPlan(kind=config.optimizer.kind)
-    overrides = []
+    overrides: list[tuple[str, dict[str, Any]]] = []
     for row in o.overrides:
-        options: dict[str, Any] = {"lr_scale": row.lr_scale}
-        if row.weight_decay is not None:
-            options["weight_decay"] = row.weight_decay
-        overrides.append((row.pattern, options))
+        decay = {} if row.weight_decay is None else {"weight_decay": row.weight_decay}
+        overrides.append((row.pattern, {"lr_scale": row.lr_scale, **decay}))
     groups = make_parameter_groups(
         named,
         weight_decay=o.weight_decay,
@@ -293,16 +293,6 @@ def resolved(config: Config, source: ModelSource, plan: Plan) -> Config:
         )
     )
     return replace(made, dpo=config.dpo)
-
-
-def _distributed_config(config: Config) -> DistributedConfig:
-    p = config.process
-    return DistributedConfig(
-        **vars(config.layout),
-        backend=p.backend,
-        startup_timeout_sec=p.startup_timeout_sec,
-        nccl_timeout_sec=p.startup_timeout_sec,
-    )
 
 
 def device_name(model: ParallelModel) -> str:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
+from typing import Any, NamedTuple
 
+from meshwright.core.config import to_dict
 from meshwright.core.devices import CPU, device_memory, is_accelerator
 from meshwright.core.dtypes import bytes_text, dtype_bytes
+from meshwright.core.errors import ConfigError, MeshwrightError
+from meshwright.distributed.optimizer import low_bit
 from meshwright.distributed.process.world import get_world_info, ranks_per_node
+from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import ModelFacts
+from meshwright.planning.build import plan as make_plan
 from meshwright.planning.memory.bounds import RankBytes, bytes_at_least, bytes_at_most, bytes_of_states
 from meshwright.planning.memory.states import MemoryEstimate
 from meshwright.planning.plan import Plan
@@ -18,7 +24,8 @@ from meshwright.planning.values import Batch
 from meshwright.simulation.hardware.cards import machines
 from meshwright.simulation.search.from_model import job_of_plan
 from meshwright.simulation.workload.step_memory import step_memory
-from meshwright.training.metrics.memory import host_memory
+from meshwright.training.config import Config
+from meshwright.training.memory import host_memory
 
 WORTH_A_DRY_RUN = 1 / 3
 """Fraction of the memory that states, with a rough count of activations, must reach before a dry run is made."""
@@ -69,8 +76,7 @@ class Capacity:
         return self.host_bytes // self.ranks if self.device_bytes is None else self.device_bytes
 
 
-@dataclass(frozen=True)
-class MemoryNeed:
+class MemoryNeed(NamedTuple):
     """Bytes that a run needs of one memory.
 
     Attributes:
@@ -90,8 +96,7 @@ class MemoryNeed:
         return self.bytes > self.have
 
 
-@dataclass(frozen=True)
-class Judgement:
+class Judgement(NamedTuple):
     """Bounds of the memory that a run needs, beside the memory that is there.
 
     Attributes:
@@ -130,7 +135,12 @@ def judge(
     """
     states = need(plan, capacity, bytes_of_states(plan, batch, state_tensors=state_tensors))
     if not fully:
-        rough = _rough_activations(facts, plan, batch) * (1 if capacity.device_bytes else capacity.ranks)
+        # the inputs of all matrices and the logits of a microbatch on one rank
+        rows = max(1, batch.global_rows // plan.data_ranks)
+        tokens = min(rows, batch.microbatch_rows or rows) * batch.seq_len / plan.size("cp")
+        widths = sum(p.shape[-1] for p in facts.parameters if len(p.shape) == 2) * dtype_bytes(plan.precision.compute)
+        rough = tokens / (plan.size("tp") * plan.size("pp")) * (widths + 4 * (facts.vocab_size or 0))
+        rough *= 1 if capacity.device_bytes else capacity.ranks
         if states.is_short or states.bytes + rough <= WORTH_A_DRY_RUN * states.have:
             return Judgement(states, None)
     found = estimate()
@@ -139,8 +149,10 @@ def judge(
     bound = partial(bytes_at_least, plan, found, optimizer=steps > 1)
     least = need(plan, capacity, bound())
     if least.is_short and is_accelerator(plan.device):
-        # a kernel of the device may save less than the CPU's, such as attention without its probabilities
-        least = need(plan, capacity, bound(activations=_arithmetic(facts, plan, batch)))
+        # a kernel of the device may save less than the CPU's, such as attention without its probabilities: so by
+        # arithmetic, which any card has alike
+        memory = step_memory(job_of_plan(facts, plan, batch, machines("h100", plan.world, per_node=plan.world)))
+        least = need(plan, capacity, bound(activations=memory.activations + memory.logits))
     least = max(states, least, key=lambda one: one.bytes / one.have)
     return Judgement(least, need(plan, capacity, bytes_at_most(plan, found), with_libraries=True))
 
@@ -180,30 +192,208 @@ def need(plan: Plan, capacity: Capacity, ranks: Sequence[RankBytes], *, with_lib
     libraries = LIBRARIES.get(plan.device, LIBRARIES[CPU]) * count if with_libraries else 0
     largest = max(ranks, key=lambda one: one.host)
     each_of = f"{count} ranks, each with " * (count > 1)
-    needs = [MemoryNeed(int(together + libraries), capacity.host_bytes, HOST, each_of + _text(largest))]
+
+    def text(rank: RankBytes) -> str:
+        return ", ".join(f"{name} {bytes_text(size)}" for name, size in rank.parts.items())
+
+    needs = [MemoryNeed(int(together + libraries), capacity.host_bytes, HOST, each_of + text(largest))]
     if capacity.device_bytes is not None:
         beside = LIBRARIES_OF_DEVICES if with_libraries else 0
-        needs.append(
-            MemoryNeed(int(own.device + beside), capacity.device_bytes, f"this {plan.device} device", _text(own))
-        )
+        where = f"this {plan.device} device"
+        needs.append(MemoryNeed(int(own.device + beside), capacity.device_bytes, where, text(own)))
     return max(needs, key=lambda need: need.bytes / need.have)
 
 
-def _text(rank: RankBytes) -> str:
-    return ", ".join(f"{name} {bytes_text(size)}" for name, size in rank.parts.items())
+# --- find the nearest change of a config that fits, for a run that does not
+
+Estimate = Callable[[Config, Plan, Batch], MemoryEstimate]
+MOST_DRY_RUNS = 24
+"""Neighbours whose memory is estimated before the search gives up."""
+LARGER = (2, 4, 8, 16, 32, 64)
+"""Factors by which more ranks are tried."""
+MOST_STAGES = 8
+"""Size of the pipeline axis up to which it grows with the ranks."""
+CUTS = (2, 4, 8, 16)
+"""Sizes of the tensor axis and of the pipeline that are tried."""
 
 
-def _rough_activations(facts: ModelFacts, plan: Plan, batch: Batch) -> float:
-    """Count the inputs of all matrices and the logits of a microbatch on one rank, to decide about a dry run."""
-    rows = max(1, batch.global_rows // plan.data_ranks)
-    tokens = min(rows, batch.microbatch_rows or rows) * batch.seq_len / plan.size("cp")
-    widths = sum(p.shape[-1] for p in facts.parameters if len(p.shape) == 2)
-    cut = plan.size("tp") * plan.size("pp")
-    return tokens / cut * (widths * dtype_bytes(plan.precision.compute) + 4 * (facts.vocab_size or 0))
+class Neighbour(NamedTuple):
+    """A config that fits, near one that does not.
+
+    Attributes:
+        flags: the change, as flags of ``meshwright train``.
+        ranks: number of ranks where the change needs others; 0: as many as there are.
+        per_host: ranks of a host.
+        judgement: what it needs.
+    """
+
+    flags: tuple[str, ...]
+    ranks: int
+    per_host: int
+    judgement: Judgement
+
+    def __str__(self) -> str:
+        more = f"{self.ranks} ranks, {self.per_host} on a host" * bool(self.ranks)
+        return ", with ".join(filter(None, (more, " ".join(self.flags))))
 
 
-def _arithmetic(facts: ModelFacts, plan: Plan, batch: Batch) -> float:
-    """Return the bytes of activations and logits by arithmetic, which any card has alike."""
-    job = job_of_plan(facts, plan, batch, machines("h100", plan.world, per_node=plan.world))
-    memory = step_memory(job)
-    return memory.activations + memory.logits
+def nearest_that_fits(
+    config: Config,
+    facts: ModelFacts,
+    plan: Plan,
+    batch: Batch,
+    cluster: Cluster,
+    capacity: Capacity,
+    estimate: Estimate,
+    **options: Any,
+) -> Neighbour | None:
+    """Return the first neighbour of a config that the rules allow and that fits by its upper bound; None if none does.
+
+    Tried in this order: fewer rows of a forward, recomputed blocks and a loss in chunks; model states sharded over data
+    ranks; optimizer state in 8 bits; tensor and pipeline axes; more ranks.
+
+    Args:
+        options: further arguments of ``judge``.
+    """
+    capacity, runs = replace(capacity, rank=0), 0
+
+    def states(made: Plan, rows: Batch) -> MemoryNeed:
+        """Return the memory that a plan's model states need, if it had no activations."""
+        least = bytes_of_states(made, rows, state_tensors=options.get("state_tensors"))
+        return need(made, capacity, least, with_libraries=True)
+
+    def judged(changed: Config, ranks: int) -> Judgement | None:
+        """Judge a config on ``ranks`` ranks (0: as many as there are); None where it is refused."""
+        nonlocal runs
+        there = replace(cluster, world=ranks or cluster.world)
+        rows = replace(batch, microbatch_rows=changed.batch.microbatch)
+        try:
+            made = make_plan(facts, changed.layout, batch=rows, cluster=there, techniques=changed.requested)
+            low_bit.refuse_absent(made.optimizer)
+        except MeshwrightError:
+            return None
+        if (least := states(made, rows)).is_short:
+            return Judgement(least, None)
+        runs += 1
+        return judge(facts, made, rows, capacity, partial(estimate, changed, made, rows), fully=True, **options)
+
+    for family, ranks in _families(config, plan, batch, cluster, states_fit=not states(plan, batch).is_short):
+        # what saves most first: where that does not fit, its relatives do not
+        for smallest in reversed(family):
+            judgement = judged(smallest, ranks)
+            if judgement is not None:
+                break
+        else:
+            continue
+        if runs > MOST_DRY_RUNS:
+            return None
+        if judgement.verdict is not Fit.FITS:
+            continue
+        for changed in family:
+            judgement = judged(changed, ranks)
+            if judgement is not None and judgement.verdict is Fit.FITS:
+                return Neighbour(tuple(flags(config, changed)), ranks, capacity.ranks, judgement)
+    return None
+
+
+def _families(
+    config: Config, plan: Plan, batch: Batch, cluster: Cluster, *, states_fit: bool
+) -> Iterator[tuple[list[Config], int]]:
+    """Yield (configs with the same model states, those that keep fewer activations last; number of ranks or 0).
+
+    Args:
+        states_fit: whether the config's own model states fit; else changes of activations alone are left out.
+    """
+    if states_fit:
+        rows = max(1, batch.global_rows // plan.data_ranks)
+        held = min(rows, batch.microbatch_rows or rows)
+        halves = [held >> power for power in range(1, held.bit_length())]
+        yield [*(_activations(config, microbatch=held) for held in halves), *_relatives(config)], 0
+    stage = config.techniques.zero_stage
+    sharded = _changed(config, data_parallel="auto", zero_stage="auto" if stage == "auto" else 3)
+    sharded = replace(sharded, layout=replace(config.layout, dp_replicate=1, dp_shard=-1))
+    at_once = _changed(sharded, sync_grad_accum=True)
+    few_bits = (_changed(one, optimizer_state="8bit") for one in (config, sharded, at_once))
+    for one in (sharded, at_once, *few_bits):
+        yield _relatives(one), 0
+    for size in CUTS:
+        for axis in ("tp", "pp"):
+            yield _relatives(replace(at_once, layout=replace(at_once.layout, **{axis: size}))), 0
+    for factor in LARGER:
+        stages = replace(at_once, layout=replace(at_once.layout, pp=min(factor, MOST_STAGES)))
+        for one in (sharded, at_once, stages):
+            yield _relatives(one), factor * cluster.world
+
+
+def _relatives(config: Config) -> list[Config]:
+    """Return a config, and changes of it that keep fewer and fewer activations."""
+    return [
+        config,
+        _activations(config, recompute=True),
+        _activations(config, chunks=True),
+        _activations(config, recompute=True, chunks=True),
+        _activations(config, microbatch=1, recompute=True),
+        _activations(config, microbatch=1, recompute=True, chunks=True),
+    ]
+
+
+def _activations(config: Config, *, microbatch: int = 0, recompute: bool = False, chunks: bool = False) -> Config:
+    """Return a config whose step keeps fewer activations or logits."""
+    if recompute:
+        config = _changed(config, activation_checkpointing="full")
+    if chunks:
+        config = _changed(config, loss_chunks=max(8, config.techniques.loss_chunks))
+    return replace(config, batch=replace(config.batch, microbatch=microbatch)) if microbatch else config
+
+
+def _changed(config: Config, **techniques: Any) -> Config:
+    return replace(config, techniques=replace(config.techniques, **techniques))
+
+
+def flags(config: Config, changed: Config) -> Iterator[str]:
+    """Yield the flags of ``meshwright train`` that turn a config into a changed one."""
+    before = dict(_leaves(to_dict(config)))
+    for key, value in _leaves(to_dict(changed)):
+        if before[key] != value:
+            yield f"--{key}={str(value).lower() if isinstance(value, bool) else value}"
+
+
+def _leaves(values: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
+
+
+def refuse_too_large(
+    config: Config, facts: ModelFacts, plan: Plan, batch: Batch, cluster: Cluster, estimate: Estimate
+) -> None:
+    """Refuse a run that surely does not fit the memory that this rank starts with, before any process group exists.
+
+    Args:
+        estimate: makes a dry run of a config's step under a plan.
+
+    Raises:
+        ConfigError: it does not; with the nearest change that fits.
+    """
+    capacity = Capacity.here(cluster.device)
+    tensors = 0 if config.optimizer.kind == "sgd" and config.optimizer.beta1 == 0 else None
+    options = {"steps": config.steps, "state_tensors": tensors}
+    judgement = judge(facts, plan, batch, capacity, partial(estimate, config, plan, batch), **options)
+    if judgement.verdict is not Fit.TOO_LARGE:
+        return
+    least = judgement.least
+    found = nearest_that_fits(config, facts, plan, batch, cluster, capacity, estimate, **options)
+    if found is None:
+        ways = (
+            "No change of batch, recomputation, sharding or optimizer state that was tried fits: take a smaller model."
+        )
+    else:
+        assert found.judgement.most is not None
+        ways = f"Nearest change that fits, with about {bytes_text(found.judgement.most.bytes)}: {found}."
+    raise ConfigError(
+        f"this run does not fit: it needs at least {bytes_text(least.bytes)} of the memory of {least.where}"
+        f" ({least.parts}), which has {bytes_text(least.have)}. {ways} process.check_memory = false starts it all the"
+        f" same."
+    )

@@ -6,21 +6,32 @@ Every key is a TOML key and a flag; the text below a field is its help. Torch-fr
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from meshwright.core.config import from_dict, load_toml, unset
-from meshwright.core.config.ranges import ABOVE_0, BELOW_1, FROM_0, FROM_1, NOT_EMPTY, PATTERN, SEED, SHARE, Range
+from meshwright.core.config import from_dict, is_unset, load_toml, to_dict, unset
+from meshwright.core.config.ranges import (
+    ABOVE_0,
+    BELOW_1,
+    FROM_0,
+    FROM_1,
+    NOT_EMPTY,
+    PATTERN,
+    SEED,
+    SHARE,
+    Range,
+    check_ranges,
+)
 from meshwright.core.devices import DEFAULT_BACKEND
+from meshwright.core.errors import ConfigError, nearest
 from meshwright.data.options import CurriculumStage, MixturePart, SourceOptions
 from meshwright.introspection.adapted.request import Adapters
-from meshwright.models.decoder_config import MoEConfig, RopeScaling
+from meshwright.models.decoder_config import SIZES, MoEConfig, RopeScaling
 from meshwright.planning.layout import Layout
+from meshwright.planning.optimizer.kinds import KINDS, kind_of
 from meshwright.planning.techniques import RunTechniques, Techniques
-
-from .checks import check_values
 
 __all__ = ["Config", "check"]
 
@@ -291,7 +302,8 @@ class Config:
 
         Raises ConfigError for an unknown key, a wrong type or a value out of range.
         """
-        return _checked(from_dict(cls, data))
+        check(config := from_dict(cls, data))
+        return config
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Config:
@@ -299,7 +311,8 @@ class Config:
 
         Raises ConfigError as ``from_dict`` does, with file and line where known.
         """
-        return _checked(load_toml(cls, path))
+        check(config := load_toml(cls, path))
+        return config
 
 
 def check(config: Config) -> None:
@@ -310,9 +323,113 @@ def check(config: Config) -> None:
     Raises:
         ConfigError: a value of the wrong type or out of its range; names the dotted key, the value and the legal range.
     """
-    check_values(config)
+    typed = from_dict(type(config), to_dict(config))
+    check_ranges(typed)
+    if config.epochs is not None and not is_unset(config.steps):
+        raise ConfigError(
+            f"steps = {config.steps} and epochs = {config.epochs:g} are both given: either says how long the run is, so"
+            f" leave one out"
+        )
+    for sentence in _contradictions(typed):
+        raise ConfigError(sentence)
+    is_counted = is_unset(config.steps) and (config.model.hf or config.model.adapter)  # the data says how many steps
+    for key in ("profile", "memory_snapshot") if config.epochs is None and not is_counted else ():
+        read_window(f"logging.{key}", getattr(typed.logging, key), typed.steps)
+    if typed != config:
+        raise ConfigError(
+            "a section of this config is a plain dict, or one of its tuples is a list; build it with"
+            " Config.from_dict(...)"
+        )
 
 
-def _checked(config: Config) -> Config:
-    check(config)
-    return config
+def _contradictions(config: Config) -> Iterator[str]:
+    """Yield a sentence for each value that others forbid."""
+    model, optimizer, schedule = config.model, config.optimizer, config.schedule
+    named, default = ("hf", "adapter", "trust_remote_code"), ModelConfig()
+    other = [key for key, value in vars(model).items() if key not in named and value != getattr(default, key)]
+    if other and (model.hf or model.adapter):
+        keys = ", ".join(f"model.{key}" for key in other)
+        yield (
+            f"{keys} and model.hf are both given: the sizes of a Hugging Face model are read from its"
+            f" config.json. Leave out {keys}, or change a copy of that file and give it as model.hf"
+        )
+    if model.trust_remote_code and not (model.hf or model.adapter):
+        yield (
+            "model.trust_remote_code = true, and model.hf names no model whose code could be run: set model.hf, or"
+            " leave it out"
+        )
+    if model.size not in SIZES:
+        yield (
+            f"model.size = {model.size!r} is not a built-in size.{nearest(model.size, SIZES)} Sizes:"
+            f" {', '.join(SIZES)}."
+        )
+    scaling = model.rope_scaling
+    if scaling is not None and scaling.high_freq_factor <= scaling.low_freq_factor:
+        yield (
+            f"model.rope_scaling.high_freq_factor = {scaling.high_freq_factor} is out of range: it must be above"
+            f" model.rope_scaling.low_freq_factor = {scaling.low_freq_factor}."
+        )
+    if config.adapters is not None and not (model.hf or model.adapter):
+        yield (
+            f"[adapters] are trained beside a model that has been trained before, and model.size = {model.size}"
+            f" begins with random weights: set model.hf to the folder of a model, or leave [adapters] out"
+        )
+    row, usual = kind_of(optimizer.kind), OptimizerConfig()
+    for key in dict.fromkeys(key for other in KINDS.values() for key in other.keys):
+        if key not in row.keys and getattr(optimizer, key) != getattr(usual, key):
+            yield (
+                f"optimizer.{key} = {getattr(optimizer, key)} and optimizer.kind = {optimizer.kind}, which does not use"
+                f" it: it takes {', '.join(('lr', *row.keys))}. Leave optimizer.{key} out, or choose another optimizer."
+            )
+    if row.averages and schedule.kind != "constant":
+        yield (
+            f"schedule.kind = {schedule.kind} and optimizer.kind = {optimizer.kind}: its average of all steps takes"
+            f" the place of a falling rate. Set schedule.kind = constant (schedule.warmup_steps stays), or"
+            f" optimizer.kind = adamw."
+        )
+    if row.averages and not optimizer.beta1:
+        yield (
+            f"optimizer.beta1 = {optimizer.beta1} and optimizer.kind = {optimizer.kind}: beta1 is the weight of the"
+            f" average in the point of training, above 0 and below 1. Set optimizer.beta1 = 0.9."
+        )
+    if schedule.tokens is not None and schedule.warmup_steps is not None:
+        yield (
+            f"schedule.tokens = {schedule.tokens} and schedule.warmup_steps = {schedule.warmup_steps}: the rate follows"
+            f" tokens, and so does its warm-up. Set schedule.warmup_tokens instead."
+        )
+    if schedule.tokens is None and schedule.warmup_tokens is not None:
+        yield (
+            f"schedule.warmup_tokens = {schedule.warmup_tokens}, and the rate follows steps. Set schedule.tokens to the"
+            f" tokens of the whole schedule, or schedule.warmup_steps instead."
+        )
+
+
+def read_window(key: str, text: str, steps: int) -> range:
+    """Return the steps that ``text`` names, counted from 1: "10:13" for 10, 11 and 12. Empty for an empty text.
+
+    Args:
+        key: config key of the text, for the error.
+        steps: number of steps of the whole run.
+
+    Raises:
+        ConfigError: the text is not "a:b", names no step, or names steps that the run does not take.
+    """
+    if not text:
+        return range(0)
+    found = re.fullmatch(r"([0-9]{1,18}):([0-9]{1,18})", text)
+    if found is None:
+        raise ConfigError(f"{key} = {text!r} names no steps: write first:end, like 10:13 for the steps 10, 11 and 12")
+    first, end = int(found.group(1)), int(found.group(2))
+    if first < 1:
+        raise ConfigError(f"{key} = {text!r}: steps are counted from 1; write 1:{max(end, 2)}")
+    if end <= first:
+        swapped = f"{end}:{first}" if 0 < end < first else f"{first}:{first + 1}"
+        raise ConfigError(
+            f"{key} = {text!r} names no step: the second number is the first step that is left out; perhaps {swapped}"
+        )
+    if end - 1 > steps:
+        raise ConfigError(
+            f"{key} = {text!r} reaches to step {end - 1}, and the run has steps = {steps}: end with {steps + 1} or"
+            f" lower"
+        )
+    return range(first, end)

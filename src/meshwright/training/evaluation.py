@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
-import torch
 
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.data import IGNORE_INDEX, Corpus, Prepared, SourceOptions, Split, Stream, Tokenizer, validation_batches
+from meshwright.data import IGNORE_INDEX, Corpus, Prepared, SourceOptions, Stream, Tokenizer, validation_batches
 from meshwright.data.corpus.packing import Rows, check_length
 from meshwright.data.images.dealing import PixelReader, open_parts
 from meshwright.data.row_ends import RowEnds
@@ -26,30 +25,12 @@ from meshwright.distributed.process.world import get_world_info
 from meshwright.distributed.setup import DistributedConfig
 from meshwright.planning.layout import Layout
 from meshwright.training.config import Config, ProcessConfig
-from meshwright.training.feed import held_out_of, parts_of, prepare_once_per_node, stages_of, vision_for
+from meshwright.training.feed import HeldOut, held_out_of, parts_of, prepare_once_per_node, stages_of, vision_for
 from meshwright.training.launch import CPU_PROCESSES, for_the_user, gpu_count
 from meshwright.training.run.opened import Opened
-from meshwright.training.views.progress import Progress, SilentProgress
+from meshwright.training.views.progress import Progress
 
 # --- choose the rows that an evaluation reads
-
-
-@dataclass(frozen=True)
-class Rowful:
-    """Rows to evaluate.
-
-    Attributes:
-        name: name of their source.
-        samples: number of rows, all of them read.
-        source_bytes: size of the text, where all of it is read and nothing but text stands in its files.
-        pixels: opens the images of a batch's rows; None where they have none.
-    """
-
-    name: str
-    split: Split
-    samples: int
-    source_bytes: int | None = None
-    pixels: PixelReader | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,26 +64,20 @@ class ToTheEnd:
         read = {} if is_last.all() else self.stream.rows(indexes[~is_last], seq_len)
         if not is_last.any():
             return read
-        made = {}
-        for key, value in self._last(seq_len).items():
+        begin, made = whole * seq_len, {}  # the tokens behind the last whole row, as one row
+        offsets = self.stream.offsets
+        ends = np.concatenate([[0], offsets[offsets > begin] - begin]).astype(np.int64)
+        tail = Stream(self.name, self.stream.tokens[begin:], ends)
+        fills = {"tokens": 0, "labels": IGNORE_INDEX, "positions": 0, "document_ids": -1}
+        for key, value in tail.rows(np.zeros(1, dtype=np.int64), tail.n_tokens).items():
+            value = np.pad(value, ((0, 0), (0, seq_len - tail.n_tokens)), constant_values=fills[key])
             made[key] = np.repeat(value, len(indexes), axis=0)
             if read:
                 made[key][~is_last] = read[key]
         return made
 
-    def _last(self, seq_len: int) -> Rows:
-        """Read the tokens behind the last whole row, as one row."""
-        begin = self.n_tokens // seq_len * seq_len
-        offsets = self.stream.offsets
-        ends = offsets[offsets > begin] - begin
-        tail = Stream(self.name, self.stream.tokens[begin:], np.concatenate([[0], ends]).astype(np.int64))
-        missing = seq_len - tail.n_tokens
-        fills = {"tokens": 0, "labels": IGNORE_INDEX, "positions": 0, "document_ids": -1}
-        read = tail.rows(np.zeros(1, dtype=np.int64), tail.n_tokens)
-        return {key: np.pad(value, ((0, 0), (0, missing)), constant_values=fills[key]) for key, value in read.items()}
 
-
-def own_rows(config: Config, tokenizer: Tokenizer, limit: int | None) -> list[Rowful]:
+def own_rows(config: Config, tokenizer: Tokenizer, limit: int | None) -> list[HeldOut]:
     """Return the validation part of a run's own data (collective).
 
     Args:
@@ -124,10 +99,10 @@ def own_rows(config: Config, tokenizer: Tokenizer, limit: int | None) -> list[Ro
         )
     length = config.data.seq_len
     counts = [one.split.n_samples(length) if limit is None else one.samples for one in held]
-    return [Rowful(one.name, one.split, count, None, pixels) for one, count in zip(held, counts, strict=True)]
+    return [replace(one, samples=count, pixels=pixels) for one, count in zip(held, counts, strict=True)]
 
 
-def rows_of(config: Config, source: SourceOptions, tokenizer: Tokenizer, limit: int | None) -> list[Rowful]:
+def rows_of(config: Config, source: SourceOptions, tokenizer: Tokenizer, limit: int | None) -> list[HeldOut]:
     """Return the rows of a source, all its tokens (collective).
 
     Args:
@@ -140,7 +115,7 @@ def rows_of(config: Config, source: SourceOptions, tokenizer: Tokenizer, limit: 
     count = agree.together(lambda: split.n_samples(config.data.seq_len)) or 0
     is_whole = limit is None or limit >= count
     size = getattr(corpus.meta, "n_source_bytes", None) if is_whole and prepared.scan.format == "text" else None
-    return [Rowful(", ".join(source.source), split, count if is_whole else int(limit or count), size, pixels)]
+    return [HeldOut(", ".join(source.source), split, count if is_whole else int(limit or count), size, pixels)]
 
 
 def _opened(
@@ -148,9 +123,8 @@ def _opened(
 ) -> tuple[list[Prepared], list[Corpus], PixelReader | None]:
     parts = parts_of(config.data)
     config = replace(config, data=replace(config.data, validation_fraction=fraction))
-    progress: Progress = SilentProgress()
     vision = vision_for(config)
-    prepared = [prepare_once_per_node(config, part, tokenizer, progress, vision) for part in parts]
+    prepared = [prepare_once_per_node(config, part, tokenizer, Progress(), vision) for part in parts]
     opened = agree.together(lambda: open_parts(prepared, parts, vision))
     assert opened is not None
     if any(getattr(corpus.meta, "task", "") == PREFERENCE for corpus in opened[0]):
@@ -268,7 +242,7 @@ class Evaluation:
 
 
 def evaluate_rows(
-    model: ParallelModel, chosen: Sequence[Rowful], seq_len: int, tokenizer: Tokenizer, batch_rows: int = ROWS
+    model: ParallelModel, chosen: Sequence[HeldOut], seq_len: int, tokenizer: Tokenizer, batch_rows: int = ROWS
 ) -> Evaluation:
     """Evaluate a model on rows (collective): each batch's mean counts by its tokens, and padding not at all.
 
@@ -286,21 +260,13 @@ def evaluate_rows(
                 total += float(loss) * loss.weight
                 weight += loss.weight
                 tokens += loss.tokens
-                counted += _bytes_of(batch["labels"], tokenizer)
-    of_data_ranks = dict(agree.everybody_says((place[0], counted)))
-    size = sum(of_data_ranks.values()) if isinstance(tokenizer, ByteTokenizer) else _size_of(chosen)
+                labels = batch["labels"]
+                counted += int(((labels != IGNORE_INDEX) & (labels != tokenizer.end_of_document)).sum())
+    # where a token is a byte, the labels are bytes of the text
+    of_data_ranks, sizes = dict(agree.everybody_says((place[0], counted))), [part.source_bytes for part in chosen]
+    size = None if None in sizes else sum(size for size in sizes if size is not None)
+    size = sum(of_data_ranks.values()) if isinstance(tokenizer, ByteTokenizer) else size
     return Evaluation(total / weight if weight else math.nan, tokens, sum(part.samples for part in chosen), size)
-
-
-def _bytes_of(labels: torch.Tensor, tokenizer: Tokenizer) -> int:
-    """Count the labels that are bytes of the text, where a token is a byte."""
-    is_byte = (labels != IGNORE_INDEX) & (labels != tokenizer.end_of_document)
-    return int(is_byte.sum()) if isinstance(tokenizer, ByteTokenizer) else 0
-
-
-def _size_of(chosen: Sequence[Rowful]) -> int | None:
-    sizes = [part.source_bytes for part in chosen]
-    return None if None in sizes else sum(size for size in sizes if size is not None)
 
 
 # --- evaluate an opened model's loss, as one rank of however many
@@ -317,13 +283,8 @@ class ModelOnRanks:
     def model(self) -> ParallelModel:
         """Bring the ranks up, and read the model (collective)."""
         p = self.process
-        setup = DistributedConfig(
-            **vars(self.layout),
-            backend=p.backend,
-            startup_timeout_sec=p.startup_timeout_sec,
-            nccl_timeout_sec=p.step_timeout_sec,
-        )
-        return self.opened.model(setup)
+        limits: dict[str, Any] = {"startup_timeout_sec": p.startup_timeout_sec, "nccl_timeout_sec": p.step_timeout_sec}
+        return self.opened.model(DistributedConfig(**vars(self.layout), backend=p.backend, **limits))
 
 
 @dataclass(frozen=True)

@@ -35,16 +35,16 @@ from meshwright.data.sources.scan import TOKEN_FORMATS, list_sources
 from meshwright.data.streaming import StreamedSamples
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import get_world_info
-
-from .config import Config, DataConfig
-from .model_source import FOLDER
-from .optim.fine_tuning import TEXT, few_steps, with_length
-from .run.request import IDENTITY
-from .tokenizer import in_chat_template
-from .views.data_description import describe, notes_on
+from meshwright.training.config import Config, DataConfig
+from meshwright.training.fine_tuning import TEXT, after_data, few_steps
+from meshwright.training.model_source import FOLDER, in_chat_template
+from meshwright.training.run.request import IDENTITY
 
 if TYPE_CHECKING:
-    from .views.progress import Progress
+    from meshwright.training.views.progress import Progress
+
+from meshwright.core.dtypes import count_text
+from meshwright.data.corpus.pictured import Pictured
 
 
 class UnreadSamples(MeshwrightError):
@@ -53,12 +53,20 @@ class UnreadSamples(MeshwrightError):
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The validation text of one source."""
+    """Rows of one source that are evaluated.
+
+    Attributes:
+        name: name of the source.
+        samples: the largest number of its rows that are read.
+        source_bytes: size of the text, where all of it is read and nothing but text stands in its files.
+        pixels: opens the images of a batch's rows, in an evaluation; None where they have none.
+    """
 
     name: str
     split: Split
     samples: int
-    """The largest number of its rows that a validation reads."""
+    source_bytes: int | None = None
+    pixels: PixelReader | None = None
 
 
 @dataclass
@@ -76,8 +84,6 @@ class Feed:
     """Notes for the user before the first step."""
     config: Config
     """The run's config, with what follows from the data: its steps, where epochs say how long it is."""
-    tasks: tuple[str, ...] = ()
-    """Tasks of the sources."""
     pixels: PixelReader | None = None
     """Opens the images of a batch's rows; None where the sources have none."""
     ends: RowEnds | None = None
@@ -108,11 +114,6 @@ class Feed:
         """
         of_step = self.loader.state - self.loader.global_batch + np.arange(self.loader.global_batch)
         return self.samples.row_lengths(of_step)
-
-    def asked(self, tokenizer: Tokenizer, message: str) -> str | None:
-        """Write a user's message out as the data's conversations are; None without a chat template."""
-        text = in_chat_template(self.config, tokenizer, message)
-        return self.pixels.processor.begun(text) if text is not None and self.pixels else text
 
     def unreadable(self) -> list[str]:
         """List the samples that any rank left out because they could not be read. Collective."""
@@ -180,7 +181,7 @@ def build_feed(
         return _streamed(config, parts, tokenizer, (rank, ranks), progress, ends)
     vision = vision_for(config)
     prepared = [prepare_once_per_node(config, part, tokenizer, progress, vision) for part in parts]
-    opened = agree.together(lambda: _opened(config, parts, prepared, rank, ranks, vision, ends))
+    opened = agree.together(lambda: _opened(config, parts, prepared, tokenizer, (rank, ranks), vision, ends))
     assert opened is not None
     return opened
 
@@ -196,8 +197,8 @@ def _opened(
     config: Config,
     parts: tuple[MixturePart, ...],
     prepared: list[Prepared],
-    rank: int,
-    ranks: int,
+    tokenizer: Tokenizer,
+    place: tuple[int, int],
     vision: Vision,
     ends: RowEnds | None,
 ) -> Feed:
@@ -207,7 +208,13 @@ def _opened(
     stages = stages_of(config, parts)
     samples = Samples.of([corpus.training for corpus in corpora], data.seq_len, config.seed, names, Interleave(stages))
     tasks = tuple(str(getattr(corpus.meta, "task", TEXT)) for corpus in corpora)
-    config = with_length(config, sum(corpus.training.n_samples(data.seq_len) for corpus in corpora), tasks)
+    rows = sum(corpus.training.n_samples(data.seq_len) for corpus in corpora)
+
+    def asked(message: str) -> str | None:
+        text = in_chat_template(config, tokenizer, message)
+        return pixels.processor.begun(text) if text is not None and pixels else text
+
+    config = after_data(config, rows, tasks, asked)
     epochs = samples.epochs(config.steps * config.batch.global_batch)
     for part, times in zip(parts, epochs.values(), strict=True):
         if part.max_epochs and times > part.max_epochs:
@@ -217,28 +224,32 @@ def _opened(
                 f" {_source(part, data)} {often} times, more than its max_epochs = {part.max_epochs:g}: lower steps"
                 f" or its weight, or raise max_epochs"
             )
+    if len(parts) == 1:
+        too_long = {"too_long": parts[0].too_long} if getattr(prepared[0].meta, "is_whole", False) else {}
+        identity = {"data": prepared[0].key} | too_long
+    else:
+        own = {part.name: {"data": p.key, "too_long": part.too_long} for part, p in zip(parts, prepared, strict=True)}
+        identity = {"data": own, "mixture": [asdict(stage) for stage in stages]}
     skips = any(p.on_bad_row == "skip" for p in parts)
     return Feed(
         samples,
         Loader(
             samples,
             config.batch.global_batch,
-            rank,
-            ranks,
+            *place,
             data.workers,
             finish=pixels,
             skip_unreadable=skips,
             ends=ends if ends is None or pixels is None else replace(ends, microbatch=0),  # a step's pixels are joined
         ),
         tuple(held_out_of(config, parts, corpora, stages)),
-        _identity(parts, prepared, stages),
+        identity,
         describe(parts, corpora, epochs, config, stages[-1].weights),
         (
-            *filter(None, (*(p.note for p in prepared), few_steps(config, ranks))),
+            *filter(None, (*(p.note for p in prepared), few_steps(config, place[1]))),
             *notes_on(parts, corpora, data.seq_len),
         ),
         config,
-        tasks,
         pixels,
         ends,
         "; ".join(filter(None, (p.other for p in prepared))),
@@ -281,8 +292,7 @@ def _streamed(
             "a stream holds nothing out, is not shuffled, and is read again from its beginning when the run is"
             " continued",
         ),
-        with_length(config, 0, (recipe.task.name,)),
-        (recipe.task.name,),
+        after_data(config, 0, (recipe.task.name,), lambda message: in_chat_template(config, tokenizer, message)),
         ends=ends,
     )
 
@@ -329,7 +339,12 @@ def prepare_once_per_node(
         def tell(done: int, total: int) -> None:
             progress.portion(f"{prefix}reading", done, total)
 
-        begun = _begun(config, part)
+        # the digest of the part's data with which a run that is continued began
+        kept = Path(config.run).expanduser() / IDENTITY
+        begun = read_object(kept).get("data") if config.run and kept.is_file() else ""
+        if isinstance(begun, dict):
+            begun = (begun.get(part.name) or {}).get("data")
+        begun = begun if isinstance(begun, str) else ""
         return prepare(part, tokenizer, d.validation_fraction, d.cache or None, say, tell, vision, begun)
 
     mine = agree.together(prepared, here=first)
@@ -344,15 +359,6 @@ def prepare_once_per_node(
     return mine or next((p for p in own or [p for _, p in reported] if p.folder.is_dir()), reported[0][1])
 
 
-def _begun(config: Config, part: MixturePart) -> str:
-    """Return the digest of a part's data with which the run that is continued began; "" of a new run."""
-    kept = Path(config.run).expanduser() / IDENTITY
-    data = read_object(kept).get("data") if config.run and kept.is_file() else ""
-    if isinstance(data, dict):
-        data = (data.get(part.name) or {}).get("data")
-    return data if isinstance(data, str) else ""
-
-
 def _source(part: MixturePart, data: DataConfig) -> str:
     return f"the part '{part.name}' of data.mixture" if data.mixture else f"data.source = {list(part.source)}"
 
@@ -360,32 +366,66 @@ def _source(part: MixturePart, data: DataConfig) -> str:
 def held_out_of(
     config: Config, parts: tuple[MixturePart, ...], corpora: list[Corpus], stages: list[Stage]
 ) -> Iterator[HeldOut]:
-    """Yield each source's validation rows, in proportion to its last weight, so that the loss is the mixture's."""
-    weights = stages[-1].weights
-    for part, corpus, weight in zip(parts, corpora, weights, strict=True):
-        if weight and corpus.validation.n_documents and _has_a_row(corpus.validation, config.data.seq_len):
-            yield HeldOut(
-                part.name, corpus.validation, max(1, round(config.validation.samples * weight / sum(weights)))
-            )
-
-
-def _has_a_row(split: Split, seq_len: int) -> bool:
-    """Return whether a split has at least one row of ``seq_len`` tokens.
+    """Yield each source's validation rows, in proportion to its last weight, so that the loss is the mixture's.
 
     Raises ConfigError if a conversation is too long for a row.
     """
-    try:
-        return split.n_samples(seq_len) > 0
-    except ConfigError:
-        if isinstance(split, Whole):
-            raise
-        return False
+    weights = stages[-1].weights
+    for part, corpus, weight in zip(parts, corpora, weights, strict=True):
+        if not (weight and corpus.validation.n_documents):
+            continue
+        try:
+            has_a_row = corpus.validation.n_samples(config.data.seq_len) > 0
+        except ConfigError:
+            if isinstance(corpus.validation, Whole):
+                raise
+            continue  # fewer tokens than a row
+        if has_a_row:
+            samples = max(1, round(config.validation.samples * weight / sum(weights)))
+            yield HeldOut(part.name, corpus.validation, samples)
 
 
-def _identity(parts: tuple[MixturePart, ...], prepared: list[Prepared], stages: list[Stage]) -> dict[str, Any]:
+# --- describe the data in a line, and note what of it is left out
+
+
+def describe(
+    parts: tuple[MixturePart, ...], corpora: list[Corpus], epochs: dict[str, float], config: Config, weights: Any
+) -> str:
+    """Return a line with the sizes of a run's data; ``weights`` are those of the parts at the end of the run."""
+    splits = [split for corpus in corpora for split in (corpus.training, corpus.validation)]
+    seq_len = config.data.seq_len
+    tokens = sum(s.n_kept(seq_len)[0] if isinstance(s, Whole) else s.n_tokens for s in splits)
+    documents = sum(int((s.kept_lengths(seq_len) > 0).sum()) if isinstance(s, Whole) else s.n_documents for s in splits)
+    text = f"{count_text(tokens)} tokens of {documents:,} documents · {seq_len} per row"
+    if n_images := sum(len(split.images.places) for split in splits if isinstance(split, Pictured)):
+        text += f" · {n_images:,} images"
+    text += f" · {config.batch.global_batch} rows per step"
     if len(parts) == 1:
-        return {"data": prepared[0].key} | (
-            {"too_long": parts[0].too_long} if getattr(prepared[0].meta, "is_whole", False) else {}
-        )
-    rows = {part.name: {"data": p.key, "too_long": part.too_long} for part, p in zip(parts, prepared, strict=True)}
-    return {"data": rows, "mixture": [asdict(stage) for stage in stages]}
+        return f"{text} · {epochs_text(epochs[parts[0].name])}"
+    rows = [
+        f"{part.name} {weight / sum(weights):.1%}, {epochs_text(epochs[part.name])}"
+        for part, weight in zip(parts, weights, strict=True)
+    ]
+    return f"{text} · {len(parts)} sources: {'; '.join(rows)}"
+
+
+def notes_on(parts: tuple[MixturePart, ...], corpora: list[Corpus], seq_len: int) -> Iterator[str]:
+    """Yield notes on each part: which conversations or rows are left out or cut, where texts and tokens differ."""
+    if len(named := dict.fromkeys(part.template for part in parts if part.template)) > 1:
+        yield f"of the chat templates {', '.join(named)}, the run's folder and what is exported from it keep the first"
+    for part, corpus in zip(parts, corpora, strict=True):
+        if isinstance(corpus.training, Whole) and (n := corpus.training.n_too_long(seq_len)):
+            left_out = n if part.too_long == "skip" else corpus.training.n_unlearnt(seq_len)
+            why = ", since nothing to learn is left of them" * (part.too_long != "skip")
+            fates = [f"{n - left_out} are cut short"] * (n > left_out) + [f"{left_out} left out{why}"] * (left_out > 0)
+            yield (
+                f"{n} of {corpus.training.n_documents} conversations are longer than data.seq_len = {seq_len}:"
+                f" {' and '.join(fates)}"
+            )
+        yield from (f"{', '.join(part.source)}: {note}" for note in getattr(corpus.meta, "notes", ()))
+        skipped = sum(getattr(corpus.meta, "skipped", {}).values())
+        if skipped:
+            yield (
+                f"{skipped} rows of {', '.join(part.source)} could not be used and are left out (data.on_bad_row ="
+                f" 'skip')"
+            )

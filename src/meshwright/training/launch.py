@@ -26,12 +26,12 @@ from meshwright.distributed.process.world import (
     refuse_without_distributed,
 )
 from meshwright.planning.layout import Layout
-
-from .config import Config
-from .health.peers import read_all_records, run_folder, with_way_on
-from .run.occupancy import latest_checkpoint
-from .run.request import RESOLVED, completed, read_request
-from .stopping import INTERRUPT, answered, leave_terminal
+from meshwright.training.config import Config
+from meshwright.training.health.heartbeat import find_stall, name_of, whereabouts
+from meshwright.training.health.peers import RankLost, RankStalled, read_all_records, run_folder, with_way_on
+from meshwright.training.run.occupancy import latest_checkpoint
+from meshwright.training.run.request import RESOLVED, completed, read_request
+from meshwright.training.stopping import INTERRUPT, answered, leave_terminal
 
 CPU_PROCESSES = 4
 
@@ -57,17 +57,14 @@ def launch(config: Config) -> int:
         return train(config, started)
     pool = WorkerPool(count, oversubscribe=bool(config.process.count))
     # in this order: a Ctrl-C while the pool is closing must not leave its folder behind
-    with (
-        _Signals(pool) as signals,
-        closing(pool),
-    ):
-        return _Attempts(pool, signals, config, started).run()
+    with _Signals(pool) as signals, closing(pool):
+        return _attempts(pool, signals, config, started)
 
 
 def train(config: Config, started: float) -> int:
     """Run one rank's part of the run."""
     refuse_without_distributed()
-    from .trainer import Trainer
+    from meshwright.training.trainer import Trainer
 
     return Trainer(config, started=started).run()
 
@@ -124,83 +121,54 @@ def _fits(layout: Layout, count: int) -> bool:
         return False
 
 
-class _Attempts:
-    """A run's attempts on one worker pool: the first, and one more after each loss that a restart may repair."""
+def _attempts(pool: WorkerPool, signals: _Signals, config: Config, started: float) -> int:
+    """Run a config on a pool: once, and once more after each loss that a restart may repair."""
+    most, restarts = config.process.max_restarts, 0
+    while True:
+        try:
+            pool.start()
+            signals.workers_are_up()
+            return pool.run(train, config, started)[0]
+        except (WorkerFailed, WorkerDied) as trouble:
+            if stopped := signals.explain(trouble):
+                raise stopped from None
+            failure, folder = _words(trouble, pool.folder), run_folder(pool.folder)
+            if signals.first or restarts >= most or not is_worth_a_restart(trouble):
+                if isinstance(failure, LostWorker | RankLost | RankStalled):
+                    failure = type(failure)(with_way_on(str(failure), folder))
+                raise failure from None
+            restarts, started = restarts + 1, time.time()
+            from_where = (latest_checkpoint(folder) or "step 0: it has no checkpoint yet") if folder else ""
+            where = f"continuing {folder} from {from_where}" if folder else "beginning again"
+            first_line = next(iter(str(failure).strip().splitlines()[-1:]), "").rstrip(".")
+            print(f"meshwright: restart {restarts} of {most}: {first_line}; {where}", file=sys.stderr, flush=True)
+            config = replace(config, run=str(folder) if folder else config.run)
 
-    def __init__(self, pool: WorkerPool, signals: _Signals, config: Config, started: float):
-        self.pool, self.signals, self.config, self.started = pool, signals, config, started
-        self.restarts = 0
 
-    def run(self) -> int:
-        while True:
-            try:
-                self.pool.start()
-                self.signals.workers_are_up()
-                return self.pool.run(train, self.config, self.started)[0]
-            except (WorkerFailed, WorkerDied) as trouble:
-                if stopped := self.signals.explain(trouble):
-                    raise stopped from None
-                failure = self._words(trouble)
-                if (
-                    self.signals.first
-                    or self.restarts >= self.config.process.max_restarts
-                    or not _is_worth_a_restart(trouble)
-                ):
-                    raise self._last_words(failure) from None
-                self._continue(failure)
+def is_worth_a_restart(trouble: WorkerFailed | WorkerDied) -> bool:
+    """Return whether a restart may help: the ranks would raise a wrong config, or an unreadable checkpoint, again."""
+    error = trouble.error if isinstance(trouble, WorkerFailed) else None
+    return isinstance(error, RankLost | RankStalled) or not isinstance(error, MeshwrightError | KeyboardInterrupt)
 
-    def _continue(self, failure: BaseException) -> None:
-        """Report the loss in one line, and let the next attempt continue in the same folder."""
-        self.restarts += 1
-        folder = run_folder(self.pool.folder)
-        latest = latest_checkpoint(folder) if folder else ""
-        where = (
-            f"continuing {folder} from {latest or 'step 0: it has no checkpoint yet'}" if folder else "beginning again"
-        )
-        first_line = next(iter(str(failure).strip().splitlines()[-1:]), "")
-        limit = f"restart {self.restarts} of {self.config.process.max_restarts}"
-        print(f"meshwright: {limit}: {first_line.rstrip('.')}; {where}", file=sys.stderr, flush=True)
-        self.config = replace(self.config, run=str(folder) if folder else self.config.run)
-        self.started = time.time()
 
-    def _words(self, trouble: WorkerFailed | WorkerDied) -> MeshwrightError | KeyboardInterrupt:
-        """Return the error for a failed worker: our own errors unchanged, any other with its traceback.
+def _words(trouble: WorkerFailed | WorkerDied, place: Path) -> MeshwrightError | KeyboardInterrupt:
+    """Return the error for a failed worker: our own errors unchanged, any other with its traceback.
 
-        For a worker that died, the error names the step and the module.
-        """
-        if isinstance(trouble, WorkerFailed):
-            return for_the_user(trouble)
-        from meshwright.training.health.heartbeat import find_stall, name_of, whereabouts
-
-        records = read_all_records(self.pool.folder)
-        record = records.get(trouble.rank)
-        if record is None or record.pid != trouble.pid:
-            return trouble
-        stall = find_stall(records, time.time()) if trouble.exit_code == -signal.SIGABRT else None  # NCCL's watchdog
-        why = f" ({stall.sentence})" if stall else ""
-        return LostWorker(f"{name_of(record)} {trouble.how} {whereabouts(record)}{why}; the other ranks were stopped")
-
-    def _last_words(self, failure: BaseException) -> BaseException:
-        """Return the error of a lost rank with the command that continues the run; others are unchanged."""
-        from .health.peers import RankLost, RankStalled
-
-        if not isinstance(failure, LostWorker | RankLost | RankStalled):
-            return failure
-        return type(failure)(with_way_on(str(failure), run_folder(self.pool.folder)))
+    For a worker that died, the error names the step and the module.
+    """
+    if isinstance(trouble, WorkerFailed):
+        return for_the_user(trouble)
+    records = read_all_records(place)
+    record = records.get(trouble.rank)
+    if record is None or record.pid != trouble.pid:
+        return trouble
+    stall = find_stall(records, time.time()) if trouble.exit_code == -signal.SIGABRT else None  # NCCL's watchdog
+    why = f" ({stall.sentence})" if stall else ""
+    return LostWorker(f"{name_of(record)} {trouble.how} {whereabouts(record)}{why}; the other ranks were stopped")
 
 
 class LostWorker(MeshwrightError):
     """An error for a worker process that ended in the middle of the run; the message names its place."""
-
-
-def _is_worth_a_restart(trouble: WorkerFailed | WorkerDied) -> bool:
-    """Return whether a restart may help: not if the ranks would raise the same error again.
-
-    Examples of such errors are a wrong config and an unreadable checkpoint."""
-    from .health.peers import RankLost, RankStalled
-
-    error = trouble.error if isinstance(trouble, WorkerFailed) else None
-    return isinstance(error, RankLost | RankStalled) or not isinstance(error, MeshwrightError | KeyboardInterrupt)
 
 
 def for_the_user(failure: WorkerFailed) -> MeshwrightError | KeyboardInterrupt:

@@ -7,7 +7,6 @@ import os
 import platform
 from collections.abc import Callable
 from contextlib import closing, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,25 +52,35 @@ def measure_here(ranks: int, effort: Effort | None = None) -> MachineProfile:
 
 def measure(effort: Effort | None = None) -> MachineProfile:
     """Measure the machine of this process, with all ranks that a launcher started. Collective."""
-    _, _, world = get_world_info()
+    rank, _, world = get_world_info()
     init_distributed(Layout(dp_shard=world))
     kind = local_device()
     device, per_node = current_device(kind), ranks_per_node() or world
     effort = effort or (ACCELERATED if is_accelerator(kind) else FULL)
     cores = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     slots = per_node if is_accelerator(kind) else max(1, cores // torch.get_num_threads())
-    at_ease = min(per_node, slots)
-    alone = partial(_of_ranks_at_ease, at_ease, per_node)
+    memory = float(psutil.virtual_memory().total) / per_node
+    if is_accelerator(kind):
+        memory = float(torch.get_device_module(device).mem_get_info(device)[1])
+
+    def alone(work: Callable[[], Any]) -> Any:
+        """Measure on as many ranks of a host as have cores of their own, at once, while the others wait. Collective.
+
+        All ranks return the first one's figures; the others' work is that the memory is as busy as in a run.
+        """
+        agree.any_rank(False)
+        return agree.from_rank_zero(work() if rank % per_node < min(per_node, slots) else None)
+
     return MachineProfile(
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         torch=torch.__version__,
         device=kind,
-        name=_name(device),
+        name=_name(device) or CPU,
         ranks=world,
         per_node=per_node,
         threads=torch.get_num_threads(),
         slots=slots,
-        memory_bytes=_memory(device, per_node),
+        memory_bytes=memory,
         products=alone(lambda: {key: GridPoints(*grid) for key, grid in products.products(device, effort).items()}),
         attention=alone(lambda: _frozen(products.attention(device, effort))),
         traffic=alone(lambda: _frozen(memory_bound.traffic(device, effort))),
@@ -80,16 +89,6 @@ def measure(effort: Effort | None = None) -> MachineProfile:
         messages=_frozen(messages.messages(device, effort, slots)),
         crowding=tuple(messages.crowding(device, effort, slots)),
     )
-
-
-def _of_ranks_at_ease(at_ease: int, per_node: int, work: Callable[[], Any]) -> Any:
-    """Measure on as many ranks of a host as have cores of their own, at once, while the others wait. Collective.
-
-    All ranks return the first one's figures; the others' work is that the memory is as busy as in a run.
-    """
-    rank, _, _ = get_world_info()
-    agree.any_rank(False)
-    return agree.from_rank_zero(work() if rank % per_node < at_ease else None)
 
 
 def _frozen(found: Any) -> dict[str, Any]:
@@ -103,10 +102,4 @@ def _name(device: torch.device) -> str:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return f"{line.partition(':')[2].strip()}, {os.cpu_count()} cores"
-    return platform.processor() or CPU
-
-
-def _memory(device: torch.device, per_node: int) -> float:
-    if is_accelerator(device):
-        return float(torch.get_device_module(device).mem_get_info(device)[1])
-    return float(psutil.virtual_memory().total) / per_node
+    return platform.processor()

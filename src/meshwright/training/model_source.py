@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,19 @@ from meshwright.core.config import to_dict
 from meshwright.core.config_keys import HEADS, TOP_K, WIDTH
 from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError
-from meshwright.core.files import inside, read_object
-from meshwright.data import Tokenizer
+from meshwright.core.files import inside, read_object, replace_text
+from meshwright.data import Tokenizer, load_tokenizer
+from meshwright.data.text.bpe import PREFIX, trained_bpe, vocabulary_of
+from meshwright.data.text.tokenizers import (
+    BYTES,
+    SETTINGS,
+    TEMPLATE,
+    FileTokenizer,
+    IdTokenizer,
+    encode_prompt,
+    read_settings,
+)
+from meshwright.data.text.turns import ChatTemplate, load_template
 from meshwright.distributed.weights.weights import Weights
 from meshwright.introspection.adapted.folder import WEIGHTS
 from meshwright.introspection.adapted.model import AdaptedModel
@@ -26,9 +39,9 @@ from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.measurements import stated
 from meshwright.introspection.source import CONFIG, CausalLM, read_causal_lm, with_adapters
 from meshwright.models.decoder_config import SIZES, DecoderConfig, idle_parameters, parameter_count
-
-from .config import Config, ModelConfig
-from .run.request import IDENTITY
+from meshwright.training.config import Config, ModelConfig
+from meshwright.training.fine_tuning import GREETING
+from meshwright.training.run.request import IDENTITY
 
 BaseSource = DecoderConfig | CausalLM
 ModelSource = BaseSource | AdaptedModel
@@ -177,22 +190,21 @@ def keep_model(config: Config, run: Path) -> None:
 
 
 def identity_of(source: ModelSource, config: Config) -> dict[str, Any]:
-    """Return the model's facts that must not change when a run is continued, as JSON values."""
-    if isinstance(source, AdaptedModel):
-        adapters = {"adapters": to_dict(source.adapters), "base": base_weights(config).fingerprint()}
-        return identity_of(source.base, config) | adapters | _first_adapters(config)
-    return source.facts if isinstance(source, CausalLM) else dataclasses.asdict(source)
+    """Return the model's facts that must not change when a run is continued, as JSON values.
 
-
-def _first_adapters(config: Config) -> dict[str, Any]:
-    """Return a digest of the adapters that a run begins from, or began from where they are gone; else nothing."""
-    if not config.model.adapter:
-        return {}
-    file, kept = Path(config.model.adapter).expanduser() / WEIGHTS, Path(config.run).expanduser() / IDENTITY
-    if not file.is_file() and config.run and kept.is_file():
-        return {"first_adapters": read_object(kept).get("model", {}).get("first_adapters")}
-    with open(file, "rb") as stream:
-        return {"first_adapters": hashlib.file_digest(stream, "sha256").hexdigest()}
+    Adapters that it began from are known by their digest, also where they are gone.
+    """
+    if not isinstance(source, AdaptedModel):
+        return source.facts if isinstance(source, CausalLM) else dataclasses.asdict(source)
+    facts = identity_of(source.base, config)
+    facts |= {"adapters": to_dict(source.adapters), "base": base_weights(config).fingerprint()}
+    if config.model.adapter:
+        file, kept = Path(config.model.adapter).expanduser() / WEIGHTS, Path(config.run).expanduser() / IDENTITY
+        if not file.is_file() and config.run and kept.is_file():
+            return facts | {"first_adapters": read_object(kept).get("model", {}).get("first_adapters")}
+        with open(file, "rb") as stream:
+            facts |= {"first_adapters": hashlib.file_digest(stream, "sha256").hexdigest()}
+    return facts
 
 
 def resolved_model(model: ModelConfig, source: ModelSource) -> ModelConfig:
@@ -229,34 +241,148 @@ def shape_of(source: ModelSource, facts: ModelFacts) -> Shape:
     if isinstance(source, DecoderConfig):
         embedding = 0 if source.tied_embeddings else source.vocab_size * source.dim
         numel = parameter_count(source)
-        attention = source.n_heads * source.head_dim
-        return Shape(
-            numel,
-            numel - embedding - idle_parameters(source),
-            source.n_layers,
-            source.dim,
-            attention,
-            source.vocab_size,
-        )
+        matmul, attention = numel - embedding - idle_parameters(source), source.n_heads * source.head_dim
+        return Shape(numel, matmul, source.n_layers, source.dim, attention, source.vocab_size)
     config = source.config.get_text_config()
     dim, heads = stated(source, *WIDTH) or 0, stated(source, *HEADS) or 0
     head_dim = getattr(config, "head_dim", None) or (dim // heads if heads else 0)
     vocabulary = facts.vocab_size or 0
     tables = [p for p in facts.parameters if len(p.shape) == 2 and p.shape[0] == vocabulary]
-    lookup = tables[0].numel if tables and not tables[0].aliases else 0
-    return Shape(
-        facts.numel,
-        facts.numel - lookup - _idle(facts, stated(source, *TOP_K)),
-        len(facts.blocks),
-        dim,
-        heads * head_dim,
-        vocabulary,
+    matmul = facts.numel - (tables[0].numel if tables and not tables[0].aliases else 0)
+    if (chosen := stated(source, *TOP_K)) is not None:  # without experts that a token is not routed to
+        stacks = [p for p in facts.parameters if len(p.shape) == 3]  # a layer's experts, along the first dim
+        matmul -= sum(p.numel - p.numel * min(chosen, p.shape[0]) // p.shape[0] for p in stacks)
+    return Shape(facts.numel, matmul, len(facts.blocks), dim, heads * head_dim, vocabulary)
+
+
+# --- load the tokenizer that the config names, and store it with the run
+
+TOKENIZER = "tokenizer"
+"""Subfolder of a run with a copy of its tokenizer's files."""
+
+AUTO = "auto"
+_FILES = ("tokenizer.json", SETTINGS, TEMPLATE, "special_tokens_map.json", "added_tokens.json")
+
+
+def tokenizer_name(config: Config) -> str:
+    """Return ``data.tokenizer``, with "auto" resolved to the tokenizer beside a Hugging Face model, or to bytes.
+
+    Raises:
+        ConfigError: the model has weights, but its tokenizer is not beside it.
+    """
+    if config.data.tokenizer != AUTO:
+        return config.data.tokenizer
+    folder = Path(config.model.hf).expanduser() if config.model.hf else None
+    if folder is None or not folder.is_dir():
+        return BYTES
+    if (folder / _FILES[0]).is_file():
+        return str(folder)
+    if holds_weights(folder):
+        raise ConfigError(
+            f"data.tokenizer: {folder} has weights and no {_FILES[0]}, so the meaning of their token ids is unknown:"
+            f" name the tokenizer that they were trained with (or bytes)"
+        )
+    return BYTES
+
+
+def run_tokenizer(config: Config, say: Callable[[str], None] = print) -> Tokenizer:
+    """Return the tokenizer that ``data.tokenizer`` names.
+
+    For an existing run: its stored copy, if the tokenizer was trained for the run or is gone.
+
+    Raises:
+        ConfigError: there is no such tokenizer.
+    """
+    name = tokenizer_name(config)
+    kept = kept_tokenizer(Path(config.run)) if config.run else None
+    if kept and (name.startswith(PREFIX) or not Path(name).expanduser().exists()):
+        return kept
+    if name.startswith(PREFIX):
+        return trained_bpe(name, config.data.mixture or (config.data,), config.data.cache, say)
+    return load_tokenizer(name)
+
+
+def planned_tokenizer(config: Config) -> Tokenizer:
+    """Return a tokenizer for planning: one that is yet to be trained has only a vocabulary size."""
+    name = tokenizer_name(config)
+    return IdTokenizer(vocabulary_of(name), 0) if name.startswith(PREFIX) else load_tokenizer(name)
+
+
+def kept_tokenizer(run: Path) -> FileTokenizer | None:
+    """Return the tokenizer stored in a run's folder; None without one (bytes and ids need no files)."""
+    return FileTokenizer(run / TOKENIZER) if (run / TOKENIZER / _FILES[0]).is_file() else None
+
+
+def own_tokenizer(config: Config, run: Path) -> Tokenizer:
+    """Return a run's tokenizer without reading files outside its folder: its stored copy, bytes, or ids.
+
+    Raises:
+        ConfigError: the run has no copy; the path that its config names may hold any tokenizer.
+    """
+    name = tokenizer_name(config)
+    if (kept := kept_tokenizer(run)) is not None:
+        return kept
+    if name == BYTES or name.startswith("ids:"):
+        return load_tokenizer(name)
+    raise ConfigError(
+        f"{run} has no {TOKENIZER}/{_FILES[0]}, and the tokenizer that its config.toml names (data.tokenizer = {name})"
+        f" is not its own: copy that tokenizer's files to {run / TOKENIZER}"
     )
 
 
-def _idle(facts: ModelFacts, chosen: int | None) -> int:
-    """Count the expert parameters that a token is not routed to; a layer's experts are stacked along the first of
-    three dims.
+def template_file(config: Config) -> str:
+    """Return the file of the chat template that the config names, the first one of a mixture; "" without one."""
+    return next((part.template for part in (config.data.mixture or (config.data,)) if part.template), "")
+
+
+def in_chat_template(config: Config, tokenizer: Tokenizer, message: str) -> str | None:
+    """Write a user's message out by the chat template of a run's data, up to the answer; None without a template."""
+    try:
+        return _asked(load_template(template_file(config), getattr(tokenizer, "folder", None)), message)
+    except (ConfigError, ValueError):
+        return None
+
+
+def _asked(template: ChatTemplate, message: str) -> str:
+    found = template.render([{"role": "user", "content": message}], prompts_answer=True)
+    if message in found:
+        return found
+    parts = [{"type": "text", "text": message}]  # templates of models with images may know contents of parts alone
+    return template.render([{"role": "user", "content": parts}], prompts_answer=True)
+
+
+def template_folder(run: Path, tokenizer: Tokenizer) -> Path | None:
+    """Return the folder with the chat template that a run trained with: its own, or the tokenizer's."""
+    return run / TOKENIZER if (run / TOKENIZER / TEMPLATE).is_file() else getattr(tokenizer, "folder", None)
+
+
+def prompt_ids(prompt: str, tokenizer: Tokenizer, run: Path) -> list[int]:
+    """Return the ids of a text to continue: those of the tokenizer's own call, but the prompt that a run chose for
+    itself by its chat template has the ids that the template gives it."""
+    try:
+        is_rendered = prompt == _asked(load_template("", template_folder(run, tokenizer)), GREETING)
+    except (ConfigError, ValueError):
+        is_rendered = False
+    return [int(i) for i in encode_prompt(tokenizer, prompt, is_rendered=is_rendered)]
+
+
+def keep_tokenizer(tokenizer: Tokenizer, run: Path, template: str = "") -> None:
+    """Copy a tokenizer's files into the folder of a run, once.
+
+    Args:
+        template: file of the chat template that the run trains with; "": the tokenizer's own.
     """
-    stacks = [p for p in facts.parameters if len(p.shape) == 3]
-    return 0 if chosen is None else sum(p.numel - p.numel * min(chosen, p.shape[0]) // p.shape[0] for p in stacks)
+    folder = run / TOKENIZER
+    if template and not (folder / TEMPLATE).is_file():
+        folder.mkdir(exist_ok=True)
+        replace_text(folder / TEMPLATE, Path(template).expanduser().read_text(encoding="utf-8"))
+    if not isinstance(tokenizer, FileTokenizer) or (folder / _FILES[0]).is_file():
+        return
+    folder.mkdir(exist_ok=True)
+    for name in reversed(_FILES):  # tokenizer.json last: it marks the copy as complete
+        file = tokenizer.path if name == _FILES[0] else inside(tokenizer.folder, name)
+        if name == SETTINGS and (settings := tokenizer.settings) != read_settings(tokenizer.folder):
+            replace_text(folder / name, json.dumps(settings, indent=2) + "\n")
+        elif file.is_file() and not (name == TEMPLATE and template):
+            shutil.copyfile(file, folder / f"{name}.new")
+            (folder / f"{name}.new").replace(folder / name)

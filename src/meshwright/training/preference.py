@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +23,8 @@ from meshwright.data.text.tasks import task_name
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import is_rank_zero
-
-from .config import Config
-from .feed import Feed
+from meshwright.training.config import Config
+from meshwright.training.feed import Feed
 
 FOLDER = "reference"
 """Subfolder of a run with the log-probabilities of its pairs under the first weights."""
@@ -105,16 +105,19 @@ def give_references(
     """
     for split in _splits(feed) if _why_computed(config, model) else ():
         n, path = split.n_samples(config.data.seq_len), folder / FOLDER / f"{split.name}.npy"
-
-        def read(path: Path = path, n: int = n) -> np.ndarray | None:
-            return _read(path, n, has_begun)
-
+        read = partial(_read, path, n, has_begun)
         values = agree.from_rank_zero(agree.together(read, here=is_rank_zero()))
         if values is None:
             values = _computed(config, feed.ends or RowEnds(), split, model, place, stopped)
             if isinstance(values, int):
                 return values
-            agree.together(lambda path=path, values=values: _write(path, values), here=is_rank_zero())
+
+            def write(path: Path = path, values: np.ndarray = values) -> None:
+                path.parent.mkdir(exist_ok=True)
+                with replacing(path) as temporary, open(temporary, "wb") as file:
+                    np.save(file, values)
+
+            agree.together(write, here=is_rank_zero())
         split.set_reference(config.data.seq_len, values)
     return 0
 
@@ -189,9 +192,3 @@ def _read(path: Path, n: int, has_begun: bool) -> np.ndarray | None:
             f" back, or begin the run anew"
         )
     return values
-
-
-def _write(path: Path, values: np.ndarray) -> None:
-    path.parent.mkdir(exist_ok=True)
-    with replacing(path) as temporary, open(temporary, "wb") as file:
-        np.save(file, values)

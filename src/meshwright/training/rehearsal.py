@@ -40,13 +40,12 @@ from meshwright.simulation.hardware.cards import Machines, message_s
 from meshwright.simulation.workload.step_memory import RehearsedRank
 from meshwright.training.build import Run, batch_of, build_run, device_name, facts_of, plan_run
 from meshwright.training.config import Config
-from meshwright.training.metrics.memory import KINDS, MemoryReading, read_memory, reset_peak
-from meshwright.training.metrics.throughput import StartupTimeline
-from meshwright.training.model_source import model_source
+from meshwright.training.memory import KINDS, MemoryReading, read_memory, reset_peak
+from meshwright.training.model_source import model_source, planned_tokenizer
 from meshwright.training.preference import pretend_references
 from meshwright.training.stopping import StopRequest
-from meshwright.training.tokenizer import planned_tokenizer
-from meshwright.training.views.progress import SilentProgress
+from meshwright.training.throughput import StartupTimeline
+from meshwright.training.views.progress import Progress
 from meshwright.training.views.watching import MemoryWatch
 
 # --- take steps of a run and observe them
@@ -190,12 +189,35 @@ class Rehearsal:
         """Read the first rehearsal of a text; raises ConfigError as the function ``from_json`` does."""
         return from_json(text)[0]
 
-    def of_kind(self, alike: int, work: str) -> Rehearsal:
-        """Return the same figures as those of one of ``alike`` ranks with the same work."""
-        return replace(self, alike=alike, work=work)
-
     def __str__(self) -> str:
-        return _page(self)
+        place = ", ".join(f"{axis} {number}" for axis, number in self.coordinates.items())
+        head = f"rank {self.rank} of {self.world}" + f" ({place})" * bool(place)
+        head += f" on {self.device}" * bool(self.device)
+        if self.alike:
+            head += f"; {self.alike} rank{'s' * (self.alike > 1)} like it: {self.work}"
+        if self.refused:
+            return f"{head}\n  refused: {self.refused}"
+        seen = " (compiled blocks: what they keep is not seen)" if self.is_compiled else ""
+        rows = [(text, bytes_text(self.memory[kind])) for kind, text in KINDS.items() if kind in self.memory]
+        memory = columns(rows, (f"the most at a time of{seen}", "bytes"))
+        compiled = [("compilation, in the first step", _short(self.compile_seconds))] if self.is_compiled else []
+        times = [
+            ("building the run", duration_text(self.build_seconds)),
+            ("first step", _short(self.first_step_seconds)),
+            *compiled,
+            (f"step, median of {len(self.step_seconds)}", _short(self.seconds)),
+            ("operators of a step", f"{sum(self.operators.values()):,}"),
+        ]
+        parts = [head, f"{memory}\n  {self.peak_label} {bytes_text(self.peak_bytes)}"]
+        parts.append(columns(times, (f"with messages of {self.links}" if self.links else "without messages", "time")))
+        if self.messages:
+            heads = ("message", "axis", "ranks", "calls", "bytes per step", *(["foreseen"] if self.links else []))
+            values = [
+                (m.op, m.axis, str(m.ranks), str(m.calls), bytes_text(m.bytes), _short(m.seconds))
+                for m in self.messages
+            ]
+            parts.append(columns([row[: len(heads)] for row in values], heads))
+        return "\n\n".join(parts)
 
 
 def digest(plan: Plan, batch: Batch) -> str:
@@ -245,39 +267,6 @@ def read(path: Path) -> list[Rehearsal]:
     return from_json(text, str(path))
 
 
-def _page(r: Rehearsal) -> str:
-    place = ", ".join(f"{axis} {number}" for axis, number in r.coordinates.items())
-    head = f"rank {r.rank} of {r.world}" + (f" ({place})" if place else "") + (f" on {r.device}" if r.device else "")
-    if r.alike:
-        head += f"; {r.alike} rank{'s' * (r.alike > 1)} like it: {r.work}"
-    if r.refused:
-        return f"{head}\n  refused: {r.refused}"
-    parts = [head, f"{_memory(r)}\n  {r.peak_label} {bytes_text(r.peak_bytes)}", _times(r)]
-    if r.messages:
-        heads = "message", "axis", "ranks", "calls", "bytes per step"
-        rows = [(m.op, m.axis, str(m.ranks), str(m.calls), bytes_text(m.bytes)) for m in r.messages]
-        if r.links:
-            heads = (*heads, "foreseen")
-            rows = [(*row, _short(m.seconds)) for row, m in zip(rows, r.messages, strict=True)]
-        parts.append(columns(rows, heads))
-    return "\n\n".join(parts)
-
-
-def _memory(r: Rehearsal) -> str:
-    rows = [(text, bytes_text(r.memory[kind])) for kind, text in KINDS.items() if kind in r.memory]
-    seen = " (compiled blocks: what they keep is not seen)" if r.is_compiled else ""
-    return columns(rows, (f"the most at a time of{seen}", "bytes"))
-
-
-def _times(r: Rehearsal) -> str:
-    rows = [("building the run", duration_text(r.build_seconds)), ("first step", _short(r.first_step_seconds))]
-    if r.is_compiled:
-        rows.append(("compilation, in the first step", _short(r.compile_seconds)))
-    rows.append((f"step, median of {len(r.step_seconds)}", _short(r.seconds)))
-    rows.append(("operators of a step", f"{sum(r.operators.values()):,}"))
-    return columns(rows, (f"with messages of {r.links}" if r.links else "without messages", "time"))
-
-
 def _short(seconds: float) -> str:
     return f"{1000 * seconds:.1f} ms" if seconds < 1 else duration_text(seconds)
 
@@ -307,38 +296,13 @@ def rehearse(
             seconds = time.perf_counter() - began
             observed = observe(run, steps)
         except Exception as error:  # noqa: BLE001  (whatever a rank meets is what a rehearsal is for)
-            return _refused(error, rank, world)
+            if os.environ.get("MESHWRIGHT_DEBUG"):
+                traceback.print_exception(error, file=sys.stderr)
+            if isinstance(error, MeshwrightError):
+                return Rehearsal(rank, world, refused=str(error), exit_status=error.exit_status)
+            first_line = next(iter(str(error).strip().splitlines()), "")
+            return Rehearsal(rank, world, refused=f"{type(error).__name__}: {first_line}", exit_status=1)
         run.feed.loader.close()
-        return _figures(run, observed, rank, seconds, machines)
-
-
-CLIPPED = 1e-6
-"""Norm of the gradients above which they are clipped in a rehearsal, where clipping is on: always."""
-
-
-def built(config: Config) -> Run:
-    """Build the run of a config, with nothing shown and no signal awaited.
-
-    Gradients that are clipped at all are clipped in every step: their norm is not that of a run.
-    Rows of whole answers or conversations are as long in each step as the longest of them all.
-    """
-    optimizer = replace(config.optimizer, max_norm=min(config.optimizer.max_norm, CLIPPED))
-    silent = StartupTimeline(), SilentProgress(), StopRequest()
-    return build_run(replace(config, run="", optimizer=optimizer), *silent, longest_rows=True)
-
-
-@contextmanager
-def alone_as(rank: int, world: int, per_node: int = 0, duration: Duration | None = None) -> Iterator[None]:
-    """Make this process one of ``world`` ranks that a launcher started, with nobody else there.
-
-    Raises:
-        ConfigError: there is no such rank.
-    """
-    with _as_rank(rank, world, per_node), absent_peers(rank, world, duration):
-        yield
-
-
-def _figures(run: Run, observed: StepsOfRank, rank: int, seconds: float, machines: Machines | None) -> Rehearsal:
     return Rehearsal(
         rank,
         run.plan.world,
@@ -357,13 +321,40 @@ def _figures(run: Run, observed: StepsOfRank, rank: int, seconds: float, machine
     )
 
 
-def _refused(error: Exception, rank: int, world: int) -> Rehearsal:
-    if os.environ.get("MESHWRIGHT_DEBUG"):
-        traceback.print_exception(error, file=sys.stderr)
-    if isinstance(error, MeshwrightError):
-        return Rehearsal(rank, world, refused=str(error), exit_status=error.exit_status)
-    lines = str(error).strip().splitlines() or [""]
-    return Rehearsal(rank, world, refused=f"{type(error).__name__}: {lines[0]}", exit_status=1)
+CLIPPED = 1e-6
+"""Norm of the gradients above which they are clipped in a rehearsal, where clipping is on: always."""
+
+
+def built(config: Config) -> Run:
+    """Build the run of a config, with nothing shown and no signal awaited.
+
+    Gradients that are clipped at all are clipped in every step: their norm is not that of a run.
+    Rows of whole answers or conversations are as long in each step as the longest of them all.
+    """
+    optimizer = replace(config.optimizer, max_norm=min(config.optimizer.max_norm, CLIPPED))
+    silent = StartupTimeline(), Progress(), StopRequest()
+    return build_run(replace(config, run="", optimizer=optimizer), *silent, longest_rows=True)
+
+
+@contextmanager
+def alone_as(rank: int, world: int, per_node: int = 0, duration: Duration | None = None) -> Iterator[None]:
+    """Make this process one of ``world`` ranks that a launcher started, with nobody else there: the first of its host.
+
+    Raises:
+        ConfigError: there is no such rank.
+    """
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", STORE)
+    before = {name: os.environ.pop(name, None) for name in names}
+    values = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": per_node or world}
+    os.environ.update({name: str(value) for name, value in values.items()})
+    try:
+        with absent_peers(rank, world, duration):
+            yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def places(plan: Plan, rank: int) -> dict[str, int]:
@@ -382,22 +373,6 @@ def _rows(plan: Plan, messages: tuple[Message, ...], machines: Machines | None) 
             taken = 0.0 if machines is None else message_s(op, ranks, larger, machines)
             found[key] = calls + 1, moved + sent, seconds + taken
     yield from (MessageRow(*key, *figures) for key, figures in found.items())
-
-
-@contextmanager
-def _as_rank(rank: int, world: int, per_node: int) -> Iterator[None]:
-    """Set the variables of a launcher; this process is the first of its host, since no other is there."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", STORE)
-    before = {name: os.environ.pop(name, None) for name in names}
-    values = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": per_node or world}
-    os.environ.update({name: str(value) for name, value in values.items()})
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
 
 
 # --- rehearse ranks one after the other, each in a process of its own, so that memory and errors are that rank's
@@ -476,28 +451,23 @@ def rehearse_each(
         steps: steps that are timed.
         show: called with each result as soon as it is there.
     """
-    found = []
+    found, world = [], parts.plan.world
+    alone = partial(rehearse, per_node=parts.per_node, steps=steps, machines=parts.machines)
     for kind in kinds:
-        alone = partial(rehearse, per_node=parts.per_node, steps=steps, machines=parts.machines)
         with closing(WorkerPool(1, threads=torch.get_num_threads())) as pool:
-            result = _in(pool, alone, parts, kind.ranks[0]).of_kind(len(kind.ranks), kind.work)
-        result = replace(result, plan=parts.digest)
+            try:
+                result = pool.run(alone, parts.config, kind.ranks[0], world)[0]
+            except WorkerFailed as failure:
+                if failure.error is None or isinstance(failure.error, KeyboardInterrupt):
+                    raise
+                raise failure.error from None
+            except WorkerDied as death:
+                hint = ": its host has too little memory" if death.exit_code == -signal.SIGKILL else ""
+                result = Rehearsal(kind.ranks[0], world, refused=f"the process {death.how}{hint}", exit_status=1)
+        result = replace(result, alike=len(kind.ranks), work=kind.work, plan=parts.digest)
         show(result)
         found.append(result)
     return found
-
-
-def _in(pool: WorkerPool, alone: Callable[..., Rehearsal], parts: Cast, rank: int) -> Rehearsal:
-    world = parts.plan.world
-    try:
-        return pool.run(alone, parts.config, rank, world)[0]
-    except WorkerFailed as failure:
-        if failure.error is None or isinstance(failure.error, KeyboardInterrupt):
-            raise
-        raise failure.error from None
-    except WorkerDied as death:
-        hint = ": its host has too little memory" if death.exit_code == -signal.SIGKILL else ""
-        return Rehearsal(rank, world, refused=f"the process {death.how}{hint}", exit_status=1)
 
 
 # --- let rehearsals stand in a forecast for what it would foresee of the same ranks
@@ -515,19 +485,15 @@ def rehearsals_for(path: Path, cluster: Cluster, machines: Machines) -> list[Reh
             raise ConfigError(f"{path}: rank {one.rank} did not get through its rehearsal: {one.refused}")
         if one.world != cluster.world:
             raise ConfigError(f"{path} is a rehearsal for {one.world} ranks, and --gpus is {cluster.world}")
-        if not _is(machines.device.name, one.device):
+        card = machines.device.name
+        plain_card, plain_device = (re.sub(r"[^a-z0-9]", "", name.lower()) for name in (card, one.device))
+        model = re.match(r"[a-z]+\d+[a-z]*", card.lower().replace(" ", ""))  # such as h100 in the driver's longer name
+        if plain_card != plain_device and (model is None or model[0] not in plain_device):
             raise ConfigError(
                 f"{path} was rehearsed on {one.device or 'an unnamed device'}, whose seconds and bytes are not those of"
-                f" {machines.device.name}. Rehearse on such a device, or ask about the device that it ran on"
+                f" {card}. Rehearse on such a device, or ask about the device that it ran on"
             )
     return found
-
-
-def _is(card: str, device: str) -> bool:
-    """Return whether the name that a driver gives a device is a card's: by its model, such as h100."""
-    plain_card, plain_device = (re.sub(r"[^a-z0-9]", "", name.lower()) for name in (card, device))
-    model = re.match(r"[a-z]+\d+[a-z]*", card.lower().replace(" ", ""))
-    return plain_card == plain_device or (model is not None and model[0] in plain_device)
 
 
 def rehearsed_ranks(rehearsals: Sequence[Rehearsal]) -> list[RehearsedRank]:

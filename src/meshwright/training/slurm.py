@@ -1,9 +1,4 @@
-"""Submit runs as Slurm jobs.
-
-Torch-free.
-
-Torch-free; submitit is imported where it is used.
-"""
+"""Submit runs as Slurm jobs. Torch-free; submitit is imported where it is used."""
 
 from __future__ import annotations
 
@@ -29,10 +24,10 @@ from meshwright.core.devices import CPU, CUDA
 from meshwright.core.errors import ConfigError, MissingExtraError
 from meshwright.core.files import replace_text
 from meshwright.training.config import Config
-from meshwright.training.run.trust import FLAG as TRUST
-from meshwright.training.run.trust import code_in
+from meshwright.training.run.request import FLAG as TRUST
+from meshwright.training.run.request import code_in
 
-# --- define the settings of a run's Slurm job, and refuse contradictory ones. Torch-free
+# --- define the settings of a run's Slurm job, and refuse contradictory ones
 
 OWN_FLAGS = {
     "nodes": "slurm.nodes",
@@ -131,9 +126,9 @@ def check_job(config: LaunchConfig) -> None:
     job = config.slurm
     if job.gpus_per_node and job.tasks != job.gpus_per_node:
         raise ConfigError(
-            f"slurm.tasks_per_node = {job.tasks_per_node} with slurm.gpus_per_node = {job.gpus_per_node}: each"
-            f" process drives one GPU. Set"
-            f" slurm.tasks_per_node = {job.gpus_per_node} (or 0), or slurm.gpus_per_node = {job.tasks_per_node}."
+            f"slurm.tasks_per_node = {job.tasks_per_node} with slurm.gpus_per_node = {job.gpus_per_node}: each process"
+            f" drives one GPU. Set slurm.tasks_per_node = {job.gpus_per_node} (or 0), or slurm.gpus_per_node ="
+            f" {job.tasks_per_node}."
         )
     if job.time and seconds_of(job.time) <= job.signal_sec:
         raise ConfigError(
@@ -277,6 +272,7 @@ def _executor(config: LaunchConfig, run: Path) -> Any:
 
     job = config.slurm
     extra = {name: value if equals else True for name, equals, value in (flag.partition("=") for flag in job.extra)}
+    stopped = "|".join(str(128 + number) for number in (signal.SIGUSR1, signal.SIGTERM))
     executor = Executor(folder=run / FOLDER)
     executor.update_parameters(
         job_name=config.name,
@@ -290,7 +286,13 @@ def _executor(config: LaunchConfig, run: Path) -> Any:
         time=job.time or None,
         wckey=None,
         setup=list(job.setup) or None,
-        teardown=_teardown(job.requeue),
+        # after srun; ``scancel`` ends the script too, so a cancelled job never reaches these lines
+        teardown=[
+            "status=$?",
+            "# told to stop for the time limit (USR1) or a preemption (TERM): the run is not complete",
+            *([f'case "$status" in {stopped}) scontrol requeue "$SLURM_JOB_ID" ;; esac'] if job.requeue else []),
+            'exit "$status"',
+        ],
         # Since Slurm 22.05 srun does not inherit this from sbatch.
         srun_args=[f"--cpus-per-task={job.cpus_per_task}"] if job.cpus_per_task else None,
         additional_parameters={
@@ -300,15 +302,3 @@ def _executor(config: LaunchConfig, run: Path) -> Any:
         },
     )
     return executor
-
-
-def _teardown(requeue: bool) -> list[str]:
-    """Return the script's lines after srun. ``scancel`` ends the script too, so a cancelled job never reaches them."""
-    stopped = "|".join(str(128 + number) for number in (signal.SIGUSR1, signal.SIGTERM))
-    again = [f'case "$status" in {stopped}) scontrol requeue "$SLURM_JOB_ID" ;; esac'] if requeue else []
-    return [
-        "status=$?",
-        "# told to stop for the time limit (USR1) or a preemption (TERM): the run is not complete",
-        *again,
-        'exit "$status"',
-    ]

@@ -13,8 +13,7 @@ from typing import Any
 
 from meshwright.core.errors import MeshwrightError
 from meshwright.distributed.process.workers import meeting_place
-
-from .views.progress import Progress
+from meshwright.training.views.progress import Progress
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 INTERRUPT = signal.SIGUSR2

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,16 +19,18 @@ from meshwright.comparison.sketch import Observed, observing
 from meshwright.comparison.trace import Sketches, TracedStep, TraceFile, fingerprints
 from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError, IntegrityError
+from meshwright.core.files import replace_text
 from meshwright.distributed.mesh import data_position, get_pp_rank, groups_of
 from meshwright.distributed.process import agree
+from meshwright.distributed.process.world import is_rank_zero
 from meshwright.distributed.step.part import StepLoss, StepResult
 from meshwright.distributed.weights.shards import sketches
 from meshwright.introspection.structure.experts import stack_paths
 from meshwright.planning.layout import SAMPLES, TOKENS
-
-from .build import Run, build_schedule, refuse_untraced
-from .config import Config
-from .run.folder import changes
+from meshwright.training.build import Run, build_schedule, refuse_untraced
+from meshwright.training.config import Config
+from meshwright.training.run.folder import changes
+from meshwright.training.views.telling import in_words
 
 GUARDS = ("max_skipped_steps", "max_loss_deviation", "loss_window")
 """Keys of the optimizer's section that change no step which is taken."""
@@ -63,8 +67,21 @@ class TraceCheck:
     """
 
     def __init__(self, run: Run, trace: TraceFile):
-        self.r, self.trace, self.dtype = run, trace, run.plan.precision.compute
-        self._refuse_other_run()
+        self.r, self.trace, self.dtype, steps = run, trace, run.plan.precision.compute, run.config.steps
+        facts = traced_facts(run.config, run.identity, run.plan.precision.master, trace.n_steps)
+        if changed := list(changes(trace.facts, facts)):
+            raise ConfigError(
+                f"check_trace = {trace.path} is the trace of another run: {', '.join(changed)}. Layout, devices,"
+                f" microbatches and compute precision may differ, all else must be the same. Write a trace of this"
+                f" config with verify --write-trace"
+            )
+        if self.dtype not in trace.dtypes:
+            raise ConfigError(
+                f"check_trace = {trace.path} has no bounds for rounding in {self.dtype}"
+                f" (techniques.precision.compute); it has bounds for {', '.join(trace.dtypes)}"
+            )
+        if steps < trace.n_steps:
+            raise ConfigError(f"steps = {steps}: the trace {trace.path} has {trace.n_steps}; train as many or more")
         rank, ranks = data_position(run.model.mesh)
         share = run.config.batch.global_batch // ranks
         self._rows, self._groups = slice(rank * share, (rank + 1) * share), groups_of(run.model.mesh, *SAMPLES)
@@ -85,25 +102,23 @@ class TraceCheck:
         trace = run.trace
         return agree.together(lambda: cls(run, trace)) if trace is not None else None
 
-    def _refuse_other_run(self) -> None:
-        facts = traced_facts(self.r.config, self.r.identity, self.r.plan.precision.master, self.trace.n_steps)
-        changed = list(changes(self.trace.facts, facts))
-        if changed:
+    def begins(self, step: int, kept: Path, say: Callable[[str], None]) -> bool:
+        """Return whether the first steps are still to be compared, in a run that goes on from ``step``.
+
+        Args:
+            kept: file of the run with the result of the comparison.
+
+        Raises:
+            ConfigError: the run is past these steps, and has not compared them.
+        """
+        if step and not agree.from_rank_zero(kept.is_file()):
             raise ConfigError(
-                f"check_trace = {self.trace.path} is the trace of another run: {', '.join(changed)}. Layout, devices,"
-                f" microbatches and compute precision may differ, all else must be the same. Write a trace of this"
-                f" config with verify --write-trace"
+                f"check_trace = {self.trace.path}: a trace begins at step 0, and this run goes on from step {step};"
+                f" leave check_trace out"
             )
-        if self.dtype not in self.trace.dtypes:
-            raise ConfigError(
-                f"check_trace = {self.trace.path} has no bounds for rounding in {self.dtype}"
-                f" (techniques.precision.compute); it has bounds for {', '.join(self.trace.dtypes)}"
-            )
-        if self.r.config.steps < self.trace.n_steps:
-            raise ConfigError(
-                f"steps = {self.r.config.steps}: the trace {self.trace.path} has {self.trace.n_steps}; train as many"
-                f" or more"
-            )
+        if step:
+            say(f"its first steps were compared with a trace already: {kept}")
+        return not step
 
     @contextmanager
     def watching(self, batch: Any) -> Iterator[None]:
@@ -122,6 +137,29 @@ class TraceCheck:
             {name: g for name, p in self.r.model.named_parameters() if (g := p.grad) is not None}
         )
 
+    def ended(self, loss: StepLoss, result: StepResult, kept: Path, say: Callable[[str], None]) -> bool:
+        """Compare the step that was just taken, and return whether it was the trace's last.
+
+        Raises:
+            IntegrityError: on all ranks, if the run differs from its trace.
+        """
+        if (found := self.compared(loss, result)) is None:
+            return False
+        text = json.dumps({"trace": str(self.trace.path), **found.plain()}, indent=1)
+        writing = in_words(partial(replace_text, kept, text), f"cannot write in {kept.parent}")
+        agree.together(writing, here=is_rank_zero())
+
+        def differs() -> None:
+            raise IntegrityError(
+                f"the run does not compute what one process computed.\n{self.text(found)}\nIt ends here, after step"
+                f" {self._step}, and saves nothing. To train all the same, leave check_trace out."
+            )
+
+        if not found.is_equal:
+            agree.together(differs)
+        say(self.text(found))
+        return True
+
     def compared(self, loss: StepLoss, result: StepResult) -> Comparison | None:
         """Compare the step that was just taken.
 
@@ -129,7 +167,10 @@ class TraceCheck:
         """
         there = self.trace.step(self._step, self._rows)
         floors = self.trace.floors(self.dtype, self._step)
-        self._of_batch(there)
+        mine = fingerprints(self._batch)
+        wrong = (mine != there.batch).sum() if mine.shape == there.batch.shape else torch.tensor(len(mine))
+        rows = agree.total(torch.stack([wrong.double(), torch.tensor(float(len(mine)))]), self._groups)
+        self._found.append(Difference("batch", "", (rows[0] / rows[1]).item(), 0.0, step=self._step))
         self._parts |= self._shared_out()
         forward, backward = self._observed.rows()
         self._of_rows("forward", forward, there, floors)
@@ -155,28 +196,10 @@ class TraceCheck:
         steps = f"{self._step} of {self.trace.n_steps} steps"
         return "\n".join([f"trace {self.trace.path}: {verdict} ({steps}{left_out})", *comparison.lines()])
 
-    def refuse(self, comparison: Comparison) -> None:
-        """Raise IntegrityError on all ranks if the run differs from its trace."""
-
-        def differs() -> None:
-            raise IntegrityError(
-                f"the run does not compute what one process computed.\n{self.text(comparison)}\nIt ends here, after"
-                f" step {self._step}, and saves nothing. To train all the same, leave check_trace out."
-            )
-
-        if not comparison.is_equal:
-            agree.together(differs)
-
     # --- comparing
 
     def _parameters(self) -> dict[str, Tensor]:
         return sketches(dict(self.r.model.named_parameters()))
-
-    def _of_batch(self, there: TracedStep) -> None:
-        mine = fingerprints(self._batch)
-        wrong = (mine != there.batch).sum() if mine.shape == there.batch.shape else torch.tensor(len(mine))
-        rows = agree.total(torch.stack([wrong.double(), torch.tensor(float(len(mine)))]), self._groups)
-        self._found.append(Difference("batch", "", (rows[0] / rows[1]).item(), 0.0, step=self._step))
 
     def _of_rows(
         self, stage: str, found: dict[str, Tensor], there: TracedStep, floors: Mapping[str, Mapping[str, float]]
@@ -190,7 +213,10 @@ class TraceCheck:
         fits = [name in found and found[name].shape == values.shape[1:] for name in names]
         absent = torch.full(values.shape[1:], math.nan, dtype=torch.float64, device=self.r.model.device)
         mine = torch.stack([found[name] if fit else absent for name, fit in zip(names, fits, strict=True)]).cpu()
-        seen = self._first_to_see(torch.tensor([name in found for name in names]))
+        seen = torch.tensor([name in found for name in names])
+        if self._stages:  # a module that several pipeline ranks compute counts on the first of them
+            here = get_pp_rank(self.r.model.mesh)
+            seen &= -agree.largest_each(torch.where(seen, -float(here), -math.inf)) == here
         whole = [mine]
         for groups in filter(None, (self._tensor, self._parts_of_rows)):
             whole += [agree.total(part.clone(), groups) for part in whole]
@@ -225,14 +251,6 @@ class TraceCheck:
         summed = set() if tensor is None else {path for kind in tensor.kinds for path in kind.summed_outputs()}
         return {name for name, flag in zip(shapes, found.tolist(), strict=True) if flag} | summed
 
-    def _first_to_see(self, seen: Tensor) -> Tensor:
-        """Assign a module that several pipeline ranks compute to the first of them."""
-        if not self._stages:
-            return seen
-        here = get_pp_rank(self.r.model.mesh)
-        first = -agree.largest_each(torch.where(seen, -float(here), -math.inf))
-        return seen & (first == here)
-
     def _of_tensors(
         self, stage: str, found: Mapping[str, Tensor], sketches: Sketches, floors: Mapping[str, Mapping[str, float]]
     ) -> None:
@@ -244,8 +262,15 @@ class TraceCheck:
         names = [*reference, *more]
         whole = math.sqrt(sum(sketch.square().sum().item() for sketch in reference.values()))
         here = [name for name in names if name in found or name in self._owned]
-        errors = {name: _error(found.get(name), reference.get(name), whole) for name in here}
-        ratios = {name: _along(found[name], reference[name]) for name in here if name in found and name in reference}
+        floor = max(1e-6 * whole, 1e-300)
+        errors = dict.fromkeys(here, math.inf)
+        ratios = dict.fromkeys(here, -math.inf)  # the projection on the reference, as a multiple of it
+        for name in here:
+            if name in found and name in reference:
+                error = (found[name] - reference[name]).norm().item() / max(reference[name].norm().item(), floor)
+                errors[name] = error if math.isfinite(error) else math.inf
+                size, common = reference[name].square().sum().item(), (found[name] * reference[name]).sum().item()
+                ratios[name] = common / size if size and math.isfinite(common / size) else -math.inf
         mine = [[values.get(name, -math.inf) for name in names] for values in (errors, ratios)]
         for name, error, along in zip(
             names, *agree.largest_each(torch.tensor(mine, dtype=torch.float64)).tolist(), strict=True
@@ -262,17 +287,3 @@ class TraceCheck:
     ) -> None:
         bound = SAME_WEIGHTS if stage == "initial weight" else traced_bound(self.dtype, floors.get(name, 0.0))
         self._found.append(Difference(stage, name, error, bound, along, max(self._step, 1)))
-
-
-def _error(found: Tensor | None, reference: Tensor | None, whole: float) -> float:
-    if found is None or reference is None:
-        return math.inf
-    error = (found - reference).norm().item() / max(reference.norm().item(), 1e-6 * whole, 1e-300)
-    return error if math.isfinite(error) else math.inf
-
-
-def _along(found: Tensor, reference: Tensor) -> float:
-    """Return the projection of ``found`` on the reference, as a multiple of it; -inf if that is undefined."""
-    whole = reference.square().sum().item()
-    value = (found * reference).sum().item() / whole if whole else math.nan
-    return value if math.isfinite(value) else -math.inf

@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,31 +18,28 @@ from meshwright.core.names import clean
 from meshwright.data import validation_batches
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.process import agree, elastic
-from meshwright.distributed.process.world import is_rank_zero
+from meshwright.distributed.process.world import get_world_info, is_rank_zero
 from meshwright.distributed.recompute.compilation import graph_breaks_text
-from meshwright.distributed.setup import begin_steps, destroy_distributed
-from meshwright.distributed.step.part import StepLoss, StepResult
-from meshwright.training.metrics.throughput import StartupTimeline
-from meshwright.training.views.telling import is_demo
+from meshwright.distributed.setup import begin_steps, choose_backend, destroy_distributed
+from meshwright.training.build import Run, build_run
+from meshwright.training.config import Config, check
+from meshwright.training.health.heartbeat import Heartbeat
+from meshwright.training.health.loss_guard import LossGuard
+from meshwright.training.health.peers import Peers, announce, early_folder, sweep
+from meshwright.training.metrics import check_trackers
+from meshwright.training.model_source import prompt_ids
+from meshwright.training.preference import give_references
+from meshwright.training.recording import Profile, check_recordings, open_recordings
+from meshwright.training.run.checkpointing import Checkpointing, Position
+from meshwright.training.run.folder import RunFolder
+from meshwright.training.run.occupancy import occupied
+from meshwright.training.run.request import RESOLVED, keep_request, read_request, words_of_complete
+from meshwright.training.stopping import Interrupted, StopRequest
+from meshwright.training.throughput import StartupTimeline
+from meshwright.training.tracing import TraceCheck
+from meshwright.training.views.progress import Progress, StepReport
+from meshwright.training.views.telling import Teller, Validated, build_progress, in_words, is_demo
 from meshwright.training.views.watching import MemoryWatch, keep_times
-
-from .build import Run, build_run
-from .config import Config, check
-from .health.heartbeat import Heartbeat
-from .health.loss_guard import LossGuard
-from .health.peers import Peers, announce, early_folder, sweep
-from .preference import give_references
-from .run.checkpointing import Checkpointing, Position
-from .run.folder import RunFolder
-from .run.occupancy import occupied
-from .run.request import RESOLVED, keep_request, read_request, words_of_complete
-from .stopping import Interrupted, StopRequest
-from .tokenizer import prompt_ids
-from .tracing import TraceCheck
-from .views.display import build_progress
-from .views.progress import Progress, StepReport
-from .views.telling import Teller, Validated, in_words
-from .views.watching import Watch, check_watching
 
 TROUBLE = 1 << 16
 """The value that a rank reports when it cannot continue; above every signal's number."""
@@ -78,7 +75,8 @@ class Trainer:
             MeshwrightError: a refusal before the start, too many skipped steps in a row, or the loss of another rank.
         """
         self.timeline.record("launch", time.time() - self.started)
-        check_watching(self.config)
+        check_trackers(self.config.logging)
+        check_recordings(self.config.logging, choose_backend(self.config.process.backend)[1])
         early = early_folder()
         with StopRequest() as stop, build_progress(is_main=is_rank_zero()) as progress, self.heartbeat:
             self.heartbeat.settle(early)
@@ -109,11 +107,10 @@ class Trainer:
         self.heartbeat.know(modules, pipeline.part_of(mesh.get_local_rank("pp")) if pipeline and mesh else "")
         trace = TraceCheck.of(run)
         with ExitStack() as held:
-            folder = _open_folder(run, self.config, held)
-            return _Loop(run, folder, self, stop, progress, trace).train()
+            return _Loop(run, open_folder(run, self.config, held), self, stop, progress, trace).train()
 
 
-def _open_folder(run: Run, config: Config, held: ExitStack) -> RunFolder:
+def open_folder(run: Run, config: Config, held: ExitStack) -> RunFolder:
     """Open the run's folder and lock it for the lifetime of ``held``.
 
     A new folder gets the run's facts at once, so that a restart finds it.
@@ -156,7 +153,11 @@ class _Loop:
         self.at = Position()
         self.checkpoints = Checkpointing(run, folder, self.at, progress.say)
         self.teller = Teller(run, folder, self.at, progress)
-        self.watch = Watch(run, folder, self.teller, trace)
+        self.trace = trace
+        whole = [axis for axis, size in run.plan.mesh if size == run.plan.world > 1]
+        profiled = run.model.parts, run.model.device, whole[0] if whole else "world"
+        wanted = self.config.logging, self.config.steps, folder.path, get_world_info()[0]
+        self.recordings = open_recordings(*wanted, lambda path: Profile(path, *profiled))
         self.memory = MemoryWatch(run)
         self.guard: LossGuard | None = None
         self.untrained: str | None = None
@@ -176,13 +177,25 @@ class _Loop:
             self.untrained = self._continue_prompt(tokens)
         if (guards := self.config.optimizer).max_loss_deviation:
             self.guard = LossGuard(guards.max_loss_deviation, guards.loss_window, self.at.losses)
-        stopped, validates = self._refer(), self._validates()
-        self.watch.begin(self.at.step)
+        validates, held_out, data = self.config.validation.every > 0, self.r.feed.held_out, self.config.data
+        if validates and not held_out:
+            why = f"no source holds out a row of data.seq_len = {data.seq_len} tokens"
+            self.teller.say(f"no validation: {why} (data.validation_fraction = {data.validation_fraction})")
+        self.heartbeat.enter("reference")
+        ranks, has_begun = (self.rank, self.ranks), self.at.step > 0
+        stopped = give_references(
+            *(self.config, self.r.feed, self.r.model, self.folder.path, ranks),
+            has_begun=has_begun,
+            stopped=self._agree_to_stop,
+        )
+        self.recordings.announce(self.at.step, self.teller.say)
+        if self.trace is not None and not self.trace.begins(self.at.step, self.folder.trace_check, self.teller.say):
+            self.trace = None
         while self.at.step < self.config.steps and not stopped:
             with self.checkpoints.saved_if_unread():
                 report = self._one_step()
             stopped, validation = self._agree_to_stop(), None
-            if validates and self._is_due(self.config.validation.every) and not stopped:
+            if validates and held_out and self._is_due(self.config.validation.every) and not stopped:
                 validation, stopped = self._validate()
             self.teller.step(report, validation)
             self._refuse_to_skip_on()
@@ -206,23 +219,6 @@ class _Loop:
         agree.together(in_words(write, f"cannot write in {self.folder.path}"), here=is_rank_zero())
         self.heartbeat.settle(self.folder.heartbeats)
 
-    def _refer(self) -> int:
-        """Give pairs of answers what the first weights gave them; return a signal that came meanwhile, else 0."""
-        self.heartbeat.enter("reference")
-        model, place, has_begun = self.r.model, (self.rank, self.ranks), self.at.step > 0
-        return give_references(
-            self.config, self.r.feed, model, self.folder.path, place, has_begun=has_begun, stopped=self._agree_to_stop
-        )
-
-    def _validates(self) -> bool:
-        """Return whether the run validates; print the reason if it should and no source holds out a row."""
-        if not self.config.validation.every:
-            return False
-        if not self.r.feed.held_out:
-            message = f"no validation: no source holds out a row of data.seq_len = {self.config.data.seq_len} tokens"
-            self.teller.say(f"{message} (data.validation_fraction = {self.config.data.validation_fraction})")
-        return bool(self.r.feed.held_out)
-
     def _is_due(self, every: int) -> bool:
         return (bool(every) and self.at.step % every == 0) or self.at.step == self.config.steps
 
@@ -238,12 +234,12 @@ class _Loop:
         return agreed
 
     def _one_step(self) -> StepReport:
-        self.watch.before(self.at.step + 1)
+        self.recordings.before(self.at.step + 1)
         begun = time.perf_counter()
         self.heartbeat.enter("data", self.at.step + 1)
         batch = self.r.feed.next_batch()
         self.heartbeat.enter("forward")
-        with self.watch.computing(batch), self.memory.computing():
+        with self.trace.watching(batch) if self.trace is not None else nullcontext(), self.memory.computing():
             loss = self.r.model.forward_backward(batch)
         self.heartbeat.enter("step")
         schedule, optimizer = self.r.schedule, self.r.optimizer.optimizer
@@ -253,26 +249,25 @@ class _Loop:
             skip = bool(spike) if self.guard is not None else None
             result = self.r.model.optimizer_step(optimizer, self.config.optimizer.max_norm, skip=skip)
         self.at.step += 1
-        self._keep_loss(loss, result, spike)
-        self.at.tokens += loss.tokens
-        self.at.skipped += result.skipped
-        self.at.skipped_in_a_row = self.at.skipped_in_a_row + 1 if result.skipped else 0
-        seconds = time.perf_counter() - begun
-        self.watch.after(self.at.step, loss, result)
-        loads = self.r.model.expert_load() if self._is_due(self.config.logging.every) else []
-        report = self.teller.measured(rate, loss, result, seconds, loads)
-        if "first step" not in self.timeline.seconds:
-            self._after_first_step(seconds)
-        return report
-
-    def _keep_loss(self, loss: StepLoss, result: StepResult, spike: str) -> None:
-        """Let the guard remember a step that was taken, and say why one was not."""
         if self.guard is not None and not result.skipped:
             self.guard.keep(float(loss))
             self.at.losses = self.guard.losses
         if spike and result.skipped:
             self.teller.say(f"step {self.at.step} was skipped on all ranks: {spike} steps")
             self.teller.event("spike", {"why": spike}, self.at.step)
+        self.at.tokens += loss.tokens
+        self.at.skipped += result.skipped
+        self.at.skipped_in_a_row = self.at.skipped_in_a_row + 1 if result.skipped else 0
+        seconds = time.perf_counter() - begun
+        if self.trace is not None and self.trace.ended(loss, result, self.folder.trace_check, self.teller.say):
+            self.trace = None
+        if self.recordings.ends_after(self.at.step):
+            self.teller.note(lambda: self.recordings.after(self.at.step))
+        loads = self.r.model.expert_load() if self._is_due(self.config.logging.every) else []
+        report = self.teller.measured(rate, loss, result, seconds, loads)
+        if "first step" not in self.timeline.seconds:
+            self._after_first_step(seconds)
+        return report
 
     def _after_first_step(self, seconds: float) -> None:
         self.timeline.record("first step", seconds)
@@ -319,30 +314,21 @@ class _Loop:
 
     def _close(self, stopped: int) -> int:
         self.heartbeat.enter("end", self.at.step)
-        self.watch.close()
+        self.teller.note(self.recordings.close)  # where the run ends within their window
         self._agree_to_stop()
         keep_times(self.r.model, self.folder.path)
         self.r.feed.loader.close()
         self.teller.left_out(self.r.feed.unreadable())
-        sample = None if stopped or self.checkpoints.latest is None else self._sample()
+        saved, tokens, sample = self.checkpoints.latest, self.config.sample.tokens, None
+        if saved is not None and tokens and not stopped:
+            checkpoint.load(self.r.model, saved)  # from the disk, which shows that it can be read back
+            sample = self._continue_prompt(tokens)
         self.teller.close(stopped, time.time() - self.started, self.checkpoints, sample, self.untrained)
         return 128 + stopped if stopped else 0
-
-    def _sample(self) -> str | None:
-        """Generate text from the checkpoint on disk, which shows that it can be read back."""
-        saved = self.checkpoints.latest
-        if not self.config.sample.tokens or saved is None:
-            return None
-        checkpoint.load(self.r.model, saved)
-        return self._continue_prompt(self.config.sample.tokens)
 
     def _continue_prompt(self, tokens: int) -> str:
         s = self.config.sample
         prompt = prompt_ids(s.prompt, self.r.tokenizer, self.folder.path)
-        options: dict[str, Any] = {
-            "temperature": s.temperature,
-            "seed": self.config.seed,
-            "stop": self.r.tokenizer.end_of_document,
-        }
-        ids = self.r.model.generate(prompt, tokens, **options)
+        end = self.r.tokenizer.end_of_document
+        ids = self.r.model.generate(prompt, tokens, temperature=s.temperature, seed=self.config.seed, stop=end)
         return self.r.tokenizer.decode([*prompt, *ids])

@@ -17,9 +17,8 @@ from meshwright.introspection.source import CausalLM, import_transformers
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.training.config import Config
-from meshwright.training.model_source import decoder_config
+from meshwright.training.model_source import decoder_config, own_tokenizer
 from meshwright.training.run.convert import Counterpart
-from meshwright.training.tokenizer import own_tokenizer
 
 from .problem import shrunk
 

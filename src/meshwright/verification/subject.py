@@ -13,8 +13,7 @@ from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import CausalLM, as_module
 from meshwright.training.config import Config
-from meshwright.training.model_source import causal_lm, decoder_config
-from meshwright.training.tokenizer import planned_tokenizer
+from meshwright.training.model_source import causal_lm, decoder_config, planned_tokenizer
 
 from .problem import GAP, Problem, RandomBatches, shrunk
 from .verify import default_batches

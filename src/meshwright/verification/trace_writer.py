@@ -24,9 +24,8 @@ from meshwright.planning.rules import resolve_precision
 from meshwright.training.build import build_optimizer, build_schedule, refuse_untraced, run_identity
 from meshwright.training.config import Config
 from meshwright.training.feed import Feed, build_feed, refuse_contradictions
-from meshwright.training.model_source import ModelSource, file_weights, model_source
+from meshwright.training.model_source import ModelSource, file_weights, model_source, run_tokenizer
 from meshwright.training.preference import loss_of
-from meshwright.training.tokenizer import run_tokenizer
 from meshwright.training.tracing import traced_facts
 from meshwright.training.views.progress import Progress
 

@@ -19,7 +19,7 @@ from meshwright.core.errors import ConfigError
 from .pages import check_page, write_page
 
 if TYPE_CHECKING:
-    from meshwright.training.views.page.compared import ComparedRun
+    from meshwright.training.views.compared import ComparedRun
 
 ABOVE = ("state", "steps", "layout")
 """Figures that stand above the table, where a long one has room."""
@@ -42,7 +42,7 @@ def run(argv: list[str]) -> int:
     """Compare runs: print a table or JSON, and write the page."""
     options, argv = take_flags(CompareOptions, argv)
     refuse_rest([word for word in argv if word.startswith("-")], "meshwright compare", CompareOptions)
-    from meshwright.training.views.page.compared import comparison_page, to_dict
+    from meshwright.training.views.compared import comparison_page, to_dict
 
     by, html, as_json = options.by, options.html, options.json
     if html is not None:
@@ -59,7 +59,7 @@ def run(argv: list[str]) -> int:
 
 def _read(names: list[str]) -> list[ComparedRun]:
     """Read the runs in the order in which they are named. Raises ConfigError where they cannot be compared."""
-    from meshwright.training.views.page.compared import FEWEST, MOST, labels_of, read_run
+    from meshwright.training.views.compared import FEWEST, MOST, ComparedRun, labels_of
 
     if not FEWEST <= len(names) <= MOST:
         raise ConfigError(
@@ -72,7 +72,7 @@ def _read(names: list[str]) -> list[ComparedRun]:
         if places.count(place) > 1:
             raise ConfigError(f"{name} is named twice: a run is compared with others")
     opened = [open_run(str(folder)) for folder in folders]
-    runs = [read_run(*each, label) for each, label in zip(opened, labels_of(folders), strict=True)]
+    runs = [ComparedRun.read(*each, label) for each, label in zip(opened, labels_of(folders), strict=True)]
     if not any(one.history.series for one in runs):
         raise ConfigError("none of these runs has figures yet: each writes its first line after its first step")
     return runs
@@ -84,7 +84,7 @@ def _print(runs: list[ComparedRun], by: str) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from meshwright.training.views.page.compared import differences, letter_of, narrowed, rows
+    from meshwright.training.views.compared import differences, letter_of, narrowed, rows
 
     console = Console(highlight=False, soft_wrap=True)
     letters = [letter_of(number) for number in range(len(runs))]

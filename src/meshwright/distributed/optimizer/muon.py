@@ -95,7 +95,7 @@ class Muon(torch.optim.Optimizer):
             raise ConfigError(
                 "Muon: a group of parameters has no use_muon. Make groups {'params': …, 'use_muon': True} of the"
                 " matrices of linear layers and experts, and False of all else; or let"
-                " meshwright.training.optim.build.make_optimizer(groups, lr=…, plan=model.plan.optimizer,"
+                " meshwright.training.optimizer.make_optimizer(groups, lr=…, plan=model.plan.optimizer,"
                 " named_parameters=model.named_parameters()).optimizer make it."
             )
         super().add_param_group(param_group)

@@ -240,6 +240,6 @@ def check(optimizer: torch.optim.Optimizer, plan: OptimizerPlan) -> None:
         )
         raise ConfigError(
             f"optimizer: the model was laid out with {planned}, and this {kind} would do otherwise. Make it with"
-            f" meshwright.training.optim.build.make_optimizer(groups, lr=…, plan=model.plan.optimizer,"
+            f" meshwright.training.optimizer.make_optimizer(groups, lr=…, plan=model.plan.optimizer,"
             f" named_parameters=model.named_parameters()).optimizer."
         )

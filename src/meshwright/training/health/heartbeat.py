@@ -2,28 +2,30 @@
 
 The loop writes the file's first line, step and phase, so that this line is always current. A thread writes the second
 line about once per second: collective and stack of the training thread and, if the stack is the same as a second ago,
-the module. A file that cannot be written is ignored: a heartbeat never stops a run. Torch-free.
-
-Torch-free: the launcher uses it too.
+the module. A file that cannot be written is ignored: a heartbeat never stops a run. Torch-free: the launcher uses it.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import json
 import linecache
 import os
+import re
 import socket
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import accumulate, chain, repeat, takewhile
+from operator import attrgetter, call, itemgetter
 from pathlib import Path
 from types import FrameType
-from typing import Any
-
-from .stacks import CALLING, FSDP_FILE, MODULE_NAME, PLACE, Place, ThreadStack, first_word, own_frames
+from typing import Any, TypeVar
 
 # --- write each rank's current work to a small file that outlives the rank
 
@@ -143,34 +145,24 @@ class Heartbeat:
             self._write(self._file, self._first_line(), 0)
 
     def look(self) -> None:
-        """Record the stack, module and collective of the training thread, in this thread or another."""
-        stack, self.module = self._stack_and_module()
-        record: dict[str, Any] = {
-            "time": time.time(),
-            "part": self.part,
-            "looked_at_step": self.step,
-            "module": self.module,
-        }
-        record |= {"collective": self.collective, "stack": stack[::-1]}
-        text = json.dumps(record).encode() + b"\n"
+        """Record the stack, module and collective of the training thread, in this thread or another.
+
+        From another thread the module is read only while the stack stays the same from look to look.
+        """
+        stack, self.module, watched = [], "", self._watched
+        if watched is not None and threading.get_ident() == watched.thread:
+            frames = own_frames(sys._getframe())
+            stack, self.module = list(map(PLACE, frames)), first_word(frames, self._module_of)
+        elif watched is not None:
+            stack, is_still = watched.read()
+            self.module = watched.first_word(self._module_of) if is_still else ""
+        record = {"time": time.time(), "part": self.part, "looked_at_step": self.step, "module": self.module}
+        text = json.dumps({**record, "collective": self.collective, "stack": stack[::-1]}).encode() + b"\n"
         with self._lock:  # otherwise the main thread could close the file, and another file reuse its number
             if self._file is not None:
                 self._write(self._file, text, FIRST_LINE)
                 with suppress(OSError):
                     os.ftruncate(self._file, FIRST_LINE + len(text))
-
-    def _stack_and_module(self) -> tuple[list[Place], str]:
-        """Return the watched thread's stack, the innermost first, and the module that it calls.
-
-        From another thread the module is read only while the stack stays the same from look to look.
-        """
-        if self._watched is None:
-            return [], ""
-        if threading.get_ident() == self._watched.thread:
-            frames = own_frames(sys._getframe(1))
-            return list(map(PLACE, frames)), first_word(frames, self._module_of)
-        stack, is_still = self._watched.read()
-        return stack, self._watched.first_word(self._module_of) if is_still else ""
 
     def __enter__(self) -> Heartbeat:
         self.rank, self.pid, self._started = int(os.environ.get("RANK", "0")), os.getpid(), time.time()
@@ -307,24 +299,16 @@ def find_stall(records: Mapping[int, Record], now: float) -> Stall | None:
     members = (first.collective or {})["ranks"] or sorted(records)
     idle = [rank for rank in members if rank in records and not records[rank].collective and rank not in held_up]
     ranks = [rank for rank in members if rank in held_up] or idle or sorted(held_up)
-    culprits = [records[rank] for rank in ranks]
-    return Stall(culprits, waiting, _sentence(culprits, waiting, first, now))
-
-
-def _sentence(culprits: Sequence[Record], waiting: Sequence[Record], first: Record, now: float) -> str:
-    what = first.collective or {}
-    who = f"{_ranks([record.rank for record in waiting])} {'has' if len(waiting) == 1 else 'have'} waited"
+    culprits, what = [records[rank] for rank in ranks], first.collective or {}
+    ranks, is_one = _span([record.rank for record in waiting]), len(waiting) == 1
+    who = f"rank {ranks} has waited" if is_one else f"ranks {ranks} have waited"
     where = f"{what['name']} number {what['number']} of group {what['group']} (ranks {_span(what['ranks'])})"
     place = f"{who} for {now - what['since']:.0f} s in {where}, {whereabouts(first)}"
-    if not culprits:
-        others = "; ".join(
-            f"rank {r.rank} in {r.collective['name']} of {r.collective['group']}" for r in waiting if r.collective
-        )
-        return f"{place}, and nobody comes: the ranks wait for each other ({others})"
-    blamed = ", ".join(
-        f"{name_of(record)}, {condition(record, now)}, last seen {whereabouts(record)}" for record in culprits
-    )
-    return f"{place}, for {blamed}"
+    if culprits:
+        blamed = (f"{name_of(one)}, {condition(one, now)}, last seen {whereabouts(one)}" for one in culprits)
+        return Stall(culprits, waiting, f"{place}, for {', '.join(blamed)}")
+    others = (f"rank {r.rank} in {r.collective['name']} of {r.collective['group']}" for r in waiting if r.collective)
+    return Stall([], waiting, f"{place}, and nobody comes: the ranks wait for each other ({'; '.join(others)})")
 
 
 def condition(record: Record, now: float) -> str:
@@ -374,13 +358,124 @@ def first_lost(records: Mapping[int, Record], me: int) -> Record | None:
     return next(iter(failed or [r for r in others if not r.last_words and process_state(r) == "gone"]), None)
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_span(ranks)}"
-
-
 def _span(ranks: Sequence[int]) -> str:
     """Format ranks as ``"0, 1 and 3"``, or as ``"0 to 7"`` if they are consecutive."""
     ranks = sorted(ranks)
     if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]} to {ranks[-1]}"
     return ", ".join(map(str, ranks[:-1])) + (" and " if ranks[:-1] else "") + str(ranks[-1]) if ranks else "unknown"
+
+
+# --- name torch's stack frames that tell which module runs
+
+CALLING = "_wrapped_call_impl"
+"""The function through which torch calls a module; its ``self`` is the module."""
+FSDP_FILE = "_fsdp_param_group.py"
+"""The file of the functions in which FSDP2 gathers and reduces."""
+MODULE_NAME = "_module_fqn"
+"""The attribute that holds the module's path, on the ``self`` of the functions in ``FSDP_FILE``."""
+
+
+# --- read the stack of a running thread from another one
+
+Read = TypeVar("Read")
+Place = tuple[str, int, str]
+"""File, line and function of a frame."""
+
+_HEADER = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)\b.*:$")
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)$')
+
+
+DUMP_IS_SAFE = sys.version_info < (3, 13)
+"""Whether faulthandler may dump a running thread; Python 3.13.0 then reads frames that are no longer there."""
+DEEPEST = 100
+"""Number of frames that are read, the innermost ones: as many as faulthandler dumps."""
+
+
+class ThreadStack:
+    """Reads one thread's stack from another thread, by faulthandler's dump, which makes no frame objects.
+
+    To make a frame object of a running thread is unsafe in Python 3.11: its allocation may start a garbage collection,
+    whose finalizers let the watched thread go on and leave the frame, which is then written to and read regardless. So
+    where frame objects are made, one call of C makes all of them, without collections.
+
+    Args:
+        thread: the watched thread's ``threading.get_ident()``. It is not found behind 99 younger threads.
+    """
+
+    def __init__(self, thread: int) -> None:
+        self.thread = thread
+        if hasattr(os, "memfd_create"):
+            self._file = os.memfd_create("meshwright-stack")
+        else:
+            with tempfile.TemporaryFile() as file:  # without a name
+                self._file = os.dup(file.fileno())
+        self._before: list[Place] = []
+
+    def read(self) -> tuple[list[Place], bool]:
+        """Return the innermost hundred frames, the innermost first, and whether they are the same as at the last read
+        (the thread waits, most likely).
+        """
+        if DUMP_IS_SAFE:
+            os.lseek(self._file, 0, os.SEEK_SET)
+            os.ftruncate(self._file, 0)
+            faulthandler.dump_traceback(self._file)
+            stack = parse(os.pread(self._file, 1 << 22, 0).decode(errors="replace"), self.thread)
+        else:
+            stack = self._of_frames(lambda frames: list(map(PLACE, frames[:DEEPEST])), [])
+        is_still = bool(stack) and stack == self._before
+        self._before = stack
+        return stack, is_still
+
+    def first_word(self, word_of: Callable[[FrameType], str]) -> str:
+        """Return the first word that a function has for a frame of a thread that waits, from the innermost on.
+
+        "" if no frame has a word, or if the collector is off: whoever stopped it may start it again in between.
+        """
+        return self._of_frames(lambda frames: first_word(frames, word_of), "")
+
+    def _of_frames(self, read: Callable[[list[FrameType]], Read], otherwise: Read) -> Read:
+        """Return what a function reads off the frames, innermost first; no other thread runs while they are made."""
+        if not gc.isenabled():
+            return otherwise
+        top = map(itemgetter(self.thread), map(call, [sys._current_frames]))
+        gc.disable()
+        try:
+            return read(list(_outwards(top)))
+        except KeyError:  # the thread has ended
+            return otherwise
+        finally:
+            gc.enable()
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+PLACE: Callable[[FrameType], Place] = attrgetter("f_code.co_filename", "f_lineno", "f_code.co_name")
+
+
+def own_frames(frame: FrameType) -> list[FrameType]:
+    """Return a frame of the calling thread and those around it, the innermost first."""
+    return list(_outwards([frame]))
+
+
+def first_word(frames: Iterable[FrameType], word_of: Callable[[FrameType], str]) -> str:
+    return next(filter(None, map(word_of, frames)), "")
+
+
+def _outwards(top: Iterable[FrameType]) -> Iterator[FrameType]:
+    """Iterate over a frame and those around it, without a step of Python."""
+    steps: Iterator[Any] = chain(top, repeat("f_back"))
+    return takewhile(bool, accumulate(steps, getattr))
+
+
+def parse(dump: str, thread: int) -> list[Place]:
+    """Return the frames of one thread from the text of ``faulthandler.dump_traceback``, the innermost first."""
+    found: list[Place] = []
+    is_it = False
+    for line in dump.splitlines():
+        if header := _HEADER.match(line):
+            is_it = int(header[1], 16) == thread
+        elif is_it and (frame := _FRAME.match(line)):
+            found.append((frame[1], int(frame[2]), frame[3]))
+    return found

@@ -15,9 +15,7 @@ from meshwright.core.errors import MeshwrightError, command
 from meshwright.core.files import replace_text
 from meshwright.distributed.process.workers import is_broken_collective, meeting_place
 from meshwright.distributed.process.world import get_world_info
-from meshwright.training.run.occupancy import latest_checkpoint
-
-from .heartbeat import (
+from meshwright.training.health.heartbeat import (
     FOLDER,
     Heartbeat,
     Record,
@@ -29,6 +27,7 @@ from .heartbeat import (
     whereabouts,
     write_stacks,
 )
+from meshwright.training.run.occupancy import latest_checkpoint
 
 RUN = "run"
 """File in the launcher's temporary folder that names the run's folder."""
@@ -80,9 +79,7 @@ class Peers:
             print(f"meshwright: {self.stall}", file=sys.stderr, flush=True)
 
     def _diagnosis(self) -> str:
-        folder = self.heartbeat.folder
-        stall = find_stall(read_records(folder), time.time()) if folder is not None else None
-        if folder is None or stall is None:
+        if (folder := self.heartbeat.folder) is None or not (stall := find_stall(read_records(folder), time.time())):
             return ""
         if self.heartbeat.rank != stall.waiting[0].rank:
             return stall.sentence
@@ -98,34 +95,22 @@ class Peers:
         if "timed out" in str(error).lower() or self.stall:
             message = self.stall or self._diagnosis() or f"a collective did not end, {self._here()} ({error})"
             return RankStalled(f"{message}. The limit is process.{self.limit} = {self.limit_sec:.0f}.")
-        lost = self._wait_for_lost()
+        me, folder, lost, deadline = self.heartbeat.rank, self.heartbeat.folder, None, time.monotonic() + PATIENCE_SEC
+        while folder is not None and lost is None and time.monotonic() < deadline:
+            lost = first_lost(read_records(folder), me)
+            if lost is None:
+                time.sleep(0.05)
         if lost is None:
-            return RankLost(
-                f"rank {self.heartbeat.rank}, {self._here()}, lost the connection to another rank ({error})"
-            )
-        how = (
-            f"failed {whereabouts(lost)}: {lost.last_words}"
-            if lost.last_words
-            else f"ended without a word {whereabouts(lost)}"
-        )
-        message = f"{name_of(lost)} {how}; rank {self.heartbeat.rank} was {self._here()} and stops too"
-        place = self.heartbeat.folder
-        is_last_word = (
-            meeting_place() is None and place is not None and place.name == FOLDER
-        )  # else our launcher has it
-        return RankLost(with_way_on(message, place.parent if place is not None and is_last_word else None))
+            return RankLost(f"rank {me}, {self._here()}, lost the connection to another rank ({error})")
+        how = f"failed {whereabouts(lost)}: {lost.last_words}"
+        how = how if lost.last_words else f"ended without a word {whereabouts(lost)}"
+        is_last_word = meeting_place() is None and folder is not None and folder.name == FOLDER  # else our launcher's
+        message = f"{name_of(lost)} {how}; rank {me} was {self._here()} and stops too"
+        return RankLost(with_way_on(message, folder.parent if folder is not None and is_last_word else None))
 
     def _here(self) -> str:
         h = self.heartbeat
         return whereabouts(Record(h.rank, h.host, h.pid, step=h.step, phase=h.phase))
-
-    def _wait_for_lost(self) -> Record | None:
-        deadline = time.monotonic() + PATIENCE_SEC
-        while self.heartbeat.folder is not None and time.monotonic() < deadline:
-            if lost := first_lost(read_records(self.heartbeat.folder), self.heartbeat.rank):
-                return lost
-            time.sleep(0.05)
-        return None
 
 
 def early_folder() -> Path | None:

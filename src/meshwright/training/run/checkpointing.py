@@ -17,9 +17,8 @@ from meshwright.distributed.process.world import is_rank_zero
 from meshwright.training.build import Run
 from meshwright.training.feed import UnreadSamples
 from meshwright.training.health.peers import with_way_on
-from meshwright.training.metrics.throughput import StartupTimeline
-
-from .folder import RunFolder
+from meshwright.training.run.folder import RunFolder
+from meshwright.training.throughput import StartupTimeline
 
 
 @dataclass
@@ -63,7 +62,18 @@ class Checkpointing:
             extra={"state": state, "identity": self.r.identity},
             only_trained=self.r.config.adapters is not None,
         )
-        agree.together(self._point, here=is_rank_zero())
+
+        def point() -> None:
+            try:
+                self.folder.point_to(self.at.step)
+            except OSError as error:
+                now = self.folder.latest()  # the failure may have come after the move, while it was flushed
+                raise IntegrityError(
+                    f"cannot move {self.folder.pointer}: {error}. It names {now.name if now else 'nothing yet'}."
+                ) from error
+            self.folder.keep_last(self.r.config.checkpoint.keep_last)
+
+        agree.together(point, here=is_rank_zero())
         self.latest = path
         size = sum(file.stat().st_size for file in path.iterdir())
         self.say(f"saved {path} ({bytes_text(size)}, {duration_text(time.perf_counter() - begun)})")
@@ -79,16 +89,6 @@ class Checkpointing:
             if self.at.step and self.latest != self.folder.of_step(self.at.step):
                 self.save()
             raise UnreadSamples(with_way_on(str(error), self.folder.path.parent)) from error
-
-    def _point(self) -> None:
-        try:
-            self.folder.point_to(self.at.step)
-        except OSError as error:
-            now = self.folder.latest()  # the failure may have come after the move, while it was flushed
-            raise IntegrityError(
-                f"cannot move {self.folder.pointer}: {error}. It names {now.name if now else 'nothing yet'}."
-            ) from error
-        self.folder.keep_last(self.r.config.checkpoint.keep_last)
 
     def resume(self, timeline: StartupTimeline) -> bool:
         """Load the latest checkpoint, and report unusable ones beside it. Returns False without a checkpoint.

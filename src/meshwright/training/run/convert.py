@@ -11,21 +11,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+from meshwright.checkpoint.base import differing
 from meshwright.checkpoint.export import MadeOf, code_to_read, export_adapter, export_merged, export_tensors
-from meshwright.checkpoint.folder import PARTIAL, beside
+from meshwright.checkpoint.folder import OLD, PARTIAL, beside
 from meshwright.checkpoint.huggingface import Pretrained, pretrained
-from meshwright.checkpoint.manifest import Manifest
+from meshwright.checkpoint.load import open_manifest
+from meshwright.checkpoint.manifest import NAME, Manifest
 from meshwright.checkpoint.tensor_files import holds_weights
-from meshwright.core.errors import ConfigError
+from meshwright.core.errors import ConfigError, IntegrityError, UnsupportedError
 from meshwright.core.files import inside, read_object, sync_folder
+from meshwright.introspection.adapted.model import base_name, is_adapter, is_trained_copy
+from meshwright.introspection.constructor.origin import ModelOrigin
 from meshwright.introspection.source import CONFIG, CausalLM, as_module, with_adapters
 from meshwright.training.config import Config
-from meshwright.training.model_source import FOLDER, causal_lm, with_kept_model
-from meshwright.training.tokenizer import FOLDER as TOKENIZER_FOLDER
-
-from .folder import IDENTITY, RunFolder
+from meshwright.training.model_source import FOLDER, KEPT, LEFT, TOKENIZER, causal_lm, with_kept_model
+from meshwright.training.run.folder import IDENTITY, RunFolder
 
 # --- find the weights beside which a run's adapters stand
 
@@ -50,9 +53,7 @@ def weights_beside_adapters(run: Path, config: Config, base: Path | None) -> Pre
             f"{run} trained adapters, and its folder does not hold the model beside which they stand: give that"
             f" model's folder with --base (the run's config names {config.model.hf})"
         )
-    if not (base.expanduser().is_dir() and holds_weights(base.expanduser())):
-        raise ConfigError(f"--base {base}: the folder is not there, or holds no weights (model.safetensors)")
-    found, identity = pretrained(base), read_object(run / IDENTITY)
+    found, identity = pretrained(_holding_weights(base)), read_object(run / IDENTITY)
     if found.fingerprint() != identity.get("model", {}).get("base"):
         raise ConfigError(
             f"--base {base}: these are not the weights beside which the adapters of {run} were trained (the run's"
@@ -121,82 +122,49 @@ def of_hugging_face(folder: Path, config: Config) -> Counterpart:
 
 
 def convert(
-    folder: Path, counterpart: Counterpart, out: Path, *, step: int | None = None, dtype: str | None = None
+    checkpoint: Path,
+    config: Config,
+    out: Path,
+    form: str = "hf",
+    base: Path | None = None,
+    *,
+    like: Counterpart | None = None,
+    dtype: str | None = None,
 ) -> ExportedModel:
-    """Write the newest checkpoint of a run (or that of ``step``) to the folder ``out``, for ``from_pretrained(out)``.
+    """Write a run's checkpoint to the folder ``out``, for ``from_pretrained(out)`` of transformers, or for peft.
 
     The files are written to a folder beside ``out``, which is renamed once it is complete and its tensors' names and
     shapes are those of the model.
 
     Args:
+        form: "hf"; of a run that trained adapters "merged", with these added to the weights, or "adapter".
+        base: folder of the weights beside which the adapters were trained, as the readers of "adapter" are told; None:
+            the run's ``model.hf``.
+        like: a model of transformers that computes the same as the run's own decoder.
         dtype: dtype of the weights, by name; None: as in the checkpoint.
 
     Raises:
-        ConfigError: ``out`` exists and is not empty, or there is no such checkpoint.
+        ConfigError: ``out`` exists and is not empty, or as ``weights_beside_adapters`` does.
         IntegrityError: the checkpoint is damaged.
     """
-    checkpoint = RunFolder(folder).checkpoint(step)
-    model = as_module(counterpart.source)
+    folder, code = checkpoint.parent.parent, ""
+    weights = weights_beside_adapters(folder, config, base) if form == "merged" or base is not None else None
+    made = of_hugging_face(folder, config) if like is None else like
+    plain, kind, named = as_module(made.source), made.source.auto_class.__name__, str(base or config.model.hf)
+    adapted = as_module(with_adapters(made.source, config.adapters, where="adapters")) if form != "hf" else plain
     with new_folder(out) as partial:
-        size = export_tensors(checkpoint, partial, model, counterpart.made_of, dtype)
-        complete(partial, model, counterpart.config, dtype or dtype_of(checkpoint))
-        has_tokenizer = _copy_small_files(folder, partial)
-    return ExportedModel(out, checkpoint, size, has_tokenizer, counterpart.source.auto_class.__name__)
-
-
-def convert_merged(
-    folder: Path, config: Config, out: Path, base: Path | None, *, step: int | None = None, dtype: str | None = None
-) -> ExportedModel:
-    """Write the model of a run that trained adapters, with these added to its weights, as ``convert`` does.
-
-    Args:
-        base: folder of the weights beside which the adapters were trained.
-
-    Raises:
-        ConfigError: as ``convert`` and ``weights_beside_adapters`` do.
-    """
-    checkpoint, weights = RunFolder(folder).checkpoint(step), weights_beside_adapters(folder, config, base)
-    assert weights is not None
-    counterpart = of_hugging_face(folder, config)
-    plain, adapted = as_module(counterpart.source), as_module(_adapted(folder, config))
-    with new_folder(out) as partial:
-        size = export_merged(checkpoint, partial, adapted, plain, weights, dtype)
-        complete(partial, plain, counterpart.config, dtype or dtype_of(checkpoint))
-        has_tokenizer = _copy_small_files(folder, partial)
-    return ExportedModel(out, checkpoint, size, has_tokenizer, counterpart.source.auto_class.__name__)
-
-
-def convert_adapter(
-    folder: Path,
-    config: Config,
-    out: Path,
-    base: Path | None = None,
-    *,
-    step: int | None = None,
-    dtype: str | None = None,
-) -> ExportedModel:
-    """Write the adapters of a run for peft, with the run's tokenizer.
-
-    Args:
-        base: as ``convert_merged`` takes it, and the readers of the adapters are told; None: the run's ``model.hf``.
-
-    Raises:
-        ConfigError: as ``convert`` and ``weights_beside_adapters`` do.
-    """
-    checkpoint, source = RunFolder(folder).checkpoint(step), causal_lm(with_kept_model(config, folder))
-    if base is not None:
-        weights_beside_adapters(folder, config, base)
-    named, adapted = str(base or config.model.hf), as_module(_adapted(folder, config))
-    with new_folder(out) as partial:
-        size = export_adapter(checkpoint, partial, adapted, named, dtype)
-        has_tokenizer = _copy_small_files(folder, partial, TOKENIZER_FILES)
-    kind = source.auto_class.__name__
-    code = code_to_read(checkpoint, out, as_module(source), kind, named)
+        if form == "adapter":
+            size = export_adapter(checkpoint, partial, adapted, named, dtype)
+        else:
+            if form == "merged":
+                size = export_merged(checkpoint, partial, adapted, plain, weights, dtype)
+            else:
+                size = export_tensors(checkpoint, partial, plain, made.made_of, dtype)
+            complete(partial, plain, made.config, dtype or dtype_of(checkpoint))
+        has_tokenizer = _copy_small_files(folder, partial, TOKENIZER_FILES if form == "adapter" else ("*",))
+    if form == "adapter":
+        code = code_to_read(checkpoint, out, plain, kind, named)
     return ExportedModel(out, checkpoint, size, has_tokenizer, kind, code)
-
-
-def _adapted(folder: Path, config: Config) -> Any:
-    return with_adapters(causal_lm(with_kept_model(config, folder)), config.adapters, where="adapters")
 
 
 @contextmanager
@@ -238,26 +206,140 @@ def dtype_of(checkpoint: Path) -> str:
 
 
 def _copy_small_files(run: Path, out: Path, only: tuple[str, ...] = ("*",)) -> bool:
-    """Copy the small files of the run's model, and the tokenizer that the run trained with.
-
-    Args:
-        only: patterns of the names to copy.
-
-    Returns whether there is a tokenizer.
-    """
-    model, own = run / FOLDER, run / TOKENIZER_FOLDER
+    """Copy small files of a run's model and tokenizer with such names; return whether there is a tokenizer."""
+    model, own = run / FOLDER, run / TOKENIZER
     kept = {path.name: path for path in model.iterdir() if path.name != CONFIG} if model.is_dir() else {}
     if own.is_dir():
-        if not _same(own / "tokenizer.json", model / "tokenizer.json"):
-            kept = {
-                name: path for name, path in kept.items() if not any(path.match(pattern) for pattern in TOKENIZER_FILES)
-            }
+        both = [folder / "tokenizer.json" for folder in (own, model)]
+        if not (all(file.is_file() for file in both) and both[0].read_bytes() == both[1].read_bytes()):
+            kept = {name: path for name, path in kept.items() if not any(map(path.match, TOKENIZER_FILES))}
         kept |= {path.name: path for path in own.iterdir()}
-    kept = {name: path for name, path in kept.items() if any(path.match(pattern) for pattern in only)}
+    kept = {name: path for name, path in kept.items() if any(map(path.match, only))}
     for name, path in kept.items():
         shutil.copyfile(inside(path.parent, name), out / name)
     return "tokenizer.json" in kept
 
 
-def _same(one: Path, other: Path) -> bool:
-    return one.is_file() and other.is_file() and one.read_bytes() == other.read_bytes()
+# --- convert a folder that ``meshwright.save`` wrote in a loop of the user's own
+
+
+def is_saved(path: Path) -> bool:
+    """Return whether a folder looks as ``meshwright.save`` writes or leaves it, and is no run."""
+    if path.name.endswith(PARTIAL) or not path.is_dir():
+        return beside(path, PARTIAL).is_dir() or beside(path, OLD).is_dir() or path.name.endswith(PARTIAL)
+    if RunFolder(path).config.is_file():
+        return False
+    return (path / NAME).is_file() or (any(path.glob("*.safetensors")) and not (path / CONFIG).is_file())
+
+
+def convert_saved(
+    folder: Path, out: Path, form: str, base: Path | None = None, *, dtype: str | None = None
+) -> ExportedModel:
+    """Write the model that a folder holds to the new folder ``out``, as transformers or peft reads it.
+
+    Args:
+        form: "hf", "merged" or "adapter".
+        base: folder of the model that training began from: what the checkpoint left out is read there, and the
+            tokenizer is copied.
+        dtype: dtype of the weights, by name; None: as in the checkpoint.
+
+    Raises:
+        IntegrityError: the folder is half written, or damaged.
+        ConfigError: the form is not that of what was trained, or the base is missing or another model.
+        UnsupportedError: the model is none of transformers, or its adapters were put by other code.
+    """
+    if not folder.exists() and not beside(folder, OLD).exists():
+        raise IntegrityError(f"{folder} does not exist: {beside(folder, PARTIAL)} is what an unfinished save left")
+    manifest = open_manifest(folder)
+    origin = ModelOrigin.read(manifest.model, folder / NAME)
+    _refuse_other_kinds(folder, origin, form)
+    if form != "adapter" and manifest.left_out and base is None:
+        raise ConfigError(
+            f"{folder} was saved with only_trained=True and lacks {manifest.left_out[0]} ({len(manifest.left_out)}"
+            f" frozen parameters in all): give the folder of the model that training began from with --base"
+        )
+    with new_folder(out) as partial:
+        build, stored, request = origin.builder(partial), dtype_of(folder), origin.requested_adapters()
+        plain = as_module(build).to(getattr(torch, stored))
+        adapted = plain
+        if request:
+            adapted = as_module(with_adapters(build, request, where="adapters")).to(getattr(torch, stored))
+        held = {key.removeprefix("model.") for key in manifest.tensors if key.startswith("model.")}
+        lacking = [name for name, _ in adapted.named_parameters() if name not in held | set(manifest.left_out)]
+        if lacking:  # this transformers builds another model from the config
+            raise ConfigError(
+                f"{folder} has no {lacking[0]} ({len(lacking)} in all), which a {type(adapted).__name__} of its config"
+                f" has: convert with the versions of transformers and peft that trained it"
+            )
+        (partial / CONFIG).unlink()
+        weights = None if base is None else _weights_of_base(folder, manifest, plain, base)
+        if form == "adapter":
+            size = export_adapter(folder, partial, adapted, str(base) if base is not None else "", dtype)
+        else:
+            if origin.adapters is None and not manifest.left_out:
+                size = export_tensors(folder, partial, plain, None, dtype)
+            else:
+                size = export_merged(folder, partial, adapted, plain, weights, dtype)
+            complete(partial, plain, dict(origin.config), dtype or stored)
+        small: dict[str, Path] = {}  # tokenizer and settings that lie beside the base
+        for pattern in TOKENIZER_FILES if form == "adapter" else KEPT:
+            small |= {} if base is None else {path.name: path for path in base.expanduser().glob(pattern)}
+        for name, path in small.items():
+            if name != CONFIG and not any(map(path.match, (*LEFT, "*.py"))):
+                (partial / name).write_bytes(inside(path.parent, name).read_bytes())
+    code = code_to_read(folder, out, plain, origin.kind, str(base or "BASE")) if form == "adapter" else ""
+    return ExportedModel(out, folder, size, "tokenizer.json" in small, origin.kind, code)
+
+
+def _refuse_other_kinds(folder: Path, origin: ModelOrigin, form: str) -> None:
+    """Refuse a model that cannot be built again, and a form that does not fit what was trained."""
+    if not origin.kind:
+        raise ConfigError(
+            f"{folder} was saved by an older meshwright and does not say of which model: load it into the model"
+            f" (meshwright.load) and save it again"
+        )
+    if origin.by_hand:
+        raise UnsupportedError(
+            f"{folder} holds a {origin.kind} whose adapters were put by code of its own: request them with"
+            f' techniques={{"adapters": {{…}}}}, or write them by peft, model.save_pretrained(FOLDER)'
+        )
+    if not origin.config:
+        raise UnsupportedError(
+            f"{folder} holds a {origin.kind}, which is no model of transformers' own, so that neither transformers nor"
+            f" peft could build it from files: read its weights with meshwright.load into the same module"
+            f" (a decoder of meshwright trained by 'meshwright train' is converted from its run, with --like)"
+        )
+    if origin.adapters is not None and form == "hf":
+        raise ConfigError(
+            f"{folder} holds a model with adapters: --to merged writes it with the adapters added, --to adapter the"
+            f" adapters alone"
+        )
+    if origin.adapters is None and form != "hf":
+        raise ConfigError(f"{folder} holds a {origin.kind} without adapters: write it with --to hf")
+
+
+def _holding_weights(base: Path) -> Path:
+    """Return a folder of weights that the command line names; refuse one that has none."""
+    if not (base.expanduser().is_dir() and holds_weights(base.expanduser())):
+        raise ConfigError(f"--base {base}: the folder is not there, or holds no weights (model.safetensors)")
+    return base
+
+
+def _weights_of_base(folder: Path, manifest: Manifest, plain: nn.Module, base: Path) -> Pretrained:
+    """Return the weights of the base, once they are known to be those beside which the checkpoint was trained.
+
+    Raises:
+        ConfigError: the base has no weights, is another model, or holds other numbers.
+    """
+    weights = pretrained(_holding_weights(base))
+    try:
+        read = weights.reader(plain)
+    except ConfigError as error:
+        raise ConfigError(f"--base {base} is not the model that {folder} was trained from: {error}") from None
+    runs = {name: run for name, run in manifest.base.items() if not is_adapter(name) and not is_trained_copy(name)}
+    if others := differing(runs, lambda name: read(base_name(name))):
+        raise ConfigError(
+            f"--base {base} is not the model that {folder} was trained from: {base_name(others[0])} holds other numbers"
+            f" ({len(others)} of {len(runs)} frozen parameters differ)"
+        )
+    return weights

@@ -10,19 +10,24 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.folder import CheckpointFolder
+from meshwright.checkpoint.manifest import Manifest
+from meshwright.checkpoint.tensor_files import TensorFiles, holds_weights
 from meshwright.core.config import to_toml
-from meshwright.core.errors import ConfigError
+from meshwright.core.dtypes import bytes_text, count_text
+from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.core.files import read_object, replace_text
 from meshwright.data import SourceOptions, Tokenizer
 from meshwright.data.sources.scan import resolved
 from meshwright.data.text.tokenizers import BYTES
+from meshwright.introspection.facts import describe_model, describe_premises, describe_structure, model_facts
+from meshwright.introspection.source import as_module, read_causal_lm
+from meshwright.planning.plan import Plan
 from meshwright.training.config import Config, DataConfig
-from meshwright.training.model_source import keep_model
+from meshwright.training.metrics import read_metrics
+from meshwright.training.model_source import keep_model, keep_tokenizer, template_file
+from meshwright.training.run.occupancy import NAME
+from meshwright.training.run.request import IDENTITY
 from meshwright.training.slurm import FOLDER, job_number, note_job, run_of_requeued_job
-from meshwright.training.tokenizer import keep_tokenizer, template_file
-
-from .occupancy import NAME
-from .request import IDENTITY
 
 # --- write the paths of a run's data as absolute ones, so that it can be continued from any folder
 
@@ -34,20 +39,14 @@ def absolute_paths(data: DataConfig) -> dict[str, Any]:
         return str(Path(path).expanduser().absolute()) if path else ""
 
     def source(values: SourceOptions) -> dict[str, Any]:
-        return {
-            "source": tuple(map(resolved, values.source)),
-            "template": absolute(values.template),
-        }
+        return {"source": tuple(map(resolved, values.source)), "template": absolute(values.template)}
 
     is_path = data.tokenizer != BYTES and not data.tokenizer.startswith(("bpe:", "ids:"))
+    tokenizer = absolute(data.tokenizer) if is_path else data.tokenizer
     parts = tuple(replace(part, **source(part)) for part in data.mixture)
-    own = {} if data.mixture else source(data)
-    return {
-        **own,
-        "tokenizer": absolute(data.tokenizer) if is_path else data.tokenizer,
-        "cache": absolute(data.cache),
-        "mixture": parts,
-    }
+    return {"tokenizer": tokenizer, "cache": absolute(data.cache), "mixture": parts} | (
+        source(data) if not parts else {}
+    )
 
 
 # --- find a run's folder, and check that it holds the same run
@@ -130,7 +129,10 @@ class RunFolder:
         """Refuse to continue a run of another identity. Raises ConfigError."""
         stored = self.path / IDENTITY
         if not stored.is_file():
-            if self.path.is_dir() and any(map(_is_foreign, self.path.iterdir())):
+            # an interrupted start leaves a lock, a job's folder, and files that were not whole
+            remnants = (FOLDER, NAME)
+            there = self.path.iterdir() if self.path.is_dir() else ()
+            if any(path.name not in remnants and not path.suffix.startswith(".new") for path in there):
                 raise ConfigError(
                     f"run = {self.path}: the folder is not empty and holds no run; give a new folder, or the folder"
                     f" of a run"
@@ -156,11 +158,6 @@ class RunFolder:
         keep_model(config, self.path)
 
 
-def _is_foreign(path: Path) -> bool:
-    """Return whether a file in a folder without an identity is anything but the remnant of an interrupted start."""
-    return path.name not in (FOLDER, NAME) and not path.suffix.startswith(".new")
-
-
 def _new_folder(parent: Path, name: str) -> Path:
     stamp = f"slurm{job_number()}" if job_number() else time.strftime("%Y%m%d-%H%M%S")
     for attempt in range(1000):
@@ -182,3 +179,72 @@ def changes(there: Any, now: Any, key: str = "") -> Iterator[str]:
             yield from changes(there.get(name), now[name], f"{key}.{name}" if key else name)
     elif there != now and (key.rpartition(".")[2], there) != LOOSENED:
         yield f"{key} was {str(there)[:24]} and is now {str(now)[:24]}"
+
+
+# --- describe the contents of a run's folder from its small text files
+
+
+def describe_run(path: Path, config: Config) -> str:
+    """Describe a run: name, data (with the beginning of its digest), progress, checkpoints and plan."""
+    folder = RunFolder(path)
+    key = (read_object(path / IDENTITY) if (path / IDENTITY).is_file() else {}).get("data", "unknown")
+    rows = [("name", config.name)]
+    if config.data.mixture:
+        for part, (name, known) in zip(config.data.mixture, dict(key).items(), strict=False):
+            rows.append(("data", f"{name}: {', '.join(part.source)}, weight {part.weight:g} ({known['data'][:12]})"))
+    else:
+        rows.append(("data", f"{', '.join(config.data.source)} ({str(key)[:12]})"))
+    rows += [("seed", str(config.seed)), ("progress", _progress(path, config))]
+    latest = None
+    try:
+        latest = folder.checkpoints.latest()
+    except IntegrityError as error:
+        rows.append(("latest", str(error)))
+    for where in map(folder.checkpoints.of_step, folder.checkpoints.steps()):
+        rows.append(("checkpoint", f"{_checkpoint(where)}{'  (latest)' if where == latest else ''}"))
+    for left in folder.checkpoints.half_written():
+        rows.append(("half done", f"{left.name}: an interrupted save, never used"))
+    plan = path / "plan.json"
+    text = "\n".join([f"run {path}", *(f"  {name:<10}  {line}" for name, line in rows)])
+    return text + (f"\n\n{Plan.from_json(plan.read_text())}" if plan.is_file() else "")
+
+
+def describe_hugging_face(path: Path, *, trusted: bool = False) -> str:
+    """Describe a Hugging Face model, and the weights beside its config."""
+    facts = model_facts(as_module(read_causal_lm(path, trust_remote_code=trusted)))
+    lines = [describe_model(facts), describe_structure(facts), describe_premises(facts)]
+    if path.is_dir() and holds_weights(path):
+        files = TensorFiles(path)
+        dtypes = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in files.tensors.values()}))
+        size = sum(tensor.bytes for tensor in files.tensors.values())
+        count = len({tensor.file for tensor in files.tensors.values()})
+        lines.append(
+            f"  weights: {len(files.tensors)} tensors, {dtypes}, {bytes_text(size)} in {count} file{'s' * (count > 1)}"
+        )
+    else:
+        lines.append("  weights: none beside the config")
+    return "\n".join(lines)
+
+
+def _progress(path: Path, config: Config) -> str:
+    metrics = path / "metrics.jsonl"
+    rows = [row for row in read_metrics(metrics) if "loss" in row] if metrics.is_file() else []
+    if not rows:
+        return f"no step yet, of {config.steps}"
+    last = rows[-1]
+    validation = next((row["validation_loss"] for row in reversed(rows) if "validation_loss" in row), None)
+    held_out = f", validation loss {validation:.4f}" if validation is not None else ""
+    return (
+        f"step {last['step']} of {config.steps}, {count_text(last['tokens'])} tokens, loss {last['loss']:.4f}{held_out}"
+    )
+
+
+def _checkpoint(folder: Path) -> str:
+    try:
+        manifest = Manifest.read(folder)
+    except IntegrityError as error:
+        return f"{folder.name}: {error}"
+    parameters = sum(1 for key in manifest.tensors if key.startswith("model."))
+    size = sum(entry.bytes for entry in manifest.files.values())
+    inside = f"{parameters} parameters and buffers, {len(manifest.tensors)} tensors"
+    return f"{folder.name}: {inside}, {bytes_text(size)} in {len(manifest.files)} files"

@@ -57,16 +57,10 @@ def is_occupied(folder: Path) -> bool:
 
 def held_by(folder: Path) -> str:
     """Return the job that holds ``folder`` now, in words; "" where none does."""
-    if not is_occupied(folder):
-        return ""
-    try:
-        file = os.open(folder / NAME, os.O_RDONLY)
-    except OSError:
-        return ""
-    try:
-        return _holder(file)
-    finally:
-        os.close(file)
+    if is_occupied(folder):
+        with contextlib.suppress(OSError):
+            return _holder((folder / NAME).read_bytes()[:1000])
+    return ""
 
 
 def _take(path: Path) -> int | None:
@@ -76,7 +70,7 @@ def _take(path: Path) -> int | None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            who = _holder(file)
+            who = _holder(os.pread(file, 1000, 0))
             os.close(file)
             if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                 return None
@@ -87,26 +81,18 @@ def _take(path: Path) -> int | None:
                 f"run = {path.parent} is being trained by {who}: two jobs would overwrite each other's checkpoints."
                 f" Wait for it or stop it, or leave run empty for a new folder"
             ) from None
-        if _is_there(file, path):
-            os.truncate(file, 0)
-            os.pwrite(
-                file, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.ctime()}).encode(), 0
-            )
-            return file
+        with contextlib.suppress(FileNotFoundError):  # the file that was locked may no longer be the one of that name
+            if os.path.samestat(os.fstat(file), path.stat()):
+                me = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.ctime()}
+                os.truncate(file, 0)
+                os.pwrite(file, json.dumps(me).encode(), 0)
+                return file
         os.close(file)
 
 
-def _is_there(file: int, path: Path) -> bool:
-    """Return whether the file that was locked is still the one of that name."""
+def _holder(lock: bytes) -> str:
     try:
-        return os.path.samestat(os.fstat(file), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _holder(file: int) -> str:
-    try:
-        holder = json.loads(os.pread(file, 1000, 0))
+        holder = json.loads(lock)
         return f"another job (process {holder['pid']} on {holder['host']}, since {holder['since']})"
     except (ValueError, KeyError, TypeError):
         return "another job"

@@ -31,12 +31,19 @@ from meshwright.planning.build import plan as make_plan
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import Precision, Techniques
 from meshwright.training.config import Config
-from meshwright.training.model_source import ModelSource, causal_lm, model_source, with_kept_model
-from meshwright.training.tokenizer import own_tokenizer, prompt_ids, template_file, template_folder
-
-from .convert import weights_beside_adapters
-from .folder import RunFolder
-from .occupancy import held_by
+from meshwright.training.model_source import (
+    ModelSource,
+    causal_lm,
+    model_source,
+    own_tokenizer,
+    prompt_ids,
+    template_file,
+    template_folder,
+    with_kept_model,
+)
+from meshwright.training.run.convert import weights_beside_adapters
+from meshwright.training.run.folder import RunFolder
+from meshwright.training.run.occupancy import held_by
 
 # --- open a run's checkpoint, or a folder of transformers' files, on any layout
 
@@ -118,7 +125,10 @@ class Opened:
             return canonical_dtype(master, where="--dtype")
         if self.checkpoint is not None:
             return "float32"
-        return _stored_dtype(causal_lm(self.config).stored or {})
+        keys = causal_lm(self.config).stored or {}
+        places = keys, keys.get("text_config") or {}
+        named = (place.get(key) for place in places for key in ("dtype", "torch_dtype"))
+        return canonical_dtype(next((name for name in named if name), "float32"), where=f"{CONFIG}: dtype")
 
     @property
     def words(self) -> str:
@@ -157,16 +167,15 @@ class Opened:
         cluster = Cluster(world, ranks_per_node() if world > 1 else 0, device)
         plan = make_plan(module, setup, cluster=cluster, techniques=techniques)
         mesh = init_distributed(setup, self.config.seed) if world > 1 else None
-        model = parallelize(module, mesh, plan=plan, weights=self._weights())
+        if self.checkpoint is None:
+            weights: Weights | None = pretrained(self.config.model.hf, self.config.model.adapter)
+        else:
+            weights = weights_beside_adapters(self.path, self.config, self.base)
+            weights = checkpoint.to_be_loaded if weights is None and self.config.model.hf else weights
+        model = parallelize(module, mesh, plan=plan, weights=weights)
         if self.checkpoint is not None:
             checkpoint.load(model, self.checkpoint)
         return model
-
-    def _weights(self) -> Weights | None:
-        if self.checkpoint is None:
-            return pretrained(self.config.model.hf, self.config.model.adapter)
-        weights = weights_beside_adapters(self.path, self.config, self.base)
-        return checkpoint.to_be_loaded if weights is None and self.config.model.hf else weights
 
 
 def checkpoint_of(folder: Path, config: Config, step: int | None) -> Path:
@@ -175,28 +184,16 @@ def checkpoint_of(folder: Path, config: Config, step: int | None) -> Path:
     Raises:
         ConfigError: there is none; the text says what the run is about.
     """
-    run = RunFolder(folder)
+    run, every, why = RunFolder(folder), config.checkpoint.every, ""
     try:
         return run.checkpoint(step)
     except ConfigError as error:
-        raise ConfigError(f"{error}{_why_none(run, config)}") from None
-
-
-def _why_none(run: RunFolder, config: Config) -> str:
-    who, every = held_by(run.path), config.checkpoint.every
-    if who:
-        saves = f"saves every {every} steps and at the end" if every else "saves at its end"
-        return f". The run is being trained by {who} and {saves}: wait for that"
-    if left := run.checkpoints.half_written():
-        return f". {left[-1].name} is what an interrupted save left, and is never read"
-    return ""
-
-
-def _stored_dtype(keys: dict[str, Any]) -> str:
-    """Return the dtype that a model's config.json names, float32 where it names none."""
-    places = keys, keys.get("text_config") or {}
-    named = (place.get(key) for place in places for key in ("dtype", "torch_dtype"))
-    return canonical_dtype(next((name for name in named if name), "float32"), where=f"{CONFIG}: dtype")
+        if who := held_by(run.path):
+            saves = f"saves every {every} steps and at the end" if every else "saves at its end"
+            why = f". The run is being trained by {who} and {saves}: wait for that"
+        elif left := run.checkpoints.half_written():
+            why = f". {left[-1].name} is what an interrupted save left, and is never read"
+        raise ConfigError(f"{error}{why}") from None
 
 
 # --- write text with an opened model, in one process, as it comes

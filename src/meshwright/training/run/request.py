@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Mapping
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
 from meshwright.core.config import load_toml, to_toml
+from meshwright.core.config.read import shown
 from meshwright.core.errors import ConfigError, command
 from meshwright.core.files import read_object, replace_text
 from meshwright.training.config import Config
-from meshwright.training.optim.fine_tuning import length_follows
-
-from .occupancy import is_occupied, latest_checkpoint
+from meshwright.training.fine_tuning import length_follows
+from meshwright.training.run.occupancy import is_occupied, latest_checkpoint
 
 NAME, RESOLVED = "request.toml", "config.toml"
 IDENTITY = "identity.json"
@@ -68,3 +71,47 @@ def completed(config: Config) -> str:
     except (KeyError, TypeError, ValueError):  # refused, with the reason, by who loads it
         return ""
     return words_of_complete(folder, step, config.steps) if step >= config.steps else ""
+
+
+# --- find the values of a config that run foreign code, and require consent
+
+FLAG = "--trust"
+MODEL_CODE = "model.trust_remote_code"
+RUNS_CODE: Mapping[str, Callable[[Any], bool]] = {
+    MODEL_CODE: bool,
+    "techniques.checkpoint_keep": lambda words: any(":" in word for word in words),
+    "slurm.setup": bool,
+    "slurm.extra": bool,
+}
+"""Key -> whether a value of it runs code: of the model's folder, a Python function by name, lines of shell, the
+environment of a job.
+"""
+
+
+def code_in(config: Config, keys: Collection[str] = tuple(RUNS_CODE)) -> dict[str, Any]:
+    """Return the keys of a config whose values run code, and the values."""
+    values = {key: reduce(lambda node, name: getattr(node, name, None), key.split("."), config) for key in keys}
+    return {key: value for key, value in values.items() if value is not None and RUNS_CODE[key](value)}
+
+
+def refuse_code(
+    config: Config, file: object, *, given: Collection[str] = (), keys: Collection[str] = tuple(RUNS_CODE)
+) -> None:
+    """Refuse values of a file that run code and are not repeated on the command line.
+
+    Args:
+        config: the config that the file holds.
+        file: path of the file, for the error.
+        given: keys that the command line sets itself.
+        keys: keys that the command uses.
+
+    Raises:
+        ConfigError: the file has such a value.
+    """
+    found = {key: value for key, value in code_in(config, keys).items() if key not in given}
+    if found:
+        values = " and ".join(f"{key} = {shown(value)}" for key, value in found.items())
+        raise ConfigError(
+            f"{file} holds {values}, which runs code, and no file can allow that, nor an earlier command for this one:"
+            f" read that code, then add {FLAG} to this command, or give another value with --{next(iter(found))}"
+        )

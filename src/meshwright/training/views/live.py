@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -17,13 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.core.dtypes import count_text
-
-from .progress import StepReport, header_rows
-
-# --- draw a loss curve in one line of text
+from meshwright.training.views.progress import INTERVAL, Progress, StepReport, header_rows
 
 _BARS = "▁▂▃▄▅▆▇█"
 _NOT_A_NUMBER = "×"
+_HISTORY_ROWS = 10
+_FIGURE_WIDTH = 24
+_FRAMES_PER_SECOND = 8
 
 
 class LossCurve:
@@ -34,9 +33,8 @@ class LossCurve:
     """
 
     def __init__(self, capacity: int = 512):
-        self._capacity = capacity
+        self._capacity, self._losses_per_point = capacity, 1
         self._points: list[float] = []
-        self._losses_per_point = 1
         self._pending: list[float] = []
 
     def add(self, loss: float) -> None:
@@ -44,10 +42,10 @@ class LossCurve:
         self._pending.append(loss)
         if len(self._pending) < self._losses_per_point:
             return
-        self._points.append(_mean(self._pending))
+        self._points += _means(self._pending, 1)
         self._pending.clear()
         if len(self._points) >= self._capacity:
-            self._points = [_mean(pair) for pair in _chunks(self._points, math.ceil(len(self._points) / 2))]
+            self._points = _means(self._points, math.ceil(len(self._points) / 2))
             self._losses_per_point *= 2
 
     def draw(self, width: int) -> str:
@@ -55,51 +53,35 @@ class LossCurve:
 
         Empty without a loss.
         """
-        points = self._points + ([_mean(self._pending)] if self._pending else [])
+        points = self._points + (_means(self._pending, 1) if self._pending else [])
         if not points or width < 1:
             return ""
-        cells = [_mean(chunk) for chunk in _chunks(points, min(width, len(points)))]
+        cells = _means(points, min(width, len(points)))
         finite = [cell for cell in cells if math.isfinite(cell)]
         low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
-        return "".join(_bar(cell, low, high) for cell in cells)
+        heights = [(cell - low) / (high - low) * len(_BARS) if high > low else 0.0 for cell in cells]
+        return "".join(
+            _BARS[min(int(height), len(_BARS) - 1)] if math.isfinite(cell) else _NOT_A_NUMBER
+            for cell, height in zip(cells, heights, strict=True)
+        )
 
 
-def _bar(value: float, low: float, high: float) -> str:
-    if not math.isfinite(value):
-        return _NOT_A_NUMBER
-    height = (value - low) / (high - low) if high > low else 0.0
-    return _BARS[min(int(height * len(_BARS)), len(_BARS) - 1)]
-
-
-def _chunks(points: Sequence[float], count: int) -> list[Sequence[float]]:
-    """Cut ``points`` into ``count`` runs (at most one per point) whose lengths differ by at most 1."""
+def _means(points: Sequence[float], count: int) -> list[float]:
+    """Return the means of ``count`` runs of points (at most one per point) whose lengths differ by at most 1."""
     edges = [round(index * len(points) / count) for index in range(count + 1)]
-    return [points[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    return [sum(points[start:end]) / (end - start) for start, end in zip(edges, edges[1:], strict=False)]
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-# --- show a run live on a terminal
-
-_HISTORY_ROWS = 10
-_FIGURE_WIDTH = 24
-_FRAMES_PER_SECOND = 8
-
-
-class LiveProgress:
-    """Draws in place on a terminal; see :class:`meshwright.training.views.progress.Progress`.
+class LiveProgress(Progress):
+    """Draws in place on a terminal.
 
     There is no drawing thread: a frame is drawn when a step is reported, at most 8 times a second. Text that the
     program prints meanwhile appears above. The cursor, hidden meanwhile, comes back on close, on leaving ``with``,
     and at exit.
     """
 
-    def __init__(self, console: Console, *, interval: float = 2.0, clock: Callable[[], float] = time.monotonic):
-        self._console = console
-        self._interval = interval
-        self._clock = clock
+    def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic):
+        self._console, self._clock = console, clock
         self._live: Live | None = None
         self._bar: Live | None = None
         self._report: StepReport | None = None
@@ -107,11 +89,9 @@ class LiveProgress:
         self._curve = LossCurve()
         self._first_loss = math.nan
         self._history: deque[StepReport] = deque(maxlen=_HISTORY_ROWS)
-        self._logged_at = -math.inf
-        self._drawn_at = -math.inf
+        self._logged_at = self._drawn_at = -math.inf
 
     def start(self, header_lines: Sequence[str]) -> None:
-        """Print the header once, above the part that moves."""
         self._end_bar()
         title, rows = header_rows(header_lines)
         self._console.print(Text(title, style="bold"))
@@ -134,11 +114,12 @@ class LiveProgress:
             self._validation_loss = report.validation_loss
         self._report = replace(report, validation_loss=self._validation_loss)
         notable = report.validation_loss is not None or report.step >= report.total_steps
-        if notable or now - self._logged_at >= self._interval:
+        if notable or now - self._logged_at >= INTERVAL:
             self._history.append(report)
             self._logged_at = now
         if notable or now - self._drawn_at >= 1 / _FRAMES_PER_SECOND:
-            self._draw()
+            if self._live is not None:
+                self._live.update(self._frame(), refresh=True)
             self._drawn_at = now
 
     def say(self, text: str) -> None:
@@ -155,9 +136,8 @@ class LiveProgress:
                 self._bar = Live(console=self._console, auto_refresh=False, transient=True)
                 self._bar.start()
             row = Table.grid(padding=(0, 1))
-            row.add_row(
-                Text(what), ProgressBar(total=total, completed=done, width=40), Text(f"{done / total:.0%}", style="dim")
-            )
+            bar = ProgressBar(total=total, completed=done, width=40)
+            row.add_row(Text(what), bar, Text(f"{done / total:.0%}", style="dim"))
             self._bar.update(row, refresh=True)
             self._drawn_at = now
 
@@ -179,21 +159,10 @@ class LiveProgress:
             live.stop()
             self._console.print()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def _draw(self) -> None:
-        if self._live is not None:
-            self._live.update(self._frame(), refresh=True)
-
     def _frame(self) -> RenderableType:
-        report = self._report
+        report, width = self._report, self._console.width
         if report is None:
             return Text("waiting for the first step ...", style="dim")
-        width = self._console.width
         figures = _figures(report, width)
         bars, ends = self._curve.draw(max(min(width // 2, 60), 8)), (self._first_loss, report.loss)
         words = ("loss ", "dim"), (bars, "cyan"), f"  {ends[0]:.3f}", (" → ", "dim"), f"{ends[1]:.3f}"
@@ -216,10 +185,7 @@ def _bar_line(report: StepReport, width: int) -> Table:
     rest = "done" if report.step >= report.total_steps else report.eta_text()
     end = Text.assemble(f"{share:3.0f} %", (f"  {rest}" if rest else "", "dim"))
     bar = ProgressBar(total=report.total_steps, completed=report.step, complete_style="cyan", finished_style="green")
-    if width < 44:
-        grid.add_row(step, "", end)
-    else:
-        grid.add_row(step, bar, end)
+    grid.add_row(step, bar if width >= 44 else "", end)
     return grid
 
 
@@ -230,16 +196,14 @@ def _figures(report: StepReport, width: int) -> Table:
     for _ in range(columns):
         grid.add_column(style="dim", no_wrap=True)
         grid.add_column(no_wrap=True, min_width=11)
-    cells = [cell for label, value in pairs for cell in (Text(label), Text(value, style=_figure_style(label, report)))]
+    cells: list[Text] = []
+    for label, value in pairs:
+        is_bad = label == "skipped" or (label == "loss" and not math.isfinite(report.loss))
+        style = "not dim bold red" if is_bad else "not dim bold" if label in ("loss", "val loss") else "not dim"
+        cells += [Text(label), Text(value, style=style)]
     for start in range(0, len(cells), 2 * columns):
         grid.add_row(*cells[start : start + 2 * columns])
     return grid
-
-
-def _figure_style(label: str, report: StepReport) -> str:
-    if label == "skipped" or (label == "loss" and not math.isfinite(report.loss)):
-        return "not dim bold red"
-    return "not dim bold" if label in ("loss", "val loss") else "not dim"
 
 
 def _history(reports: Sequence[StepReport], width: int) -> Table:

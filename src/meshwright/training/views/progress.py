@@ -7,10 +7,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self, TextIO
+from typing import Self, TextIO
 
 from meshwright.core.dtypes import bytes_text, count_text, duration_text
 
+INTERVAL = 2.0
+"""Least seconds between two lines of a log, or two rows of the live table."""
 UNBALANCED = 2.0
 """Multiple of its layer's mean from which the busiest expert is reported."""
 
@@ -77,76 +79,44 @@ class StepReport:
         return f"ETA {duration_text(math.ceil(self.eta_seconds))}"
 
 
-class Progress(Protocol):
-    """The loop's output. ``with`` closes it, also on an exception, which gives the terminal back as it was."""
+class Progress:
+    """The output of a loop, silent: for ranks that show nothing, so that callers need no ``if rank == 0``.
+
+    ``with`` closes it, also on an exception, which gives the terminal back as it was.
+    """
 
     def start(self, header_lines: Sequence[str]) -> None:
         """Show the header: a title, then lines of the form ``"label: text"``."""
-        ...
 
     def update(self, report: StepReport) -> None:
         """Take the figures of a step. Cheap: call it on every step; the implementation decides when to show them."""
-        ...
 
     def say(self, text: str) -> None:
         """Print a message that stays, such as "checkpoint saved"."""
-        ...
 
     def portion(self, what: str, done: int, total: int) -> None:
         """Show the progress of a long preparation. Cheap: call it often."""
-        ...
 
     def close(self) -> None:
         """Show the last figures and stop; closing twice is harmless."""
-        ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *exc: object) -> None: ...
-
-
-class SilentProgress:
-    """The whole interface without effect, for ranks that show nothing: callers need no ``if rank == 0``."""
-
-    def start(self, header_lines: Sequence[str]) -> None:
-        """Do nothing."""
-
-    def update(self, report: StepReport) -> None:
-        """Do nothing."""
-
-    def say(self, text: str) -> None:
-        """Do nothing."""
-
-    def portion(self, what: str, done: int, total: int) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        pass
+        self.close()
 
 
-class PlainProgress:
-    """Plain lines for files, pipes and batch systems: at most one per ``interval`` seconds, besides the first step,
-    the last and every validation.
-    """
+class PlainProgress(Progress):
+    """Plain lines for files and batch systems: one per INTERVAL, besides the first step, the last and validations."""
 
-    def __init__(
-        self, stream: TextIO | None = None, *, interval: float = 2.0, clock: Callable[[], float] = time.monotonic
-    ):
-        self._stream = stream
-        self._interval = interval
-        self._clock = clock
+    def __init__(self, stream: TextIO | None = None, *, clock: Callable[[], float] = time.monotonic):
+        self._stream, self._clock = stream, clock
         self._shown_at: float | None = None
         self._portion_at = clock()
         self._unshown: StepReport | None = None
 
     def start(self, header_lines: Sequence[str]) -> None:
-        """Print the header, labels aligned."""
         title, rows = header_rows(header_lines)
         if title:
             self.say(title)
@@ -155,9 +125,8 @@ class PlainProgress:
             self.say(f"  {label:<{width}}  {text}" if width else f"  {text}")
 
     def update(self, report: StepReport) -> None:
-        """Print the report's line, if it is time for one."""
         now = self._clock()
-        due = self._shown_at is None or now - self._shown_at >= self._interval
+        due = self._shown_at is None or now - self._shown_at >= INTERVAL
         if due or report.validation_loss is not None or report.step >= report.total_steps:
             self.say(report.line())
             self._shown_at, self._unshown = now, None
@@ -165,16 +134,14 @@ class PlainProgress:
             self._unshown = report
 
     def say(self, text: str) -> None:
-        """Print ``text`` and flush."""
         stream = self._stream or sys.stdout
         encoding = getattr(stream, "encoding", None) or "utf-8"
         # In a narrow encoding the log loses a dot or an arrow, but the run continues.
         print(text.encode(encoding, "replace").decode(encoding), file=stream, flush=True)
 
     def portion(self, what: str, done: int, total: int) -> None:
-        """Print a line, if it is time for one."""
         now = self._clock()
-        if now - self._portion_at >= self._interval:
+        if now - self._portion_at >= INTERVAL:
             self.say(f"{what}: {done / max(total, 1):.0%}")
             self._portion_at = now
 
@@ -183,12 +150,6 @@ class PlainProgress:
         if self._unshown is not None:
             self.say(self._unshown.line())
             self._unshown = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def header_rows(header_lines: Sequence[str]) -> tuple[str, list[tuple[str, str]]]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import signal
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TextIO, TypeVar
 
 import numpy as np
-from rich.console import Console
-from rich.text import Text
 
 from meshwright.core.config import to_dict
 from meshwright.core.dtypes import count_text, duration_text
@@ -35,17 +34,46 @@ from meshwright.planning.plan import Plan
 from meshwright.training.build import Run, build_schedule, device_name, most_tokens
 from meshwright.training.config import Config
 from meshwright.training.feed import parts_of, vision_for
-from meshwright.training.metrics.memory import read_memory
-from meshwright.training.metrics.metrics import Trackers, open_trackers
-from meshwright.training.metrics.throughput import Throughput, mfu, peak_flops, training_flops_per_token
+from meshwright.training.fine_tuning import chosen
+from meshwright.training.memory import read_memory
+from meshwright.training.metrics import Trackers, open_trackers
+from meshwright.training.model_source import run_tokenizer, where_weights_come_from
 from meshwright.training.preference import where_reference_comes_from
 from meshwright.training.run.checkpointing import Checkpointing, Position
 from meshwright.training.run.folder import RunFolder
-from meshwright.training.tokenizer import run_tokenizer
+from meshwright.training.throughput import Throughput, mfu, peak_flops, training_flops_per_token
+from meshwright.training.views.page import ABSENT, BEGIN, SAMPLE, change, config_rows, printable
+from meshwright.training.views.progress import PlainProgress, Progress, StepReport
 
-from .page.document import config_rows
-from .page.history import ABSENT, BEGIN, SAMPLE, change
-from .progress import Progress, StepReport
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# --- choose how a run shows its progress
+
+
+def build_progress(*, is_main: bool, stream: TextIO | None = None) -> Progress:
+    """Return the progress for the output: silent on ranks that are not ``is_main``, live on a terminal, plain lines
+    elsewhere.
+
+    A terminal that cannot place a cursor (``TERM=dumb``) or show the bars (not UTF-8) gets plain lines too.
+
+    Args:
+        is_main: whether this rank prints for the run.
+        stream: where to write; standard output by default.
+    """
+    if not is_main:
+        return Progress()
+    if not (stream or sys.stdout).isatty():
+        return PlainProgress(stream)
+    from rich.console import Console  # imported for terminals only: batch jobs save 0.1 s
+
+    from meshwright.training.views.live import LiveProgress
+
+    console = Console(file=stream)
+    if console.is_dumb_terminal or not console.encoding.lower().startswith("utf"):
+        return PlainProgress(stream)
+    return LiveProgress(console)
+
 
 # --- show the first samples of a run's data, and which of their tokens are trained on
 
@@ -53,58 +81,50 @@ _SHOWN = 2000
 """Tokens of a document that are shown."""
 
 
-class ShownRun(NamedTuple):
-    """A run of token ids that are trained on or are not, or those of one image."""
-
-    is_learnt: bool
-    ids: np.ndarray
-    image: str = ""
-    """Name and size of the image."""
-
-
 def show_data(config: Config, documents: int, console: Console) -> None:
     """Print each source's format and task, what becomes of its records, and its first documents: tokens that are not
     trained on are grey on a terminal, and in [[ ]] elsewhere.
     """
+    from rich.text import Text
+
+    def show(line: str) -> None:
+        console.print(line, markup=False, highlight=False)
+
     tokenizer = run_tokenizer(config, console.print)
     memory = Path(config.data.cache).expanduser() if config.data.cache else default_cache_dir()
     for part in parts_of(config.data):
         scan = scan_sources(part.source, part.format, memory=memory)
         title = f"{part.name} · " if config.data.mixture else ""
         console.print(Text(f"{title}{', '.join(part.source)}", style="bold"))
-        console.print(f"  format     {scan.format}, {scan}", markup=False, highlight=False)
+        show(f"  format     {scan.format}, {scan}")
         task, lines, shown = _documents(scan, part, tokenizer, vision_for(config), config.data.seq_len)
         named = f"{tokenizer!r}, vocabulary {tokenizer.vocab_size:,}"
         for title, line in (("task", task), ("tokenizer", named), *lines):
-            console.print(f"  {title:<10} {line}", markup=False, highlight=False)
-        for number, runs in enumerate(islice(shown, documents), 1):
-            _show(number, list(runs), tokenizer, console)
+            show(f"  {title:<10} {line}")
+        for number, document in enumerate(islice(shown, documents), 1):
+            runs = list(document)
+            total, learnt = (sum(len(ids) for is_learnt, ids, _ in runs if is_learnt or n) for n in (True, False))
+            images = sum(bool(image) for *_, image in runs)
+            pictured = f", {images} image{'s' * (images != 1)}" if images else ""
+            show(f"\n  document {number}: {total} tokens, {learnt} of them learnt{pictured}")
+            text, left = Text(), _SHOWN
+            spelt = getattr(tokenizer, "spell_out", tokenizer.decode)
+            for is_learnt, ids, image in runs:
+                piece = f"<{image}: {len(ids)} tokens>" if image and left else spelt(ids[:left])
+                is_grey = not is_learnt and console.is_terminal
+                text.append(piece if is_learnt or is_grey else f"[[{piece}]]", "bright_black" if is_grey else None)
+                left = max(left - len(ids), 0)
+            text.append(" …" if total > _SHOWN else "")
+            console.print(text)
 
 
-def _show(number: int, runs: list[ShownRun], tokenizer: Tokenizer, console: Console) -> None:
-    total, learnt = (sum(len(run.ids) for run in runs if run.is_learnt or every) for every in (True, False))
-    images = sum(bool(run.image) for run in runs)
-    pictured = f", {images} image{'s' * (images != 1)}" if images else ""
-    line = f"\n  document {number}: {total} tokens, {learnt} of them learnt{pictured}"
-    console.print(line, markup=False, highlight=False)
-    text, left = Text(), _SHOWN
-    spelt = getattr(tokenizer, "spell_out", tokenizer.decode)
-    for is_learnt, ids, image in runs:
-        piece = f"<{image}: {len(ids)} tokens>" if image and left else spelt(ids[:left])
-        if is_learnt:
-            text.append(piece)
-        elif console.is_terminal:
-            text.append(piece, style="bright_black")
-        else:
-            text.append(f"[[{piece}]]")
-        left = max(left - len(ids), 0)
-    text.append(" …" if total > _SHOWN else "")
-    console.print(text)
+Document = Iterable[tuple[bool, np.ndarray, str]]
+"""Runs of token ids: whether they are trained on, the ids, and the name and size of their image, if they are one's."""
 
 
 def _documents(
     scan: Scan, options: SourceOptions, tokenizer: Tokenizer, vision: Vision, seq_len: int
-) -> tuple[str, Iterable[tuple[str, str]], Iterator[list[ShownRun]]]:
+) -> tuple[str, Iterable[tuple[str, str]], Iterator[Document]]:
     """Return the task, what becomes of the records, and the documents in order."""
     if scan.format in TOKEN_FORMATS:
         return "text, as token ids", (), _mapped(IndexingRecipe(scan, options, tokenizer, 0.0))
@@ -117,24 +137,24 @@ def _documents(
     return task, account_of(recipe).lines(seq_len), shown
 
 
-def _mapped(recipe: IndexingRecipe) -> Iterator[list[ShownRun]]:
+def _mapped(recipe: IndexingRecipe) -> Iterator[Document]:
     for file in recipe.files:
         ids = file.open()[: 1 << 20]
         recipe.check(file, 0, ids)
-        yield from ([ShownRun(True, document)] for document in recipe.documents(file, ids))
+        yield from ([(True, document, "")] for document in recipe.documents(file, ids))
 
 
-def _tokenised(recipe: TokenisingRecipe) -> Iterator[list[ShownRun]]:
+def _tokenised(recipe: TokenisingRecipe) -> Iterator[Document]:
     encoder = recipe.encoder()
     for _, example in recipe.unsplit():
         ((_, ids, learnt, images),) = encoder.encode(iter([(TRAINING, example)]))
         if learnt is None:
-            yield [ShownRun(True, ids)]
+            yield [(True, ids, "")]
             continue
         named = {begin: f"{file.name} {file.width} x {file.height}" for begin, _, file in images}
         turns = np.flatnonzero(np.diff(learnt, prepend=~learnt[:1])).tolist()
         edges = sorted({*turns, *named, *(last for _, last, _ in images)} - {len(ids)})
-        yield [ShownRun(bool(learnt[a]), ids[a:b], named.get(a, "")) for a, b in pairwise([*edges, len(ids)])]
+        yield [(bool(learnt[a]), ids[a:b], named.get(a, "")) for a, b in pairwise([*edges, len(ids)])]
 
 
 # --- print a run's results, and where everything is
@@ -170,11 +190,24 @@ class ClosingReport:
         """Format the outcome, the places (those inside the run folder relative to it), and the sample, folded at
         ``width``.
         """
-        rows = [("run folder", str(self.run_folder)), ("checkpoint", self._place(self.checkpoint) or "none was saved")]
-        rows += [("config", self._place(self.config))] if self.config else []
-        rows += self.places
+        parts = [
+            f"done: {self.step:,} step{'s' * (self.step > 1)}"
+            if self.step >= self.total_steps
+            else f"stopped at step {self.step:,} of {self.total_steps:,}",
+            f"{count_text(self.tokens)} tokens" if self.tokens is not None else "",
+            duration_text(self.seconds) if self.seconds is not None else "",
+            f"loss {self.loss:.4f}" if self.loss is not None else "",
+            f"validation loss {self.validation_loss:.4f}" if self.validation_loss is not None else "",
+            f"{self.skipped} steps skipped" if self.skipped else "",
+        ]
+        checkpoint, config = (
+            str(path.relative_to(self.run_folder) if path and path.is_relative_to(self.run_folder) else path or "")
+            for path in (self.checkpoint, self.config)
+        )
+        rows = [("run folder", str(self.run_folder)), ("checkpoint", checkpoint or "none was saved")]
+        rows += [*([("config", config)] if config else []), *self.places]
         column = max(len(name) for name, _ in rows)
-        lines = [self._outcome(), *(f"  {name:<{column}}  {text}" for name, text in rows)]
+        lines = [" · ".join(filter(None, parts)), *(f"  {name:<{column}}  {text}" for name, text in rows)]
         if self.sample is not None:
             if self.untrained is not None:
                 lines += ["", "sample before training", *_folded(self.untrained, width)]
@@ -182,40 +215,12 @@ class ClosingReport:
             lines += ["", title, *_folded(self.sample, width)]
         return "\n".join(lines)
 
-    def _outcome(self) -> str:
-        parts = [
-            f"done: {self.step:,} step{'s' * (self.step > 1)}"
-            if self.step >= self.total_steps
-            else f"stopped at step {self.step:,} of {self.total_steps:,}"
-        ]
-        if self.tokens is not None:
-            parts.append(f"{count_text(self.tokens)} tokens")
-        if self.seconds is not None:
-            parts.append(duration_text(self.seconds))
-        if self.loss is not None:
-            parts.append(f"loss {self.loss:.4f}")
-        if self.validation_loss is not None:
-            parts.append(f"validation loss {self.validation_loss:.4f}")
-        if self.skipped:
-            parts.append(f"{self.skipped} steps skipped")
-        return " · ".join(parts)
-
-    def _place(self, path: Path | None) -> str:
-        if path is None:
-            return ""
-        return str(path.relative_to(self.run_folder)) if path.is_relative_to(self.run_folder) else str(path)
-
 
 def _folded(text: str, width: int) -> list[str]:
-    """Fold a text into indented lines of at most ``width`` characters, with the text's own line breaks.
-
-    Control characters are escaped.
-    """
-    printable = "".join(c if c.isprintable() or c == "\n" else f"\\x{ord(c):02x}" for c in text.replace("\t", "    "))
-    folded = (
-        textwrap.wrap(line, max(width - 2, 20), replace_whitespace=False) or [""] for line in printable.split("\n")
-    )
-    return [f"  {line}".rstrip() for lines in folded for line in lines]
+    """Fold a text into indented lines of at most ``width`` characters, with the text's own line breaks."""
+    wide = max(width - 2, 20)
+    lines = (textwrap.wrap(line, wide, replace_whitespace=False) or [""] for line in printable(text).split("\n"))
+    return [f"  {line}".rstrip() for folded in lines for line in folded]
 
 
 # --- print commands to go on with at the end of a run
@@ -329,7 +334,7 @@ class Teller:
         """Print the run's model, layout, data and optimizer."""
         c, plan = self.r.shape, self.r.plan
         size = f"{count_text(c.parameters)} parameters, {c.n_layers} blocks, dim {c.dim}, vocabulary {c.vocab_size:,}"
-        reference = where_reference_comes_from(self.config, self.r.feed, self.r.model)
+        default, reference = chosen(self.r.request), where_reference_comes_from(self.config, self.r.feed, self.r.model)
         whole, most = self.config.schedule.tokens or 0, most_tokens(self.config)
         early = f" (the run ends before, at token {most:,} at the latest)" if whole > most else ""
         less = ", 4 for each of N that is frozen," if self.frozen else ""
@@ -337,8 +342,8 @@ class Teller:
         lines = [
             f"meshwright · {self.config.name}",
             f"model: {size}",
-            *([f"weights: {self.r.weights}"] if self.config.model.hf else []),
-            *([f"default: {self.r.chosen}, as usual in fine-tuning"] if self.r.chosen else []),
+            *([f"weights: {where_weights_come_from(self.r.request)}"] if self.config.model.hf else []),
+            *([f"default: {default}, as usual in fine-tuning"] if default else []),
             f"layout: {mesh_words(plan)} · {plan.data.technique} · {plan.precision.compute} on {plan.device}",
             f"data: {self.r.feed.description}",
             *(f"note: {note}" for note in self.r.feed.notes),

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 from meshwright.core.dtypes import bytes_text
 from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError
@@ -16,23 +15,14 @@ from meshwright.distributed.memory.account import MemoryAccount, dims_of_logits
 from meshwright.distributed.mesh import get_pp_rank
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process import agree
-from meshwright.distributed.process.world import get_world_info, is_rank_zero
-from meshwright.distributed.setup import choose_backend
-from meshwright.distributed.step.part import StepLoss, StepResult
+from meshwright.distributed.process.world import is_rank_zero
 from meshwright.planning.memory.states import MemoryEstimate, MemoryUse
 from meshwright.planning.pipeline.schedules.orders import schedule_kind
-from meshwright.planning.pipeline.schedules.simulate import Action, PipelineSchedule, actions_in, simulate
+from meshwright.planning.pipeline.schedules.simulate import PipelineSchedule, actions_in, simulate
 from meshwright.planning.pipeline.schedules.table import read_schedule, spans_of, svg_of, text_of
 from meshwright.training.build import Run
-from meshwright.training.config import Config
-from meshwright.training.metrics.memory import MemoryShares, is_out_of_memory, memory_table, out_of_memory, read_memory
-from meshwright.training.metrics.metrics import check_trackers
+from meshwright.training.memory import MemoryShares, is_out_of_memory, memory_table, out_of_memory, read_memory
 from meshwright.training.preference import is_on_pairs
-from meshwright.training.profiling.recording import Profile, Recording, check_recordings, open_recordings
-from meshwright.training.run.folder import RunFolder
-from meshwright.training.tracing import TraceCheck
-
-from .telling import Teller, in_words
 
 # --- watch the memory of a run's first step, and explain out-of-memory errors
 
@@ -197,100 +187,11 @@ def drawn_run(folder: Path) -> tuple[str, str]:
     lines = [f"  the last step of {folder}: {name}, {len(ranks)} ranks, {(last - first) * 1e3:.1f} ms"]
     for rank, spans in enumerate(ranks):
         busy = sum(end - begin for _, begin, end in spans)
+        by_work: dict[str, list[float]] = {}
+        for action, begin, end in spans:
+            by_work.setdefault(str(action.work), []).append(end - begin)
+        means = ", ".join(f"{work} {sum(times) / len(times) * 1e3:.2f} ms" for work, times in by_work.items())
         lines.append(
-            f"  rank {rank:>2}  computed {busy * 1e3:8.1f} ms of it; waited {1 - busy / (last - first):6.1%}"
-            f"  ({_means(spans)})"
+            f"  rank {rank:>2}  computed {busy * 1e3:8.1f} ms of it; waited {1 - busy / (last - first):6.1%}  ({means})"
         )
     return "\n".join(lines), svg_of(f"{folder}: {name}, measured", ranks)
-
-
-def _means(spans: list[tuple[Action, float, float]]) -> str:
-    """Return the mean time of each kind of work."""
-    by_work: dict[str, list[float]] = {}
-    for action, begin, end in spans:
-        by_work.setdefault(str(action.work), []).append(end - begin)
-    return ", ".join(f"{work} {sum(times) / len(times) * 1e3:.2f} ms" for work, times in by_work.items())
-
-
-# --- watch the loop beside its figures
-
-
-def check_watching(config: Config) -> None:
-    """Refuse trackers and recordings that are unavailable here, before the run is built.
-
-    Raises:
-        MissingExtraError: a tracker is not installed.
-        UnsupportedError: this device does not support a recording.
-    """
-    check_trackers(config.logging)
-    check_recordings(config.logging, choose_backend(config.process.backend)[1])
-
-
-class Watch:
-    """Watches a loop; every method is called on all ranks alike.
-
-    Args:
-        teller: prints the messages.
-        trace: compares the first steps; None without a trace.
-    """
-
-    def __init__(self, run: Run, folder: RunFolder, teller: Teller, trace: TraceCheck | None):
-        self.teller, self.folder, self.trace = teller, folder, trace
-        whole = [axis for axis, size in run.plan.mesh if size == run.plan.world > 1]
-
-        def profile(path: Path) -> Recording:
-            return Profile(path, run.model.parts, run.model.device, whole[0] if whole else "world")
-
-        self.recordings = open_recordings(
-            run.config.logging, run.config.steps, folder.path, get_world_info()[0], profile
-        )
-
-    def begin(self, step: int) -> None:
-        """Prepare to train from ``step`` on.
-
-        Raises:
-            ConfigError: the run is past the steps to compare with a trace, and has not compared them.
-        """
-        self.recordings.announce(step, self.teller.say)
-        if step and self.trace is not None:
-            if not agree.from_rank_zero(self.folder.trace_check.is_file()):
-                raise ConfigError(
-                    f"check_trace = {self.trace.trace.path}: a trace begins at step 0, and this run goes on from step"
-                    f" {step}; leave check_trace out"
-                )
-            self.teller.say(f"its first steps were compared with a trace already: {self.folder.trace_check}")
-            self.trace = None
-
-    def before(self, step: int) -> None:
-        """Start the recordings that begin with this step."""
-        self.recordings.before(step)
-
-    def computing(self, batch: Any) -> AbstractContextManager[None]:
-        """Observe the step's forward and backward for the trace."""
-        return nullcontext() if self.trace is None else self.trace.watching(batch)
-
-    def after(self, step: int, loss: StepLoss, result: StepResult) -> None:
-        """Compare the finished step with the trace, and stop the recordings that end with it.
-
-        Raises:
-            IntegrityError: the step differs from the trace.
-        """
-        if self.trace is not None:
-            self._compare(self.trace, loss, result)
-        if self.recordings.ends_after(step):
-            self.teller.note(lambda: self.recordings.after(step))
-
-    def _compare(self, trace: TraceCheck, loss: StepLoss, result: StepResult) -> None:
-        found = trace.compared(loss, result)
-        if found is None:
-            return
-        text = json.dumps({"trace": str(trace.trace.path), **found.plain()}, indent=1)
-        writing = in_words(lambda: replace_text(self.folder.trace_check, text), f"cannot write in {self.folder.path}")
-        agree.together(writing, here=is_rank_zero())
-        trace.refuse(found)
-        self.teller.say(trace.text(found))
-        self.trace = None
-
-    def close(self) -> None:
-        """Write the recordings that are still open at the end of the run."""
-        self.teller.note(self.recordings.close)

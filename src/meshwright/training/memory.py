@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.core.devices import is_accelerator
 from meshwright.core.dtypes import bytes_text
@@ -53,24 +53,17 @@ def control_group_limit(root: Path = CONTROL_GROUPS, membership: Path = MEMBERSH
             if controller in controllers.split(","):
                 here = root / controller
                 groups = [here / path.lstrip("/"), *(here / path.lstrip("/")).parents]
-                found += [_number(group / name) for group in groups if group.is_relative_to(here)]
-    return min((limit for limit in found if limit is not None), default=None)
-
-
-def _number(file: Path) -> int | None:
-    """Return the number in a file; None for "max", or where there is no such file, as in a group seen from inside."""
-    try:
-        text = file.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
+                for group in groups:
+                    with suppress(OSError):  # there is no such file in a group seen from inside
+                        if group.is_relative_to(here) and (text := (group / name).read_text().strip()).isdigit():
+                            found.append(int(text))  # else "max"
+    return min(found, default=None)
 
 
 # --- read this process's memory
 
 
-@dataclass(frozen=True)
-class MemoryReading:
+class MemoryReading(NamedTuple):
     """Memory of this process at one moment."""
 
     current: int
@@ -96,11 +89,14 @@ def read_memory(device: torch.device) -> MemoryReading:
         return MemoryReading(module.memory_allocated(device), module.max_memory_allocated(device), "device peak")
     import psutil
 
-    current = psutil.Process().memory_info().rss
-    peak = _resident_peak()
+    current, status = psutil.Process().memory_info().rss, ""
+    with suppress(OSError):
+        status = Path("/proc/self/status").read_text()
+    # Not getrusage's ru_maxrss: a child inherits that from the launcher that forked it. VmHWM begins with the program.
+    peak = re.search(r"^VmHWM:\s*(\d+) kB", status, re.MULTILINE)
     if peak is None:
         return MemoryReading(current, current, "RSS")
-    return MemoryReading(current, max(current, peak), "RSS peak")
+    return MemoryReading(current, max(current, int(peak.group(1)) * 1024), "RSS peak")
 
 
 def reset_peak(device: torch.device) -> None:
@@ -112,17 +108,6 @@ def reset_peak(device: torch.device) -> None:
         import torch
 
         torch.get_device_module(device).reset_peak_memory_stats(device)
-
-
-def _resident_peak() -> int | None:
-    # Not getrusage's ru_maxrss: a child inherits that from the launcher that forked it. VmHWM starts anew with the
-    # program.
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return None
-    found = re.search(r"^VmHWM:\s*(\d+) kB", status, re.MULTILINE)
-    return int(found.group(1)) * 1024 if found else None
 
 
 # --- compare a step's memory with the plan's estimate, and name the switches that save most
@@ -140,8 +125,7 @@ SUGGESTED = 2
 NOTHING: Mapping[MemoryUse, int] = {}
 
 
-@dataclass(frozen=True)
-class MemoryShares:
+class MemoryShares(NamedTuple):
     """The cut of a rank's step into microbatches.
 
     Attributes:

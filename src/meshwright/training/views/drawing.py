@@ -19,7 +19,6 @@ from typing import Any
 COLOURS = 8
 _LONG = re.compile(r"\S{16,}")
 _BREAKS = re.compile(r"(?<=[/_=:-])(?=\w)|(?<=\.)(?=[A-Za-z_])")
-TIP = '<div id="tip" hidden=""></div>'
 UNSEEN = "<noscript><p>The curves are drawn by this page's script, which did not run.</p></noscript>"
 
 
@@ -28,21 +27,23 @@ class Html(str):
 
 
 def element(name: str, *inside: str, **attributes: object) -> Html:
-    """Return an element; ``class_`` is the attribute ``class``, and attributes of no value are left out."""
+    """Return an element; ``class_`` is the attribute ``class``, and attributes of no value are left out.
+
+    Long words of a text, such as paths and keys, may go on in the next line at a separator.
+    """
     given = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(str(value))}"' for key, value in attributes.items() if value
     )
-    return Html(f"<{name}{given}>{''.join(map(breakable, inside))}</{name}>")
-
-
-def breakable(text: str) -> str:
-    """Return a text as HTML in which long words, such as paths and keys, may go on in the next line at a separator."""
-    if isinstance(text, Html):
-        return text
-    return "".join(
-        "<wbr/>".join(map(escape, _BREAKS.split(word))) if _LONG.fullmatch(word) else escape(word)
-        for word in re.split(r"(\s+)", text)
+    body = (
+        text
+        if isinstance(text, Html)
+        else "".join(
+            "<wbr/>".join(map(escape, _BREAKS.split(word))) if _LONG.fullmatch(word) else escape(word)
+            for word in re.split(r"(\s+)", text)
+        )
+        for text in inside
     )
+    return Html(f"<{name}{given}>{''.join(body)}</{name}>")
 
 
 def soft(text: str) -> Html:
@@ -50,19 +51,13 @@ def soft(text: str) -> Html:
     return element("p", text, class_="soft")
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], changed: Iterable[bool] = (), *, kind: str = "") -> Html:
-    """Return a table; rows that are ``changed`` stand out.
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, kind: str = "") -> Html:
+    """Return a table, of this class of the style sheet.
 
-    Where the page is narrow, each row becomes a block, and each cell has the title of its column beside it. ``kind`` is
-    a class of the style sheet.
+    Where the page is narrow, each row becomes a block, and each cell has the title of its column beside it.
     """
-    marks = iter(changed)
     lines = (
-        element(
-            "tr",
-            *(element("td", cell, data_label=title) for title, cell in zip(head, row, strict=False)),
-            class_="changed" if next(marks, False) else "",
-        )
+        element("tr", *(element("td", cell, data_label=title) for title, cell in zip(head, row, strict=False)))
         for row in rows
     )
     titles = element("tr", *(element("th", title) for title in head))
@@ -120,8 +115,8 @@ class Figure:
         marks: kind ("resume", "skipped") -> places of vertical lines.
         limits: (axis, value, text) of lines with a text.
         lanes: names of the lanes that bars lie in.
-        says: the figure in a sentence, and ``inside`` as a table, for those who do not see it.
-        is_wide: whether it takes a line of the page for itself.
+        says: the figure in a sentence, and ``inside`` as a table, for those who do not see it. Such a figure takes a
+            line of the page for itself.
     """
 
     title: str
@@ -133,15 +128,13 @@ class Figure:
     lanes: Sequence[str] = ()
     says: str = ""
     inside: str = ""
-    is_wide: bool = False
 
     def html(self, number: int) -> Html:
         """Return the frame that the script draws the figure of this number of the page into."""
         words = [element("p", self.says), folded("As a table", self.inside)] if self.says else []
-        frame = element(
-            "div", class_="drawing", role="img", aria_label=self.says or self.title, data_figure=f"{number}"
-        )
-        return element("figure", element("figcaption", self.title), frame, *words, class_="wide" * self.is_wide)
+        label = {"role": "img", "aria_label": self.says or self.title, "data_figure": f"{number}"}
+        frame = element("div", class_="drawing", **label)
+        return element("figure", element("figcaption", self.title), frame, *words, class_="wide" * bool(self.says))
 
     def data(self) -> dict[str, Any]:
         """Return what the script draws, as JSON values; numbers that are not finite are null."""
@@ -170,23 +163,17 @@ def document(title: str, sections: Iterable[str | Figure | Sequence[Figure]], re
         refresh: seconds after which a browser reads the file again; 0: never.
     """
     figures: list[Figure] = []
-
-    def numbered(figure: Figure) -> Html:
-        figures.append(figure)
-        return figure.html(len(figures) - 1)
-
-    body = [
-        section
-        if isinstance(section, str)
-        else numbered(section)
-        if isinstance(section, Figure)
-        else element("div", *map(numbered, section), class_="charts")
-        for section in sections
-    ]
-    style, script = (
-        resources.files(__package__ or "").joinpath(name).read_text(encoding="utf-8")
-        for name in ("page.css", "page.js")
-    )
+    body: list[str] = []
+    for section in sections:
+        if isinstance(section, str):
+            body.append(section)
+            continue
+        group = [section] if isinstance(section, Figure) else section
+        frames = [figure.html(number) for number, figure in enumerate(group, len(figures))]
+        figures += group
+        body.append(frames[0] if isinstance(section, Figure) else element("div", *frames, class_="charts"))
+    folder = resources.files(__package__ or "")
+    style, script = (folder.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     # by these hashes the browser accepts the two texts, but nothing that came with the data
     own = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)]
     policy = f"default-src 'none'; img-src data:; style-src 'sha256-{own[0]}'; script-src 'sha256-{own[1]}'"
@@ -198,6 +185,6 @@ def document(title: str, sections: Iterable[str | Figure | Sequence[Figure]], re
         f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}"/>\n{again}'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"/>\n<title>{escape(title)} · meshwright'
         f'</title>\n<link rel="icon" href="data:,"/>\n<style>{style}</style>\n</head>\n<body>\n{chr(10).join(body)}\n'
-        f'{UNSEEN}{TIP}<script type="application/json" id="data">{data}</script>\n<script>{script}</script>\n'
-        f"</body>\n</html>\n"
+        f'{UNSEEN}<div id="tip" hidden=""></div><script type="application/json" id="data">{data}</script>\n'
+        f"<script>{script}</script>\n</body>\n</html>\n"
     )

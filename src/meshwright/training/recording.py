@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,8 +20,7 @@ from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean
 from meshwright.core.torch_private import compiled_call
 from meshwright.distributed.process.flight import Issued, issued
-
-from .windows import read_window
+from meshwright.training.config import read_window
 
 # --- name a profiler trace's events
 
@@ -88,33 +88,21 @@ def _number(event: Event) -> int | None:
 
 
 def _backward(whole: Sequence[Event], modules: dict[int, tuple[str, ...]]) -> Iterator[Event]:
+    """Yield a range for each run of neighbours that share their modules, at each depth of these."""
     threads: dict[Any, list[tuple[tuple[str, ...], Event]]] = {}
     for event in whole:
         number = _number(event) if str(event["name"]).startswith(NODE) else None
         if number is not None:
             threads.setdefault((event.get("pid"), event.get("tid")), []).append((modules.get(number, ()), event))
     for nodes in threads.values():
-        for depth in range(max(len(path) for path, _ in nodes)):
-            yield from _merged(nodes, depth)
-
-
-def _merged(nodes: Sequence[tuple[tuple[str, ...], Event]], depth: int) -> Iterator[Event]:
-    """Yield one range per run of neighbours that share their modules down to ``depth``."""
-    run: Event | None = None
-    before: tuple[str, ...] = ()
-    for path, event in nodes:
-        here = path[: depth + 1]
-        if run is not None and here == before:
-            run["dur"] = max(run["dur"], event["ts"] + event["dur"] - run["ts"])
-            continue
-        if run is not None:
-            yield run
-        before, run = here, None
-        if len(here) == depth + 1:
-            place = {key: event[key] for key in ("pid", "tid", "ts", "dur")}
-            run = {"ph": "X", "cat": "user_annotation", "name": BACKWARD + here[depth], **place, "args": {}}
-    if run is not None:
-        yield run
+        for depth in range(1, max(len(path) for path, _ in nodes) + 1):
+            for path, neighbours in groupby(nodes, lambda node, depth=depth: node[0][:depth]):
+                events = [event for _, event in neighbours]
+                if len(path) == depth:
+                    place = {key: events[0][key] for key in ("pid", "tid", "ts")}
+                    end = max(event["ts"] + event["dur"] for event in events)
+                    name = {"ph": "X", "cat": "user_annotation", "name": BACKWARD + path[-1], "args": {}}
+                    yield {**name, **place, "dur": end - place["ts"]}
 
 
 def _name_collectives(whole: Sequence[Event], collectives: Sequence[Issued], base_ns: float, world_axis: str) -> None:

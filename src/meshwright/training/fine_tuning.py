@@ -8,15 +8,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from meshwright.core.config import is_unset, unset
+from meshwright.core.config import is_unset, to_dict, unset
 from meshwright.core.config_keys import LENGTHS
-from meshwright.core.dtypes import epochs_text
+from meshwright.core.dtypes import canonical_dtype, epochs_text
+from meshwright.core.errors import ConfigError
+from meshwright.introspection.adapted.folder import CONFIG, AdapterFolder, holds_adapters
 from meshwright.planning.optimizer.kinds import kind_of
-from meshwright.training.adapter_folder import with_base
+from meshwright.training.run.occupancy import latest_checkpoint
 
 if TYPE_CHECKING:
     from meshwright.training.config import Config, ModelConfig
@@ -31,8 +33,7 @@ GREETING = "Hello"
 OTHER_PROMPT = "The"
 
 
-@dataclass(frozen=True)
-class Rates:
+class Rates(NamedTuple):
     """Peak learning rates of AdamW for adapters, and for a whole model."""
 
     adapters: float
@@ -87,38 +88,30 @@ def _beside_weights(config: Config, longest: int) -> Config:
     return replace(config, data=data, optimizer=optimizer)
 
 
-def with_length(config: Config, rows: int, tasks: Sequence[str]) -> Config:
-    """Return a config with steps, and the rate of preference pairs, chosen where they are unset.
+def after_data(config: Config, rows: int, tasks: Sequence[str], render: Callable[[str], str | None]) -> Config:
+    """Return a config with steps, the rate of preference pairs, and the prompt of the last sample chosen where they are
+    unset.
 
     Steps are whole and no fewer than the epochs need, so ``epochs`` becomes the number that they make.
 
     Args:
-        rows: rows of all sources together, once each.
+        rows: rows of all sources together, once each; 0: not counted.
         tasks: tasks of the sources.
+        render: writes a user's message out by the chat template; None where there is none.
     """
-    tunes = is_fine_tuning(config)
-    if tunes and PREFERENCE in tasks:
-        config = replace(config, optimizer=_with_rate(config, PREFERENCE_RATES))
     epochs = config.epochs
-    if epochs is None and tunes and is_unset(config.steps):
-        epochs = max(EPOCHS.get(task, OTHER_EPOCHS) for task in tasks)
+    if is_fine_tuning(config):
+        if PREFERENCE in tasks:
+            config = replace(config, optimizer=_with_rate(config, PREFERENCE_RATES))
+        if epochs is None and is_unset(config.steps):
+            epochs = max(EPOCHS.get(task, OTHER_EPOCHS) for task in tasks)
+        if is_unset(config.sample.prompt):
+            prompt = (render(GREETING) if {"chat", PREFERENCE} & set(tasks) else None) or OTHER_PROMPT
+            config = replace(config, sample=replace(config.sample, prompt=unset(prompt)))
     if epochs is None or not rows:
         return config
     steps = max(1, math.ceil(epochs * rows / config.batch.global_batch - 1e-9))
     return replace(config, epochs=steps * config.batch.global_batch / rows, steps=unset(steps))
-
-
-def with_prompt(config: Config, tasks: Sequence[str], render: Callable[[str], str | None]) -> Config:
-    """Return a config with the prompt of its last sample chosen where it is unset.
-
-    Args:
-        render: writes a user's message out by the chat template; None where there is none.
-    """
-    if not (is_fine_tuning(config) and is_unset(config.sample.prompt)):
-        return config
-    is_chat = bool({"chat", PREFERENCE} & set(tasks))
-    prompt = (render(GREETING) if is_chat else None) or OTHER_PROMPT
-    return replace(config, sample=replace(config.sample, prompt=unset(prompt)))
 
 
 def chosen(config: Config) -> str:
@@ -191,3 +184,78 @@ def _longest(model: ModelConfig) -> int:
     except (OSError, ValueError, AttributeError, RecursionError):  # refused, with the reason, where the model is read
         return LONGEST_ROW
     return next((int(value) for value in stated if isinstance(value, int) and value > 0), LONGEST_ROW)
+
+
+# --- begin from a folder of adapters: its base becomes the model, its shape the request
+
+
+def with_base(config: Config, flag: str = "") -> Config:
+    """Return a config whose model is the base of the adapters that it names; any other config as it is.
+
+    A run with a checkpoint goes on without the folder that it began from.
+
+    Args:
+        flag: words that name the base on the command line, for errors; by default those of ``train``.
+
+    Raises:
+        ConfigError: the base is not on this machine, [adapters] ask for other ones, or the adapters were trained beside
+            a base in 4 bits and this one is not.
+        IntegrityError, UnsupportedError: as ``AdapterFolder.read`` does.
+    """
+    m = config.model
+    is_base = not m.hf or not holds_adapters(Path(m.hf).expanduser())
+    if m.adapter and not is_base:
+        raise ConfigError(
+            f"model.hf = {m.hf} holds adapters, and model.adapter = {m.adapter} names adapters too: leave one out, or"
+            f" give their base as model.hf"
+        )
+    named, key = (m.adapter, "model.adapter") if is_base else (m.hf, "model.hf")
+    if not named:
+        return config
+    place = Path(named).expanduser()
+    if not place.exists() and config.run and latest_checkpoint(Path(config.run).expanduser()):
+        return config
+    if not place.is_dir() or not holds_adapters(place):
+        raise ConfigError(f"{key} = {named}: there is no folder with the adapters of peft ({CONFIG})")
+    found = AdapterFolder.read(place)
+    base = m.hf if m.hf and is_base else found.base
+    flag = flag or f"--model.hf=BASE --model.adapter={named}"
+    if not base:
+        raise ConfigError(f"{place} holds adapters, and {CONFIG} names no base: give its folder with {flag}")
+    if not Path(base).expanduser().is_dir():
+        get = f" (to fetch it: hf download {base} --local-dir BASE)"
+        if found.revision:
+            get = f" (to fetch it: hf download {base} --revision {found.revision} --local-dir BASE)"
+        raise ConfigError(
+            f"{place} holds adapters, and the base {base} that they stand beside is no folder on this machine: give it"
+            f" with {flag}{get if base == found.base and base.count('/') == 1 else ''}"
+        )
+    if config.adapters not in (None, found.adapters):
+        others = to_dict(found.adapters)
+        keys = [
+            f"adapters.{name} = {value} (there {others[name]})"
+            for name, value in to_dict(config.adapters).items()
+            if value != others[name]
+        ]
+        raise ConfigError(
+            f"{key} = {named} holds adapters of a shape of their own, and the config asks for another:"
+            f" {', '.join(keys)}. Leave [adapters] out"
+        )
+    t, rounded = config.techniques, found.rounded_in
+    master = t.precision.master
+    master = "float32" if master == "auto" else canonical_dtype(master, where="precision.master")
+    if rounded and (t.quantize_frozen != "nf4" or master != rounded):
+        other = f" --techniques.precision.master={rounded}" if master != rounded else ""
+        raise ConfigError(
+            f"{key} = {found.folder}: these adapters were trained beside a base in 4 bits (nf4, rounded in {rounded}),"
+            f" and beside another one they compute something else. Add --techniques.quantize_frozen=nf4{other}"
+        )
+    tokenizer = config.data.tokenizer
+    if tokenizer == "auto" and (place / "tokenizer.json").is_file():
+        tokenizer = named
+    return replace(
+        config,
+        model=replace(m, hf=base, adapter=named),
+        adapters=found.adapters,
+        data=replace(config.data, tokenizer=tokenizer),
+    )

@@ -162,10 +162,9 @@ class StartupTimeline:
     Example::
 
         timeline = StartupTimeline()
-        timeline.record_process_age("imports")
         with timeline.phase("weights"):
             model.materialise()
-        timeline.line()  # "imports 1.9 s · weights 0.2 s"
+        timeline.line()  # "weights 0.2 s"
 
     Args:
         on_phase: called with the name of each phase as it begins.
@@ -183,13 +182,6 @@ class StartupTimeline:
     def record(self, name: str, seconds: float) -> None:
         """Add ``seconds`` that were measured elsewhere; those of one name are summed."""
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
-
-    def record_process_age(self, name: str = "imports") -> None:
-        """Record the seconds since this process began, minus the recorded ones: the interpreter's start and imports."""
-        import psutil
-
-        age = time.time() - psutil.Process().create_time()
-        self.record(name, max(age - sum(self._seconds.values()), 0.0))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -1,1 +1,0 @@
-"""Measure a run's figures, and write them to disk and to trackers."""

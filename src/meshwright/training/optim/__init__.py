@@ -1,1 +1,0 @@
-"""Build optimizers and learning-rate schedules."""

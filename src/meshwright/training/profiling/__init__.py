@@ -1,1 +1,0 @@
-"""Record a few steps: profiles, traces, memory history."""
