@@ -332,6 +332,60 @@ class DecidesByAll(Sound):
         return x + x.flip(-1) if (tokens < IDS - 2).all() else x
 
 
+class DecidesByMean(Sound):
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return x + x.flip(-1) if x.mean() > 0.1 else x
+
+
+class DecidesBySignOfMean(Sound):
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return x + x.flip(-1) if (x[..., 0].mean() > 0).item() else x
+
+
+class DecidesBySumOfFeatures(Sound):
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return x + x.flip(-1) if bool(x.sum() > 1e5) else x
+
+
+class DecidesByMeanId(Sound):
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return x + x.flip(-1) if tokens.float().mean() > 5 else x
+
+
+class DecidesByMeanThatIsRead(Sound):
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return x + x.flip(-1) if x.abs().mean().item() > 5 else x
+
+
+class DecidesByParity(Sound):
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return x + x.flip(-1) if int(tokens.sum()) % 2 else x
+
+
+class DecidesByDifferentIds(Sound):
+    """Asks Python for a length, which no operator sees."""
+
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return x + x.flip(-1) if len(tokens.unique()) > 9 else x
+
+
+class DecidesBySum(Sound):
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return x + x.flip(-1) if tokens.sum().item() > 20_000 else x
+
+
+class DecidesByShare(Sound):
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return x + x.flip(-1) if (tokens > IDS // 2).float().mean() > 0.9 else x
+
+
+class DecidesByList(Sound):
+    """Reads a list, which no operator sees."""
+
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return x + x.flip(-1) if max(tokens.flatten().tolist()) > IDS - 3 else x
+
+
 class ChecksValues(Sound):
     def between(self, x: Tensor, tokens: Tensor) -> Tensor:
         if torch.isnan(x).any() or (tokens >= IDS).any():
@@ -382,6 +436,73 @@ class ExpertsByShape(ExpertList):
             if len(rows):
                 out[rows, places] = expert(x[rows, places]) * weights[rows, places, number, None]
         return x + out
+
+
+class ExpertsByList(ExpertList):
+    """A list of those experts that some token chooses."""
+
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        weights = self.router(x).softmax(-1)
+        best, out = weights.argmax(-1), torch.zeros_like(x)
+        for number in best.unique().tolist():
+            chosen = best == number
+            out[chosen] = self.experts[number](x[chosen]) * weights[chosen][:, number : number + 1]
+        return x + out
+
+
+class ExpertsByItem(ExpertList):
+    """As transformers' own: the experts that are hit, one after the other."""
+
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        weights = self.router(x).softmax(-1)
+        out, mask = torch.zeros_like(x), F.one_hot(weights.argmax(-1), 4).permute(2, 0, 1)
+        for hit in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+            rows, places = torch.where(mask[hit.item()])
+            out[rows, places] = self.experts[hit.item()](x[rows, places]) * weights[rows, places, hit.item(), None]
+        return x + out
+
+
+class ExpertsByCount(ExpertList):
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        weights = self.router(x).softmax(-1)
+        best, out = weights.argmax(-1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            chosen = best == number
+            if int(chosen.sum()) == 0 or chosen.float().mean() == 0:
+                continue
+            out[chosen] = expert(x[chosen]) * weights[chosen][:, number : number + 1]
+        return x + out
+
+
+class ExpertsInOrder(ExpertList):
+    """Tokens are sorted by their expert, and cut by how many each expert has."""
+
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        weights = self.router(x).softmax(-1).flatten(0, 1)
+        best = weights.argmax(-1)
+        order, counts = best.argsort(stable=True), torch.bincount(best, minlength=4)
+        pieces = x.flatten(0, 1)[order].split([counts[number].item() for number in range(4)])
+        done = torch.cat([expert(piece) for expert, piece in zip(self.experts, pieces, strict=True)])
+        out = torch.zeros_like(done).index_copy(0, order, done * weights[order].amax(-1, keepdim=True))
+        return x + out.view_as(x)
+
+
+class ChecksMeans(Sound):
+    """Sound: what it asks of all rows changes nothing."""
+
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        if x.abs().mean() > 1e6:
+            raise ValueError("it diverges")
+        self.largest = x.abs().max().item()
+        self.share = float((tokens > 3).float().mean())
+        return x.clamp(-1e9, 1e9) if self.largest > 1e9 else x
+
+
+class RowByRowMeans(Sound):
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return torch.stack(
+            [r + r.flip(-1) if ids.float().mean().item() > 9 else r for r, ids in zip(x, tokens, strict=True)]
+        )
 
 
 class LayerDrop(Sound):

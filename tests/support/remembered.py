@@ -16,7 +16,7 @@ import io
 import os
 import pickle
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -29,6 +29,8 @@ from torch import Tensor, nn
 from meshwright.distributed.pipeline.split import rehearse as rehearse_stages
 from meshwright.distributed.tensor.parallel import rehearse
 from meshwright.introspection.premises.premises import Premises, play
+from meshwright.introspection.small.sample import Sample
+from meshwright.introspection.stages import Branch
 from meshwright.introspection.structure import Measured, measured
 from meshwright.introspection.structure.experts import Stack, measure_stacks
 from meshwright.planning.pipeline.plan import PipelinePlan
@@ -247,9 +249,10 @@ def _rehearsed_once(
     return _remembered("rehearsed", PROOFS, model, asked, compute)
 
 
-def _stages_once(model: nn.Module, plan: PipelinePlan, inputs: dict[str, Any]) -> dict[str, float]:
-    return _remembered("stages", PROOFS, model, (plan, _plain(inputs)), partial(rehearse_stages, model, plan, inputs))
+def _stages_once(sample: Sample, plan: PipelinePlan, branch: Branch) -> dict[str, float]:
+    asked = (plan, _plain(branch.inputs), branch.training, branch.inverted)
+    return _remembered("stages", PROOFS, sample.model, asked, partial(rehearse_stages, sample, plan, branch))
 
 
-def _plain(inputs: dict[str, Any]) -> list[tuple[str, Any]]:
+def _plain(inputs: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [(name, value.tolist() if isinstance(value, Tensor) else value) for name, value in inputs.items()]

@@ -194,6 +194,7 @@ def test_a_script_is_installed_where_the_shell_looks_and_said_how_to_undo_it(she
     ("words", "says"),
     [
         ([], "needs a shell, one of bash, zsh, fish"),
+        (["--instal"], "does not know '--instal'. Did you mean '--install'?"),
         (["bsh"], "Did you mean 'bash'?"),
         (["--install"], "'tcsh' (from $SHELL) is no shell that can be completed"),
         (["bash", "zsh"], "takes one shell, not bash zsh"),

@@ -7,6 +7,7 @@ import csv
 import gzip
 import json
 import lzma
+import re
 from pathlib import Path
 
 import numpy as np
@@ -138,6 +139,45 @@ def test_a_bad_row_is_named_with_file_and_row_and_skipped_when_that_is_wanted(tm
     prepared = prepare(options, ByteTokenizer(), 0, tmp_path / "cache", said.append)
     assert texts(open_corpus(prepared.folder).training) == ["one", "two"] and prepared.meta.skipped == {"a.jsonl": 1}
     assert any("skipped: " in text and ("row 3" in text or "line 3" in text) for text in said)
+
+
+MIXED = {
+    r"row 2, turn 2: the role 'asistant' is none of .*Did you mean 'assistant'\? \(also rows 5, 11, 12 and 2 more\)": 2,
+    r"row 3, turn 2: the assistant's answer is empty, so an immediate stop would be learnt \(also row 10\)": 3,
+    r"row 4: 'messages' must be a list of messages with a role and a content each .* and is 'no list'$": 4,
+    r"row 7: the column 'context' holds 'another long text', .*data.ignore = \['context'\]$": 7,
+    r"line 8 is no JSON \(Expecting value.*each line is one object": 8,
+}
+"""What a refusal says of a file, by the row that it names first."""
+
+
+def turns(role="assistant", content="b", **more):
+    return json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": role, "content": content}], **more})
+
+
+def test_a_refusal_names_every_kind_of_bad_row_of_a_file_at_once(tmp_path):
+    """Each kind once, in the order of the rows, with the other rows that have it."""
+    rows = [turns(), turns("asistant"), turns(content=""), '{"messages": "no list"}', turns("robot"), turns()]
+    rows += [turns(context="another long text"), "not json", turns(), turns(content=""), *[turns("bot")] * 4]
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}")
+    options = SourceOptions((str(tmp_path / "a.jsonl"),), template=str(tmp_path / "t.jinja"))
+    with pytest.raises(ConfigError) as caught:
+        prepare(options, ByteTokenizer(), 0, tmp_path / "cache")
+    head, *listed, way = str(caught.value).split("\n")
+    assert head == f"11 rows of {tmp_path}/a.jsonl cannot be used, for 5 reasons:"
+    assert len(listed) == len(MIXED) and "data.on_bad_row = 'skip'" in way
+    assert all(re.match(f"- {pattern}", line) for pattern, line in zip(MIXED, listed, strict=True)), listed
+
+
+def test_no_more_than_ten_kinds_of_bad_rows_are_named(tmp_path):
+    rows = ['{"text": "one"}', *(f'{{"text": {value}}}' for value in ("null", "5", "[1]", "{}", "true", "0.5"))]
+    rows += ["x", "[1]", "1", '"a"', "null", "true", '{"body": "x"}', '{"txt": "x"}']
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    with pytest.raises(
+        ConfigError, match=r"14 rows of .* for \d+ reasons:(\n- .*){10}\n- and \d+ more kinds\nTo leave"
+    ):
+        prepare(SourceOptions((str(tmp_path / "a.jsonl"),)), ByteTokenizer(), 0, tmp_path / "cache")
 
 
 def test_many_bad_rows_are_counted_and_a_file_of_nothing_else_is_refused(tmp_path):

@@ -20,6 +20,7 @@ from meshwright.distributed.pipeline import split
 from meshwright.distributed.step.deferred import DeferredGradients
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.source import as_module
+from meshwright.introspection.stages import Branch
 from meshwright.models.decoder_config import SIZES
 from meshwright.planning.pipeline.plan import PipelinePlan, balanced, compute_layer_assignment, given_cuts
 from meshwright.planning.values import Batch
@@ -229,7 +230,7 @@ def test_every_family_goes_through_stages(monkeypatch, name, schedule):
 CANNOT = {
     "one block": "none was found in OneBlock",
     "two embeddings": "its forward reads the parameter factor itself, outside of the modules that it calls",
-    "learnt scale": "behind layers.1 its forward reads the parameter scale.",
+    "learnt scale": "behind layers.1 its forward reads the parameter scale, first at users.py:",
     "repeated": "the loss is wrong (relative error nan)",
     "shared bias": "the loss is wrong (relative error nan)",
     "skipping": "the loss is wrong (relative error nan): behind layers.1 its forward reads a tensor made before the"
@@ -286,7 +287,7 @@ def test_a_fault_in_the_stages_is_caught(fault: Callable, monkeypatch):
     stages = tuple(replace(made.stages[0], blocks=(block,)) for block in sample.blocks)
     small = replace(made, stages=stages, dtype="float64")
     fault(monkeypatch)
-    errors = split.rehearse(sample.model, small, sample.inputs[0])
+    errors = split.rehearse(sample, small, Branch(sample.inputs[0]))
     assert not max(errors.values()) <= 1e-10
 
 

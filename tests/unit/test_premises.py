@@ -27,7 +27,11 @@ SEEN: dict[str, dict[str, str]] = {
     "ByFrequency": {"mixes_rows": "the gradient of embedding.weight"},
     "Carries": {"changes": "outputs", "remembers": "True"},
     "Centred": {"mixes_rows": "Centred itself"},
-    "ChoosesByFirstRow": {"mixes_rows": "ChoosesByFirstRow itself", "conditional": "even.weight"},
+    "ChoosesByFirstRow": {
+        "mixes_rows": "ChoosesByFirstRow itself",
+        "decides_by_batch": "ChoosesByFirstRow itself, at premises.py:",
+        "conditional": "even.weight",
+    },
     "Clipped": {"parameters": "embedding.weight"},
     "Contrastive": {"mixes_rows": "Contrastive itself"},
     "BlocksCountRows": {"buffers": "layers.1.rows"},
@@ -35,12 +39,31 @@ SEEN: dict[str, dict[str, str]] = {
     "CountsTokens": {"buffers": "seen"},
     "WarmsByTokens": {"changes": "tokens_seen", "counts_rows": "tokens_seen"},
     "DecidesByAll": {"decides_by_batch": "DecidesByAll itself, at premises.py:"},
+    **{
+        name: {"decides_by_batch": f"{name} itself, at premises.py:"}
+        for name in (
+            "DecidesByMean",
+            "DecidesBySignOfMean",
+            "DecidesBySumOfFeatures",
+            "DecidesByMeanId",
+            "DecidesByMeanThatIsRead",
+            "DecidesByDifferentIds",
+            "DecidesBySum",
+            "DecidesByShare",
+            "DecidesByList",
+        )
+    },
+    "DecidesByParity": {
+        "mixes_rows": "DecidesByParity itself",
+        "decides_by_batch": "DecidesByParity itself, at premises.py:",
+    },
     "DecidesByLargest": {"decides_by_batch": "DecidesByLargest itself, at premises.py:"},
     "DecidesByNorm": {"decides_by_batch": "DecidesByNorm itself, at premises.py:"},
     "DecidesBySmallest": {"decides_by_batch": "DecidesBySmallest itself, at premises.py:"},
     "Detached": {"unused": "probe.weight"},
-    "EarlyExit": {"conditional": "layers.1.first.weight"},
+    "EarlyExit": {"conditional": "layers.1.first.weight", "decides_by_batch": "EarlyExit itself, at premises.py:"},
     "ExpertList": {"conditional": "experts.0.up.weight"},
+    **{name: {"conditional": "experts.1.up.weight"} for name in ("ExpertsByList", "ExpertsByItem", "ExpertsByCount")},
     "ExpertsByShape": {"conditional": "experts.1.up.weight"},
     "ForOneToken": {"conditional": "adapter.weight"},
     "LayerDrop": {"conditional": "layers.1.first.weight"},
@@ -128,7 +151,7 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("BatchNormOfNow", "Centred", "Contrastive", "Shared", "SortedByBatch"), "ddp fsdp pp"),
     **dict.fromkeys(("BatchNorm", "CountsIds", "RunningMean"), "ddp fsdp pp tp"),
     "CountsTokens": "ddp fsdp pp",
-    **dict.fromkeys(("DecidesByAll", "DecidesByLargest", "DecidesByNorm", "DecidesBySmallest"), "ddp fsdp pp"),
+    **dict.fromkeys((name for name in MODELS if name.startswith("DecidesBy")), "ddp fsdp pp"),
     "BlocksCountRows": "ddp fsdp pp tp recomputed",
     "WarmsByTokens": "ddp fsdp pp tp recomputed",
     "ByFrequency": "ddp fsdp pp tp",
@@ -136,8 +159,9 @@ REFUSED: dict[str, str] = {
     "ChoosesByFirstRow": "ddp fsdp pp tp",
     "Clipped": "ddp fsdp pp tp",
     "ClippedByHook": "ddp fsdp pp tp",
-    "EarlyExit": "pp tp",
-    **dict.fromkeys(("ExpertList", "ExpertsByShape", "ForOneToken"), "pp tp"),
+    "EarlyExit": "ddp fsdp pp tp",
+    **dict.fromkeys((name for name in MODELS if name.startswith("Expert") and name != "ExpertsInOrder"), "pp tp"),
+    "ForOneToken": "pp tp",
     "LayerDrop": "pp tp",
     "Masked": "fsdp tp",
     "OnTheSphere": "fsdp pp tp",
@@ -228,6 +252,18 @@ def conditions_as_they_are():
     return patch.object(playing.HeldRandomness, "_read", lambda self, value: value)
 
 
+def numbers_never_move():
+    return patch.object(playing.Reading, "others", lambda self: [])
+
+
+def no_row_is_alone():
+    return patch.object(premises, "_beside_others", lambda model, first: "")
+
+
+def shares_are_means():
+    return patch.object(playing, "COMPARISONS", dict.fromkeys(playing.COMPARISONS, 0))
+
+
 def rows_are_never_compared():
     return patch.object(premises, "_mixing", lambda together, halves: "")
 
@@ -237,6 +273,9 @@ FAULTS = {
     "random_draws_run_on": "Dropping",
     "conditions_as_they_are": "ForOneToken",
     "rows_are_never_compared": "Centred",
+    "numbers_never_move": "DecidesByMean",
+    "no_row_is_alone": "DecidesByDifferentIds",
+    "shares_are_means": "ExpertsByCount",
 }
 
 

@@ -75,7 +75,7 @@ def test_a_shrunk_model_is_verified_in_the_words_of_people(ask):
             3,
             "let its factory build a small one",
         ),
-        (["--layout"], 2, "--layout needs a value"),
+        (["--layout"], 2, "--layout needs a value: text, such as --layout dp_shard=2,tp=2"),
     ],
 )
 def test_refusals_teach(ask, words, status, said):

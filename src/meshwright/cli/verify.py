@@ -34,7 +34,7 @@ TRACE_STEPS = 3
 @dataclass(frozen=True)
 class VerifyOptions:
     layout: tuple[str, ...] = ()
-    """A layout to verify, "axis=size,…"; may be given again (default: the config's own)."""
+    """A layout to verify, such as dp_shard=2,tp=2; may be given again (default: the config's own)."""
     all: bool = False
     """Verify every layout of the data axes."""
     max_world: Annotated[int | None, FROM_1] = None

@@ -49,7 +49,11 @@ class StreamedSamples:
 
     def __init__(self, recipe: TokenisingRecipe, seq_len: int, say: Callable[[str], None]):
         if recipe.task.name == PREFERENCE:
-            raise UnsupportedError("data.streaming parts the pairs of the task 'preference': leave streaming out")
+            raise UnsupportedError(
+                "data.streaming packs documents as they come, which parts the two answers of a preference pair: leave"
+                " data.streaming out, and pairs are tokenised once, into a cache (or data.task = 'chat' with"
+                " data.column = 'chosen' streams the chosen conversations alone)"
+            )
         if recipe.task.pictured is not None:
             raise UnsupportedError(
                 "data.streaming reads no images: leave streaming out (images are opened as their rows are needed, and"

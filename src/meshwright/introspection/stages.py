@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,8 +15,13 @@ from meshwright.core.config_keys import WIDTH
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean, is_within, owner
 from meshwright.core.torch_private import tree_leaves
+from meshwright.introspection.logits.tape import model_line, shown
+from meshwright.introspection.mixing.decisions import Decisions, Line
+from meshwright.introspection.premises.playing import FixedDraws
+from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.configs import stated_width
-from meshwright.introspection.small.sample import Sample
+from meshwright.introspection.small.copies import copy_of
+from meshwright.introspection.small.sample import Sample, ids_of
 from meshwright.introspection.structure import Measured
 from meshwright.introspection.structure.regions import shapes_of
 
@@ -24,16 +30,16 @@ from meshwright.introspection.structure.regions import shapes_of
 EARLIER = "a tensor made before the first block"
 
 
-def read_outside(model: nn.Module, blocks: Sequence[str], inputs: Mapping[str, Any]) -> str:
+def read_outside(sample: Sample, branch: Branch) -> str:
     """Describe the first things besides a block's output that the forward reads after it; "" if there are none.
 
     Parameters of the model itself that the forward reads outside the modules that it calls are reported too.
 
     Args:
-        model: a small model, with weights; its forward runs once.
-        blocks: paths of the repeated blocks, in forward order.
-        inputs: keyword arguments of the model's forward.
+        sample: a small model, with weights; a copy's forward runs once.
+        branch: the forward.
     """
+    blocks, (model, way) = sample.blocks, branch.copied(sample)
     watch = _ReadsBetweenBlocks(
         {id(parameter): f"the parameter {clean(name)}" for name, parameter in model.named_parameters()}
     )
@@ -48,8 +54,8 @@ def read_outside(model: nn.Module, blocks: Sequence[str], inputs: Mapping[str, A
                 )
             )
     try:
-        with torch.no_grad(), watch:
-            model(**inputs)
+        with torch.no_grad(), way, watch:
+            model(**branch.inputs)
     finally:
         for handle in handles:
             handle.remove()
@@ -65,7 +71,7 @@ class _ReadsBetweenBlocks(TorchFunctionMode):
         self._known = named
         self._kept: list[Tensor] = []  # held, so that no id is reused
         self._last, self._inside, self._ended = "", 0, False
-        self._read: list[str] = []
+        self._read, self._line = list[str](), ""
 
     def enter(self) -> None:
         self._inside += 1
@@ -82,7 +88,8 @@ class _ReadsBetweenBlocks(TorchFunctionMode):
                     self._learn(given, f"the output of {path}" if is_block else EARLIER)
 
     def description(self) -> str:
-        return f"behind {self._last} its forward reads {', '.join(self._read)}" if self._read else ""
+        what = f"behind {self._last} its forward reads {', '.join(self._read)}"
+        return f"{what}, first at {self._line}" if self._read else ""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -92,6 +99,7 @@ class _ReadsBetweenBlocks(TorchFunctionMode):
             origin = self._known.get(id(argument)) if isinstance(argument, Tensor) else None
             if self._last and origin and origin != f"the output of {self._last}" and origin not in self._read:
                 self._read.append(origin)
+                self._line = self._line or shown(*model_line())
         for made in tree_leaves(result):
             if isinstance(made, Tensor) and made.is_floating_point() and not self._last:
                 self._learn(made, EARLIER)
@@ -100,6 +108,86 @@ class _ReadsBetweenBlocks(TorchFunctionMode):
     def _learn(self, tensor: Tensor, origin: str) -> None:
         self._known.setdefault(id(tensor), origin)
         self._kept.append(tensor)
+
+
+# --- list the branches that a forward can take
+
+READS = 24
+"""The largest number of lines that are inverted, one at a time."""
+MANY = 320
+"""The largest number of ids, beside those with which code compares ids."""
+
+
+@dataclass(frozen=True, eq=False)
+class Branch:
+    """A forward of a small copy: its mode, its arguments, and the line beside the blocks that reads another value."""
+
+    inputs: Mapping[str, Any]
+    training: bool = False
+    inverted: Line | None = None
+
+    def copied(self, sample: Sample) -> tuple[nn.Module, AbstractContextManager[Any]]:
+        """Return a copy of the model in this mode, and what to run the copy's forward under, once."""
+        made = copy_of(sample.model).train(self.training)
+        if self.inverted is None:
+            return made, FixedDraws() if self.training else nullcontext()
+        return made, self.watch(made, sample)
+
+    def watch(self, model: nn.Module, sample: Sample) -> Decisions:
+        given = [value for value in self.inputs.values() if isinstance(value, Tensor)]
+        return Decisions(given, model, sample.blocks, self.inverted)
+
+
+def branches_of(sample: Sample) -> list[Branch]:
+    """List the branches of a sample: its arguments and packed documents; many ids, in training mode; inverted lines.
+
+    A condition on data that the sample's rows do not meet, or always meet, takes its other branch so.
+    """
+    if sample.branches:
+        return sample.branches
+    plain, takes = sample.inputs[0], Signature.of(sample.model).takes
+    name, tokens = next(iter(plain.items()))
+    places, half = torch.arange(tokens.shape[1]).expand_as(tokens), tokens.shape[1] // 2
+    packed = {"positions": places % half, "document_ids": places // half}
+    own = {str(takes[key]): value for key, value in packed.items() if takes[key]}
+    compared = set[int]()
+    for inputs in (*sample.inputs, *filter(None, [sample.pictured])):
+        sample.branches += [Branch(inputs), *_inverted(sample, Branch(inputs), compared)]
+    many = _rows_of_many_ids(sample, compared, tokens.shape[1])
+    for branch in (Branch(plain | own) if own else None, Branch(plain | {name: many}, training=True)):
+        if branch is not None and _lines(sample, branch, compared) is not None:
+            sample.branches += [branch, *_inverted(sample, branch, compared)]
+    return sample.branches
+
+
+def _rows_of_many_ids(sample: Sample, also: set[int], length: int) -> Tensor:
+    """Make (rows, ``length``) of all ids, or of the first, and of those with which the code compares ids."""
+    ids = ids_of(sample.model)
+    chosen = sorted({*range(min(ids, MANY)), *(one + near for one in also for near in (-1, 0, 1))} & set(range(ids)))
+    rows = -(-len(chosen) // length)
+    return torch.tensor(chosen).repeat(length)[: rows * length].view(length, rows).T.contiguous()
+
+
+def _inverted(sample: Sample, branch: Branch, compared: set[int]) -> list[Branch]:
+    """List a branch's other branches: each line that reads data, inverted; a line that checks the data has none."""
+    others = [replace(branch, inverted=line) for line in (_lines(sample, branch, compared) or ())[:READS]]
+    return [other for other in others if _lines(sample, other, compared) is not None]
+
+
+def _lines(sample: Sample, branch: Branch, compared: set[int]) -> tuple[Line, ...] | None:
+    """List the lines beside the blocks that read data; None where the model's code does not take the branch.
+
+    Args:
+        compared: gets the numbers with which the code compares data.
+    """
+    model = copy_of(sample.model).train(branch.training)
+    try:
+        with torch.no_grad(), (watch := branch.watch(model, sample)):
+            model(**branch.inputs)
+    except Exception:  # noqa: BLE001  (whatever a model's code raises of documents, or of a wrong number)
+        return None
+    compared |= watch.compared
+    return tuple(watch.seen)
 
 
 # --- find how activations flow from block to block, and the modules before and after, on the measured small copy
@@ -130,7 +218,7 @@ class Flow:
         kinds: kinds of blocks.
         before, behind: modules with parameters of their own, before and after the blocks.
         width: number of features that blocks pass on.
-        counts_tokens_behind: whether the modules after the blocks cannot take fewer tokens than the sequence has.
+        counts_tokens_behind: whether the code after the blocks cannot take fewer tokens than the sequence has.
     """
 
     kinds: tuple[BlockFlow, ...]
@@ -173,7 +261,25 @@ def flow_of(model: nn.Module, measured: Measured) -> Flow:
         width = first.shape[-1]
     apart = (*sample.blocks, *structure.of_images)
     before, behind = _ends(sample.model, apart, structure.embedding, structure.head, structure.before)
-    return Flow(tuple(kinds), before, behind, _real_width(model, sample, width), structure.counts_tokens_behind)
+    counts_tokens_behind = structure.counts_tokens_behind or _fails_without_tokens_behind(sample)
+    return Flow(tuple(kinds), before, behind, _real_width(model, sample, width), counts_tokens_behind)
+
+
+def _fails_without_tokens_behind(sample: Sample) -> bool:
+    """Return whether some branch of a forward fails if the last block returns no tokens."""
+
+    def cut(module: nn.Module, args: Any, output: Any) -> Any:
+        return output[:, :0] if isinstance(output, Tensor) else (output[0][:, :0], *output[1:])
+
+    for branch in branches_of(sample):
+        model, way = branch.copied(sample)
+        model.get_submodule(sample.blocks[-1]).register_forward_hook(cut)
+        try:
+            with torch.no_grad(), way:
+                model(**branch.inputs)
+        except Exception:  # noqa: BLE001  (whatever a model's code raises if its sizes do not fit)
+            return True
+    return False
 
 
 def _ends(

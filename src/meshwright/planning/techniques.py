@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, cast
 
 from meshwright.core.config import from_dict, unset
 from meshwright.core.config.ranges import ABOVE_0, BETWEEN_0_AND_1, FROM_0, FROM_1, PATTERN, DtypeName
@@ -70,7 +70,7 @@ class RunTechniques:
     """
     activation_checkpointing: Literal[
         "none", "full", "selective", "every_n", "modules", "selective_op", "offload", "memory_budget"
-    ] = unset("none")  # type: ignore[assignment]
+    ] = cast(Any, unset("none"))
     """Recompute in backward: every block (full), attention (selective), each n-th block (every_n), modules that are
     named (modules), every block but for results of some operators (selective_op), what the compiler chooses
     (memory_budget). offload: recompute nothing, but keep what blocks save in host memory.

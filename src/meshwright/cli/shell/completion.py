@@ -91,6 +91,11 @@ def run(argv: list[str]) -> int:
             " writes it"
         )
     shell = words[0] if words else Path(os.environ.get("SHELL", "")).name
+    if shell.startswith("-"):
+        raise ConfigError(
+            f"meshwright completion does not know '{shell}'.{nearest(shell, ['--install'])} Name a shell before it, or"
+            f" none for that of $SHELL: meshwright completion [{'|'.join(SHELLS)}] [--install]"
+        )
     if shell not in SCRIPTS:
         named = "" if words else " (from $SHELL)"
         raise ConfigError(

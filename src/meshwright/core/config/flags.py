@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import keyword
+import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -291,7 +292,9 @@ def _read_flags(cls: type, args: Sequence[str], *, of_verb: bool) -> tuple[dict[
         while words and not words[0].startswith("--") and ((is_list and not of_verb) or not items):
             items.append(words.pop(0))
         if of_verb and is_list and not items:
-            raise ConfigError(f"{flag} needs a value: {type_words(get_args(annotation)[0])}")
+            example = re.search(r"such as ([^\s;:()]+)", field_doc(cls, key))
+            such_as = f", such as {flag} {example[1].rstrip('.,')}" if example else ""
+            raise ConfigError(f"{flag} needs a value: {type_words(get_args(annotation)[0])}{such_as}")
         value = read_value(cls, annotation, _as_written(annotation, items, flag), key, where=flag)
         if is_list and of_verb:
             value = given.get(key, ()) + value

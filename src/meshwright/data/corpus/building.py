@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +214,9 @@ def _batches(examples: Examples) -> Iterator[list[tuple[str, Example]]]:
 
 _NAMED = 3
 """Number of unusable rows per file that are reported one by one; the rest are only counted."""
+
+_KINDS, _LISTED_ROWS = 10, 10_000
+"""Number of kinds of problems that a refusal names, and of rows behind the first unusable one that it looks at."""
 
 Say = Callable[[str], None]
 Split = str
@@ -435,18 +440,49 @@ class TokenisingRecipe:
 
     def _rows(self, file: SourceFile, skipped: dict[str, int], say: Say) -> Iterator[tuple[int, list[Example]]]:
         """Yield the examples of each usable row of a file, with the row's index among all rows, from 0."""
-        for place, (number, record) in enumerate(RECORD_FORMATS[self.scan.format].records(file.path)):
+        records = enumerate(RECORD_FORMATS[self.scan.format].records(file.path))
+        for place, (number, record) in records:
             try:
                 yield place, self.examples_of(file, number, record)
             except BadRow as bad:
                 if self.options.on_bad_row == "refuse":
-                    raise ConfigError(
-                        f"{bad}. To leave such rows out, set data.on_bad_row = 'skip';"
-                        f" meshwright inspect lists what becomes of all records"
-                    ) from None
+                    others = ((number, record) for _, (number, record) in islice(records, _LISTED_ROWS))
+                    raise ConfigError(self._problems(file, number, bad, others)) from None
                 skipped[file.name] = skipped.get(file.name, 0) + 1
                 if skipped[file.name] <= _NAMED:
                     say(f"skipped: {bad}")
+
+    def _problems(
+        self, file: SourceFile, number: int, first: BadRow, behind: Iterable[tuple[int, Record | BadRow]]
+    ) -> str:
+        """Describe each kind of problem of a file's rows once, with the rows that have it, by the file's order."""
+        rows, texts = {(kind := _kind_of(first)): [number]}, {kind: str(first)}
+        for row, record in behind:
+            try:
+                self.examples_of(file, row, record)
+            except BadRow as bad:
+                kind = _kind_of(bad)
+                rows.setdefault(kind, []).append(row)
+                texts.setdefault(kind, str(bad))
+        way = (
+            "To leave such rows out, set data.on_bad_row = 'skip'; meshwright inspect lists what becomes of all records"
+        )
+        listed = []
+        for kind, (_, *others) in [*rows.items()][:_KINDS]:
+            named = f"row{'s' * (len(others) > 1)} {', '.join(map(str, others[:_NAMED]))}"
+            named += f" and {len(others) - _NAMED:,} more" * (len(others) > _NAMED)
+            listed.append(texts[kind].rstrip(".") + f" (also {named})" * bool(others))
+        if len(rows) == 1:
+            return f"{listed[0]}. {way}"
+        listed = [text.replace(f"{file.path}, ", "", 1) for text in listed]
+        more = [f"and {len(rows) - _KINDS} more kinds"] * (len(rows) > _KINDS)
+        head = f"{sum(map(len, rows.values()))} rows of {file.path} cannot be used, for {len(rows)} reasons:"
+        return "\n- ".join([head, *listed, *more]) + f"\n{way}"
+
+
+def _kind_of(bad: BadRow) -> str:
+    """Return the text of a bad row without what differs from row to row: quoted words and numbers."""
+    return re.sub(r" Did you mean .*\?|'[^']*'|\"[^\"]*\"|\d+", "…", str(bad)).strip(".…")
 
 
 def files_of(scan: Scan) -> list[list[Any]]:

@@ -21,7 +21,7 @@ from meshwright.introspection.constructor.recording import seeded
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.logits.tape import shown
 from meshwright.introspection.mixing.arithmetic import computing_flex
-from meshwright.introspection.mixing.decisions import Decisions, Line, Values, decides
+from meshwright.introspection.mixing.decisions import Decisions, Line, Values, decides, watched
 from meshwright.introspection.mixing.measure import LENGTHS, batches, refuse_other_masks
 from meshwright.introspection.mixing.values import COUNTS
 from meshwright.introspection.premises.playing import FixedDraws
@@ -221,7 +221,7 @@ def rehearse(
         reads: where to note what lines read off the values of tokens.
     """
     reference, draws, apart = copy_of(model), FixedDraws(), [mixer.path for mixer in plan.mixing.mixers]
-    decisions = None if reads is None else Decisions(batch, reference, apart)
+    decisions = None if reads is None else Decisions(watched(batch), reference, apart)
     with draws, computing_flex(), decisions or nullcontext():
         loss, labels = _loss_of(reference, batch)
         loss.backward()
@@ -260,7 +260,7 @@ def _on_rank(
     decisions: Decisions | None = None
     if reads is not None:
         inverted = reads.inverted if group.rank == plan.ranks - 1 else None
-        decisions = Decisions(own, model, [mixer.path for mixer in plan.mixing.mixers], inverted)
+        decisions = Decisions(watched(own), model, [mixer.path for mixer in plan.mixing.mixers], inverted)
         reads.parts[group.rank] = decisions.seen
     with FixedDraws() if draws else nullcontext(), decisions or nullcontext():
         logits = logits_of(model(**signature.inputs(own, torch.device("cpu"))))

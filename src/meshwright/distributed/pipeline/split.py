@@ -14,6 +14,8 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any, Literal
 
 import torch
@@ -29,10 +31,11 @@ from meshwright.distributed.step.deferred import DeferredGradients, defer_linear
 from meshwright.distributed.step.part import ModelPart
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.images import OF_TOWER
+from meshwright.introspection.logits.tape import shown
 from meshwright.introspection.module_kinds import children_of
 from meshwright.introspection.signature import logits_of
-from meshwright.introspection.small.copies import copy_of
-from meshwright.introspection.stages import BlockFlow, read_outside
+from meshwright.introspection.small.sample import Sample
+from meshwright.introspection.stages import BlockFlow, Branch, branches_of, read_outside
 from meshwright.planning.pipeline.plan import PipelinePlan, StagePlan
 from meshwright.planning.pipeline.stages import facts_of_stage, plan_of_stage
 from meshwright.planning.plan import Plan
@@ -269,19 +272,20 @@ def prove(facts: ModelFacts, plan: PipelinePlan, ranks: int) -> None:
     small = replace(plan, stages=stages, dtype="float64")
     if small in facts.measurements.proven:
         return
-    for inputs in (*sample.inputs, *filter(None, [sample.pictured])):
+    for branch in branches_of(sample):
+        where = "in training mode, on rows of many ids, " * branch.training
+        where += f"where {shown(*branch.inverted)} reads another value, " if branch.inverted else ""
         try:
-            errors = rehearse(sample.model, small, inputs)
+            errors = rehearse(sample, small, branch)
         except Exception as error:
-            outside = read_outside(sample.model, sample.blocks, inputs)
-            why = outside or f"its forward or backward fails: {type(error).__name__}: {error}"
-            raise UnsupportedError(_refused(facts, plan, why)) from error
+            why = read_outside(sample, branch) or _failed(error)
+            raise UnsupportedError(_refused(facts, plan, where + why)) from error
         worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
         if not errors[worst] <= LARGEST_ERROR:
             what = "the loss" if worst == "loss" else f"the gradient of {worst}"
             wrong = f"{what} is wrong (relative error {errors[worst]:.1e})"
-            outside = read_outside(sample.model, sample.blocks, inputs)
-            raise UnsupportedError(_refused(facts, plan, f"{wrong}: {outside}" if outside else wrong))
+            outside = read_outside(sample, branch)
+            raise UnsupportedError(_refused(facts, plan, where + (f"{wrong}: {outside}" if outside else wrong)))
     facts.measurements.proven.add(small)
 
 
@@ -292,18 +296,29 @@ def _refused(facts: ModelFacts, plan: PipelinePlan, why: str) -> str:
     )
 
 
-def rehearse(model: nn.Module, plan: PipelinePlan, inputs: dict[str, Any]) -> dict[str, float]:
+def _failed(error: Exception) -> str:
+    """Describe an error of the model's code, with its line."""
+    package = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+    lines = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(package)]
+    where = f" at {shown(lines[-1].filename, lines[-1].lineno or 0)}" if lines else ""
+    return f"its forward or backward fails{where}: {type(error).__name__}: {error}"
+
+
+def rehearse(sample: Sample, plan: PipelinePlan, branch: Branch) -> dict[str, float]:
     """Return the relative error of the loss ("loss"), and of each parameter's gradient, against the whole model.
 
     Args:
-        model: a small model with weights.
+        sample: a small model with weights.
         plan: plan of its stages.
-        inputs: arguments of its forward.
+        branch: the forward.
     """
-    reference = copy_of(model)
-    expected_loss = _loss_of(reference(**inputs))
-    expected_loss.backward()
-    loss, found = _through_stages(copy_of(model), plan, inputs)
+    reference, way = branch.copied(sample)
+    with way:
+        expected_loss = _loss_of(reference(**branch.inputs))
+        expected_loss.backward()
+    copied, way = branch.copied(sample)
+    with way:
+        loss, found = _through_stages(copied, plan, dict(branch.inputs))
     errors = {"loss": float(((loss - expected_loss) / expected_loss).abs().detach())}
     expected = {clean(name): p.grad for name, p in reference.named_parameters() if p.grad is not None}
     scale = float(torch.stack([gradient.norm() for gradient in expected.values()]).norm())

@@ -7,7 +7,7 @@ told to read the other truth.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -32,34 +32,37 @@ Values = Mapping[Line, list[Any]]
 """What a line read, in order."""
 _TORCH, _OWN = str(Path(torch.__file__).parent), str(Path(meshwright.__file__).parent)
 _MODELS = str(Path(_OWN) / "models")
+_COMPARING, _FEW = ("eq", "ne", "lt", "le", "gt", "ge", "isin"), 64
 _MODES = ("__torch_function__", "__torch_dispatch__")
 
 
 class Decisions(playing.HeldRandomness):
-    """A mode that records the values that lines of a model read off tokens, and inverts the truth of one line.
+    """A mode that records the values that lines of a model read off tokens, and inverts those of one line.
 
     A number of entries that follows from values, as of ``nonzero``, is read too.
 
     Args:
-        batch: what the model is given: tokens, and a mask of padding if there is one.
+        given: what the model is given and lines are watched for: tokens, and a mask of padding if there is one.
         apart: modules that are given whole rows on every rank; they, and stacks of experts, are not looked into.
-        inverted: the line whose truth is inverted.
+        inverted: the line whose truth is inverted; a number becomes 0, and 0 becomes 1.
 
     Attributes:
         seen: the values by line.
+        compared: the whole numbers with which values are compared.
     """
 
     def __init__(
         self,
-        batch: Mapping[str, Tensor],
+        given: Sequence[Tensor],
         model: nn.Module,
         apart: Collection[str] = (),
         inverted: Line | None = None,
     ):
-        super().__init__(batch["tokens"], stacks=("apart",))
-        if "attention_mask" in batch:
-            self._note(batch["attention_mask"], self._by_tokens)
+        super().__init__(given[0], stacks=("apart",))
+        for tensor in given[1:]:
+            self._note(tensor, self._by_tokens)
         self.seen, self.inverted, self._hooks = dict[Line, list[Any]](), inverted, ExitStack()
+        self.compared = set[int]()
         apart = {*apart, *(clean(path) for path in find_stacks(model))}
         for module in (module for path, module in model.named_modules() if clean(path) in apart):
             enter = module.register_forward_pre_hook(lambda *_: self.within.append("apart"))
@@ -78,6 +81,10 @@ class Decisions(playing.HeldRandomness):
             first = next(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
             self._read(first.numel())
         self.decides = self.decides or before
+        if func.overloadpacket.__name__ in _COMPARING and self._depends(args[0]):
+            few = (other for other in args[1:] if isinstance(other, Tensor) and other.numel() <= _FEW)
+            values = [*args[1:], *(value for other in few for value in other.flatten().tolist())]
+            self.compared.update(value for value in values if type(value) is int)
         return out
 
     def _read(self, value: Any) -> Any:
@@ -86,7 +93,7 @@ class Decisions(playing.HeldRandomness):
             return value
         self.decides = True
         self.seen.setdefault(line, []).append(value)
-        return not value if line == self.inverted and isinstance(value, bool) else value
+        return playing.inverted(value) if line == self.inverted else value
 
 
 def _line() -> Line | None:
@@ -102,9 +109,14 @@ def _line() -> Line | None:
     return None
 
 
+def watched(batch: Mapping[str, Tensor]) -> list[Tensor]:
+    """List those of a batch by whose values a rank with a part of its rows may decide otherwise."""
+    return [batch[key] for key in ("tokens", "attention_mask") if key in batch]
+
+
 def decides(model: nn.Module, batch: Mapping[str, Tensor], apart: Collection[str]) -> bool:
     """Return whether a forward reads, or makes a tensor of a size that follows from, the values of tokens."""
-    mode = Decisions(batch, model, apart)
+    mode = Decisions(watched(batch), model, apart)
     with seeded(0), torch.no_grad(), computing_flex(), mode:  # one rank may ask, and streams stay alike
         model(**Signature.of(model).inputs(dict(batch), torch.device("cpu")))
     return mode.decides

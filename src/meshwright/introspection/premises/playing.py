@@ -6,7 +6,6 @@ import functools
 import pickle
 import random
 import sys
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 import meshwright
@@ -44,15 +44,45 @@ class Play:
     sparse: tuple[str, ...]
     seen: dict[str, tuple[list[Tensor], list[Tensor]]] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
-    reads: tuple[Any, ...] = ()
+    reads: Mapping[Any, Reading] = field(default_factory=dict)
+    """What was read, by place."""
     turned: Any = None
-    """The read that was inverted."""
-    may_turn: frozenset[Any] = frozenset()
-    """The reads of a truth that further rows in the batch could turn."""
+    """The place of the read that was inverted, or moved."""
+    sizes: tuple[Any, ...] = ()
+    """Places where an operator returned a tensor whose size depends on the data, or Python made a list of them."""
     decides: bool = False
     """Whether Python saw a number or a size that depends on the data."""
     tosses: bool = False
     """Whether Python saw a number that depends on random draws alone, its own generator's among them."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A value that Python read.
+
+    Attributes:
+        value: what was read.
+        number: that value, or the number that a truth compares; None: of a truth, none is known.
+        sign: 1: further rows can only raise the value, -1: only lower it, 0: unknown.
+    """
+
+    value: Any
+    number: float | None
+    sign: int
+
+    def others(self) -> list[Any]:
+        """List values that it may have with many further rows in the batch."""
+        if isinstance(self.value, bool):
+            may_turn = self.sign == (-1 if self.value else 1) or (self.sign == 0 and self.number is not None)
+            return [not self.value] * may_turn
+        if isinstance(self.value, int):
+            return [self.value + 1, self.value * MANY] if self.sign >= 0 else [self.value - 1]
+        far = MANY * (1 + abs(self.value))
+        return [self.value + by for by in (far, -far) if by * self.sign >= 0]
+
+
+MANY = 64
+"""How many times as many rows as there are give the farther of the numbers that may be read instead."""
 
 
 def played(
@@ -61,6 +91,7 @@ def played(
     *,
     offset: int | None = None,
     turned: Any = None,
+    instead: Any = None,
     level: float = MIDDLE,
     seed: int = 1,
     beside: Mapping[str, Tensor] | None = None,
@@ -72,14 +103,15 @@ def played(
         beside: what the batch has beside tokens: images.
         offset: index of the first row in the whole batch; None: ``tokens`` is the whole batch.
         turned: the place in the code whose number is inverted.
+        instead: what is read there; None: the inverse of the number.
         level: the quantile at which every draw of torch is held.
         seed: of Python's generator and numpy's.
     """
     made = copy_of(model)
     seen: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
-    held = HeldRandomness(tokens, turned, {clean(path) for path in find_stacks(made)}, level)
+    held = HeldRandomness(tokens, turned, {clean(path) for path in find_stacks(made)}, level, instead)
     hooks = [handle for path, module in made.named_modules() for handle in _watched(clean(path), module, held, seen)]
-    with held:
+    with held, _Lists(held):
         output, by_python = called(made, tokens, beside, seed)
         rows, losses = parts(output, len(tokens))
         if beside:  # features of images are given back too, which are no rows
@@ -87,7 +119,7 @@ def played(
         target = torch.zeros((), dtype=torch.float64)
         for number, tensor in enumerate(value for value in rows.values() if value.requires_grad):
             generator = torch.Generator().manual_seed(number)
-            whole = torch.randn((ROWS, *tensor.shape[1:]), generator=generator, dtype=torch.float64)
+            whole = torch.randn((max(ROWS, len(tokens)), *tensor.shape[1:]), generator=generator, dtype=torch.float64)
             target = target + (tensor.double() * whole[offset or 0 :][: len(tokens)]).sum()
         if target.requires_grad:
             target.backward()
@@ -99,10 +131,8 @@ def played(
     gradients = {name: gradient.to_dense() if name in sparse else gradient for name, gradient in found.items()}
     kinds = {clean(path): type(module).__name__ for path, module in made.named_modules()}
     outputs = {name: value.detach() for name, value in rows.items()}
-    reads, tosses = tuple(held.reads), held.tosses or by_python
-    may_turn = frozenset(held.may_turn)
-    facts = (outputs, gradients, losses, tuple(named), sparse, seen, kinds, reads, turned, may_turn)
-    return Play(*facts, held.decides, tosses)
+    facts = (outputs, gradients, losses, tuple(named), sparse, seen, kinds, held.reads, turned, tuple(held.sizes))
+    return Play(*facts, held.decides, held.tosses or by_python)
 
 
 class Called(NamedTuple):
@@ -177,50 +207,73 @@ class HeldRandomness(EagerDispatchMode):
         tosses: whether a number was read that depends on draws alone.
         decides: whether a number was read, or an operator returned a tensor whose size depends on the data.
         within: paths of the modules whose forwards run, the innermost last.
-        reads: numbers that were read: file and line, the module, and the count of reads there so far.
-        may_turn: those of them that are truths, and that further rows in the batch could turn.
+        reads: what was read, by file and line, the module, and the count of reads there so far.
+        sizes: places where a size that depends on the data, or a list of them, was seen.
     """
 
-    def __init__(self, tokens: Tensor, turned: Any = None, stacks: Collection[str] = (), level: float = MIDDLE):
+    def __init__(
+        self,
+        tokens: Tensor,
+        turned: Any = None,
+        stacks: Collection[str] = (),
+        level: float = MIDDLE,
+        instead: Any = None,
+    ):
         super().__init__()
-        self.level, self.tosses = level, False
-        self.turned, self.stacks, self.reads, self.within = turned, stacks, list[tuple](), [""]
-        self.decides, self.may_turn, self._signs = False, set[tuple](), defaultdict[int, int](int)
+        self.level, self.tosses, self.instead = level, False, instead
+        self.turned, self.stacks, self.reads, self.within = turned, stacks, dict[tuple, Reading](), [""]
+        self.decides, self.sizes, self._signs = False, list[tuple](), dict[int, int]()
+        self._numbers: dict[int, float] = {}  # that truths compare, by the truth's storage
         self._times: dict[tuple, int] = {}
         self._held: list[Tensor] = []  # else freed memory could become another tensor's
         self._by_tokens, self._by_draws = set[int](), set[int]()
-        self._held.append(tokens.detach())
-        self._by_tokens.add(id(tokens.untyped_storage()))
+        self._note(tokens, self._by_tokens)
+
+    def _note(self, tensor: Tensor, dependent: set[int]) -> None:
+        if not tensor.is_sparse:
+            self._held.append(tensor.detach())
+            dependent.add(id(tensor.untyped_storage()))
+
+    def note_size(self, value: Any) -> None:
+        """Note that Python has all values of a tensor, if they depend on tokens."""
+        if self._depends(value) and self.within[-1] not in self.stacks:
+            self.decides = True
+            self.sizes.append((*_site(), self.within[-1]))
+
+    def _depends(self, value: Any) -> bool:
+        """Return whether a value is a tensor that depends on tokens."""
+        return isinstance(value, Tensor) and not value.is_sparse and id(value.untyped_storage()) in self._by_tokens
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = []  # no comprehensions here: each operator of many plays passes
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor):
-                given.append(0 if leaf.is_sparse else id(leaf.untyped_storage()))
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         draws = _draws(func)
         tossed = draws and _is_toss(func)  # any other draw is turned round as data are
-        by_tokens = not self._by_tokens.isdisjoint(given) or (draws and not tossed)
-        by_draws = tossed or not self._by_draws.isdisjoint(given)
+        storages = {id(t.untyped_storage()) for t in given if not t.is_sparse}
+        by_tokens = bool(storages & self._by_tokens) or (draws and not tossed)
+        by_draws = tossed or bool(storages & self._by_draws)
         depends = by_tokens or by_draws
         out = func(*args, **kwargs)
-        sign = _sign(func.overloadpacket.__name__, tuple(map(self._signs.__getitem__, given))) if depends else 0
-        if func.overloadpacket.__name__ in READING:
-            self._sign = sign
+        signs = [0 if t.is_sparse else self._signs.get(id(t.untyped_storage()), 0) for t in given]
+        name = func.overloadpacket.__name__
+        sign = _sign(name, signs, args)
+        if name in COMPARISONS and by_tokens and isinstance(out, Tensor) and given[0].numel() == 1:
+            self._numbers[id(out.untyped_storage())] = float(given[0])
+        if name in READING:
+            self._sign, self._number = sign, self._numbers.get(id(given[0].untyped_storage())) if given else None
             self.tosses = self.tosses or (by_draws and not by_tokens and self.within[-1] not in self.stacks)
             return self._read(out) if by_tokens else out
         if depends and torch.Tag.dynamic_output_shape in func.tags and self.within[-1] not in self.stacks:
             self.decides = True
+            self.sizes += [(*_site(), self.within[-1])] * by_tokens
         if draws:
             out = _still(func, args, out, self.level)
         for leaf in tree_leaves(out) if depends else ():
-            if isinstance(leaf, Tensor) and not leaf.is_sparse:
-                self._held.append(leaf.detach())
-                storage = id(leaf.untyped_storage())
-                self._signs[storage] = sign
-                for dependent, is_so in ((self._by_tokens, by_tokens), (self._by_draws, by_draws)):
-                    if is_so:
-                        dependent.add(storage)
+            for dependent, is_so in ((self._by_tokens, by_tokens), (self._by_draws, by_draws)):
+                if is_so and isinstance(leaf, Tensor):
+                    self._note(leaf, dependent)
+                    if not leaf.is_sparse:
+                        self._signs[id(leaf.untyped_storage())] = sign
         return out
 
     def _read(self, value: Any) -> Any:
@@ -228,13 +281,17 @@ class HeldRandomness(EagerDispatchMode):
             return value
         place = (*_site(), self.within[-1])
         self._times[place] = time = self._times.get(place, 0) + 1
-        self.reads.append((*place, time))
-        if isinstance(value, bool) and self._sign == (-1 if value else 1):
-            self.may_turn.add(self.reads[-1])
+        sign = self._sign if abs(self._sign) < 2 else 0 if isinstance(value, bool) else 1
+        self.reads[(*place, time)] = Reading(value, self._number if isinstance(value, bool) else float(value), sign)
         self.decides = True
-        if self.reads[-1] != self.turned:
+        if (*place, time) != self.turned:
             return value
-        return (not value) if isinstance(value, bool) else int(value == 0) if isinstance(value, int) else -value - 1
+        return inverted(value) if self.instead is None else self.instead
+
+
+def inverted(value: Any) -> Any:
+    """Return another truth, an integer that is 0 where the value was not, or another number."""
+    return (not value) if isinstance(value, bool) else int(value == 0) if isinstance(value, int) else -value - 1
 
 
 RAISED = ("any", "max", "amax", "count_nonzero", "sum", "linalg_vector_norm", "norm", "logical_or")
@@ -259,17 +316,41 @@ KEPT = (
 """Operators whose result goes the other way, or the same way, as their tensor; eq and ne of counts, with 0."""
 
 
-@functools.cache
-def _sign(name: str, given: tuple[int, ...]) -> int:
+COMPARISONS = {"gt": 1, "ge": 1, "ne": 1, "lt": -1, "le": -1, "eq": -1}
+SHARE = 2
+"""The sign of a share, as of the tokens that are chosen: never negative, and further rows make no positive one zero."""
+
+
+def _sign(name: str, given: list[int], args: Sequence[Any]) -> int:
     """Return 1 where further rows can only raise an operator's result, -1 where only lower it, 0 where unknown.
 
     Args:
         given: the signs of its tensors.
+        args: its arguments.
     """
+    if name in ("mean", "sum") and not args[0].is_complex():
+        return 0 if bool((args[0] < 0).any()) else SHARE if name == "mean" else 1
+    if given[:1] == [SHARE] and name in COMPARISONS:
+        return COMPARISONS[name] if type(args[1]) in (int, float) and args[1] == 0 else 0
+    if name in ("div", "mul") and given[:1] in ([1], [SHARE]) and not any(given[1:]):
+        return SHARE
     if name in RAISED or name in LOWERED:
         return 1 if name in RAISED else -1
-    first, *others = given or (0,)
+    first, *others = given or [0]
     return 0 if any(others) or not (name in KEPT or name in TURNED) else -first if name in TURNED else first
+
+
+class _Lists(TorchFunctionMode):
+    """A mode that notes where Python makes lists or arrays of data, which no operator sees."""
+
+    def __init__(self, held: HeldRandomness):
+        super().__init__()
+        self.held = held
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__):
+            self.held.note_size(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 OWN, TORCH = str(Path(meshwright.__file__).parent), str(Path(torch.__file__).parent)

@@ -9,8 +9,10 @@ that Python reads off the data inverted (a condition on a rare token then takes 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,8 @@ DIFFERENT = 1e-5
 """Relative tolerance in fp64 with random weights; models that compute in fp32 inside agree to about 1e-7."""
 READS = 24
 """The largest number of inverted numbers, one at a time."""
+MOST_BESIDE = 6
+"""Number of rows beside those that are compared with themselves alone."""
 GRADIENT = "the gradient of"
 """Prefix of the place where rows mix in a gradient alone."""
 SEEDS = 24
@@ -148,8 +152,8 @@ class Premises:
 
     Attributes:
         mixes_rows: where a row's logits or gradients begin to depend on other rows (module and class), or "".
-        decides_by_batch: where Python reads a truth off the values of all rows by which several rows' results differ
-            (module, class and line), or "".
+        decides_by_batch: where Python reads a truth or a number off the values of several rows by which several rows'
+            results differ (module, class and line), or "".
         parameters: parameters that a forward writes.
         buffers: buffers that a forward writes.
         changes: attributes (or "outputs") by which a later call differs from the first, other than by buffers.
@@ -240,7 +244,7 @@ def _seen(model: nn.Module, length: int) -> Premises:
     ever, always = set.union(*given), set.intersection(*given)
     found = Premises(
         mixes_rows=_mixing(together, halves),
-        decides_by_batch=_decided(together, plays) or _decided_of_few(model, first, together),
+        decides_by_batch=_decides(model, first, together, halves) if together.decides else "",
         conditional=tuple(name for name in together.names if name in ever - always),
         unused=tuple(name for name in together.names if name not in ever),
         sparse=together.sparse,
@@ -320,43 +324,80 @@ def _mixing(together: Play, halves: list[Play]) -> str:
     return ""
 
 
-def _decided(together: Play, plays: list[Play]) -> str:
+def _decides(model: nn.Module, first: Tensor, together: Play, halves: list[Play]) -> str:
     """Return the place of a decision by values of the whole batch on which several rows' outputs depend; "" of none.
 
-    ``if tokens.max() > 60`` is such a line; of ``if chosen.any()`` before a computation of the chosen tokens nothing
-    depends.
+    ``if tokens.max() > 60`` is such a line, and ``if x.mean() > 0.1``; of ``if chosen.any()`` before a computation of
+    the chosen tokens nothing depends. Rows of few ids are tried too, since those of all may meet every condition.
     """
-    for play in plays:
-        if play.turned not in together.may_turn:
-            continue
-        changed = {
-            row
-            for name, value in together.outputs.items()
-            if name in play.outputs and value.dim() and len(value) == ROWS and play.outputs[name].shape == value.shape
-            for row in range(ROWS)
-            if _differ(play.outputs[name][row], value[row])
-        }
-        if len(changed) > 1:
-            file, line, path, _ = play.turned
-            inside = f"{path} ({together.kinds[path]})" if path else f"{together.kinds['']} itself"
-            return f"{inside}, at {Path(file).name}:{line}"
-    return ""
-
-
-def _decided_of_few(model: nn.Module, first: Tensor, together: Play) -> str:
-    """Look for decisions in a batch of few ids, since one that has all of them may have met every condition."""
-    if not together.decides:
-        return ""
     ids = ids_of(model)
     few = ((ids // 2 + torch.arange(ROWS)) % ids)[:, None].expand_as(first).clone()
-    plays: list[Play] = []
-    with contextlib.suppress(Exception):  # whatever a model's code raises of few ids
-        base = played(model, few)
-        for read in [read for read in base.reads if read in base.may_turn][:READS]:
-            with contextlib.suppress(Exception):  # or of an inverted number: then it checks, and does not decide
-                plays.append(played(model, few, turned=read))
-        return _decided(base, plays)
+    found = _moved(model, first, together, halves) or _beside_others(model, first)
+    if not found:
+        with contextlib.suppress(Exception):  # whatever a model's code raises of few ids
+            apart = [played(model, few[:2], offset=0), played(model, few[2:], offset=2)]
+            found = _moved(model, few, played(model, few), apart)
+    return found
+
+
+def _moved(model: nn.Module, tokens: Tensor, together: Play, halves: list[Play]) -> str:
+    """Read other values, that further rows could give, where a number is none of the rows of a half.
+
+    A truth whose sign is known needs no number.
+    """
+    of_halves = {(read[:3], reading.number) for half in halves for read, reading in half.reads.items()}
+    for read, reading in [*together.reads.items()][:READS]:
+        is_known = isinstance(reading.value, bool) and reading.sign != 0
+        close = partial(math.isclose, reading.number or 0.0, rel_tol=SAME, abs_tol=SAME)
+        is_of_half = any(place == read[:3] and number is not None and close(number) for place, number in of_halves)
+        if not is_known and (reading.number is None or is_of_half):
+            continue
+        for value in reading.others():
+            with contextlib.suppress(Exception):  # whatever a model's code raises of a wrong number
+                play = played(model, tokens, turned=read, instead=value)
+                if len(_changed(together, play)) > 1:
+                    return _place(together, read)
     return ""
+
+
+def _changed(play: Play, other: Play) -> set[int]:
+    """Return the rows whose outputs differ."""
+    return {
+        row
+        for name, value in play.outputs.items()
+        if name in other.outputs and value.dim() and other.outputs[name].shape[1:] == value.shape[1:]
+        for row in range(min(len(value), len(other.outputs[name]), ROWS))
+        if _differ(other.outputs[name][row], value[row])
+    }
+
+
+def _beside_others(model: nn.Module, first: Tensor) -> str:
+    """Compare rows of low, high and mixed ids alone and beside many rows of each of these kinds."""
+    ids, length = ids_of(model), first.shape[1]
+    low, high = torch.zeros_like(first[:1]), torch.full_like(first[:1], ids - 1)
+    low[:, -1], high[:, -1] = 1 % ids, max(ids - 2, 0)
+    spread = (torch.arange(MOST_BESIDE * length) * 7 % ids).view(MOST_BESIDE, length)
+    rows = [low, high, first[:1]]
+    with contextlib.suppress(Exception):  # whatever a model's code raises of few ids, or of one row
+        alone = [played(model, row) for row in rows]
+        for others in (low.expand(MOST_BESIDE, -1), high.expand(MOST_BESIDE, -1), spread):
+            beside = played(model, torch.cat([*rows, others]))
+            for number, play in enumerate(alone):
+                if any(
+                    _differ(beside.outputs[name][number], value[0])
+                    for name, value in play.outputs.items()
+                    if len(value) == 1 and beside.outputs.get(name, value).shape[1:] == value.shape[1:]
+                ):
+                    return _place(beside, next(iter((*beside.reads, *beside.sizes)), None))
+    return ""
+
+
+def _place(play: Play, read: Any) -> str:
+    if read is None:
+        return f"{play.kinds['']} itself"
+    file, line, path, *_ = read
+    inside = f"{path} ({play.kinds[path]})" if path else f"{play.kinds['']} itself"
+    return f"{inside}, at {Path(file).name}:{line}"
 
 
 def _half(value: Tensor, number: int, rows: int) -> Tensor:
@@ -399,7 +440,7 @@ def _more_plays(model: nn.Module, first: Tensor, together: Play) -> Iterator[Pla
     tries: list[tuple[nn.Module, Tensor, Any]] = [
         (made, tokens, None) for made in (model, *_redrawn(model)) for tokens in (first, *few)
     ]
-    tries += [(model, first, read) for read in together.reads[:READS]]
+    tries += [(model, first, read) for read in [*together.reads][:READS]]
     for made, tokens, turned in tries[1:]:
         try:
             yield played(made, tokens, turned=turned)

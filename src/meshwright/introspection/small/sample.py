@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.core.errors import UnsupportedError
-from meshwright.core.names import clean, is_within, owner
+from meshwright.core.names import clean, is_within, owner, pattern
 from meshwright.core.record import recall, remember
 from meshwright.core.torch_private import resetting
 from meshwright.introspection.blocks import Hints, hints_of, repeated_blocks
@@ -30,6 +30,8 @@ REPEATED = 16
 """Number of repetitions of a sample's rows if many features are pushed in one run, each in rows of its own."""
 LARGEST = 20_000_000
 """Number of parameters beyond which a model is not measured."""
+NOT_CARRIED = ("training", "gradient_checkpointing")
+"""Switches of modules that a small copy sets itself."""
 
 
 @dataclass
@@ -44,6 +46,7 @@ class Sample:
         pictured: keyword arguments of a forward with images, of a model that takes them; None: none could be made.
         of_images: paths of the outermost modules that a forward of tokens alone does not call, and of parameters
             outside of them that are read with images alone.
+        branches: forwards to rehearse stages with, once they were listed (``introspection/stages.py``).
     """
 
     model: nn.Module
@@ -52,6 +55,7 @@ class Sample:
     heads: int = 1
     pictured: dict[str, Any] | None = None
     of_images: tuple[str, ...] = ()
+    branches: list[Any] = field(default_factory=list)
 
     @property
     def repeated(self) -> dict[str, Any]:
@@ -211,11 +215,24 @@ def _constructed(
 
 
 def _built_like(model: nn.Module, kind: type[nn.Module], config: Any) -> nn.Module:
-    """Build a model of another config, in the wrappers and with the hints of this one."""
+    """Build a model of another config, in the wrappers, with the hints and the switches of this one."""
     made = grafted(model, kind(config))
+    _switch_like(core_of(model), core_of(made))
     if recall(model, Hints) is not None:
         remember(made, hints_of(model))
     return made
+
+
+def _switch_like(model: nn.Module, made: nn.Module) -> None:
+    """Set truths and names that were set behind the constructor, where all blocks of the model agree on them."""
+    modules = dict(model.named_modules())
+    for path, module in made.named_modules():
+        alike = [other for name, other in modules.items() if pattern(name) == pattern(path)]
+        for name, value in vars(module).items() if path in modules else ():
+            if type(value) in (bool, str) and name not in NOT_CARRIED and not name.startswith("_"):
+                first, *others = (vars(other).get(name) for other in alike)
+                if type(first) is type(value) and all(other == first for other in others):
+                    setattr(module, name, first)
 
 
 def _refuse_replaced(kind: type[nn.Module], before: dict[str, type[nn.Module]], model: nn.Module) -> None:

@@ -126,7 +126,7 @@ class PipelinePlan:
         tied: (name on the first stage, name on the last) of each parameter that both have.
         width: number of features of the tensor between stages.
         dtype: dtype of the tensor between stages.
-        counts_tokens_behind: whether the modules after the blocks cannot take fewer tokens than the sequence has.
+        counts_tokens_behind: whether the code after the blocks cannot take fewer tokens than the sequence has.
         of_images: modules of images, on the first stage with all inside them.
     """
 
