@@ -302,7 +302,7 @@ PRIVATE_FILES = (
     "core/torch_private.py",
     "distributed/torch_private.py",
     "distributed/optimizer/grad_clip.py",
-    "distributed/float8/products.py",
+    "distributed/products.py",
     "distributed/loss/peft_private.py",
     "integrations/fabric_private.py",
     "integrations/trainer_private.py",

@@ -145,7 +145,10 @@ def products(device: torch.device, effort: Effort) -> dict[str, tuple[tuple[int,
 
 def attention(device: torch.device, effort: Effort) -> Iterator[tuple[str, Points]]:
     """Yield "dtype direction head_dim", and (tokens, seconds of one head and row) of causal attention."""
-    attend = partial(F.scaled_dot_product_attention, is_causal=True)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
     for dtype, head_dim in product(effort.dtypes, effort.head_dims):
         forward, backward = [], []
         for seq in effort.seqs:

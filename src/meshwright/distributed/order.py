@@ -22,15 +22,13 @@ from meshwright.planning.layout import EXPERTS, REPLICAS, SHARDS
 from meshwright.planning.plan import Plan
 from meshwright.planning.tensor.plan import TensorPlan
 
-from . import experts
+from . import experts, float8, quantize
 from .context import context_parallel
 from .context import proof as context_proof
 from .data import fully_sharded, replicated
 from .data import fully_sharded as idle_parameters
-from .float8 import float8
 from .mesh import get_expert_mesh, groups_of
 from .pipeline import split as stages
-from .quantize import quantize
 from .recompute import compilation, recompute
 from .step import objective
 from .step.part import ModelPart

@@ -31,7 +31,7 @@ from meshwright.planning.techniques import Techniques, as_techniques
 from meshwright.planning.tensor.make import LEFT_TO_EVERY_RANK
 
 from . import order
-from .float8.float8 import refuse_absent
+from .float8 import refuse_absent
 from .loss import preference
 from .mesh import build_mesh, known_mesh, plan_sizes
 from .parallel_model import LossFunction, ParallelModel

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -272,3 +272,24 @@ class ProcessGroupRanks(MessagingRanks):
 
         x_alive = [x]  # held until it has been sent
         return wait
+
+
+def linear_map(x: Tensor, forward: Callable[[Tensor], Tensor], transposed: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply a linear map to a tensor; its backward applies the transposed one to the gradient, and needs no tensors.
+
+    A message is such a map: a gather that all ranks use differently is transposed to a sum that is scattered.
+    """
+    return _LinearMap.apply(x, forward, transposed)  # type: ignore[no-any-return]
+
+
+class _LinearMap(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], transposed: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.transposed = transposed
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.transposed(gradients[0]), None, None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.record import wrap
-from meshwright.distributed.float8.products import Products, products_of
+from meshwright.distributed.products import Products, products_of
 
 
 class DeferredGradients:

@@ -16,8 +16,8 @@ from meshwright.distributed.loss.declared import DeclaredLosses
 from meshwright.distributed.loss.preference import CountedPairs, log_probs_of
 from meshwright.distributed.pipeline.run import Pipeline
 from meshwright.distributed.pipeline.split import StagePart
-from meshwright.distributed.tensor.layers import runtime_of, summing
-from meshwright.distributed.tensor.parallel import sums_of
+from meshwright.distributed.tensor.layers import runtime_of
+from meshwright.distributed.tensor.parallel import summing, sums_of
 from meshwright.introspection.signature import logits_of
 from meshwright.planning.pipeline.schedules.simulate import Action
 from meshwright.planning.plan import Plan

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from meshwright.core.calls import argument, show_computed, with_arguments, without_values
 from meshwright.core.losses import cross_entropy_sum
 from meshwright.core.record import note, wrap
-from meshwright.distributed.float8.products import PLAIN
+from meshwright.distributed.products import PLAIN
 from meshwright.distributed.recompute.kept import drawn_number, restore_streams, streams
 from meshwright.distributed.torch_private import as_no_view
 from meshwright.distributed.weights.shards import seed_of
@@ -21,8 +21,11 @@ from meshwright.introspection.logits.tape import DeferredLogits, within
 from meshwright.introspection.signature import KEEPING, logits_of, with_logits
 
 from . import functions
+from .functions import Branch
 from .layers import LossRequest, LossSite, Runtime, local
 from .loss import VocabularyShard, head_loss_sum, vocabulary_parallel_cross_entropy_sum
+
+PLAIN_LAYER = (Branch((PLAIN,)),)
 
 
 def first_block(module: nn.Module, hidden: int | str, runtime: Runtime) -> None:
@@ -123,7 +126,7 @@ def vocabulary_head(module: nn.Module, runtime: Runtime, rows: int, *, takes_who
             if takes_whole:
                 own = nn.functional.linear(x, weight, bias)
             else:
-                (own,) = functions.column_parallel(x, [(weight, bias, PLAIN)], runtime.sequence)
+                (own,) = functions.column_parallel(x, PLAIN_LAYER, [weight, bias], runtime.sequence)
             if runtime.logits == "own":
                 return _own_deferred(runtime, own, VocabularyShard.of(rows, group))
             return functions.whole_vocabulary(own, rows, group)

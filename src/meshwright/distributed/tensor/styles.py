@@ -114,7 +114,7 @@ class ColumnStyle(Style, ColwiseParallel):
         if STYLES[self.word].silent:
             layers.local_linear(layers.ColumnLayer(module, transposed), runtime)
         else:
-            layers.SharedInput(runtime, [layers.ColumnLayer(module, transposed)])
+            layers.SharedInput(runtime, [layers.LayersOfInput([layers.ColumnLayer(module, transposed)])])
         if gathers:
             _change_output(
                 module,
