@@ -29,7 +29,7 @@ from .data import fully_sharded, replicated
 from .data import fully_sharded as idle_parameters
 from .mesh import get_expert_mesh, groups_of
 from .pipeline import split as stages
-from .recompute import compilation, recompute
+from .recompute import recompute
 from .step import objective
 from .step.part import ModelPart
 from .tensor import parallel as tensor_parallel
@@ -138,7 +138,9 @@ ORDER: tuple[Technique, ...] = (
         lambda model, plan, site: recompute.apply(model, plan),
     ),
     Technique(
-        "compile", lambda plan, site: bool(plan.compiled), lambda model, plan, site: compilation.apply(model, plan)
+        "compile",
+        lambda plan, site: bool(plan.compiled),
+        lambda model, plan, site: recompute.compile_blocks(model, plan),
     ),
     Technique(
         "fully_shard",

@@ -19,7 +19,7 @@ from meshwright.data import validation_batches
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.process import agree, elastic
 from meshwright.distributed.process.world import is_rank_zero
-from meshwright.distributed.recompute.compilation import graph_breaks_text
+from meshwright.distributed.recompute.recompute import graph_breaks_text
 from meshwright.distributed.setup import begin_steps, destroy_distributed
 from meshwright.distributed.step.part import StepLoss, StepResult
 from meshwright.training.metrics.throughput import StartupTimeline
