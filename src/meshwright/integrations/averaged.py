@@ -11,7 +11,7 @@ from torch import nn
 from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.distributed import order
-from meshwright.distributed.doors.functions import lay_out_module
+from meshwright.distributed.doors import lay_out_module
 from meshwright.distributed.mesh import axis_size, data_position, groups_of, plan_sizes
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process import agree

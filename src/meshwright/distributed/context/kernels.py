@@ -11,10 +11,10 @@ The softmax is carried on from block to block by its running maximum and sum (Mi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, wraps
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -78,12 +78,10 @@ def wide(x: Tensor) -> Tensor:
 def fused_kernel(query: Tensor, value: Tensor, *, has_cap: bool, has_sinks: bool) -> Fused | None:
     """Return the fused kernel that computes an attention; None where it goes in blocks alone."""
     dtype = str(query.dtype).removeprefix("torch.")
-    return _fused(Need(query.device.type, dtype, query.shape[-1], value.shape[-1], has_cap, has_sinks))
+    return FUSED.get(_chosen(Need(query.device.type, dtype, query.shape[-1], value.shape[-1], has_cap, has_sinks)).name)
 
 
-@functools.cache
-def _fused(need: Need) -> Fused | None:
-    return FUSED.get(choose_kernel(need)[0].name)
+_chosen = functools.cache(lambda need: choose_kernel(need)[0])
 
 
 # --- compute attention by a fused kernel where queries reach rectangles and triangles of keys
@@ -240,14 +238,6 @@ class Scores:
         parts = None if fused is None else segments(reach)
         return None if fused is None or parts is None else (fused, parts)
 
-    def of(self, products: Tensor) -> Tensor:
-        """Return the scores of scaled products, which may be overwritten."""
-        return products if self.cap is None else products.div_(self.cap).tanh_().mul_(self.cap)
-
-    def slope_at(self, scores: Tensor) -> Tensor | float:
-        """Return the derivative of scores by scaled products."""
-        return 1.0 if self.cap is None else 1 - (scores / self.cap) ** 2
-
 
 @dataclass(frozen=True)
 class Tile:
@@ -331,7 +321,20 @@ class Attended:
         if found is None:
             for run in filter(None, blocks(reach)):
                 at = (run[0].rows, slice(None), slice(None), run[0].queries)
-                self._put(at, *_of_run(run, query[at], key, value, reach, scores), is_first=True)
+                some = wide(query[at]) * scores.scale
+                largest = some.new_full((*some.shape[:4], 1), float("-inf"))
+                total, output = torch.zeros_like(largest), some.new_zeros((*some.shape[:4], value.shape[-1]))
+                for block in run:
+                    made = _scores(some, key, block, reach, scores)
+                    more = torch.maximum(largest, made.amax(-1, keepdim=True))
+                    finite = more.masked_fill(more == float("-inf"), 0)
+                    made.sub_(finite).exp_()
+                    before = (largest - finite).exp_()
+                    total = total * before + made.sum(-1, keepdim=True)
+                    output = output * before + _product(made, wide(value[block.rows, :, block.keys]))
+                    largest = more
+                output, logarithm = output / total.masked_fill(total == 0, 1), (largest + total.log())[..., 0]
+                self._put(at, output, logarithm, is_first=True)
         else:
             for part in found[1]:
                 at, keys = (part.rows, slice(None), slice(None), part.queries), (part.rows, slice(None), part.keys)
@@ -361,25 +364,6 @@ def _is_all(parts: list[Segment], query: Tensor) -> bool:
     return len(parts) == 1 and parts[0].rows == slice(None) and parts[0].queries == slice(0, query.shape[3])
 
 
-def _of_run(
-    run: list[Tile], query: Tensor, key: Tensor, value: Tensor, reach: KeyRanges, scores: Scores
-) -> tuple[Tensor, Tensor]:
-    """Return the output of one run of queries, and the logarithms."""
-    some = wide(query) * scores.scale
-    largest = some.new_full((*some.shape[:4], 1), float("-inf"))
-    total, output = torch.zeros_like(largest), some.new_zeros((*some.shape[:4], value.shape[-1]))
-    for block in run:
-        made = _scores(some, key, block, reach, scores)
-        more = torch.maximum(largest, made.amax(-1, keepdim=True))
-        finite = more.masked_fill(more == float("-inf"), 0)
-        made.sub_(finite).exp_()
-        before = (largest - finite).exp_()
-        total = total * before + made.sum(-1, keepdim=True)
-        output = output * before + _product(made, wide(value[block.rows, :, block.keys]))
-        largest = more
-    return output / total.masked_fill(total == 0, 1), (largest + total.log())[..., 0]
-
-
 @dataclass(frozen=True, eq=False)
 class Given:
     """The gradients that attention's backward begins with.
@@ -402,8 +386,7 @@ class Given:
         return products if self.for_logarithm is None else products - self.for_logarithm
 
 
-@dataclass(frozen=True, eq=False)
-class Gradients:
+class Gradients(NamedTuple):
     """Gradients of attention to some keys; those of queries are of these keys, or summed with others."""
 
     query: Tensor
@@ -438,10 +421,26 @@ def gradients_of(
     sums = Gradients(
         torch.zeros_like(wide(query)) if into is None else into, *(torch.zeros_like(wide(x)) for x in (key, value))
     )
-    if found is None:
-        _add_of_blocks(sums, given, query, key, value, reach, scores)
-        return sums
     for_query = sums.query.unflatten(1, heads)
+    if found is None:
+        rest, logarithm = given.rest.unflatten(1, heads)[..., None], logarithm[..., None]
+        logarithm = logarithm.masked_fill(logarithm == float("-inf"), 0)
+        for run in filter(None, blocks(reach)):
+            at = (run[0].rows, slice(None), slice(None), run[0].queries)
+            some, for_some = wide(grouped[at]) * scores.scale, wide(for_output[at])
+            total = torch.zeros_like(some)
+            for block in run:
+                keys, values = (wide(x[block.rows, :, block.keys]) for x in (key, value))
+                made = _scores(some, key, block, reach, scores)
+                share = (made - logarithm[at]).exp_()
+                sums.value[block.rows, :, block.keys] += _product_over_queries(share, for_some)
+                share.mul_(_product(for_some, values.transpose(-1, -2)).sub_(rest[at]))
+                if scores.cap is not None:
+                    share.mul_((1 - (made / scores.cap) ** 2).nan_to_num(0.0))  # the slope of scores by products
+                total += _product(share, keys)
+                sums.key[block.rows, :, block.keys] += _product_over_queries(share, some)
+            for_query[at] += total * scores.scale
+        return sums
     for part in found[1]:
         at, keys = (part.rows, slice(None), slice(None), part.queries), (part.rows, slice(None), part.keys)
         some = (for_output[at], grouped[at], key[keys], value[keys], output[at], logarithm[at])
@@ -452,35 +451,11 @@ def gradients_of(
     return sums
 
 
-def _add_of_blocks(
-    sums: Gradients, given: Given, query: Tensor, key: Tensor, value: Tensor, reach: KeyRanges, scores: Scores
-) -> None:
-    heads = (key.shape[1], -1)
-    query, for_output, for_query = (x.unflatten(1, heads) for x in (query, given.for_output, sums.query))
-    rest, logarithm = (x.unflatten(1, heads)[..., None] for x in (given.rest, given.logarithm))
-    logarithm = logarithm.masked_fill(logarithm == float("-inf"), 0)
-    for run in filter(None, blocks(reach)):
-        at = (run[0].rows, slice(None), slice(None), run[0].queries)
-        some, for_some = wide(query[at]) * scores.scale, wide(for_output[at])
-        rest_of_some, sum_of_some = rest[at], logarithm[at]
-        total = torch.zeros_like(some)
-        for block in run:
-            keys, values = (wide(x[block.rows, :, block.keys]) for x in (key, value))
-            made = _scores(some, key, block, reach, scores)
-            slope = scores.slope_at(made)
-            share = (made - sum_of_some).exp_()
-            sums.value[block.rows, :, block.keys] += _product_over_queries(share, for_some)
-            share.mul_(_product(for_some, values.transpose(-1, -2)).sub_(rest_of_some))
-            if scores.cap is not None:
-                share.mul_(torch.as_tensor(slope).nan_to_num(0.0))
-            total += _product(share, keys)
-            sums.key[block.rows, :, block.keys] += _product_over_queries(share, some)
-        for_query[at] += total * scores.scale
-
-
 def _scores(query: Tensor, key: Tensor, block: Tile, reach: KeyRanges, scores: Scores) -> Tensor:
     """Return (rows, key heads, heads per key head, queries, keys), -inf where a query does not attend to a key."""
-    made = scores.of(_product(query, wide(key[block.rows, :, block.keys]).transpose(-1, -2)))
+    made = _product(query, wide(key[block.rows, :, block.keys]).transpose(-1, -2))
+    if scores.cap is not None:
+        made = made.div_(scores.cap).tanh_().mul_(scores.cap)
     if block.is_whole:
         return made
     keys = torch.arange(block.keys.start, block.keys.stop, device=key.device)
@@ -499,40 +474,83 @@ def _product_over_queries(x: Tensor, y: Tensor) -> Tensor:
     return x.flatten(2, 3).transpose(-1, -2) @ y.flatten(2, 3)
 
 
+# --- compute attention, wherever its keys come from
+
+Arrival = Callable[[], Tensor]
+"""Waits for a message, and returns what it brings."""
+
+
+class Keys:
+    """Where the keys of a call come from, and how far its queries reach among them.
+
+    Attributes:
+        sends: attending sends messages, so that a policy that saves exchanges saves the result too.
+    """
+
+    sends = False
+
+    def fetch(self, key: Tensor, value: Tensor) -> Arrival | None:
+        """Begin to fetch the keys and values of others that the backward needs too."""
+        return None
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scores: Scores, arrive: Arrival | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output and the logarithms."""
+        raise NotImplementedError
+
+    def gradients(
+        self, given: Given, query: Tensor, key: Tensor, value: Tensor, scores: Scores, others: Tensor | None
+    ) -> Gradients:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class KeysAtHand(Keys):
+    """Keys that are all here, counted by ``reach``."""
+
+    reach: KeyRanges
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scores: Scores, arrive: Arrival | None
+    ) -> tuple[Tensor, Tensor]:
+        found = Attended()
+        found.add(query, key, value, self.reach, scores)
+        return found.finish()
+
+    def gradients(
+        self, given: Given, query: Tensor, key: Tensor, value: Tensor, scores: Scores, others: Tensor | None
+    ) -> Gradients:
+        return gradients_of(given, query, key, value, self.reach, scores)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, keys: Keys, scores: Scores) -> tuple[Tensor, Tensor]:
+    """Return (rows, heads, queries, features) and the logarithms (rows, heads, queries)."""
+    return _Attention.apply(query, key, value, keys, scores)  # type: ignore[no-any-return]
+
+
 def block_attention(
     query: Tensor, key: Tensor, value: Tensor, reach: KeyRanges, scores: Scores
 ) -> tuple[Tensor, Tensor]:
-    """Attend to keys that are all here, counted by ``reach``.
-
-    Returns:
-        (rows, heads, queries, features) and the logarithms (rows, heads, queries).
-    """
-    return _BlockAttention.apply(query, key, value, reach, scores)  # type: ignore[no-any-return]
+    """Attend to keys that are all here; see ``attention``."""
+    return attention(query, key, value, KeysAtHand(reach), scores)
 
 
-class _BlockAttention(torch.autograd.Function):
+class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, reach: KeyRanges, scores: Scores
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, keys: Keys, scores: Scores
     ) -> tuple[Tensor, Tensor]:
-        def compute() -> tuple[Tensor, Tensor]:
-            found = Attended()
-            found.add(query, key, value, reach, scores)
-            return found.finish()
-
-        output, logarithm = attended(compute)
-        ctx.save_for_backward(query, key, value, output, logarithm)
-        ctx.reach, ctx.scores = reach, scores
-        return output, logarithm
+        arrive = keys.fetch(key, value)
+        made = attended(lambda: keys.attend(query, key, value, scores, arrive), exchanges=keys.sends)
+        # a recomputation that has the output needs the keys of others all the same
+        ctx.save_for_backward(query, key, value, None if arrive is None else arrive(), *made)
+        ctx.keys, ctx.scores = keys, scores
+        return made
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, *made = ctx.saved_tensors
-        given = given_of(ctx.scores, gradients, made)
-        found = gradients_of(given, query, key, value, ctx.reach, ctx.scores)
+        query, key, value, others, *made = ctx.saved_tensors
+        given = Given(gradients[0], made[0], made[1], gradients[1] if ctx.scores.sinks else None)
+        found = ctx.keys.gradients(given, query, key, value, ctx.scores, others)
         return found.query.to(query.dtype), found.key.to(key.dtype), found.value.to(value.dtype), None, None
-
-
-def given_of(scores: Scores, gradients: Sequence[Tensor], made: Sequence[Tensor]) -> Given:
-    """Return what a backward begins with, from the gradients of output and logarithms, and these themselves."""
-    return Given(gradients[0], made[0], made[1], gradients[1] if scores.sinks else None)

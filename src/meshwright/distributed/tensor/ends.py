@@ -13,9 +13,7 @@ from meshwright.core.calls import argument, show_computed, with_arguments, witho
 from meshwright.core.losses import cross_entropy_sum
 from meshwright.core.record import note, wrap
 from meshwright.distributed.products import PLAIN
-from meshwright.distributed.recompute.kept import drawn_number, restore_streams, streams
 from meshwright.distributed.torch_private import as_no_view
-from meshwright.distributed.weights.shards import seed_of
 from meshwright.introspection.logits.operation import begin
 from meshwright.introspection.logits.tape import DeferredLogits, within
 from meshwright.introspection.signature import KEEPING, logits_of, with_logits
@@ -254,25 +252,3 @@ def _held(module: nn.Module) -> tuple[Tensor, Tensor | None]:
     weight, bias = module._parameters["weight"], module._parameters.get("bias")
     assert weight is not None
     return local(weight), None if bias is None else local(bias)
-
-
-def separate_streams(model: nn.Module, first_block: nn.Module, runtime: Runtime) -> None:
-    """Give each rank a random stream of its own from the first block to the end of the forward, in training mode.
-
-    Before the blocks all ranks of the tensor axis draw the same numbers. A rank's own stream is seeded by a number that
-    all of them draw and by its rank, so torch's state is still the only state to save and restore.
-    """
-    shared: list[dict[str, torch.Tensor]] = []
-
-    def enter(_: nn.Module, args: tuple) -> None:
-        if model.training and runtime.sequence.cut and not shared:
-            number = drawn_number()
-            shared.append(streams())
-            torch.manual_seed(seed_of("tensor rank", number, runtime.group.rank))
-
-    def leave(_: nn.Module, args: tuple, output: Any) -> None:
-        if shared:
-            restore_streams(shared.pop())
-
-    first_block.register_forward_pre_hook(enter)
-    model.register_forward_hook(leave, always_call=True)

@@ -26,7 +26,7 @@ from meshwright.distributed.exchange.ranks import ProcessGroupRanks, RankGroup
 from meshwright.distributed.exchange.threads import Thread, on_threads
 from meshwright.distributed.torch_private import local_part
 from meshwright.distributed.weights.parts_tensor import distribute
-from meshwright.distributed.weights.shards import pieces, placement_of_cut
+from meshwright.distributed.weights.shards import own_streams, pieces, placement_of_cut
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.signature import logits_of
 from meshwright.introspection.small.copies import copy_of, widened
@@ -37,7 +37,6 @@ from meshwright.planning.plan import Plan
 from meshwright.planning.tensor.plan import BlocksPlan, TensorPlan
 
 from . import adapters, ends, functions, layers
-from .ends import separate_streams
 from .functions import Overlap, TokenSequence
 from .layers import ColumnLayer, LayersOfInput, LocalView, LossRequest, Runtime, routers_of_parts, use_local_parameters
 from .loss import vocabulary_parallel_cross_entropy_sum
@@ -129,7 +128,9 @@ def wrap_modules(
         if plan.begins:
             ends.first_block(first, plan.kind_of(plan.blocks[0]).hidden, runtime)
         if isinstance(group, ProcessGroupRanks):  # threads share one stream
-            separate_streams(model, first, runtime)
+            # a rank has other tokens, and all ranks draw the same numbers before the blocks
+            is_wanted = lambda: model.training and runtime.sequence.cut  # noqa: E731
+            own_streams(model, first, is_wanted, ("tensor rank", group.rank))
     if plan.gathers_after_blocks:
         ends.last_block(model.get_submodule(plan.last_block), runtime, alike=not plan.head)
     return runtime
