@@ -163,7 +163,21 @@ def _cut(model: nn.Module, runtime: ContextRuntime, batch: Mapping[str, Any]) ->
     names = {key: name for key, known in spellings.items() for name in known if name in batch}
     given: dict[str, Tensor] = {}
     try:
-        given = _checked(batch, names)
+        if "tokens" not in names:
+            raise ConfigError(
+                f"the batch has no token ids ('input_ids' or 'tokens'), (rows, tokens), whose rows could be cut, but"
+                f" {sorted(batch)}"
+            )
+        tokens = batch[names["tokens"]]
+        if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.is_floating_point():
+            shape = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+            raise ConfigError(f"batch['{names['tokens']}'] is {shape}; token ids are whole numbers, (rows, tokens)")
+        # our keys where we have one, and the batch's own
+        known = {name: key for key, name in names.items()}
+        given = {known.get(name, name): value for name, value in batch.items() if isinstance(value, Tensor)}
+        positions = given.get("positions")
+        if positions is not None and positions.shape == (1, tokens.shape[1]):  # transformers spreads them over rows
+            given["positions"] = positions.expand(tokens.shape)
         values = on_host(given)
         is_part = parts.are_parts([values], cuts_rows=True)
         word = -1 if is_part else fingerprint([values])  # a number of the rows
@@ -188,25 +202,6 @@ def _cut(model: nn.Module, runtime: ContextRuntime, batch: Mapping[str, Any]) ->
     for key, value in made.items():
         own[names.get(key) or signature.takes.get(key) or key] = value
     return made, own
-
-
-def _checked(batch: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return the batch's tensors, with our keys where we have one."""
-    if "tokens" not in names:
-        raise ConfigError(
-            f"the batch has no token ids ('input_ids' or 'tokens'), (rows, tokens), whose rows could be cut, but"
-            f" {sorted(batch)}"
-        )
-    tokens = batch[names["tokens"]]
-    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.is_floating_point():
-        shape = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise ConfigError(f"batch['{names['tokens']}'] is {shape}; token ids are whole numbers, (rows, tokens)")
-    given = {key: batch[name] for key, name in names.items() if isinstance(batch[name], Tensor)}
-    positions = given.get("positions")
-    if positions is not None and positions.shape == (1, tokens.shape[1]):  # transformers spreads them over rows
-        given["positions"] = positions.expand(tokens.shape)
-    others = {key: value for key, value in batch.items() if isinstance(value, Tensor) and key not in names.values()}
-    return given | others
 
 
 def without_cache(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

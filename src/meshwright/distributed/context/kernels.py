@@ -39,6 +39,34 @@ from meshwright.planning.context.kernels import (
 
 
 @dataclass(frozen=True)
+class Box:
+    """Some queries with some keys.
+
+    Attributes:
+        is_whole: every query attends to every key.
+        is_causal: keys are the queries' own, of which each reaches those up to its own.
+        is_first: no box before has some of these queries.
+    """
+
+    rows: slice
+    queries: slice
+    keys: slice
+    is_whole: bool = True
+    is_causal: bool = False
+    is_first: bool = True
+
+    @property
+    def at(self) -> tuple[slice, ...]:
+        """Where the queries are: an index of (rows, key heads, heads per key head, queries, …)."""
+        return self.rows, slice(None), slice(None), self.queries
+
+    @property
+    def keys_at(self) -> tuple[slice, ...]:
+        """Where the keys are: an index of (rows, key heads, keys, …)."""
+        return self.rows, slice(None), self.keys
+
+
+@dataclass(frozen=True)
 class Fused:
     """A fused kernel's two functions, for queries that see all keys, or as many keys as queries in causal order.
 
@@ -54,9 +82,53 @@ class Fused:
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
-    def given(self, x: Tensor) -> Tensor:
-        """Return a tensor in the dtype in which the kernel computes."""
-        return wide(x) if self.kernel.widens else x
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, box: Box, scale: float) -> tuple[Tensor, Tensor]:
+        """Return a box's attention, shaped as its queries, and its logarithms.
+
+        Args:
+            query: (rows, key heads, heads per key head, queries, features), of the box.
+            key, value: (rows, key heads, keys, features), of the box.
+        """
+        flat, keys, values = self._given(query, key, value, box)
+        output, logarithm = self.forward(flat, keys, values, is_causal=box.is_causal, scale=scale)
+        return output.reshape(*query.shape[:4], -1), logarithm.reshape(query.shape[:4])
+
+    def gradients(
+        self, query: Tensor, key: Tensor, value: Tensor, box: Box, scale: float, made: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of a box's queries, keys and values.
+
+        Args:
+            made: the output's gradient, the output, and the logarithms, all over all keys; shaped as the queries.
+        """
+        flat, keys, values = self._given(query, key, value, box)
+        gradient, output, sums = (_as_queries(x, box) for x in (*made[:2], made[2][..., None]))
+        for_query, for_key, for_value = self.backward(
+            gradient.to(flat.dtype),
+            flat,
+            keys,
+            values,
+            output.to(flat.dtype),
+            sums[..., 0],
+            is_causal=box.is_causal,
+            scale=scale,
+        )
+        if box.is_causal and query.shape[2] > 1:
+            for_key, for_value = (x.unflatten(1, query.shape[1:3]).sum(2) for x in (for_key, for_value))
+        return for_query.reshape(query.shape), for_key, for_value
+
+    def _given(self, query: Tensor, key: Tensor, value: Tensor, box: Box) -> list[Tensor]:
+        """Return queries, keys and values in the shapes and the dtype in which the kernel computes."""
+        shared = query.shape[2]
+        if box.is_causal and shared > 1:
+            key, value = (x[:, :, None].expand(-1, -1, shared, -1, -1).flatten(1, 2) for x in (key, value))
+        given = _as_queries(query, box), key, value
+        return [wide(x) if self.kernel.widens else x for x in given]
+
+
+def _as_queries(x: Tensor, box: Box) -> Tensor:
+    """Heads that share a key head lie behind each other as queries, except where keys are the queries' own."""
+    return x.flatten(1, 2) if box.is_causal else x.flatten(2, 3)
 
 
 FUSED = {
@@ -90,24 +162,6 @@ SHORTEST = 32
 """Mean queries of a segment below which the kernel is called too often."""
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Some queries with the keys that they reach.
-
-    Attributes:
-        rows, queries: where the queries are.
-        keys: those that all queries reach, or the queries' own, of which each reaches those up to its own.
-        is_causal: keys are the queries' own.
-        is_first: no segment before has some of these queries.
-    """
-
-    rows: slice
-    queries: slice
-    keys: slice
-    is_causal: bool
-    is_first: bool = True
-
-
 Found = TypeVar("Found")
 
 
@@ -126,7 +180,7 @@ def once_for_each_reach(function: Callable[[KeyRanges], Found]) -> Callable[[Key
 
 @once_for_each_reach
 @by_values
-def segments(reach: KeyRanges) -> list[Segment] | None:
+def segments(reach: KeyRanges) -> list[Box] | None:
     """Split queries into segments; None if there were many short ones."""
     rows, length = reach.lower.shape
     steps = reach.upper.diff(dim=1)
@@ -148,70 +202,17 @@ def segments(reach: KeyRanges) -> list[Segment] | None:
     return found
 
 
-def _of_queries(rows: slice, queries: slice, low: int, high: int, *, grows: bool) -> Iterator[Segment]:
+def _of_queries(rows: slice, queries: slice, low: int, high: int, *, grows: bool) -> Iterator[Box]:
     if high <= low:
         if grows:  # the first query reaches nothing, and the keys of the others begin one further on
             yield from _of_queries(rows, slice(queries.start + 1, queries.stop), low, high + 1, grows=True)
         return
     whole = slice(low, high - 1 if grows else high)
     if whole.start < whole.stop:
-        yield Segment(rows, queries, whole, False)
+        yield Box(rows, queries, whole)
     if grows:
         own = slice(high - 1, high - 1 + queries.stop - queries.start)
-        yield Segment(rows, queries, own, True, is_first=whole.start >= whole.stop)
-
-
-def attend(
-    fused: Fused, query: Tensor, key: Tensor, value: Tensor, segment: Segment, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Return a segment's attention, shaped as its queries, and its logarithms.
-
-    Args:
-        query: (rows, key heads, heads per key head, queries, features), of the segment.
-        key, value: (rows, key heads, keys, features), of the segment.
-    """
-    given = _as_queries(query, segment), _as_heads(query, key, segment), _as_heads(query, value, segment)
-    output, logarithm = fused.forward(*map(fused.given, given), is_causal=segment.is_causal, scale=scale)
-    return output.reshape(*query.shape[:4], -1), logarithm.reshape(query.shape[:4])
-
-
-def gradients(
-    fused: Fused,
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    logarithm: Tensor,
-    segment: Segment,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of a segment's queries, keys and values, from output and logarithms over all keys.
-
-    Args:
-        gradient, output: (rows, key heads, heads per key head, queries, value features).
-        logarithm: (rows, key heads, heads per key head, queries).
-    """
-    flat = fused.given(_as_queries(query, segment))
-    keys, values = (fused.given(_as_heads(query, x, segment)) for x in (key, value))
-    gradient, output = (_as_queries(x, segment).to(flat.dtype) for x in (gradient, output))
-    sums = _as_queries(logarithm[..., None], segment)[..., 0]
-    options = {"is_causal": segment.is_causal, "scale": scale}
-    for_query, for_key, for_value = fused.backward(gradient, flat, keys, values, output, sums, **options)
-    if segment.is_causal and query.shape[2] > 1:
-        for_key, for_value = (x.unflatten(1, query.shape[1:3]).sum(2) for x in (for_key, for_value))
-    return for_query.reshape(query.shape), for_key, for_value
-
-
-def _as_queries(x: Tensor, segment: Segment) -> Tensor:
-    """Heads that share a key head lie behind each other as queries, except where keys are the queries' own."""
-    return x.flatten(1, 2) if segment.is_causal else x.flatten(2, 3)
-
-
-def _as_heads(query: Tensor, x: Tensor, segment: Segment) -> Tensor:
-    if not segment.is_causal or query.shape[2] == 1:
-        return x
-    return x[:, :, None].expand(-1, -1, query.shape[2], -1, -1).flatten(1, 2)
+        yield Box(rows, queries, own, is_causal=True, is_first=whole.start >= whole.stop)
 
 
 # --- compute attention in blocks of queries and keys, of keys that come in parts, without a matrix of scores
@@ -232,31 +233,16 @@ class Scores:
     cap: float | None = None
     sinks: bool = False
 
-    def segments(self, reach: KeyRanges, query: Tensor, value: Tensor) -> tuple[Fused, list[Segment]] | None:
+    def segments(self, reach: KeyRanges, query: Tensor, value: Tensor) -> tuple[Fused, list[Box]] | None:
         """Return a fused kernel and the segments that it computes; None where attention goes by blocks."""
         fused = fused_kernel(query, value, has_cap=self.cap is not None, has_sinks=self.sinks)
         parts = None if fused is None else segments(reach)
         return None if fused is None or parts is None else (fused, parts)
 
 
-@dataclass(frozen=True)
-class Tile:
-    """Some queries with some keys.
-
-    Attributes:
-        rows, queries, keys: where they are.
-        is_whole: every query attends to every key.
-    """
-
-    rows: slice
-    queries: slice
-    keys: slice
-    is_whole: bool
-
-
 @once_for_each_reach
 @by_values
-def blocks(reach: KeyRanges) -> list[list[Tile]]:
+def blocks(reach: KeyRanges) -> list[list[Box]]:
     """Return, for one run of queries after another, the blocks of keys that they reach."""
     made = []
     rows, length = reach.lower.shape
@@ -278,16 +264,12 @@ def blocks(reach: KeyRanges) -> list[list[Tile]]:
             queries = slice(start, min(start + QUERIES, length))
             made.append(
                 [
-                    Tile(of_row, queries, slice(key, end), key >= whole_from and end <= whole_to)
+                    Box(of_row, queries, slice(key, end), key >= whole_from and end <= whole_to)
                     for key in range(first, last, KEYS)
                     for end in (min(key + KEYS, last),)
                 ]
             )
     return made
-
-
-Where = tuple[slice, ...]
-"""Some queries: an index of (rows, key heads, heads per key head, queries, …)."""
 
 
 class Attended:
@@ -310,8 +292,8 @@ class Attended:
         found = scores.segments(reach, query, value)
         query = query.unflatten(1, (key.shape[1], -1))
         if self._is_empty and found is not None and _is_all(found[1], query):
-            keys = (found[1][0].rows, slice(None), found[1][0].keys)
-            self.output, self.logarithm = attend(found[0], query, key[keys], value[keys], found[1][0], scores.scale)
+            keys = found[1][0].keys_at
+            self.output, self.logarithm = found[0].attend(query, key[keys], value[keys], found[1][0], scores.scale)
             self._is_empty = False
             return
         if self._is_empty:
@@ -320,8 +302,7 @@ class Attended:
         self.output = wide(self.output)
         if found is None:
             for run in filter(None, blocks(reach)):
-                at = (run[0].rows, slice(None), slice(None), run[0].queries)
-                some = wide(query[at]) * scores.scale
+                some = wide(query[run[0].at]) * scores.scale
                 largest = some.new_full((*some.shape[:4], 1), float("-inf"))
                 total, output = torch.zeros_like(largest), some.new_zeros((*some.shape[:4], value.shape[-1]))
                 for block in run:
@@ -331,18 +312,17 @@ class Attended:
                     made.sub_(finite).exp_()
                     before = (largest - finite).exp_()
                     total = total * before + made.sum(-1, keepdim=True)
-                    output = output * before + _product(made, wide(value[block.rows, :, block.keys]))
+                    output = output * before + _product(made, wide(value[block.keys_at]))
                     largest = more
                 output, logarithm = output / total.masked_fill(total == 0, 1), (largest + total.log())[..., 0]
-                self._put(at, output, logarithm, is_first=True)
+                self._put(run[0].at, output, logarithm, is_first=True)
         else:
             for part in found[1]:
-                at, keys = (part.rows, slice(None), slice(None), part.queries), (part.rows, slice(None), part.keys)
-                made = attend(found[0], query[at], key[keys], value[keys], part, scores.scale)
-                self._put(at, *made, is_first=part.is_first)
+                made = found[0].attend(query[part.at], key[part.keys_at], value[part.keys_at], part, scores.scale)
+                self._put(part.at, *made, is_first=part.is_first)
         self._is_empty = False
 
-    def _put(self, at: Where, output: Tensor, logarithm: Tensor, *, is_first: bool) -> None:
+    def _put(self, at: tuple[slice, ...], output: Tensor, logarithm: Tensor, *, is_first: bool) -> None:
         """Merge attention to some keys; ``is_first``: in these keys' own order, the first for these queries."""
         if self._is_empty and is_first:
             self.output[at], self.logarithm[at] = output, logarithm
@@ -359,7 +339,7 @@ class Attended:
         return self.output.flatten(1, 2), self.logarithm.flatten(1, 2)
 
 
-def _is_all(parts: list[Segment], query: Tensor) -> bool:
+def _is_all(parts: list[Box], query: Tensor) -> bool:
     """Return whether one segment has all queries."""
     return len(parts) == 1 and parts[0].rows == slice(None) and parts[0].queries == slice(0, query.shape[3])
 
@@ -416,8 +396,9 @@ def gradients_of(
     if into is None and found is not None and _is_all(found[1], grouped):
         (part,) = found[1]
         if part.keys == slice(0, key.shape[2]):
-            made = gradients(found[0], for_output, grouped, key, value, output, logarithm, part, scores.scale)
-            return Gradients(made[0].flatten(1, 2), *made[1:])
+            made = for_output, output, logarithm
+            for_query, *others = found[0].gradients(grouped, key, value, part, scores.scale, made)
+            return Gradients(for_query.flatten(1, 2), *others)
     sums = Gradients(
         torch.zeros_like(wide(query)) if into is None else into, *(torch.zeros_like(wide(x)) for x in (key, value))
     )
@@ -426,34 +407,33 @@ def gradients_of(
         rest, logarithm = given.rest.unflatten(1, heads)[..., None], logarithm[..., None]
         logarithm = logarithm.masked_fill(logarithm == float("-inf"), 0)
         for run in filter(None, blocks(reach)):
-            at = (run[0].rows, slice(None), slice(None), run[0].queries)
+            at = run[0].at
             some, for_some = wide(grouped[at]) * scores.scale, wide(for_output[at])
             total = torch.zeros_like(some)
             for block in run:
-                keys, values = (wide(x[block.rows, :, block.keys]) for x in (key, value))
+                keys, values = (wide(x[block.keys_at]) for x in (key, value))
                 made = _scores(some, key, block, reach, scores)
                 share = (made - logarithm[at]).exp_()
-                sums.value[block.rows, :, block.keys] += _product_over_queries(share, for_some)
+                sums.value[block.keys_at] += _product_over_queries(share, for_some)
                 share.mul_(_product(for_some, values.transpose(-1, -2)).sub_(rest[at]))
                 if scores.cap is not None:
                     share.mul_((1 - (made / scores.cap) ** 2).nan_to_num(0.0))  # the slope of scores by products
                 total += _product(share, keys)
-                sums.key[block.rows, :, block.keys] += _product_over_queries(share, some)
+                sums.key[block.keys_at] += _product_over_queries(share, some)
             for_query[at] += total * scores.scale
         return sums
     for part in found[1]:
-        at, keys = (part.rows, slice(None), slice(None), part.queries), (part.rows, slice(None), part.keys)
-        some = (for_output[at], grouped[at], key[keys], value[keys], output[at], logarithm[at])
-        made = gradients(found[0], *some, part, scores.scale)
-        for_query[at] += made[0]
-        sums.key[keys] += made[1]
-        sums.value[keys] += made[2]
+        at, keys = part.at, part.keys_at
+        made = for_output[at], output[at], logarithm[at]
+        of_part = found[0].gradients(grouped[at], key[keys], value[keys], part, scores.scale, made)
+        for whole, of, some in zip((for_query, sums.key, sums.value), (at, keys, keys), of_part, strict=True):
+            whole[of] += some
     return sums
 
 
-def _scores(query: Tensor, key: Tensor, block: Tile, reach: KeyRanges, scores: Scores) -> Tensor:
+def _scores(query: Tensor, key: Tensor, block: Box, reach: KeyRanges, scores: Scores) -> Tensor:
     """Return (rows, key heads, heads per key head, queries, keys), -inf where a query does not attend to a key."""
-    made = _product(query, wide(key[block.rows, :, block.keys]).transpose(-1, -2))
+    made = _product(query, wide(key[block.keys_at]).transpose(-1, -2))
     if scores.cap is not None:
         made = made.div_(scores.cap).tanh_().mul_(scores.cap)
     if block.is_whole:
@@ -480,6 +460,10 @@ Arrival = Callable[[], Tensor]
 """Waits for a message, and returns what it brings."""
 
 
+Operands = tuple[Tensor, Tensor, Tensor]
+"""Query, key and value, (rows, heads, own tokens, features) each."""
+
+
 class Keys:
     """Where the keys of a call come from, and how far its queries reach among them.
 
@@ -493,15 +477,12 @@ class Keys:
         """Begin to fetch the keys and values of others that the backward needs too."""
         return None
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scores: Scores, arrive: Arrival | None
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, operands: Operands, scores: Scores, arrive: Arrival | None) -> tuple[Tensor, Tensor]:
         """Return the output and the logarithms."""
         raise NotImplementedError
 
-    def gradients(
-        self, given: Given, query: Tensor, key: Tensor, value: Tensor, scores: Scores, others: Tensor | None
-    ) -> Gradients:
+    def gradients(self, given: Given, operands: Operands, scores: Scores, others: Tensor | None) -> Gradients:
+        """Return the gradients; ``others``: what was fetched."""
         raise NotImplementedError
 
 
@@ -511,17 +492,13 @@ class KeysAtHand(Keys):
 
     reach: KeyRanges
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scores: Scores, arrive: Arrival | None
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, operands: Operands, scores: Scores, arrive: Arrival | None) -> tuple[Tensor, Tensor]:
         found = Attended()
-        found.add(query, key, value, self.reach, scores)
+        found.add(*operands, self.reach, scores)
         return found.finish()
 
-    def gradients(
-        self, given: Given, query: Tensor, key: Tensor, value: Tensor, scores: Scores, others: Tensor | None
-    ) -> Gradients:
-        return gradients_of(given, query, key, value, self.reach, scores)
+    def gradients(self, given: Given, operands: Operands, scores: Scores, others: Tensor | None) -> Gradients:
+        return gradients_of(given, *operands, self.reach, scores)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, keys: Keys, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -542,7 +519,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, keys: Keys, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         arrive = keys.fetch(key, value)
-        made = attended(lambda: keys.attend(query, key, value, scores, arrive), exchanges=keys.sends)
+        made = attended(lambda: keys.attend((query, key, value), scores, arrive), exchanges=keys.sends)
         # a recomputation that has the output needs the keys of others all the same
         ctx.save_for_backward(query, key, value, None if arrive is None else arrive(), *made)
         ctx.keys, ctx.scores = keys, scores
@@ -552,5 +529,5 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, others, *made = ctx.saved_tensors
         given = Given(gradients[0], made[0], made[1], gradients[1] if ctx.scores.sinks else None)
-        found = ctx.keys.gradients(given, query, key, value, ctx.scores, others)
+        found = ctx.keys.gradients(given, (query, key, value), ctx.scores, others)
         return found.query.to(query.dtype), found.key.to(key.dtype), found.value.to(value.dtype), None, None

@@ -33,7 +33,19 @@ from meshwright.introspection.mixing.reach import KeyRanges, RowMask
 from meshwright.introspection.mixing.values import Arithmetic
 from meshwright.planning.context.plan import Method, is_divisible
 
-from .kernels import Arrival, Attended, Given, Gradients, Keys, KeysAtHand, Scores, attention, gradients_of, wide
+from .kernels import (
+    Arrival,
+    Attended,
+    Given,
+    Gradients,
+    Keys,
+    KeysAtHand,
+    Operands,
+    Scores,
+    attention,
+    gradients_of,
+    wide,
+)
 
 # --- compute one call
 
@@ -310,20 +322,17 @@ class Arriving(Keys):
     def fetch(self, key: Tensor, value: Tensor) -> Arrival:
         return functools.cache(self.exchange.begin_fetch(torch.cat((key, value), dim=-1)))
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scores: Scores, arrive: Arrival | None
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, operands: Operands, scores: Scores, arrive: Arrival | None) -> tuple[Tensor, Tensor]:
         assert arrive is not None
-        found = Attended()
+        found, (query, key, value) = Attended(), operands
         found.add(query, key, value, self.own, scores)
         other_key, other_value = arrive().split((key.shape[-1], value.shape[-1]), dim=-1)
         found.add(query, other_key, other_value, self.others, scores)
         return found.finish()
 
-    def gradients(
-        self, given: Given, query: Tensor, key: Tensor, value: Tensor, scores: Scores, others: Tensor | None
-    ) -> Gradients:
+    def gradients(self, given: Given, operands: Operands, scores: Scores, others: Tensor | None) -> Gradients:
         assert others is not None
+        query, key, value = operands
         features = (key.shape[-1], value.shape[-1])
         other_key, other_value = others.split(features, dim=-1)
         of_others = gradients_of(given, query, other_key, other_value, self.others, scores)
@@ -360,9 +369,8 @@ class Ring(Keys):
         of_parts = [places[(position - passed) % len(places)] for passed in range(len(places))]
         return cls(group, position, places, [reach.among(part) for part in of_parts], step)
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scores: Scores, arrive: Arrival | None
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, operands: Operands, scores: Scores, arrive: Arrival | None) -> tuple[Tensor, Tensor]:
+        query, key, value = operands
         found, flat = Attended(), _packed(key, value)
         for passed, reach in enumerate(self.reaches):
             is_last = passed + 1 == len(self.places)
@@ -372,10 +380,9 @@ class Ring(Keys):
             flat = flat if wait is None else wait()
         return found.finish()
 
-    def gradients(
-        self, given: Given, query: Tensor, key: Tensor, value: Tensor, scores: Scores, others: Tensor | None
-    ) -> Gradients:
+    def gradients(self, given: Given, operands: Operands, scores: Scores, others: Tensor | None) -> Gradients:
         """Sum gradients; those of a part begin behind its owner, and come home with the last step."""
+        query, key, value = operands
         flat, arriving = _packed(key, value), None
         own = here = None
         for passed, reach in enumerate(self.reaches):

@@ -405,7 +405,18 @@ def rehearse(
     }
     scale = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     for name, gradient in expected.items():
-        wholes = _wholes(plan, name, [gradients[name] for _, gradients in found], gradient.shape, sums_at_once)
+        parts = [gradients[name] for _, gradients in found]
+        wholes, cut = parts, plan.cut_of(name, gradient.shape)
+        if cut is not None and is_plain(cut[1], plan.ranks):
+            wholes = [torch.cat(parts, dim=cut[0])]
+        elif cut is not None:
+            wholes = [parts[0].new_zeros(gradient.shape)]
+            for rank, part in enumerate(parts):
+                runs = ranges(cut[1], rank, plan.ranks)
+                split = part.split([high - low for low, high in runs], dim=cut[0])
+                for piece, (low, high) in zip(split, runs, strict=True):
+                    here = wholes[0].narrow(cut[0], low, high - low)
+                    here.copy_(piece) if sums_at_once else here.add_(piece)  # copies are added up, unless they are sums
         off = torch.stack([(whole - gradient).norm() for whole in wholes]).amax()  # NaN if one of them is NaN
         errors[name] = float(off / gradient.norm().clamp(min=1e-6 * float(scale)))
     return errors
@@ -461,28 +472,6 @@ def _on_rank(
             gradient = group.sum(gradient.clone())
         gradients[clean(name)] = gradient
     return loss.item(), gradients
-
-
-def _wholes(
-    plan: TensorPlan, name: str, gradients: list[Tensor], shape: torch.Size, copies_are_sums: bool
-) -> list[Tensor]:
-    """Return every rank's gradient of a whole parameter, or one gradient assembled from the parts of all ranks.
-
-    Copies are added up, unless each is the sum already.
-    """
-    cut = plan.cut_of(name, shape)
-    if cut is None:
-        return gradients
-    dim, parts = cut
-    if is_plain(parts, plan.ranks):
-        return [torch.cat(gradients, dim=dim)]
-    whole = gradients[0].new_zeros(shape)
-    for rank, gradient in enumerate(gradients):
-        runs = ranges(parts, rank, plan.ranks)
-        for piece, (low, high) in zip(gradient.split([high - low for low, high in runs], dim=dim), runs, strict=True):
-            here = whole.narrow(dim, low, high - low)
-            here.copy_(piece) if copies_are_sums else here.add_(piece)
-    return [whole]
 
 
 def _loss_of(logits: Tensor) -> Tensor:
