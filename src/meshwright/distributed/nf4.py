@@ -98,12 +98,7 @@ def _pairs(device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Rounded:
-    """Describes a layer's weight before it was rounded, in the record of the layer.
-
-    Attributes:
-        path: path of the layer in the model.
-        dtype: dtype of the plain weight.
-    """
+    """What the record of a layer keeps of its plain weight: the layer's path in the model, and the weight's dtype."""
 
     path: str
     dtype: torch.dtype

@@ -173,10 +173,7 @@ class Float8(Products):
     """Products in float8, as torchao's Float8Linear computes them (arXiv 2209.05433).
 
     Each operand is rounded with the scale of its local values, or of the given ``Largest`` over several ranks.
-
-    Attributes:
-        config: torchao's Float8LinearConfig.
-        kernels: torchao's LinearMMConfig.
+    ``config`` and ``kernels`` are torchao's Float8LinearConfig and LinearMMConfig.
     """
 
     config: Any
@@ -213,9 +210,7 @@ class Float8(Products):
     def _rounded(self, operand: Tensor, cast: Any, role: str, dim: int, largest: Tensor | None) -> Tensor:
         """Round an operand to float8, unless it is rounded already or the recipe leaves it in high precision.
 
-        Args:
-            dim: dim over which entries share a scale, if the operand has several scales.
-            largest: see ``Largest``.
+        Entries along ``dim`` share a scale, if the operand has several scales.
         """
         from torchao.float8.config import ScalingType
         from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
@@ -239,12 +234,7 @@ class Float8(Products):
 
 
 def products_of(module: nn.Module, transposed: bool = False, parts: OperandParts = WHOLE) -> Products:
-    """Return the products of a linear layer.
-
-    Args:
-        transposed: whether its weight is stored (in, out).
-        parts: the operands that are sharded over ranks.
-    """
+    """Return the products of a linear layer, whose weight may be stored (in, out), and its operands sharded."""
     if (config := config_at(module)) is not None:
         from torchao.float8.config import ScalingGranularity
 
@@ -280,12 +270,9 @@ def agree_for_gradients(
     needed: Sequence[bool],
     group: RankGroup,
 ) -> list[Largest]:
-    """Add to ``earlier`` what layers of one input need for their gradients, with one message.
+    """Add to what ``agree_for_outputs`` returned what layers of one input need for their gradients, with one message.
 
-    Args:
-        gradients: gradients of the layers' outputs.
-        earlier: values that ``agree_for_outputs`` returned.
-        needed: for each layer, whether its gradients are needed.
+    ``gradients``: of the layers' outputs; ``needed``: for each layer, whether its gradients are.
     """
     if all(way.parts == WHOLE for way in ways):
         return list(earlier)
@@ -397,12 +384,7 @@ def watch_optimizers() -> None:
 
 
 class GatheredShard:
-    """This rank's shard of a weight, with FSDP2's all-gather hooks.
-
-    Args:
-        parameter: FSDP2's record of the weight.
-        linear: the converted layer.
-        path: path of the layer.
+    """This rank's shard of a converted layer's weight, with FSDP2's all-gather hooks; ``parameter``: FSDP2's record.
 
     Attributes:
         scale: scale of the whole weight, (), float32; None before the first forward.

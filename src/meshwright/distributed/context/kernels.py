@@ -85,9 +85,7 @@ class Fused:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, box: Box, scale: float) -> tuple[Tensor, Tensor]:
         """Return a box's attention, shaped as its queries, and its logarithms.
 
-        Args:
-            query: (rows, key heads, heads per key head, queries, features), of the box.
-            key, value: (rows, key heads, keys, features), of the box.
+        Queries are (rows, key heads, heads per key head, queries, features), keys (rows, key heads, keys, features).
         """
         flat, keys, values = self._given(query, key, value, box)
         output, logarithm = self.forward(flat, keys, values, is_causal=box.is_causal, scale=scale)
@@ -346,13 +344,7 @@ def _is_all(parts: list[Box], query: Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """The gradients that attention's backward begins with.
-
-    Attributes:
-        for_output: of the output, (rows, heads, queries, features).
-        output, logarithm: what the forward returned.
-        for_logarithm: of the logarithms; None: none.
-    """
+    """The gradients that attention's backward begins with, (rows, heads, queries, …), and what the forward returned."""
 
     for_output: Tensor
     output: Tensor
@@ -504,13 +496,6 @@ class KeysAtHand(Keys):
 def attention(query: Tensor, key: Tensor, value: Tensor, keys: Keys, scores: Scores) -> tuple[Tensor, Tensor]:
     """Return (rows, heads, queries, features) and the logarithms (rows, heads, queries)."""
     return _Attention.apply(query, key, value, keys, scores)  # type: ignore[no-any-return]
-
-
-def block_attention(
-    query: Tensor, key: Tensor, value: Tensor, reach: KeyRanges, scores: Scores
-) -> tuple[Tensor, Tensor]:
-    """Attend to keys that are all here; see ``attention``."""
-    return attention(query, key, value, KeysAtHand(reach), scores)
 
 
 class _Attention(torch.autograd.Function):

@@ -432,26 +432,21 @@ PLAIN = (bool, int, float, str)
 
 @dataclass(eq=False)
 class Made:
-    """The arguments of some rows.
-
-    Attributes:
-        known: by module, arguments by their paths.
-        of: what they follow from, to see whether the next rows are alike.
-        held: tensors in the dtypes in which they were asked for, by the numbers (``id``) of those in ``known``.
-    """
+    """The arguments of some rows, by module and path."""
 
     known: dict[str, dict[str, Any]]
     of: tuple[Any, ...]
+    """What they follow from, to see whether the next rows are alike."""
     held: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
+    """Tensors in the dtypes in which they were asked for, by the numbers (``id``) of those in ``known``."""
 
 
 @dataclass
 class PairArguments:
     """What modules are given for pairs of tokens, of the whole rows that are computed now.
 
-    Attributes:
-        copy: of the model, on meta, before anything was changed.
-        last: what was made last; rows keep what is theirs, for a backward that recomputes.
+    ``copy``: of the model, on meta, before anything was changed. Rows keep what is theirs, for a backward that
+    recomputes.
     """
 
     copy: nn.Module
@@ -507,10 +502,7 @@ class PairArguments:
         rows.memo[PairArguments] = self.last
 
     def given(self, path: str, key: str, instead: Tensor | TokenMask, rows: CutRows) -> Any:
-        """Return an argument of whole rows.
-
-        Args:
-            instead: what the module is given of this rank's part.
+        """Return an argument of whole rows, instead of what the module is given of this rank's part.
 
         Raises:
             UnsupportedError: the argument depends on weights, or on a buffer of another pipeline stage.

@@ -285,9 +285,7 @@ def wrap_modules(
 ) -> ContextRuntime:
     """Intercept a model's calls of attention in place, and return the state that they share.
 
-    Args:
-        checks: what is looked at when a batch first needs it.
-        without_values: a copy, on meta, of the model as it was before anything was changed; None: nothing was yet.
+    ``without_values``: a copy, on meta, of the model as it was before anything was changed; None: nothing was yet.
     """
     pairs = PairArguments(without_values or copy_without_values(model), plan) if plan.has_pairs else None
     runtime = ContextRuntime(group, plan, checks, pairs)

@@ -193,16 +193,6 @@ def attended(compute: Callable[[], Made], *, exchanges: bool = False) -> Made:
     return modes[-1].attention(compute, exchanges) if modes else compute()
 
 
-@contextmanager
-def outside_of_regions() -> Iterator[None]:
-    """Inside, what is exchanged belongs to no region: it is not sent again by a recomputation, nor kept for one."""
-    modes, _running.modes = _running.modes, None
-    try:
-        yield
-    finally:
-        _running.modes = modes
-
-
 def leaving(output: Any) -> Any:
     """Return a region's output, after copying saved results that share its storage: the caller may write into them."""
     if modes := _running.modes:

@@ -144,12 +144,9 @@ class Slot:
 
 @dataclass(eq=False)
 class BlockForward:
-    """The tensors saved by one forward of one block.
+    """The tensors saved by one forward of one block; ``before``: those of the block before, in the same forward.
 
-    Attributes:
-        number: number of the block.
-        before: the previous block's object, in the same forward of the model.
-        left, came: events after the copies to host memory, and back.
+    ``left`` and ``came`` are events after the copies to host memory, and back.
     """
 
     number: int
@@ -291,10 +288,7 @@ def recompute(module: nn.Module, policy: OperatorPolicy | None = None) -> None:
     """Make a module recompute its activations in backward.
 
     A call through which no gradient flows (a frozen module on frozen inputs) is not checkpointed: it saves nothing
-    anyway.
-
-    Args:
-        policy: the results that are saved; None: none.
+    anyway. A policy chooses results that are saved.
     """
     options = {} if policy is None else {"context_fn": functools.partial(contexts, policy)}
 

@@ -17,7 +17,7 @@ from meshwright.core.record import wrap
 from meshwright.distributed.products import agreed_linear
 
 from . import functions
-from .layers import ColumnLayer, Reduction, Runtime, collect_deferred
+from .layers import ColumnLayer, Reduction, Runtime, behind, collect_deferred
 
 
 class GatheredInput:
@@ -46,7 +46,7 @@ class GatheredInput:
 
     def whole(self, number: int, x: Tensor) -> Tensor:
         """Return the whole input of the module with this number, of which ``x`` is this rank's part."""
-        x = self.runtime.behind(x)
+        x = behind(x)
         if self._taken is not x or number in self._served or self._whole is None:
             self._taken, self._whole = x, functions.gathered(x, self.runtime.sequence)
             self._served.clear()

@@ -194,13 +194,7 @@ Normalise = Callable[[Tensor, Sequence[Tensor]], Tensor]
 
 @dataclass(frozen=True)
 class Branch:
-    """Column-parallel layers of one input, or of a norm of it.
-
-    Attributes:
-        ways: how each layer multiplies.
-        norm: the norm's forward.
-        parameters: number of the norm's parameters.
-    """
+    """Column-parallel layers of one input, or of a norm of it that has so many parameters."""
 
     ways: tuple[Products, ...]
     norm: Normalise | None = None
@@ -327,9 +321,7 @@ def row_parallel(
 
     Args:
         x: (rows, length, own input features).
-        weight: this rank's part of the weight.
         bias: the whole bias, added once.
-        way: how to multiply.
         others: further partial sums to reduce in the same message, (rows, length, features).
 
     Returns:

@@ -38,13 +38,9 @@ from .loss import VocabularyShard
 
 @dataclass
 class LossRequest:
-    """A request that the head compute a loss itself, in chunks, instead of logits.
+    """A request that the head compute a loss itself, in so many chunks of tokens, instead of logits.
 
-    Attributes:
-        labels: (rows, seq).
-        chunks: number of chunks into which the tokens are cut.
-        weights: (rows, seq) factors of the tokens' losses.
-        result: the summed loss, after the model was called.
+    Labels and weights, factors of the tokens' losses, are (rows, seq); ``result``: the sum, after the model was called.
     """
 
     labels: Tensor
@@ -87,7 +83,6 @@ class Runtime(LossSite):
     arriving: Tensor | None = None
     deferred: Tensor | None = None
     own: set[nn.Module] = field(default_factory=set)
-    _standing_for: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     @property
     def group(self) -> RankGroup:
@@ -106,22 +101,13 @@ class Runtime(LossSite):
         else:
             shape = (part.shape[0], sequence.length(part.shape[1]), *part.shape[2:])
         made = without_values(part, (*shape[:-1], shape[-1] // parts))
-        self._standing_for.append((made, part))
+        made.stands_for = part  # type: ignore[attr-defined]
         return made
 
-    def forget(self, made: Tensor | None) -> None:
-        """Drop a stand-in that is no longer needed."""
-        for number, (other, _) in enumerate(self._standing_for):
-            if other is made:
-                del self._standing_for[number]
-                return
 
-    def behind(self, x: Tensor) -> Tensor:
-        """Return the tensor that a stand-in replaces, or ``x`` itself if it is no stand-in."""
-        for made, part in self._standing_for:
-            if made is x:
-                return part
-        return x
+def behind(x: Tensor) -> Tensor:
+    """Return the tensor that a stand-in replaces, or ``x`` itself if it is no stand-in."""
+    return getattr(x, "stands_for", x)
 
 
 def runtime_of(model: nn.Module) -> Runtime | None:
@@ -160,12 +146,9 @@ class _Local(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class LocalView:
-    """A parameter of which forwards see this rank's part as a plain tensor.
+    """A parameter of its ``home``, of which forwards see this rank's part as a plain tensor.
 
-    Attributes:
-        home: the module that has the parameter.
-        summed_over: group over which its gradient is summed in the backward.
-        gradient_factor: factor of its gradient.
+    The backward multiplies its gradient by a factor, and sums it over a group.
     """
 
     home: nn.Module
@@ -365,7 +348,7 @@ class SharedInput:
 
     def output(self, number: int, x: Tensor) -> Tensor:
         """Return the output of this layer for the input ``x``, or for the part that ``x`` stands in for."""
-        x = self.runtime.behind(x)
+        x = behind(x)
         if self._has_norms:
             entered = getattr(x, "normed_later", None)
             if entered is None:
@@ -449,12 +432,7 @@ def row_parallel(module: nn.Module, transposed: bool, runtime: Runtime, reductio
 
 
 def collect_deferred(runtime: Runtime, x: Tensor, summand: Tensor, bias: Tensor | None, *, begins: bool) -> Tensor:
-    """Leave a partial sum to the layer that reduces it; return zeros, or the bias, in its place.
-
-    Args:
-        x: the layer's input.
-        begins: see ``Reduction``.
-    """
+    """Leave a partial sum to the layer that reduces it; return zeros, or the bias, in its place (``Reduction``)."""
     runtime.deferred = (
         summand if begins or runtime.deferred is None else runtime.deferred + summand.view_as(runtime.deferred)
     )
@@ -471,7 +449,6 @@ def container(module: nn.Module, path: str, form: LocalForm, runtime: Runtime) -
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         def container_forward(*args: Any, **kwargs: Any) -> Any:
             given: dict[int | str, Tensor] = {}
-            made = None
             if form.hidden and (runtime.sequence.cut or form.narrow):
                 parts = runtime.group.size if form.narrow else 1
                 made = runtime.stand_in(argument(args, kwargs, form.hidden[0]), parts)
@@ -482,11 +459,8 @@ def container(module: nn.Module, path: str, form: LocalForm, runtime: Runtime) -
                     whole, shared, runtime.sequence.rows, runtime.group.rank, runtime.group.size
                 )
             args, kwargs = with_arguments(args, kwargs, given)
-            try:
-                with counting_locally(numbers):
-                    return forward(*args, **kwargs)
-            finally:
-                runtime.forget(made)
+            with counting_locally(numbers):
+                return forward(*args, **kwargs)
 
         return container_forward
 

@@ -384,11 +384,7 @@ def rehearse(
 ) -> dict[str, float]:
     """Return the relative error of the loss ("loss") and of each parameter's gradient, against one process.
 
-    Args:
-        model: a small model with weights, in fp64.
-        inputs: arguments of its forward.
-        sums_at_once: whether partial gradients are summed in the backward.
-        logits: how the loss is computed, if the plan cuts the head.
+    ``model`` is a small one with weights, in fp64.
     """
     reference = copy_of(model)
     expected_logits = logits_of(reference(**inputs))

@@ -42,13 +42,7 @@ from .layers import LocalView, Runtime, use_local_parameters
 
 
 class Style(ParallelStyle):
-    """A style by its name.
-
-    Attributes:
-        word: name of the style in plans.
-        kind: column, row, embedding, whole, sum, mla or experts.
-        parts: number of equal parts side by side in the weight, each cut by itself.
-    """
+    """A style by its name in plans; ``parts``: equal ones side by side in the weight, each cut by itself."""
 
     def __init__(self, word: str):
         self.word = word
