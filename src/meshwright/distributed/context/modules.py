@@ -71,18 +71,17 @@ def wrap_mixer(model: nn.Module, planned: MixerPlan, runtime: RowsInUse) -> None
         _Traded(model, module, planned, planned.trade, runtime).wrap()
         return
 
-    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        @uncompiled  # rows change with each microbatch
-        def whole_rows_forward(*args: Any, **kwargs: Any) -> Any:
-            rows = runtime.rows
-            if rows is None:
-                return forward(*args, **kwargs)
-            with not_intercepted(module, runtime.mixing.implementation):
-                return _whole(forward, args, kwargs, planned.mixer, rows, runtime)
+    forward = module.forward
 
-        return whole_rows_forward
+    @uncompiled  # rows change with each microbatch
+    def whole_rows_forward(*args: Any, **kwargs: Any) -> Any:
+        rows = runtime.rows
+        if rows is None:
+            return forward(*args, **kwargs)
+        with not_intercepted(module, runtime.mixing.implementation):
+            return _whole(forward, args, kwargs, planned.mixer, rows, runtime)
 
-    wrap(module, make, f"whole rows of cp {runtime.group.size}")
+    wrap(module, whole_rows_forward, f"whole rows of cp {runtime.group.size}")
 
 
 def _whole(
@@ -174,43 +173,47 @@ class _Traded:
     def wrap(self) -> None:
         block, region = self.model.get_submodule(self.trade.block), self.trade.region
         for layer in region.producers:
-            wrap(block.get_submodule(layer), self._begins(self.trade.cut_of(layer)), "gives whole rows of its heads")
-        end = self.trade.cut_of(region.consumer)
-        wrap(block.get_submodule(region.consumer), self._ends(end), "takes its own tokens of all heads")
-        wrap(self.module, self._around(block), f"heads of cp {self.runtime.group.size}")
+            self._wrap_producer(block.get_submodule(layer), self.trade.cut_of(layer))
+        consumer, parts = block.get_submodule(region.consumer), self.trade.cut_of(region.consumer)
+        to_consumer = consumer.forward
 
-    def _around(self, block: nn.Module) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def all_heads_forward(x: Tensor) -> Tensor:
+            return to_consumer(x if self.own is None else self._traded(x, parts, to_heads=False))
+
+        wrap(consumer, all_heads_forward, "takes its own tokens of all heads")
+        self._wrap_around(block)
+
+    def _wrap_around(self, block: nn.Module) -> None:
         form, group, mixer = self.trade.form, self.runtime.group, self.planned.mixer
         numbers = [(block.get_submodule(number.module), number) for number in form.numbers]
         cuts = [(block.get_submodule(owner(cut.name)), cut) for cut in self.trade.inner_cuts()]
         known = {*(each.key for each in mixer.inputs), *mixer.pairs}
 
-        def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-            @uncompiled
-            def heads_forward(*args: Any, **kwargs: Any) -> Any:
-                rows = self.runtime.rows
-                if rows is None:
+        forward = self.module.forward
+
+        @uncompiled
+        def heads_forward(*args: Any, **kwargs: Any) -> Any:
+            rows = self.runtime.rows
+            if rows is None:
+                return forward(*args, **kwargs)
+            leaves = tensors_by_path((args, kwargs)).items()
+            if not all(path in known or has_no_values(leaf) for path, leaf in leaves):  # others than were measured
+                return _whole(forward, args, kwargs, mixer, rows, self.runtime)
+            args, kwargs, self.own = self._arguments(args, kwargs, rows)
+            try:
+                with counting_locally(numbers), ExitStack() as stack:
+                    for module, cut in cuts:
+                        name = cut.name.rpartition(".")[2]
+                        # a parameter or buffer as the module sees it now
+                        seen = [x.get(name) for x in (module.__dict__, module._parameters, module._buffers)]
+                        tensor = next(x for x in seen if x is not None)
+                        share = take(tensor, cut.dim, cut.parts, group.rank, group.size)
+                        stack.enter_context(holding(module, {name: share}))
                     return forward(*args, **kwargs)
-                leaves = tensors_by_path((args, kwargs)).items()
-                if not all(path in known or has_no_values(leaf) for path, leaf in leaves):  # others than were measured
-                    return _whole(forward, args, kwargs, mixer, rows, self.runtime)
-                args, kwargs, self.own = self._arguments(args, kwargs, rows)
-                try:
-                    with counting_locally(numbers), ExitStack() as stack:
-                        for module, cut in cuts:
-                            name = cut.name.rpartition(".")[2]
-                            # a parameter or buffer as the module sees it now
-                            seen = [x.get(name) for x in (module.__dict__, module._parameters, module._buffers)]
-                            tensor = next(x for x in seen if x is not None)
-                            share = take(tensor, cut.dim, cut.parts, group.rank, group.size)
-                            stack.enter_context(holding(module, {name: share}))
-                        return forward(*args, **kwargs)
-                finally:
-                    self.own = None
+            finally:
+                self.own = None
 
-            return heads_forward
-
-        return make
+        wrap(self.module, heads_forward, f"heads of cp {group.size}")
 
     def _arguments(
         self, args: tuple, kwargs: dict[str, Any], rows: CutRows
@@ -236,31 +239,21 @@ class _Traded:
         args, kwargs = with_arguments(args, kwargs, shared)
         return args, kwargs, (made, own)
 
-    def _begins(self, parts: Sequence[FusedPart]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-            def own_tokens_forward(x: Tensor) -> Tensor:
-                if self.own is None:
-                    return forward(x)
-                made, own = self.own
-                if x is not made:
-                    raise UnsupportedError(
-                        f"{self.planned.mixer.path} changes its input before its first layers, as it did not when it"
-                        f" was measured. Set layout.cp = 1"
-                    )
-                return self._traded(forward(own), parts, to_heads=True)
+    def _wrap_producer(self, layer: nn.Module, parts: Sequence[FusedPart]) -> None:
+        forward = layer.forward
 
-            return own_tokens_forward
+        def own_tokens_forward(x: Tensor) -> Tensor:
+            if self.own is None:
+                return forward(x)
+            made, own = self.own
+            if x is not made:
+                raise UnsupportedError(
+                    f"{self.planned.mixer.path} changes its input before its first layers, as it did not when it"
+                    f" was measured. Set layout.cp = 1"
+                )
+            return self._traded(forward(own), parts, to_heads=True)
 
-        return make
-
-    def _ends(self, parts: Sequence[FusedPart]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-            def own_tokens_forward(x: Tensor) -> Tensor:
-                return forward(x if self.own is None else self._traded(x, parts, to_heads=False))
-
-            return own_tokens_forward
-
-        return make
+        wrap(layer, own_tokens_forward, "gives whole rows of its heads")
 
     def _traded(self, x: Tensor, parts: Sequence[FusedPart], *, to_heads: bool) -> Tensor:
         """(rows, own tokens, features) -> (rows, length, this rank's share of the features), or back.
@@ -286,17 +279,16 @@ def wrap_counting(module: nn.Module, uses: Iterable[LengthUse], runtime: RowsInU
     """Let a module's forward count this rank's tokens by their places in whole rows."""
     lines = {(use.file, use.line): use.kind for use in uses}
 
-    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        @uncompiled  # rows change with each microbatch
-        def counting_forward(*args: Any, **kwargs: Any) -> Any:
-            if runtime.rows is None:
-                return forward(*args, **kwargs)
-            with _OwnPlaces(lines, runtime.rows, runtime.group):
-                return forward(*args, **kwargs)
+    forward = module.forward
 
-        return counting_forward
+    @uncompiled  # rows change with each microbatch
+    def counting_forward(*args: Any, **kwargs: Any) -> Any:
+        if runtime.rows is None:
+            return forward(*args, **kwargs)
+        with _OwnPlaces(lines, runtime.rows, runtime.group):
+            return forward(*args, **kwargs)
 
-    wrap(module, make, f"positions of cp {runtime.group.size}")
+    wrap(module, counting_forward, f"positions of cp {runtime.group.size}")
 
 
 class _OwnPlaces(TorchFunctionMode):

@@ -310,15 +310,14 @@ def wrap_modules(
         if here := [use for use in counting if use.module == pattern(path)]:
             wrap_counting(module, here, runtime)
 
-    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def context_forward(*args: Any, **kwargs: Any) -> Any:
-            runtime.begin_forward(model, (args, kwargs))
-            with handling(runtime):  # type: ignore[arg-type]  (it makes masks alone)
-                return forward(*args, **kwargs)
+    forward = model.forward
 
-        return context_forward
+    def context_forward(*args: Any, **kwargs: Any) -> Any:
+        runtime.begin_forward(model, (args, kwargs))
+        with handling(runtime):  # type: ignore[arg-type]  (it makes masks alone)
+            return forward(*args, **kwargs)
 
-    wrap(model, make, f"rows cut over cp {group.size}")
+    wrap(model, context_forward, f"rows cut over cp {group.size}")
     remember(model, runtime)
     return runtime
 

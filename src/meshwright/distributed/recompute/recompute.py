@@ -230,36 +230,35 @@ def offload(module: nn.Module, number: int, store: HostActivations) -> None:
     gradient (masks, tables). Nor are small tensors, or tensors of other types than plain ones.
     """
 
-    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def offloaded_forward(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return forward(*args, **kwargs)
-            given = addresses(t for t in tensors_in((args, kwargs)) if not t.requires_grad)
-            passage = store.begin(number)
+    forward = module.forward
 
-            def pack(tensor: Tensor) -> Tensor | tuple[BlockForward, Key]:
-                stays = (
-                    not (type(tensor) is Tensor or has_no_values(tensor))
-                    or tensor.numel() * tensor.element_size() < LEAST_BYTES
-                )
-                if stays or (address := id(storage_of(tensor))) in given:
-                    return tensor
-                # parameters, those gathered by a sharded unit inside among them, and buffers
-                if address in addresses(chain(module.parameters(), module.buffers())):
-                    return tensor
-                return passage, passage.keep(tensor.detach())
+    def offloaded_forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        given = addresses(t for t in tensors_in((args, kwargs)) if not t.requires_grad)
+        passage = store.begin(number)
 
-            def unpack(saved: Tensor | tuple[BlockForward, Key]) -> Tensor:
-                return saved if isinstance(saved, Tensor) else saved[0].take(saved[1])
+        def pack(tensor: Tensor) -> Tensor | tuple[BlockForward, Key]:
+            stays = (
+                not (type(tensor) is Tensor or has_no_values(tensor))
+                or tensor.numel() * tensor.element_size() < LEAST_BYTES
+            )
+            if stays or (address := id(storage_of(tensor))) in given:
+                return tensor
+            # parameters, those gathered by a sharded unit inside among them, and buffers
+            if address in addresses(chain(module.parameters(), module.buffers())):
+                return tensor
+            return passage, passage.keep(tensor.detach())
 
-            with saved_tensors_hooks(pack, unpack):
-                output = forward(*args, **kwargs)
-            store.end(passage)
-            return output
+        def unpack(saved: Tensor | tuple[BlockForward, Key]) -> Tensor:
+            return saved if isinstance(saved, Tensor) else saved[0].take(saved[1])
 
-        return offloaded_forward
+        with saved_tensors_hooks(pack, unpack):
+            output = forward(*args, **kwargs)
+        store.end(passage)
+        return output
 
-    wrap(module, make, OFFLOADED)
+    wrap(module, offloaded_forward, OFFLOADED)
 
 
 # --- recompute activations in backward
@@ -292,21 +291,20 @@ def recompute(module: nn.Module, policy: OperatorPolicy | None = None) -> None:
     """
     options = {} if policy is None else {"context_fn": functools.partial(contexts, policy)}
 
-    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        region = forward
-        if policy is not None:
-            region = functools.wraps(forward)(lambda *args, **kwargs: leaving(forward(*args, **kwargs)))
+    forward = module.forward
 
-        def recomputed_forward(*args: Any, **kwargs: Any) -> Any:
-            tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-            flows = any(t.requires_grad for t in tensors) or any(p.requires_grad for p in module.parameters())
-            if not (torch.is_grad_enabled() and flows):
-                return forward(*args, **kwargs)
-            return checkpoint(region, *args, use_reentrant=False, **options, **kwargs)
+    region = forward
+    if policy is not None:
+        region = functools.wraps(forward)(lambda *args, **kwargs: leaving(forward(*args, **kwargs)))
 
-        return recomputed_forward
+    def recomputed_forward(*args: Any, **kwargs: Any) -> Any:
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        flows = any(t.requires_grad for t in tensors) or any(p.requires_grad for p in module.parameters())
+        if not (torch.is_grad_enabled() and flows):
+            return forward(*args, **kwargs)
+        return checkpoint(region, *args, use_reentrant=False, **options, **kwargs)
 
-    wrap(module, make, RECOMPUTED)
+    wrap(module, recomputed_forward, RECOMPUTED)
 
 
 # --- compile repeated blocks one at a time and in place: names stay, equal blocks share a graph

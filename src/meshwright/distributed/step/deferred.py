@@ -66,16 +66,15 @@ def defer_linear(module: nn.Module, transposed: bool, deferred: DeferredGradient
     """
     way = products_of(module, transposed)
 
-    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def deferring_linear_forward(x: Tensor) -> Tensor:
-            weight = module.weight
-            if not (torch.is_grad_enabled() and isinstance(weight, Tensor) and weight.requires_grad):
-                return forward(x)
-            return _DeferredLinear.apply(x, weight, getattr(module, "bias", None), way, deferred)
+    forward = module.forward
 
-        return deferring_linear_forward
+    def deferring_linear_forward(x: Tensor) -> Tensor:
+        weight = module.weight
+        if not (torch.is_grad_enabled() and isinstance(weight, Tensor) and weight.requires_grad):
+            return forward(x)
+        return _DeferredLinear.apply(x, weight, getattr(module, "bias", None), way, deferred)
 
-    wrap(module, make, "weight gradient deferred")
+    wrap(module, deferring_linear_forward, "weight gradient deferred")
 
 
 class _DeferredLinear(torch.autograd.Function):

@@ -7,7 +7,6 @@ without adapters: the sequence is gathered before the module, or its partial sum
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,16 +32,15 @@ class GatheredInput:
         self._whole: Tensor | None = None
         self._served: set[int] = set()
         for number, module in enumerate(modules):
-            wrap(module, self._make(number), f"input gathered over tp {runtime.group.size}")
+            self._wrap_module(module, number)
 
-    def _make(self, number: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-            def gathered_input_forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-                return forward(self.whole(number, x), *args, **kwargs)
+    def _wrap_module(self, module: nn.Module, number: int) -> None:
+        forward = module.forward
 
-            return gathered_input_forward
+        def gathered_input_forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return forward(self.whole(number, x), *args, **kwargs)
 
-        return make
+        wrap(module, gathered_input_forward, f"input gathered over tp {self.runtime.group.size}")
 
     def whole(self, number: int, x: Tensor) -> Tensor:
         """Return the whole input of the module with this number, of which ``x`` is this rank's part."""
@@ -63,49 +61,42 @@ def local_summand(layer: ColumnLayer, runtime: Runtime, *, sums_at_once: bool) -
     The first rank alone adds the bias, so that its gradient is a sum over the ranks.
     """
 
-    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def partial_sum_forward(x: Tensor) -> Tensor:
-            weight, bias = layer.tensors(runtime)
-            if bias is not None:
-                bias = functions.summing_gradients(bias, runtime.group) if sums_at_once else bias
-                # every rank needs a gradient, or the sum over the ranks would wait for one
-                bias = bias if runtime.group.rank == 0 else bias * 0
-            return agreed_linear(x, weight, bias, layer.way, runtime.group)
+    def partial_sum_forward(x: Tensor) -> Tensor:
+        weight, bias = layer.tensors(runtime)
+        if bias is not None:
+            bias = functions.summing_gradients(bias, runtime.group) if sums_at_once else bias
+            # every rank needs a gradient, or the sum over the ranks would wait for one
+            bias = bias if runtime.group.rank == 0 else bias * 0
+        return agreed_linear(x, weight, bias, layer.way, runtime.group)
 
-        return partial_sum_forward
-
-    wrap(layer.module, make, f"partial sums over tp {runtime.group.size}")
+    wrap(layer.module, partial_sum_forward, f"partial sums over tp {runtime.group.size}")
 
 
 def reduce_behind(around: nn.Module, runtime: Runtime, reduction: Reduction) -> None:
     """Reduce the partial sums that the module around a row-parallel layer and its adapters returns."""
 
-    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def reduced_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            summand = forward(x, *args, **kwargs)
-            if reduction.defers:
-                return collect_deferred(runtime, x, summand, None, begins=reduction.begins)
-            others = runtime.deferred if reduction.takes_deferred else None
-            runtime.deferred = None if reduction.takes_deferred else runtime.deferred
-            whole = summand if others is None else summand + others.view(summand.shape)
-            return functions.reduced(whole, runtime.sequence)
+    forward = around.forward
 
-        return reduced_forward
+    def reduced_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        summand = forward(x, *args, **kwargs)
+        if reduction.defers:
+            return collect_deferred(runtime, x, summand, None, begins=reduction.begins)
+        others = runtime.deferred if reduction.takes_deferred else None
+        runtime.deferred = None if reduction.takes_deferred else runtime.deferred
+        whole = summand if others is None else summand + others.view(summand.shape)
+        return functions.reduced(whole, runtime.sequence)
 
-    wrap(around, make, f"summed over tp {runtime.group.size}")
+    wrap(around, reduced_forward, f"summed over tp {runtime.group.size}")
 
 
 def refuse_idle(module: nn.Module, path: str) -> None:
     """Refuse calls of an adapter that was switched off when the model was cut: it was left whole."""
 
-    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def refused_forward(*args: Any, **kwargs: Any) -> Any:
-            raise UnsupportedError(
-                f"{path} is an adapter that was switched off when the model was cut for tensor parallelism, so it was"
-                f" left whole and cannot"
-                f" be used now. Switch on the adapters that you want to use, all of them, before you lay out the model."
-            )
+    def refused_forward(*args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(
+            f"{path} is an adapter that was switched off when the model was cut for tensor parallelism, so it was"
+            f" left whole and cannot"
+            f" be used now. Switch on the adapters that you want to use, all of them, before you lay out the model."
+        )
 
-        return refused_forward
-
-    wrap(module, make, "switched off when the model was cut")
+    wrap(module, refused_forward, "switched off when the model was cut")

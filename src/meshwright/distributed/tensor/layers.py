@@ -195,27 +195,26 @@ def use_local_parameters(module: nn.Module, views: Iterable[LocalView] | None = 
     """
     found = tuple(LocalView.of(module) if views is None else views)
 
-    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def forward_with_local_parameters(*args: Any, **kwargs: Any) -> Any:
-            held: list[tuple[dict[str, Any], str]] = []
-            try:
-                for view in found:
-                    place, parameter = view.home.__dict__, view.home._parameters[view.name]
-                    if parameter is None or view.key in place:
-                        continue
-                    # cut over no axis but the tensor axis
-                    is_gathered = not isinstance(parameter, DTensor) or parameter.device_mesh.ndim == 1
-                    if view.home is module or is_gathered:
-                        place[view.key] = view.part(parameter)
-                        held.append((place, view.key))
-                return forward(*args, **kwargs)
-            finally:
-                for place, name in held:
-                    place.pop(name, None)
+    forward = module.forward
 
-        return forward_with_local_parameters
+    def forward_with_local_parameters(*args: Any, **kwargs: Any) -> Any:
+        held: list[tuple[dict[str, Any], str]] = []
+        try:
+            for view in found:
+                place, parameter = view.home.__dict__, view.home._parameters[view.name]
+                if parameter is None or view.key in place:
+                    continue
+                # cut over no axis but the tensor axis
+                is_gathered = not isinstance(parameter, DTensor) or parameter.device_mesh.ndim == 1
+                if view.home is module or is_gathered:
+                    place[view.key] = view.part(parameter)
+                    held.append((place, view.key))
+            return forward(*args, **kwargs)
+        finally:
+            for place, name in held:
+                place.pop(name, None)
 
-    wrap(module, make, "local parameters")
+    wrap(module, forward_with_local_parameters, "local parameters")
 
 
 # --- wrap the layers inside a block for one rank of a tensor-parallel group
@@ -261,13 +260,10 @@ class ColumnLayer:
 def local_linear(layer: ColumnLayer, runtime: Runtime) -> None:
     """Make a linear layer compute with this rank's part of its weight, whatever sizes its own forward expects."""
 
-    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def local_linear_forward(x: Tensor) -> Tensor:
-            return agreed_linear(x, *layer.tensors(runtime), layer.way, runtime.group)
+    def local_linear_forward(x: Tensor) -> Tensor:
+        return agreed_linear(x, *layer.tensors(runtime), layer.way, runtime.group)
 
-        return local_linear_forward
-
-    wrap(layer.module, make, f"column-parallel tp {runtime.group.size}")
+    wrap(layer.module, local_linear_forward, f"column-parallel tp {runtime.group.size}")
 
 
 def shared_linear(module: Any, parts: OperandParts, runtime: Runtime) -> None:
@@ -278,13 +274,10 @@ def shared_linear(module: Any, parts: OperandParts, runtime: Runtime) -> None:
     way = products_of(module, parts=parts)
     if way.parts != WHOLE:
 
-        def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-            def agreed_linear_forward(input: Tensor) -> Tensor:
-                return agreed_linear(input, module.weight, module.bias, way, runtime.group)
+        def agreed_linear_forward(input: Tensor) -> Tensor:
+            return agreed_linear(input, module.weight, module.bias, way, runtime.group)
 
-            return agreed_linear_forward
-
-        wrap(module, make, f"scales agreed over tp {runtime.group.size}")
+        wrap(module, agreed_linear_forward, f"scales agreed over tp {runtime.group.size}")
 
 
 @dataclass(frozen=True)
@@ -332,19 +325,20 @@ class SharedInput:
         self._taken: Tensor | None = None
         self._outputs: dict[int, Tensor] = {}
         for number, layer in enumerate(layer for branch in branches for layer in branch.layers):
-            wrap(layer.module, self._make(number), f"column-parallel tp {runtime.group.size}")
+            self._wrap_layer(layer.module, number)
         for branch in branches:
             if branch.norm is not None:
-                wrap(branch.norm, _later, f"computed with the layers behind it, tp {runtime.group.size}")
 
-    def _make(self, number: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-            def column_forward(x: Tensor) -> Tensor:
-                return self.output(number, x)
+                def norm_later_forward(x: Tensor) -> Tensor:  # new for each norm: it refers to the forward it wraps
+                    return stand_in_for(x)
 
-            return column_forward
+                wrap(branch.norm, norm_later_forward, f"computed with the layers behind it, tp {runtime.group.size}")
 
-        return make
+    def _wrap_layer(self, module: nn.Module, number: int) -> None:
+        def column_forward(x: Tensor) -> Tensor:
+            return self.output(number, x)
+
+        wrap(module, column_forward, f"column-parallel tp {self.runtime.group.size}")
 
     def output(self, number: int, x: Tensor) -> Tensor:
         """Return the output of this layer for the input ``x``, or for the part that ``x`` stands in for."""
@@ -369,13 +363,6 @@ class SharedInput:
         if not self._outputs:
             self._taken = None
         return output
-
-
-def _later(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def norm_later_forward(x: Tensor) -> Tensor:  # new for each norm: it refers to the forward it wraps
-        return stand_in_for(x)
-
-    return norm_later_forward
 
 
 def stand_in_for(x: Tensor) -> Tensor:
@@ -410,25 +397,22 @@ ALONE = Reduction()
 def row_parallel(module: nn.Module, transposed: bool, runtime: Runtime, reduction: Reduction = ALONE) -> None:
     """Make a linear layer row-parallel: each rank has some input features."""
 
-    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def row_forward(x: Tensor) -> Tensor:
-            weight, bias = module._parameters["weight"], module._parameters.get("bias")
-            assert weight is not None
-            weight, bias = local(weight), None if bias is None else local(bias)
-            if bias is not None and reduction.sums_bias:
-                bias = functions.summing_gradients(bias, runtime.group)
-            way = products_of(module, transposed, ROW)
-            if reduction.defers:
-                return collect_deferred(
-                    runtime, x, agreed_linear(x, weight, None, way, runtime.group), bias, begins=reduction.begins
-                )
-            others = runtime.deferred if reduction.takes_deferred else None
-            runtime.deferred = None if reduction.takes_deferred else runtime.deferred
-            return functions.row_parallel(x, weight, bias, way, runtime.sequence, others)
+    def row_forward(x: Tensor) -> Tensor:
+        weight, bias = module._parameters["weight"], module._parameters.get("bias")
+        assert weight is not None
+        weight, bias = local(weight), None if bias is None else local(bias)
+        if bias is not None and reduction.sums_bias:
+            bias = functions.summing_gradients(bias, runtime.group)
+        way = products_of(module, transposed, ROW)
+        if reduction.defers:
+            return collect_deferred(
+                runtime, x, agreed_linear(x, weight, None, way, runtime.group), bias, begins=reduction.begins
+            )
+        others = runtime.deferred if reduction.takes_deferred else None
+        runtime.deferred = None if reduction.takes_deferred else runtime.deferred
+        return functions.row_parallel(x, weight, bias, way, runtime.sequence, others)
 
-        return row_forward
-
-    wrap(module, make, f"row-parallel tp {runtime.group.size}")
+    wrap(module, row_forward, f"row-parallel tp {runtime.group.size}")
 
 
 def collect_deferred(runtime: Runtime, x: Tensor, summand: Tensor, bias: Tensor | None, *, begins: bool) -> Tensor:
@@ -446,25 +430,22 @@ def container(module: nn.Module, path: str, form: LocalForm, runtime: Runtime) -
         (module.get_submodule(number.module.removeprefix(path).removeprefix(".")), number) for number in form.numbers
     ]
 
-    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def container_forward(*args: Any, **kwargs: Any) -> Any:
-            given: dict[int | str, Tensor] = {}
-            if form.hidden and (runtime.sequence.cut or form.narrow):
-                parts = runtime.group.size if form.narrow else 1
-                made = runtime.stand_in(argument(args, kwargs, form.hidden[0]), parts)
-                given |= dict.fromkeys(form.hidden, made)
-            for shared in form.arguments:
-                whole = argument(args, kwargs, shared.key)
-                given[shared.key] = share_of(
-                    whole, shared, runtime.sequence.rows, runtime.group.rank, runtime.group.size
-                )
-            args, kwargs = with_arguments(args, kwargs, given)
-            with counting_locally(numbers):
-                return forward(*args, **kwargs)
+    forward = module.forward
 
-        return container_forward
+    def container_forward(*args: Any, **kwargs: Any) -> Any:
+        given: dict[int | str, Tensor] = {}
+        if form.hidden and (runtime.sequence.cut or form.narrow):
+            parts = runtime.group.size if form.narrow else 1
+            made = runtime.stand_in(argument(args, kwargs, form.hidden[0]), parts)
+            given |= dict.fromkeys(form.hidden, made)
+        for shared in form.arguments:
+            whole = argument(args, kwargs, shared.key)
+            given[shared.key] = share_of(whole, shared, runtime.sequence.rows, runtime.group.rank, runtime.group.size)
+        args, kwargs = with_arguments(args, kwargs, given)
+        with counting_locally(numbers):
+            return forward(*args, **kwargs)
 
-    wrap(module, make, f"this rank's share of tp {runtime.group.size}")
+    wrap(module, container_forward, f"this rank's share of tp {runtime.group.size}")
 
 
 def norm_over_all_features(module: nn.Module, parts: tuple[FusedPart, ...], runtime: Runtime) -> None:
@@ -473,13 +454,12 @@ def norm_over_all_features(module: nn.Module, parts: tuple[FusedPart, ...], runt
     group = runtime.group
     (low, high), copies = ranges(parts, group.rank, group.size)[0], part.copies(group.size)
 
-    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def gathered_norm_forward(x: Tensor) -> Tensor:
-            return forward(functions.whole_features(x, copies, group))[..., low:high]
+    forward = module.forward
 
-        return gathered_norm_forward
+    def gathered_norm_forward(x: Tensor) -> Tensor:
+        return forward(functions.whole_features(x, copies, group))[..., low:high]
 
-    wrap(module, make, f"gathers features over tp {runtime.group.size}")
+    wrap(module, gathered_norm_forward, f"gathers features over tp {runtime.group.size}")
 
 
 def routers_of_parts(model: nn.Module, runtime: Runtime) -> None:
@@ -488,16 +468,17 @@ def routers_of_parts(model: nn.Module, runtime: Runtime) -> None:
     The padding in the last rank's part of a sequence is not routed.
     """
 
-    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def route_parts(router: Router) -> None:
+        forward, sequence = router.forward, runtime.sequence
+
         def route_own_tokens(x: Tensor, routed: Tensor | None = None) -> Any:
-            sequence = runtime.sequence
             if routed is None and sequence.filled:
                 routed = torch.ones((len(x), sequence.length(x.shape[1])), dtype=torch.bool, device=x.device)
             return forward(x, None if routed is None else own_share(routed, sequence.group.rank, sequence.group.size))
 
-        return route_own_tokens
+        router.across = runtime.group.sum
+        wrap(router, route_own_tokens, f"routes its tokens of tp {runtime.group.size}")
 
     for module in model.modules():
         if isinstance(module, Router):
-            module.across = runtime.group.sum
-            wrap(module, make, f"routes its tokens of tp {runtime.group.size}")
+            route_parts(module)

@@ -157,13 +157,12 @@ class RowStyle(Style, RowwiseParallel):
         if STYLES[self.word].whole_outside:
             parts = self._cut(module, "weight", dim, group.size)
 
-            def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-                def cut_input_forward(x: Tensor) -> Any:
-                    return forward(take(functions.summing_gradients(x, group), -1, parts, group.rank, group.size))
+            forward = module.forward
 
-                return cut_input_forward
+            def cut_input_forward(x: Tensor) -> Any:
+                return forward(take(functions.summing_gradients(x, group), -1, parts, group.rank, group.size))
 
-            wrap(module, make, f"input cut over tp {group.size}")
+            wrap(module, cut_input_forward, f"input cut over tp {group.size}")
         return placements
 
 
@@ -235,29 +234,27 @@ class MlaStyle(Style):
                 f" of it has: set module.qk_rope_head_dim, or use replicate"
             )
 
-        def make(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-            def latent_forward(x: Tensor) -> Tensor:
-                output = forward(x)
-                passed, rotated = output.split([output.shape[-1] - features, features], dim=-1)
-                return torch.cat([passed, functions.summing_gradients(rotated, runtime.group)], dim=-1)
-
-            return latent_forward
-
         use_local_parameters(module)
-        wrap(module, make, f"gradient of rotary features summed over tp {runtime.group.size}")
+        forward = module.forward
+
+        def latent_forward(x: Tensor) -> Tensor:
+            output = forward(x)
+            passed, rotated = output.split([output.shape[-1] - features, features], dim=-1)
+            return torch.cat([passed, functions.summing_gradients(rotated, runtime.group)], dim=-1)
+
+        wrap(module, latent_forward, f"gradient of rotary features summed over tp {runtime.group.size}")
         return {}
 
 
 def _change_output(module: nn.Module, change: Callable[[Any], Any], words: str) -> None:
     """Wrap the module's forward so that it returns ``change`` of its output."""
 
-    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def changed_output_forward(*args: Any, **kwargs: Any) -> Any:
-            return change(forward(*args, **kwargs))
+    forward = module.forward
 
-        return changed_output_forward
+    def changed_output_forward(*args: Any, **kwargs: Any) -> Any:
+        return change(forward(*args, **kwargs))
 
-    wrap(module, make, words)
+    wrap(module, changed_output_forward, words)
 
 
 class ExpertsStyle(Style):
