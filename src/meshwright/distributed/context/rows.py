@@ -332,15 +332,12 @@ class Reaches:
             device: where the mask is used; tensors that it closes over may lie there.
         """
         if mask not in rows.memo:
-
-            def known(function: MaskFunction, length: int) -> KeyRanges | None:
-                return self._of(function, length, count, device, is_known=mask.is_known)
-
-            rows.memo[mask] = mask.reach(rows.length, known)
+            find = partial(self._of, count=count, device=device, is_known=mask.is_known)
+            rows.memo[mask] = mask.reach(rows.length, find)
         return rows.memo[mask]
 
     def _of(
-        self, function: MaskFunction, length: int, count: int, device: torch.device, *, is_known: bool
+        self, function: MaskFunction, length: int, *, count: int, device: torch.device, is_known: bool
     ) -> KeyRanges | None:
         code = fingerprint(function)
         key = (code, length, count)
