@@ -80,7 +80,7 @@ BUDGET: dict[str, tuple[int, int, int]] = {
     "comparison": (4, 870, 11),
     "core": (24, 3400, 21),
     "data": (30, 6950, 93),
-    "distributed": (115, 23850, 307),
+    "distributed": (100, 22580, 215),
     "integrations": (11, 1750, 23),
     "introspection": (51, 11400, 186),
     "models": (5, 750, 6),

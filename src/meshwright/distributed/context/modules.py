@@ -181,14 +181,11 @@ class _Traded:
             return to_consumer(x if self.own is None else self._traded(x, parts, to_heads=False))
 
         wrap(consumer, all_heads_forward, "takes its own tokens of all heads")
-        self._wrap_around(block)
 
-    def _wrap_around(self, block: nn.Module) -> None:
         form, group, mixer = self.trade.form, self.runtime.group, self.planned.mixer
         numbers = [(block.get_submodule(number.module), number) for number in form.numbers]
         cuts = [(block.get_submodule(owner(cut.name)), cut) for cut in self.trade.inner_cuts()]
         known = {*(each.key for each in mixer.inputs), *mixer.pairs}
-
         forward = self.module.forward
 
         @uncompiled
