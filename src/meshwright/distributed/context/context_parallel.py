@@ -49,12 +49,16 @@ def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh, facts: ModelFacts) -> 
         copy = copy.to(torch_dtype(plan.precision.compute))
     wrap_modules(model, context, ranks, checks, copy)
     separate_streams(model, ranks.rank)
-    for module in model.modules():
-        # routers' losses per sequence count the tokens of all ranks, beside those of other parts on a tensor axis
-        if isinstance(module, Router) and module.config.sequence_loss:
-            module.across = _OverRows(ranks, module.across)
+    count_whole_rows(model, ranks)
     remember(model, context)
     return model
+
+
+def count_whole_rows(model: nn.Module, ranks: RankGroup) -> None:
+    """Let routers' losses per sequence count the tokens of all ranks, beside those of other parts on a tensor axis."""
+    for module in model.modules():
+        if isinstance(module, Router) and module.config.sequence_loss:
+            module.across = _OverRows(ranks, module.across)
 
 
 class _OverRows:

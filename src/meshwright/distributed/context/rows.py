@@ -389,27 +389,9 @@ def of_whole_rows(function: MaskFunction, rows: CutRows, expect: Expect = raise_
     Raises:
         UnsupportedError: it closes over another tensor with one number for each of this rank's tokens.
     """
-    own = rows.counts[rows.rank]
-
-    def whole_of(held: Tensor) -> Tensor:
-        """Return the whole rows of a tensor that has a number for each of a rank's tokens; others as they are."""
-        if own not in held.shape or own == rows.length:
-            return held
-        error = UnsupportedError(
-            f"the mask of flex_attention closes over a tensor of {list(held.shape)}, one number for each of this rank's"
-            f" {own} tokens, and is asked about the {rows.length} tokens of whole rows. Let it close over the batch's"
-            f" document_ids themselves, or over nothing, or set layout.cp = 1"
-        )
-        if (whole := rows.documents) is not None:
-            for part, of_rows in ((rows.take(whole), whole), (rows.take(whole)[0], whole[0])):
-                if len(whole) in (1, len(of_rows)) and part.shape == held.shape:
-                    expect((to_device(part, held.device) == held).all(), error)
-                    return of_rows
-        raise error
-
     key = (function, "whole rows")
     if key not in rows.memo:
-        by_places = replaced(function, whole_of)
+        by_places = replaced(function, lambda held: _whole(held, rows, expect))
 
         def of_each_pair(row: Any, head: Any, query: Any, key: Any) -> Tensor:
             # a value for each query and key, also where it looks at neither
@@ -417,6 +399,24 @@ def of_whole_rows(function: MaskFunction, rows: CutRows, expect: Expect = raise_
 
         rows.memo[key] = RowMask(of_each_pair)
     return rows.memo[key]
+
+
+def _whole(held: Tensor, rows: CutRows, expect: Expect) -> Tensor:
+    """Return the whole rows of a tensor that a mask closes over, if it has a number for each of a rank's tokens."""
+    own = rows.counts[rows.rank]
+    if own not in held.shape or own == rows.length:
+        return held
+    error = UnsupportedError(
+        f"the mask of flex_attention closes over a tensor of {list(held.shape)}, one number for each of this rank's"
+        f" {own} tokens, and is asked about the {rows.length} tokens of whole rows. Let it close over the batch's"
+        f" document_ids themselves, or over nothing, or set layout.cp = 1"
+    )
+    if (whole := rows.documents) is not None:
+        for part, of_rows in ((rows.take(whole), whole), (rows.take(whole)[0], whole[0])):
+            if len(whole) in (1, len(of_rows)) and part.shape == held.shape:
+                expect((to_device(part, held.device) == held).all(), error)
+                return of_rows
+    raise error
 
 
 # --- hand modules that compute whole rows the masks and biases of whole rows
