@@ -180,7 +180,7 @@ def held(tokens: int, ranks: int, kind: str) -> int:
     """Most bytes that one attention keeps for its backward on a rank, with rows of ``tokens``."""
     import torch
 
-    from meshwright.distributed.context.attention import Context, attend
+    from meshwright.distributed.context.methods import Context, attend
     from meshwright.distributed.context.rows import Reaches, cut_rows
     from meshwright.distributed.exchange import Thread, on_threads
     from meshwright.introspection.mixing.interception import AttentionCall

@@ -66,7 +66,7 @@ def fused(name: str, dtype: str) -> Outcome:
 def _error(
     name: str, dtype: str, device: str, length: int, features: tuple[int, int], groups: tuple[int, int]
 ) -> float:
-    from meshwright.distributed.context.kernels import Scores, block_attention, fused_kernel
+    from meshwright.distributed.context.kernels import KeysAtHand, Scores, attention, fused_kernel
     from meshwright.introspection.mixing.reach import KeyRanges
 
     sizes = ((groups[0], features[0]), (groups[1], features[0]), (groups[1], features[1]))  # queries, keys, values
@@ -80,7 +80,7 @@ def _error(
     reach = KeyRanges(torch.zeros_like(place), torch.where(place < causal, place + 1, length))
 
     def attended(given: list[Tensor]) -> list[Any]:
-        output, logarithm = block_attention(*given, reach, Scores(features[0] ** -0.5))
+        output, logarithm = attention(*given, KeysAtHand(reach), Scores(features[0] ** -0.5))
         weights = torch.linspace(-1, 1, output.numel(), device=device).view(output.shape)
         (output * weights).sum().backward()
         return [output.detach(), logarithm.detach(), *(x.grad for x in given)]

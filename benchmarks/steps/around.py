@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.core.devices import finish_stream, is_accelerator
-from meshwright.distributed.measuring.messages import _gather as gather
-from meshwright.distributed.measuring.products import Effort, seconds_of
+from meshwright.distributed.measuring import COLLECTIVES, Effort, seconds_of
 from meshwright.distributed.parallelize import parallelize
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module
@@ -146,5 +145,5 @@ def silent_seconds(device: torch.device, effort: Effort) -> tuple[float, float]:
     local = torch.zeros(8, device=device)
     sharded = DTensor.from_local(local, mesh, [Shard(0)])
     extra = seconds_of(lambda: sharded.mul_(1.0), device, effort) - seconds_of(lambda: local.mul_(1.0), device, effort)
-    silent = gather(torch.zeros(16, device=device), dist.group.WORLD, 2)  # type: ignore[arg-type]
+    silent = COLLECTIVES["all_gather"](torch.zeros(16, device=device), dist.group.WORLD, 2)  # type: ignore[arg-type]
     return max(1e-9, extra), seconds_of(silent, device, effort)

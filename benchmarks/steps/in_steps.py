@@ -9,7 +9,7 @@ from statistics import median
 import torch
 
 from meshwright.core.devices import is_accelerator
-from meshwright.distributed.measuring.products import Effort
+from meshwright.distributed.measuring import Effort
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import get_world_info

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.core.devices import current_device, is_accelerator, local_device
-from meshwright.distributed.measuring.messages import _reduce as reduce
-from meshwright.distributed.measuring.products import FULL, Effort
+from meshwright.distributed.measuring import COLLECTIVES, FULL, Effort
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.workers import WorkerPool
 from meshwright.simulation.measured import MachineProfile
@@ -75,7 +74,7 @@ def busy(device: torch.device, effort: Effort) -> float:
     """Return the cores that a rank occupies while a message travels, all its threads together. Collective."""
     if not dist.is_initialized() or is_accelerator(device):
         return 0.0
-    work = reduce(torch.zeros(effort.messages[-1] // 4), dist.group.WORLD, dist.get_world_size())  # type: ignore[arg-type]
+    work = COLLECTIVES["all_reduce"](torch.zeros(effort.messages[-1] // 4), dist.group.WORLD, dist.get_world_size())  # type: ignore[arg-type]
     work()
     dist.barrier()
     spent, began = time.process_time(), time.perf_counter()

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from meshwright.checkpoint import load, save
 from meshwright.core.errors import UnsupportedError
-from meshwright.distributed.doors import functions
+from meshwright.distributed import doors as functions
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.parallelizer import fsdp2_strategy_parallelize

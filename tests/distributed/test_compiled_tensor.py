@@ -13,7 +13,7 @@ import torch
 from support import families
 
 from meshwright import Layout, parallelize, plan
-from meshwright.distributed.recompute import compilation
+from meshwright.distributed.recompute import recompute as compilation
 from meshwright.distributed.tensor.functions import TokenSequence
 from meshwright.introspection import signature
 from meshwright.models.decoder_config import DecoderConfig

@@ -29,7 +29,7 @@ from support.cut_rows import EXACT, FP64, WAYS, batch, errors
 
 from meshwright import Layout, parallelize, plan
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.distributed.context import positions
+from meshwright.distributed.context import modules
 from meshwright.distributed.context.proof import prove
 from meshwright.introspection.facts import model_facts
 
@@ -89,7 +89,7 @@ def test_a_row_that_is_longer_than_a_table_is_refused(spmd):
 
 
 def test_without_the_places_the_rehearsal_refuses(monkeypatch):
-    monkeypatch.setattr(positions._OwnPlaces, "_places", lambda self, device: torch.arange(self.own))
+    monkeypatch.setattr(modules._OwnPlaces, "_places", lambda self, device: torch.arange(self.own))
     facts = model_facts(counting(CARRIED[0]))
     with pytest.raises(
         UnsupportedError, match="were rehearsed on a small copy, plain, and the gradient of .* is wrong"

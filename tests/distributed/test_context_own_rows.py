@@ -103,7 +103,8 @@ def test_a_cache_is_refused(spmd):
 def hides_tensors() -> str:
     mesh = init_distributed(DistributedConfig(**vars(CP2)))
     model = apply_context_parallel(Decoder(DECODER), mesh)
-    wrap(model, lambda forward: lambda **kwargs: SimpleNamespace(prediction=forward(**kwargs)), "hidden")
+    forward = model.forward
+    wrap(model, lambda **kwargs: SimpleNamespace(prediction=forward(**kwargs)), "hidden")
     try:
         with context_parallel_rows(model, {"tokens": TOKENS}) as own:
             model(**own)

@@ -48,7 +48,7 @@ def gradients(fault: bool) -> torch.Tensor:
     """Whole gradient of the first router, of one process or with cut rows."""
     with pytest.MonkeyPatch.context() as patch:
         if fault:
-            patch.setattr(context_parallel, "_count_whole_rows", lambda model, ranks: None)
+            patch.setattr(context_parallel, "count_whole_rows", lambda model, ranks: None)
         techniques = {"precision": {"master": "float64"}}
         model = parallelize(replace(DENSE, moe=SEQUENCE), Layout(dp_shard=1, cp=-1), techniques=techniques)
         tokens = torch.randint(0, 64, (2, 22), generator=torch.Generator().manual_seed(0))

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.distributed.measuring.products import SHORTEST
+from meshwright.distributed.measuring import SHORTEST
 from meshwright.training.machine import measure
 
 PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"

@@ -150,29 +150,27 @@ def test_torch_distributed_on_two_axes(spmd):
 
 def test_torchao():
     torchao = pytest.importorskip("torchao.float8")
-    from meshwright.distributed.float8 import products as ao
+    from meshwright.distributed import products as ao
 
     linear = torchao.convert_to_float8_training(
         nn.Linear(16, 16, bias=False), config=torchao.Float8LinearConfig(emulate=True)
     )
-    kernels, config = ao.kernels_of(linear), linear.config
-    x = torch.randn(16, 16)
-    assert torch.equal(ao.product(x, linear.weight, kernels, config), linear(x))
-    cast = config.cast_config_input
-    assert not ao.is_disabled(cast) and ao.has_one_scale(cast)
-    scale = ao.scale_for(x.abs().max(), cast.target_dtype)
-    by_scale = ao.rounded_by(x, scale, cast.target_dtype, kernels, "INPUT")
-    alone = ao.rounded(x, cast, kernels, "INPUT", -1, config.round_scales_to_power_of_2)
-    assert torch.equal(ao.codes_of(by_scale).float(), ao.codes_of(alone).float()) and ao.role_of(alone) == "input"
-    weight = ao.weight_in_float8(ao.codes_of(alone), torch.ones(()), torch.float32, kernels)
-    before = weight.to_original_precision()
-    ao.set_scale(weight, torch.full((), 2.0))
-    assert torch.equal(weight.to_original_precision(), before / 2)
+    x, way = torch.randn(16, 16), ao.products_of(linear, parts=ao.OperandParts(x=True))
+    assert torch.equal(way.linear(x, linear.weight, None), linear(x)) and way.parts.x  # one scale for each operand
+    assert torch.equal(way.output(x, linear.weight, None), linear(x))
+    cast, largest = linear.config.cast_config_input, x.abs().max()
+    by_scale = ao.rounded_by(x, ao.scale_for(largest, cast.target_dtype), cast.target_dtype, way.kernels, "INPUT")
+    alone, agreed = (way._rounded(x, cast, "INPUT", -1, given) for given in (None, largest))
+    assert torch.equal(by_scale._data.float(), alone._data.float()) and ao.role_of(alone) == "input"
+    assert torch.equal(agreed._data.float(), alone._data.float())
+    before = alone.to_original_precision()
+    alone._scale = alone._scale * 2
+    assert torch.equal(alone.to_original_precision(), before / 2)
 
 
 def test_torchaos_optimizers():
     pytest.importorskip("torchao.optim")
-    from meshwright.distributed.float8 import products as ao
+    from meshwright.distributed import products as ao
 
     weight, gradient = torch.ones(4), torch.full((4,), 0.5)
     ours = nn.Parameter(weight.clone())

@@ -15,8 +15,8 @@ from meshwright import Layout, load, parallelize, save
 from meshwright.checkpoint import state as low_bit
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.core.errors import ConfigError
-from meshwright.distributed.float8.products import kind_of_state
 from meshwright.distributed.optimizer.low_bit import SIGNED, is_rounded
+from meshwright.distributed.products import kind_of_state
 from meshwright.distributed.weights.shards import whole_on_first
 
 BLOCK = {"8bit": 256, "4bit": 128}

@@ -22,9 +22,10 @@ from meshwright.distributed import (
     apply_fsdp2,
     apply_tensor_parallel,
     build_parallel_model,
+    float8,
     order,
+    products,
 )
-from meshwright.distributed.float8 import float8, products
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.setup import init_distributed
 from meshwright.distributed.tensor import layers

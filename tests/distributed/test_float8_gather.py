@@ -21,7 +21,7 @@ from torch import Tensor
 from meshwright import ConfigError, IntegrityError
 from meshwright.checkpoint import load, save
 from meshwright.distributed import apply_float8, apply_fsdp2, order
-from meshwright.distributed.float8 import gather as float8_gather
+from meshwright.distributed import products as float8_gather
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.setup import init_distributed
 from meshwright.distributed.transforms import apply_model_transforms, build_model_transform

@@ -21,7 +21,7 @@ from test_tensor_parallel import SHARDED, TP2, Way, assert_all_estimated, family
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.distributed.float8 import agreed
+from meshwright.distributed import products as agreed
 from meshwright.distributed.parallelize import parallelize
 from meshwright.planning.layout import Layout
 from meshwright.verification import verify as verifying

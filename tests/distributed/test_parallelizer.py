@@ -172,7 +172,7 @@ def without_sums(family: str) -> dict[str, float]:
     def broken(model, plan, group, **options):
         return cut(model, plan, group, **{**options, "sums_at_once": False})
 
-    proven = mock.patch("meshwright.distributed.doors.functions.prove")  # the rehearsal would refuse it
+    proven = mock.patch("meshwright.distributed.doors.prove")  # the rehearsal would refuse it
     with proven, mock.patch.object(parallel, "wrap_modules", broken):
         return errors(family, by_one_call, LAYOUTS["tp2"])
 

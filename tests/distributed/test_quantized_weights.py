@@ -21,9 +21,9 @@ from torch.nn import functional as F
 
 from meshwright.checkpoint import load, pretrained, save
 from meshwright.core.errors import ConfigError, IntegrityError, UnsupportedError
+from meshwright.distributed import nf4
+from meshwright.distributed.nf4 import pack, unpack
 from meshwright.distributed.parallelize import parallelize
-from meshwright.distributed.quantize import nf4
-from meshwright.distributed.quantize.nf4 import pack, unpack
 from meshwright.distributed.weights import constructed
 from meshwright.models.decoder_config import SIZES
 from meshwright.planning.build import plan
@@ -286,7 +286,7 @@ def gradient_of_plain_rounding():
     def lost(gradient: Tensor, packed: Tensor) -> Tensor:
         return gradient @ unpack(packed, gradient.dtype).sign()
 
-    with patch("meshwright.distributed.quantize.nf4.gradient_of_input", lost):
+    with patch("meshwright.distributed.nf4.gradient_of_input", lost):
         yield
 
 

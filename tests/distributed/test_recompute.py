@@ -20,7 +20,7 @@ from meshwright import ConfigError, UnsupportedError
 from meshwright.distributed import apply_ac
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.process.absent_peers import WireCounter
-from meshwright.distributed.recompute import compilation, kept, recompute
+from meshwright.distributed.recompute import kept, recompute
 from meshwright.distributed.recompute import recompute as host_activations
 from meshwright.distributed.transforms import apply_model_transforms
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
@@ -490,7 +490,7 @@ def test_a_budget_refuses_a_block_that_draws_before_anything_is_trained():
     torch._dynamo.reset()
     model = nn.Sequential(nn.ModuleList(Dropping() for _ in range(2)))
     made = plan(model, Layout(dp_shard=1), techniques=BUDGET)
-    block = compilation.apply(model, made).get_submodule("0.0")
+    block = recompute.compile_blocks(model, made).get_submodule("0.0")
     with torch.no_grad():
         block(torch.ones(2, 8))
     with pytest.raises(UnsupportedError, match="Dropping draws random numbers"):

@@ -21,8 +21,8 @@ from torch.distributed.tensor.parallel import (
 
 from meshwright import ConfigError, Layout, UnsupportedError
 from meshwright.distributed import init_distributed
-from meshwright.distributed.doors.styles import is_transposed, word_of
 from meshwright.distributed.parallelizer import to_cpu, translate_to_torch_parallel_style
+from meshwright.distributed.tensor.styles import is_transposed, word_of
 from meshwright.planning.tensor.styles import STYLES
 
 ROWS, SEQ, DIM, HIDDEN, VOCAB = 2, 6, 8, 12, 18

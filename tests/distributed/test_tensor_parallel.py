@@ -23,7 +23,8 @@ from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.process.absent_peers import WireCounter
 from meshwright.distributed.step import whole_model
-from meshwright.distributed.tensor.layers import Sums, local
+from meshwright.distributed.tensor.layers import local
+from meshwright.distributed.tensor.parallel import Sums
 from meshwright.distributed.weights.shards import whole_on_first
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.layout import Layout

@@ -22,10 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright import ConfigError, Layout, UnsupportedError
 from meshwright.distributed import init_distributed
-from meshwright.distributed.doors.transform_registry import in_order
 from meshwright.distributed.mesh import axis_sizes, data_position
 from meshwright.distributed.order import NAMES
 from meshwright.distributed.process.absent_peers import WireCounter
+from meshwright.distributed.transform_registry import in_order
 from meshwright.distributed.transforms import (
     ActivationCheckpointTransformConfig,
     DDPTransformConfig,
@@ -183,7 +183,7 @@ def test_registering_refuses_what_would_go_wrong_later():
         register_model_transform("odd", LabelConfig, after=["fully_sharded"])
     with pytest.raises(
         ConfigError,
-        match="the transform name 'ddp' is taken by meshwright.distributed.doors.builtin_transforms.DDPTransform",
+        match="the transform name 'ddp' is taken by meshwright.distributed.transforms.DDPTransform",
     ):
         register_model_transform("ddp", LabelConfig)(Label)
     with pytest.raises(ConfigError, match="the transform name 'ddp' is taken"):

@@ -104,7 +104,7 @@ def test_adapters_of_a_base_in_4_bits_are_read_beside_it_by_the_code_that_is_pri
     import transformers
     from peft import PeftModel
 
-    from meshwright.distributed.quantize.nf4 import pack, unpack
+    from meshwright.distributed.nf4 import pack, unpack
 
     bits = {"techniques.quantize_frozen": "nf4", "adapters.modules_to_save": [], "adapters.targets": ["q_proj"]}
     ran = pool.run(Job(base | bits | {"out": str(tmp_path / "out")}), world=1, timeout=60)[0]

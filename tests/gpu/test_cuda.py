@@ -172,11 +172,11 @@ def test_the_history_of_memory_is_written(tmp_path):
 @pytest.mark.parametrize(("name", "dtype"), [("cuda flash", torch.bfloat16), ("cuda efficient", torch.float32)])
 @pytest.mark.parametrize("key_heads", [2, 4])
 def test_a_fused_kernel_gives_what_blocks_do(name, dtype, key_heads):
-    from meshwright.distributed.context.kernels import Scores, block_attention, fused_kernel
+    from meshwright.distributed.context.kernels import KeysAtHand, Scores, attention, fused_kernel
     from meshwright.introspection.mixing.reach import KeyRanges
 
     def attended(given, reach):
-        output, logarithm = block_attention(*given, reach, Scores(0.125))
+        output, logarithm = attention(*given, KeysAtHand(reach), Scores(0.125))
         weights = torch.linspace(-1, 1, output.numel(), device=output.device).view(output.shape)
         (output * weights).sum().backward()
         return output.detach(), logarithm.detach(), *(x.grad for x in given)

@@ -17,7 +17,7 @@ from torch import nn
 
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.parts import FusedPart
-from meshwright.distributed.tensor import normed as running
+from meshwright.distributed.tensor import adapters as running
 from meshwright.distributed.tensor import parallel
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.signature import Signature
@@ -110,7 +110,7 @@ def summands_not_reduced(plan: TensorPlan) -> Any:
     def own(summand: torch.Tensor, sequence: Any) -> torch.Tensor:
         return running.functions.own_part(summand, sequence)
 
-    return patch.object(running, "_reduced", own)
+    return patch.object(running.functions, "reduced", own)
 
 
 @pytest.mark.kills("plans", "fault")

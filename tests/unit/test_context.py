@@ -24,7 +24,7 @@ from support.mixing import (
 )
 
 from meshwright import ConfigError, Layout, UnsupportedError, plan
-from meshwright.distributed.context import attention, methods, proof, runtime
+from meshwright.distributed.context import methods, proof, runtime
 from meshwright.distributed.context.proof import (
     LARGEST_ERROR,
     WITHOUT_POSITIONS,
@@ -298,7 +298,7 @@ def labels_cut_otherwise_than_tokens(patch):
 
 def queries_of_the_first_rank(patch):
     first = property(lambda context: context.reach.take(context.rows.places_of(0)))
-    patch.setattr(attention.Context, "own_reach", first)
+    patch.setattr(methods.Context, "own_reach", first)
 
 
 FAULTS = (

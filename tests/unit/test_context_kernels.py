@@ -13,7 +13,7 @@ from meshwright import Layout, plan
 from meshwright.core import torch_private
 from meshwright.core.torch_private import fake_mode
 from meshwright.distributed.context import kernels as kernels
-from meshwright.distributed.context.kernels import FUSED, Fused, Scores, block_attention, fused_kernel
+from meshwright.distributed.context.kernels import FUSED, Fused, KeysAtHand, Scores, attention, fused_kernel
 from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.mixing.masks import causal as causal_places
 from meshwright.introspection.mixing.reach import search
@@ -72,7 +72,7 @@ def attended(given: list[Tensor]) -> tuple[Tensor, ...]:
     """Output, logarithms and gradients of causal attention."""
     reach = search(causal_places, given[0].shape[2], 1)
     assert reach is not None
-    output, logarithm = block_attention(*given, reach, Scores(0.3))
+    output, logarithm = attention(*given, KeysAtHand(reach), Scores(0.3))
     (output * torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)).sum().backward()
     return output.detach(), logarithm.detach(), *(x.grad for x in given if x.grad is not None)
 

@@ -13,9 +13,9 @@ from support.mixing import Model, causal, windowed
 from torch import Tensor
 
 from meshwright import Layout, UnsupportedError, plan
-from meshwright.distributed.context import attention, kernels, methods
-from meshwright.distributed.context.attention import Context, attend, attend_to_whole_rows
-from meshwright.distributed.context.kernels import Scores, block_attention
+from meshwright.distributed.context import kernels, methods
+from meshwright.distributed.context.kernels import KeysAtHand, Scores, attention
+from meshwright.distributed.context.methods import Context, attend, attend_to_whole_rows
 from meshwright.distributed.context.rows import CutRows, Reaches, cut_rows, select
 from meshwright.distributed.exchange import Thread, on_threads
 from meshwright.introspection.facts import model_facts
@@ -307,7 +307,7 @@ def test_functions_of_the_same_code_and_numbers_are_one():
 def test_queries_without_keys_give_zeros_and_no_gradient():
     q, k, v = (torch.randn(1, 2, 4, 3, dtype=torch.float64, requires_grad=True) for _ in range(3))
     reach = KeyRanges(torch.tensor([[0, 2, 1, 4]]), torch.tensor([[1, 2, 1, 4]]))
-    output, logarithm = block_attention(q, k, v, reach, Scores(0.5, 2.0))
+    output, logarithm = attention(q, k, v, KeysAtHand(reach), Scores(0.5, 2.0))
     output.sum().backward()
     assert torch.equal(output[:, :, 1:], torch.zeros(1, 2, 3, 3)) and bool(torch.isinf(logarithm[:, :, 1:]).all())
     assert all(bool(torch.isfinite(x.grad).all()) for x in (q, k, v)) and not q.grad[:, :, 1:].any()
@@ -322,7 +322,7 @@ def test_blocks_that_no_query_reaches_are_passed_over(monkeypatch):
     for function, reached in ((masks.causal, 18), (masks.shorter_than(masks.causal, 2), 8)):
         computed.clear()
         reach = search(function, 20, 1)
-        block_attention(x, x, x, reach, Scores(1.0))
+        attention(x, x, x, KeysAtHand(reach), Scores(1.0))
         assert len(computed) == reached, "of 28 blocks of 5 queries by 3 keys"
 
 
@@ -406,13 +406,13 @@ def never_passed_on(patch):
 
 
 def key_heads_in_another_order(patch):
-    correct = attention.shares_of_heads
-    patch.setattr(attention, "shares_of_heads", lambda *sizes: (correct(*sizes)[0], correct(*sizes)[1][::-1]))
+    correct = methods.shares_of_heads
+    patch.setattr(methods, "shares_of_heads", lambda *sizes: (correct(*sizes)[0], correct(*sizes)[1][::-1]))
 
 
 def sinks_counted_twice(patch):
-    correct = attention._finished
-    patch.setattr(attention, "_finished", lambda *given: correct(given[0], given[1], correct(*given), *given[3:]))
+    correct = methods._finished
+    patch.setattr(methods, "_finished", lambda *given: correct(given[0], given[1], correct(*given), *given[3:]))
 
 
 def window_of_halo_off_by_one(patch):
@@ -441,7 +441,8 @@ def shared_key_heads_not_summed(patch):
 
 
 def logarithms_forgotten(patch):
-    patch.setattr(methods, "given_of", lambda scores, gradients, made: kernels.Given(gradients[0], *made))
+    correct = kernels.Given
+    patch.setattr(kernels, "Given", lambda for_output, output, logarithm, _: correct(for_output, output, logarithm))
 
 
 def blocked_queries_divided_by_zero(patch):
@@ -455,12 +456,12 @@ def blocked_queries_divided_by_zero(patch):
 
 
 def sinks_counted_by_each_rank(patch):
-    correct = attention._finished
+    correct = methods._finished
 
     def finish(call, arithmetic, output, logarithm, heads):
         return correct(call, arithmetic, output, logarithm - math.log(4) * bool(arithmetic.sinks), heads)
 
-    patch.setattr(attention, "_finished", finish)
+    patch.setattr(methods, "_finished", finish)
 
 
 def last_segment_lost(patch):

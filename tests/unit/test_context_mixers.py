@@ -12,7 +12,8 @@ from support.releases import TRANSFORMERS, not_of_517
 from torch import Tensor, nn
 
 from meshwright import Layout, UnsupportedError, plan
-from meshwright.distributed.context import attention as applied
+from meshwright.distributed.context import modules as applied
+from meshwright.distributed.context import rows
 from meshwright.distributed.context.proof import prove, rehearse, rehearsed
 from meshwright.distributed.context.proof import small_and_plan as small_of
 from meshwright.introspection.facts import model_facts
@@ -165,13 +166,11 @@ def test_parts_of_whole_rows_on_tensor_ranks_are_refused():
 
 
 def tokens_in_the_order_of_ranks(monkeypatch):
-    correct = applied.place
+    def behind_each_other(numbers, x, part):
+        start = 0 if int(numbers.index[0, 0]) == 0 else x.shape[2] - part.shape[2]
+        x[:, :, start : start + part.shape[2]].copy_(part)
 
-    def behind_each_other(x, index, dim, part):
-        start = 0 if int(index[0, 0]) == 0 else x.shape[dim] - index.shape[1]
-        correct(x, torch.arange(start, start + index.shape[1])[None].expand_as(index), dim, part)
-
-    monkeypatch.setattr(applied, "place", behind_each_other)
+    monkeypatch.setattr(rows.Numbers, "put", behind_each_other)
 
 
 def heads_of_the_next_rank(monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from meshwright.distributed.context import kernels, methods
-from meshwright.distributed.context.attention import Context, attend
+from meshwright.distributed.context.methods import Context, attend
 from meshwright.distributed.context.rows import Reaches, cut_rows
 from meshwright.distributed.exchange import Thread, on_threads
 from meshwright.introspection.mixing.interception import AttentionCall
@@ -64,8 +64,7 @@ def order_of_calls(monkeypatch: pytest.MonkeyPatch, kind: Kind, ranks: int) -> t
         return run
 
     monkeypatch.setattr(kernels.Attended, "add", noted("attend", add))
-    for module in (methods, methods):
-        monkeypatch.setattr(module, "gradients_of", noted("differentiate", found))
+    monkeypatch.setattr(methods, "gradients_of", noted("differentiate", found))
     meet = type(on_threads.__globals__["Board"](1)).meet
 
     def meet_and_note(board: Any) -> None:

@@ -135,19 +135,19 @@ def test_a_reach_is_the_mask_wherever_it_is_taken(data, given_batch):
     assert torch.equal(found, queries.gather(2, keys[:, None].expand(-1, mine.shape[1], -1)))
 
 
-def painted(tiles: list[Any], reach: KeyRanges, keys: int) -> Tensor:
+def painted(boxes: list[kernels.Box], reach: KeyRanges, keys: int, *, masked: bool) -> Tensor:
     """How often each query attends to each key."""
     times = torch.zeros(*reach.lower.shape, keys, dtype=torch.int64)
     seen = dense_of(reach, keys)
-    for tile in tiles:
-        if isinstance(tile, kernels.Tile):
-            part = seen[tile.rows, tile.queries, tile.keys]
-            assert bool(part.all()) or not tile.is_whole
-            times[tile.rows, tile.queries, tile.keys] += part
+    for box in boxes:
+        if masked:
+            part = seen[box.rows, box.queries, box.keys]
+            assert bool(part.all()) or not box.is_whole
+            times[box.rows, box.queries, box.keys] += part
         else:
-            size = tile.queries.stop - tile.queries.start, tile.keys.stop - tile.keys.start
+            size = box.queries.stop - box.queries.start, box.keys.stop - box.keys.start
             ones = torch.ones(size, dtype=torch.int64)
-            times[tile.rows, tile.queries, tile.keys] += ones.tril() if tile.is_causal else ones
+            times[box.rows, box.queries, box.keys] += ones.tril() if box.is_causal else ones
     return times
 
 
@@ -164,8 +164,8 @@ def test_blocks_and_segments_have_every_pair_once(data, given_batch, queries, ke
     with patch.object(kernels, "SHORTEST", 0):
         runs = kernels.segments(reach)
     assert runs is not None
-    for found in (tiles, runs):
-        assert torch.equal(painted(found, reach, count), dense_of(reach, count).long())
+    for found, masked in ((tiles, True), (runs, False)):
+        assert torch.equal(painted(found, reach, count, masked=masked), dense_of(reach, count).long())
 
 
 # --- what travels
@@ -204,7 +204,7 @@ def test_members_know_their_tokens_among_all(given_batch, options, count):
         members = Members.of(Thread(Board(ranks), first), made, first, count)
         together = torch.cat([made.places_of(rank) for rank in range(first, first + count)], dim=1)
         assert torch.equal(members.places, together.sort(dim=1).values)
-        for rank, numbers in zip(members.ranks, members.numbers, strict=True):
+        for rank, numbers in zip(range(first, first + count), members.numbers, strict=True):
             assert torch.equal(members.places.gather(1, numbers.index), made.places_of(rank))
         assert members.sizes([7] * count) == [7 * (first <= rank < first + count) for rank in range(ranks)]
 

@@ -12,7 +12,7 @@ from torch import nn
 from meshwright import ConfigError, Layout, Plan, UnsupportedError, parallelize, plan
 from meshwright.cli.verify import _dtypes
 from meshwright.core.errors import MissingExtraError
-from meshwright.distributed.float8.float8 import refuse_absent
+from meshwright.distributed.float8 import refuse_absent
 from meshwright.distributed.memory.dry_run import estimate_memory
 from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import model_facts

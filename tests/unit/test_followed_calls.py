@@ -25,15 +25,15 @@ from meshwright.data import SourceOptions, load_tokenizer, open_corpus, prepare
 from meshwright.data.loader import Loader
 from meshwright.data.mixture import Samples
 from meshwright.distributed.averaging import ScheduleFreeAdamW
-from meshwright.distributed.doors.stage_module import PipelineStageModule
-from meshwright.distributed.doors.zero import nvfsdp_strategy_parallelize
 from meshwright.distributed.loss.preference import without_reference
 from meshwright.distributed.optimizer import low_bit
 from meshwright.distributed.optimizer.muon import Muon
 from meshwright.distributed.optimizer.parameter_groups import refuse_unused, split_by_role
 from meshwright.distributed.optimizer.step import check as check_optimizer
 from meshwright.distributed.parallelize import single_process_mesh
+from meshwright.distributed.parallelizer import nvfsdp_strategy_parallelize
 from meshwright.distributed.pipeline.stage_module import decoder_config
+from meshwright.distributed.pipeline_parallel import PipelineStageModule
 from meshwright.integrations.training_arguments import SFT_CONFIG, TRAINING_ARGUMENTS, _precision, refuse
 from meshwright.models.decoder_config import SIZES, MoEConfig
 from meshwright.planning.rules import check_data

@@ -11,7 +11,7 @@ from support.releases import installed
 
 from meshwright.cli import main as cli
 from meshwright.core.errors import ConfigError
-from meshwright.distributed.measuring.products import SHORTEST
+from meshwright.distributed.measuring import SHORTEST
 from meshwright.simulation.measured import (
     COME_ALONG,
     MachineProfile,

@@ -39,7 +39,7 @@ def test_a_wrapped_forward_keeps_a_name_of_its_own_and_the_signature_of_what_it_
     module = nn.Linear(2, 2)
     x = torch.randn(3, 2)
     plain = module(x)
-    wrap(module, doubled, "doubled")
+    wrap(module, doubled(module.forward), "doubled")
     assert torch.equal(module(x), 2 * plain)
     assert module.forward.__name__ == module.forward.__code__.co_name == "doubled_forward"
     assert list(inspect.signature(module.forward).parameters) == list(

@@ -23,7 +23,7 @@ from torch import Tensor
 from meshwright.core.errors import MeshwrightError, UnsupportedError
 from meshwright.core.parts import FusedPart
 from meshwright.distributed import exchange
-from meshwright.distributed.tensor import ends, functions, layers, loss, normed, parallel
+from meshwright.distributed.tensor import ends, functions, layers, loss, parallel
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.logits.tail import Tail
 from meshwright.introspection.logits.tape import LogitsTape
@@ -259,8 +259,9 @@ def slices_of_the_next_rank() -> AbstractContextManager:
     return patch.object(layers, "share_of", share)
 
 
-def in_backward(kind: type[functions.TokenSequence], node: Any = functions._ColumnParallel) -> AbstractContextManager:
+def in_backward(kind: type[functions.TokenSequence]) -> AbstractContextManager:
     """Column-parallel layers whose backward works on another kind of sequence."""
+    node = functions._ColumnParallel
     whole = node.backward
 
     def backward(ctx: Any, *gradients: Tensor):
@@ -321,7 +322,7 @@ def latent_gradients_not_summed() -> AbstractContextManager:
 
 
 def normed_input_not_reduced() -> AbstractContextManager:
-    return in_backward(Unreduced, normed._NormedColumnParallel)
+    return in_backward(Unreduced)
 
 
 def gradient_of_one_branch_dropped() -> AbstractContextManager:
@@ -362,7 +363,7 @@ def regathered_in_another_order() -> AbstractContextManager:
 
 
 def normed_again_in_another_order() -> AbstractContextManager:
-    return in_backward(Flipped, normed._NormedColumnParallel)
+    return in_backward(Flipped)
 
 
 def deferred_summands_dropped() -> AbstractContextManager:

@@ -15,7 +15,7 @@ from torch import nn
 
 from meshwright import Layout, verify
 from meshwright.distributed import order
-from meshwright.distributed.context import attention, runtime
+from meshwright.distributed.context import methods, runtime
 from meshwright.introspection.mixing.reach import KeyRanges, RowMask
 from meshwright.verification.aspects.sight import Sight, sight_alone, sight_laid_out, words
 from meshwright.verification.problem import Problem, RandomBatches
@@ -46,19 +46,19 @@ def border_lost() -> object:
 
 
 def window_off_by_one() -> Fault:
-    correct = attention.Context.own_reach.fget
+    correct = methods.Context.own_reach.fget
 
-    def wider(context: attention.Context) -> KeyRanges:
+    def wider(context: methods.Context) -> KeyRanges:
         reach = correct(context)
         return KeyRanges((reach.lower - 1).clamp(min=0), reach.upper)
 
-    return patch.object(attention.Context, "own_reach", property(wider))
+    return patch.object(methods.Context, "own_reach", property(wider))
 
 
 def window_cut() -> Fault:
-    correct = attention.Context.own_reach.fget
+    correct = methods.Context.own_reach.fget
     own_alone = property(lambda context: KeyRanges(context.rows.own, correct(context).upper))
-    return patch.object(attention.Context, "own_reach", own_alone)
+    return patch.object(methods.Context, "own_reach", own_alone)
 
 
 FAULTS = {

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.distributed.mesh import is_first_of_stage
+from meshwright.distributed.nf4 import pack
 from meshwright.distributed.process import agree
-from meshwright.distributed.quantize.nf4 import pack
 from meshwright.distributed.weights.shards import pieces
 from meshwright.planning.values import NF4_BLOCK, NF4_BLOCK_BYTES
 

@@ -24,7 +24,7 @@ from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.tensor_files import DTYPES, INDEX, SINGLE
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.distributed.quantize.nf4 import pack, unpack
+from meshwright.distributed.nf4 import pack, unpack
 from meshwright.introspection.adapted.folder import ROUNDED_IN, WEIGHTS
 from meshwright.introspection.adapted.model import (
     ADAPTER,

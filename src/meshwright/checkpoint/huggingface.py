@@ -21,12 +21,12 @@ from meshwright.core.names import clean, is_within
 from meshwright.core.record import recall, remember
 from meshwright.core.torch_private import is_persistent
 from meshwright.distributed import order
-from meshwright.distributed.doors.builtin_transforms import LoadWeightsTransformConfig
-from meshwright.distributed.doors.functions import mean_plan
-from meshwright.distributed.doors.transform_registry import ModelTransform, register_model_transform
+from meshwright.distributed.doors import mean_plan
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.pipeline.split import SharedEnds
 from meshwright.distributed.process import agree
+from meshwright.distributed.transform_registry import ModelTransform, register_model_transform
+from meshwright.distributed.transforms import LoadWeightsTransformConfig
 from meshwright.distributed.weights.constructed import Destinations, Weights
 from meshwright.distributed.weights.shards import pieces
 from meshwright.introspection.adapted.folder import CONFIG as ADAPTER_CONFIG

@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 from meshwright.core.errors import UnsupportedError
 from meshwright.distributed.averaging import ScheduleFreeAdamW
 from meshwright.distributed.data import fully_sharded
-from meshwright.distributed.float8.products import quantize
 from meshwright.distributed.optimizer.low_bit import SIGNED, TorchaoAdamW, at_rest, is_rounded
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import is_rank_zero
+from meshwright.distributed.products import quantize
 from meshwright.distributed.torch_private import local_part
 from meshwright.distributed.weights.shards import with_local
 

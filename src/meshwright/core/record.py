@@ -47,15 +47,13 @@ def note(module: nn.Module, change: str) -> None:
         module.__dict__["extra_repr"] = _Description(module)
 
 
-def wrap(module: nn.Module, make: Callable[[Forward], Forward], change: str) -> None:
-    """Replace the module's forward by the function that ``make`` makes of it, and note the change.
+def wrap(module: nn.Module, made: Forward, change: str) -> None:
+    """Replace the module's forward by a function that was made for it, which may call that forward; note the change.
 
     The new function keeps its own name, so that a debugger and a traceback show which technique runs; signature and
     documentation are those of the forward that it wraps.
     """
-    forward = module.forward
-    made = make(forward)
-    module.forward = functools.update_wrapper(made, forward, assigned=("__doc__", "__annotations__"))
+    module.forward = functools.update_wrapper(made, module.forward, assigned=("__doc__", "__annotations__"))
     note(module, change)
 
 

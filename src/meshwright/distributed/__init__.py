@@ -15,7 +15,7 @@ from meshwright.core.host import refuse_older
 refuse_older("torch")
 
 _HOME = {
-    "doors.functions": (
+    "doors": (
         "ActivationCheckpointing",
         "apply_ac",
         "apply_context_parallel",
@@ -39,7 +39,7 @@ _HOME = {
         "get_tp_mesh",
         "has_dp_mesh",
     ),
-    "doors.stage_module": (
+    "pipeline_parallel": (
         "PipelineStageModule",
         "build_pipeline_schedule",
         "build_pipeline_stage",

@@ -307,3 +307,24 @@ def on_threads(size: int, job: Callable[[Thread], Result]) -> list[Result]:
     if errors:
         raise errors[0]
     return results
+
+
+def linear_map(x: Tensor, forward: Callable[[Tensor], Tensor], transposed: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply a linear map to a tensor; its backward applies the transposed one to the gradient, and needs no tensors.
+
+    A message is such a map: a gather that all ranks use differently is transposed to a sum that is scattered.
+    """
+    return _LinearMap.apply(x, forward, transposed)  # type: ignore[no-any-return]
+
+
+class _LinearMap(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], transposed: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.transposed = transposed
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.transposed(gradients[0]), None, None

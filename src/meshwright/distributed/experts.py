@@ -145,11 +145,8 @@ def apply(model: nn.Module, plan: Plan, expert_mesh: DeviceMesh) -> nn.Module:
         for name in stack.counts:
             setattr(module, name, stack.experts // plan.experts.ranks)
         use_local_parameters(module, LocalView.of(module, gradient_factor=factor))
-        wrap(
-            module,
-            functools.partial(_dispatching, stack, axis.get_group()),
-            f"experts distributed over ep {plan.experts.ranks}",
-        )
+        dispatching = _dispatching(stack, axis.get_group(), module.forward)
+        wrap(module, dispatching, f"experts distributed over ep {plan.experts.ranks}")
     remember(model, plan.experts)
     return model
 

@@ -27,15 +27,13 @@ from meshwright.planning.layout import EXPERTS, REPLICAS, SHARDS
 from meshwright.planning.plan import Plan
 from meshwright.planning.tensor.plan import TensorPlan
 
-from . import experts
+from . import experts, float8, quantize
 from .context import context_parallel
 from .context import proof as context_proof
 from .data import fully_sharded, replicated
-from .float8 import float8
 from .mesh import get_expert_mesh, groups_of
 from .pipeline import split as stages
-from .quantize import quantize
-from .recompute import compilation, recompute
+from .recompute import recompute
 from .step import objective
 from .step.part import ModelPart
 from .tensor import parallel as tensor_parallel
@@ -187,7 +185,9 @@ ORDER: tuple[Technique, ...] = (
         lambda model, plan, site: recompute.apply(model, plan),
     ),
     Technique(
-        "compile", lambda plan, site: bool(plan.compiled), lambda model, plan, site: compilation.apply(model, plan)
+        "compile",
+        lambda plan, site: bool(plan.compiled),
+        lambda model, plan, site: recompute.compile_blocks(model, plan),
     ),
     Technique(
         "fully_shard",

@@ -1,6 +1,6 @@
 """Provide KempnerForge's path to data parallelism, recomputation, float8 and their composition."""
 
-from .doors.functions import (
+from .doors import (
     ActivationCheckpointing,
     apply_ac,
     apply_float8,

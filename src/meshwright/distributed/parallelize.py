@@ -18,6 +18,7 @@ from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.losses import Loss, PreferenceLoss
 from meshwright.core.record import remember
 from meshwright.distributed.context.proof import keep_for_batches
+from meshwright.distributed.loss import first_batch
 from meshwright.distributed.weights.constructed import Weights
 from meshwright.introspection.blocks import Hints
 from meshwright.introspection.cluster import Cluster
@@ -32,8 +33,8 @@ from meshwright.planning.techniques import Techniques, as_techniques
 from meshwright.planning.tensor.make import LEFT_TO_EVERY_RANK
 
 from . import order
-from .float8.float8 import refuse_absent
-from .loss import first_batch, preference
+from .float8 import refuse_absent
+from .loss import preference
 from .mesh import build_mesh, known_mesh, plan_sizes
 from .parallel_model import LossFunction, ParallelModel
 from .process import agree

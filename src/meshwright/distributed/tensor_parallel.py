@@ -1,6 +1,6 @@
 """Provide tensor parallelism under KempnerForge's path (from ``functions`` and ``mesh``)."""
 
-from .doors.functions import apply_tensor_parallel
+from .doors import apply_tensor_parallel
 from .mesh import get_tp_mesh
 
 __all__ = ["apply_tensor_parallel", "get_tp_mesh"]

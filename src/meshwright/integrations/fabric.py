@@ -19,7 +19,7 @@ from meshwright.checkpoint import load, save
 from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError, MissingExtraError, UnsupportedError
 from meshwright.distributed import order
-from meshwright.distributed.doors.functions import lay_out_module
+from meshwright.distributed.doors import lay_out_module
 from meshwright.distributed.mesh import axis_size, build_mesh, data_position, groups_of, plan_sizes, tensor_position
 from meshwright.distributed.optimizer.grad_clip import clip_gradients_
 from meshwright.distributed.optimizer.parameter_groups import OptimizerSwap

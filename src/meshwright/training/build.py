@@ -18,7 +18,7 @@ from meshwright.core.devices import CPU, is_accelerator
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.data import Tokenizer
 from meshwright.data.row_ends import RowEnds
-from meshwright.distributed.float8.float8 import refuse_absent
+from meshwright.distributed.float8 import refuse_absent
 from meshwright.distributed.memory.dry_run import estimate_memory
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.optimizer import low_bit

@@ -15,8 +15,8 @@ import torch
 
 from meshwright.core.devices import CPU, current_device, is_accelerator, local_device
 from meshwright.core.errors import ConfigError
-from meshwright.distributed.measuring import memory_bound, messages, products
-from meshwright.distributed.measuring.products import ACCELERATED, FULL, Effort
+from meshwright.distributed import measuring
+from meshwright.distributed.measuring import ACCELERATED, FULL, Effort
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.workers import WorkerFailed, WorkerPool
 from meshwright.distributed.process.world import get_world_info, ranks_per_node
@@ -81,13 +81,13 @@ def measure(effort: Effort | None = None) -> MachineProfile:
         threads=torch.get_num_threads(),
         slots=slots,
         memory_bytes=memory,
-        products=alone(lambda: {key: ProductGrid(*grid) for key, grid in products.products(device, effort).items()}),
-        attention=alone(lambda: _frozen(products.attention(device, effort))),
-        traffic=alone(lambda: _frozen(memory_bound.traffic(device, effort))),
-        host=alone(lambda: memory_bound.host(device, effort)),
-        optimizer=alone(lambda: _frozen(memory_bound.optimizer(device, effort))),
-        messages=_frozen(messages.messages(device, effort, slots)),
-        crowding=tuple(messages.crowding(device, effort, slots)),
+        products=alone(lambda: {key: ProductGrid(*grid) for key, grid in measuring.products(device, effort).items()}),
+        attention=alone(lambda: _frozen(measuring.attention(device, effort))),
+        traffic=alone(lambda: _frozen(measuring.traffic(device, effort))),
+        host=alone(lambda: measuring.host(device, effort)),
+        optimizer=alone(lambda: _frozen(measuring.optimizer(device, effort))),
+        messages=_frozen(measuring.messages(device, effort, slots)),
+        crowding=tuple(measuring.crowding(device, effort, slots)),
     )
 
 

@@ -19,7 +19,7 @@ from meshwright.data import validation_batches
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import get_world_info, is_rank_zero, store_for_restarts, stored_by_earlier
-from meshwright.distributed.recompute.compilation import graph_breaks_text
+from meshwright.distributed.recompute.recompute import graph_breaks_text
 from meshwright.distributed.setup import begin_steps, choose_backend, destroy_distributed
 from meshwright.training.build import Run, build_run
 from meshwright.training.config import Config, check

@@ -18,16 +18,15 @@ from meshwright.core.record import recall, remember
 from meshwright.core.torch_private import call_behind_backward, tree_leaves, uncompiled
 from meshwright.distributed.exchange import ProcessGroupRanks, RankGroup
 from meshwright.distributed.process import agree
-from meshwright.distributed.recompute.kept import drawn_number, restore_streams, streams
 from meshwright.distributed.step.batch import fingerprint
-from meshwright.distributed.weights.shards import seed_of
+from meshwright.distributed.weights.shards import own_streams
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.signature import KEEPING, SPELLINGS, Signature, layers_of_wrapping
 from meshwright.models.moe import Router
 from meshwright.planning.plan import Plan
 
 from . import runtime as parts
-from .positions import refuse_other_rows
+from .modules import refuse_other_rows
 from .proof import PADDED, WITHOUT_POSITIONS, refuse, refuse_length
 from .rows import PLACES, CutBatch, CutRows, on_host
 from .runtime import Checks, ContextRuntime, wrap_modules
@@ -45,20 +44,17 @@ def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh, facts: ModelFacts) -> 
         length=partial(refuse_length, facts, context),
         rows=partial(refuse_other_rows, context.mixing),
     )
-    wrap_modules(model, context, ranks, checks, _without_values(facts, plan) if context.has_pairs else None)
+    copy = facts.measurements.without_values() if context.has_pairs else None
+    if copy is not None and plan.precision.casts:
+        copy = copy.to(torch_dtype(plan.precision.compute))
+    wrap_modules(model, context, ranks, checks, copy)
     separate_streams(model, ranks.rank)
-    _count_whole_rows(model, ranks)
+    count_whole_rows(model, ranks)
     remember(model, context)
     return model
 
 
-def _without_values(facts: ModelFacts, plan: Plan) -> nn.Module:
-    """Return a copy of the model on meta that computes in the planned dtype."""
-    made = facts.measurements.without_values()
-    return made.to(torch_dtype(plan.precision.compute)) if plan.precision.casts else made
-
-
-def _count_whole_rows(model: nn.Module, ranks: RankGroup) -> None:
+def count_whole_rows(model: nn.Module, ranks: RankGroup) -> None:
     """Let routers' losses per sequence count the tokens of all ranks, beside those of other parts on a tensor axis."""
     for module in model.modules():
         if isinstance(module, Router) and module.config.sequence_loss:
@@ -85,20 +81,7 @@ def separate_streams(model: nn.Module, rank: int) -> None:
     Outside of forwards all ranks of the axis draw alike, since they bring the same rows. A rank's own stream is a
     function of a number that all draw and of its rank, so there is no state besides torch's to be saved or restored.
     """
-    shared: list[dict[str, Tensor]] = []
-
-    def enter(*_: Any) -> None:
-        if model.training and not shared:
-            number = drawn_number()
-            shared.append(streams())
-            torch.manual_seed(seed_of("context rank", number, rank))
-
-    def leave(*_: Any) -> None:
-        if shared:
-            restore_streams(shared.pop())
-
-    model.register_forward_pre_hook(enter)
-    model.register_forward_hook(leave, always_call=True)
+    own_streams(model, model, lambda: model.training, ("context rank", rank))
 
 
 def runtime_of(model: nn.Module) -> ContextRuntime | None:
@@ -138,15 +121,16 @@ def context_parallel_rows(model: nn.Module, batch: Mapping[str, Any]) -> Iterato
         ConfigError: rows that cannot be cut, or that differ between ranks of the axis; on all of these ranks.
         UnsupportedError: what this model cannot be given in parts; labels that the model would shift itself; a cache.
     """
-    found = _cut_model(model)
-    if found is None:
+    # the model whose attention is intercepted, inside the wrappers of DDP and the compiler
+    found = ((layer, runtime_of(layer)) for layer in layers_of_wrapping(model))
+    inner, runtime = next(((layer, runtime) for layer, runtime in found if runtime is not None), (model, None))
+    if runtime is None:
         yield dict(batch)
         return
-    inner, runtime = found
     cut, own = _cut(inner, runtime, batch)
     backward = _Backward(runtime, cut.rows)
     hooks = [
-        inner.register_forward_pre_hook(_without_cache, with_kwargs=True),
+        inner.register_forward_pre_hook(without_cache, with_kwargs=True),
         inner.register_forward_hook(backward.watch),
     ]
     runtime.enter(cut)
@@ -176,12 +160,6 @@ def warn_of_whole_rows(model: nn.Module) -> None:
     model.register_forward_pre_hook(look)
 
 
-def _cut_model(model: nn.Module) -> tuple[nn.Module, ContextRuntime] | None:
-    """Find the model whose attention is intercepted, inside the wrappers of DDP and the compiler."""
-    found = ((layer, runtime_of(layer)) for layer in layers_of_wrapping(model))
-    return next(((layer, runtime) for layer, runtime in found if runtime is not None), None)
-
-
 def _cut(model: nn.Module, runtime: ContextRuntime, batch: Mapping[str, Any]) -> tuple[CutBatch, dict[str, Any]]:
     """Return this rank's tokens by our keys, and by the names of the model's arguments."""
     signature, refusal, word, made = Signature.of(model), None, 0, CutBatch()
@@ -189,49 +167,28 @@ def _cut(model: nn.Module, runtime: ContextRuntime, batch: Mapping[str, Any]) ->
     names = {key: name for key, known in spellings.items() for name in known if name in batch}
     given: dict[str, Tensor] = {}
     try:
-        given = _checked(batch, names)
+        if "tokens" not in names:
+            raise ConfigError(
+                f"the batch has no token ids ('input_ids' or 'tokens'), (rows, tokens), whose rows could be cut, but"
+                f" {sorted(batch)}"
+            )
+        tokens = batch[names["tokens"]]
+        if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.is_floating_point():
+            shape = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+            raise ConfigError(f"batch['{names['tokens']}'] is {shape}; token ids are whole numbers, (rows, tokens)")
+        # our keys where we have one, and the batch's own
+        known = {name: key for key, name in names.items()}
+        given = {known.get(name, name): value for name, value in batch.items() if isinstance(value, Tensor)}
+        positions = given.get("positions")
+        if positions is not None and positions.shape == (1, tokens.shape[1]):  # transformers spreads them over rows
+            given["positions"] = positions.expand(tokens.shape)
         values = on_host(given)
         is_part = parts.are_parts([values], cuts_rows=True)
-        word = -1 if is_part else fingerprint([values])
+        word = -1 if is_part else fingerprint([values])  # a number of the rows
         made = made if is_part else runtime.cut(given, signature, values)
     except Exception as error:  # noqa: BLE001  (raised below, once the other ranks know)
         refusal = error
-    if _agree(runtime, word, refusal):
-        made = parts.join(given, runtime, signature)
-    own: dict[str, Any] = {key: value for key, value in batch.items() if key not in (*names.values(), PLACES)}
-    for key, value in made.items():
-        own[names.get(key) or signature.takes.get(key) or key] = value
-    return made, own
-
-
-def _checked(batch: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return the batch's tensors, with our keys where we have one."""
-    if "tokens" not in names:
-        raise ConfigError(
-            f"the batch has no token ids ('input_ids' or 'tokens'), (rows, tokens), whose rows could be cut, but"
-            f" {sorted(batch)}"
-        )
-    tokens = batch[names["tokens"]]
-    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.is_floating_point():
-        shape = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise ConfigError(f"batch['{names['tokens']}'] is {shape}; token ids are whole numbers, (rows, tokens)")
-    given = {key: batch[name] for key, name in names.items() if isinstance(batch[name], Tensor)}
-    positions = given.get("positions")
-    if positions is not None and positions.shape == (1, tokens.shape[1]):  # transformers spreads them over rows
-        given["positions"] = positions.expand(tokens.shape)
-    others = {key: value for key, value in batch.items() if isinstance(value, Tensor) and key not in names.values()}
-    return given | others
-
-
-def _agree(runtime: ContextRuntime, word: int, refusal: Exception | None) -> bool:
-    """Return whether all ranks bring their own tokens alone.
-
-    Args:
-        word: a number of the rows, or -1 where they are a part of each.
-
-    Raises:
-        Exception: on all ranks of the axis, what one refuses, or that they brought other rows.
-    """
+    # all ranks of the axis raise what one refuses, or that they brought other rows
     group = runtime.group
     assert isinstance(group, ProcessGroupRanks)
     words = torch.tensor([word, -word, refusal is not None], dtype=torch.int64, device=agree.word_device())
@@ -243,10 +200,15 @@ def _agree(runtime: ContextRuntime, word: int, refusal: Exception | None) -> boo
         parts.refuse_some(int(group.sum(number)), group.size)
     if high != -low:
         raise parts.other_rows(group.size)
-    return high == -1
+    if high == -1:  # all bring their own tokens alone
+        made = parts.join(given, runtime, signature)
+    own: dict[str, Any] = {key: value for key, value in batch.items() if key not in (*names.values(), PLACES)}
+    for key, value in made.items():
+        own[names.get(key) or signature.takes.get(key) or key] = value
+    return made, own
 
 
-def _without_cache(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def without_cache(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Leave out keys and values for generation, and refuse labels.
 
     With a cache, transformers does not look for documents in positions.

@@ -11,10 +11,10 @@ The softmax is carried on from block to block by its running maximum and sum (Mi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, wraps
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -39,6 +39,34 @@ from meshwright.planning.context.kernels import (
 
 
 @dataclass(frozen=True)
+class Box:
+    """Some queries with some keys.
+
+    Attributes:
+        is_whole: every query attends to every key.
+        is_causal: keys are the queries' own, of which each reaches those up to its own.
+        is_first: no box before has some of these queries.
+    """
+
+    rows: slice
+    queries: slice
+    keys: slice
+    is_whole: bool = True
+    is_causal: bool = False
+    is_first: bool = True
+
+    @property
+    def at(self) -> tuple[slice, ...]:
+        """Where the queries are: an index of (rows, key heads, heads per key head, queries, …)."""
+        return self.rows, slice(None), slice(None), self.queries
+
+    @property
+    def keys_at(self) -> tuple[slice, ...]:
+        """Where the keys are: an index of (rows, key heads, keys, …)."""
+        return self.rows, slice(None), self.keys
+
+
+@dataclass(frozen=True)
 class Fused:
     """A fused kernel's two functions, for queries that see all keys, or as many keys as queries in causal order.
 
@@ -54,9 +82,51 @@ class Fused:
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
-    def given(self, x: Tensor) -> Tensor:
-        """Return a tensor in the dtype in which the kernel computes."""
-        return wide(x) if self.kernel.widens else x
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, box: Box, scale: float) -> tuple[Tensor, Tensor]:
+        """Return a box's attention, shaped as its queries, and its logarithms.
+
+        Queries are (rows, key heads, heads per key head, queries, features), keys (rows, key heads, keys, features).
+        """
+        flat, keys, values = self._given(query, key, value, box)
+        output, logarithm = self.forward(flat, keys, values, is_causal=box.is_causal, scale=scale)
+        return output.reshape(*query.shape[:4], -1), logarithm.reshape(query.shape[:4])
+
+    def gradients(
+        self, query: Tensor, key: Tensor, value: Tensor, box: Box, scale: float, made: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of a box's queries, keys and values.
+
+        Args:
+            made: the output's gradient, the output, and the logarithms, all over all keys; shaped as the queries.
+        """
+        flat, keys, values = self._given(query, key, value, box)
+        gradient, output, sums = (_as_queries(x, box) for x in (*made[:2], made[2][..., None]))
+        for_query, for_key, for_value = self.backward(
+            gradient.to(flat.dtype),
+            flat,
+            keys,
+            values,
+            output.to(flat.dtype),
+            sums[..., 0],
+            is_causal=box.is_causal,
+            scale=scale,
+        )
+        if box.is_causal and query.shape[2] > 1:
+            for_key, for_value = (x.unflatten(1, query.shape[1:3]).sum(2) for x in (for_key, for_value))
+        return for_query.reshape(query.shape), for_key, for_value
+
+    def _given(self, query: Tensor, key: Tensor, value: Tensor, box: Box) -> list[Tensor]:
+        """Return queries, keys and values in the shapes and the dtype in which the kernel computes."""
+        shared = query.shape[2]
+        if box.is_causal and shared > 1:
+            key, value = (x[:, :, None].expand(-1, -1, shared, -1, -1).flatten(1, 2) for x in (key, value))
+        given = _as_queries(query, box), key, value
+        return [wide(x) if self.kernel.widens else x for x in given]
+
+
+def _as_queries(x: Tensor, box: Box) -> Tensor:
+    """Heads that share a key head lie behind each other as queries, except where keys are the queries' own."""
+    return x.flatten(1, 2) if box.is_causal else x.flatten(2, 3)
 
 
 FUSED = {
@@ -78,36 +148,16 @@ def wide(x: Tensor) -> Tensor:
 def fused_kernel(query: Tensor, value: Tensor, *, has_cap: bool, has_sinks: bool) -> Fused | None:
     """Return the fused kernel that computes an attention; None where it goes in blocks alone."""
     dtype = str(query.dtype).removeprefix("torch.")
-    return _fused(Need(query.device.type, dtype, query.shape[-1], value.shape[-1], has_cap, has_sinks))
+    return FUSED.get(_chosen(Need(query.device.type, dtype, query.shape[-1], value.shape[-1], has_cap, has_sinks)).name)
 
 
-@functools.cache
-def _fused(need: Need) -> Fused | None:
-    return FUSED.get(choose_kernel(need)[0].name)
+_chosen = functools.cache(lambda need: choose_kernel(need)[0])
 
 
 # --- compute attention by a fused kernel where queries reach rectangles and triangles of keys
 
 SHORTEST = 32
 """Mean queries of a segment below which the kernel is called too often."""
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Some queries with the keys that they reach.
-
-    Attributes:
-        rows, queries: where the queries are.
-        keys: those that all queries reach, or the queries' own, of which each reaches those up to its own.
-        is_causal: keys are the queries' own.
-        is_first: no segment before has some of these queries.
-    """
-
-    rows: slice
-    queries: slice
-    keys: slice
-    is_causal: bool
-    is_first: bool = True
 
 
 Found = TypeVar("Found")
@@ -128,7 +178,7 @@ def once_for_each_reach(function: Callable[[KeyRanges], Found]) -> Callable[[Key
 
 @once_for_each_reach
 @by_values
-def segments(reach: KeyRanges) -> list[Segment] | None:
+def segments(reach: KeyRanges) -> list[Box] | None:
     """Split queries into segments; None if there were many short ones."""
     rows, length = reach.lower.shape
     steps = reach.upper.diff(dim=1)
@@ -150,70 +200,17 @@ def segments(reach: KeyRanges) -> list[Segment] | None:
     return found
 
 
-def _of_queries(rows: slice, queries: slice, low: int, high: int, *, grows: bool) -> Iterator[Segment]:
+def _of_queries(rows: slice, queries: slice, low: int, high: int, *, grows: bool) -> Iterator[Box]:
     if high <= low:
         if grows:  # the first query reaches nothing, and the keys of the others begin one further on
             yield from _of_queries(rows, slice(queries.start + 1, queries.stop), low, high + 1, grows=True)
         return
     whole = slice(low, high - 1 if grows else high)
     if whole.start < whole.stop:
-        yield Segment(rows, queries, whole, False)
+        yield Box(rows, queries, whole)
     if grows:
         own = slice(high - 1, high - 1 + queries.stop - queries.start)
-        yield Segment(rows, queries, own, True, is_first=whole.start >= whole.stop)
-
-
-def attend(
-    fused: Fused, query: Tensor, key: Tensor, value: Tensor, segment: Segment, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Return a segment's attention, shaped as its queries, and its logarithms.
-
-    Args:
-        query: (rows, key heads, heads per key head, queries, features), of the segment.
-        key, value: (rows, key heads, keys, features), of the segment.
-    """
-    given = _as_queries(query, segment), _as_heads(query, key, segment), _as_heads(query, value, segment)
-    output, logarithm = fused.forward(*map(fused.given, given), is_causal=segment.is_causal, scale=scale)
-    return output.reshape(*query.shape[:4], -1), logarithm.reshape(query.shape[:4])
-
-
-def gradients(
-    fused: Fused,
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    logarithm: Tensor,
-    segment: Segment,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of a segment's queries, keys and values, from output and logarithms over all keys.
-
-    Args:
-        gradient, output: (rows, key heads, heads per key head, queries, value features).
-        logarithm: (rows, key heads, heads per key head, queries).
-    """
-    flat = fused.given(_as_queries(query, segment))
-    keys, values = (fused.given(_as_heads(query, x, segment)) for x in (key, value))
-    gradient, output = (_as_queries(x, segment).to(flat.dtype) for x in (gradient, output))
-    sums = _as_queries(logarithm[..., None], segment)[..., 0]
-    options = {"is_causal": segment.is_causal, "scale": scale}
-    for_query, for_key, for_value = fused.backward(gradient, flat, keys, values, output, sums, **options)
-    if segment.is_causal and query.shape[2] > 1:
-        for_key, for_value = (x.unflatten(1, query.shape[1:3]).sum(2) for x in (for_key, for_value))
-    return for_query.reshape(query.shape), for_key, for_value
-
-
-def _as_queries(x: Tensor, segment: Segment) -> Tensor:
-    """Heads that share a key head lie behind each other as queries, except where keys are the queries' own."""
-    return x.flatten(1, 2) if segment.is_causal else x.flatten(2, 3)
-
-
-def _as_heads(query: Tensor, x: Tensor, segment: Segment) -> Tensor:
-    if not segment.is_causal or query.shape[2] == 1:
-        return x
-    return x[:, :, None].expand(-1, -1, query.shape[2], -1, -1).flatten(1, 2)
+        yield Box(rows, queries, own, is_causal=True, is_first=whole.start >= whole.stop)
 
 
 # --- compute attention in blocks of queries and keys, of keys that come in parts, without a matrix of scores
@@ -234,39 +231,16 @@ class Scores:
     cap: float | None = None
     sinks: bool = False
 
-    def segments(self, reach: KeyRanges, query: Tensor, value: Tensor) -> tuple[Fused, list[Segment]] | None:
+    def segments(self, reach: KeyRanges, query: Tensor, value: Tensor) -> tuple[Fused, list[Box]] | None:
         """Return a fused kernel and the segments that it computes; None where attention goes by blocks."""
         fused = fused_kernel(query, value, has_cap=self.cap is not None, has_sinks=self.sinks)
         parts = None if fused is None else segments(reach)
         return None if fused is None or parts is None else (fused, parts)
 
-    def of(self, products: Tensor) -> Tensor:
-        """Return the scores of scaled products, which may be overwritten."""
-        return products if self.cap is None else products.div_(self.cap).tanh_().mul_(self.cap)
-
-    def slope_at(self, scores: Tensor) -> Tensor | float:
-        """Return the derivative of scores by scaled products."""
-        return 1.0 if self.cap is None else 1 - (scores / self.cap) ** 2
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Some queries with some keys.
-
-    Attributes:
-        rows, queries, keys: where they are.
-        is_whole: every query attends to every key.
-    """
-
-    rows: slice
-    queries: slice
-    keys: slice
-    is_whole: bool
-
 
 @once_for_each_reach
 @by_values
-def blocks(reach: KeyRanges) -> list[list[Tile]]:
+def blocks(reach: KeyRanges) -> list[list[Box]]:
     """Return, for one run of queries after another, the blocks of keys that they reach."""
     made = []
     rows, length = reach.lower.shape
@@ -288,16 +262,12 @@ def blocks(reach: KeyRanges) -> list[list[Tile]]:
             queries = slice(start, min(start + QUERIES, length))
             made.append(
                 [
-                    Tile(of_row, queries, slice(key, end), key >= whole_from and end <= whole_to)
+                    Box(of_row, queries, slice(key, end), key >= whole_from and end <= whole_to)
                     for key in range(first, last, KEYS)
                     for end in (min(key + KEYS, last),)
                 ]
             )
     return made
-
-
-Where = tuple[slice, ...]
-"""Some queries: an index of (rows, key heads, heads per key head, queries, …)."""
 
 
 class Attended:
@@ -320,8 +290,8 @@ class Attended:
         found = scores.segments(reach, query, value)
         query = query.unflatten(1, (key.shape[1], -1))
         if self._is_empty and found is not None and _is_all(found[1], query):
-            keys = (found[1][0].rows, slice(None), found[1][0].keys)
-            self.output, self.logarithm = attend(found[0], query, key[keys], value[keys], found[1][0], scores.scale)
+            keys = found[1][0].keys_at
+            self.output, self.logarithm = found[0].attend(query, key[keys], value[keys], found[1][0], scores.scale)
             self._is_empty = False
             return
         if self._is_empty:
@@ -330,16 +300,27 @@ class Attended:
         self.output = wide(self.output)
         if found is None:
             for run in filter(None, blocks(reach)):
-                at = (run[0].rows, slice(None), slice(None), run[0].queries)
-                self._put(at, *_of_run(run, query[at], key, value, reach, scores), is_first=True)
+                some = wide(query[run[0].at]) * scores.scale
+                largest = some.new_full((*some.shape[:4], 1), float("-inf"))
+                total, output = torch.zeros_like(largest), some.new_zeros((*some.shape[:4], value.shape[-1]))
+                for block in run:
+                    made = _scores(some, key, block, reach, scores)
+                    more = torch.maximum(largest, made.amax(-1, keepdim=True))
+                    finite = more.masked_fill(more == float("-inf"), 0)
+                    made.sub_(finite).exp_()
+                    before = (largest - finite).exp_()
+                    total = total * before + made.sum(-1, keepdim=True)
+                    output = output * before + _product(made, wide(value[block.keys_at]))
+                    largest = more
+                output, logarithm = output / total.masked_fill(total == 0, 1), (largest + total.log())[..., 0]
+                self._put(run[0].at, output, logarithm, is_first=True)
         else:
             for part in found[1]:
-                at, keys = (part.rows, slice(None), slice(None), part.queries), (part.rows, slice(None), part.keys)
-                made = attend(found[0], query[at], key[keys], value[keys], part, scores.scale)
-                self._put(at, *made, is_first=part.is_first)
+                made = found[0].attend(query[part.at], key[part.keys_at], value[part.keys_at], part, scores.scale)
+                self._put(part.at, *made, is_first=part.is_first)
         self._is_empty = False
 
-    def _put(self, at: Where, output: Tensor, logarithm: Tensor, *, is_first: bool) -> None:
+    def _put(self, at: tuple[slice, ...], output: Tensor, logarithm: Tensor, *, is_first: bool) -> None:
         """Merge attention to some keys; ``is_first``: in these keys' own order, the first for these queries."""
         if self._is_empty and is_first:
             self.output[at], self.logarithm[at] = output, logarithm
@@ -356,39 +337,14 @@ class Attended:
         return self.output.flatten(1, 2), self.logarithm.flatten(1, 2)
 
 
-def _is_all(parts: list[Segment], query: Tensor) -> bool:
+def _is_all(parts: list[Box], query: Tensor) -> bool:
     """Return whether one segment has all queries."""
     return len(parts) == 1 and parts[0].rows == slice(None) and parts[0].queries == slice(0, query.shape[3])
 
 
-def _of_run(
-    run: list[Tile], query: Tensor, key: Tensor, value: Tensor, reach: KeyRanges, scores: Scores
-) -> tuple[Tensor, Tensor]:
-    """Return the output of one run of queries, and the logarithms."""
-    some = wide(query) * scores.scale
-    largest = some.new_full((*some.shape[:4], 1), float("-inf"))
-    total, output = torch.zeros_like(largest), some.new_zeros((*some.shape[:4], value.shape[-1]))
-    for block in run:
-        made = _scores(some, key, block, reach, scores)
-        more = torch.maximum(largest, made.amax(-1, keepdim=True))
-        finite = more.masked_fill(more == float("-inf"), 0)
-        made.sub_(finite).exp_()
-        before = (largest - finite).exp_()
-        total = total * before + made.sum(-1, keepdim=True)
-        output = output * before + _product(made, wide(value[block.rows, :, block.keys]))
-        largest = more
-    return output / total.masked_fill(total == 0, 1), (largest + total.log())[..., 0]
-
-
 @dataclass(frozen=True, eq=False)
 class Given:
-    """The gradients that attention's backward begins with.
-
-    Attributes:
-        for_output: of the output, (rows, heads, queries, features).
-        output, logarithm: what the forward returned.
-        for_logarithm: of the logarithms; None: none.
-    """
+    """The gradients that attention's backward begins with, (rows, heads, queries, …), and what the forward returned."""
 
     for_output: Tensor
     output: Tensor
@@ -402,8 +358,7 @@ class Given:
         return products if self.for_logarithm is None else products - self.for_logarithm
 
 
-@dataclass(frozen=True, eq=False)
-class Gradients:
+class Gradients(NamedTuple):
     """Gradients of attention to some keys; those of queries are of these keys, or summed with others."""
 
     query: Tensor
@@ -433,54 +388,46 @@ def gradients_of(
     if into is None and found is not None and _is_all(found[1], grouped):
         (part,) = found[1]
         if part.keys == slice(0, key.shape[2]):
-            made = gradients(found[0], for_output, grouped, key, value, output, logarithm, part, scores.scale)
-            return Gradients(made[0].flatten(1, 2), *made[1:])
+            made = for_output, output, logarithm
+            for_query, *others = found[0].gradients(grouped, key, value, part, scores.scale, made)
+            return Gradients(for_query.flatten(1, 2), *others)
     sums = Gradients(
         torch.zeros_like(wide(query)) if into is None else into, *(torch.zeros_like(wide(x)) for x in (key, value))
     )
-    if found is None:
-        _add_of_blocks(sums, given, query, key, value, reach, scores)
-        return sums
     for_query = sums.query.unflatten(1, heads)
+    if found is None:
+        rest, logarithm = given.rest.unflatten(1, heads)[..., None], logarithm[..., None]
+        logarithm = logarithm.masked_fill(logarithm == float("-inf"), 0)
+        for run in filter(None, blocks(reach)):
+            at = run[0].at
+            some, for_some = wide(grouped[at]) * scores.scale, wide(for_output[at])
+            total = torch.zeros_like(some)
+            for block in run:
+                keys, values = (wide(x[block.keys_at]) for x in (key, value))
+                made = _scores(some, key, block, reach, scores)
+                share = (made - logarithm[at]).exp_()
+                sums.value[block.keys_at] += _product_over_queries(share, for_some)
+                share.mul_(_product(for_some, values.transpose(-1, -2)).sub_(rest[at]))
+                if scores.cap is not None:
+                    share.mul_((1 - (made / scores.cap) ** 2).nan_to_num(0.0))  # the slope of scores by products
+                total += _product(share, keys)
+                sums.key[block.keys_at] += _product_over_queries(share, some)
+            for_query[at] += total * scores.scale
+        return sums
     for part in found[1]:
-        at, keys = (part.rows, slice(None), slice(None), part.queries), (part.rows, slice(None), part.keys)
-        some = (for_output[at], grouped[at], key[keys], value[keys], output[at], logarithm[at])
-        made = gradients(found[0], *some, part, scores.scale)
-        for_query[at] += made[0]
-        sums.key[keys] += made[1]
-        sums.value[keys] += made[2]
+        at, keys = part.at, part.keys_at
+        made = for_output[at], output[at], logarithm[at]
+        of_part = found[0].gradients(grouped[at], key[keys], value[keys], part, scores.scale, made)
+        for whole, of, some in zip((for_query, sums.key, sums.value), (at, keys, keys), of_part, strict=True):
+            whole[of] += some
     return sums
 
 
-def _add_of_blocks(
-    sums: Gradients, given: Given, query: Tensor, key: Tensor, value: Tensor, reach: KeyRanges, scores: Scores
-) -> None:
-    heads = (key.shape[1], -1)
-    query, for_output, for_query = (x.unflatten(1, heads) for x in (query, given.for_output, sums.query))
-    rest, logarithm = (x.unflatten(1, heads)[..., None] for x in (given.rest, given.logarithm))
-    logarithm = logarithm.masked_fill(logarithm == float("-inf"), 0)
-    for run in filter(None, blocks(reach)):
-        at = (run[0].rows, slice(None), slice(None), run[0].queries)
-        some, for_some = wide(query[at]) * scores.scale, wide(for_output[at])
-        rest_of_some, sum_of_some = rest[at], logarithm[at]
-        total = torch.zeros_like(some)
-        for block in run:
-            keys, values = (wide(x[block.rows, :, block.keys]) for x in (key, value))
-            made = _scores(some, key, block, reach, scores)
-            slope = scores.slope_at(made)
-            share = (made - sum_of_some).exp_()
-            sums.value[block.rows, :, block.keys] += _product_over_queries(share, for_some)
-            share.mul_(_product(for_some, values.transpose(-1, -2)).sub_(rest_of_some))
-            if scores.cap is not None:
-                share.mul_(torch.as_tensor(slope).nan_to_num(0.0))
-            total += _product(share, keys)
-            sums.key[block.rows, :, block.keys] += _product_over_queries(share, some)
-        for_query[at] += total * scores.scale
-
-
-def _scores(query: Tensor, key: Tensor, block: Tile, reach: KeyRanges, scores: Scores) -> Tensor:
+def _scores(query: Tensor, key: Tensor, block: Box, reach: KeyRanges, scores: Scores) -> Tensor:
     """Return (rows, key heads, heads per key head, queries, keys), -inf where a query does not attend to a key."""
-    made = scores.of(_product(query, wide(key[block.rows, :, block.keys]).transpose(-1, -2)))
+    made = _product(query, wide(key[block.keys_at]).transpose(-1, -2))
+    if scores.cap is not None:
+        made = made.div_(scores.cap).tanh_().mul_(scores.cap)
     if block.is_whole:
         return made
     keys = torch.arange(block.keys.start, block.keys.stop, device=key.device)
@@ -499,40 +446,73 @@ def _product_over_queries(x: Tensor, y: Tensor) -> Tensor:
     return x.flatten(2, 3).transpose(-1, -2) @ y.flatten(2, 3)
 
 
-def block_attention(
-    query: Tensor, key: Tensor, value: Tensor, reach: KeyRanges, scores: Scores
-) -> tuple[Tensor, Tensor]:
-    """Attend to keys that are all here, counted by ``reach``.
+# --- compute attention, wherever its keys come from
 
-    Returns:
-        (rows, heads, queries, features) and the logarithms (rows, heads, queries).
+Arrival = Callable[[], Tensor]
+"""Waits for a message, and returns what it brings."""
+
+
+Operands = tuple[Tensor, Tensor, Tensor]
+"""Query, key and value, (rows, heads, own tokens, features) each."""
+
+
+class Keys:
+    """Where the keys of a call come from, and how far its queries reach among them.
+
+    Attributes:
+        sends: attending sends messages, so that a policy that saves exchanges saves the result too.
     """
-    return _BlockAttention.apply(query, key, value, reach, scores)  # type: ignore[no-any-return]
+
+    sends = False
+
+    def fetch(self, key: Tensor, value: Tensor) -> Arrival | None:
+        """Begin to fetch the keys and values of others that the backward needs too."""
+        return None
+
+    def attend(self, operands: Operands, scores: Scores, arrive: Arrival | None) -> tuple[Tensor, Tensor]:
+        """Return the output and the logarithms."""
+        raise NotImplementedError
+
+    def gradients(self, given: Given, operands: Operands, scores: Scores, others: Tensor | None) -> Gradients:
+        """Return the gradients; ``others``: what was fetched."""
+        raise NotImplementedError
 
 
-class _BlockAttention(torch.autograd.Function):
+@dataclass(frozen=True, eq=False)
+class KeysAtHand(Keys):
+    """Keys that are all here, counted by ``reach``."""
+
+    reach: KeyRanges
+
+    def attend(self, operands: Operands, scores: Scores, arrive: Arrival | None) -> tuple[Tensor, Tensor]:
+        found = Attended()
+        found.add(*operands, self.reach, scores)
+        return found.finish()
+
+    def gradients(self, given: Given, operands: Operands, scores: Scores, others: Tensor | None) -> Gradients:
+        return gradients_of(given, *operands, self.reach, scores)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, keys: Keys, scores: Scores) -> tuple[Tensor, Tensor]:
+    """Return (rows, heads, queries, features) and the logarithms (rows, heads, queries)."""
+    return _Attention.apply(query, key, value, keys, scores)  # type: ignore[no-any-return]
+
+
+class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, reach: KeyRanges, scores: Scores
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, keys: Keys, scores: Scores
     ) -> tuple[Tensor, Tensor]:
-        def compute() -> tuple[Tensor, Tensor]:
-            found = Attended()
-            found.add(query, key, value, reach, scores)
-            return found.finish()
-
-        output, logarithm = attended(compute)
-        ctx.save_for_backward(query, key, value, output, logarithm)
-        ctx.reach, ctx.scores = reach, scores
-        return output, logarithm
+        arrive = keys.fetch(key, value)
+        made = attended(lambda: keys.attend((query, key, value), scores, arrive), exchanges=keys.sends)
+        # a recomputation that has the output needs the keys of others all the same
+        ctx.save_for_backward(query, key, value, None if arrive is None else arrive(), *made)
+        ctx.keys, ctx.scores = keys, scores
+        return made
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, *made = ctx.saved_tensors
-        given = given_of(ctx.scores, gradients, made)
-        found = gradients_of(given, query, key, value, ctx.reach, ctx.scores)
+        query, key, value, others, *made = ctx.saved_tensors
+        given = Given(gradients[0], made[0], made[1], gradients[1] if ctx.scores.sinks else None)
+        found = ctx.keys.gradients(given, (query, key, value), ctx.scores, others)
         return found.query.to(query.dtype), found.key.to(key.dtype), found.value.to(value.dtype), None, None
-
-
-def given_of(scores: Scores, gradients: Sequence[Tensor], made: Sequence[Tensor]) -> Given:
-    """Return what a backward begins with, from the gradients of output and logarithms, and these themselves."""
-    return Given(gradients[0], made[0], made[1], gradients[1] if scores.sinks else None)

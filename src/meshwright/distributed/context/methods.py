@@ -1,16 +1,15 @@
-"""Reach the tokens of other ranks, in each of the ways that attention has.
+"""Attend to the tokens of whole rows, of which each rank has a part, in each of the ways that attention has.
 
-The backward goes the other way round: first the gradients of others' keys, which then travel to their owners while
-those of a rank's own keys are computed.
+all_gather and halo fetch keys: the backward goes the other way round, first the gradients of others' keys, which then
+travel to their owners while those of a rank's own keys are computed. A layer with a window reaches little beyond a
+rank's own tokens, and a document that lies on one rank reaches nothing: a halo is what queries reach, and no more.
 
-Each rank holds its own part and the one that is passing. The next part travels while attention to this one is
-computed. The backward lets keys and values go round once more, with the sums of their gradients behind them: a part's
-sum travels while the next part's gradients are computed, and these are added when it has come.
+On a ring each rank holds its own part and the one that is passing. The next part travels while attention to this one
+is computed. The backward lets keys and values go round once more, with the sums of their gradients behind them: a
+part's sum travels while the next part's gradients are computed, and these are added when it has come.
 
-A layer with a window reaches little beyond a rank's own tokens, and a document that lies on one rank reaches nothing.
-
-Where there are fewer key heads than ranks, ranks whose queries share a key head are all sent it, and the gradients
-that come back are summed.
+Tokens are traded for heads among ranks that share out the heads. Where there are fewer key heads than ranks, ranks
+whose queries share a key head are all sent it, and the gradients that come back are summed.
 """
 
 from __future__ import annotations
@@ -19,44 +18,150 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from meshwright.core.torch_private import by_values
-from meshwright.distributed.context.rows import CutRows, Numbers, kept_on
-from meshwright.distributed.exchange import RankGroup
-from meshwright.distributed.recompute.kept import attended
-from meshwright.introspection.mixing.reach import KeyRanges
+from meshwright.distributed.context.rows import CutRows, Numbers, kept_on, on_device, select
+from meshwright.distributed.exchange import RankGroup, linear_map
+from meshwright.introspection.mixing.arithmetic import scale_of
+from meshwright.introspection.mixing.interception import AttentionCall
+from meshwright.introspection.mixing.reach import KeyRanges, RowMask
+from meshwright.introspection.mixing.values import Arithmetic
+from meshwright.planning.context.plan import Method, is_divisible
 
-from .kernels import Attended, Given, Gradients, Scores, given_of, gradients_of, wide
+from .kernels import (
+    Arrival,
+    Attended,
+    Given,
+    Gradients,
+    Keys,
+    KeysAtHand,
+    Operands,
+    Scores,
+    attention,
+    gradients_of,
+    wide,
+)
 
-# --- attend to a rank's own keys while those of other ranks are on their way, and to these when they have arrived
+# --- compute one call
 
-Arrival = Callable[[], Tensor]
-"""Waits for a message, and returns what it brings."""
+Made = TypeVar("Made")
 
 
-class Exchange(Protocol):
-    """The tokens of other ranks that this rank's queries may reach."""
+@dataclass(frozen=True, eq=False)
+class Context:
+    """Where the tokens of a microbatch lie, and how far each attends by one mask: ``reach``, of all tokens of rows."""
+
+    group: RankGroup
+    rows: CutRows
+    reach: KeyRanges
 
     @property
-    def places(self) -> Tensor:
-        """(rows or 1, others) int64, ascending; the rows' length where there is no token."""
-        ...
+    def own_reach(self) -> KeyRanges:
+        """The reach of this rank's queries, by places."""
+        return self.once("own reach", lambda: self.reach.take(self.rows.own))
 
-    def begin_fetch(self, x: Tensor) -> Arrival:
-        """Begin to fetch (rows, heads, others, features); ``x``: (rows, heads, own tokens, features)."""
-        ...
+    def once(self, what: Any, make: Callable[[], Made]) -> Made:
+        """Return what follows from the reach and from where the tokens lie, which the microbatch's layers share."""
+        memo, key = self.rows.memo, (self.reach, what)
+        if key not in memo:
+            memo[key] = make()
+        return memo[key]
 
-    def begin_return(self, gradients: Tensor) -> Arrival:
-        """Begin to bring (rows, heads, others, features) to their owners.
 
-        Returns:
-            A function that gives the sum of what all others had for this rank's tokens, (rows, heads, own, features).
-        """
-        ...
+def attend(call: AttentionCall, context: Context, arithmetic: Arithmetic, method: Method) -> Tensor:
+    """Compute a call whose keys lie on all ranks: (rows, heads, own queries, features)."""
+    group, rows, once = context.group, context.rows, context.once
+    query, key, value = call.query, call.key, call.value
+    scores = Scores(scale_of(call), call.extras[arithmetic.cap] if arithmetic.cap else None, bool(arithmetic.sinks))
+    halo = partial(once, "halo", lambda: Halo.of(group, rows, context.reach, len(query)))
+    # a small copy has fewer heads than its model
+    neighbours = method.neighbours if is_divisible(query.shape[1], key.shape[1], method.neighbours) else 1
+
+    is_halo = method.kind == "halo"
+    if not is_halo and not method.asked and rows.has_documents:
+        # rows of several documents may move fewer bytes by a halo, on the rank that sends most
+        size = key.element_size() + wide(key[:0]).element_size()
+        each = key.shape[1] * (key.shape[3] + value.shape[3]) * size
+        is_halo = halo().most * each < len(query) * max(rows.counts) * method.bytes
+    if is_halo or method.kind == "all_gather":
+        exchange = halo() if is_halo else once("gathered", lambda: Gathered.of(group, rows))
+        arriving = once(exchange, lambda: Arriving.of(exchange, context.own_reach, rows.own))
+        return _finished(call, arithmetic, *attention(query, key, value, arriving, scores), range(query.shape[1]))
+    if neighbours == 1:
+        ring = once("ring", lambda: Ring.of(group, rows.rank, rows.of_ranks, context.own_reach))
+        return _finished(call, arithmetic, *attention(query, key, value, ring, scores), range(query.shape[1]))
+
+    # trade tokens for heads among neighbours, let keys and values go round the rest, and trade back
+    everyone = [members_of(group, rows, first, neighbours) for first in range(0, group.size, neighbours)]
+    position = group.rank // neighbours
+    members = everyone[position]
+    heads, key_heads = shares_of_heads(query.shape[1], key.shape[1], neighbours)
+    query, key, value = trade((query, key, value), (heads, key_heads, key_heads), members, to_heads=True)
+    reach = once(members, lambda: context.reach.take(members.places))
+    source: Keys = KeysAtHand(reach)
+    if len(everyone) > 1:
+        places = tuple(each.places for each in everyone)
+        source = once(("ring", neighbours), lambda: Ring.of(group, position, places, reach, neighbours))
+    output, logarithm = attention(query, key, value, source, scores)
+    output = _finished(call, arithmetic, output, logarithm, heads[group.rank - members.first])
+    return trade((output,), (heads,), members, to_heads=False)[0]
+
+
+def _finished(call: AttentionCall, arithmetic: Arithmetic, output: Tensor, logarithm: Tensor, heads: range) -> Tensor:
+    """Give sinks their share, one more score for each of these heads, and return the dtype of queries."""
+    if arithmetic.sinks:
+        sink = call.extras[arithmetic.sinks][heads.start : heads.stop].to(logarithm.dtype)
+        output = output * torch.sigmoid(logarithm - sink[None, :, None])[..., None]
+    return output.to(call.query.dtype)
+
+
+def attend_to_whole_rows(call: AttentionCall, mask: RowMask, rows: CutRows, group: RankGroup) -> Tensor:
+    """Compute a call as the model does, with keys and values of whole rows, and a mask of all queries and keys."""
+    k, v = call.key, call.value
+    if k.shape[:3] == v.shape[:3] and k.dtype == v.dtype:  # in one message
+        both = gather_tokens(torch.cat((k, v), dim=-1), rows, group)
+        key, value = both.split((k.shape[-1], v.shape[-1]), dim=-1)
+    else:
+        key, value = gather_tokens(k, rows, group), gather_tokens(v, rows, group)
+    device = call.query.device
+    dense = on_device(mask, rows, device).dense(kept_on(rows.own, device), rows.length, len(call.query))
+    return call.compute(call.query, key, value, dense, False)
+
+
+def gather_tokens(x: Tensor, rows: CutRows, group: RankGroup) -> Tensor:
+    """Return (rows, heads, own tokens, features) of each rank -> (rows, heads, length, features), in a row's order.
+
+    The backward sums what all ranks hand to each token, in at least fp32.
+    """
+
+    def gather(x: Tensor) -> Tensor:
+        parts = group.gather_features(_filled(x, rows))  # (ranks, rows, heads, most, features)
+        return select(parts.permute(1, 2, 0, 3, 4).flatten(2, 3), rows.slots, 2)
+
+    def scatter(gradient: Tensor) -> Tensor:
+        whole = wide(gradient)
+        parts = whole.new_zeros((len(whole), group.size, rows.most, whole.shape[1], whole.shape[3]))
+        for rank, count in enumerate(rows.counts):
+            parts[:, rank, :count] = select(whole, rows.places_of(rank), 2).transpose(1, 2)
+        mine = group.scatter(parts.flatten(1, 2))  # (rows, most, heads, features)
+        return mine[:, : rows.counts[rows.rank]].transpose(1, 2).to(gradient.dtype)
+
+    return linear_map(x, gather, scatter)
+
+
+def _filled(x: Tensor, rows: CutRows) -> Tensor:
+    """Fill tokens up to those of the rank that has most."""
+    missing = rows.most - x.shape[2]
+    filled = torch.cat((x, x.new_zeros((*x.shape[:2], missing, x.shape[3]))), dim=2) if missing else x
+    return filled.contiguous()
+
+
+# --- attend to a rank's own keys while those of other ranks are on their way, and to these when they have arrived
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +169,7 @@ class Gathered:
     """All other ranks' tokens.
 
     Attributes:
+        places: (rows or 1, others) int64, ascending; the rows' length where there is no token.
         numbers: for each rank, of its tokens among ``places``; of this rank's own, none that mean anything.
     """
 
@@ -81,222 +187,34 @@ class Gathered:
         return cls(group, rows, places, tuple(Numbers.of(torch.searchsorted(places, own)) for own in of_ranks))
 
     def begin_fetch(self, x: Tensor) -> Arrival:
-        rows, heads, own, features = x.shape
-        if missing := self.rows.most - own:
-            x = torch.cat((x, x.new_zeros((rows, heads, missing, features))), dim=2)
-        wait = self.group.begin_gather(x.contiguous())
+        """Begin to fetch (rows, heads, others, features); ``x``: (rows, heads, own tokens, features)."""
+        rows, heads, _, features = x.shape
+        wait = self.group.begin_gather(_filled(x, self.rows))
 
         def finish() -> Tensor:
             parts = wait()  # (ranks, rows, heads, most, features)
             made = parts.new_empty((rows, heads, self.places.shape[1], features))
-            for rank in self._others():
-                self.numbers[rank].put(made, parts[rank, :, :, : self.rows.counts[rank]])
+            for rank, count in enumerate(self.rows.counts):
+                if rank != self.group.rank:
+                    self.numbers[rank].put(made, parts[rank, :, :, :count])
             return made
 
         return finish
 
     def begin_return(self, gradients: Tensor) -> Arrival:
+        """Begin to bring (rows, heads, others, features) to their owners.
+
+        Returns:
+            A function that gives the sum of what all others had for this rank's tokens, (rows, heads, own, features).
+        """
         rows, heads, _, features = gradients.shape
         gradients = wide(gradients)
         parts = gradients.new_zeros((self.group.size, rows, heads, self.rows.most, features))
-        for rank in self._others():
-            self.numbers[rank].take(gradients, parts[rank, :, :, : self.rows.counts[rank]])
+        for rank, count in enumerate(self.rows.counts):
+            if rank != self.group.rank:
+                self.numbers[rank].take(gradients, parts[rank, :, :, :count])
         wait = self.group.begin_scatter(parts)
         return lambda: wait()[:, :, : self.rows.counts[self.rows.rank]]
-
-    def _others(self) -> list[int]:
-        return [rank for rank in range(self.group.size) if rank != self.group.rank]
-
-
-@dataclass(frozen=True, eq=False)
-class Reached:
-    """The reach of a rank's queries.
-
-    Attributes:
-        own, others: numbers of the rank's own keys, and of those that arrive.
-    """
-
-    own: KeyRanges
-    others: KeyRanges
-
-    @classmethod
-    def of(cls, reach: KeyRanges, own: Tensor, others: Tensor) -> Reached:
-        """Count the keys of a reach by places; ``own``, ``others``: the keys' places, (rows or 1, keys)."""
-        return cls(reach.among(own), reach.among(others))
-
-
-def arriving_attention(
-    query: Tensor, key: Tensor, value: Tensor, exchange: Exchange, reached: Reached, scores: Scores
-) -> tuple[Tensor, Tensor]:
-    """Return (rows, heads, own tokens, features) and the logarithms (rows, heads, own tokens)."""
-    return _ArrivingAttention.apply(query, key, value, exchange, reached, scores)  # type: ignore[no-any-return]
-
-
-class _ArrivingAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, exchange: Exchange, reached: Reached, scores: Scores
-    ) -> tuple[Tensor, Tensor]:
-        features = (key.shape[-1], value.shape[-1])
-        wait = exchange.begin_fetch(torch.cat((key, value), dim=-1))
-        arrived: list[Tensor] = []
-
-        def compute() -> tuple[Tensor, Tensor]:
-            found = Attended()
-            found.add(query, key, value, reached.own, scores)
-            arrived.append(wait())
-            other_key, other_value = arrived[0].split(features, dim=-1)
-            found.add(query, other_key, other_value, reached.others, scores)
-            return found.finish()
-
-        output, logarithm = attended(compute)
-        others = arrived[0] if arrived else wait()  # a recomputation that has the output needs the keys all the same
-        ctx.save_for_backward(query, key, value, others, output, logarithm)
-        ctx.exchange, ctx.reached, ctx.scores, ctx.features = exchange, reached, scores, features
-        return output, logarithm
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, others, *made = ctx.saved_tensors
-        given = given_of(ctx.scores, gradients, made)
-        other_key, other_value = others.split(ctx.features, dim=-1)
-        of_others = gradients_of(given, query, other_key, other_value, ctx.reached.others, ctx.scores)
-        wait = ctx.exchange.begin_return(torch.cat((of_others.key, of_others.value), dim=-1))
-        own = gradients_of(given, query, key, value, ctx.reached.own, ctx.scores, into=wide(of_others.query))
-        for_key, for_value = wait().split(ctx.features, dim=-1)
-        for_key, for_value = own.key + for_key, own.value + for_value
-        return own.query.to(query.dtype), for_key.to(key.dtype), for_value.to(value.dtype), None, None, None
-
-
-# --- attend to keys and values that go round a ring of ranks
-
-
-@dataclass(frozen=True, eq=False)
-class Ring:
-    """Ranks that pass parts of rows on.
-
-    Attributes:
-        group: the ranks, of which every ``step``-th is on this ring.
-        position: this rank's number on the ring.
-        places: of each part's tokens in their rows, (rows or 1, tokens) int64 ascending, by their owner's number.
-    """
-
-    group: RankGroup
-    position: int
-    places: tuple[Tensor, ...]
-    step: int = 1
-
-    @property
-    def size(self) -> int:
-        return len(self.places)
-
-    def part(self, passed: int) -> int:
-        """Return whose part is here after it was passed on so many times."""
-        return (self.position - passed) % self.size
-
-    def reaches(self, reach: KeyRanges) -> list[KeyRanges]:
-        """Count the keys of a reach by places, of each part in the order in which they come."""
-        return [reach.among(self.places[self.part(passed)]) for passed in range(self.size)]
-
-
-def ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, ring: Ring, reaches: list[KeyRanges], scores: Scores
-) -> tuple[Tensor, Tensor]:
-    """Return (rows, heads, own tokens, features) and the logarithms (rows, heads, own tokens).
-
-    Args:
-        reaches: of this rank's queries; see ``Ring.reaches``.
-    """
-    return _RingAttention.apply(query, key, value, ring, reaches, scores)  # type: ignore[no-any-return]
-
-
-class _RingAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring, reaches: list[KeyRanges], scores: Scores
-    ) -> tuple[Tensor, Tensor]:
-        output, logarithm = attended(lambda: _forward(query, key, value, ring, reaches, scores), exchanges=True)
-        ctx.save_for_backward(query, key, value, output, logarithm)
-        ctx.ring, ctx.reaches, ctx.scores = ring, reaches, scores
-        return output, logarithm
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, *made = ctx.saved_tensors
-        given = given_of(ctx.scores, gradients, made)
-        sums = _backward(given, query, key, value, ctx.ring, ctx.reaches, ctx.scores)
-        return sums.query.to(query.dtype), sums.key.to(key.dtype), sums.value.to(value.dtype), None, None, None
-
-
-class _Parts:
-    """Keys and values, or their gradients, in one buffer."""
-
-    def __init__(self, ring: Ring, key: Tensor, value: Tensor):
-        self.ring, self.rows = ring, key.shape[0]
-        self.sizes = tuple((x.shape[1], x.shape[3]) for x in (key, value))
-
-    def pack(self, key: Tensor, value: Tensor) -> Tensor:
-        return torch.cat((key.flatten(), value.flatten()))
-
-    def tokens(self, part: int) -> int:
-        return self.ring.places[part].shape[1]
-
-    def elements(self, part: int) -> int:
-        return sum(self.rows * heads * self.tokens(part) * features for heads, features in self.sizes)
-
-    def unpack(self, flat: Tensor, part: int) -> tuple[Tensor, Tensor]:
-        tokens = self.tokens(part)
-        shapes = [(self.rows, heads, tokens, features) for heads, features in self.sizes]
-        key, value = flat.split([torch.Size(shape).numel() for shape in shapes])
-        return key.view(shapes[0]), value.view(shapes[1])
-
-
-def _forward(
-    query: Tensor, key: Tensor, value: Tensor, ring: Ring, reaches: list[KeyRanges], scores: Scores
-) -> tuple[Tensor, Tensor]:
-    parts = _Parts(ring, key, value)
-    found = Attended()
-    flat = parts.pack(key, value)
-    for passed in range(ring.size):
-        part, following = ring.part(passed), ring.part(passed + 1)
-        is_last = passed + 1 == ring.size
-        wait = None if is_last else ring.group.pass_on(flat, parts.elements(following), ring.step)
-        found.add(query, *parts.unpack(flat, part), reaches[passed], scores)
-        flat = flat if wait is None else wait()
-    return found.finish()
-
-
-def _backward(
-    given: Given, query: Tensor, key: Tensor, value: Tensor, ring: Ring, reaches: list[KeyRanges], scores: Scores
-) -> Gradients:
-    """Sum gradients; those of a part begin behind its owner, and come home with the last step."""
-    parts = _Parts(ring, key, value)
-    flat = parts.pack(key, value)
-    own = gradients_here = None
-    arriving: Callable[[], Tensor] | None = None
-    for passed in range(ring.size):
-        part, following = ring.part(passed), ring.part(passed + 1)
-        is_last = passed + 1 == ring.size
-        wait = None if is_last else ring.group.pass_on(flat, parts.elements(following), ring.step)
-        sum_of_queries = None if gradients_here is None else wide(gradients_here.query)
-        here = (query, *parts.unpack(flat, part))
-        gradients_here = gradients_of(given, *here, reaches[passed], scores, into=sum_of_queries)
-        if own is None:
-            own = gradients_here
-        else:
-            travelling = wide(parts.pack(gradients_here.key, gradients_here.value))
-            if arriving is not None:
-                travelling.add_(arriving())
-            arriving = ring.group.pass_on(travelling, parts.elements(following), ring.step)
-        flat = flat if wait is None else wait()
-    assert own is not None and gradients_here is not None
-    if arriving is None:
-        return own
-    for_key, for_value = parts.unpack(arriving(), ring.position)
-    return Gradients(gradients_here.query, own.key + for_key, own.value + for_value)
-
-
-# --- fetch the keys and values that a rank's queries reach, and no others
 
 
 @dataclass(frozen=True, eq=False)
@@ -304,7 +222,6 @@ class Halo:
     """The tokens of other ranks that one rank's queries reach, and its own that others' reach.
 
     Attributes:
-        group: the ranks.
         sent: (tokens,) int64: which own tokens are sent, row · own tokens + number, those for rank 0 first.
         sends, receives: tokens for and from each rank.
         most: tokens that the rank sends that sends most.
@@ -330,37 +247,43 @@ class Halo:
     def of(cls, group: RankGroup, rows: CutRows, reach: KeyRanges, count: int) -> Halo:
         """Find who needs which tokens, from the reach of all tokens of ``count`` rows; no message is sent."""
         reach = KeyRanges(reach.lower.expand(count, -1), reach.upper.expand(count, -1))
-        ranks, me = range(group.size), group.rank
+        ranks, me, length = range(group.size), group.rank, rows.length
         places = [rows.places_of(rank).expand(count, -1) for rank in ranks]
-        needs = [_needed(reach.take(its), rows.length) for its in places]
+        needs = [_needed(reach.take(its), length) for its in places]
         flags = [[needs[taker].gather(1, places[giver]) & (taker != giver) for taker in ranks] for giver in ranks]
         tokens = torch.stack([torch.stack([flag.sum() for flag in of_giver]) for of_giver in flags]).tolist()
         found = [flags[giver][me] for giver in ranks]
-        row = torch.arange(count, device=places[me].device)[:, None]
-        where = [row.expand_as(flag)[flag] for flag in found]
-        which = [its[flag] for its, flag in zip(places, found, strict=True)]
-        held, place = _by_row(torch.cat(where), torch.cat(which), count, rows.length)
-        is_token = (place < rows.length).flatten().nonzero()[:, 0]
+        numbers = torch.arange(count, device=places[me].device)[:, None]
+        row = torch.cat([numbers.expand_as(flag)[flag] for flag in found])
+        place = torch.cat([its[flag] for its, flag in zip(places, found, strict=True)])
+        # the tokens row by row and by place, (rows, most in a row)
+        order, in_row = (row * length + place).argsort(), torch.bincount(row, minlength=count)
+        number = torch.arange(int(in_row.max()), device=row.device)
+        is_filler = number >= in_row[:, None]
+        order = order[((in_row.cumsum(0) - in_row)[:, None] + number).masked_fill(is_filler, 0)]
+        held, by_place = order.masked_fill(is_filler, 0), place[order].masked_fill(is_filler, length)
+        is_token = (by_place < length).flatten().nonzero()[:, 0]
         sent = torch.cat([flag.flatten().nonzero()[:, 0] for flag in flags[me]])
-        receives = [of_giver[me] for of_giver in tokens]
-        most = max(map(sum, tokens))
-        return cls(group, sent, tokens[me], receives, most, places[me].shape[1], held.flatten(), place, is_token)
+        receives, most = [of_giver[me] for of_giver in tokens], max(map(sum, tokens))
+        own = places[me].shape[1]
+        return cls(group, sent, tokens[me], receives, most, own, held.flatten(), by_place, is_token)
 
     def begin_fetch(self, x: Tensor) -> Arrival:
+        """Begin to fetch; see ``Gathered``."""
         heads, features = x.shape[1], x.shape[3]
-        size = heads * features
         tokens = x.transpose(1, 2).flatten(2, 3).flatten(0, 1)
-        wait = self._begin_trade(tokens[kept_on(self.sent, x.device)].flatten(), self.sends, self.receives, size)
+        wait = self._begin_trade(tokens[kept_on(self.sent, x.device)], self.sends, self.receives)
         shape = (*self.places.shape, heads, features)
         return lambda: wait()[kept_on(self.held, x.device)].view(shape).transpose(1, 2)
 
     def begin_return(self, gradients: Tensor) -> Arrival:
+        """Begin to bring gradients to their owners; see ``Gathered``."""
         rows, heads, _, features = gradients.shape
         size = heads * features
         held, tokens, sent = (kept_on(x, gradients.device) for x in (self.held, self.tokens, self.sent))
         flat = wide(gradients).transpose(1, 2).reshape(-1, size)[tokens]
         others = flat.new_empty((sum(self.receives), size)).index_copy_(0, held[tokens], flat)
-        wait = self._begin_trade(others.flatten(), self.receives, self.sends, size)
+        wait = self._begin_trade(others, self.receives, self.sends)
 
         def finish() -> Tensor:
             mine = flat.new_zeros((rows * self.own, size)).index_add_(0, sent, wait())
@@ -368,9 +291,10 @@ class Halo:
 
         return finish
 
-    def _begin_trade(self, flat: Tensor, sends: list[int], receives: list[int], size: int) -> Arrival:
-        """Begin to trade tokens of ``size`` numbers each; returns (tokens, size)."""
-        wait = self.group.begin_trade(flat, [n * size for n in sends], [n * size for n in receives])
+    def _begin_trade(self, tokens: Tensor, sends: list[int], receives: list[int]) -> Arrival:
+        """Begin to trade tokens, (tokens, numbers of each)."""
+        size = tokens.shape[1]
+        wait = self.group.begin_trade(tokens.flatten(), [n * size for n in sends], [n * size for n in receives])
         return lambda: wait().view(-1, size)
 
 
@@ -382,22 +306,148 @@ def _needed(reach: KeyRanges, length: int) -> Tensor:
     return edges.cumsum(1)[:, :length] > 0
 
 
-def _by_row(row: Tensor, place: Tensor, count: int, length: int) -> tuple[Tensor, Tensor]:
-    """Return the numbers of tokens, and their places, row by row and by place: (rows, most) each."""
-    order = (row * length + place).argsort()
-    in_row = torch.bincount(row, minlength=count)
-    number = torch.arange(int(in_row.max()), device=row.device)
-    index = (in_row.cumsum(0) - in_row)[:, None] + number
-    is_filler = number >= in_row[:, None]
-    order = order[index.masked_fill(is_filler, 0)]
-    return order.masked_fill(is_filler, 0), place[order].masked_fill(is_filler, length)
+@dataclass(frozen=True, eq=False)
+class Arriving(Keys):
+    """A rank's own keys, and those that arrive from others; each reach counts its keys by their numbers."""
+
+    exchange: Gathered | Halo
+    own: KeyRanges
+    others: KeyRanges
+
+    @classmethod
+    def of(cls, exchange: Gathered | Halo, reach: KeyRanges, own: Tensor) -> Arriving:
+        """Count the keys of a reach by places; ``own``: places of the own keys, (rows or 1, keys)."""
+        return cls(exchange, reach.among(own), reach.among(exchange.places))
+
+    def fetch(self, key: Tensor, value: Tensor) -> Arrival:
+        return functools.cache(self.exchange.begin_fetch(torch.cat((key, value), dim=-1)))
+
+    def attend(self, operands: Operands, scores: Scores, arrive: Arrival | None) -> tuple[Tensor, Tensor]:
+        assert arrive is not None
+        found, (query, key, value) = Attended(), operands
+        found.add(query, key, value, self.own, scores)
+        other_key, other_value = arrive().split((key.shape[-1], value.shape[-1]), dim=-1)
+        found.add(query, other_key, other_value, self.others, scores)
+        return found.finish()
+
+    def gradients(self, given: Given, operands: Operands, scores: Scores, others: Tensor | None) -> Gradients:
+        assert others is not None
+        query, key, value = operands
+        features = (key.shape[-1], value.shape[-1])
+        other_key, other_value = others.split(features, dim=-1)
+        of_others = gradients_of(given, query, other_key, other_value, self.others, scores)
+        wait = self.exchange.begin_return(torch.cat((of_others.key, of_others.value), dim=-1))
+        own = gradients_of(given, query, key, value, self.own, scores, into=wide(of_others.query))
+        for_key, for_value = wait().split(features, dim=-1)
+        return Gradients(own.query, own.key + for_key, own.value + for_value)
+
+
+# --- attend to keys and values that go round a ring of ranks
+
+
+@dataclass(frozen=True, eq=False)
+class Ring(Keys):
+    """Ranks that pass parts of rows on.
+
+    Attributes:
+        group: the ranks, of which every ``step``-th is on this ring.
+        position: this rank's number on the ring.
+        places: of each part's tokens in their rows, (rows or 1, tokens) int64 ascending, by their owner's number.
+        reaches: of this rank's queries among the keys of each part, in the order in which the parts come.
+    """
+
+    group: RankGroup
+    position: int
+    places: tuple[Tensor, ...]
+    reaches: list[KeyRanges]
+    step: int = 1
+    sends = True
+
+    @classmethod
+    def of(cls, group: RankGroup, position: int, places: tuple[Tensor, ...], reach: KeyRanges, step: int = 1) -> Ring:
+        """Count the keys of a reach by places."""
+        of_parts = [places[(position - passed) % len(places)] for passed in range(len(places))]
+        return cls(group, position, places, [reach.among(part) for part in of_parts], step)
+
+    def attend(self, operands: Operands, scores: Scores, arrive: Arrival | None) -> tuple[Tensor, Tensor]:
+        query, key, value = operands
+        found, flat = Attended(), _packed(key, value)
+        for passed, reach in enumerate(self.reaches):
+            is_last = passed + 1 == len(self.places)
+            wait = None if is_last else self._pass_on(flat, passed, key, value)
+            passing_key, passing_value = self._unpacked(flat, passed, key, value)
+            found.add(query, passing_key, passing_value, reach, scores)
+            flat = flat if wait is None else wait()
+        return found.finish()
+
+    def gradients(self, given: Given, operands: Operands, scores: Scores, others: Tensor | None) -> Gradients:
+        """Sum gradients; those of a part begin behind its owner, and come home with the last step."""
+        query, key, value = operands
+        flat, arriving = _packed(key, value), None
+        own = here = None
+        for passed, reach in enumerate(self.reaches):
+            is_last = passed + 1 == len(self.places)
+            wait = None if is_last else self._pass_on(flat, passed, key, value)
+            into = None if here is None else wide(here.query)
+            passing_key, passing_value = self._unpacked(flat, passed, key, value)
+            here = gradients_of(given, query, passing_key, passing_value, reach, scores, into=into)
+            if own is None:
+                own = here
+            else:
+                travelling = wide(_packed(here.key, here.value))
+                if arriving is not None:
+                    travelling.add_(arriving())
+                arriving = self._pass_on(travelling, passed, key, value)
+            flat = flat if wait is None else wait()
+        assert own is not None and here is not None
+        if arriving is None:
+            return own
+        for_key, for_value = self._unpacked(arriving(), len(self.places), key, value)
+        return Gradients(here.query, own.key + for_key, own.value + for_value)
+
+    def _pass_on(self, flat: Tensor, passed: int, key: Tensor, value: Tensor) -> Arrival:
+        """Begin to pass on the part that is here after so many steps; returns the function that waits for the next."""
+        elements = sum(map(math.prod, self._shapes(passed + 1, key, value)))
+        return self.group.pass_on(flat, elements, self.step)
+
+    def _unpacked(self, flat: Tensor, passed: int, key: Tensor, value: Tensor) -> list[Tensor]:
+        """View the keys and values, or their gradients, of the part that is here after so many steps."""
+        shapes = self._shapes(passed, key, value)
+        return [x.view(shape) for x, shape in zip(flat.split([*map(math.prod, shapes)]), shapes, strict=True)]
+
+    def _shapes(self, passed: int, *own: Tensor) -> list[tuple[int, ...]]:
+        tokens = self.places[(self.position - passed) % len(self.places)].shape[1]
+        return [(*x.shape[:2], tokens, x.shape[3]) for x in own]
+
+
+def _packed(key: Tensor, value: Tensor) -> Tensor:
+    return torch.cat((key.flatten(), value.flatten()))
 
 
 # --- trade tokens for heads
 
+Shares = tuple[range, ...]
+"""The heads of each member."""
+
+
+class Message(NamedTuple):
+    """The shapes in which tensors lie in a message, (rows, heads, tokens, features), by member and tensor.
+
+    ``elements``: of each part; ``sizes``: for every rank of the group.
+    """
+
+    shapes: list[list[tuple[int, ...]]]
+    elements: list[int]
+    sizes: list[int]
+
+    def parts(self, flat: Tensor) -> list[list[Tensor]]:
+        """View a message's parts, by member and tensor."""
+        pieces = iter(flat.split(self.elements))
+        return [[next(pieces).view(shape) for shape in of_member] for of_member in self.shapes]
+
 
 @functools.cache
-def shares_of_heads(heads: int, key_heads: int, ranks: int) -> tuple[tuple[range, ...], tuple[range, ...]]:
+def shares_of_heads(heads: int, key_heads: int, ranks: int) -> tuple[Shares, Shares]:
     """Return each rank's heads, and the key heads that they need; ``ranks`` divides ``heads``.
 
     Every rank's heads are as many for each of its key heads.
@@ -420,7 +470,7 @@ class Members:
         rows: where tokens lie.
         numbers: of each member's tokens, among all members', by place.
         places: (rows or 1, tokens) int64, the places of all of them, ascending.
-        messages: shapes of the messages that were sent, by those of their tensors.
+        messages: those that were sent, by the shapes of their tensors.
     """
 
     group: RankGroup
@@ -429,7 +479,7 @@ class Members:
     rows: CutRows
     numbers: tuple[Numbers, ...]
     places: Tensor
-    messages: dict[Any, tuple[_Message, _Message]] = field(default_factory=dict)
+    messages: dict[Any, tuple[Message, Message]] = field(default_factory=dict)
 
     @classmethod
     @by_values
@@ -439,102 +489,64 @@ class Members:
         numbers = tuple(Numbers.of(torch.searchsorted(places, own.contiguous())) for own in of_members)
         return cls(group, first, count, rows, numbers, places)
 
-    @property
-    def ranks(self) -> range:
-        return range(self.first, self.first + self.count)
+    def messages_of(self, tensors: Sequence[Tensor], shares: tuple[Shares, ...]) -> tuple[Message, Message]:
+        """Return the message of each member's heads of this rank's tokens, and of this rank's heads of each's tokens.
 
-    def sizes(self, of_member: list[int]) -> list[int]:
-        """Return a number for every rank of the group: the members' in order, 0 for others."""
-        return [0] * self.first + of_member + [0] * (self.group.size - self.first - self.count)
+        The layers of a microbatch share them.
+        """
+        rows, features = tensors[0].shape[0], tuple([x.shape[3] for x in tensors])
+        if (key := (rows, features, shares)) not in self.messages:
+            me, everyone = self.group.rank - self.first, range(self.count)
+            counts = self.rows.counts[self.first : self.first + self.count]
+            before, behind = [0] * self.first, [0] * (self.group.size - self.first - self.count)
+
+            def message(pairs: list[tuple[int, int]]) -> Message:
+                shapes = [
+                    [(rows, len(share[heads]), counts[tokens], n) for share, n in zip(shares, features, strict=True)]
+                    for heads, tokens in pairs
+                ]
+                elements = [math.prod(shape) for of_member in shapes for shape in of_member]
+                return Message(shapes, elements, [*before, *(sum(map(math.prod, s)) for s in shapes), *behind])
+
+            self.messages[key] = message([(i, me) for i in everyone]), message([(me, i) for i in everyone])
+        return self.messages[key]
 
 
-def to_heads(tensors: Sequence[Tensor], shares: Sequence[tuple[range, ...]], members: Members) -> tuple[Tensor, ...]:
-    """Return, of tensors (rows, heads, own tokens, features), (rows, own heads, members' tokens, features) each.
+def members_of(group: RankGroup, rows: CutRows, first: int, count: int) -> Members:
+    """Return members that the microbatch's layers share."""
+    if (key := ("members", first, count)) not in rows.memo:
+        rows.memo[key] = Members.of(group, rows, first, count)
+    return rows.memo[key]
+
+
+def trade(
+    tensors: Sequence[Tensor], shares: tuple[Shares, ...], members: Members, *, to_heads: bool
+) -> tuple[Tensor, ...]:
+    """Trade tensors (rows, heads, own tokens, features) for (rows, own heads, members' tokens, features), or back.
 
     They travel in one message, and are of one dtype; tokens are in rows' order.
 
     Args:
-        shares: for each tensor, each member's heads; several members may have the same one.
+        shares: for each tensor, each member's heads; several members may have the same one, and what they bring back
+            is summed.
     """
-    return _ToHeads.apply(tuple(shares), members, *tensors)  # type: ignore[no-any-return]
+    return _Trade.apply(to_heads, shares, members, *tensors)  # type: ignore[no-any-return]
 
 
-def to_tokens(x: Tensor, shares: tuple[range, ...], members: Members) -> Tensor:
-    """Return one tensor as ``to_heads`` was given it; no two members have the same head."""
-    return _ToTokens.apply(x, shares, members)  # type: ignore[no-any-return]
-
-
-class _ToHeads(torch.autograd.Function):
+class _Trade(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shares: tuple[tuple[range, ...], ...], members: Members, *tensors: Tensor) -> Any:
-        ctx.shares, ctx.members = shares, members
-        return tuple(_heads(tensors, shares, members))
+    def forward(ctx: Any, to_heads: bool, shares: tuple[Shares, ...], members: Members, *tensors: Tensor) -> Any:
+        ctx.given = to_heads, shares, members
+        return tuple((_heads if to_heads else _tokens)(tensors, shares, members))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *_tokens(gradients, ctx.shares, ctx.members)
+        to_heads, shares, members = ctx.given
+        return None, None, None, *(_tokens if to_heads else _heads)(gradients, shares, members)
 
 
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shares: tuple[range, ...], members: Members) -> Tensor:
-        ctx.shares, ctx.members = shares, members
-        return _tokens((x,), (shares,), members)[0]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return _heads(gradients, (ctx.shares,), ctx.members)[0], None, None
-
-
-@dataclass(frozen=True)
-class _Message:
-    """The shapes in which tensors lie in a message, (rows, heads, tokens, features), by member and tensor.
-
-    Attributes:
-        sizes: elements for every rank of the group.
-        elements: of each part.
-    """
-
-    shapes: list[list[tuple[int, ...]]]
-    sizes: list[int]
-    elements: list[int]
-
-    def parts(self, flat: Tensor) -> list[list[Tensor]]:
-        """View a message's parts, by member and tensor."""
-        pieces = iter(flat.split(self.elements))
-        return [[next(pieces).view(shape) for shape in of_member] for of_member in self.shapes]
-
-
-def _messages(
-    tensors: Sequence[Tensor], shares: tuple[tuple[range, ...], ...], members: Members
-) -> tuple[_Message, _Message]:
-    """Return the message of each member's heads of this rank's tokens, and that of this rank's heads of each's tokens.
-
-    The layers of a microbatch share them.
-    """
-    rows, features = tensors[0].shape[0], tuple([x.shape[3] for x in tensors])
-    if (key := (rows, features, shares)) not in members.messages:
-        me = members.group.rank - members.first
-        counts = [members.rows.counts[rank] for rank in members.ranks]
-
-        def message(pairs: list[tuple[int, int]]) -> _Message:
-            shapes = [
-                [(rows, len(share[heads]), counts[tokens], n) for share, n in zip(shares, features, strict=True)]
-                for heads, tokens in pairs
-            ]
-            sizes = members.sizes([sum(map(math.prod, of_member)) for of_member in shapes])
-            return _Message(shapes, sizes, [math.prod(shape) for of_member in shapes for shape in of_member])
-
-        everyone = range(members.count)
-        members.messages[key] = (
-            message([(member, me) for member in everyone]),
-            message([(me, member) for member in everyone]),
-        )
-    return members.messages[key]
-
-
-def _heads(tensors: Sequence[Tensor], shares: tuple[tuple[range, ...], ...], members: Members) -> list[Tensor]:
-    scattered, collected = _messages(tensors, shares, members)
+def _heads(tensors: Sequence[Tensor], shares: tuple[Shares, ...], members: Members) -> list[Tensor]:
+    scattered, collected = members.messages_of(tensors, shares)
     flat = tensors[0].new_empty(sum(scattered.elements))
     for member, parts in enumerate(scattered.parts(flat)):
         for part, x, share in zip(parts, tensors, shares, strict=True):
@@ -548,18 +560,17 @@ def _heads(tensors: Sequence[Tensor], shares: tuple[tuple[range, ...], ...], mem
     return made
 
 
-def _tokens(tensors: Sequence[Tensor], shares: tuple[tuple[range, ...], ...], members: Members) -> list[Tensor]:
-    scattered, collected = _messages(tensors, shares, members)
+def _tokens(tensors: Sequence[Tensor], shares: tuple[Shares, ...], members: Members) -> list[Tensor]:
+    scattered, collected = members.messages_of(tensors, shares)
     flat = tensors[0].new_empty(sum(collected.elements))
     for parts, numbers in zip(collected.parts(flat), members.numbers, strict=True):
         for x, part in zip(tensors, parts, strict=True):
             numbers.take(x, part)
-    received = members.group.trade(flat, collected.sizes, scattered.sizes)
-    of_members = scattered.parts(received)
-    return [_joined([parts[i] for parts in of_members], share) for i, share in enumerate(shares)]
+    received = scattered.parts(members.group.trade(flat, collected.sizes, scattered.sizes))
+    return [_joined([parts[i] for parts in received], share) for i, share in enumerate(shares)]
 
 
-def _joined(parts: list[Tensor], shares: tuple[range, ...]) -> Tensor:
+def _joined(parts: list[Tensor], shares: Shares) -> Tensor:
     """Put heads together, of which several members may have had the same one: those are summed."""
     heads = max([share.stop for share in shares])
     if sum(map(len, shares)) == heads:

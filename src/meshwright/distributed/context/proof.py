@@ -221,14 +221,40 @@ def rehearse(
         reads: where to note what lines read off the values of tokens.
     """
     reference, draws, apart = copy_of(model), FixedDraws(), [mixer.path for mixer in plan.mixing.mixers]
+    signature, tokens, cpu = Signature.of(model), batch["tokens"], torch.device("cpu")
     decisions = None if reads is None else Decisions(watched(batch), reference, apart)
     with draws, computing_flex(), decisions or nullcontext():
-        loss, labels = _loss_of(reference, batch)
+        logits = logits_of(reference(**signature.inputs(batch, cpu)))
+        if logits.shape[:2] != tokens.shape:
+            raise ValueError(
+                f"its logits are {tuple(logits.shape)} for tokens {tuple(tokens.shape)}, not one for each token"
+            )
+        labels = (torch.arange(tokens.numel()) * 7 % logits.shape[-1]).view(tokens.shape)
+        labels = labels.masked_fill(batch.get(MASK, torch.ones(())) == 0, IGNORED)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
         loss.backward()
     if reads is not None and decisions is not None:
         reads.whole = decisions.seen
-    batch = batch | {"labels": labels}
-    found = on_threads(plan.ranks, lambda group: _on_rank(copy_of(model), plan, batch, group, draws.seen, reads))
+
+    def on_rank(group: RankGroup) -> tuple[float, dict[str, Tensor]]:
+        mine = copy_of(model)
+        runtime = wrap_modules(mine, plan, group)
+        own = runtime.cut(batch | {"labels": labels}, signature)
+        runtime.enter(own)
+        decisions: Decisions | None = None
+        if reads is not None:
+            decisions = Decisions(watched(own), mine, apart, reads.inverted if group.rank == plan.ranks - 1 else None)
+            reads.parts[group.rank] = decisions.seen
+        with FixedDraws() if draws.seen else nullcontext(), decisions or nullcontext():
+            logits = logits_of(mine(**signature.inputs(own, cpu)))
+            part = (logits.flatten(0, 1), own["labels"].flatten())
+            loss = F.cross_entropy(*part, ignore_index=IGNORED, reduction="sum") / (labels != IGNORED).sum()
+            loss.backward()
+        return loss.item(), {
+            clean(name): torch.zeros_like(p) if p.grad is None else p.grad for name, p in mine.named_parameters()
+        }
+
+    found = on_threads(plan.ranks, on_rank)
     errors = {"loss": abs(sum(part for part, _ in found) - loss.item()) / abs(loss.item())}
     expected = {clean(name): p.grad for name, p in reference.named_parameters() if p.grad is not None}
     scale = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
@@ -236,41 +262,6 @@ def rehearse(
         total = torch.stack([gradients[name] for _, gradients in found]).sum(0)
         errors[name] = float((total - gradient).norm() / gradient.norm().clamp(min=1e-6 * float(scale)))
     return errors
-
-
-def _loss_of(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return one process's loss, and the labels (rows, length)."""
-    logits = logits_of(model(**Signature.of(model).inputs(batch, torch.device("cpu"))))
-    if logits.shape[:2] != batch["tokens"].shape:
-        raise ValueError(
-            f"its logits are {tuple(logits.shape)} for tokens {tuple(batch['tokens'].shape)}, not one for each token"
-        )
-    labels = (torch.arange(batch["tokens"].numel()) * 7 % logits.shape[-1]).view(batch["tokens"].shape)
-    labels = labels.masked_fill(batch.get(MASK, torch.ones(())) == 0, IGNORED)
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED), labels
-
-
-def _on_rank(
-    model: nn.Module, plan: ContextPlan, batch: dict[str, Tensor], group: RankGroup, draws: bool, reads: Reads | None
-) -> tuple[float, dict[str, Tensor]]:
-    signature = Signature.of(model)
-    runtime = wrap_modules(model, plan, group)
-    own = runtime.cut(batch, signature)
-    runtime.enter(own)
-    decisions: Decisions | None = None
-    if reads is not None:
-        inverted = reads.inverted if group.rank == plan.ranks - 1 else None
-        decisions = Decisions(watched(own), model, [mixer.path for mixer in plan.mixing.mixers], inverted)
-        reads.parts[group.rank] = decisions.seen
-    with FixedDraws() if draws else nullcontext(), decisions or nullcontext():
-        logits = logits_of(model(**signature.inputs(own, torch.device("cpu"))))
-        labels = own["labels"]
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
-        loss = loss / (batch["labels"] != IGNORED).sum()
-        loss.backward()
-    return loss.item(), {
-        clean(name): torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()
-    }
 
 
 def first_apart(model: nn.Module, plan: ContextPlan, batch: dict[str, Tensor]) -> str:

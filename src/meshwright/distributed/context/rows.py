@@ -5,7 +5,9 @@ Where tokens lie, and what follows from it, is decided and kept on the host, so 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise
@@ -29,7 +31,7 @@ from meshwright.introspection.mixing.reach import KeyRanges, RowMask, fingerprin
 from meshwright.introspection.mixing.whole import META, whole_arguments
 from meshwright.introspection.signature import SPELLINGS, TARGETS, Signature
 from meshwright.planning.context.documents import cut_documents
-from meshwright.planning.context.plan import ContextPlan, RowCut, Runs, cut_row
+from meshwright.planning.context.plan import ContextPlan, RowCut, cut_row
 
 # --- cut a microbatch's rows over the ranks of the context axis, and know where every token lies
 
@@ -105,11 +107,6 @@ class CutRows:
     count: int = 1
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
     """For each mask of the microbatch, what follows from it and from where the tokens lie."""
-
-    @property
-    def has_mask(self) -> bool:
-        """Whether the batch brings a padding mask of its own."""
-        return self.padding is not None
 
     @property
     def most(self) -> int:
@@ -250,7 +247,10 @@ def cut_rows(
     positions, documents = batch.get("positions"), batch.get("document_ids")
     segments = segments_of(positions) if by_positions and positions is not None else None
     parted = {"": None, "positions": segments, "ids": documents}[apart]
-    cuts = [cut_row(cut, length, ranks)] if parted is None else [_by_documents(row, ranks, cut) for row in parted]
+    cuts = [cut_row(cut, length, ranks)]
+    if parted is not None:  # as many tokens for each rank as of any other row
+        of_rows = [torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in parted]
+        cuts = [cuts[0] if len(sizes) == 1 else cut_documents(sizes, ranks) for sizes in of_rows]
     counts = tuple(sum(stop - start for start, stop in runs) for runs in cuts[0])
     places = torch.full((ranks, len(cuts), max(counts)), FILLER, dtype=torch.int64)
     for row, runs_of_ranks in enumerate(cuts):
@@ -259,12 +259,6 @@ def cut_rows(
     has_documents = parted is not None
     where = (rank, length, places, counts, positions, segments, documents, batch.get(MASK), has_documents)
     return CutRows(*where, count=len(batch["tokens"]))
-
-
-def _by_documents(row: Tensor, ranks: int, cut: RowCut) -> tuple[Runs, ...]:
-    """Cut one row by its documents, (length,) numbers; as many tokens for each rank as of any other row."""
-    sizes = torch.unique_consecutive(row, return_counts=True)[1].tolist()
-    return cut_row(cut, len(row), ranks) if len(sizes) == 1 else cut_documents(sizes, ranks)
 
 
 class CutBatch(dict[str, Tensor]):
@@ -282,9 +276,8 @@ def cut_batch(batch: Mapping[str, Tensor], rows: CutRows, *, whole_mask: bool = 
     size = batch["tokens"].shape
     made = CutBatch()
     for key, value in batch.items():
-        made[key] = (
-            select(value, rows.own, 1) if value.shape[:2] == size and not (key == MASK and whole_mask) else value
-        )
+        is_cut = value.shape[:2] == size and not (key == MASK and whole_mask)
+        made[key] = select(value, rows.own, 1) if is_cut else value
     made.rows = rows
     return made
 
@@ -298,11 +291,8 @@ def refuse_other_shapes(batch: Mapping[str, Tensor]) -> None:
     for key, value in batch.items():
         shape = tuple(value.shape)
         if key in LIKE_TOKENS and shape != size:
-            pairs = (
-                " Of masks for pairs of tokens, rows are cut with the model's own alone."
-                if key == MASK and value.dim() > 2
-                else ""
-            )
+            of_pairs = key == MASK and value.dim() > 2
+            pairs = " Of masks for pairs of tokens, rows are cut with the model's own alone." if of_pairs else ""
             raise ConfigError(
                 f"batch['{key}'] has shape {shape}, but tokens have {size}, and rows are cut over ranks.{pairs}"
             )
@@ -342,21 +332,23 @@ class Reaches:
             device: where the mask is used; tensors that it closes over may lie there.
         """
         if mask not in rows.memo:
-
-            def known(function: MaskFunction, length: int) -> KeyRanges | None:
-                return self._of(function, length, count, device, is_known=mask.is_known)
-
-            rows.memo[mask] = mask.reach(rows.length, known)
+            find = partial(self._of, count=count, device=device, is_known=mask.is_known)
+            rows.memo[mask] = mask.reach(rows.length, find)
         return rows.memo[mask]
 
     def _of(
-        self, function: MaskFunction, length: int, count: int, device: torch.device, *, is_known: bool
+        self, function: MaskFunction, length: int, *, count: int, device: torch.device, is_known: bool
     ) -> KeyRanges | None:
         code = fingerprint(function)
         key = (code, length, count)
         if code is not None and key in self._known:
             return self._known[key]
-        function, device = _readable(function, device)
+        if is_accelerator(device):  # ask the mask on the host, unless it reaches tensors on the device by other names
+            brought = replaced(function, lambda held: held.cpu() if is_accelerator(held.device) else held)
+            first = torch.zeros((1, 1, 1, 1), dtype=torch.int64)
+            with suppress(RuntimeError):  # tensors of two devices
+                if brought(first, first[0, 0, 0, 0], first, first).device == CPU:
+                    function, device = brought, CPU
         found = search(function, length, count, device)
         if not is_known:
             mine = torch.arange(self._group.rank, length, self._group.size, device=device)[None]
@@ -369,23 +361,6 @@ class Reaches:
         if code is not None:
             self._known[key] = found
         return found
-
-
-def _readable(function: MaskFunction, device: torch.device) -> tuple[MaskFunction, torch.device]:
-    """Return a mask that can be asked on the host, with the tensors brought there that it closes over.
-
-    Returns:
-        The mask, and the device of its places: the given one if it reaches tensors there by other names.
-    """
-    if not is_accelerator(device):
-        return function, device
-    brought = replaced(function, lambda held: held.cpu() if is_accelerator(held.device) else held)
-    first = torch.zeros((1, 1, 1, 1), dtype=torch.int64)
-    try:
-        answer = brought(first, first[0, 0, 0, 0], first, first)
-    except RuntimeError:  # tensors of two devices
-        return function, device
-    return (brought, CPU) if answer.device == CPU else (function, device)
 
 
 @by_values
@@ -416,17 +391,14 @@ def of_whole_rows(function: MaskFunction, rows: CutRows, expect: Expect = raise_
     """
     key = (function, "whole rows")
     if key not in rows.memo:
-        rows.memo[key] = RowMask(_of_each_pair(replaced(function, lambda held: _whole(held, rows, expect))))
+        by_places = replaced(function, lambda held: _whole(held, rows, expect))
+
+        def of_each_pair(row: Any, head: Any, query: Any, key: Any) -> Tensor:
+            # a value for each query and key, also where it looks at neither
+            return by_places(row, head, query, key) & (query >= 0) & (key >= 0)
+
+        rows.memo[key] = RowMask(of_each_pair)
     return rows.memo[key]
-
-
-def _of_each_pair(function: MaskFunction) -> MaskFunction:
-    """Give a mask a value for each query and key, also where it looks at neither."""
-
-    def of_each_pair(row: Any, head: Any, query: Any, key: Any) -> Tensor:
-        return function(row, head, query, key) & (query >= 0) & (key >= 0)
-
-    return of_each_pair
 
 
 def _whole(held: Tensor, rows: CutRows, expect: Expect) -> Tensor:
@@ -457,26 +429,21 @@ PLAIN = (bool, int, float, str)
 
 @dataclass(eq=False)
 class Made:
-    """The arguments of some rows.
-
-    Attributes:
-        known: by module, arguments by their paths.
-        of: what they follow from, to see whether the next rows are alike.
-        held: tensors in the dtypes in which they were asked for, by the numbers (``id``) of those in ``known``.
-    """
+    """The arguments of some rows, by module and path."""
 
     known: dict[str, dict[str, Any]]
     of: tuple[Any, ...]
+    """What they follow from, to see whether the next rows are alike."""
     held: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
+    """Tensors in the dtypes in which they were asked for, by the numbers (``id``) of those in ``known``."""
 
 
 @dataclass
 class PairArguments:
     """What modules are given for pairs of tokens, of the whole rows that are computed now.
 
-    Attributes:
-        copy: of the model, on meta, before anything was changed.
-        last: what was made last; rows keep what is theirs, for a backward that recomputes.
+    ``copy``: of the model, on meta, before anything was changed. Rows keep what is theirs, for a backward that
+    recomputes.
     """
 
     copy: nn.Module
@@ -505,59 +472,34 @@ class PairArguments:
         names = {clean(name): buffer for name, buffer in model.named_buffers()}
         buffers = {name: names[clean(name)] for name, _ in self.copy.named_buffers() if clean(name) in names}
         written = tuple((id(buffer), version_of(buffer)) for buffer in buffers.values())
-        shape, attributes = (rows.count, rows.length), self._attributes(model)
+        shape, attributes = (rows.count, rows.length), plain_attributes(model)
         of = (model.training, shape, device, written, attributes, *brought.values())
         if self.last is None or not all(map(_alike, of, self.last.of)):
+            # the copy gets the mode and the attributes that the model has now
+            self.copy.train(model.training)
+            modules = {clean(path): module for path, module in self.copy.named_modules()}
+            for (path, name), value in attributes.items():
+                has: Any = modules.get(path)
+                if name.startswith("config."):
+                    has, name = getattr(has, "config", None), name.removeprefix("config.")
+                if has is not None and vars(has).get(name, value) != value:
+                    setattr(has, name, value)
             batch = {key: value for key, value in brought.items() if value is not None}
             batch["tokens"] = torch.zeros(shape, dtype=torch.int64)
-            self._follow(model.training, attributes)
-            self.last = Made(self._computed(buffers, batch, device), of)
+            wanted = {mixer.path: mixer.pairs for mixer in (each.mixer for each in self.plan.mixers) if mixer.pairs}
+            compute = partial(whole_arguments, self.copy, buffers, batch, wanted)
+            with seeded(0):  # draws of the copy are none of the run's
+                try:
+                    known = compute(device)
+                except Exception:
+                    if device != META or math.prod(shape) * rows.length > MOST_IN_DRY_RUNS:
+                        raise
+                    known = compute(CPU)  # the model's code looks at values of positions or masks
+            self.last = Made(known, of)
         rows.memo[PairArguments] = self.last
 
-    def _computed(
-        self, buffers: Mapping[str, Tensor], batch: dict[str, Tensor], device: torch.device
-    ) -> dict[str, dict[str, Any]]:
-        wanted = {mixer.path: mixer.pairs for mixer in (each.mixer for each in self.plan.mixers) if mixer.pairs}
-        compute = partial(whole_arguments, self.copy, buffers, batch, wanted)
-        with seeded(0):  # draws of the copy are none of the run's
-            try:
-                return compute(device)
-            except Exception:
-                if device != META or batch["tokens"].numel() * batch["tokens"].shape[1] > MOST_IN_DRY_RUNS:
-                    raise
-                return compute(torch.device("cpu"))  # the model's code looks at values of positions or masks
-
-    def _attributes(self, model: nn.Module) -> dict[tuple[str, str], Any]:
-        """Return the plain attributes of a model's modules and configs, without those that layouts set."""
-        found: dict[tuple[str, str], Any] = {}
-        configs: set[int] = set()
-        for path, module in model.named_modules():
-            config = vars(module).get("config")
-            for name, value in vars(module).items():
-                if type(value) in PLAIN and not name.startswith("_") and name != "training":
-                    found[clean(path), name] = value
-            if config is not None and id(config) not in configs and hasattr(config, "__dict__"):
-                configs.add(id(config))
-                named = {name: value for name, value in vars(config).items() if not name.startswith("_")}
-                found |= {(clean(path), f"config.{name}"): v for name, v in named.items() if type(v) in PLAIN}
-        return found
-
-    def _follow(self, training: bool, attributes: dict[tuple[str, str], Any]) -> None:
-        """Give the copy the mode and the attributes that the model has now."""
-        self.copy.train(training)
-        modules = {clean(path): module for path, module in self.copy.named_modules()}
-        for (path, name), value in attributes.items():
-            of: Any = modules.get(path)
-            if name.startswith("config."):
-                of, name = getattr(of, "config", None), name.removeprefix("config.")
-            if of is not None and vars(of).get(name, value) != value:
-                setattr(of, name, value)
-
     def given(self, path: str, key: str, instead: Tensor | TokenMask, rows: CutRows) -> Any:
-        """Return an argument of whole rows.
-
-        Args:
-            instead: what the module is given of this rank's part.
+        """Return an argument of whole rows, instead of what the module is given of this rank's part.
 
         Raises:
             UnsupportedError: the argument depends on weights, or on a buffer of another pipeline stage.
@@ -570,7 +512,12 @@ class PairArguments:
             if place not in made.held and has_no_values(instead):
                 made.held[place] = instead.new_empty(whole.shape)
             elif place not in made.held and not whole.is_meta:
-                made.held[place] = _as_dtype(whole, instead.dtype)
+                cast, dtype = whole, instead.dtype
+                if whole.dtype != dtype and whole.is_floating_point() and dtype.is_floating_point:
+                    # the smallest number of a dtype, by which masks block, is that of the other
+                    most = min(torch.finfo(dtype).max, torch.finfo(whole.dtype).max)
+                    cast = torch.where(whole.isinf(), whole, whole.clamp(-most, most))
+                made.held[place] = cast.to(dtype)
             if (found := made.held.get(place)) is not None:
                 return found
         elif key in known and (whole is None or not whole.is_meta):
@@ -587,9 +534,18 @@ def _alike(one: Any, other: Any) -> bool:
     return one is other or (not isinstance(one, Tensor) and not isinstance(other, Tensor) and one == other)
 
 
-def _as_dtype(whole: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return values in another dtype; the smallest number of a dtype, by which masks block, is that of the other."""
-    if whole.dtype == dtype or not whole.is_floating_point() or not dtype.is_floating_point:
-        return whole.to(dtype)
-    most = min(torch.finfo(dtype).max, torch.finfo(whole.dtype).max)
-    return torch.where(whole.isinf(), whole, whole.clamp(-most, most)).to(dtype)
+def plain_attributes(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """Return the plain attributes of a model's modules and configs, without those that layouts set."""
+    found: dict[tuple[str, str], Any] = {}
+    configs: set[int] = set()
+    for path, module in model.named_modules():
+        config = vars(module).get("config")
+        holders = [("", module)]
+        if config is not None and id(config) not in configs and hasattr(config, "__dict__"):
+            configs.add(id(config))
+            holders.append(("config.", config))
+        for prefix, holder in holders:
+            for name, value in vars(holder).items():
+                if type(value) in PLAIN and not name.startswith("_") and (prefix or name != "training"):
+                    found[clean(path), prefix + name] = value
+    return found

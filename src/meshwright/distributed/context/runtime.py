@@ -36,8 +36,8 @@ from meshwright.introspection.mixing.whole import META, copy_without_values
 from meshwright.introspection.signature import Signature
 from meshwright.planning.context.plan import ContextPlan
 
-from .attention import Context, attend, attend_to_whole_rows, wrap_mixer
-from .positions import wrap_counting
+from .methods import Context, attend, attend_to_whole_rows
+from .modules import wrap_counting, wrap_mixer
 from .rows import (
     FILLER,
     MASK,
@@ -110,7 +110,9 @@ class ContextRuntime:
         """Count masks anew: which of them keep documents apart is known by their order. Make those of whole rows."""
         self._masks_made = 0
         if self.pairs is not None and self.rows is not None:
-            self.pairs.enter(model, self.rows, _device_of(given))
+            tensors = tensors_by_path(given).values()
+            devices = (META if has_no_values(each) else each.device for each in tensors)
+            self.pairs.enter(model, self.rows, next(devices, torch.device("cpu")))
 
     def cut(
         self, batch: Mapping[str, Tensor], signature: Signature, values: Mapping[str, Tensor] | None = None
@@ -159,87 +161,72 @@ class ContextRuntime:
         places = self.places(batch)
         share = -(-places.shape[1] // ranks)
         mine = slice(rank * share, (rank + 1) * share)
-        return TokensOfRank(places[:, mine], share, batch["tokens"].shape[1], lambda: self.own_places()[:, mine])
 
-    def own_places(self) -> Tensor:
-        """Return the same for the microbatch that is computed now."""
-        assert self.rows is not None
-        return self.rows.own
+        def now() -> Tensor:
+            assert self.rows is not None
+            return self.rows.own[:, mine]
+
+        return TokensOfRank(places[:, mine], share, batch["tokens"].shape[1], now)
 
     def _cut_rows(self, batch: Mapping[str, Tensor]) -> CutRows:
         apart: Apart = "" if not self.plan.cuts_documents else "positions" if self.mixing.implementation else "ids"
-        by_positions = bool(self.mixing.implementation)
-        options: dict[str, Any] = {"cut": self.plan.cut, "by_positions": by_positions, "apart": apart}
-        return cut_rows(batch, self.group.size, self.group.rank, **options)
+        group, by_positions = self.group, bool(self.mixing.implementation)
+        return cut_rows(batch, group.size, group.rank, cut=self.plan.cut, by_positions=by_positions, apart=apart)
 
     def mask(self, function: MaskFunction, padding: Tensor | None, plain: Callable[[], Any]) -> Any:
         rows = self.rows
         if rows is None:
             return plain()
         number, self._masks_made = self._masks_made, self._masks_made + 1
-        mask = RowMask(function, padding=self._padding(padding, rows))
-        if not rows.has_mask:  # transformers looks for documents in a row only where no mask is given
+        if padding is not None and rows.padding is not None and is_accelerator(padding.device):
+            # it is taken to be the batch's, which the host has, and compared there
+            words = f"the model hands a padding mask of {list(padding.shape)} to attention that is not the batch's"
+            error, whole = UnsupportedError(f"{words} '{MASK}'"), rows.memo.get("padding")
+            if whole is None:
+                whole = rows.memo["padding"] = rows.padding.bool()
+            if whole.shape != padding.shape:
+                raise error
+            self.verdicts.expect((padding == kept_on(whole, padding.device)).all(), error)
+            padding = whole
+        mask = RowMask(function, padding=padding)
+        if rows.padding is None:  # transformers looks for documents in a row only where no mask is given
             mask = RowMask(function)
             if rows.segments is not None and rows.positions is not None and self.mixing.packed[number]:
                 mask = RowMask(function, rows.positions, rows.segments)
         return TokenMask(function, mask, lambda **given: self.attend(sdpa_call(given), None))
-
-    def _padding(self, given: Tensor | None, rows: CutRows) -> Tensor | None:
-        """Return the padding that a model hands on with a mask, (rows, length) bool, on the host.
-
-        On an accelerator it is taken to be the batch's, which the host has, and compared there.
-        """
-        if given is None or not rows.has_mask or not is_accelerator(given.device):
-            return given
-        assert rows.padding is not None
-        if "padding" not in rows.memo:
-            rows.memo["padding"] = rows.padding.bool()
-        whole: Tensor = rows.memo["padding"]
-        words = f"the model hands a padding mask of {list(given.shape)} to attention that is not the batch's '{MASK}'"
-        if whole.shape != given.shape:
-            raise UnsupportedError(words)
-        self.verdicts.expect((given == kept_on(whole, given.device)).all(), UnsupportedError(words))
-        return whole
 
     def _attend(self, call: AttentionCall, caller: Caller | None) -> Tensor:
         rows = self.rows
         if rows is None:
             return call.as_given()
         own = rows.counts[rows.rank]
-        where = "attention" if caller is None else f"the attention of {caller.path}"
+        path = "" if caller is None else caller.path
+        where = f"the attention of {path}" if path else "attention"
         if call.query.dim() != 4 or call.query.shape[2] != own or call.key.shape[2] != own:
             raise UnsupportedError(
                 f"{where} is called with queries {tuple(call.query.shape)} and keys {tuple(call.key.shape)}, where this"
                 f" rank has {own} tokens of a row: they must be (rows, heads, tokens, features)"
             )
-        mask = self._mask(call, caller, rows)
+        if isinstance(call.mask, TokenMask):
+            mask = call.mask.rows
+        elif isinstance(call.mask, PlaceMask):
+            mask = of_whole_rows(call.mask.function, rows, self.verdicts.expect)
+        elif call.interface or caller is None or caller.rule is None:
+            mask = self._by_rule(MaskRule(causal=call.is_causal), rows)
+        else:
+            self._refuse_other_mask(call, caller, caller.rule, rows)
+            mask = self._by_rule(caller.rule, rows)
         arithmetic = None if caller is None or call.dropout else caller.arithmetic
         reach = None if arithmetic is None else self._reaches.of(mask, rows, len(call.query), call.query.device)
-        if caller is None or arithmetic is None or reach is None:
-            self._refuse_other_method(caller)
-            return attend_to_whole_rows(call, mask, rows, self.group)
-        return attend(call, Context(self.group, rows, reach), arithmetic, self.plan.method_of(caller.path))
-
-    def _refuse_other_method(self, caller: Caller | None) -> None:
-        """Refuse a call that goes by all_gather alone, where another method was asked for."""
-        if caller is None:
-            return
-        method = self.plan.method_of(caller.path)
-        if method.asked and method.kind != "all_gather":
+        method = None if caller is None else self.plan.method_of(caller.path)
+        if method is not None and arithmetic is not None and reach is not None:
+            return attend(call, Context(self.group, rows, reach), arithmetic, method)
+        if method is not None and method.asked and method.kind != "all_gather":
             raise UnsupportedError(
-                f"techniques.context_parallel_method = {method.kind}: {caller.path} has a mask in which a query's keys"
+                f"techniques.context_parallel_method = {method.kind}: {path} has a mask in which a query's keys"
                 f" are not one run of tokens, or dropout, and goes by all_gather alone"
             )
-
-    def _mask(self, call: AttentionCall, caller: Caller | None, rows: CutRows) -> RowMask:
-        if isinstance(call.mask, TokenMask):
-            return call.mask.rows
-        if isinstance(call.mask, PlaceMask):
-            return of_whole_rows(call.mask.function, rows, self.verdicts.expect)
-        if call.interface or caller is None or caller.rule is None:
-            return self._by_rule(MaskRule(causal=call.is_causal), rows)
-        self._refuse_other_mask(call, caller, caller.rule, rows)
-        return self._by_rule(caller.rule, rows)
+        return attend_to_whole_rows(call, mask, rows, self.group)
 
     def _by_rule(self, rule: MaskRule, rows: CutRows) -> RowMask:
         if rule not in rows.memo:
@@ -250,8 +237,18 @@ class ContextRuntime:
     @by_values
     def _refuse_other_mask(self, call: AttentionCall, caller: Caller, rule: MaskRule, rows: CutRows) -> None:
         """Compare the mask that the model made, of this rank's tokens alone, with the measured rule."""
+        if has_no_values(call.mask):
+            return
         own = call.query.shape[2]
-        if has_no_values(call.mask) or self._is_compared(call, rule, rows):
+        if isinstance(call.mask, Tensor):  # it may depend on the tokens: once where several layers are given it
+            given, version = rows.memo.get(("compared", rule), (lambda: None, 0))
+            rows.memo["compared", rule] = weakref.ref(call.mask), version_of(call.mask)
+            is_compared = given() is call.mask and version == version_of(call.mask)
+        else:
+            seen = self._compared if rows.documents is None else rows.memo
+            key = ("without a mask", rule, call.is_causal, own)
+            is_compared, seen[key] = key in seen, True
+        if is_compared:
             return
         device = call.mask.device if isinstance(call.mask, Tensor) else torch.device("cpu")
         documents = None if rows.documents is None else to_device(rows.take(rows.documents), device)
@@ -264,21 +261,6 @@ class ContextRuntime:
             by_places = select(whole, rows.own, 3)
             follows = follows | (allowed == kept_on(by_places, device)).all()
         self.verdicts.expect(follows, UnsupportedError(words))
-
-    def _is_compared(self, call: AttentionCall, rule: MaskRule, rows: CutRows) -> bool:
-        """Return whether a call's mask was compared before, and note that it is now.
-
-        A tensor may depend on the tokens, so that each is compared: once where several layers are given it.
-        """
-        if isinstance(call.mask, Tensor):
-            mask, version = rows.memo.get(("compared", rule), (lambda: None, 0))
-            rows.memo["compared", rule] = weakref.ref(call.mask), version_of(call.mask)
-            return mask() is call.mask and version == version_of(call.mask)
-        seen = self._compared if rows.documents is None else rows.memo
-        key = ("without a mask", rule, call.is_causal, call.query.shape[2])
-        is_compared = key in seen
-        seen[key] = True
-        return is_compared
 
 
 class OfCaller:
@@ -303,9 +285,7 @@ def wrap_modules(
 ) -> ContextRuntime:
     """Intercept a model's calls of attention in place, and return the state that they share.
 
-    Args:
-        checks: what is looked at when a batch first needs it.
-        without_values: a copy, on meta, of the model as it was before anything was changed; None: nothing was yet.
+    ``without_values``: a copy, on meta, of the model as it was before anything was changed; None: nothing was yet.
     """
     pairs = PairArguments(without_values or copy_without_values(model), plan) if plan.has_pairs else None
     runtime = ContextRuntime(group, plan, checks, pairs)
@@ -330,23 +310,16 @@ def wrap_modules(
         if here := [use for use in counting if use.module == pattern(path)]:
             wrap_counting(module, here, runtime)
 
-    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def context_forward(*args: Any, **kwargs: Any) -> Any:
-            runtime.begin_forward(model, (args, kwargs))
-            with handling(runtime):  # type: ignore[arg-type]  (it makes masks alone)
-                return forward(*args, **kwargs)
+    forward = model.forward
 
-        return context_forward
+    def context_forward(*args: Any, **kwargs: Any) -> Any:
+        runtime.begin_forward(model, (args, kwargs))
+        with handling(runtime):  # type: ignore[arg-type]  (it makes masks alone)
+            return forward(*args, **kwargs)
 
-    wrap(model, make, f"rows cut over cp {group.size}")
+    wrap(model, context_forward, f"rows cut over cp {group.size}")
     remember(model, runtime)
     return runtime
-
-
-def _device_of(given: Any) -> torch.device:
-    """Return where a forward's tensors lie; meta where they have no values."""
-    tensors = tensors_by_path(given).values()
-    return next((META if has_no_values(each) else each.device for each in tensors), torch.device("cpu"))
 
 
 def first_tokens(batch: Mapping[str, Tensor], plan: ContextPlan, signature: Signature, rank: int = 0) -> CutBatch:
@@ -409,21 +382,19 @@ def are_parts(pieces: Sequence[Batch], *, cuts_rows: bool) -> bool:
             f"{sum(bring)} of {len(bring)} microbatches bring '{PLACES}': give it with all of them, or whole rows alone"
         )
     for piece in pieces:
-        _check(piece[PLACES], piece.get("tokens"))
+        places, tokens = piece[PLACES], piece.get("tokens")
+        if not isinstance(places, Tensor) or places.dtype != torch.int64:
+            kind = places.dtype if isinstance(places, Tensor) else type(places).__name__
+            raise ConfigError(f"batch['{PLACES}'] holds {kind}; it must hold torch.int64, a tensor like tokens")
+        if isinstance(tokens, Tensor) and places.shape != tokens.shape:
+            shapes = f"{tuple(places.shape)}, but tokens have {tuple(tokens.shape)}"
+            raise ConfigError(f"batch['{PLACES}'] has shape {shapes}: it says each token's place in its row")
+        if bool((places.diff(dim=-1) <= 0).any()) or bool((places < 0).any()):
+            raise ConfigError(
+                f"batch['{PLACES}'] must ascend from 0 in each row: bring tokens in the order that they have in whole"
+                f" rows"
+            )
     return True
-
-
-def _check(places: object, tokens: Tensor | None) -> None:
-    if not isinstance(places, Tensor) or places.dtype != torch.int64:
-        kind = places.dtype if isinstance(places, Tensor) else type(places).__name__
-        raise ConfigError(f"batch['{PLACES}'] holds {kind}; it must hold torch.int64, a tensor like tokens")
-    if isinstance(tokens, Tensor) and places.shape != tokens.shape:
-        shapes = f"{tuple(places.shape)}, but tokens have {tuple(tokens.shape)}"
-        raise ConfigError(f"batch['{PLACES}'] has shape {shapes}: it says each token's place in its row")
-    if bool((places.diff(dim=-1) <= 0).any()) or bool((places < 0).any()):
-        raise ConfigError(
-            f"batch['{PLACES}'] must ascend from 0 in each row: bring tokens in the order that they have in whole rows"
-        )
 
 
 def without_places(piece: Batch) -> Batch:
@@ -460,7 +431,13 @@ def join(piece: Batch, runtime: ContextRuntime, signature: Signature, longest: i
             f"the batch has sequences of {length} tokens on all ranks of the cp axis together, more than the model's"
             f" maximum of {longest}: shorten them"
         )
-    whole = {key: _whole(parts, places, length) for key, parts in gathered.items()}
+    # put the parts together by their places: (rows, length)
+    index = torch.where(places == FILLER, length, places).transpose(0, 1).flatten(1)
+    whole: dict[str, Tensor] = {}
+    for key, parts in gathered.items():
+        row = parts.new_zeros((len(index), length + 1))
+        place(row, index, 1, parts.transpose(0, 1).flatten(1))
+        whole[key] = row[:, :length].contiguous()
     runtime.check(piece, signature, length)
     positions, documents = whole.get("positions"), whole.get("document_ids")
     segments = segments_of(positions) if runtime.mixing.implementation and positions is not None else None
@@ -522,14 +499,14 @@ def _exchange(piece: Batch, group: RankGroup) -> tuple[tuple[int, ...], dict[str
 
 def _refuse_gaps(places: Tensor, length: int) -> None:
     """Raise ConfigError unless each place from 0 to ``length`` - 1 is on one rank; ``places``: (ranks, rows, most)."""
-    ranks, rows, most = places.shape
-    flat = places.transpose(0, 1).reshape(rows, ranks * most)
+    ranks, rows, _ = places.shape
+    flat = places.transpose(0, 1).flatten(1)
     counts = torch.zeros((rows, length + 1), dtype=torch.int64, device=flat.device)
     counts.scatter_add_(1, torch.where((flat == FILLER) | (flat >= length), length, flat), torch.ones_like(flat))
     if bool((counts[:, :length] == 1).all()):
         return
     row = int((counts[:, :length] != 1).any(1).nonzero()[0])
-    twice, gap = ((counts[row, :length] > 1).nonzero(), (counts[row, :length] == 0).nonzero())
+    twice, gap = (counts[row, :length] > 1).nonzero(), (counts[row, :length] == 0).nonzero()
     sizes = f"row {row} has {length} tokens on all ranks of the cp axis together"
     if len(twice):
         one = int(twice[0])
@@ -539,12 +516,3 @@ def _refuse_gaps(places: Tensor, length: int) -> None:
         f"batch['{PLACES}'] leaves a gap: {sizes}, and none has place {int(gap[0])}, while places go up to"
         f" {int(flat[row].max())}"
     )
-
-
-def _whole(parts: Tensor, places: Tensor, length: int) -> Tensor:
-    """Put (ranks, rows, most) parts together by their places: (rows, length)."""
-    ranks, rows, most = parts.shape
-    index = torch.where(places == FILLER, length, places).transpose(0, 1).reshape(rows, ranks * most)
-    made = parts.new_zeros((rows, length + 1))
-    place(made, index, 1, parts.transpose(0, 1).reshape(rows, ranks * most))
-    return made[:, :length].contiguous()

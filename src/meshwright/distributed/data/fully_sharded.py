@@ -28,10 +28,10 @@ from meshwright.core.names import clean, is_within
 from meshwright.core.record import recall
 from meshwright.core.torch_private import call_behind_backward, is_in_backward, tree_leaves, tree_map, uncompiled
 from meshwright.distributed import torch_private
-from meshwright.distributed.float8 import gather as float8_gather
 from meshwright.distributed.mesh import axis_sizes, data_groups, get_expert_mesh, replica_axis, sharding_axis
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.agree import word_device
+from meshwright.distributed.products import gather_in_float8
 from meshwright.distributed.torch_private import (
     as_no_view,
     base_of,
@@ -93,7 +93,7 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
 
     model.register_forward_hook(see_into_output)
     if plan.float8 is not None and plan.float8.all_gather and plan.shares.shards > 1:
-        float8_gather.apply(model, [parameter for group in parameter_groups(model) for parameter in group.fsdp_params])
+        gather_in_float8(model, [parameter for group in parameter_groups(model) for parameter in group.fsdp_params])
     for module in sharded_modules(model):
         if plan.data.reduction == "sum":
             # gloo has no pre-multiplied sum, and torch wants both settings on every module, not on the root alone

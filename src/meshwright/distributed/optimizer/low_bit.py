@@ -23,7 +23,7 @@ from meshwright.core.errors import ConfigError, MissingExtraError, UnsupportedEr
 from meshwright.core.names import clean
 from meshwright.core.parts import mixes_copies
 from meshwright.core.torch_private import optimizer_has_step_hooks, without_recompilation_limit
-from meshwright.distributed.float8.products import kind_of_state, step_of_adam
+from meshwright.distributed.products import kind_of_state, step_of_adam
 from meshwright.distributed.torch_private import local_part
 from meshwright.distributed.weights.shards import in_memory, memory_of, pieces, seed_of, with_local
 from meshwright.planning.optimizer import BLOCKS, KINDS, ROOM, OptimizerPlan

@@ -31,8 +31,8 @@ from meshwright.distributed.loss.preference import CountedPairs, log_probs_of
 from meshwright.distributed.step.deferred import DeferredGradients, defer_linear
 from meshwright.distributed.step.objective import LossFunction, objective_of
 from meshwright.distributed.step.part import Batch, Inputs, ModelPart
-from meshwright.distributed.tensor.layers import runtime_of, summing
-from meshwright.distributed.tensor.parallel import sums_of
+from meshwright.distributed.tensor.layers import runtime_of
+from meshwright.distributed.tensor.parallel import summing, sums_of
 from meshwright.distributed.torch_private import local_part
 from meshwright.introspection.signature import logits_of
 from meshwright.planning.pipeline.orders import forwards

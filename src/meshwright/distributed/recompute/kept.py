@@ -83,31 +83,24 @@ class OperatorPolicy:
                     return CheckpointPolicy.MUST_SAVE
             if operator in self._always:
                 return CheckpointPolicy.MUST_SAVE
-            return self._asked(context, operator, args, kwargs)
+            for function in self._functions:  # the first that wants to save decides
+                answer = function(context, operator, *args, **kwargs)
+                # older versions of torch lack these two
+                if getattr(answer, "name", "") in ("MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD"):
+                    raise UnsupportedError(
+                        f"techniques.checkpoint_keep: {function.__name__} wants {operator} offloaded; a policy can save"
+                        f" or recompute. For host memory set techniques.activation_checkpointing = offload."
+                    )
+                if answer is True or answer in SAVED:
+                    if not (isinstance(operator, OPERATOR) and is_fresh(operator)):
+                        raise UnsupportedError(
+                            f"techniques.checkpoint_keep: {function.__name__} wants to save {operator}, which has no"
+                            f" result of its own: it writes into its inputs or gives a view of them"
+                        )
+                    return CheckpointPolicy.MUST_SAVE
+            return CheckpointPolicy.PREFER_RECOMPUTE
 
         return policy
-
-    def _asked(self, context: Any, operator: Any, args: tuple, kwargs: dict[str, Any]) -> CheckpointPolicy:
-        """Ask the user's functions in turn; the first that wants to save decides."""
-        for function in self._functions:
-            answer = function(context, operator, *args, **kwargs)
-            # older versions of torch lack these two
-            if getattr(answer, "name", "") in (
-                "MUST_CPU_OFFLOAD",
-                "PREFER_CPU_OFFLOAD",
-            ):
-                raise UnsupportedError(
-                    f"techniques.checkpoint_keep: {function.__name__} wants {operator} offloaded; a policy can save or"
-                    f" recompute. For host memory set techniques.activation_checkpointing = offload."
-                )
-            if answer is True or answer in SAVED:
-                if not (isinstance(operator, OPERATOR) and is_fresh(operator)):
-                    raise UnsupportedError(
-                        f"techniques.checkpoint_keep: {function.__name__} wants to save {operator}, which has no result"
-                        f" of its own: it writes into its inputs or gives a view of them"
-                    )
-                return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 # --- read and restore the states of torch's random streams
@@ -136,8 +129,14 @@ def restore_streams(states: dict[str, torch.Tensor]) -> None:
 
 # --- save results of operators and collectives for a recomputation, chosen by a policy
 
-_running = threading.local()
-"""``modes``: the modes of the regions that run on this thread, in forward or recomputation, the innermost last."""
+
+class _Running(threading.local):
+    """The regions that run on this thread, in forward or recomputation, the innermost last."""
+
+    modes: list[Region] | None = None
+
+
+_running = _Running()
 
 Made = TypeVar("Made")
 EXCHANGE, ATTENTION = "exchange", "attention"
@@ -153,7 +152,7 @@ def exchanged(send: Callable[..., Tensor], *args: Any, into: Tensor | None = Non
     """
     if torch.compiler.is_compiling():
         return send(*args)
-    modes = getattr(_running, "modes", None)
+    modes = _running.modes
     return modes[-1].exchange(functools.partial(send, *args), into) if modes else send(*args)
 
 
@@ -163,8 +162,7 @@ def not_counted() -> Iterator[None]:
 
     Results are handed back by their numbers: one message more in the forward, and the others would be another's.
     """
-    modes = getattr(_running, "modes", None)
-    _running.modes = []
+    modes, _running.modes = _running.modes, []
     try:
         yield
     finally:
@@ -179,7 +177,7 @@ def exchanging(begin: Callable[[], Callable[[], Tensor]]) -> Callable[[], Tensor
     """
     if torch.compiler.is_compiling():
         return begin()
-    modes = getattr(_running, "modes", None)
+    modes = _running.modes
     return modes[-1].begin(begin) if modes else begin()
 
 
@@ -191,24 +189,13 @@ def attended(compute: Callable[[], Made], *, exchanges: bool = False) -> Made:
     """
     if torch.compiler.is_compiling():
         return compute()
-    modes = getattr(_running, "modes", None)
+    modes = _running.modes
     return modes[-1].attention(compute, exchanges) if modes else compute()
-
-
-@contextmanager
-def outside_of_regions() -> Iterator[None]:
-    """Inside, what is exchanged belongs to no region: it is not sent again by a recomputation, nor kept for one."""
-    modes, _running.modes = getattr(_running, "modes", None), None
-    try:
-        yield
-    finally:
-        _running.modes = modes
 
 
 def leaving(output: Any) -> Any:
     """Return a region's output, after copying saved results that share its storage: the caller may write into them."""
-    modes = getattr(_running, "modes", None)
-    if modes:
+    if modes := _running.modes:
         with modes[-1].aside():
             modes[-1].results.before_write(tensors_in(output))
     return output
@@ -219,7 +206,7 @@ def contexts(policy: OperatorPolicy) -> tuple[Any, Any]:
     if torch.compiler.is_compiling():
         return create_selective_checkpoint_contexts(policy.start())
     results = Results(policy)
-    return Keeping(results), HandingBack(results)
+    return Region(results), Region(results, recomputes=True)
 
 
 class SavedResult:
@@ -228,12 +215,6 @@ class SavedResult:
     def __init__(self, made: Any, drew: bool):
         self.made = tree_map(lambda value: value.detach() if isinstance(value, Tensor) else value, made)
         self.streams = streams() if drew else None
-
-    def addresses(self) -> Iterator[int]:
-        return (_address(tensor) for tensor in tensors_in(self.made))
-
-    def copy(self) -> None:
-        self.made = tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, self.made)
 
 
 class Results:
@@ -251,8 +232,8 @@ class Results:
 
     def keep(self, key: tuple, made: Any, *, drew: bool = False) -> None:
         kept = self._found[key] = SavedResult(made, drew)
-        for address in kept.addresses():
-            self._lying.setdefault(address, []).append(kept)
+        for tensor in tensors_in(kept.made):
+            self._lying.setdefault(id(storage_of(tensor)), []).append(kept)
 
     def take(self, key: tuple) -> SavedResult | None:
         return self._found.pop(key, None)
@@ -260,38 +241,63 @@ class Results:
     def before_write(self, tensors: list[Tensor]) -> None:
         """Copy the saved results that share storage with these tensors, which an operator will write into."""
         for tensor in tensors if self._lying else ():
-            for kept in self._lying.pop(_address(tensor), ()):
-                kept.copy()
+            for kept in self._lying.pop(id(storage_of(tensor)), ()):
+                kept.made = tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, kept.made)
 
     def close(self) -> None:
         """End the forward: from now on no write can change a saved result."""
         self._lying = {}
 
 
-class _Mode(TorchDispatchMode):
-    """Observes the operators of a region's forward."""
+class Region(TorchDispatchMode):
+    """Saves results in a region's forward, or returns them in its recomputation."""
 
-    def __init__(self, results: Results):
+    def __init__(self, results: Results, *, recomputes: bool = False):
         super().__init__()
-        self.results = results
+        self.results, self.recomputes = results, recomputes
         self._calls: Counter[tuple] = Counter()
         self._aside = False
 
     def __enter__(self) -> Any:
         self._calls.clear()
-        if getattr(_running, "modes", None) is None:
-            _running.modes = []
+        _running.modes = _running.modes or []
         _running.modes.append(self)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
+        if not self.recomputes:
+            self.results.close()
+        assert _running.modes is not None
         _running.modes.pop()
         super().__exit__(*error)
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        asks = not self._aside and self.results.policy.asks_about(func)
+        if self.recomputes:
+            kept = self.results.take(self._key(func, args)) if asks else None
+            if kept is None:
+                return func(*args, **kwargs)
+            if kept.streams is not None:
+                restore_streams(kept.streams)
+            return kept.made
+        for place, name in written_by(func):
+            self.results.before_write(tensors_in(args[place] if place < len(args) else kwargs.get(name)))
+        made = func(*args, **kwargs)
+        if asks:
+            key = self._key(func, args)
+            context = SelectiveCheckpointContext(is_recompute=False)
+            context.op_output = made  # an argument in newer versions of torch
+            if self.results.ask(context, func, *args, **kwargs) in SAVED:
+                self.results.keep(key, made, drew=torch.Tag.nondeterministic_seeded in func.tags)
+        return made
+
     def exchange(self, send: Callable[[], Tensor], into: Tensor | None) -> Tensor:
+        """Exchange a tensor; see ``exchanged``."""
         if not self.results.policy.keeps_exchanges:
             return send()
-        return self._exchange(self._key(EXCHANGE, ()), send, into)
+        made = self._once(EXCHANGE, send)
+        return made if into is None or made is into else into.copy_(made)
 
     def begin(self, begin: Callable[[], Callable[[], Tensor]]) -> Callable[[], Tensor]:
         """Begin an exchange; see ``exchanging``."""
@@ -304,23 +310,27 @@ class _Mode(TorchDispatchMode):
         def finish() -> Tensor:
             with self.aside():
                 made = wait()
-            if key is not None:
-                self._received(key, made)
+            if key is not None and not self.recomputes:
+                self.results.keep(key, made)
             return made
 
         return finish
 
-    def _received(self, key: tuple, made: Tensor) -> None:
-        """Note the result of an exchange."""
-
     def attention(self, compute: Callable[[], Any], exchanges: bool) -> Any:
+        """Compute an attention; see ``attended``."""
         policy = self.results.policy
-        if not (policy.keeps_attention or (exchanges and policy.keeps_exchanges)):
-            return compute()
-        return self._exchange(self._key(ATTENTION, ()), compute, None)
+        keeps = policy.keeps_attention or (exchanges and policy.keeps_exchanges)
+        return self._once(ATTENTION, compute) if keeps else compute()
 
-    def _exchange(self, key: tuple, send: Callable[[], Tensor], into: Tensor | None) -> Tensor:
-        raise NotImplementedError
+    def _once(self, name: str, make: Callable[[], Any]) -> Any:
+        key = self._key(name, ())
+        if self.recomputes and (kept := self.results.take(key)) is not None:
+            return kept.made
+        with self.aside():
+            made = make()
+        if not self.recomputes:
+            self.results.keep(key, made)
+        return made
 
     def _key(self, name: Any, args: tuple) -> tuple:
         """Return the key of a call: operator, shapes, and occurrence number."""
@@ -338,79 +348,13 @@ class _Mode(TorchDispatchMode):
             self._aside = before
 
 
-class Keeping(_Mode):
-    """Saves results in a region's forward."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        self.results.before_write(_written(func, args, kwargs))
-        made = func(*args, **kwargs)
-        if not self._aside and self.results.policy.asks_about(func):
-            key = self._key(func, args)
-            context = SelectiveCheckpointContext(is_recompute=False)
-            context.op_output = made  # an argument in newer versions of torch
-            if self.results.ask(context, func, *args, **kwargs) in SAVED:
-                self.results.keep(key, made, drew=torch.Tag.nondeterministic_seeded in func.tags)
-        return made
-
-    def _exchange(self, key: tuple, send: Callable[[], Tensor], into: Tensor | None) -> Tensor:
-        with self.aside():
-            made = send()
-        self.results.keep(key, made)
-        return made
-
-    def _received(self, key: tuple, made: Tensor) -> None:
-        self.results.keep(key, made)
-
-    def __exit__(self, *error: Any) -> None:
-        self.results.close()
-        super().__exit__(*error)
-
-
-class HandingBack(_Mode):
-    """Returns saved results in the region's recomputation."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kept = (
-            self.results.take(self._key(func, args))
-            if not self._aside and self.results.policy.asks_about(func)
-            else None
-        )
-        if kept is None:
-            return func(*args, **(kwargs or {}))
-        if kept.streams is not None:
-            restore_streams(kept.streams)
-        return kept.made
-
-    def _exchange(self, key: tuple, send: Callable[[], Tensor], into: Tensor | None) -> Tensor:
-        kept = self.results.take(key)
-        if kept is None:
-            with self.aside():
-                return send()
-        return kept.made if into is None else into.copy_(kept.made)
-
-
-def _address(tensor: Tensor) -> int:
-    """Return the address of a tensor's storage."""
-    return id(storage_of(tensor))
-
-
 @functools.cache
-def _writes(func: Any) -> tuple[tuple[int, str], ...]:
+def written_by(func: Any) -> tuple[tuple[int, str], ...]:
     """Return the arguments that an operator writes into; all arguments of a collective, whose schema does not tell."""
-    schema = schema_of(func)
-    if schema is None:
+    if (schema := schema_of(func)) is None:
         return ()
     sends = func.namespace == "c10d"
     is_written = [sends or (a.alias_info is not None and a.alias_info.is_write) for a in schema.arguments]
     return tuple(
         (place, a.name) for place, (a, yes) in enumerate(zip(schema.arguments, is_written, strict=True)) if yes
     )
-
-
-def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
-    return [
-        tensor
-        for place, name in _writes(func)
-        for tensor in tensors_in(args[place] if place < len(args) else kwargs.get(name))
-    ]

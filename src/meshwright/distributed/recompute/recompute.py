@@ -1,4 +1,4 @@
-"""Recompute activations in backward (arXiv 1604.06174, 2205.05198), or keep them in host memory (arXiv 2104.07857).
+"""Recompute activations (arXiv 1604.06174, 2205.05198), keep them in host memory (2104.07857), and compile blocks.
 
 On an accelerator the copies run on a stream of their own, from and to pinned memory: a block's activations leave while
 the next block computes, and the previous block's are fetched while this block's backward runs. On the CPU they are
@@ -23,13 +23,21 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.core.devices import is_accelerator
-from meshwright.core.errors import ConfigError, nearest
-from meshwright.core.record import wrap
-from meshwright.core.torch_private import has_no_values, version_of
+from meshwright.core.errors import ConfigError, UnsupportedError, nearest
+from meshwright.core.record import note, wrap
+from meshwright.core.torch_private import (
+    compiled_call,
+    forward_hooks,
+    graph_break_counts,
+    has_no_values,
+    set_compiled_call,
+    version_of,
+    with_activation_budget,
+)
 from meshwright.distributed.memory.live import addresses, storage_of, tensors_in
 from meshwright.planning.plan import Plan
 
-from .kept import OperatorPolicy, contexts, leaving
+from .kept import OperatorPolicy, contexts, leaving, streams
 
 # --- name the modes of activation checkpointing
 
@@ -136,12 +144,9 @@ class Slot:
 
 @dataclass(eq=False)
 class BlockForward:
-    """The tensors saved by one forward of one block.
+    """The tensors saved by one forward of one block; ``before``: those of the block before, in the same forward.
 
-    Attributes:
-        number: number of the block.
-        before: the previous block's object, in the same forward of the model.
-        left, came: events after the copies to host memory, and back.
+    ``left`` and ``came`` are events after the copies to host memory, and back.
     """
 
     number: int
@@ -155,14 +160,8 @@ class BlockForward:
     def keep(self, tensor: Tensor) -> Key:
         """Copy the tensor to its slot and return the slot's key; the same tensor has one slot."""
         version = version_of(tensor)
-        key = (
-            id(storage_of(tensor)),
-            version,
-            tensor.storage_offset(),
-            tensor.shape,
-            tensor.stride(),
-            tensor.dtype,
-        )
+        layout = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+        key = (id(storage_of(tensor)), version, *layout)
         if key not in self.slots:  # the slot holds its tensor until the block ends, so no other tensor gets its address
             self.slots[key] = Slot(self.copies.leave(tensor), tensor.device, version, tensor)
         return key
@@ -231,39 +230,35 @@ def offload(module: nn.Module, number: int, store: HostActivations) -> None:
     gradient (masks, tables). Nor are small tensors, or tensors of other types than plain ones.
     """
 
-    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def offloaded_forward(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return forward(*args, **kwargs)
-            given = addresses(t for t in tensors_in((args, kwargs)) if not t.requires_grad)
-            passage = store.begin(number)
+    forward = module.forward
 
-            def pack(tensor: Tensor) -> Tensor | tuple[BlockForward, Key]:
-                stays = (
-                    not (type(tensor) is Tensor or has_no_values(tensor))
-                    or tensor.numel() * tensor.element_size() < LEAST_BYTES
-                )
-                if stays or (address := id(storage_of(tensor))) in given or address in _lying_elsewhere(module):
-                    return tensor
-                return passage, passage.keep(tensor.detach())
+    def offloaded_forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        given = addresses(t for t in tensors_in((args, kwargs)) if not t.requires_grad)
+        passage = store.begin(number)
 
-            with saved_tensors_hooks(pack, _unpack):
-                output = forward(*args, **kwargs)
-            store.end(passage)
-            return output
+        def pack(tensor: Tensor) -> Tensor | tuple[BlockForward, Key]:
+            stays = (
+                not (type(tensor) is Tensor or has_no_values(tensor))
+                or tensor.numel() * tensor.element_size() < LEAST_BYTES
+            )
+            if stays or (address := id(storage_of(tensor))) in given:
+                return tensor
+            # parameters, those gathered by a sharded unit inside among them, and buffers
+            if address in addresses(chain(module.parameters(), module.buffers())):
+                return tensor
+            return passage, passage.keep(tensor.detach())
 
-        return offloaded_forward
+        def unpack(saved: Tensor | tuple[BlockForward, Key]) -> Tensor:
+            return saved if isinstance(saved, Tensor) else saved[0].take(saved[1])
 
-    wrap(module, make, OFFLOADED)
+        with saved_tensors_hooks(pack, unpack):
+            output = forward(*args, **kwargs)
+        store.end(passage)
+        return output
 
-
-def _unpack(saved: Tensor | tuple[BlockForward, Key]) -> Tensor:
-    return saved if isinstance(saved, Tensor) else saved[0].take(saved[1])
-
-
-def _lying_elsewhere(module: nn.Module) -> set[int]:
-    """Return the addresses of parameters, including those gathered by a sharded unit inside, and of buffers."""
-    return addresses(chain(module.parameters(), module.buffers()))
+    wrap(module, offloaded_forward, OFFLOADED)
 
 
 # --- recompute activations in backward
@@ -292,28 +287,92 @@ def recompute(module: nn.Module, policy: OperatorPolicy | None = None) -> None:
     """Make a module recompute its activations in backward.
 
     A call through which no gradient flows (a frozen module on frozen inputs) is not checkpointed: it saves nothing
-    anyway.
-
-    Args:
-        policy: the results that are saved; None: none.
+    anyway. A policy chooses results that are saved.
     """
     options = {} if policy is None else {"context_fn": functools.partial(contexts, policy)}
 
-    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        region = forward
-        if policy is not None:
-            region = functools.wraps(forward)(lambda *args, **kwargs: leaving(forward(*args, **kwargs)))
+    forward = module.forward
 
-        def recomputed_forward(*args: Any, **kwargs: Any) -> Any:
-            if not (torch.is_grad_enabled() and _takes_gradients(module, (*args, *kwargs.values()))):
-                return forward(*args, **kwargs)
-            return checkpoint(region, *args, use_reentrant=False, **options, **kwargs)
+    region = forward
+    if policy is not None:
+        region = functools.wraps(forward)(lambda *args, **kwargs: leaving(forward(*args, **kwargs)))
 
-        return recomputed_forward
+    def recomputed_forward(*args: Any, **kwargs: Any) -> Any:
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        flows = any(t.requires_grad for t in tensors) or any(p.requires_grad for p in module.parameters())
+        if not (torch.is_grad_enabled() and flows):
+            return forward(*args, **kwargs)
+        return checkpoint(region, *args, use_reentrant=False, **options, **kwargs)
 
-    wrap(module, make, RECOMPUTED)
+    wrap(module, recomputed_forward, RECOMPUTED)
 
 
-def _takes_gradients(module: nn.Module, inputs: tuple) -> bool:
-    carried = any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs)
-    return carried or any(parameter.requires_grad for parameter in module.parameters())
+# --- compile repeated blocks one at a time and in place: names stay, equal blocks share a graph
+
+
+def compile_blocks(model: nn.Module, plan: Plan) -> nn.Module:
+    """Compile the planned modules in place; torch compiles each at its first call.
+
+    A plan may limit the activations that a module's compiled calls save for backward to a fraction. The partitioner
+    chooses them (min cut, arXiv 2302.05442, and a knapsack over the costs). It would recompute random operators with
+    other numbers (torch 2.13 on the CPU), so a block that draws random numbers is refused.
+
+    Raises:
+        UnsupportedError: in the first forward with gradients, if a limited block draws random numbers.
+    """
+
+    def within(budget: float, compiled: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+        @functools.wraps(compiled)
+        def call_within(*args: Any, **kwargs: Any) -> Any:
+            before = streams()
+            with with_activation_budget(budget):
+                output = compiled(*args, **kwargs)
+            after = streams() if torch.is_grad_enabled() else {}
+            if any(not torch.equal(state, before[device]) for device, state in after.items() if device in before):
+                raise UnsupportedError(
+                    f"techniques.activation_checkpointing = memory_budget: {type(module).__name__} draws random"
+                    f" numbers, and the compiler could draw others when it recomputes. Use selective_op or full, or"
+                    f" switch dropout off."
+                )
+            return output
+
+        return call_within
+
+    for name in plan.compiled:
+        module = model.get_submodule(name)
+        keep_hooks_eager(module)
+        module.compile(**dict(plan.compile_options))
+        note(module, "compiled")
+        if (budget := plan.activation_memory_budget) is not None:
+            compiled = compiled_call(module)
+            assert compiled is not None
+            set_compiled_call(module, within(budget, compiled, module))
+    return model
+
+
+def keep_hooks_eager(module: nn.Module) -> None:
+    """Exclude the hooks of earlier techniques on the module itself from compilation.
+
+    torch would compile each of them alone, and anew for every number that it holds (a seed, a length).
+    """
+    for hooks in forward_hooks(module):
+        for key, hook in hooks.items():
+            hooks[key] = torch.compiler.disable(hook)
+
+
+def graph_breaks() -> dict[str, int]:
+    """Count the graph breaks of all modules compiled in this process, by reason in torch's words."""
+    found: dict[str, int] = {}
+    for reason, times in graph_break_counts().items():
+        what, *more = [line.strip() for line in reason.splitlines() if line.strip()]
+        why = next((line.removeprefix("Explanation: ") for line in more if line.startswith("Explanation: ")), "")
+        text = f"{what} ({why})" if why else what
+        found[text] = found.get(text, 0) + times
+    return found
+
+
+def graph_breaks_text() -> str:
+    """Return the graph breaks as text for people; empty if there are none."""
+    lines = [f"  {times} × {reason}" for reason, times in sorted(graph_breaks().items(), key=lambda one: -one[1])]
+    title = "compiled blocks fall apart into several graphs (what is between them runs uncompiled):"
+    return "\n".join([title, *lines]) if lines else ""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.record import wrap
-from meshwright.distributed.float8.products import Products, products_of
+from meshwright.distributed.products import Products, products_of
 
 
 class DeferredGradients:
@@ -65,16 +65,15 @@ def defer_linear(module: nn.Module, transposed: bool, deferred: DeferredGradient
     """
     way = products_of(module, transposed)
 
-    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def deferring_linear_forward(x: Tensor) -> Tensor:
-            weight = module.weight
-            if not (torch.is_grad_enabled() and isinstance(weight, Tensor) and weight.requires_grad):
-                return forward(x)
-            return _DeferredLinear.apply(x, weight, getattr(module, "bias", None), way, deferred)
+    forward = module.forward
 
-        return deferring_linear_forward
+    def deferring_linear_forward(x: Tensor) -> Tensor:
+        weight = module.weight
+        if not (torch.is_grad_enabled() and isinstance(weight, Tensor) and weight.requires_grad):
+            return forward(x)
+        return _DeferredLinear.apply(x, weight, getattr(module, "bias", None), way, deferred)
 
-    wrap(module, make, "weight gradient deferred")
+    wrap(module, deferring_linear_forward, "weight gradient deferred")
 
 
 class _DeferredLinear(torch.autograd.Function):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,17 +11,18 @@ from torch import Tensor, nn
 from meshwright.core.calls import argument, show_computed, with_arguments, without_values
 from meshwright.core.losses import cross_entropy_sum
 from meshwright.core.record import note, wrap
-from meshwright.distributed.float8.products import PLAIN
-from meshwright.distributed.recompute.kept import drawn_number, restore_streams, streams
+from meshwright.distributed.products import PLAIN
 from meshwright.distributed.torch_private import as_no_view
-from meshwright.distributed.weights.shards import seed_of
 from meshwright.introspection.logits.operation import begin
 from meshwright.introspection.logits.tape import DeferredLogits, within
 from meshwright.introspection.signature import KEEPING, logits_of, with_logits
 
 from . import functions
+from .functions import Branch
 from .layers import LossRequest, LossSite, Runtime, local
 from .loss import VocabularyShard, head_loss_sum, vocabulary_parallel_cross_entropy_sum
+
+PLAIN_LAYER = (Branch((PLAIN,)),)
 
 
 def first_block(module: nn.Module, hidden: int | str, runtime: Runtime) -> None:
@@ -76,34 +76,33 @@ def vocabulary_embedding(module: nn.Module, runtime: Runtime, rows: int, *, is_h
     shard = VocabularyShard.of(rows, group)
     first, size = shard.first, shard.size
 
-    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def embedding_forward(tokens: Tensor) -> Tensor:
-            elsewhere = (tokens < first) | (tokens >= first + size)
-            padding = module.__dict__.get("padding_idx")
+    forward = module.forward
+
+    def embedding_forward(tokens: Tensor) -> Tensor:
+        elsewhere = (tokens < first) | (tokens >= first + size)
+        padding = module.__dict__.get("padding_idx")
+        if padding is not None:
+            module.__dict__["padding_idx"] = padding - first if first <= padding < first + size else None
+        try:
+            if size:
+                found = forward((tokens - first).masked_fill(elsewhere, 0))
+            else:
+                weight, _ = _held(module)
+                found = weight.sum() * weight.new_zeros((*tokens.shape, weight.shape[1]))
+        finally:
             if padding is not None:
-                module.__dict__["padding_idx"] = padding - first if first <= padding < first + size else None
-            try:
-                if size:
-                    found = forward((tokens - first).masked_fill(elsewhere, 0))
-                else:
-                    weight, _ = _held(module)
-                    found = weight.sum() * weight.new_zeros((*tokens.shape, weight.shape[1]))
-            finally:
-                if padding is not None:
-                    module.__dict__["padding_idx"] = padding
-            nowhere = (tokens < 0) | (tokens >= rows)  # no rank has such an id: a vector of zeros would be silent
-            fill = found.new_zeros(tokens.shape).masked_fill_(nowhere, torch.nan)
-            summand = torch.where(elsewhere.unsqueeze(-1), fill.unsqueeze(-1), found)
-            sequence = runtime.sequence
-            if not (is_hidden and sequence.cut):
-                return functions.summed(summand, group)
-            sequence.begin(*tokens.shape)
-            runtime.arriving = functions.summed_part(summand, sequence)
-            return without_values(summand, summand.shape)
+                module.__dict__["padding_idx"] = padding
+        nowhere = (tokens < 0) | (tokens >= rows)  # no rank has such an id: a vector of zeros would be silent
+        fill = found.new_zeros(tokens.shape).masked_fill_(nowhere, torch.nan)
+        summand = torch.where(elsewhere.unsqueeze(-1), fill.unsqueeze(-1), found)
+        sequence = runtime.sequence
+        if not (is_hidden and sequence.cut):
+            return functions.summed(summand, group)
+        sequence.begin(*tokens.shape)
+        runtime.arriving = functions.summed_part(summand, sequence)
+        return without_values(summand, summand.shape)
 
-        return embedding_forward
-
-    wrap(module, make, f"vocabulary-parallel tp {runtime.group.size}")
+    wrap(module, embedding_forward, f"vocabulary-parallel tp {runtime.group.size}")
 
 
 def vocabulary_head(module: nn.Module, runtime: Runtime, rows: int, *, takes_whole: bool) -> None:
@@ -114,23 +113,20 @@ def vocabulary_head(module: nn.Module, runtime: Runtime, rows: int, *, takes_who
     """
     group = runtime.group
 
-    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def head_forward(x: Tensor) -> Tensor:
-            if runtime.request is not None:
-                whole = x if takes_whole else functions.gathered(x, runtime.sequence)
-                return _loss_deferred(runtime, runtime.request, module, whole, VocabularyShard.of(rows, group))
-            weight, bias = _held(module)
-            if takes_whole:
-                own = nn.functional.linear(x, weight, bias)
-            else:
-                (own,) = functions.column_parallel(x, [(weight, bias, PLAIN)], runtime.sequence)
-            if runtime.logits == "own":
-                return _own_deferred(runtime, own, VocabularyShard.of(rows, group))
-            return functions.whole_vocabulary(own, rows, group)
+    def head_forward(x: Tensor) -> Tensor:
+        if runtime.request is not None:
+            whole = x if takes_whole else functions.gathered(x, runtime.sequence)
+            return _loss_deferred(runtime, runtime.request, module, whole, VocabularyShard.of(rows, group))
+        weight, bias = _held(module)
+        if takes_whole:
+            own = nn.functional.linear(x, weight, bias)
+        else:
+            (own,) = functions.column_parallel(x, PLAIN_LAYER, [weight, bias], runtime.sequence)
+        if runtime.logits == "own":
+            return _own_deferred(runtime, own, VocabularyShard.of(rows, group))
+        return functions.whole_vocabulary(own, rows, group)
 
-        return head_forward
-
-    wrap(module, make, f"vocabulary-parallel tp {runtime.group.size}")
+    wrap(module, head_forward, f"vocabulary-parallel tp {runtime.group.size}")
 
 
 def kept_logits(model: nn.Module, runtime: Runtime) -> None:
@@ -143,31 +139,27 @@ def kept_logits(model: nn.Module, runtime: Runtime) -> None:
     if name is None:
         return
 
-    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def keeping_forward(*args: Any, **kwargs: Any) -> Any:
-            wanted = kwargs.get(name, 0)
-            if not runtime.sequence.cut or (isinstance(wanted, int) and not wanted):
-                return forward(*args, **kwargs)
-            output = forward(*args, **{**kwargs, name: 0})
-            return with_logits(
-                output, logits_of(output)[:, slice(-wanted, None) if isinstance(wanted, int) else wanted]
-            )
+    forward = model.forward
 
-        return keeping_forward
+    def keeping_forward(*args: Any, **kwargs: Any) -> Any:
+        wanted = kwargs.get(name, 0)
+        if not runtime.sequence.cut or (isinstance(wanted, int) and not wanted):
+            return forward(*args, **kwargs)
+        output = forward(*args, **{**kwargs, name: 0})
+        return with_logits(output, logits_of(output)[:, slice(-wanted, None) if isinstance(wanted, int) else wanted])
 
-    wrap(model, make, f"chooses logits behind the head, tp {runtime.group.size}")
+    wrap(model, keeping_forward, f"chooses logits behind the head, tp {runtime.group.size}")
 
 
 def loss_computing_head(module: nn.Module, runtime: LossSite) -> None:
     """Let a whole head compute the loss in chunks when one is requested."""
 
-    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def loss_forward(x: Tensor) -> Tensor:
-            return forward(x) if runtime.request is None else _loss_deferred(runtime, runtime.request, module, x, None)
+    forward = module.forward
 
-        return loss_forward
+    def loss_forward(x: Tensor) -> Tensor:
+        return forward(x) if runtime.request is None else _loss_deferred(runtime, runtime.request, module, x, None)
 
-    wrap(module, make, "loss in chunks")
+    wrap(module, loss_forward, "loss in chunks")
 
 
 def answer_behind(model: nn.Module, runtime: LossSite) -> None:
@@ -251,25 +243,3 @@ def _held(module: nn.Module) -> tuple[Tensor, Tensor | None]:
     weight, bias = module._parameters["weight"], module._parameters.get("bias")
     assert weight is not None
     return local(weight), None if bias is None else local(bias)
-
-
-def separate_streams(model: nn.Module, first_block: nn.Module, runtime: Runtime) -> None:
-    """Give each rank a random stream of its own from the first block to the end of the forward, in training mode.
-
-    Before the blocks all ranks of the tensor axis draw the same numbers. A rank's own stream is seeded by a number that
-    all of them draw and by its rank, so torch's state is still the only state to save and restore.
-    """
-    shared: list[dict[str, torch.Tensor]] = []
-
-    def enter(_: nn.Module, args: tuple) -> None:
-        if model.training and runtime.sequence.cut and not shared:
-            number = drawn_number()
-            shared.append(streams())
-            torch.manual_seed(seed_of("tensor rank", number, runtime.group.rank))
-
-    def leave(_: nn.Module, args: tuple, output: Any) -> None:
-        if shared:
-            restore_streams(shared.pop())
-
-    first_block.register_forward_pre_hook(enter)
-    model.register_forward_hook(leave, always_call=True)

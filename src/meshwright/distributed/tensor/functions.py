@@ -11,7 +11,7 @@ that paper).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,17 @@ from torch import Tensor
 
 from meshwright.core.devices import CUDA, local_device
 from meshwright.core.errors import UnsupportedError
-from meshwright.distributed.exchange import RankGroup, own_share, share_of_sequence
-from meshwright.distributed.float8 import agreed
-from meshwright.distributed.float8.products import OWN, Largest, Products
+from meshwright.core.parts import FusedPart, ranges
+from meshwright.distributed.exchange import RankGroup, linear_map, own_share, share_of_sequence
+from meshwright.distributed.products import (
+    OWN,
+    Largest,
+    Products,
+    agree_for_gradients,
+    agree_for_outputs,
+    saved,
+    to_save,
+)
 from meshwright.distributed.step.deferred import DeferredGradients
 from meshwright.distributed.torch_private import as_no_view, map_memory
 
@@ -73,10 +81,7 @@ class Overlap:
         self._operators, self._name = symmetric_memory(group), group.group_name
 
     def gather_products(self, part: Tensor, matrices: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Gather the tokens of all ranks, and return them and their product with each matrix.
-
-        All products share one message.
-        """
+        """Gather the tokens of all ranks in one message, and return them and their product with each matrix."""
         whole, products = self._operators.gather_products(part, matrices, TOKENS, self._name, return_A=True)
         return whole.contiguous(), [product.contiguous() for product in products]  # models take views
 
@@ -183,21 +188,42 @@ class TokenSequence:
 
 # --- define the differentiable steps of tensor and sequence parallelism
 
+Normalise = Callable[[Tensor, Sequence[Tensor]], Tensor]
+"""Type of a norm's forward: (input, parameters) → output."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Column-parallel layers of one input, or of a norm of it that has so many parameters."""
+
+    ways: tuple[Products, ...]
+    norm: Normalise | None = None
+    parameters: int = 0
+
+
+def _dealt(branches: tuple[Branch, ...]) -> Iterator[tuple[Branch, int, int]]:
+    """Yield each branch, with the offsets of its norm's parameters and of its layers' weights among all tensors."""
+    start = 0
+    for branch in branches:
+        first = start + branch.parameters
+        yield branch, start, first
+        start = first + 2 * len(branch.ways)
+
 
 def column_parallel(
-    x: Tensor, layers: list[tuple[Tensor, Tensor | None, Products]], sequence: TokenSequence
+    x: Tensor, branches: tuple[Branch, ...], tensors: Sequence[Tensor | None], sequence: TokenSequence
 ) -> tuple[Tensor, ...]:
-    """Compute several column-parallel linear layers of one input.
+    """Compute several column-parallel linear layers of one input, or of several norms of it.
 
     Args:
         x: (rows, share, features), this rank's part of the sequence (all of it if the sequence is not cut).
-        layers: for each layer this rank's weight and bias, and how to multiply with them.
+        tensors: for each branch the norm's parameters, then this rank's weight and bias of each layer.
 
     Returns:
-        For each layer (rows, length, own output features). The input's gradient is summed over the ranks.
+        For each layer (rows, length, own output features). The input's gradient is summed over the ranks; those of the
+        norms' parameters are partial.
     """
-    tensors = [tensor for weight, bias, _ in layers for tensor in (weight, bias)]
-    return _ColumnParallel.apply(x, sequence, sequence.shape_of(x), tuple([layer[2] for layer in layers]), *tensors)
+    return _ColumnParallel.apply(x, sequence, sequence.shape_of(x), branches, *tensors)
 
 
 class _ColumnParallel(torch.autograd.Function):
@@ -207,49 +233,82 @@ class _ColumnParallel(torch.autograd.Function):
         x: Tensor,
         sequence: TokenSequence,
         shape: tuple[int | None, int],
-        ways: tuple[Products, ...],
+        branches: tuple[Branch, ...],
         *tensors: Tensor | None,
     ):
-        weights: list[Tensor] = list(tensors[::2])  # type: ignore[arg-type]
-        largest = agreed.before_outputs(x, weights, ways, sequence.group)
-        if sequence.overlap is None:
-            whole = sequence.whole(x)
-            layers = zip(weights, tensors[1::2], ways, largest, strict=True)
-            outputs = tuple([way.output(whole, w, b, at) for w, b, way, at in layers])
+        given: Any = tensors
+        ways = [way for branch in branches for way in branch.ways]
+        weights = [given[first + 2 * i] for branch, _, first in _dealt(branches) for i in range(len(branch.ways))]
+        largest = agree_for_outputs(x, weights, ways, sequence.group)
+        if sequence.overlap is not None and branches[0].norm is None:
+            matrices = [way.matrix(w).T for w, way in zip(weights, ways, strict=True)]
+            whole, products = sequence.whole_and_products(x, matrices)
+            outputs = [made if b is None else made.add_(b) for made, b in zip(products, tensors[1::2], strict=True)]
         else:
-            whole, products = sequence.whole_and_products(
-                x, [way.matrix(w).T for w, way in zip(weights, ways, strict=True)]
-            )
-            outputs = tuple(
-                made if b is None else made.add_(b) for made, b in zip(products, tensors[1::2], strict=True)
-            )
-        ctx.sequence, ctx.shape, ctx.ways = sequence, shape, ways
-        ctx.tracked = weights if sequence.deferred is not None else ()
+            whole, outputs, of_layers = sequence.whole(x), [], iter(largest)
+            for branch, start, first in _dealt(branches):
+                normed = whole if branch.norm is None else branch.norm(whole, given[start:first])
+                for i, way in enumerate(branch.ways):
+                    place = first + 2 * i
+                    outputs.append(way.output(normed, given[place], given[place + 1], next(of_layers)))
+        ctx.sequence, ctx.shape, ctx.branches, ctx.tensors = sequence, shape, branches, len(tensors)
+        ctx.tracked = tensors if sequence.deferred is not None else ()
         ctx.kept_part = sequence.cut and sequence.regather
-        ctx.save_for_backward(x if ctx.kept_part else whole, *weights, *agreed.to_save(largest))
-        return outputs
+        ctx.save_for_backward(x if ctx.kept_part else whole, *tensors, *to_save(largest))
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor):
         kept, *rest = ctx.saved_tensors
-        weights, earlier = rest[: len(ctx.ways)], agreed.saved(rest[len(ctx.ways) :], len(ctx.ways))
-        sequence = ctx.sequence
+        needs_x, needed, sequence, branches = (
+            ctx.needs_input_grad[0],
+            ctx.needs_input_grad[4:],
+            ctx.sequence,
+            ctx.branches,
+        )
+        ways = [way for branch in branches for way in branch.ways]
+        earlier, tensors = saved(rest[ctx.tensors :], len(ways)), rest[: ctx.tensors]
         sequence.restore(ctx.shape)
-        whole = sequence.whole(kept) if ctx.kept_part and any(ctx.needs_input_grad[4:]) else kept
+        whole = sequence.whole(kept) if ctx.kept_part and (any(needed) or branches[0].norm is not None) else kept
+        overlaps = sequence.overlap is not None and branches[0].norm is None and needs_x
         grad_x: Tensor | None = None
-        overlaps = sequence.overlap is not None and ctx.needs_input_grad[0]
         if overlaps:
-            ways = zip(grad_outputs, weights, ctx.ways, strict=True)
-            grad_x = sequence.reduced_product([(gradient, way.matrix(weight)) for gradient, weight, way in ways])
-        asked = [ctx.needs_input_grad[0] or weight for weight in ctx.needs_input_grad[4::2]]
-        largest = agreed.before_gradients(grad_outputs, ctx.ways, earlier, asked, sequence.group)
-        found: list[Tensor | None] = []
-        for i, (gradient, weight, way, at) in enumerate(zip(grad_outputs, weights, ctx.ways, largest, strict=True)):
-            if ctx.needs_input_grad[0] and not overlaps:
-                back = way.of_input(gradient, weight, at)
-                grad_x = back if grad_x is None else grad_x.add_(back)
-            found.append(now_or_later(ctx, i, gradient, whole, way, at) if ctx.needs_input_grad[4 + 2 * i] else None)
-            found.append(gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[5 + 2 * i] else None)
+            pairs = zip(grad_outputs, tensors[::2], ways, strict=True)
+            grad_x = sequence.reduced_product([(gradient, way.matrix(weight)) for gradient, weight, way in pairs])
+        asked: list[bool] = []
+        for branch, start, first in _dealt(branches):
+            flows = needs_x or any(needed[start:first])
+            asked += [flows or needed[first + 2 * i] for i in range(len(branch.ways))]
+        of_layers = iter(agree_for_gradients(grad_outputs, ways, earlier, asked, sequence.group))
+        found: list[Tensor | None] = [None] * len(tensors)
+        gradients = iter(grad_outputs)
+        for branch, start, first in _dealt(branches):
+            normed, inputs = whole, []
+            if branch.norm is not None:
+                inputs = [whole.detach().requires_grad_(needs_x)]
+                inputs += [p.detach().requires_grad_(needed[start + i]) for i, p in enumerate(tensors[start:first])]
+                with torch.enable_grad():
+                    normed = branch.norm(inputs[0], inputs[1:])
+            flows = (needs_x or any(needed[start:first])) and not overlaps
+            back: Tensor | None = None
+            for i, way in enumerate(branch.ways):
+                place, gradient, largest = first + 2 * i, next(gradients), next(of_layers)
+                if flows:
+                    summand = way.of_input(gradient, tensors[place], largest)
+                    back = summand if back is None else back.add_(summand)
+                if needed[place]:
+                    found[place] = now_or_later(ctx, place, gradient, normed.detach(), way, largest)
+                if needed[place + 1]:
+                    found[place + 1] = gradient.flatten(0, -2).sum(0)
+            wanted = [i for i, tensor in enumerate(inputs) if tensor.requires_grad]
+            if wanted:
+                of_norm = torch.autograd.grad(normed, [inputs[i] for i in wanted], back, allow_unused=True)
+                back = of_norm[0] if needs_x else None
+                for i, gradient in zip(wanted, of_norm, strict=True):
+                    if i:
+                        found[start + i - 1] = gradient
+            if back is not None and not overlaps:
+                grad_x = back if grad_x is None else grad_x + back
         if grad_x is not None and not overlaps:
             grad_x = sequence.reduced(grad_x)
         return grad_x, None, None, None, *found
@@ -262,9 +321,7 @@ def row_parallel(
 
     Args:
         x: (rows, length, own input features).
-        weight: this rank's part of the weight.
         bias: the whole bias, added once.
-        way: how to multiply.
         others: further partial sums to reduce in the same message, (rows, length, features).
 
     Returns:
@@ -285,8 +342,8 @@ class _RowParallel(torch.autograd.Function):
         sequence: TokenSequence,
         shape: tuple[int | None, int],
     ) -> Tensor:
-        (largest,) = agreed.before_outputs(x, [weight], [way], sequence.group)
-        ctx.save_for_backward(x, weight, *agreed.to_save([largest]))
+        (largest,) = agree_for_outputs(x, [weight], [way], sequence.group)
+        ctx.save_for_backward(x, weight, *to_save([largest]))
         ctx.sequence, ctx.shape, ctx.way = sequence, shape, way
         ctx.tracked = (weight,) if sequence.deferred is not None else ()
         ctx.others = None if others is None else others.shape
@@ -303,7 +360,7 @@ class _RowParallel(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor):
         (gradient,) = grad_outputs
         x, weight, *rest = ctx.saved_tensors
-        (largest,) = agreed.saved(rest, 1)
+        (largest,) = saved(rest, 1)
         sequence = ctx.sequence
         sequence.restore(ctx.shape)
         grad_x: Tensor | None = None
@@ -314,15 +371,8 @@ class _RowParallel(torch.autograd.Function):
             grad_x = ctx.way.of_input(whole, weight, largest) if ctx.needs_input_grad[0] else None
         grad_weight = now_or_later(ctx, 0, whole, x, ctx.way, largest) if ctx.needs_input_grad[1] else None
         grad_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
-        return (
-            grad_x,
-            grad_weight,
-            grad_bias,
-            whole.view(ctx.others) if ctx.needs_input_grad[3] else None,
-            None,
-            None,
-            None,
-        )
+        grad_others = whole.view(ctx.others) if ctx.needs_input_grad[3] else None
+        return grad_x, grad_weight, grad_bias, grad_others, None, None, None
 
 
 def now_or_later(
@@ -348,21 +398,34 @@ def gathered(x: Tensor, sequence: TokenSequence) -> Tensor:
 
     The gradients of the ranks are summed and scattered.
     """
-    return _Gathered.apply(x, sequence, sequence.shape_of(x))
+    shape = sequence.shape_of(x)
+
+    def back(gradient: Tensor) -> Tensor:
+        sequence.restore(shape)
+        return sequence.reduced(gradient if sequence.cut else gradient.clone())  # reduced in place
+
+    return linear_map(x, sequence.whole, back)
 
 
-class _Gathered(torch.autograd.Function):
+def reduced(x: Tensor, sequence: TokenSequence) -> Tensor:
+    """Reduce partial sums (rows, length, features): to this rank's part of the sequence if that is cut."""
+    return _Reduced.apply(x, sequence, sequence.shape_of(x))
+
+
+class _Reduced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sequence: TokenSequence, shape: tuple[int | None, int]) -> Tensor:
         ctx.sequence, ctx.shape = sequence, shape
-        return sequence.whole(x)
+        # recomputed forwards end at the last saved tensor: the plan expects this message to be sent again
+        ctx.save_for_backward(x.new_empty(0))
+        return sequence.reduced(x if sequence.cut else x.clone())
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor):
         (gradient,) = grad_outputs
-        sequence = ctx.sequence
-        sequence.restore(ctx.shape)
-        return sequence.reduced(gradient if sequence.cut else gradient.clone()), None, None  # reduced in place
+        _ = ctx.saved_tensors
+        ctx.sequence.restore(ctx.shape)
+        return ctx.sequence.whole(gradient), None, None
 
 
 def gathered_alike(x: Tensor, sequence: TokenSequence) -> Tensor:
@@ -370,19 +433,8 @@ def gathered_alike(x: Tensor, sequence: TokenSequence) -> Tensor:
 
     Each rank keeps its part of the gradient.
     """
-    return _GatheredAlike.apply(x, sequence)
-
-
-class _GatheredAlike(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sequence: TokenSequence) -> Tensor:
-        ctx.group = sequence.group
-        return sequence.whole(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor):
-        (gradient,) = grad_outputs
-        return own_share(gradient, ctx.group.rank, ctx.group.size), None
+    group = sequence.group
+    return linear_map(x, sequence.whole, lambda gradient: own_share(gradient, group.rank, group.size))
 
 
 def own_part(x: Tensor, sequence: TokenSequence) -> Tensor:
@@ -390,19 +442,8 @@ def own_part(x: Tensor, sequence: TokenSequence) -> Tensor:
 
     The gradient is gathered from all ranks.
     """
-    return _OwnPart.apply(x, sequence)
-
-
-class _OwnPart(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sequence: TokenSequence) -> Tensor:
-        ctx.sequence, ctx.length = sequence, x.shape[1]
-        return own_share(x, sequence.group.rank, sequence.group.size)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor):
-        (gradient,) = grad_outputs
-        return ctx.sequence.group.gather(gradient, ctx.length), None
+    group, length = sequence.group, x.shape[1]
+    return linear_map(x, lambda x: own_share(x, group.rank, group.size), lambda g: group.gather(g, length))
 
 
 def summed_part(x: Tensor, sequence: TokenSequence) -> Tensor:
@@ -410,68 +451,56 @@ def summed_part(x: Tensor, sequence: TokenSequence) -> Tensor:
 
     The partial sum of every rank gets the whole gradient.
     """
-    return _SummedPart.apply(x, sequence)
-
-
-class _SummedPart(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sequence: TokenSequence) -> Tensor:
-        ctx.sequence, ctx.length = sequence, x.shape[1]
-        return sequence.group.scatter(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor):
-        (gradient,) = grad_outputs
-        return ctx.sequence.group.gather(gradient, ctx.length), None
+    group, length = sequence.group, x.shape[1]
+    return linear_map(x, group.scatter, lambda gradient: group.gather(gradient, length))
 
 
 def summed(x: Tensor, group: RankGroup) -> Tensor:
     """Sum over the ranks, which then all compute the same: the gradient is passed on unchanged."""
-    return _Summed.apply(x, group)
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:
-        return group.sum(x.clone())
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor):
-        (gradient,) = grad_outputs
-        return gradient, None
+    return linear_map(x, lambda x: group.sum(x.clone()), lambda gradient: gradient)
 
 
 def summing_gradients(x: Tensor, group: RankGroup) -> Tensor:
     """Return ``x``, which all ranks hold alike and use differently; its gradient is summed over them."""
-    return _SummingGradients.apply(x, group)
+    return linear_map(x, lambda x: x.view_as(x), lambda g: group.sum(g.clone(memory_format=torch.contiguous_format)))
 
 
-class _SummingGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+def summing_copies(x: Tensor, dim: int, parts: Sequence[FusedPart], group: RankGroup) -> Tensor:
+    """Return a rank's part of a parameter cut along ``dim``; gradients of parts that several ranks hold are summed."""
 
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor):
-        (gradient,) = grad_outputs
-        return ctx.group.sum(gradient.clone(memory_format=torch.contiguous_format)), None
+    def back(gradient: Tensor) -> Tensor:
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
+        sizes = [high - low for low, high in ranges(parts, group.rank, group.size)]
+        copies = [part.copies(group.size) for part in parts]
+        views = zip(gradient.split(sizes, dim=dim), copies, strict=True)
+        add_up([(view, group.rank // n, group.size // n) for view, n in views if n > 1], group)
+        return gradient
+
+    return linear_map(x, lambda x: x.view_as(x), back)
+
+
+def add_up(places: list[tuple[Tensor, int, int]], group: RankGroup) -> None:
+    """Sum (view, slot, number of slots) over the ranks, in one message for each dtype; in place.
+
+    A view is added only to views in the same slot.
+    """
+    for dtype in dict.fromkeys(view.dtype for view, *_ in places):
+        chosen = [entry for entry in places if entry[0].dtype == dtype]
+        flat = chosen[0][0].new_zeros(sum(view.numel() * slots for view, _, slots in chosen))
+        rooms, start = [], 0
+        for view, slot, slots in chosen:
+            room = flat[start + slot * view.numel() : start + (slot + 1) * view.numel()].view(view.shape)
+            room.copy_(view)
+            rooms.append(room)
+            start += view.numel() * slots
+        group.sum(flat)
+        for (view, *_), room in zip(chosen, rooms, strict=True):
+            view.copy_(room)
 
 
 def scaled_gradient(x: Tensor, factor: float) -> Tensor:
     """Return ``x``; its gradient is multiplied by ``factor``."""
-    return _ScaledGradient.apply(x, factor)
-
-
-class _ScaledGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor):
-        return grad_outputs[0] * ctx.factor, None
+    return linear_map(x, lambda x: x.view_as(x), lambda gradient: gradient * factor)
 
 
 def whole_features(x: Tensor, copies: int, group: RankGroup) -> Tensor:
@@ -479,39 +508,23 @@ def whole_features(x: Tensor, copies: int, group: RankGroup) -> Tensor:
 
     The gradients of the ranks are summed, and each rank keeps its part.
     """
-    return _WholeFeatures.apply(x, copies, group)
 
-
-class _WholeFeatures(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, copies: int, group: RankGroup) -> Tensor:
-        ctx.copies, ctx.group = copies, group
-        return torch.cat(group.gather_features(x)[::copies].unbind(), dim=-1)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor):
-        (gradient,) = grad_outputs
-        group = ctx.group
+    def back(gradient: Tensor) -> Tensor:
         total = group.sum(gradient.clone(memory_format=torch.contiguous_format))
-        return total.chunk(group.size // ctx.copies, dim=-1)[group.rank // ctx.copies] / ctx.copies, None, None
+        return total.chunk(group.size // copies, dim=-1)[group.rank // copies] / copies
+
+    return linear_map(x, lambda x: torch.cat(group.gather_features(x)[::copies].unbind(), dim=-1), back)
 
 
 def whole_vocabulary(own: Tensor, size: int, group: RankGroup) -> Tensor:
     """Gather the features (…, n) of all ranks, torch's chunks of ``size``; then all ranks compute the same."""
-    return _WholeVocabulary.apply(own, size, group)
+    share, features = -(-size // group.size), own.shape[-1]
+    first = min(group.rank * share, size)
 
-
-class _WholeVocabulary(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, size: int, group: RankGroup) -> Tensor:
-        share = -(-size // group.size)
-        ctx.first, ctx.size = min(group.rank * share, size), own.shape[-1]
-        filled = F.pad(own, (0, share - own.shape[-1]))
-        whole = torch.cat(group.gather_features(filled).unbind(), dim=-1)
+    def gather(own: Tensor) -> Tensor:
+        parts = group.gather_features(F.pad(own, (0, share - features)))
+        whole = torch.cat(parts.unbind(), dim=-1)
         # a copy, since a view of an autograd function's output cannot be changed in place
         return whole if whole.shape[-1] == size else whole[..., :size].contiguous()
 
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor):
-        (gradient,) = grad_outputs
-        return gradient[..., ctx.first : ctx.first + ctx.size].contiguous(), None, None
+    return linear_map(own, gather, lambda gradient: gradient[..., first : first + features].contiguous())

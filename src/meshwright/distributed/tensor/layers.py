@@ -8,8 +8,7 @@ The plan tells which gradients to sum. The sum is taken once for each optimizer 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,22 +16,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.core.calls import argument, with_arguments, without_values
+from meshwright.core.calls import argument, holding, with_arguments, without_values
+from meshwright.core.errors import UnsupportedError
 from meshwright.core.parts import FusedPart, ranges
 from meshwright.core.record import recall, wrap
 from meshwright.distributed.exchange import RankGroup, own_share
-from meshwright.distributed.float8 import agreed
-from meshwright.distributed.float8.products import Products, products_of
-from meshwright.distributed.quantize.nf4 import QuantizedLinear
+from meshwright.distributed.nf4 import QuantizedLinear
+from meshwright.distributed.products import Products, agreed_linear, products_of
 from meshwright.distributed.torch_private import local_part, spec_of
 from meshwright.distributed.weights.parts_tensor import placed
-from meshwright.distributed.weights.shards import pieces
 from meshwright.introspection.structure.local_search import LocalForm, counting_locally, share_of
 from meshwright.models.moe import Router
 from meshwright.planning.tensor.plan import COLUMN, ROW, WHOLE, OperandParts
 
 from . import functions
-from .functions import TokenSequence
+from .functions import Branch, TokenSequence
 from .loss import VocabularyShard
 
 # --- share state among the wrapped modules of one model, and give them plain local parameters
@@ -40,13 +38,9 @@ from .loss import VocabularyShard
 
 @dataclass
 class LossRequest:
-    """A request that the head compute a loss itself, in chunks, instead of logits.
+    """A request that the head compute a loss itself, in so many chunks of tokens, instead of logits.
 
-    Attributes:
-        labels: (rows, seq).
-        chunks: number of chunks into which the tokens are cut.
-        weights: (rows, seq) factors of the tokens' losses.
-        result: the summed loss, after the model was called.
+    Labels and weights, factors of the tokens' losses, are (rows, seq); ``result``: the sum, after the model was called.
     """
 
     labels: Tensor
@@ -89,7 +83,6 @@ class Runtime(LossSite):
     arriving: Tensor | None = None
     deferred: Tensor | None = None
     own: set[nn.Module] = field(default_factory=set)
-    _standing_for: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     @property
     def group(self) -> RankGroup:
@@ -108,22 +101,13 @@ class Runtime(LossSite):
         else:
             shape = (part.shape[0], sequence.length(part.shape[1]), *part.shape[2:])
         made = without_values(part, (*shape[:-1], shape[-1] // parts))
-        self._standing_for.append((made, part))
+        made.stands_for = part  # type: ignore[attr-defined]
         return made
 
-    def forget(self, made: Tensor | None) -> None:
-        """Drop a stand-in that is no longer needed."""
-        for number, (other, _) in enumerate(self._standing_for):
-            if other is made:
-                del self._standing_for[number]
-                return
 
-    def behind(self, x: Tensor) -> Tensor:
-        """Return the tensor that a stand-in replaces, or ``x`` itself if it is no stand-in."""
-        for made, part in self._standing_for:
-            if made is x:
-                return part
-        return x
+def behind(x: Tensor) -> Tensor:
+    """Return the tensor that a stand-in replaces, or ``x`` itself if it is no stand-in."""
+    return getattr(x, "stands_for", x)
 
 
 def runtime_of(model: nn.Module) -> Runtime | None:
@@ -162,12 +146,9 @@ class _Local(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class LocalView:
-    """A parameter of which forwards see this rank's part as a plain tensor.
+    """A parameter of its ``home``, of which forwards see this rank's part as a plain tensor.
 
-    Attributes:
-        home: the module that has the parameter.
-        summed_over: group over which its gradient is summed in the backward.
-        gradient_factor: factor of its gradient.
+    The backward multiplies its gradient by a factor, and sums it over a group.
     """
 
     home: nn.Module
@@ -214,129 +195,26 @@ def use_local_parameters(module: nn.Module, views: Iterable[LocalView] | None = 
     """
     found = tuple(LocalView.of(module) if views is None else views)
 
-    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def forward_with_local_parameters(*args: Any, **kwargs: Any) -> Any:
-            held: list[tuple[dict[str, Any], str]] = []
-            try:
-                for view in found:
-                    place, parameter = view.home.__dict__, view.home._parameters[view.name]
-                    if (
-                        parameter is not None
-                        and view.key not in place
-                        and (view.home is module or _is_gathered(parameter))
-                    ):
-                        place[view.key] = view.part(parameter)
-                        held.append((place, view.key))
-                return forward(*args, **kwargs)
-            finally:
-                for place, name in held:
-                    place.pop(name, None)
+    forward = module.forward
 
-        return forward_with_local_parameters
+    def forward_with_local_parameters(*args: Any, **kwargs: Any) -> Any:
+        held: list[tuple[dict[str, Any], str]] = []
+        try:
+            for view in found:
+                place, parameter = view.home.__dict__, view.home._parameters[view.name]
+                if parameter is None or view.key in place:
+                    continue
+                # cut over no axis but the tensor axis
+                is_gathered = not isinstance(parameter, DTensor) or parameter.device_mesh.ndim == 1
+                if view.home is module or is_gathered:
+                    place[view.key] = view.part(parameter)
+                    held.append((place, view.key))
+            return forward(*args, **kwargs)
+        finally:
+            for place, name in held:
+                place.pop(name, None)
 
-    wrap(module, make, "local parameters")
-
-
-def _is_gathered(parameter: Tensor | None) -> bool:
-    """Return whether a parameter is cut over no axis but the tensor axis."""
-    return not isinstance(parameter, DTensor) or parameter.device_mesh.ndim == 1
-
-
-# --- sum partial gradients over the tensor axis, for whole parameters and for parts that several ranks hold
-
-
-@dataclass(frozen=True)
-class Sums:
-    """Parameters that several ranks hold.
-
-    Attributes:
-        whole: whole on every rank, with a partial gradient on each.
-        copied: cut, but some parts lie on several ranks, with a partial gradient on each.
-        alike: whole, with the same gradient on every rank. Their mean is taken: kernels that add up in no fixed order
-            would let the ranks drift apart.
-    """
-
-    whole: list[nn.Parameter]
-    copied: list[nn.Parameter]
-    alike: list[nn.Parameter]
-
-
-@contextmanager
-def summing(sums: Sums, group: RankGroup) -> Iterator[None]:
-    """Sum over ``group``, on exit, the gradients that backwards inside add.
-
-    Gradients from before are put aside, and added afterwards.
-    """
-    before = [(parameter, parameter.grad) for parameter in (*sums.whole, *sums.copied, *sums.alike)]
-    for parameter, _ in before:
-        parameter.grad = None
-    yield
-    for parameter in sums.alike:
-        if parameter.grad is not None:
-            _local(parameter.grad).div_(group.size)
-    places = [(_local(p.grad), 0, 1) for p in (*sums.whole, *sums.alike) if p.grad is not None]
-    for parameter in sums.copied:
-        if parameter.grad is not None:
-            places += _copies(parameter.grad, group)
-    _sum(places, group)
-    for parameter, earlier in before:
-        if earlier is not None:
-            parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
-
-
-def summing_copies(x: Tensor, dim: int, parts: Sequence[FusedPart], group: RankGroup) -> Tensor:
-    """Return a rank's part of a parameter cut along ``dim``, and sum the gradients of copied parts in the backward."""
-    return _SummingCopies.apply(x, dim, parts, group)
-
-
-class _SummingCopies(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, parts: Sequence[FusedPart], group: RankGroup) -> Tensor:
-        ctx.dim, ctx.parts, ctx.group = dim, parts, group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor):
-        (gradient,) = grad_outputs
-        group = ctx.group
-        gradient = gradient.clone(memory_format=torch.contiguous_format)
-        sizes = [high - low for low, high in ranges(ctx.parts, group.rank, group.size)]
-        copies = [part.copies(group.size) for part in ctx.parts]
-        views = zip(gradient.split(sizes, dim=ctx.dim), copies, strict=True)
-        _sum([(view, group.rank // n, group.size // n) for view, n in views if n > 1], group)
-        return gradient, None, None, None
-
-
-def _local(gradient: Tensor) -> Tensor:
-    return local_part(gradient)
-
-
-def _copies(gradient: Tensor | None, group: RankGroup) -> list[tuple[Tensor, int, int]]:
-    """Return (view, slot, number of slots) for each copied part; ranks with copies of the same part share a slot."""
-    assert gradient is not None
-    return [
-        (piece.local, group.rank // piece.copies, group.size // piece.copies)
-        for piece in pieces(gradient)
-        if piece.copies > 1
-    ]
-
-
-def _sum(places: list[tuple[Tensor, int, int]], group: RankGroup) -> None:
-    """Add up views over the ranks, in one message for each dtype; a view is added only to views in the same slot."""
-    for dtype in dict.fromkeys(view.dtype for view, *_ in places):
-        chosen = [entry for entry in places if entry[0].dtype == dtype]
-        flat = torch.zeros(
-            sum(view.numel() * slots for view, _, slots in chosen), dtype=dtype, device=chosen[0][0].device
-        )
-        rooms, start = [], 0
-        for view, slot, slots in chosen:
-            room = flat[start + slot * view.numel() : start + (slot + 1) * view.numel()].view(view.shape)
-            room.copy_(view)
-            rooms.append(room)
-            start += view.numel() * slots
-        group.sum(flat)
-        for (view, *_), room in zip(chosen, rooms, strict=True):
-            view.copy_(room)
+    wrap(module, forward_with_local_parameters, "local parameters")
 
 
 # --- wrap the layers inside a block for one rank of a tensor-parallel group
@@ -365,33 +243,27 @@ class ColumnLayer:
         """The products by which the layer computes."""
         return products_of(self.module, self.transposed, self.parts)
 
-    def tensors(self, runtime: Runtime) -> tuple[Tensor, Tensor | None, Products]:
-        """Return this rank's weight and bias, and the products that use them."""
-        weight, bias = self._local("weight", runtime), self._local("bias", runtime)
-        assert weight is not None
-        return weight, bias, self.way
-
-    def _local(self, name: str, runtime: Runtime) -> Tensor | None:
-        if (parameter := self.module._parameters.get(name)) is None:
-            return None
-        part = local(parameter)
-        if self.sums:
-            return functions.summing_gradients(part, runtime.group)
-        if name not in self.copied:
-            return part
-        return summing_copies(part, *self.copied[name], runtime.group)
+    def tensors(self, runtime: Runtime) -> tuple[Tensor, Tensor | None]:
+        """Return this rank's weight and bias."""
+        found: list[Any] = []
+        for name in ("weight", "bias"):
+            parameter = self.module._parameters.get(name)
+            part = None if parameter is None else local(parameter)
+            if part is not None and self.sums:
+                part = functions.summing_gradients(part, runtime.group)
+            elif part is not None and name in self.copied:
+                part = functions.summing_copies(part, *self.copied[name], runtime.group)
+            found.append(part)
+        return found[0], found[1]
 
 
 def local_linear(layer: ColumnLayer, runtime: Runtime) -> None:
     """Make a linear layer compute with this rank's part of its weight, whatever sizes its own forward expects."""
 
-    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def local_linear_forward(x: Tensor) -> Tensor:
-            return agreed.linear(x, *layer.tensors(runtime), runtime.group)
+    def local_linear_forward(x: Tensor) -> Tensor:
+        return agreed_linear(x, *layer.tensors(runtime), layer.way, runtime.group)
 
-        return local_linear_forward
-
-    wrap(layer.module, make, f"column-parallel tp {runtime.group.size}")
+    wrap(layer.module, local_linear_forward, f"column-parallel tp {runtime.group.size}")
 
 
 def shared_linear(module: Any, parts: OperandParts, runtime: Runtime) -> None:
@@ -402,53 +274,102 @@ def shared_linear(module: Any, parts: OperandParts, runtime: Runtime) -> None:
     way = products_of(module, parts=parts)
     if way.parts != WHOLE:
 
-        def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-            def agreed_linear_forward(input: Tensor) -> Tensor:
-                return agreed.linear(input, module.weight, module.bias, way, runtime.group)
+        def agreed_linear_forward(input: Tensor) -> Tensor:
+            return agreed_linear(input, module.weight, module.bias, way, runtime.group)
 
-            return agreed_linear_forward
+        wrap(module, agreed_linear_forward, f"scales agreed over tp {runtime.group.size}")
 
-        wrap(module, make, f"scales agreed over tp {runtime.group.size}")
+
+@dataclass(frozen=True)
+class LayersOfInput:
+    """Column-parallel layers that alone use one input, or a norm of it.
+
+    Attributes:
+        sums: whether the gradients of the norm's parameters are summed over the ranks in the backward.
+    """
+
+    layers: list[ColumnLayer]
+    norm: nn.Module | None = None
+    sums: bool = False
+
+    def norm_parameters(self, runtime: Runtime) -> list[Tensor]:
+        """Return the norm's parameters as plain tensors."""
+        held = [] if self.norm is None else [local(p) for p in self.norm._parameters.values() if p is not None]
+        return [functions.summing_gradients(parameter, runtime.group) for parameter in held] if self.sums else held
+
+    def branch(self) -> Branch:
+        """Describe norm and layers as functions of their input and parameters."""
+        ways, module = tuple([layer.way for layer in self.layers]), self.norm
+        if module is None:
+            return Branch(ways)
+        forward, names = module.forward, [name for name, p in module._parameters.items() if p is not None]
+
+        def run(x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+            with holding(module, dict(zip(names, parameters, strict=True))):
+                return forward(x)
+
+        return Branch(ways, run, len(names))
 
 
 class SharedInput:
-    """Gathers the common input of several column-parallel layers once, and computes all of them on the first call."""
+    """Gathers an input once, and computes all column-parallel layers of it, or of norms of it, on the first call.
 
-    def __init__(self, runtime: Runtime, layers: list[ColumnLayer]):
-        self.runtime, self.layers = runtime, layers
+    Until then norms return stand-ins, since nothing else reads their output. Gathering the norms' outputs instead would
+    send one tensor for each. A rank computes partial gradients of the norms' parameters either way: here over all
+    tokens for its own features, otherwise over its own tokens.
+    """
+
+    def __init__(self, runtime: Runtime, branches: list[LayersOfInput]):
+        self.runtime, self.branches = runtime, branches
+        self._described, self._has_norms = tuple([b.branch() for b in branches]), branches[0].norm is not None
         self._taken: Tensor | None = None
         self._outputs: dict[int, Tensor] = {}
-        for number, layer in enumerate(layers):
-            wrap(layer.module, self._make(number), f"column-parallel tp {runtime.group.size}")
+        for number, layer in enumerate(layer for branch in branches for layer in branch.layers):
+            self._wrap_layer(layer.module, number)
+        for branch in branches:
+            if branch.norm is not None:
 
-    def _make(self, number: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-            def column_forward(x: Tensor) -> Tensor:
-                return self.output(number, x)
+                def norm_later_forward(x: Tensor) -> Tensor:  # new for each norm: it refers to the forward it wraps
+                    return stand_in_for(x)
 
-            return column_forward
+                wrap(branch.norm, norm_later_forward, f"computed with the layers behind it, tp {runtime.group.size}")
 
-        return make
+    def _wrap_layer(self, module: nn.Module, number: int) -> None:
+        def column_forward(x: Tensor) -> Tensor:
+            return self.output(number, x)
+
+        wrap(module, column_forward, f"column-parallel tp {self.runtime.group.size}")
 
     def output(self, number: int, x: Tensor) -> Tensor:
         """Return the output of this layer for the input ``x``, or for the part that ``x`` stands in for."""
-        x = self.input_of(x)
+        x = behind(x)
+        if self._has_norms:
+            entered = getattr(x, "normed_later", None)
+            if entered is None:
+                raise UnsupportedError(
+                    f"a layer behind {' and '.join(type(branch.norm).__name__ for branch in self.branches)}, which were"
+                    " measured side by side, was given another tensor than its norm's output. Set layout.tp = 1."
+                )
+            x = entered
         if self._taken is not x or number not in self._outputs:
-            self._taken, self._outputs = x, dict(enumerate(self.compute(x)))
+            tensors: list[Tensor | None] = []
+            for branch in self.branches:
+                tensors += branch.norm_parameters(self.runtime)
+                for layer in branch.layers:
+                    tensors += layer.tensors(self.runtime)
+            made = functions.column_parallel(x, self._described, tensors, self.runtime.sequence)
+            self._taken, self._outputs = x, dict(enumerate(made))
         output = self._outputs.pop(number)
         if not self._outputs:
             self._taken = None
         return output
 
-    def input_of(self, x: Tensor) -> Tensor:
-        """Return the part that a layer's input stands in for."""
-        return self.runtime.behind(x)
 
-    def compute(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the outputs of all layers."""
-        return functions.column_parallel(
-            x, [layer.tensors(self.runtime) for layer in self.layers], self.runtime.sequence
-        )
+def stand_in_for(x: Tensor) -> Tensor:
+    """Return a stand-in without memory for a norm of ``x``; the layers after the norm compute the norm itself."""
+    made = without_values(x, x.shape)
+    made.normed_later = x  # type: ignore[attr-defined]
+    return made
 
 
 @dataclass(frozen=True)
@@ -476,34 +397,26 @@ ALONE = Reduction()
 def row_parallel(module: nn.Module, transposed: bool, runtime: Runtime, reduction: Reduction = ALONE) -> None:
     """Make a linear layer row-parallel: each rank has some input features."""
 
-    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def row_forward(x: Tensor) -> Tensor:
-            weight, bias = module._parameters["weight"], module._parameters.get("bias")
-            assert weight is not None
-            weight, bias = local(weight), None if bias is None else local(bias)
-            if bias is not None and reduction.sums_bias:
-                bias = functions.summing_gradients(bias, runtime.group)
-            way = products_of(module, transposed, ROW)
-            if reduction.defers:
-                return collect_deferred(
-                    runtime, x, agreed.linear(x, weight, None, way, runtime.group), bias, begins=reduction.begins
-                )
-            others = runtime.deferred if reduction.takes_deferred else None
-            runtime.deferred = None if reduction.takes_deferred else runtime.deferred
-            return functions.row_parallel(x, weight, bias, way, runtime.sequence, others)
+    def row_forward(x: Tensor) -> Tensor:
+        weight, bias = module._parameters["weight"], module._parameters.get("bias")
+        assert weight is not None
+        weight, bias = local(weight), None if bias is None else local(bias)
+        if bias is not None and reduction.sums_bias:
+            bias = functions.summing_gradients(bias, runtime.group)
+        way = products_of(module, transposed, ROW)
+        if reduction.defers:
+            return collect_deferred(
+                runtime, x, agreed_linear(x, weight, None, way, runtime.group), bias, begins=reduction.begins
+            )
+        others = runtime.deferred if reduction.takes_deferred else None
+        runtime.deferred = None if reduction.takes_deferred else runtime.deferred
+        return functions.row_parallel(x, weight, bias, way, runtime.sequence, others)
 
-        return row_forward
-
-    wrap(module, make, f"row-parallel tp {runtime.group.size}")
+    wrap(module, row_forward, f"row-parallel tp {runtime.group.size}")
 
 
 def collect_deferred(runtime: Runtime, x: Tensor, summand: Tensor, bias: Tensor | None, *, begins: bool) -> Tensor:
-    """Leave a partial sum to the layer that reduces it; return zeros, or the bias, in its place.
-
-    Args:
-        x: the layer's input.
-        begins: see ``Reduction``.
-    """
+    """Leave a partial sum to the layer that reduces it; return zeros, or the bias, in its place (``Reduction``)."""
     runtime.deferred = (
         summand if begins or runtime.deferred is None else runtime.deferred + summand.view_as(runtime.deferred)
     )
@@ -517,29 +430,22 @@ def container(module: nn.Module, path: str, form: LocalForm, runtime: Runtime) -
         (module.get_submodule(number.module.removeprefix(path).removeprefix(".")), number) for number in form.numbers
     ]
 
-    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def container_forward(*args: Any, **kwargs: Any) -> Any:
-            given: dict[int | str, Tensor] = {}
-            made = None
-            if form.hidden and (runtime.sequence.cut or form.narrow):
-                parts = runtime.group.size if form.narrow else 1
-                made = runtime.stand_in(argument(args, kwargs, form.hidden[0]), parts)
-                given |= dict.fromkeys(form.hidden, made)
-            for shared in form.arguments:
-                whole = argument(args, kwargs, shared.key)
-                given[shared.key] = share_of(
-                    whole, shared, runtime.sequence.rows, runtime.group.rank, runtime.group.size
-                )
-            args, kwargs = with_arguments(args, kwargs, given)
-            try:
-                with counting_locally(numbers):
-                    return forward(*args, **kwargs)
-            finally:
-                runtime.forget(made)
+    forward = module.forward
 
-        return container_forward
+    def container_forward(*args: Any, **kwargs: Any) -> Any:
+        given: dict[int | str, Tensor] = {}
+        if form.hidden and (runtime.sequence.cut or form.narrow):
+            parts = runtime.group.size if form.narrow else 1
+            made = runtime.stand_in(argument(args, kwargs, form.hidden[0]), parts)
+            given |= dict.fromkeys(form.hidden, made)
+        for shared in form.arguments:
+            whole = argument(args, kwargs, shared.key)
+            given[shared.key] = share_of(whole, shared, runtime.sequence.rows, runtime.group.rank, runtime.group.size)
+        args, kwargs = with_arguments(args, kwargs, given)
+        with counting_locally(numbers):
+            return forward(*args, **kwargs)
 
-    wrap(module, make, f"this rank's share of tp {runtime.group.size}")
+    wrap(module, container_forward, f"this rank's share of tp {runtime.group.size}")
 
 
 def norm_over_all_features(module: nn.Module, parts: tuple[FusedPart, ...], runtime: Runtime) -> None:
@@ -548,13 +454,12 @@ def norm_over_all_features(module: nn.Module, parts: tuple[FusedPart, ...], runt
     group = runtime.group
     (low, high), copies = ranges(parts, group.rank, group.size)[0], part.copies(group.size)
 
-    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def gathered_norm_forward(x: Tensor) -> Tensor:
-            return forward(functions.whole_features(x, copies, group))[..., low:high]
+    forward = module.forward
 
-        return gathered_norm_forward
+    def gathered_norm_forward(x: Tensor) -> Tensor:
+        return forward(functions.whole_features(x, copies, group))[..., low:high]
 
-    wrap(module, make, f"gathers features over tp {runtime.group.size}")
+    wrap(module, gathered_norm_forward, f"gathers features over tp {runtime.group.size}")
 
 
 def routers_of_parts(model: nn.Module, runtime: Runtime) -> None:
@@ -562,17 +467,18 @@ def routers_of_parts(model: nn.Module, runtime: Runtime) -> None:
 
     The padding in the last rank's part of a sequence is not routed.
     """
+
+    def route_parts(router: Router) -> None:
+        forward, sequence = router.forward, runtime.sequence
+
+        def route_own_tokens(x: Tensor, routed: Tensor | None = None) -> Any:
+            if routed is None and sequence.filled:
+                routed = torch.ones((len(x), sequence.length(x.shape[1])), dtype=torch.bool, device=x.device)
+            return forward(x, None if routed is None else own_share(routed, sequence.group.rank, sequence.group.size))
+
+        router.across = runtime.group.sum
+        wrap(router, route_own_tokens, f"routes its tokens of tp {runtime.group.size}")
+
     for module in model.modules():
         if isinstance(module, Router):
-            module.across = runtime.group.sum
-            wrap(module, lambda forward: _of_part(forward, runtime), f"routes its tokens of tp {runtime.group.size}")
-
-
-def _of_part(forward: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
-    def route_own_tokens(x: Tensor, routed: Tensor | None = None) -> Any:
-        sequence = runtime.sequence
-        if routed is None and sequence.filled:
-            routed = torch.ones((len(x), sequence.length(x.shape[1])), dtype=torch.bool, device=x.device)
-        return forward(x, None if routed is None else own_share(routed, sequence.group.rank, sequence.group.size))
-
-    return route_own_tokens
+            route_parts(module)

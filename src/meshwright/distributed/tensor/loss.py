@@ -21,13 +21,9 @@ from meshwright.distributed.exchange import RankGroup
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """One rank's part of the vocabulary.
+    """One rank's part of a vocabulary of ``whole`` token ids: ``size`` of them from ``first`` on.
 
-    Attributes:
-        first: its first token id.
-        size: its number of token ids.
-        whole: the size of the whole vocabulary.
-        group: the ranks that share the vocabulary; None: one process has all of it.
+    ``group``: the ranks that share the vocabulary; None: one process has all of it.
     """
 
     first: int

@@ -6,7 +6,10 @@ The code that lays out the real model wraps the modules here too; only the trans
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -20,22 +23,21 @@ from meshwright.core.names import clean, owner
 from meshwright.core.parts import FusedPart, is_plain, ranges, take
 from meshwright.core.record import remember
 from meshwright.distributed.exchange import ProcessGroupRanks, RankGroup, Thread, on_threads
+from meshwright.distributed.torch_private import local_part
 from meshwright.distributed.weights.parts_tensor import distribute
-from meshwright.distributed.weights.shards import placement_of_cut
+from meshwright.distributed.weights.shards import own_streams, pieces, placement_of_cut
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.signature import logits_of
 from meshwright.introspection.small.copies import copy_of, widened
 from meshwright.introspection.small.sample import Sample
-from meshwright.introspection.structure.regions import Cut, Region
+from meshwright.introspection.structure.regions import Region
 from meshwright.planning.experts import ExpertPlan
 from meshwright.planning.plan import Plan
 from meshwright.planning.tensor.plan import BlocksPlan, TensorPlan
 
-from . import ends, layers, normed
-from . import normed as adapted
-from .ends import separate_streams
+from . import adapters, ends, functions, layers
 from .functions import Overlap, TokenSequence
-from .layers import LocalView, LossRequest, Runtime, Sums, routers_of_parts, use_local_parameters
+from .layers import ColumnLayer, LayersOfInput, LocalView, LossRequest, Runtime, routers_of_parts, use_local_parameters
 from .loss import vocabulary_parallel_cross_entropy_sum
 
 # --- apply a tensor plan
@@ -47,36 +49,13 @@ def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
     """Cut the model in place as planned. The mesh has the tensor axis alone; the model may be on meta."""
     tensor = plan.tensor
     assert tensor is not None
-    overlap = Overlap(mesh.get_group()) if tensor.async_tensor_parallel else None
-    sums_at_once = plan.data.reduction == "mean"
-    wrap_modules(
-        model,
-        tensor,
-        ProcessGroupRanks(mesh.get_group()),
-        sums_at_once=sums_at_once,
-        overlap=overlap,
-        leaving=plan.experts,
-    )
+    group, sums_at_once = mesh.get_group(), plan.data.reduction == "mean"
+    overlap = Overlap(group) if tensor.async_tensor_parallel else None
+    ranks = ProcessGroupRanks(group)
+    wrap_modules(model, tensor, ranks, sums_at_once=sums_at_once, overlap=overlap, leaving=plan.experts)
     distribute_parameters(model, tensor, mesh, leaving=plan.experts)
     remember(model, tensor)
     return model
-
-
-def sums_of(model: nn.Module, plan: Plan) -> Sums:
-    """Return the parameters that several ranks hold, sorted by how their gradients are combined."""
-    tensor, own = plan.tensor, plan.experts
-    if tensor is None:
-        return Sums([], [], [])
-    named = [(clean(name), parameter) for name, parameter in model.named_parameters()]
-    named = [(name, parameter) for name, parameter in named if own is None or not own.has(name)]
-    cuts = {name: tensor.cut_of(name, parameter.shape) for name, parameter in named}
-    whole = [(parameter, tensor.is_summed(name)) for name, parameter in named if cuts[name] is None]
-    copied = [
-        p
-        for name, p in named
-        if (cut := cuts[name]) is not None and any(part.copies(tensor.ranks) > 1 for part in cut[1])
-    ]
-    return Sums([p for p, is_summed in whole if is_summed], copied, [p for p, is_summed in whole if not is_summed])
 
 
 def distribute_parameters(
@@ -148,7 +127,9 @@ def wrap_modules(
         if plan.begins:
             ends.first_block(first, plan.kind_of(plan.blocks[0]).hidden, runtime)
         if isinstance(group, ProcessGroupRanks):  # threads share one stream
-            separate_streams(model, first, runtime)
+            # a rank has other tokens, and all ranks draw the same numbers before the blocks
+            is_wanted = lambda: model.training and runtime.sequence.cut  # noqa: E731
+            own_streams(model, first, is_wanted, ("tensor rank", group.rank))
     if plan.gathers_after_blocks:
         ends.last_block(model.get_submodule(plan.last_block), runtime, alike=not plan.head)
     return runtime
@@ -165,9 +146,15 @@ def _use_local_parameters(
     modules, blocks = dict(model.named_modules()), set(plan.blocks)
     inside: dict[str, list[LocalView]] = {}
     for path, module in modules.items():
-        views = (
-            LocalView.of(module, summing=_summed(plan, path, module), group=summing_over) if module not in done else []
-        )
+        # whole parameters, and parts that several ranks hold, whose gradients are sums over the ranks
+        summed = [
+            name
+            for name, p in module._parameters.items()
+            if p is not None
+            and plan.cut_of(full := clean(f"{path}.{name}" if path else name), p.shape) is None
+            and plan.is_summed(full)
+        ]
+        views = [] if module in done else LocalView.of(module, summing=summed, group=summing_over)
         around = path
         while views:
             inside.setdefault(around, []).extend(views)
@@ -179,94 +166,77 @@ def _use_local_parameters(
             use_local_parameters(modules[path], views)
 
 
-def _summed(plan: TensorPlan, path: str, module: nn.Module) -> tuple[str, ...]:
-    """Return the whole parameters of a module whose gradients are sums over the ranks."""
-    names = (name for name, parameter in module._parameters.items() if parameter is not None)
-    return tuple(
-        name for name in names if is_summed(plan, clean(f"{path}.{name}" if path else name), module._parameters[name])
-    )
-
-
-def is_summed(plan: TensorPlan, name: str, parameter: nn.Parameter | None) -> bool:
-    """Return whether the ranks' gradients of this parameter, or of a part held by several ranks, are partial."""
-    assert parameter is not None
-    return plan.cut_of(name, parameter.shape) is None and plan.is_summed(name)
-
-
 def _wrap_block(block: nn.Module, kind: BlocksPlan, runtime: Runtime, sums_at_once: bool) -> set[nn.Module]:
     """Wrap a block, and return the modules that compute with their own cut parameters."""
-    wrapped: set[nn.Module] = set()
-    ways: dict[str, bool] = {}
+    regions, at = [planned.region for planned in kind.regions], block.get_submodule
+    done: list[nn.Module] = []
+    # whether weights are stored (in, out): outputs are cut, or inputs if the layer ends a region
+    transposed: dict[str, bool] = {}
+    for region in regions:
+        begins, ends = list(region.producers), [region.consumer]
+        for found in region.adapted:
+            is_end = found.host == region.consumer
+            (ends if is_end else begins).extend(pair[not is_end] for pair in found.pairs)
+        for paths, dim in ((begins, 1), (ends, 0)):
+            cuts = {path: region.cut_of(f"{path}.weight") for path in paths}
+            transposed |= {path: cut is not None and cut.dim == dim for path, cut in cuts.items()}
+    # parameters with parts that lie on several ranks, by their layers
+    copied: dict[str, dict[str, tuple[int, tuple[FusedPart, ...]]]] = defaultdict(dict)
+    for cut in kind.cuts() if sums_at_once else ():
+        if any(part.copies(runtime.group.size) > 1 for part in cut.parts):
+            copied[owner(cut.name)][cut.name.rpartition(".")[2]] = cut.dim, cut.parts
+
+    def column(path: str, **options: Any) -> ColumnLayer:
+        done.append(at(path))
+        return ColumnLayer(done[-1], transposed.get(path, False), copied.get(path, {}), **options)
+
     for planned in kind.regions:
         region = planned.region
-        ways |= {path: _is_transposed(region.cuts, path, is_consumer=False) for path in region.producers}
-        ways[region.consumer] = _is_transposed(region.cuts, region.consumer, is_consumer=True)
-        for found in region.adapted:
-            ends = found.host == region.consumer
-            ways |= {
-                path: _is_transposed(region.cuts, path, is_consumer=ends)
-                for path in (pair[not ends] for pair in found.pairs)
-            }
         for path in region.spanning:
             cut = region.cut_of(f"{path}.weight")
             assert cut is not None
-            layers.norm_over_all_features(block.get_submodule(path), cut.parts, runtime)
-        wrapped |= _wrap_consumer(block, kind, region, ways, runtime, sums_at_once)
+            layers.norm_over_all_features(at(path), cut.parts, runtime)
+        done += _wrap_consumer(block, kind, region, transposed, runtime, sums_at_once)
         if region.container or planned.form.numbers:
-            layers.container(block.get_submodule(region.container), region.container, planned.form, runtime)
+            layers.container(at(region.container), region.container, planned.form, runtime)
     if kind.norms:
-        return wrapped | _wrap_normed(block, kind, ways, runtime, sums_at_once)
-    regions = [planned.region for planned in kind.regions]
+        branches = [
+            LayersOfInput([column(path) for path in paths], at(norm), sums_at_once)
+            for norm, paths in zip(kind.norms, kind.gathers, strict=True)
+        ]
+        layers.SharedInput(runtime, branches)
+        return {*done, *map(at, kind.norms)}
     latent = {path for region in regions for path in region.latent}
     for path in (path for region in regions for path in region.fed):
-        layer = layers.ColumnLayer(
-            block.get_submodule(path), ways[path], _copied(kind, path, runtime.group.size) if sums_at_once else {}
-        )
-        layers.local_linear(layer, runtime)
-        wrapped.add(layer.module)
+        layers.local_linear(column(path), runtime)
     for paths in kind.gathers:
         around = {
             path: found for region in regions for path in paths if (found := region.adapters_of(path)) is not None
         }
-        cut = [*paths, *(second for found in around.values() for _, second in found.pairs)]
-        copied = {path: _copied(kind, path, runtime.group.size) if sums_at_once else {} for path in cut}
         linears = [
-            layers.ColumnLayer(
-                block.get_submodule(path), ways.get(path, False), copied[path], sums_at_once and path in latent, parts
-            )
-            for path in cut
-            for parts in (kind.parts_of(path),)
+            column(path, sums=sums_at_once and path in latent, parts=kind.parts_of(path))
+            for path in (*paths, *(second for found in around.values() for _, second in found.pairs))
         ]
-        if around:
-            for layer in linears:
-                layers.local_linear(layer, runtime)
-            modules = [block.get_submodule(around[path].around if path in around else path) for path in paths]
-            adapted.GatheredInput(runtime, modules)
-        else:
-            layers.SharedInput(runtime, linears)
-        wrapped |= {layer.module for layer in linears}
+        if not around:
+            layers.SharedInput(runtime, [LayersOfInput(linears)])
+            continue
+        for layer in linears:
+            layers.local_linear(layer, runtime)
+        adapters.GatheredInput(runtime, [at(around[path].around if path in around else path) for path in paths])
     for path in (path for region in regions for found in region.adapted for path in found.idle):
-        adapted.refuse_idle(block.get_submodule(path), path)
-        wrapped.add(block.get_submodule(path))
-    return wrapped
-
-
-def _wrap_normed(
-    block: nn.Module, kind: BlocksPlan, ways: dict[str, bool], runtime: Runtime, sums_at_once: bool
-) -> set[nn.Module]:
-    """Wrap parallel norms and the layers after them."""
-    branches = []
-    for norm, paths in zip(kind.norms, kind.gathers, strict=True):
-        copied = {path: _copied(kind, path, runtime.group.size) if sums_at_once else {} for path in paths}
-        linears = [layers.ColumnLayer(block.get_submodule(path), ways[path], copied[path]) for path in paths]
-        branches.append(normed.NormedLayers(block.get_submodule(norm), linears, sums_at_once))
-    normed.SharedNormInput(runtime, branches)
-    return {module for branch in branches for module in (branch.norm, *(layer.module for layer in branch.layers))}
+        adapters.refuse_idle(at(path), path)
+        done.append(at(path))
+    return set(done)
 
 
 def _wrap_consumer(
-    block: nn.Module, kind: BlocksPlan, region: Region, ways: dict[str, bool], runtime: Runtime, sums_at_once: bool
-) -> set[nn.Module]:
+    block: nn.Module,
+    kind: BlocksPlan,
+    region: Region,
+    transposed: dict[str, bool],
+    runtime: Runtime,
+    sums_at_once: bool,
+) -> list[nn.Module]:
     """Wrap the layer that ends a region, with its adapters, and return the modules that hold cut parameters."""
     reduction = layers.Reduction(
         defers=region.consumer in kind.summed[:-1],
@@ -274,35 +244,78 @@ def _wrap_consumer(
         takes_deferred=region.consumer in kind.summed[-1:],
         sums_bias=sums_at_once and runtime.sequence.cut,
     )
-    consumer = block.get_submodule(region.consumer)
     found = region.adapters_of(region.consumer)
     if found is None:
-        layers.row_parallel(consumer, ways[region.consumer], runtime, reduction)
-        return {consumer}
+        consumer = block.get_submodule(region.consumer)
+        layers.row_parallel(consumer, transposed[region.consumer], runtime, reduction)
+        return [consumer]
     cut = [
-        layers.ColumnLayer(block.get_submodule(path), ways[path], parts=kind.parts_of(path))
+        ColumnLayer(block.get_submodule(path), transposed[path], parts=kind.parts_of(path))
         for path in (region.consumer, *(first for first, _ in found.pairs))
     ]
     for layer in cut:
-        adapted.local_summand(layer, runtime, sums_at_once=sums_at_once)
-    adapted.reduced(block.get_submodule(found.around), runtime, reduction)
-    return {layer.module for layer in cut}
+        adapters.local_summand(layer, runtime, sums_at_once=sums_at_once)
+    adapters.reduce_behind(block.get_submodule(found.around), runtime, reduction)
+    return [layer.module for layer in cut]
 
 
-def _copied(kind: BlocksPlan, path: str, ranks: int) -> dict[str, tuple[int, tuple[FusedPart, ...]]]:
-    """Return (dim, parts) of a layer's parameters whose parts lie on several ranks."""
-    cuts = (cut for cut in kind.cuts() if owner(cut.name) == path)
-    return {
-        cut.name.rpartition(".")[2]: (cut.dim, cut.parts)
-        for cut in cuts
-        if any(part.copies(ranks) > 1 for part in cut.parts)
-    }
+# --- sum partial gradients over the tensor axis, for whole parameters and for parts that several ranks hold
 
 
-def _is_transposed(cuts: tuple[Cut, ...], path: str, *, is_consumer: bool) -> bool:
-    """Return whether a layer's weight is stored (in, out). Outputs are cut, or inputs if the layer ends a region."""
-    cut = next(cut for cut in cuts if cut.name == f"{path}.weight")
-    return cut.dim == (0 if is_consumer else 1)
+@dataclass(frozen=True)
+class Sums:
+    """Parameters that several ranks hold, sorted by how their gradients are combined.
+
+    Attributes:
+        whole: whole on every rank, with a partial gradient on each.
+        copied: cut, but some parts lie on several ranks, with a partial gradient on each.
+        alike: whole, with the same gradient on every rank. Their mean is taken: kernels that add up in no fixed order
+            would let the ranks drift apart.
+    """
+
+    whole: list[nn.Parameter] = field(default_factory=list)
+    copied: list[nn.Parameter] = field(default_factory=list)
+    alike: list[nn.Parameter] = field(default_factory=list)
+
+
+def sums_of(model: nn.Module, plan: Plan) -> Sums:
+    """Return the parameters that several ranks hold."""
+    tensor, own, found = plan.tensor, plan.experts, Sums()
+    for raw, parameter in model.named_parameters() if tensor is not None else ():
+        name = clean(raw)
+        if own is not None and own.has(name):
+            continue
+        assert tensor is not None
+        if (cut := tensor.cut_of(name, parameter.shape)) is None:
+            (found.whole if tensor.is_summed(name) else found.alike).append(parameter)
+        elif any(part.copies(tensor.ranks) > 1 for part in cut[1]):
+            found.copied.append(parameter)
+    return found
+
+
+@contextmanager
+def summing(sums: Sums, group: RankGroup) -> Iterator[None]:
+    """Sum over ``group``, on exit, the gradients that backwards inside add.
+
+    Gradients from before are put aside, and added afterwards.
+    """
+    before = [(parameter, parameter.grad) for parameter in (*sums.whole, *sums.copied, *sums.alike)]
+    for parameter, _ in before:
+        parameter.grad = None
+    yield
+    for parameter in sums.alike:
+        if parameter.grad is not None:
+            local_part(parameter.grad).div_(group.size)
+    places = [(local_part(p.grad), 0, 1) for p in (*sums.whole, *sums.alike) if p.grad is not None]
+    for parameter in sums.copied:
+        # ranks with copies of the same part share a slot
+        for piece in pieces(parameter.grad) if parameter.grad is not None else ():
+            if (n := piece.copies) > 1:
+                places.append((piece.local, group.rank // n, group.size // n))
+    functions.add_up(places, group)
+    for parameter, earlier in before:
+        if earlier is not None:
+            parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
 
 
 # --- rehearse a tensor plan before its first use, with threads for ranks, and compare with plain torch
@@ -370,11 +383,7 @@ def rehearse(
 ) -> dict[str, float]:
     """Return the relative error of the loss ("loss") and of each parameter's gradient, against one process.
 
-    Args:
-        model: a small model with weights, in fp64.
-        inputs: arguments of its forward.
-        sums_at_once: whether partial gradients are summed in the backward.
-        logits: how the loss is computed, if the plan cuts the head.
+    ``model`` is a small one with weights, in fp64.
     """
     reference = copy_of(model)
     expected_logits = logits_of(reference(**inputs))
@@ -391,7 +400,18 @@ def rehearse(
     }
     scale = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     for name, gradient in expected.items():
-        wholes = _wholes(plan, name, [gradients[name] for _, gradients in found], gradient.shape, sums_at_once)
+        parts = [gradients[name] for _, gradients in found]
+        wholes, cut = parts, plan.cut_of(name, gradient.shape)
+        if cut is not None and is_plain(cut[1], plan.ranks):
+            wholes = [torch.cat(parts, dim=cut[0])]
+        elif cut is not None:
+            wholes = [parts[0].new_zeros(gradient.shape)]
+            for rank, part in enumerate(parts):
+                runs = ranges(cut[1], rank, plan.ranks)
+                split = part.split([high - low for low, high in runs], dim=cut[0])
+                for piece, (low, high) in zip(split, runs, strict=True):
+                    here = wholes[0].narrow(cut[0], low, high - low)
+                    here.copy_(piece) if sums_at_once else here.add_(piece)  # copies are added up, unless they are sums
         off = torch.stack([(whole - gradient).norm() for whole in wholes]).amax()  # NaN if one of them is NaN
         errors[name] = float(off / gradient.norm().clamp(min=1e-6 * float(scale)))
     return errors
@@ -431,7 +451,14 @@ def _on_rank(
         loss = _loss_of(logits_of(model(**inputs)))
     else:
         labels = _labels((*next(iter(inputs.values())).shape, vocabulary))
-        loss = _loss_of_parts(model, inputs, runtime, labels, logits) / labels.numel()
+        request = LossRequest(labels, chunks=2)
+        runtime.logits, runtime.request = ("own", None) if logits == "own" else (runtime.logits, request)
+        output = model(**inputs)
+        if logits == "own":
+            assert runtime.shard is not None
+            request.result = vocabulary_parallel_cross_entropy_sum(logits_of(output), labels, runtime.shard)
+        assert request.result is not None
+        loss, runtime.request = request.result / labels.numel(), None
     loss.backward()
     gradients = {}
     for name, parameter in model.named_parameters():
@@ -440,45 +467,6 @@ def _on_rank(
             gradient = group.sum(gradient.clone())
         gradients[clean(name)] = gradient
     return loss.item(), gradients
-
-
-def _loss_of_parts(
-    model: nn.Module, inputs: dict[str, Any], runtime: Runtime, labels: Tensor, logits: Logits
-) -> Tensor:
-    """Return the sum of the losses, computed from this rank's part of the vocabulary."""
-    if logits == "own":
-        runtime.logits = "own"
-        own = logits_of(model(**inputs))
-        assert runtime.shard is not None
-        return vocabulary_parallel_cross_entropy_sum(own, labels, runtime.shard)
-    request = LossRequest(labels, chunks=2)
-    runtime.request = request
-    model(**inputs)
-    runtime.request = None
-    assert request.result is not None
-    return request.result
-
-
-def _wholes(
-    plan: TensorPlan, name: str, gradients: list[Tensor], shape: torch.Size, copies_are_sums: bool
-) -> list[Tensor]:
-    """Return every rank's gradient of a whole parameter, or one gradient assembled from the parts of all ranks.
-
-    Copies are added up, unless each is the sum already.
-    """
-    cut = plan.cut_of(name, shape)
-    if cut is None:
-        return gradients
-    dim, parts = cut
-    if is_plain(parts, plan.ranks):
-        return [torch.cat(gradients, dim=dim)]
-    whole = gradients[0].new_zeros(shape)
-    for rank, gradient in enumerate(gradients):
-        runs = ranges(parts, rank, plan.ranks)
-        for piece, (low, high) in zip(gradient.split([high - low for low, high in runs], dim=dim), runs, strict=True):
-            here = whole.narrow(dim, low, high - low)
-            here.copy_(piece) if copies_are_sums else here.add_(piece)
-    return [whole]
 
 
 def _loss_of(logits: Tensor) -> Tensor:

@@ -1,28 +1,38 @@
-"""Provide ParallelStyle objects for the styles of tensor-parallel plans.
+"""Provide ParallelStyle objects for the styles of tensor-parallel plans, and read plans that users give.
 
-They act on modules one by one and without sequence parallelism: a module's inputs and outputs are whole or one rank's
-features, by its style. Cutting a whole model by regions is better (``apply_tensor_parallel``), since regions say which
-modules belong together.
+The styles act on modules one by one and without sequence parallelism: a module's inputs and outputs are whole or one
+rank's features, by its style. Cutting a whole model by regions is better (``apply_tensor_parallel``), since regions say
+which modules belong together.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.names import clean, selected
 from meshwright.core.parts import FusedPart, take
 from meshwright.core.record import wrap
 from meshwright.distributed.exchange import ProcessGroupRanks
 from meshwright.distributed.weights.parts_tensor import distribute
 from meshwright.distributed.weights.shards import placement_of_cut
+from meshwright.planning.techniques import TensorStyleRequest
 from meshwright.planning.tensor.plan import ROW
 from meshwright.planning.tensor.styles import STYLES, unknown_style
 
@@ -32,13 +42,7 @@ from .layers import LocalView, Runtime, use_local_parameters
 
 
 class Style(ParallelStyle):
-    """A style by its name.
-
-    Attributes:
-        word: name of the style in plans.
-        kind: column, row, embedding, whole, sum, mla or experts.
-        parts: number of equal parts side by side in the weight, each cut by itself.
-    """
+    """A style by its name in plans; ``parts``: equal ones side by side in the weight, each cut by itself."""
 
     def __init__(self, word: str):
         self.word = word
@@ -114,7 +118,7 @@ class ColumnStyle(Style, ColwiseParallel):
         if STYLES[self.word].silent:
             layers.local_linear(layers.ColumnLayer(module, transposed), runtime)
         else:
-            layers.SharedInput(runtime, [layers.ColumnLayer(module, transposed)])
+            layers.SharedInput(runtime, [layers.LayersOfInput([layers.ColumnLayer(module, transposed)])])
         if gathers:
             _change_output(
                 module,
@@ -153,13 +157,12 @@ class RowStyle(Style, RowwiseParallel):
         if STYLES[self.word].whole_outside:
             parts = self._cut(module, "weight", dim, group.size)
 
-            def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-                def cut_input_forward(x: Tensor) -> Any:
-                    return forward(take(functions.summing_gradients(x, group), -1, parts, group.rank, group.size))
+            forward = module.forward
 
-                return cut_input_forward
+            def cut_input_forward(x: Tensor) -> Any:
+                return forward(take(functions.summing_gradients(x, group), -1, parts, group.rank, group.size))
 
-            wrap(module, make, f"input cut over tp {group.size}")
+            wrap(module, cut_input_forward, f"input cut over tp {group.size}")
         return placements
 
 
@@ -231,29 +234,27 @@ class MlaStyle(Style):
                 f" of it has: set module.qk_rope_head_dim, or use replicate"
             )
 
-        def make(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-            def latent_forward(x: Tensor) -> Tensor:
-                output = forward(x)
-                passed, rotated = output.split([output.shape[-1] - features, features], dim=-1)
-                return torch.cat([passed, functions.summing_gradients(rotated, runtime.group)], dim=-1)
-
-            return latent_forward
-
         use_local_parameters(module)
-        wrap(module, make, f"gradient of rotary features summed over tp {runtime.group.size}")
+        forward = module.forward
+
+        def latent_forward(x: Tensor) -> Tensor:
+            output = forward(x)
+            passed, rotated = output.split([output.shape[-1] - features, features], dim=-1)
+            return torch.cat([passed, functions.summing_gradients(rotated, runtime.group)], dim=-1)
+
+        wrap(module, latent_forward, f"gradient of rotary features summed over tp {runtime.group.size}")
         return {}
 
 
 def _change_output(module: nn.Module, change: Callable[[Any], Any], words: str) -> None:
     """Wrap the module's forward so that it returns ``change`` of its output."""
 
-    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def changed_output_forward(*args: Any, **kwargs: Any) -> Any:
-            return change(forward(*args, **kwargs))
+    forward = module.forward
 
-        return changed_output_forward
+    def changed_output_forward(*args: Any, **kwargs: Any) -> Any:
+        return change(forward(*args, **kwargs))
 
-    wrap(module, make, words)
+    wrap(module, changed_output_forward, words)
 
 
 class ExpertsStyle(Style):
@@ -319,3 +320,73 @@ def is_transposed(module: nn.Module) -> bool | None:
 
 def _has(module: nn.Module, name: str) -> bool:
     return module._parameters.get(name) is not None
+
+
+# --- read plans that users pass to a function, torch's own styles among them, as rows of style names
+
+
+def requested_of(plan: Mapping[str, str | ParallelStyle] | None, model: nn.Module) -> tuple[TensorStyleRequest, ...]:
+    """Translate a plan passed to a function (``tp_shard_plan``) to rows; raise ConfigError for an empty one.
+
+    A layer with adapters goes by its own path, as in models of transformers, or by that of the layer inside.
+    """
+    if plan is not None and not plan:
+        raise ConfigError(
+            "tp_shard_plan = {} names nothing that is cut: give None (it is measured), or a mesh with tp = 1"
+        )
+    paths = {clean(name) for name, _ in model.named_modules()}
+    rows = []
+    for pattern, style in (plan or {}).items():
+        word, named = word_of(style, f"tp_shard_plan['{pattern}']"), selected(pattern, paths)
+        adapted = {path: f"{path}{HOST}" for path in named if f"{path}{HOST}" in paths}
+        rows += (
+            [TensorStyleRequest(adapted.get(path, path), word) for path in sorted(named)]
+            if adapted
+            else [TensorStyleRequest(pattern, word)]
+        )
+    return tuple(rows)
+
+
+HOST = ".base_layer"
+"""Suffix of the layer beside adapters in adapter libraries."""
+
+
+def word_of(style: str | ParallelStyle, where: str) -> str:
+    """Name a style, torch's own ones too.
+
+    Raises:
+        ConfigError: a name of no style.
+        UnsupportedError: an object whose behaviour cannot be read off it.
+    """
+    if isinstance(style, Style):
+        return style.word
+    if isinstance(style, str):
+        return translate_to_torch_parallel_style(style).word  # type: ignore[attr-defined]
+    whole, features, tokens = Replicate(), Shard(-1), Shard(1)
+    if type(style) is ColwiseParallel:
+        _check_layouts(style, where, reads=(whole, tokens), gives=(whole, features))
+        return "colwise_gather_output" if style.output_layouts == (whole,) else "colwise"
+    if type(style) is RowwiseParallel:
+        _check_layouts(style, where, reads=(whole, features), gives=(whole, tokens))
+        return "rowwise_split_input" if style.input_layouts == (whole,) else "rowwise"
+    if type(style) is SequenceParallel:
+        return "sequence_parallel"
+    if isinstance(style, PrepareModuleInput | PrepareModuleOutput | PrepareModuleInputOutput):
+        raise UnsupportedError(
+            f"{where}: a {type(style).__name__} says how activations lie between modules, which is arranged here as the"
+            f" layers need it, cut along the sequence between blocks. Leave the pattern out"
+        )
+    raise UnsupportedError(
+        f"{where}: the behaviour of a {type(style).__name__} cannot be read off the object. Give one of"
+        f" {', '.join(STYLES)}, or leave the pattern out and apply this style yourself with torch's parallelize_module"
+    )
+
+
+def _check_layouts(style: Any, where: str, reads: tuple[Placement, ...], gives: tuple[Placement, ...]) -> None:
+    """Refuse layouts of torch's styles without a style name; whole or cut by tokens are both up to the engine."""
+    for name, legal in (("input_layouts", reads), ("output_layouts", gives)):
+        if (layout := getattr(style, name)[0]) not in legal:
+            raise UnsupportedError(
+                f"{where}: a {type(style).__name__} with {name} = {layout}. Legal here: {' or '.join(map(str, legal))};"
+                f" or leave the pattern out and apply this style yourself with torch's parallelize_module"
+            )

@@ -19,7 +19,7 @@ from meshwright.core.errors import IntegrityError
 from meshwright.core.names import clean, pattern
 from meshwright.core.record import changes_of
 from meshwright.core.torch_private import compiled_call
-from meshwright.distributed.float8.float8 import config_of
+from meshwright.distributed.float8 import config_of
 from meshwright.distributed.process import agree
 from meshwright.distributed.recompute.recompute import OFFLOADED, RECOMPUTED
 from meshwright.distributed.step.part import ModelPart

@@ -38,9 +38,9 @@ from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean, owner
 from meshwright.core.record import recall
 from meshwright.core.torch_private import resetting
+from meshwright.distributed.nf4 import Rounded, pack, unpack
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import get_world_info, ranks_per_node
-from meshwright.distributed.quantize.nf4 import Rounded, pack, unpack
 from meshwright.distributed.torch_private import DTensorSpec, TensorMeta, local_part
 from meshwright.distributed.weights.shards import apply_to_tensors, draw_rows, pieces, seed_of, whole_everywhere
 from meshwright.introspection.adapted.model import base_name, host_of_magnitude, is_adapter

@@ -18,6 +18,7 @@ from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.parts import FusedPart, LocalRange, is_plain, runs_of_chunk, runs_of_parts
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import get_world_info
+from meshwright.distributed.recompute.kept import drawn_number, restore_streams, streams
 from meshwright.distributed.torch_private import STRIDED, DTensorSpec, TensorMeta, local_part
 from meshwright.distributed.weights.torch_2_11 import may_hash
 from meshwright.planning.tensor.plan import words_of_cut
@@ -76,6 +77,28 @@ def seed_of(*parts: object) -> int:
     """Hash any values to a 63-bit seed (blake2b; equal on every machine)."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def own_streams(model: nn.Module, begins: nn.Module, is_wanted: Callable[[], bool], words: tuple[object, ...]) -> None:
+    """Give each rank a random stream of its own from the start of a module's forward to the end of the model's.
+
+    Outside of these all ranks draw alike. A rank's own stream is seeded by a number that all draw and by ``words``, its
+    rank among them, so there is no state besides torch's to be saved or restored.
+    """
+    shared: list[dict[str, Tensor]] = []
+
+    def enter(*_: Any) -> None:
+        if is_wanted() and not shared:
+            number = drawn_number()
+            shared.append(streams())
+            torch.manual_seed(seed_of(words[0], number, *words[1:]))
+
+    def leave(*_: Any) -> None:
+        if shared:
+            restore_streams(shared.pop())
+
+    begins.register_forward_pre_hook(enter)
+    model.register_forward_hook(leave, always_call=True)
 
 
 @dataclass(frozen=True)

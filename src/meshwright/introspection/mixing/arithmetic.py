@@ -135,14 +135,13 @@ def computing_flex() -> Iterator[None]:
 def intercept_flex(module: nn.Module, handler: Handler, change: str) -> None:
     """Hand the calls that a module's forward makes to a handler, also when the forward is recomputed."""
 
-    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def intercepted_forward(*args: Any, **kwargs: Any) -> Any:
-            with FlexCalls(handler):
-                return forward(*args, **kwargs)
+    forward = module.forward
 
-        return intercepted_forward
+    def intercepted_forward(*args: Any, **kwargs: Any) -> Any:
+        with FlexCalls(handler):
+            return forward(*args, **kwargs)
 
-    wrap(module, make, change)
+    wrap(module, intercepted_forward, change)
 
 
 def flex_call(

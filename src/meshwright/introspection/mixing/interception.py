@@ -143,14 +143,13 @@ def sdpa_call(given: dict[str, Any]) -> AttentionCall:
 def intercept_sdpa(module: nn.Module, handler: Handler, change: str) -> None:
     """Hand the calls that a module's forward makes to a handler, also when the forward is recomputed."""
 
-    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def intercepted_forward(*args: Any, **kwargs: Any) -> Any:
-            with SdpaCalls(handler):
-                return forward(*args, **kwargs)
+    forward = module.forward
 
-        return intercepted_forward
+    def intercepted_forward(*args: Any, **kwargs: Any) -> Any:
+        with SdpaCalls(handler):
+            return forward(*args, **kwargs)
 
-    wrap(module, make, change)
+    wrap(module, intercepted_forward, change)
 
 
 # --- transformers

@@ -22,8 +22,8 @@ from meshwright.comparison.sketch import TokensOfRank
 from meshwright.core.errors import MissingExtraError, UnsupportedError
 from meshwright.core.names import clean
 from meshwright.core.torch_private import TorchDispatchMode
-from meshwright.distributed.float8.products import role_of
-from meshwright.distributed.quantize.nf4 import pack, unpack
+from meshwright.distributed.nf4 import pack, unpack
+from meshwright.distributed.products import role_of
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module
 from meshwright.introspection.structure.experts import Stack, asked_for, find_stacks

@@ -36,7 +36,10 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
             raise ConfigError(
                 f"{path} has a forward that was put there from outside, and float8 would drop it. Apply float8 first."
             )
-        made[linear] = _converted(linear, config)
+        made[linear] = converted = _torchao(plan.float8).convert_to_float8_training(linear, config=config)
+        # torchao takes over only the parameters: hooks and other attributes of the instance come along
+        own, given = vars(converted), vars(linear)
+        own.update({k: v for k, v in given.items() if k not in own or "hook" in k or k == "training"})
     for path, module in list(model.named_modules(remove_duplicate=False)):
         if module in made:
             model.get_submodule(owner(path)).add_module(path.rpartition(".")[2], made[module])
@@ -79,19 +82,3 @@ def _torchao(plan: Float8Plan) -> Any:
     except ImportError as error:
         raise MissingExtraError(f"techniques.float8 = '{plan.recipe}'", "torchao", "float8") from error
     return torchao.float8
-
-
-def _converted(linear: nn.Module, config: Any) -> nn.Module:
-    """Convert one layer, and copy its hooks and other instance attributes: torchao takes over only its parameters."""
-    made = _torchao_linear(linear, config)
-    own = vars(made)
-    own.update(
-        {key: value for key, value in vars(linear).items() if key not in own or "hook" in key or key == "training"}
-    )
-    return made
-
-
-def _torchao_linear(linear: nn.Module, config: Any) -> nn.Module:
-    from torchao.float8 import convert_to_float8_training
-
-    return convert_to_float8_training(linear, config=config)

@@ -216,12 +216,7 @@ def averaging_plan(
     if not cuts and facts.applied_plan(TensorPlan) is None and get_expert_mesh(device_mesh) is None:
         sizes.pop(Axis.TP.value, None)
     plan = mean_plan(facts, device_mesh, requested, sizes)
-    _warn_of_steps(facts, plan)
-    return replace(plan, precision=replace(plan.precision, cast_forward_inputs=policy.cast_forward_inputs))
-
-
-def _warn_of_steps(facts: ModelFacts, plan: Plan) -> None:
-    """Warn about the work in a step that a user's own loop has to do instead of ParallelModel."""
+    # a user's own loop has to do what ParallelModel does in a step
     configs = [m.config for m in facts.module.modules() if isinstance(m, Router)] if facts.module is not None else []
     keys = ("bias_rate", "sequence_loss", "batch_loss", "z_loss")
     if wanted := [key for key in keys if any(getattr(config, key) for config in configs)]:
@@ -236,6 +231,7 @@ def _warn_of_steps(facts: ModelFacts, plan: Plan) -> None:
             "float16: these functions lay a model out and take no steps. Scale the loss in your loop"
             " (torch.amp.GradScaler), or small gradients vanish; parallelize() does it."
         )
+    return replace(plan, precision=replace(plan.precision, cast_forward_inputs=policy.cast_forward_inputs))
 
 
 def precision_of(policy: MixedPrecisionPolicy, model_dtype: str) -> Precision:

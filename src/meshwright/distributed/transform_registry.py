@@ -90,8 +90,8 @@ class _Registered:
 _REGISTRY: dict[str, _Registered] = {}
 BUILT_IN = ("float8", "ddp", "fully_shard", "tensor_parallel", "expert_parallel", "activation_checkpoint", "compile")
 _ELSEWHERE = {
-    **dict.fromkeys(BUILT_IN, "meshwright.distributed.doors.builtin_transforms"),
-    "context_parallel": "meshwright.distributed.doors.builtin_transforms",
+    **dict.fromkeys(BUILT_IN, "meshwright.distributed.transforms"),
+    "context_parallel": "meshwright.distributed.transforms",
     "load_weights": "meshwright.checkpoint.huggingface",
 }
 """Transforms whose modules are imported, and so registered, on request: some need a floor above this one."""

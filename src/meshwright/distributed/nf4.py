@@ -59,22 +59,17 @@ def pack(weight: Tensor) -> Tensor:
     """
     rows, columns = weight.shape
     packed = torch.empty((rows, columns // NF4_BLOCK * NF4_BLOCK_BYTES), dtype=torch.uint8, device=weight.device)
-    step = max(1, CHUNK // max(columns, 1))
+    step, levels = max(1, CHUNK // max(columns, 1)), torch.tensor(LEVELS, device=weight.device)
     for start in range(0, rows, step):
         some = slice(start, start + step)
-        packed[some] = _packed(weight[some].float()).flatten(1)
+        blocks = weight[some].float().unflatten(1, (-1, NF4_BLOCK))  # (rows, blocks, NF4_BLOCK)
+        scales = blocks.abs().amax(-1, keepdim=True)
+        # a weight half-way between two levels gets the lower one
+        codes = torch.bucketize(blocks / torch.where(scales == 0, 1, scales), (levels[1:] + levels[:-1]) / 2)
+        pairs = codes.to(torch.uint8).unflatten(-1, (CODES, 2))
+        stored = [pairs[..., 0] << 4 | pairs[..., 1], scales.contiguous().view(torch.uint8)]
+        packed[some] = torch.cat(stored, dim=-1).flatten(1)  # (rows, blocks · NF4_BLOCK_BYTES)
     return packed
-
-
-def _packed(weight: Tensor) -> Tensor:
-    """Return (rows, blocks, NF4_BLOCK_BYTES) of a float32 weight."""
-    blocks = weight.unflatten(1, (-1, NF4_BLOCK))  # (rows, blocks, NF4_BLOCK)
-    scales = blocks.abs().amax(-1, keepdim=True)
-    levels = torch.tensor(LEVELS, device=weight.device)
-    # a weight half-way between two levels gets the lower one
-    codes = torch.bucketize(blocks / torch.where(scales == 0, 1, scales), (levels[1:] + levels[:-1]) / 2)
-    pairs = codes.to(torch.uint8).unflatten(-1, (CODES, 2))
-    return torch.cat([pairs[..., 0] << 4 | pairs[..., 1], scales.contiguous().view(torch.uint8)], dim=-1)
 
 
 def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
@@ -103,12 +98,7 @@ def _pairs(device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Rounded:
-    """Describes a layer's weight before it was rounded, in the record of the layer.
-
-    Attributes:
-        path: path of the layer in the model.
-        dtype: dtype of the plain weight.
-    """
+    """What the record of a layer keeps of its plain weight: the layer's path in the model, and the weight's dtype."""
 
     path: str
     dtype: torch.dtype
@@ -130,21 +120,16 @@ class QuantizedLinear(nn.Linear):
         return linear(input, self._parameters["weight"] if own is None else own, self.bias)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
-        if name == "weight":
-            self._refuse_others(sys._getframe(1))
+        reader = reader_of(sys._getframe(1)) if name == "weight" else ""
+        if reader and self.__dict__["_parameters"]["weight"].dtype == torch.uint8:
+            known = recall(self, Rounded)
+            raise UnsupportedError(
+                f"{known.path if known is not None else 'a linear layer'}.weight rests in 4 bits, and {reader}"
+                f" reads it: only the layer's own forward can compute with its bytes. Train that layer (leave it out"
+                f" of techniques.freeze), or set techniques.quantize_frozen = none. To look at its values:"
+                f" state_dict() of the model gives the bytes, under the same name."
+            )
         return super().__getattr__(name)
-
-    def _refuse_others(self, frame: Any) -> None:
-        reader = reader_of(frame)
-        if not reader or self.__dict__["_parameters"]["weight"].dtype != torch.uint8:
-            return
-        known = recall(self, Rounded)
-        raise UnsupportedError(
-            f"{known.path if known is not None else 'a linear layer'}.weight rests in 4 bits, and {reader}"
-            f" reads it: only the layer's own forward can compute with its bytes. Train that"
-            f" layer (leave it out of techniques.freeze), or set techniques.quantize_frozen = none. To look at its"
-            f" values: state_dict() of the model gives the bytes, under the same name."
-        )
 
 
 def linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:

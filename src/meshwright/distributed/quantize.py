@@ -29,20 +29,15 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
                 f"{path} has a forward that was put there from outside, and it would compute with the bytes of a weight"
                 f" in 4 bits. Apply quantize_frozen first."
             )
-        hold_packed(linear, path)
+        weight = linear.get_parameter("weight").detach()
+        packed = (
+            torch.empty(stored_shape((weight.shape[0], weight.shape[1])), dtype=torch.uint8, device="meta")
+            if weight.is_meta
+            else pack(weight)
+        )
+        linear.__class__ = QuantizedLinear  # bias and class but for the forward stay
+        remember(linear, Rounded(path, weight.dtype))
+        linear._parameters["weight"] = nn.Parameter(packed, requires_grad=False)
+        note(linear, "weight in 4 bits (nf4)")
     remember(model, plan.quantize)
     return model
-
-
-def hold_packed(linear: nn.Module, path: str) -> None:
-    """Round the weight of the layer at ``path`` of a model, in place; its bias and class but for the forward stay."""
-    weight = linear.get_parameter("weight").detach()
-    packed = (
-        torch.empty(stored_shape((weight.shape[0], weight.shape[1])), dtype=torch.uint8, device="meta")
-        if weight.is_meta
-        else pack(weight)
-    )
-    linear.__class__ = QuantizedLinear
-    remember(linear, Rounded(path, weight.dtype))
-    linear._parameters["weight"] = nn.Parameter(packed, requires_grad=False)
-    note(linear, "weight in 4 bits (nf4)")

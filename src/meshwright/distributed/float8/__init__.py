@@ -1,1 +1,0 @@
-"""Apply float8 training."""

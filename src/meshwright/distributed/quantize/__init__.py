@@ -1,1 +1,0 @@
-"""Hold frozen weights in 4 bits, and compute with them."""
