@@ -184,8 +184,7 @@ def held(tokens: int, ranks: int, kind: str) -> int:
     from meshwright.distributed.context.rows import Reaches, cut_rows
     from meshwright.distributed.exchange.threads import Thread, on_threads
     from meshwright.introspection.mixing.interception import AttentionCall
-    from meshwright.introspection.mixing.masks import causal
-    from meshwright.introspection.mixing.reach import RowMask
+    from meshwright.introspection.mixing.masks import RowMask, causal
     from meshwright.introspection.mixing.values import Arithmetic
     from meshwright.planning.context.plan import Method
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 from meshwright.planning.layout import Layout
-from meshwright.verification.aspects.sight import Drawn, draws
 from meshwright.verification.outcome import Outcome, candidate
 from meshwright.verification.problem import Problem
+from meshwright.verification.sight import Drawn, draws
 
 from . import faults, mutants
 

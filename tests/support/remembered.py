@@ -88,7 +88,7 @@ class Store:
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves out what a call was given to compute meanwhile (models/moe): it was computed."""
+    """Leaves out what a call was given to compute meanwhile (models/layers): it was computed."""
 
     def reducer_override(self, obj: Any) -> Any:
         return (type(None), ()) if isinstance(obj, functools._lru_cache_wrapper) else NotImplemented

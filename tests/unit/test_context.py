@@ -39,8 +39,8 @@ from meshwright.distributed.context.rows import CutRows, Numbers, cut_batch, cut
 from meshwright.distributed.step import own_loss
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.mixing import masks, values
+from meshwright.introspection.mixing.masks import RowMask
 from meshwright.introspection.mixing.measure import measure_mixing, small_copy
-from meshwright.introspection.mixing.reach import RowMask
 from meshwright.introspection.mixing.values import Sizes
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import SIZES, DecoderConfig, MoEConfig

@@ -16,7 +16,7 @@ from meshwright.distributed.context import kernels as kernels
 from meshwright.distributed.context.kernels import FUSED, Fused, Scores, block_attention, fused_kernel
 from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.mixing.masks import causal as causal_places
-from meshwright.introspection.mixing.reach import search
+from meshwright.introspection.mixing.masks import search
 from meshwright.introspection.mixing.values import Arithmetic, Sizes
 from meshwright.planning.context.kernels import (
     BLOCKS,

@@ -22,8 +22,8 @@ from meshwright.introspection.facts import model_facts
 from meshwright.introspection.mixing import masks
 from meshwright.introspection.mixing.arithmetic import formula
 from meshwright.introspection.mixing.interception import AttentionCall
-from meshwright.introspection.mixing.reach import KeyRanges, RowMask, fingerprint, is_reach, rule_of, search
-from meshwright.introspection.mixing.values import Arithmetic, Caller, MaskRule, Sizes
+from meshwright.introspection.mixing.masks import KeyRanges, MaskRule, RowMask, fingerprint, is_reach, rule_of, search
+from meshwright.introspection.mixing.values import Arithmetic, Caller, Sizes
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.context.plan import KINDS, Bytes, Method, choose, cut_row, fetched_tokens, given
 

@@ -13,8 +13,7 @@ from meshwright.distributed.context.attention import Context, attend
 from meshwright.distributed.context.rows import Reaches, cut_rows
 from meshwright.distributed.exchange.threads import Thread, on_threads
 from meshwright.introspection.mixing.interception import AttentionCall
-from meshwright.introspection.mixing.masks import causal, shorter_than
-from meshwright.introspection.mixing.reach import RowMask
+from meshwright.introspection.mixing.masks import RowMask, causal, shorter_than
 from meshwright.introspection.mixing.values import Arithmetic
 from meshwright.planning.context.plan import Kind, Method
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.introspection.blocks import repeated_blocks
+from meshwright.introspection.calls import Call
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.configs import small_configs
-from meshwright.introspection.structure.calls import Call
 from meshwright.introspection.structure.local_search import LocalArgument, LocalNumber
 from meshwright.introspection.structure.probe import Probe
 from meshwright.introspection.structure.regions import Region

@@ -22,10 +22,9 @@ from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.distributed.process.world import get_world_info
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.layout import Layout
-from meshwright.verification import report as coverage
+from meshwright.verification import verify as coverage
 from meshwright.verification.problem import Problem, RandomBatches
-from meshwright.verification.report import Report
-from meshwright.verification.verify import default_batches, verify
+from meshwright.verification.verify import Report, default_batches, verify
 
 DDP, FSDP, HSDP = Layout(dp_replicate=2, dp_shard=1), Layout(dp_shard=2), Layout(dp_replicate=2, dp_shard=2)
 BATCHES = RandomBatches(257, rows=8, seq_len=10)

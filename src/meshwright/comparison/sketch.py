@@ -200,7 +200,18 @@ class Observed:
             return
         if _is_recomputing():
             if not is_stand_in(tensor):
-                self._note_again(name, tensor)
+                # Compare a recomputed output with the nearest of the module's forward calls, since the call
+                # is unknown
+                again = self._sketch(tensor.detach())
+                before = [sketch for sketch in self._computed.get(name, ()) if sketch.shape == again.shape]
+                if before:
+                    error = min(_apart(again, sketch) for sketch in before)
+                    self.recomputed[name] = max(error, self.recomputed.get(name, 0.0))
+                if (
+                    name in self._without_graph and tensor.requires_grad
+                ):  # reentrant checkpointing makes the graph only now
+                    self._without_graph.discard(name)
+                    tensor.register_hook(partial(self._came_back, [name]))
             return
         self._calls[name] += 1
         call = name if self._calls[name] == 1 else f"{name} (call {self._calls[name]})"
@@ -217,17 +228,6 @@ class Observed:
         self._computed.setdefault(name, []).append(self._last.sketch)
         if not tensor.requires_grad:
             self._without_graph.add(call)
-
-    def _note_again(self, name: str, tensor: Tensor) -> None:
-        """Compare a recomputed output with the nearest of the module's forward calls, since the call is unknown."""
-        again = self._sketch(tensor.detach())
-        before = [sketch for sketch in self._computed.get(name, ()) if sketch.shape == again.shape]
-        if before:
-            error = min(_apart(again, sketch) for sketch in before)
-            self.recomputed[name] = max(error, self.recomputed.get(name, 0.0))
-        if name in self._without_graph and tensor.requires_grad:  # reentrant checkpointing makes the graph only now
-            self._without_graph.discard(name)
-            tensor.register_hook(partial(self._came_back, [name]))
 
     def _came_back(self, calls: list[str], gradient: Tensor) -> None:
         found = self._sketch(gradient)

@@ -23,7 +23,7 @@ from meshwright.core.record import recall
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.process import agree
-from meshwright.introspection.constructor.origin import ModelOrigin
+from meshwright.introspection.source import ModelOrigin
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import Techniques, as_techniques
 from meshwright.training.run.saved import convert_saved

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.introspection.constructor.meta import on_meta
+from meshwright.introspection.constructor import on_meta
 from meshwright.introspection.signature import IMAGES_PER_ROW, Signature
 
 from .signature import core_of
@@ -311,7 +311,11 @@ def counted(batch: Batch, images: ImageArguments | None) -> Batch:
     tokens = (batch["tokens"] == images.token).sum(1)
     pixels = batch.get(PIXELS)
     if pixels is None or not len(pixels):
-        _refuse_without_pixels(batch, tokens, images)
+        if bool(tokens.any()):
+            row = int(tokens.nonzero().flatten()[0])
+            raise ConfigError(_other_tokens(row, int(tokens[row]), images, f"the batch has no batch['{PIXELS}']"))
+        if IMAGES_PER_ROW in batch:
+            _given(batch, 0)
         counts = torch.zeros(len(tokens), dtype=torch.int64)
     elif lies_in_rows(batch, PIXELS):
         counts = _of_filled(batch, pixels)
@@ -430,14 +434,6 @@ def _check_tokens(batch: Batch, tokens: Tensor, counts: Tensor, images: ImageArg
             raise ConfigError(
                 _other_tokens(row, found, images, f"its {number} images take {int(needed)}" if number else "no image")
             )
-
-
-def _refuse_without_pixels(batch: Batch, tokens: Tensor, images: ImageArguments) -> None:
-    if bool(tokens.any()):
-        row = int(tokens.nonzero().flatten()[0])
-        raise ConfigError(_other_tokens(row, int(tokens[row]), images, f"the batch has no batch['{PIXELS}']"))
-    if IMAGES_PER_ROW in batch:
-        _given(batch, 0)
 
 
 def _other_tokens(row: int, found: int, images: ImageArguments, rest: str) -> str:

@@ -14,8 +14,8 @@ from meshwright.core.config_keys import WIDTH
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean, is_within, owner
 from meshwright.core.torch_private import tree_leaves
+from meshwright.introspection.calls import watching
 from meshwright.introspection.small.configs import stated_width
-from meshwright.introspection.small.sample import Sample
 from meshwright.introspection.structure import Measured
 from meshwright.introspection.structure.regions import shapes_of
 
@@ -37,22 +37,20 @@ def read_outside(model: nn.Module, blocks: Sequence[str], inputs: Mapping[str, A
     watch = _ReadsBetweenBlocks(
         {id(parameter): f"the parameter {clean(name)}" for name, parameter in model.named_parameters()}
     )
-    handles = []
-    for path, module in model.named_modules():
-        holds_blocks = any(is_within(block, path) for block in blocks if block != path)
-        if path in blocks or (path and not holds_blocks and next(module.parameters(recurse=False), None) is not None):
-            handles.append(module.register_forward_pre_hook(lambda *_: watch.enter()))
-            handles.append(
-                module.register_forward_hook(
-                    lambda _m, _in, output, path=path: watch.leave(path, output, path in blocks)
-                )
-            )
-    try:
-        with torch.no_grad(), watch:
-            model(**inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    called = [
+        (path, module)
+        for path, module in model.named_modules()
+        if path in blocks
+        or (
+            path and not any(is_within(block, path) for block in blocks) and any(True for _ in module.parameters(False))
+        )
+    ]
+
+    def leave(path: str, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        watch.leave(path, output, path in blocks)
+
+    with torch.no_grad(), watching(called, lambda *_: watch.enter(), leave), watch:
+        model(**inputs)
     own = [name for name, _ in model.named_parameters(recurse=False)]
     if own and not watch.description():
         return f"its forward reads the parameter {', '.join(own)} itself, outside of the modules that it calls"
@@ -144,18 +142,12 @@ def flow_of(model: nn.Module, measured: Measured) -> Flow:
     """Find a model's flow; raise UnsupportedError, naming the block, if blocks do not pass on a single tensor."""
     sample, structure = measured.sample, measured.structure
     outputs: dict[str, Any] = {}
-    handles = [
-        sample.model.get_submodule(path).register_forward_hook(
-            lambda module, args, output, path=path: outputs.setdefault(path, output)
-        )
-        for path in sample.blocks
-    ]
-    try:
-        with torch.no_grad():
-            sample.model(**sample.inputs[0])
-    finally:
-        for handle in handles:
-            handle.remove()
+
+    def note(path: str, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        outputs.setdefault(path, output)
+
+    with torch.no_grad(), watching(((path, sample.model.get_submodule(path)) for path in sample.blocks), after=note):
+        sample.model(**sample.inputs[0])
     kinds: list[BlockFlow] = []
     width = 0
     for kind in structure.kinds:
@@ -171,33 +163,20 @@ def flow_of(model: nn.Module, measured: Measured) -> Flow:
         linears = tuple(measured.probes[kind.blocks[0]][0].linears.items())
         kinds.append(BlockFlow(kind.blocks, kind.hidden, isinstance(output, tuple), linears))
         width = first.shape[-1]
-    apart = (*sample.blocks, *structure.of_images)
-    before, behind = _ends(sample.model, apart, structure.embedding, structure.head, structure.before)
-    return Flow(tuple(kinds), before, behind, _real_width(model, sample, width), structure.counts_tokens_behind)
-
-
-def _ends(
-    model: nn.Module, apart: tuple[str, ...], embedding: str | None, head: str | None, before: tuple[str, ...]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    first: list[str] = []
-    last: list[str] = []
-    for name, _ in model.named_parameters(remove_duplicate=False):
+    before: dict[str, None] = {}
+    behind: dict[str, None] = {}
+    for name, _ in sample.model.named_parameters(remove_duplicate=False):
         path = owner(clean(name))
-        if any(is_within(path, module) for module in apart):
-            continue
-        (first if path == embedding or (clean(name) in before and path != head) else last).append(path)
-    return tuple(dict.fromkeys(first)), tuple(path for path in dict.fromkeys(last) if path not in first)
-
-
-def _real_width(model: nn.Module, sample: Sample, width: int) -> int:
-    """Return the model's width: the small copy's if its blocks are as large, else the one that the config states."""
+        if not any(is_within(path, module) for module in (*sample.blocks, *structure.of_images)):
+            begins = path == structure.embedding or (clean(name) in structure.before and path != structure.head)
+            (before if begins else behind)[path] = None
     block = sample.blocks[0]
-    if shapes_of(model.get_submodule(block)) == shapes_of(sample.model.get_submodule(block)):
-        return width
-    found = stated_width(model)
-    if found is None or stated_width(sample.model) != width:
-        raise UnsupportedError(
-            f"{type(model).__name__} cannot be cut into pipeline stages: no key of its config ({', '.join(WIDTH)}) says"
-            f" how many features its blocks hand on. Set layout.pp = 1."
-        )
-    return found
+    if shapes_of(model.get_submodule(block)) != shapes_of(sample.model.get_submodule(block)):
+        small, width = width, stated_width(model) or 0
+        if not width or stated_width(sample.model) != small:
+            raise UnsupportedError(
+                f"{type(model).__name__} cannot be cut into pipeline stages: no key of its config ({', '.join(WIDTH)})"
+                f" says how many features its blocks hand on. Set layout.pp = 1."
+            )
+    ends = tuple(before), tuple(path for path in behind if path not in before)
+    return Flow(tuple(kinds), *ends, width, structure.counts_tokens_behind)

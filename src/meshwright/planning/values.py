@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.core.dtypes import dtype_bytes
-from meshwright.introspection.mixing.values import MaskRule
+from meshwright.introspection.mixing.masks import MaskRule
 from meshwright.planning.quantize.format import NF4, stored_shape
 
 

@@ -24,20 +24,18 @@ from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.process import agree
 from meshwright.distributed.setup import init_distributed
 from meshwright.distributed.weights.weights import Weights, materialise
-from meshwright.introspection.constructor.recording import STREAM_ELEMENTS, built
+from meshwright.introspection.constructor import STREAM_ELEMENTS, built
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.images import rows_of
 from meshwright.introspection.roles import hidden_matrices
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.copies import narrows
 from meshwright.introspection.source import as_module, builder_of
-from meshwright.introspection.structure.experts import stack_paths
-from meshwright.introspection.structure.router_loss import RouterLogits, RouterLoss
-from meshwright.models.moe import Router
+from meshwright.introspection.structure.experts import RouterLogits, RouterLoss, stack_paths
+from meshwright.models.layers import Router
 from meshwright.planning.layout import Layout
-from meshwright.verification.aspects.routes import converted, in_4_bits
+from meshwright.verification.routes import Replay, Routes, converted, in_4_bits, noting
 
-from .aspects.routes import Replay, Routes, noting
 from .problem import Batch, Parallelize, Problem, count, divisors, labels_of, without_dropout
 
 # --- compute the oracle
@@ -114,7 +112,9 @@ class OneProcess:
             microbatches: for each row, the microbatch whose tokens a router's loss counts; empty: all rows are one.
             means: number of ranks the mean of whose mean losses is the loss instead; 0: off.
         """
-        self._round_weights()
+        if self._computing is not self.model:
+            for mine, theirs in zip(self._computing.parameters(), self.model.parameters(), strict=True):
+                mine.data = theirs.detach().to(self._compute)
         tokens, routed = divisors(batch, means).to(self._device), max(count_routed([batch]), 1)
         losses: list[Tensor] = []
         needs_loads = self._router_loss is not None or any(r.config.batch_loss for r in self._routers)
@@ -180,11 +180,6 @@ class OneProcess:
                 router.balance(router.counts)
             if router.bias is not None and kept.bias is not None:
                 kept.bias.copy_(router.bias)
-
-    def _round_weights(self) -> None:
-        if self._computing is not self.model:
-            for mine, theirs in zip(self._computing.parameters(), self.model.parameters(), strict=True):
-                mine.data = theirs.detach().to(self._compute)
 
     def _collect_gradients(self) -> None:
         if self._computing is not self.model:
@@ -403,7 +398,8 @@ class Theirs(LaidOut):
 
     def step(self, optimizer: torch.optim.Optimizer) -> float:
         for parameter in self.model.parameters():
-            _sum_up(parameter)
+            if any(place.is_partial() for place in getattr(parameter.grad, "placements", ())):
+                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
         norm = float(clip_grad_norm_(self.model, self.problem.max_norm or float("inf")))
         optimizer.step()
         optimizer.zero_grad()
@@ -411,12 +407,6 @@ class Theirs(LaidOut):
 
     def backward_share(self, rows: Batch, batch: Batch) -> float:
         return 1 / self.place[1]
-
-
-def _sum_up(parameter: Any) -> None:
-    """Sum partial gradients, which autograd may leave tensor-parallel ranks of parameters that they have whole."""
-    if any(place.is_partial() for place in getattr(parameter.grad, "placements", ())):
-        parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 
 
 def lay_out(

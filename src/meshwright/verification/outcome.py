@@ -21,9 +21,16 @@ from meshwright.distributed.weights.whole_state import whole_on_first
 from meshwright.introspection.roles import hidden_matrices
 from meshwright.introspection.structure.experts import stack_paths
 from meshwright.planning.layout import Layout
-from meshwright.verification.aspects.routes import Products, counting, together
+from meshwright.verification.routes import (
+    Products,
+    Routes,
+    counting,
+    noting,
+    numbers_of_experts,
+    put_together,
+    together,
+)
 
-from .aspects.routes import Routes, noting, numbers_of_experts, put_together
 from .laid_out import LaidOut, OneProcess, build, lay_out
 from .problem import Parallelize, Problem, share
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.comparison.equality import HALVES, Comparison, relative_errors
 from meshwright.core.dtypes import torch_dtype
@@ -25,17 +26,21 @@ from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout, shares_of
 from meshwright.planning.optimizer.kinds import kind_of
 from meshwright.planning.optimizer.plan import OptimizerPlan
-from meshwright.verification.aspects.routes import refuse_unseen
-from meshwright.verification.aspects.sight import Nature, draws, nature, random_differences
-
-from . import report
-from .aspects import sight
-from .aspects.images import with_images
-from .aspects.routes import flips
-from .compare import Floors, differences, notes, references
-from .outcome import Outcome, Reference, candidate, reference
-from .problem import GAP, BatchFactory, Parallelize, Problem, RandomBatches, digests
-from .report import Report
+from meshwright.verification.compare import Floors, differences, notes, references
+from meshwright.verification.outcome import Outcome, Reference, candidate, reference
+from meshwright.verification.problem import (
+    GAP,
+    BatchFactory,
+    Parallelize,
+    Problem,
+    RandomBatches,
+    count,
+    digests,
+    share,
+    with_images,
+)
+from meshwright.verification.routes import flips, refuse_unseen
+from meshwright.verification.sight import Nature, draws, explain, nature, random_differences
 
 LIMIT_SEC = 600.0
 ROUNDED = 4.0
@@ -141,7 +146,7 @@ def verify(
     finally:
         if own:
             pool.close()
-    return Report(layout, tuple(comparisons), time.monotonic() - begun, report.of(problem))
+    return Report(layout, tuple(comparisons), time.monotonic() - begun, coverage_of(problem))
 
 
 def _optimizer(techniques: dict[str, Any]) -> str:
@@ -175,7 +180,7 @@ def default_batches(model: Any, world: int) -> RandomBatches:
     if facts.vocab_size is None:
         raise ConfigError(f"{facts.kind} says nowhere how many token ids it takes (vocab_size): give a batch_factory")
     takes = Signature.of(module).takes
-    wanted = report.tokens_wanted(module)
+    wanted = tokens_wanted(module)
     room = wanted if facts.max_seq_len is None else min(wanted, facts.max_seq_len - GAP - 3)
     plain = RandomBatches(
         facts.vocab_size, 2 * world, max(room, 1), tuple(key for key in ("positions", "document_ids") if takes[key])
@@ -203,8 +208,8 @@ def _compared(
             drawn = pool.run(draws, problem, layout, parallelize_fn, world=layout.world, timeout=LIMIT_SEC)[0]
             compared += random_differences(drawn, known)
         is_wrong = number == 0 and any(difference.is_beyond for difference in compared)
-        seen = sight.explain(pool, problem, layout) if is_wrong and parallelize_fn is None else ""
-        more_notes = filter(None, (rerouted_note, seen, report.of_means(problem)))
+        seen = explain(pool, problem, layout) if is_wrong and parallelize_fn is None else ""
+        more_notes = filter(None, (rerouted_note, seen, means_note(problem)))
         yield Comparison(problem.rounds_to, tuple(compared), (*known.notes, *notes(found, one), *more_notes))
 
 
@@ -266,7 +271,13 @@ def _references(pool: WorkerPool, problem: Problem, layout: Layout) -> tuple[Ref
             return outcomes
     ask = partial(references, are_features_cut=are_features_cut, always_clips=True)
     one, floors = pool.run(ask, asked[0], world=1, timeout=LIMIT_SEC)[0]
-    _check_finite(one)
+    for step, (loss, norm) in enumerate(zip(one.losses, one.norms, strict=True), 1):
+        for what, value in (("loss", loss), ("gradient norm", norm)):
+            if not math.isfinite(value):
+                raise ConfigError(
+                    f"the {what} of step {step} is {value} in one process already: nothing can be compared. Look at"
+                    f" model and batch"
+                )
     # in halves the other run computes in float32, and may be further off than rows that depend on each other
     if problem.rounds_to not in HALVES:
         _check_rows_are_independent(pool, asked[0], one, floors)
@@ -321,16 +332,6 @@ def _limit(scores: Tensor, floor: float, dtype: str) -> float:
     return ROUNDED * max(floor, largest * torch.finfo(torch_dtype(dtype)).eps, TINY)
 
 
-def _check_finite(one: Reference) -> None:
-    for step, (loss, norm) in enumerate(zip(one.losses, one.norms, strict=True), 1):
-        for what, value in (("loss", loss), ("gradient norm", norm)):
-            if not math.isfinite(value):
-                raise ConfigError(
-                    f"the {what} of step {step} is {value} in one process already: nothing can be compared. Look at"
-                    f" model and batch"
-                )
-
-
 def _check_rows_are_independent(pool: WorkerPool, problem: Problem, one: Reference, floors: Floors) -> None:
     apart = max(floors.whole["gradient", 1].values(), default=0.0)
     if apart <= DEPENDENT:
@@ -347,3 +348,102 @@ def _check_rows_are_independent(pool: WorkerPool, problem: Problem, one: Referen
         f" that are {apart:.1e} (relative) apart from those of the whole batch. Then no layout that shares out rows can"
         f" equal one process"
     )
+
+
+# --- describe how far the batches of a verification reach into a model's structure
+
+TOKENS = 16
+"""Tokens of a row, where nothing asks for more."""
+LARGEST = 256
+"""The most tokens of a row that a window may ask for."""
+REACHES = (
+    "sliding_window",
+    "attention_chunk_size",
+    "window_size",
+    "attention_window",
+    "local_window_size",
+    "chunk_size",
+)
+"""Config keys that hold the number of tokens beyond which a layer computes differently."""
+
+
+def tokens_wanted(model: nn.Module) -> int:
+    """Return a number of tokens per row that reaches beyond the model's windows and chunks, except too large ones."""
+    return max([TOKENS, *(size + TOKENS // 2 for size in _reaches(model).values() if size + TOKENS // 2 <= LARGEST)])
+
+
+def coverage_of(problem: Problem) -> str:
+    """Describe what was tried, and what was not reached."""
+    batch = problem.batch(0)
+    rows, tokens = batch["tokens"].shape
+    beside = sorted(set(batch) - {"tokens", "labels"})
+    covered = f"covered: {problem.steps} steps of {rows} rows of {tokens} tokens" + (
+        f", with {', '.join(beside)}" if beside else ""
+    )
+    beyond = [f"{key} = {size}" for key, size in _reaches(as_module(problem.source())).items() if size >= tokens]
+    return covered + (f"; not reached: {', '.join(beyond)} (give a batch_factory with longer rows)" if beyond else "")
+
+
+def means_note(problem: Problem) -> str:
+    """Describe the loss that is compared, where it is not the mean over all tokens; "" otherwise."""
+    batch = problem.batch(0)
+    counts = [count(share(batch, rank, max(problem.means, 1))) for rank in range(problem.means)]
+    if len(set(counts)) < 2:
+        return ""
+    uneven = (
+        f"ranks had {min(counts)} to {max(counts)} tokens, so that is not the mean over all tokens, which"
+        f" meshwright's own step takes"
+    )
+    return f"compared with the mean of the {len(counts)} ranks' mean losses, as wrappers average gradients; {uneven}"
+
+
+def _reaches(model: nn.Module) -> dict[str, int]:
+    config: Any = getattr(model, "config", None)
+    if callable(of_text := getattr(config, "get_text_config", None)):
+        config = of_text()
+    found = {key: getattr(config, key, None) for key in REACHES}
+    return {
+        key: size for key, size in found.items() if isinstance(size, int) and not isinstance(size, bool) and size > 0
+    }
+
+
+# --- report what a verification found, for people and for machines
+
+
+@dataclass(frozen=True)
+class Report:
+    """The verdict on a layout."""
+
+    layout: Layout
+    comparisons: tuple[Comparison, ...]
+    seconds: float
+    coverage: str = ""
+    """A description of what was tried, and of the parts of the model's structure that this does not reach."""
+
+    @property
+    def is_equal(self) -> bool:
+        return all(comparison.is_equal for comparison in self.comparisons)
+
+    def __bool__(self) -> bool:
+        return self.is_equal
+
+    def __str__(self) -> str:
+        lines = [f"{self.layout}: {'equal within rounding' if self.is_equal else 'DIFFERS'} ({self.seconds:.1f} s)"]
+        for comparison in self.comparisons:
+            lines += comparison.lines()
+        lines += [f"  {self.coverage}"] if self.coverage else []
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """Return the whole report as JSON."""
+        rows = [comparison.plain() for comparison in self.comparisons]
+        return json.dumps(
+            {
+                "layout": asdict(self.layout),
+                "equal": self.is_equal,
+                "seconds": self.seconds,
+                "comparisons": rows,
+                "coverage": self.coverage,
+            },
+            indent=1,
+        )

@@ -28,7 +28,7 @@ from meshwright.core.torch_private import by_values
 from meshwright.distributed.context.rows import CutRows, Numbers, kept_on
 from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.distributed.recompute.kept import attended
-from meshwright.introspection.mixing.reach import KeyRanges
+from meshwright.introspection.mixing.masks import KeyRanges
 
 from .kernels import Attended, Given, Gradients, Scores, given_of, gradients_of, wide
 

@@ -18,7 +18,7 @@ from meshwright.core.names import clean
 from meshwright.core.torch_private import tree_leaves
 from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.distributed.exchange.threads import on_threads
-from meshwright.introspection.constructor.recording import seeded
+from meshwright.introspection.constructor import seeded
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.logits.tape import shown
 from meshwright.introspection.mixing.arithmetic import computing_flex

@@ -22,10 +22,18 @@ from meshwright.core.torch_private import by_values, has_no_values, version_of
 from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.distributed.process import agree
 from meshwright.distributed.recompute.kept import not_counted
-from meshwright.introspection.constructor.recording import seeded
+from meshwright.introspection.constructor import seeded
 from meshwright.introspection.mixing.arithmetic import raise_unless, replaced
-from meshwright.introspection.mixing.masks import MaskFunction, TokenMask, segments_of
-from meshwright.introspection.mixing.reach import KeyRanges, RowMask, fingerprint, is_reach, search
+from meshwright.introspection.mixing.masks import (
+    KeyRanges,
+    MaskFunction,
+    RowMask,
+    TokenMask,
+    fingerprint,
+    is_reach,
+    search,
+    segments_of,
+)
 from meshwright.introspection.mixing.whole import META, whole_arguments
 from meshwright.introspection.signature import SPELLINGS, TARGETS, Signature
 from meshwright.planning.context.documents import cut_documents

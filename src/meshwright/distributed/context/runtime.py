@@ -29,9 +29,8 @@ from meshwright.introspection.mixing.interception import (
     intercept_transformers,
     sdpa_call,
 )
-from meshwright.introspection.mixing.masks import MaskFunction, TokenMask, dense, segments_of
-from meshwright.introspection.mixing.reach import RowMask
-from meshwright.introspection.mixing.values import COUNTS, Caller, MaskRule
+from meshwright.introspection.mixing.masks import MaskFunction, MaskRule, RowMask, TokenMask, dense, segments_of
+from meshwright.introspection.mixing.values import COUNTS, Caller
 from meshwright.introspection.mixing.whole import META, copy_without_values
 from meshwright.introspection.signature import Signature
 from meshwright.planning.context.plan import ContextPlan

@@ -28,7 +28,7 @@ from meshwright.distributed.torch_private import local_part, spec_of
 from meshwright.distributed.weights.parts_tensor import placed
 from meshwright.distributed.weights.shards import pieces
 from meshwright.introspection.structure.local_search import LocalForm, counting_locally, share_of
-from meshwright.models.moe import Router
+from meshwright.models.layers import Router
 from meshwright.planning.float8.operand_parts import COLUMN, ROW, WHOLE, OperandParts
 
 from . import functions

@@ -7,7 +7,7 @@ parameters and buffers and of those inside it (a parent may set its children's),
 (seed, path of the module). Then each rank copies its shards. So the values do not depend on the layout, and only one
 module at a time is unsharded.
 
-Each rank replays the constructor's recorded steps (``introspection/constructor/recording``) for the parameters of
+Each rank replays the constructor's recorded steps (``introspection/constructor``) for the parameters of
 which it holds a shard. A value is freed after the last step that needs it, so the peak is the rank's own share plus
 the largest parameter. Up to ``STREAM_ELEMENTS`` elements, all random steps share one stream, and the weights are
 bitwise those of the constructor in one process under the same seed. In a larger model every rank would draw the whole
@@ -39,7 +39,7 @@ from meshwright.distributed.process.world import get_world_info, ranks_per_node
 from meshwright.distributed.quantize.nf4 import Rounded, pack, unpack
 from meshwright.distributed.torch_private import DTensorSpec, TensorMeta, local_part
 from meshwright.introspection.adapted.model import host_of_magnitude, is_adapter
-from meshwright.introspection.constructor.recording import (
+from meshwright.introspection.constructor import (
     STREAM_ELEMENTS,
     ConstructorSteps,
     NotRecordedError,

@@ -272,7 +272,11 @@ def matched_layers(model: nn.Module, targets: Iterable[str], where: str) -> tupl
     Raises:
         ConfigError: a target selects no layer beside which an adapter can stand.
     """
-    layers = [path for path, module in model.named_modules() if _takes_adapters(module)]
+    layers = [
+        path
+        for path, module in model.named_modules()
+        if (isinstance(module, nn.Linear | nn.Embedding) or _is_transposed(module))
+    ]
     blocks, stacked = repeated_blocks(model), stacked_parameters(model)
     found: set[str] = set()
     for target in targets:
@@ -354,10 +358,6 @@ def _shortest_parameters(model: nn.Module, parameters: tuple[str, ...]) -> list[
     ends = sorted({_end(name) for name in parameters})
     selected = [name for name, _ in model.named_parameters() if name.endswith(tuple(f".{end}" for end in ends))]
     return ends if set(selected) == set(parameters) else list(parameters)
-
-
-def _takes_adapters(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | nn.Embedding) or _is_transposed(module)
 
 
 def _is_transposed(module: nn.Module) -> bool:

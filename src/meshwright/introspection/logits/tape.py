@@ -252,10 +252,6 @@ class LogitsTape:
             return across
         if cut and (logits.columns is None or logits.columns.step != 1):
             return f"logits of shape {tuple(logits.shape)} that are not a run of the head's columns"
-        return self._own_derivative(logits)
-
-    def _own_derivative(self, logits: DeferredLogits) -> str:
-        """Return why autograd would not take the way back that replaying takes."""
         if not torch.is_grad_enabled():
             return ""
         if not logits.requires_grad:

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.record import wrap
 from meshwright.core.torch_private import by_values, flex_operator, flex_score_is_plain, is_asked_by_flex
+from meshwright.introspection.mixing.masks import MaskRule, rule_of
+from meshwright.introspection.mixing.values import Arithmetic
 
 from .interception import AttentionCall, Handler, SdpaCalls
 from .masks import MaskFunction, causal, dense, everything
-from .reach import rule_of
-from .values import Arithmetic, MaskRule
 
 # --- intercept calls of ``torch.nn.attention.flex_attention``, whose masks are functions of places
 

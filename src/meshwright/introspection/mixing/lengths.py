@@ -136,7 +136,13 @@ class _Uses(TorchFunctionMode):
             if lengths and end - start == self.length:
                 self.note("positions")
         elif name == "__getitem__" and isinstance(args[0], Tensor):
-            self._sliced(args[0], args[1])
+            table = args[0]
+            index = args[1]
+            for dim, run in runs_of(table, index).items():
+                stop = run.stop
+                is_run = isinstance(stop, Length) and int(stop) - int(run.start or 0) == self.length
+                if is_run and table.size(dim) != self.length:
+                    self.note("table")
         elif (x := scanned(func, args, kwargs)) is not None and x.size(1) == self.length:
             self.note("scan")
         elif lengths and name not in SHAPES:
@@ -146,13 +152,6 @@ class _Uses(TorchFunctionMode):
             return Length(self, ("*", LENGTH, result // self.length))
         is_shape = (name == "size" or getattr(func, "__self__", None) is Tensor.shape) and isinstance(args[0], Tensor)
         return self._marked(result) if is_shape else result
-
-    def _sliced(self, table: Tensor, index: Any) -> None:
-        for dim, run in runs_of(table, index).items():
-            stop = run.stop
-            is_run = isinstance(stop, Length) and int(stop) - int(run.start or 0) == self.length
-            if is_run and table.size(dim) != self.length:
-                self.note("table")
 
     def _marked(self, sizes: Any) -> Any:
         if isinstance(sizes, int):

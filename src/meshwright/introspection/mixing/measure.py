@@ -15,6 +15,8 @@ from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean, is_within, pattern
 from meshwright.core.record import remember
 from meshwright.core.torch_private import tensors_by_path
+from meshwright.introspection.mixing.masks import MaskRule, rule_of
+from meshwright.introspection.mixing.values import Caller, Mixer, Mixing, Sizes
 from meshwright.introspection.signature import Signature, logits_of
 from meshwright.introspection.small.copies import copy_of
 from meshwright.introspection.small.sample import ids_of, samples_of
@@ -30,8 +32,6 @@ from .interception import (
 )
 from .lengths import find_length_uses
 from .masks import MaskFunction, TokenMask, dense, in_segments, segments_of
-from .reach import rule_of
-from .values import Caller, MaskRule, Mixer, Mixing, Sizes
 from .whole import WithoutWeights, copy_without_values, find_mixers
 
 # --- find the calls of attention in a model, on a small copy, and the rule of each call's mask

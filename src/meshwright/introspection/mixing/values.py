@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from torch import Tensor
+from meshwright.introspection.mixing.masks import MaskRule
 
 from .interception import AttentionCall
-from .masks import MaskFunction, causal, everything, in_chunks, shorter_than, within
 
 LENGTH = "tokens of a row"
 Expression = Any
@@ -66,51 +65,6 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class MaskRule:
-    """A mask by places.
-
-    Attributes:
-        causal: a token attends to itself and earlier tokens only.
-        window: number of tokens that a token attends to, itself included; 0: all.
-        chunk: tokens attend within runs of this many places; 0: within the whole row.
-        documents: tokens attend within their document only, by the batch's ``document_ids``.
-    """
-
-    causal: bool = True
-    window: int = 0
-    documents: bool = False
-    chunk: int = 0
-
-    @property
-    def places(self) -> MaskFunction:
-        """The rule without documents."""
-        made = causal if self.causal else everything
-        made = shorter_than(made, self.window) if self.window else made
-        return in_chunks(made, self.chunk) if self.chunk else made
-
-    @property
-    def reach(self) -> int:
-        """How many tokens before itself a token attends to at most, itself included; 0: the whole row."""
-        return self.window or self.chunk if self.causal else 0
-
-    def first(self, place: int) -> int:
-        """Return the place of the first key that the query at a place sees in a row without documents."""
-        if not self.causal:
-            return 0
-        start = place - place % self.chunk if self.chunk else 0
-        return max(start, place - self.window + 1) if self.window else start
-
-    def function(self, documents: Tensor | None) -> MaskFunction:
-        """Return the rule as a function of places, for a batch with these (rows, length) documents."""
-        return within(self.places, documents) if self.documents and documents is not None else self.places
-
-    def __str__(self) -> str:
-        kind = "causal" if self.causal else "full"
-        kind += f" window {self.window}" if self.window else f" in chunks of {self.chunk}" if self.chunk else ""
-        return f"{kind} per document" if self.documents else kind
-
-
-@dataclass(frozen=True)
 class Arithmetic:
     """The softmax of scaled products, and what is done beside it.
 
@@ -145,7 +99,7 @@ class Caller:
     path: str
     sizes: Sizes
     interface: bool
-    rule: MaskRule | None = MaskRule()
+    rule: MaskRule | None = field(default_factory=MaskRule)
     is_dense: bool = False
     arithmetic: Arithmetic | None = None
     flex: bool = False

@@ -190,16 +190,13 @@ class WithoutWeights(EagerDispatchMode):
         if not lacking and named.get("device") is not None:  # of a tensor without values
             named["device"] = self.device
         if 0 < lacking < len(tensors):
-            self._refuse_writes(func, args, named)
+            for number, argument in enumerate(schema_of(func).arguments):
+                is_written = argument.alias_info is not None and argument.alias_info.is_write
+                given = args[number] if number < len(args) else named.get(argument.name)
+                if is_written and any(isinstance(leaf, Tensor) and not leaf.is_meta for leaf in tree_leaves(given)):
+                    raise UnsupportedError(f"{func} writes what depends on weights to a tensor that did not")
             args, named = tree_map(_emptied, args), tree_map(_emptied, named)
         return func(*args, **named)
-
-    def _refuse_writes(self, func: Any, args: tuple, named: dict[str, Any]) -> None:
-        for number, argument in enumerate(schema_of(func).arguments):
-            is_written = argument.alias_info is not None and argument.alias_info.is_write
-            given = args[number] if number < len(args) else named.get(argument.name)
-            if is_written and any(isinstance(leaf, Tensor) and not leaf.is_meta for leaf in tree_leaves(given)):
-                raise UnsupportedError(f"{func} writes what depends on weights to a tensor that did not")
 
 
 def _emptied(leaf: Any) -> Any:
@@ -301,7 +298,11 @@ def find_mixers(
     why = dict(others)
     for watch in watches:
         outer = [*watch.mixing, *others]
-        mixing = [path for path in watch.mixing if path and not any(_is_inside(path, other) for other in outer)]
+        mixing = [
+            path
+            for path in watch.mixing
+            if path and not any((bool(other) and path != other and is_within(path, other)) for other in outer)
+        ]
         for path in mixing:
             if not any(is_within(caller, path) for caller in callers):
                 later = bool((watch.mixing[path][: watch.token] > MOVED).any())
@@ -315,10 +316,6 @@ def find_mixers(
             for watch in watches:
                 watch.cut += tensors_by_path(watch.calls[path][0].output).values() if path in watch.calls else ()
             yield functools.reduce(Mixer.joined, of_batches)  # type: ignore[arg-type]
-
-
-def _is_inside(path: str, outer: str) -> bool:
-    return bool(outer) and path != outer and is_within(path, outer)
 
 
 def _watched(model: nn.Module, batch: dict[str, Tensor]) -> OneTokenWatch:

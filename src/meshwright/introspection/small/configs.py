@@ -43,7 +43,18 @@ class Small:
     @property
     def config(self) -> Any:
         """A fresh config; raises whatever the config's class raises for values that do not go together."""
-        return _replaced(self.source, self.changes)
+        if dataclasses.is_dataclass(self.source) and not isinstance(self.source, type):
+            names = {field.name for field in dataclasses.fields(self.source)}
+            try:
+                return dataclasses.replace(
+                    self.source, **{key: value for key, value in self.changes.items() if key in names}
+                )
+            except TypeError:  # a config class of transformers: keys are not the constructor's alone
+                pass
+        made = copy.deepcopy(self.source)
+        for key, value in self.changes.items():
+            setattr(made, key, value)
+        return made
 
 
 def small_configs(config: Any, blocks: int, ranks: int, *, few_experts: bool = False) -> Iterator[Small]:
@@ -209,19 +220,6 @@ def _own(config: Any, name: str) -> Any:
     return None if is_property else _value(config, name)
 
 
-def _replaced(config: Any, changes: dict[str, Any]) -> Any:
-    if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        names = {field.name for field in dataclasses.fields(config)}
-        try:
-            return dataclasses.replace(config, **{key: value for key, value in changes.items() if key in names})
-        except TypeError:  # a config class of transformers: keys are not the constructor's alone
-            pass
-    made = copy.deepcopy(config)
-    for key, value in changes.items():
-        setattr(made, key, value)
-    return made
-
-
 # --- shrink configs of several models in one
 
 VISION = "vision_config"
@@ -251,7 +249,10 @@ class SmallNested(Small):
         assert self.text is not None
         made, small = copy.deepcopy(self.source), self.text.config
         setattr(made, self.key, small)
-        _shrink_ids(made, int(getattr(small, "vocab_size", VOCABULARY)))
+        vocabulary = int(getattr(small, "vocab_size", VOCABULARY))
+        large = [key for key, value in vars(made).items() if key.endswith(IDS) and type(value) is int]
+        for number, key in enumerate(key for key in large if getattr(made, key) >= vocabulary):
+            setattr(made, key, vocabulary - 1 - number)
         _shrink_tower(made, int(getattr(small, "hidden_size", 0)))
         return made
 
@@ -272,13 +273,6 @@ def smaller(config: Any, blocks: int, ranks: int, *, few_experts: bool = False) 
         return
     for text in small_configs(getattr(config, key), blocks, ranks, few_experts=few_experts):
         yield SmallNested(config, {}, text.heads, text, key)
-
-
-def _shrink_ids(config: Any, vocabulary: int) -> None:
-    """Give tokens with a meaning of their own ids that the small vocabulary has, each another."""
-    large = [key for key, value in vars(config).items() if key.endswith(IDS) and type(value) is int]
-    for number, key in enumerate(key for key in large if getattr(config, key) >= vocabulary):
-        setattr(config, key, vocabulary - 1 - number)
 
 
 def _shrink_tower(config: Any, width: int) -> None:

@@ -14,16 +14,15 @@ from meshwright.core.names import clean, is_within, owner
 from meshwright.core.record import recall, remember
 from meshwright.core.torch_private import resetting
 from meshwright.introspection.blocks import Hints, hints_of, repeated_blocks
-from meshwright.introspection.constructor.meta import on_meta
-from meshwright.introspection.constructor.recording import built
+from meshwright.introspection.constructor import built, on_meta
 from meshwright.introspection.images import ImageArguments, length_for, pictured, sizes_of
 from meshwright.introspection.module_kinds import compute_experts_one_by_one
 from meshwright.introspection.signature import IMAGES_PER_ROW, SWITCHED_OFF, Signature, core_of, logits_of
+from meshwright.introspection.small.copies import grafted
 from meshwright.introspection.source import builder_of
 
 from .configs import key_of_text, smaller
 from .copies import carry_functions, codes_in, compute_wide, copy_of
-from .grafted import grafted
 
 ROWS, SEQ = 2, 6
 REPEATED = 16

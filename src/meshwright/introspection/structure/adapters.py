@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from meshwright.core.names import is_within, owner
 from meshwright.introspection.adapted.model import host_of_magnitude
-
-from .calls import Call
+from meshwright.introspection.calls import Call
 
 TOLERANCE = 1e-8
 """Relative tolerance, in fp64, between a module's output and the sum of its layers' outputs."""

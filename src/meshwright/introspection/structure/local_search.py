@@ -22,9 +22,9 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.core.names import is_within
 from meshwright.core.parts import take
+from meshwright.introspection.calls import Call
 from meshwright.introspection.small.copies import copy_of
 
-from .calls import Call
 from .probe import Probe
 from .regions import Region
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.introspection.calls import Call
 from meshwright.introspection.small.copies import copy_of
 
 from .adapters import Adapted, find_adapted
-from .calls import Call
 
 # --- hold outputs of a block's modules at recorded values, while features of one of them are pushed
 
@@ -160,7 +160,17 @@ class Probe:
             UnsupportedError: the block has no such argument.
         """
         if self.residual is not None:
-            return self._hinted(self.residual)
+            names, key = list(inspect.signature(self.block.forward).parameters), self.residual
+            name = names[key] if isinstance(key, int) and key < len(names) else key
+            found = next(
+                (k for k in (names.index(name) if name in names else key, name) if k in self.call.tensors), None
+            )
+            if found is None:
+                raise ConfigError(
+                    f"hints: residual = {key!r}: the blocks ({type(self.block).__name__}) are given no such tensor;"
+                    f" their forward takes {', '.join(names)}"
+                )
+            return found
         for key, value in self.call.tensors.items():
             if value.is_floating_point() and value.dim() == 3:
                 return key
@@ -169,19 +179,6 @@ class Probe:
             f"its blocks ({type(self.block).__name__}) are given {given}, none of them (rows, seq, features): what"
             " flows between them cannot be cut. Set layout.tp = 1 and layout.pp = 1."
         )
-
-    def _hinted(self, residual: int | str) -> int | str:
-        """Return the key of the argument that hints name, however it was passed."""
-        names = [name for name, _ in inspect.signature(self.block.forward).parameters.items()]
-        position = names.index(residual) if residual in names else residual
-        name = names[residual] if isinstance(residual, int) and residual < len(names) else residual
-        found = next((key for key in (position, name) if key in self.call.tensors), None)
-        if found is None:
-            raise ConfigError(
-                f"hints: residual = {residual!r}: the blocks ({type(self.block).__name__}) are given no such tensor;"
-                f" their forward takes {', '.join(names)}"
-            )
-        return found
 
     def refuse_slow(self) -> None:
         """Raise UnsupportedError where measuring takes minutes, since each feature is pushed and each input watched.

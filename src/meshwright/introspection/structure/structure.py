@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean, is_within, pattern
 from meshwright.introspection.blocks import hints_of, repeated_blocks
-from meshwright.introspection.logits.tail import Tail, find_tail
+from meshwright.introspection.calls import Call
+from meshwright.introspection.logits.operation import Tail, find_tail
 from meshwright.introspection.signature import logits_of
 from meshwright.introspection.small.sample import SEQ, Sample, kinds_of
 
 from .adapters import find_others
-from .calls import Call
 from .local_search import LocalForm, local_form
 from .probe import PUSHED, ROUNDING, Probe, record, side_by_side
 from .regions import Region, find_regions, resized, shapes_of

@@ -9,7 +9,8 @@ from typing import Any, Literal
 from meshwright.core.axes import Axis
 from meshwright.core.names import is_within
 from meshwright.introspection.facts import ModelFacts
-from meshwright.introspection.mixing.values import Caller, MaskRule, Sizes
+from meshwright.introspection.mixing.masks import MaskRule
+from meshwright.introspection.mixing.values import Caller, Sizes
 from meshwright.planning.values import Collective, PrecisionPlan
 
 from .plan import ContextPlan, Method, MixerPlan, keys_and_values, of_rank, summed_dtype, traded_elements

@@ -33,7 +33,8 @@ from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean, is_within
 from meshwright.core.parts import FusedPart
 from meshwright.introspection.facts import ModelFacts
-from meshwright.introspection.mixing.values import Caller, MaskRule, Mixer, MixerInput, Mixing, Sizes
+from meshwright.introspection.mixing.masks import MaskRule
+from meshwright.introspection.mixing.values import Caller, Mixer, MixerInput, Mixing, Sizes
 from meshwright.introspection.small.sample import Sample
 from meshwright.introspection.structure import Measured
 from meshwright.introspection.structure.local_search import LocalForm

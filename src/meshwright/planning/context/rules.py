@@ -6,7 +6,7 @@ from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import is_within
 from meshwright.introspection.mixing.values import Mixing
 from meshwright.introspection.signature import core_of
-from meshwright.models.moe import Router
+from meshwright.models.layers import Router
 from meshwright.planning.case import Case, Found
 
 from .plan import ContextPlan

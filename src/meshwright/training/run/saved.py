@@ -19,8 +19,7 @@ from meshwright.checkpoint.tensor_files import holds_weights
 from meshwright.core.errors import ConfigError, IntegrityError, UnsupportedError
 from meshwright.core.files import inside
 from meshwright.introspection.adapted.model import base_name, is_adapter, is_trained_copy
-from meshwright.introspection.constructor.origin import ModelOrigin
-from meshwright.introspection.source import CONFIG, as_module, with_adapters
+from meshwright.introspection.source import CONFIG, ModelOrigin, as_module, with_adapters
 from meshwright.training.model_source import KEPT, LEFT
 
 from .convert import TOKENIZER_FILES, ExportedModel, complete, dtype_of, new_folder

@@ -18,10 +18,10 @@ from typing import Any
 
 from meshwright.core.errors import command, install_command
 from meshwright.core.host import TESTED, installed
+from meshwright.verification.doctor.findings import graphics_findings, host_findings, version_findings
+from meshwright.verification.doctor.inside import AXES, EXCHANGE
 
 from .findings import FAILURE, NOTE, OK, PRIVATE, TORCH, TRIALS, Finding, gibibytes
-from .host import graphics_findings, host_findings, version_findings
-from .trials import AXES, EXCHANGE
 
 # --- judge what the process with torch told
 

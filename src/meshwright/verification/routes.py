@@ -27,7 +27,7 @@ from meshwright.distributed.quantize.nf4 import pack, unpack
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module
 from meshwright.introspection.structure.experts import Stack, asked_for, find_stacks
-from meshwright.models.moe import is_recomputing
+from meshwright.models.layers import is_recomputing
 from meshwright.planning.float8.plan import make_float8_plan
 from meshwright.planning.quantize.plan import make_quantize_plan
 from meshwright.planning.techniques import as_techniques

@@ -3,36 +3,38 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
 from meshwright.comparison.equality import farthest, relative_errors, sum_floor
 from meshwright.comparison.trace import Sketches, Trace, TracedStep, fingerprints
-from meshwright.core.dtypes import torch_dtype
+from meshwright.core.config import to_dict
+from meshwright.core.dtypes import bytes_text, torch_dtype
 from meshwright.core.errors import ConfigError, UnsupportedError, command
 from meshwright.core.names import clean
 from meshwright.distributed.process.world import get_world_info
 from meshwright.distributed.setup import choose_backend
 from meshwright.distributed.weights.shards import sketches
 from meshwright.introspection.facts import model_facts
-from meshwright.introspection.source import as_module
+from meshwright.introspection.source import CausalLM, as_module
 from meshwright.planning.layout import shares_of
 from meshwright.planning.rules import resolve_precision
 from meshwright.training.build import build_optimizer, build_schedule, refuse_untraced, run_identity
 from meshwright.training.config import Config
 from meshwright.training.feed import Feed, build_feed, refuse_contradictions
-from meshwright.training.model_source import ModelSource, file_weights, model_source
+from meshwright.training.model_source import ModelSource, causal_lm, decoder_config, file_weights, model_source
 from meshwright.training.preference import loss_of
-from meshwright.training.tokenizer import run_tokenizer
+from meshwright.training.tokenizer import planned_tokenizer, run_tokenizer
 from meshwright.training.tracing import traced_facts
 from meshwright.training.views.progress import Progress
-
-from .laid_out import OneProcess, build
-from .problem import Problem
-from .subject import check_size
+from meshwright.verification.laid_out import OneProcess, build
+from meshwright.verification.problem import GAP, Problem, RandomBatches, shrunk
+from meshwright.verification.verify import default_batches
 
 COMPUTED = {"float32": ("float32", "bfloat16"), "float64": ("float64",)}
 """dtype of weights → dtypes in which a run may compute."""
@@ -40,7 +42,7 @@ COMPUTED = {"float32": ("float32", "bfloat16"), "float64": ("float64",)}
 DRAWS = 3
 """Perturbed runs per dtype."""
 
-BYTES_PER_PARAMETER = 24
+TRACE_BYTES = 24
 """Bytes per parameter in float32: weight, gradient, two moments; a bfloat16 copy with its gradient, and a reserve."""
 
 
@@ -81,7 +83,7 @@ def write_trace(config: Config, path: Path, steps: int, progress: Progress) -> T
             " output_router_logits of a model of transformers: a trace does not know that. Compare the layout by"
             " meshwright verify --layout, or write and check it without."
         )
-    check_size(model, BYTES_PER_PARAMETER, f"{steps} steps in one process")
+    check_size(model, TRACE_BYTES, f"{steps} steps in one process")
     feed = build_feed(config, tokenizer, 0, 1, progress)
     if loss_of(config, feed) is not None:
         raise UnsupportedError(
@@ -243,3 +245,82 @@ def summary(trace: Trace, path: Path) -> str:
         f"wrote {path} ({size}): {kept}; loss {losses}\ncompare a run with it:"
         f" {command('train', 'CONFIG', '--check-trace', path)}"
     )
+
+
+# --- build the subject of a verification from a config: its model, batches of its shape, its techniques
+
+VERIFY_BYTES = 2 * 8 * 7
+"""Bytes per parameter of one process and a layout in float64.
+
+Each holds weight, gradient, two moments, and copies of gradient and weights (twice) to compare."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The inputs of ``verify``."""
+
+    model: Any
+    batches: RandomBatches
+    techniques: dict[str, Any]
+
+    def batches_for(self, world: int) -> RandomBatches:
+        """Return the batches, with as many more rows as ``world`` ranks need to divide them."""
+        return replace(self.batches, rows=world * -(-self.batches.rows // world))
+
+
+def subject_of(config: Config, factory: str | None, world: int, *, shrink: bool) -> Subject:
+    """Take the model of a config (or "package.module:factory"), and batches of its shape.
+
+    Args:
+        world: the largest number of ranks.
+        shrink: make the model small.
+
+    Raises:
+        ConfigError: a model too large for this machine.
+        UnsupportedError: a factory's model cannot be shrunk.
+    """
+    techniques = to_dict(config.requested)
+    del techniques["precision"], techniques["adapters"]
+    if config.adapters is not None:
+        techniques["adapters"] = to_dict(config.adapters)
+    if factory is not None:
+        if shrink:
+            raise UnsupportedError(
+                "--shrink makes the decoder of a config smaller, not your own model: let its factory build a small one"
+            )
+        model: Any = factory
+        batches = default_batches(model, world)
+    else:
+        if config.model.hf:
+            return _of_hugging_face(causal_lm(config), config, techniques, world, shrink=shrink)
+        model = decoder_config(config, planned_tokenizer(config))
+        model = shrunk(model) if shrink else model
+        seq_len = min(config.data.seq_len, model.max_seq_len - GAP - 3, 32 if shrink else config.data.seq_len)
+        batches = RandomBatches(model.vocab_size, config.batch.global_batch, max(seq_len, 1))
+    check_size(model, VERIFY_BYTES, f"one process and a layout of {world} ranks in float64")
+    return Subject(model, batches, techniques)
+
+
+def _of_hugging_face(
+    model: CausalLM, config: Config, techniques: dict[str, Any], world: int, *, shrink: bool
+) -> Subject:
+    """Build a Hugging Face model's subject; its weights are drawn, in float64 and float32, so only sizes count."""
+    if shrink:
+        raise UnsupportedError(
+            "--shrink makes the decoder of a config smaller, not a Hugging Face model: write a smaller config.json"
+            " and give it as model.hf"
+        )
+    check_size(model, VERIFY_BYTES, f"one process and a layout of {world} ranks in float64")
+    batches = replace(default_batches(model, world), rows=config.batch.global_batch)
+    return Subject(model, batches, techniques)
+
+
+def check_size(model: Any, bytes_per_parameter: int, what: str) -> None:
+    """Refuse a model that this machine's free memory does not hold, by a ConfigError."""
+    numel = model_facts(as_module(Problem(model, RandomBatches(1)).source())).numel
+    needed, free = numel * bytes_per_parameter, psutil.virtual_memory().available
+    if needed > free:
+        raise ConfigError(
+            f"the model has {numel:,} parameters: {what} need about {bytes_text(needed)}, and {bytes_text(free)} are"
+            f" free here. --shrink makes a small model of the same structure; for a trace, lower model.n_layers"
+        )

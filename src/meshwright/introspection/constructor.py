@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from meshwright.core.names import clean
 from meshwright.core.torch_private import (
@@ -512,3 +513,39 @@ def _in_this_thread(place: Any, name: str, function: Callable[..., Any]) -> Iter
         yield
     finally:
         setattr(place, name, original)
+
+
+# --- build modules on the meta device without drawing random numbers, which have no values there
+
+DRAWING = {
+    *(
+        Tensor.normal_,
+        Tensor.uniform_,
+        Tensor.bernoulli_,
+        Tensor.exponential_,
+        Tensor.cauchy_,
+        Tensor.log_normal_,
+        Tensor.geometric_,
+    ),
+    *(nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_, nn.init.kaiming_normal_),
+}
+"""Functions that fill their first argument. On meta, torch decomposes them in Python and imports its compiler."""
+
+
+class _WithoutDraws(TorchFunctionMode):
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function in DRAWING:
+            filled = args[0] if args else kwargs.get("tensor")
+            if isinstance(filled, Tensor) and filled.is_meta:
+                return filled
+        return function(*args, **kwargs)
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Create tensors on the meta device, without memory; filling them with random numbers does nothing."""
+    with torch.device("meta"), _WithoutDraws():
+        yield
