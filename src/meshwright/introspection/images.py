@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,16 +61,19 @@ class ImageArguments:
         names = tuple(key for key in IMAGE_KEYS if key in arguments)
         vision = getattr(config, "vision_config", None)
         side = getattr(vision, "spatial_merge_size", None)
-        made = cls(
-            token,
-            names,
+        kinds, merged = (
             tuple(key for key in KINDS_OF_TOKENS if key in arguments),
             side * side if isinstance(side, int) else 1,
         )
         if GRID in names or PIXEL_MASK in names:
-            return made
-        size = size_of_images(vision)
-        return cls(token, names, made.kinds, made.merged, _tokens_of_image(core_of(model), config, size), size)
+            return cls(token, names, kinds, merged)
+        size, each = size_of_images(vision), 0
+        with contextlib.suppress(Exception):  # a model's code may read values, or need other arguments
+            if size:  # by a copy of the model without memory
+                with on_meta(), torch.no_grad():
+                    copied = type(core_of(model))(copy.deepcopy(config)).eval()
+                    each = tokens_of(copied, {PIXELS: torch.zeros((1, *size))})
+        return cls(token, names, kinds, merged, each, size)
 
 
 def size_of_images(vision: Any) -> tuple[int, ...]:
@@ -108,17 +111,6 @@ def tokens_of(model: nn.Module, images: dict[str, Any]) -> int:
     raise error
 
 
-def _tokens_of_image(model: nn.Module, config: Any, size: tuple[int, ...]) -> int:
-    """Return the number of tokens of an image, by a copy of the model without memory; 0 where that fails."""
-    if not size:
-        return 0
-    try:
-        with on_meta(), torch.no_grad():
-            return tokens_of(type(model)(copy.deepcopy(config)).eval(), {PIXELS: torch.zeros((1, *size))})
-    except Exception:  # noqa: BLE001  (a model's code may read values, or need other arguments)
-        return 0
-
-
 # --- make images, and rows of tokens with places for them, that a small model takes
 
 BEFORE = 1
@@ -149,56 +141,43 @@ def sizes_of(model: nn.Module, images: ImageArguments) -> tuple[ImageSize, ...]:
         model: a model with weights where only its code tells the number of an image's tokens; it may be on meta else.
     """
     vision = getattr(getattr(core_of(model), "config", None), "vision_config", None)
-    if GRID in images.names:
-        return _of_patches(vision, images)
+    if GRID in images.names:  # two sizes in patches, the second half as wide
+        patch, depth = getattr(vision, "patch_size", None), getattr(vision, "temporal_patch_size", 1)
+        inputs = (getattr(vision, key, None) for key in ("in_channels", "in_chans"))
+        channels = next((v for v in inputs if isinstance(v, int)), 3)
+        if not isinstance(patch, int) or not isinstance(depth, int):
+            return ()
+        side, features = round(images.merged**0.5), channels * depth * patch * patch
+        grids = ((1, 2 * side, 2 * side), (1, 2 * side, side))
+        return tuple(
+            ImageSize((t * h * w, features), t * h * w // images.merged, ((GRID, (t, h, w)),)) for t, h, w in grids
+        )
     size = size_of_images(vision)
     if not size:
         return ()
     if images.each and images.size == size:
         return (ImageSize(size, images.each),)
-    for ways in _ways(size, images):
+    # the plainest way of giving images first; beside their heights and widths they are whole, filled up to one shape,
+    # or in parts of one shape
+    ways: list[tuple[ImageSize, ...]] = [(ImageSize(size),)]
+    *_, height, width = size
+    shapes = (size, *((parts, *size) for parts in range(1, MOST_PARTS + 1))) if SIZES in images.names else ()
+    for shape in shapes:
+        whole, half = (ImageSize(shape, beside=((SIZES, sides),)) for sides in ((height, width), (height, width // 2)))
+        ways += [(whole, half), (whole,)]
+    like = next(model.parameters())
+
+    def counted_alone(way: ImageSize) -> ImageSize:
+        shape = (1, 1, *way.pixels) if PIXEL_MASK in images.names else (1, *way.pixels)
+        alone = {PIXELS: torch.ones(shape, dtype=like.dtype, device=like.device)}
+        return replace(way, tokens=tokens_of(model, alone | {name: [list(numbers)] for name, numbers in way.beside}))
+
+    for way in ways:
         with contextlib.suppress(Exception):  # a model's code may need other arguments
-            sizes = tuple(replace(way, tokens=tokens_of(model, _alone(way, model, images))) for way in ways)
+            sizes = tuple(map(counted_alone, way))
             if all(each.tokens for each in sizes):
                 return sizes
     return ()
-
-
-def _ways(size: tuple[int, ...], images: ImageArguments) -> Iterator[tuple[ImageSize, ...]]:
-    """Yield the ways to try in which images may be given, the plainest first.
-
-    Images beside their heights and widths are given whole, filled up to one shape, or in parts of one shape.
-    """
-    yield (ImageSize(size),)
-    if SIZES not in images.names:
-        return
-    *_, height, width = size
-    for shape in (size, *((parts, *size) for parts in range(1, MOST_PARTS + 1))):
-        whole, half = (ImageSize(shape, beside=((SIZES, sides),)) for sides in ((height, width), (height, width // 2)))
-        yield whole, half
-        yield (whole,)
-
-
-def _alone(way: ImageSize, model: nn.Module, images: ImageArguments) -> dict[str, Any]:
-    """Return the arguments of one image."""
-    like = next(model.parameters())
-    shape = (1, 1, *way.pixels) if PIXEL_MASK in images.names else (1, *way.pixels)
-    beside = {name: [list(numbers)] for name, numbers in way.beside}
-    return {PIXELS: torch.ones(shape, dtype=like.dtype, device=like.device), **beside}
-
-
-def _of_patches(vision: Any, images: ImageArguments) -> tuple[ImageSize, ...]:
-    """Return two sizes of images in patches, the second half as wide."""
-    patch, depth = getattr(vision, "patch_size", None), getattr(vision, "temporal_patch_size", 1)
-    channels = next((v for key in ("in_channels", "in_chans") if isinstance(v := getattr(vision, key, None), int)), 3)
-    if not isinstance(patch, int) or not isinstance(depth, int):
-        return ()
-    side = round(images.merged**0.5)
-    grids = ((1, 2 * side, 2 * side), (1, 2 * side, side))
-    features = channels * depth * patch * patch
-    return tuple(
-        ImageSize((t * h * w, features), t * h * w // images.merged, ((GRID, (t, h, w)),)) for t, h, w in grids
-    )
 
 
 def pictured(

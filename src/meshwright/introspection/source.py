@@ -130,8 +130,7 @@ def read_causal_lm(path: str | Path, *, dtype: str = "float32", trust_remote_cod
         raise ConfigError(absent_model(path, place))
     config_keys = read_json(inside(file.parent, file.name) if place.is_dir() else file)
     transformers = import_transformers()
-    _refuse_elsewhere(config_keys, file)
-    _check_type(config_keys, file, transformers, trust_remote_code)
+    _refuse_unknown(config_keys, file, transformers, trust_remote_code)
     if config_keys.get("quantization_config"):
         raise UnsupportedError(
             f"{KEY} = {path}: its weights are quantized ({CONFIG}: quantization_config). Use the model in full"
@@ -166,8 +165,8 @@ def absent_model(path: str | Path, place: Path) -> str:
     return f"{text}{near} Models are not downloaded{hint}"
 
 
-def _refuse_elsewhere(keys: dict[str, Any], file: Path) -> None:
-    """Raise ConfigError for a config that takes a part of itself, or code, from elsewhere than its folder."""
+def _refuse_unknown(keys: dict[str, Any], file: Path, transformers: Any, trusted: bool) -> None:
+    """Refuse a config with parts or code from elsewhere than its folder, or of a kind that transformers lacks."""
     named = keys.get("configuration_files")
     if named is not None:
         raise ConfigError(
@@ -186,20 +185,6 @@ def _refuse_elsewhere(keys: dict[str, Any], file: Path) -> None:
             raise ConfigError(
                 f"{KEY}: {file} names code to be fetched ({key} = {kernel!r}), which is not run: take {key} out of it"
             )
-
-
-def _implementations(keys: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the keys of a config and its inner configs that select the code for attention or experts."""
-    for key, value in keys.items():
-        if isinstance(value, dict):
-            values = {str(part): name for part, name in value.items()} if key.endswith(KERNEL_KEYS) else {}
-            yield from ((f"{key}.{part}", name) for part, name in values.items() if isinstance(name, str))
-            yield from _implementations(value)
-        elif key.endswith(KERNEL_KEYS) and isinstance(value, str):
-            yield key, value
-
-
-def _check_type(keys: dict[str, Any], file: Path, transformers: Any, trusted: bool) -> None:
     known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
     kind = keys.get("model_type")
     codes = keys.get("auto_map") or {}
@@ -221,6 +206,17 @@ def _check_type(keys: dict[str, Any], file: Path, transformers: Any, trusted: bo
         f"{KEY}: {file} has model_type {kind!r}, which transformers {transformers.__version__}"
         f" lacks.{nearest(kind, known)}"
     )
+
+
+def _implementations(keys: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the keys of a config and its inner configs that select the code for attention or experts."""
+    for key, value in keys.items():
+        if isinstance(value, dict):
+            values = {str(part): name for part, name in value.items()} if key.endswith(KERNEL_KEYS) else {}
+            yield from ((f"{key}.{part}", name) for part, name in values.items() if isinstance(name, str))
+            yield from _implementations(value)
+        elif key.endswith(KERNEL_KEYS) and isinstance(value, str):
+            yield key, value
 
 
 def import_transformers(what: str = KEY) -> Any:
@@ -352,14 +348,13 @@ class ModelOrigin:
         """Describe a model, before a layout changes it."""
         core, put = core_of(model), adapters_of(model)
         config = getattr(core, "config", None)
-        of_transformers = is_config(config) and brings_initialiser(core) and _is_public(type(core))
+        kind, keys = type(core), dict[str, Any]()
+        # of a class that transformers offers by its name, so that no other code is needed to build it
+        if is_config(config) and brings_initialiser(core) and getattr(import_transformers(), kind.__name__, 0) is kind:
+            values = json.loads(config.to_json_string(use_diff=False))
+            keys = {key: value for key, value in values.items() if key not in (*ABOUT_THE_FILE, OWN_CODE)}
         by_hand = put is None and any(is_adapter(name) for name, _ in model.named_parameters())
-        return cls(
-            type(core).__name__,
-            _keys(config) if of_transformers else {},
-            to_dict(put.adapters) if put is not None else None,
-            by_hand,
-        )
+        return cls(kind.__name__, keys, to_dict(put.adapters) if put is not None else None, by_hand)
 
     @classmethod
     def read(cls, values: Mapping[str, Any], where: Path) -> ModelOrigin:
@@ -411,13 +406,3 @@ class ModelOrigin:
                 ) from error
 
         return build
-
-
-def _is_public(kind: type[nn.Module]) -> bool:
-    """Return whether transformers offers a class by its name, so that no other code is needed to build it."""
-    return getattr(import_transformers(), kind.__name__, None) is kind
-
-
-def _keys(config: Any) -> dict[str, Any]:
-    values = json.loads(config.to_json_string(use_diff=False))
-    return {key: value for key, value in values.items() if key not in ABOUT_THE_FILE and key != OWN_CODE}

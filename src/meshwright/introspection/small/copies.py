@@ -182,22 +182,20 @@ def widened(model: nn.Module) -> nn.Module:
 
 
 def _widen(model: nn.Module) -> None:
+    def enter(*_: Any) -> None:
+        depth = _running.depth = getattr(_running, "depth", 0) + 1
+        if depth == 1:
+            _running.mode = _Wide()
+            _running.mode.__enter__()
+
+    def leave(*_: Any) -> None:
+        _running.depth -= 1
+        if not _running.depth:
+            _running.mode.__exit__(None, None, None)
+
     for module in model.modules():  # stages and copies are made of these modules
-        module.register_forward_pre_hook(_enter)
-        module.register_forward_hook(_leave, always_call=True)
-
-
-def _enter(*_: Any) -> None:
-    depth = _running.depth = getattr(_running, "depth", 0) + 1
-    if depth == 1:
-        _running.mode = _Wide()
-        _running.mode.__enter__()
-
-
-def _leave(*_: Any) -> None:
-    _running.depth -= 1
-    if not _running.depth:
-        _running.mode.__exit__(None, None, None)
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave, always_call=True)
 
 
 def narrows(forward: Callable[[], Any]) -> bool:
@@ -316,10 +314,25 @@ def _graft(large: nn.Module, small: nn.Module, memo: dict[int, Any]) -> nn.Modul
     if inner is None:
         raise UnlikeError(f"{type(large).__name__} has no {type(small).__name__} inside")
     _graft(inner, small, memo)
-    sizes = _sizes(inner, small)
+    # of a layer, the sizes of its weight in the large model -> those in the small one; none of whole models
+    weights = inner._parameters.get("weight"), small._parameters.get("weight")
+    sizes: dict[int, int] = {}
+    for before, after in zip(weights[0].shape, weights[1].shape, strict=True) if None not in weights else ():  # type: ignore[union-attr]
+        if sizes.setdefault(before, after) != after:
+            raise UnlikeError("two sizes of a layer are equal in the large model, and not in the small one")
     device = next(small.parameters(), torch.empty(0)).device
-    for tensor in _own_tensors(large, inner):
-        memo[id(tensor)] = _resized(tensor, sizes, device)
+    inside = {id(tensor) for tensor in (*inner.parameters(), *inner.buffers())}
+    for tensor in (*large.parameters(), *large.buffers()):
+        if id(tensor) in inside:
+            continue
+        if sizes and tensor.dim() > 1 and all(size in sizes for size in tensor.shape):
+            raise UnlikeError(
+                "an adapter has as many features as its host: which of them follow from the model's width cannot be"
+                " told"
+            )
+        shape = [sizes.get(size, size) for size in tensor.shape]
+        blank = torch.zeros(shape, dtype=tensor.dtype, device=device)
+        memo[id(tensor)] = nn.Parameter(blank, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else blank
     made = copy.deepcopy(large, memo)
     for module in made.modules():
         if not any(module is part for part in small.modules()):
@@ -327,30 +340,3 @@ def _graft(large: nn.Module, small: nn.Module, memo: dict[int, Any]) -> nn.Modul
                 if type(value) is int and value in sizes:
                     setattr(module, name, sizes[value])
     return made
-
-
-def _sizes(inner: nn.Module, small: nn.Module) -> dict[int, int]:
-    """Map the sizes of a layer's weight in the large model to those in the small one; empty for whole models."""
-    large_weight, small_weight = inner._parameters.get("weight"), small._parameters.get("weight")
-    if large_weight is None or small_weight is None:
-        return {}
-    found: dict[int, int] = {}
-    for before, after in zip(large_weight.shape, small_weight.shape, strict=True):
-        if found.setdefault(before, after) != after:
-            raise UnlikeError("two sizes of a layer are equal in the large model, and not in the small one")
-    return found
-
-
-def _own_tensors(large: nn.Module, inner: nn.Module) -> list[torch.Tensor]:
-    inside = {id(tensor) for tensor in (*inner.parameters(), *inner.buffers())}
-    return [tensor for tensor in (*large.parameters(), *large.buffers()) if id(tensor) not in inside]
-
-
-def _resized(tensor: torch.Tensor, sizes: dict[int, int], device: torch.device) -> torch.Tensor:
-    if sizes and tensor.dim() > 1 and all(size in sizes for size in tensor.shape):
-        raise UnlikeError(
-            "an adapter has as many features as its host: which of them follow from the model's width cannot be told"
-        )
-    shape = [sizes.get(size, size) for size in tensor.shape]
-    made = torch.zeros(shape, dtype=tensor.dtype, device=device)
-    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
