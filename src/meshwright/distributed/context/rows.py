@@ -23,7 +23,7 @@ from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.distributed.process import agree
 from meshwright.distributed.recompute.kept import not_counted
 from meshwright.introspection.constructor import seeded
-from meshwright.introspection.mixing.arithmetic import raise_unless, replaced
+from meshwright.introspection.mixing.arithmetic import raise_unless
 from meshwright.introspection.mixing.masks import (
     KeyRanges,
     MaskFunction,
@@ -31,6 +31,7 @@ from meshwright.introspection.mixing.masks import (
     TokenMask,
     fingerprint,
     is_reach,
+    replaced,
     search,
     segments_of,
 )

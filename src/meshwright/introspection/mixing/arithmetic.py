@@ -12,21 +12,19 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import CellType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwright.core.errors import UnsupportedError
-from meshwright.core.record import wrap
 from meshwright.core.torch_private import by_values, flex_operator, flex_score_is_plain, is_asked_by_flex
 from meshwright.introspection.mixing.masks import MaskRule, rule_of
 from meshwright.introspection.mixing.values import Arithmetic
 
-from .interception import AttentionCall, Handler, SdpaCalls
+from .interception import AsGiven, AttentionCall, SdpaCalls
 from .masks import MaskFunction, causal, dense, everything
 
 # --- intercept calls of ``torch.nn.attention.flex_attention``, whose masks are functions of places
@@ -115,34 +113,11 @@ class _Stance:
 _stance = _Stance()
 
 
-class _AsGiven:
-    """A handler that computes every call as the model would."""
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        return call.as_given()
-
-    def mask(self, function: MaskFunction, padding: Tensor | None, plain: Callable[[], Any]) -> Any:
-        return plain()
-
-
 @contextmanager
 def computing_flex() -> Iterator[None]:
     """Compute ``flex_attention`` in plain torch inside, with a backward on any device."""
-    with FlexCalls(_AsGiven()):
+    with FlexCalls(AsGiven()):
         yield
-
-
-def intercept_flex(module: nn.Module, handler: Handler, change: str) -> None:
-    """Hand the calls that a module's forward makes to a handler, also when the forward is recomputed."""
-
-    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def intercepted_forward(*args: Any, **kwargs: Any) -> Any:
-            with FlexCalls(handler):
-                return forward(*args, **kwargs)
-
-        return intercepted_forward
-
-    wrap(module, make, change)
 
 
 def flex_call(
@@ -233,28 +208,6 @@ def far_rules(call: AttentionCall) -> list[MaskRule]:
     if found != of_last:
         raise UnsupportedError(_HEADS.format(_name(function)))
     return [] if found is None else [found, replace(found, documents=True)]
-
-
-# --- tensors that a mask holds
-
-
-def replaced(value: Any, instead: Callable[[Tensor], Tensor]) -> Any:
-    """Return a mask with each tensor that its functions close over replaced; the mask itself where none is."""
-    if isinstance(value, Tensor):
-        return instead(value)
-    if isinstance(value, (tuple, list)):
-        parts = [replaced(part, instead) for part in value]
-        return value if all(a is b for a, b in zip(parts, value, strict=True)) else type(value)(parts)
-    if not isinstance(value, FunctionType) or not (value.__closure__ or value.__defaults__):
-        return value
-    before = [cell.cell_contents for cell in value.__closure__ or ()]
-    cells, defaults = replaced(before, instead), replaced(value.__defaults__ or (), instead)
-    if cells is before and defaults is (value.__defaults__ or ()):
-        return value
-    closure = tuple(map(CellType, cells))
-    made = FunctionType(value.__code__, value.__globals__, value.__name__, defaults or None, closure)
-    made.__kwdefaults__, made.__qualname__ = value.__kwdefaults__, value.__qualname__
-    return made
 
 
 # --- find out how a call of attention computes, by comparing its output with formulas

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -22,9 +21,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.core.errors import UnsupportedError
-from meshwright.core.names import clean
 from meshwright.core.record import recall, remember, wrap
 from meshwright.core.torch_private import tree_map_with_path
+from meshwright.introspection.calls import watching
 from meshwright.introspection.module_kinds import attention_of, name_attention, name_of_attention
 from meshwright.introspection.small.copies import copy_of
 
@@ -81,6 +80,16 @@ class Handler(Protocol):
     def mask(self, function: MaskFunction, padding: Tensor | None, plain: Callable[[], Any]) -> Any:
         """Return a mask by a rule of places; ``plain`` makes the one that the model would have."""
         ...
+
+
+class AsGiven:
+    """A handler that computes every call as the model would."""
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        return call.as_given()
+
+    def mask(self, function: MaskFunction, padding: Tensor | None, plain: Callable[[], Any]) -> Any:
+        return plain()
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,12 +149,12 @@ def sdpa_call(given: dict[str, Any]) -> AttentionCall:
     )
 
 
-def intercept_sdpa(module: nn.Module, handler: Handler, change: str) -> None:
-    """Hand the calls that a module's forward makes to a handler, also when the forward is recomputed."""
+def intercept_calls(module: nn.Module, intercepting: Callable[[], SdpaCalls], change: str) -> None:
+    """Run a module's forward inside a mode that hands calls to a handler, also when the forward is recomputed."""
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         def intercepted_forward(*args: Any, **kwargs: Any) -> Any:
-            with SdpaCalls(handler):
+            with intercepting():
                 return forward(*args, **kwargs)
 
         return intercepted_forward
@@ -200,7 +209,14 @@ def _mask(base: str, **given: Any) -> Any:
 def _attention(
     base: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any
 ) -> tuple[Tensor, None]:
-    function, handled = _function_of(base, module), recall(module, Handled)
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    homes = map(inspect.getmodule, type(module).__mro__)
+    eager = (getattr(home, "eager_attention_forward", None) for home in homes)
+    function = next(filter(callable, eager), None) if base == "eager" else ALL_ATTENTION_FUNCTIONS[base]
+    if function is None:
+        raise UnsupportedError(f"{type(module).__name__} has no eager attention that takes keys of other ranks")
+    handled = recall(module, Handled)
     if handled is None and not isinstance(attention_mask, TokenMask):
         return function(module, query, key, value, attention_mask, **given)
     handler = getattr(_running, "handler", None) if handled is None else handled.handler
@@ -232,18 +248,6 @@ def _attention(
     return handler.attend(call).transpose(1, 2).contiguous(), None
 
 
-def _function_of(base: str, module: nn.Module) -> Callable[..., Any]:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    if base != "eager":
-        return ALL_ATTENTION_FUNCTIONS[base]
-    for kind in type(module).__mro__:
-        home = inspect.getmodule(kind)
-        if callable(found := getattr(home, "eager_attention_forward", None)):
-            return found
-    raise UnsupportedError(f"{type(module).__name__} has no eager attention that takes keys of other ranks")
-
-
 # --- find modules of transformers that compute with the masks of attention themselves, as sparse attention does
 
 
@@ -265,14 +269,28 @@ def computing_modules(model: nn.Module, inputs: dict[str, Any]) -> dict[str, lis
     Args:
         model: whose attention is intercepted (``intercept_transformers``).
     """
-    made, outputs, found = copy_of(model), _outputs(model, inputs), dict[str, list[str]]()
+    outputs: dict[str, Any] = {}  # of each module's first call
+
+    def note(path: str, module: nn.Module, args: tuple, kwargs: Any, output: Any) -> None:
+        outputs.setdefault(path, output)
+
+    with torch.no_grad(), watching(model.named_modules(), after=note):
+        model(**inputs)
+    made, found = copy_of(model), dict[str, list[str]]()
     handler = _MasksByPlaces()
     for module in made.modules():
         remember(module, Handled(handler))
     while True:
-        entered: list[tuple[str, list[str]]] = []
+        entered: list[tuple[str, list[str]]] = []  # modules whose forwards run now, with the arguments that are masks
+
+        def enter(path: str, module: nn.Module, args: tuple, kwargs: Any, entered: list[Any] = entered) -> None:
+            given: dict[str, Any] = {}
+            tree_map_with_path(given.__setitem__, (args, kwargs))
+            entered.append((path, [key for key, leaf in given.items() if isinstance(leaf, TokenMask)]))
+
+        following = watching(made.named_modules(), enter, lambda *_, entered=entered: (entered.pop(), None)[1])
         try:
-            with torch.no_grad(), handling(handler), _following(made, entered):
+            with torch.no_grad(), handling(handler), following:
                 made(**inputs)
             return found
         except UnsupportedError:
@@ -280,55 +298,6 @@ def computing_modules(model: nn.Module, inputs: dict[str, Any]) -> dict[str, lis
             if not path or path in found or path not in outputs:
                 return found
             found[path] = keys
-            made.get_submodule(path).forward = _giving(outputs[path])
+            made.get_submodule(path).forward = lambda *args, output=outputs[path], **kwargs: output
         except Exception:  # noqa: BLE001  (whatever a model's code raises whose attention gives zeros)
             return found
-
-
-def _outputs(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return what each module of a forward gives in its first call."""
-    found: dict[str, Any] = {}
-
-    def note(path: str, module: nn.Module, args: tuple, output: Any) -> None:
-        found.setdefault(path, output)
-
-    hooks = [module.register_forward_hook(partial(note, clean(path))) for path, module in model.named_modules()]
-    try:
-        with torch.no_grad():
-            model(**inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
-
-
-def _giving(output: Any) -> Callable[..., Any]:
-    return lambda *args, **kwargs: output
-
-
-@contextmanager
-def _following(model: nn.Module, entered: list[tuple[str, list[str]]]) -> Iterator[None]:
-    """Keep the modules whose forwards run now, with the arguments that are masks."""
-
-    def enter(path: str) -> Callable[..., None]:
-        def note(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            given: dict[str, Any] = {}
-            tree_map_with_path(given.__setitem__, (args, kwargs))
-            entered.append((path, [key for key, leaf in given.items() if isinstance(leaf, TokenMask)]))
-
-        return note
-
-    def leave(*_: Any) -> None:
-        entered.pop()
-
-    hooks = []
-    for path, module in model.named_modules():
-        hooks += [
-            module.register_forward_pre_hook(enter(clean(path)), with_kwargs=True),
-            module.register_forward_hook(leave),
-        ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from meshwright.core.names import clean, is_within, pattern
+from meshwright.core.names import is_within, pattern
 from meshwright.core.torch_private import tree_leaves
+from meshwright.introspection.calls import watching
 from meshwright.introspection.logits.tape import model_line
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.copies import meta_copy_of
@@ -117,7 +117,7 @@ class _Uses(TorchFunctionMode):
         self.found: dict[LengthUse, None] = {}
 
     def enter(self, path: str, *_: Any) -> None:
-        self._modules.append(path)
+        self._modules.append(pattern(path))
 
     def leave(self, *_: Any) -> None:
         self._modules.pop()
@@ -203,18 +203,15 @@ def find_length_uses(
         inside: modules that are given whole rows, in which everything is known.
         makes_positions: the model is given no positions where a batch has none.
     """
-    found = _by_line(_uses_of(small, torch.device("cpu"), makes_positions))
+    by_line = []
+    for made, device in ((small, torch.device("cpu")), (meta_copy_of(model), torch.device("meta"))):
+        found: dict[tuple[str, str, int, str], list[LengthUse]] = {}
+        for use in _uses_of(made, device, makes_positions):
+            found.setdefault((use.module, use.file, use.line, use.kind), []).append(use)
+        by_line.append(found)
     # numbers that a condition compares with are the model's own, where its code runs without values
-    own = _by_line(_uses_of(meta_copy_of(model), torch.device("meta"), makes_positions))
-    uses = [use for line, here in found.items() for use in own.get(line, here)]
+    uses = [use for line, here in by_line[0].items() for use in by_line[1].get(line, here)]
     return tuple(use for use in uses if not any(is_within(use.module, pattern(path)) for path in inside))
-
-
-def _by_line(uses: list[LengthUse]) -> dict[tuple[str, str, int, str], list[LengthUse]]:
-    found: dict[tuple[str, str, int, str], list[LengthUse]] = {}
-    for use in uses:
-        found.setdefault((use.module, use.file, use.line, use.kind), []).append(use)
-    return found
 
 
 def _uses_of(model: nn.Module, device: torch.device, makes_positions: bool) -> list[LengthUse]:
@@ -226,23 +223,13 @@ def _uses_of(model: nn.Module, device: torch.device, makes_positions: bool) -> l
         batch = {key: value for key, value in batch.items() if signature.takes[key] is not None}
         uses = _Uses(length)
         given = [batch, {"tokens": tokens}] if makes_positions else [batch]
-        hooks = [
-            hook
-            for path, module in model.named_modules()
-            for hook in (
-                module.register_forward_pre_hook(partial(uses.enter, pattern(clean(path)))),
-                module.register_forward_hook(uses.leave),
-            )
-        ]
+        hooks = watching(model.named_modules(), uses.enter, uses.leave)
         try:
-            with torch.no_grad(), computing_flex(), uses:
+            with torch.no_grad(), hooks, computing_flex(), uses:
                 for each, training in itertools.product(given, (True, False)):
                     model.train(training)(**signature.inputs(each, device))
             return list(uses.found)
         except Exception:  # noqa: BLE001  (whatever a model's code raises; a shorter row may do)
             if device.type == "meta":
                 return list(uses.found)
-        finally:
-            for hook in hooks:
-                hook.remove()
     return []

@@ -256,34 +256,25 @@ class RowMask:
         reach = of(self.function, length if last < length else 2 ** last.bit_length())
         if reach is None:
             return None
-        if self.segments is not None:
-            reach = self._in_segments(reach, self.segments)
-        if reach is not None and self.padding is not None:
-            starts, ends = _run(self.padding)
+        if (segments := self.segments) is not None:
+            runs = (segments.diff(dim=1, prepend=segments[:, :1]) != 0).cumsum(1)
+            if bool((segments.sort(dim=1).values.diff(dim=1) != 0).sum(1).ne(runs[:, -1]).any()):
+                return None  # a document that goes on behind another one
+            if self.positions is not None:
+                shift = torch.arange(segments.shape[1], device=segments.device) - self.positions
+                reach = reach.take(self.positions)
+                reach = KeyRanges(reach.lower + shift, reach.upper + shift)
+            reach = reach.within(torch.searchsorted(runs, runs), torch.searchsorted(runs, runs, right=True))
+        if self.padding is not None:
+            # the place of each row's first True and that behind its last, (rows, 1) int64 each
+            whole = self.padding.to(torch.int64)
+            starts = whole.argmax(1, keepdim=True)
+            behind = whole.shape[1] - whole.flip(1).argmax(1, keepdim=True)
+            ends = torch.where(self.padding.any(1, keepdim=True), behind, starts)
             if bool((self.padding.sum(1) != (ends - starts)[:, 0]).any()):
                 return None
             reach = reach.within(starts, ends)
         return reach
-
-    def _in_segments(self, reach: KeyRanges, segments: Tensor) -> KeyRanges | None:
-        runs = (segments.diff(dim=1, prepend=segments[:, :1]) != 0).cumsum(1)
-        if bool((segments.sort(dim=1).values.diff(dim=1) != 0).sum(1).ne(runs[:, -1]).any()):
-            return None  # a document that goes on behind another one
-        starts, ends = torch.searchsorted(runs, runs), torch.searchsorted(runs, runs, right=True)
-        if self.positions is not None:
-            shift = torch.arange(segments.shape[1], device=segments.device) - self.positions
-            reach = reach.take(self.positions)
-            reach = KeyRanges(reach.lower + shift, reach.upper + shift)
-        return reach.within(starts, ends)
-
-
-def _run(flags: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the place of each row's first True and that behind its last, (rows, 1) int64 each."""
-    length = flags.shape[1]
-    whole = flags.to(torch.int64)
-    first = whole.argmax(1, keepdim=True)
-    behind = length - whole.flip(1).argmax(1, keepdim=True)
-    return first, torch.where(flags.any(1, keepdim=True), behind, first)
 
 
 def search(function: MaskFunction, length: int, rows: int, device: torch.device | str = "cpu") -> KeyRanges | None:
@@ -354,7 +345,7 @@ def rule_of(function: MaskFunction) -> MaskRule | None:
 
     Tensors on meta that the function holds, such as the padding of a batch without values, count as zeros.
     """
-    function = _with_values(function)
+    function = replaced(function, lambda x: torch.zeros(x.shape, dtype=x.dtype) if x.is_meta else x)
     found = [_ends(function, place) for place in FAR]
     candidates = [MaskRule(), MaskRule(causal=False)]
     if (last := found[-1]) is not None and None not in found and last[0] > 0:
@@ -368,17 +359,6 @@ def rule_of(function: MaskFunction) -> MaskRule | None:
             if all(_ends(function, place) == _ends(rule.places, place) for place in places):
                 return rule
     return None
-
-
-def _with_values(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.is_meta:
-        return torch.zeros(value.shape, dtype=value.dtype)
-    if isinstance(value, tuple):
-        return tuple(_with_values(part) for part in value)
-    if not isinstance(value, FunctionType) or value.__closure__ is None:
-        return value
-    cells = tuple(CellType(_with_values(cell.cell_contents)) for cell in value.__closure__)
-    return FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
 
 
 def _ends(function: MaskFunction, place: int) -> tuple[int, int] | None:
@@ -395,3 +375,22 @@ def _ends(function: MaskFunction, place: int) -> tuple[int, int] | None:
     lower = _least(sees, zero, query)
     beyond = _least(lambda key: sees(last - key), zero, last - query)
     return int(lower), 2 * place + 1 - int(beyond)
+
+
+def replaced(value: Any, instead: Callable[[Tensor], Tensor]) -> Any:
+    """Return a mask with each tensor that its functions close over replaced; the mask itself where none is."""
+    if isinstance(value, Tensor):
+        return instead(value)
+    if isinstance(value, (tuple, list)):
+        parts = [replaced(part, instead) for part in value]
+        return value if all(a is b for a, b in zip(parts, value, strict=True)) else type(value)(parts)
+    if not isinstance(value, FunctionType) or not (value.__closure__ or value.__defaults__):
+        return value
+    before = [cell.cell_contents for cell in value.__closure__ or ()]
+    cells, defaults = replaced(before, instead), replaced(value.__defaults__ or (), instead)
+    if cells is before and defaults is (value.__defaults__ or ()):
+        return value
+    closure = tuple(map(CellType, cells))
+    made = FunctionType(value.__code__, value.__globals__, value.__name__, defaults or None, closure)
+    made.__kwdefaults__, made.__qualname__ = value.__kwdefaults__, value.__qualname__
+    return made
