@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from meshwright.distributed.pipeline.split import rehearse as rehearse_stages
 from meshwright.distributed.tensor.parallel import rehearse
 from meshwright.introspection.premises.premises import Premises, play
-from meshwright.introspection.structure import Measured, measured
 from meshwright.introspection.structure.experts import Stack, measure_stacks
+from meshwright.introspection.structure.structure import Measured, measured
 from meshwright.planning.pipeline.plan import PipelinePlan
 from meshwright.planning.tensor.plan import TensorPlan
 

@@ -15,6 +15,7 @@ from meshwright.introspection.constructor import seeded
 from meshwright.introspection.premises.premises import lies_on_mesh
 from meshwright.introspection.small.copies import rows_of_token_table
 from meshwright.introspection.structure.experts import RouterLoss, asks_for_router_loss, measure_router_loss
+from meshwright.introspection.structure.structure import Measured, measured
 
 from .blocks import NONE, hints_of
 from .images import ImageArguments
@@ -26,7 +27,6 @@ from .premises.premises import Premises
 from .roles import dtypes_of_calls, find_homes, find_readers
 from .signature import Signature
 from .small.sample import Sample, samples_of
-from .structure import Measured, measured
 from .structure.experts import Stack, measure_stacks
 
 Answer = TypeVar("Answer")

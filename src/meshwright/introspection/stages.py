@@ -16,8 +16,8 @@ from meshwright.core.names import clean, is_within, owner
 from meshwright.core.torch_private import tree_leaves
 from meshwright.introspection.calls import watching
 from meshwright.introspection.small.configs import stated_width
-from meshwright.introspection.structure import Measured
 from meshwright.introspection.structure.regions import shapes_of
+from meshwright.introspection.structure.structure import Measured
 
 # --- find reads of a forward between its blocks
 

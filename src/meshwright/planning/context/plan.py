@@ -36,9 +36,9 @@ from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.mixing.masks import MaskRule
 from meshwright.introspection.mixing.values import Caller, Mixer, MixerInput, Mixing, Sizes
 from meshwright.introspection.small.sample import Sample
-from meshwright.introspection.structure import Measured
 from meshwright.introspection.structure.local_search import LocalForm
 from meshwright.introspection.structure.regions import Cut, Region, resized, shapes_of
+from meshwright.introspection.structure.structure import Measured
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import Techniques
 from meshwright.planning.values import PrecisionPlan

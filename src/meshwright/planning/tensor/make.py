@@ -13,10 +13,9 @@ from meshwright.core.names import clean, is_within, owner, pattern
 from meshwright.introspection.blocks import NONE, Hints, hints_of
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.module_kinds import ModuleKind, module_kinds, own_tensor_plan, tied_modules
-from meshwright.introspection.structure import Measured
 from meshwright.introspection.structure.adapters import SCALED
 from meshwright.introspection.structure.local_search import LocalForm
-from meshwright.introspection.structure.structure import BlockKind
+from meshwright.introspection.structure.structure import BlockKind, Measured
 from meshwright.planning.techniques import TensorStyleRequest
 
 from .plan import BlocksPlan, RegionPlan, TensorPlan
