@@ -371,7 +371,7 @@ class _ConstructorRecorder(EagerDispatchMode):
         )
         filled = {view.storage} if is_whole else set()
         reads = {view.storage for view in (given[1:] if filled else given)}
-        effects = (frozenset(storages) for storages in (reads, created, writes, filled))
+        effects = frozenset(reads), frozenset(created), frozenset(writes), frozenset(filled)
         self._recording.steps.append(Step(operator, args, kwargs, results, *effects, draws))
 
     def view(self, tensor: Tensor) -> View:

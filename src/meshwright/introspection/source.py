@@ -347,7 +347,7 @@ class ModelOrigin:
     def of(cls, model: nn.Module) -> ModelOrigin:
         """Describe a model, before a layout changes it."""
         core, put = core_of(model), adapters_of(model)
-        config = getattr(core, "config", None)
+        config: Any = getattr(core, "config", None)
         kind, keys = type(core), dict[str, Any]()
         # of a class that transformers offers by its name, so that no other code is needed to build it
         if is_config(config) and brings_initialiser(core) and getattr(import_transformers(), kind.__name__, 0) is kind:

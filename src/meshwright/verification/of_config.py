@@ -21,7 +21,8 @@ from meshwright.distributed.process.world import get_world_info
 from meshwright.distributed.setup import choose_backend
 from meshwright.distributed.weights.shards import sketches
 from meshwright.introspection.facts import model_facts
-from meshwright.introspection.source import CausalLM, as_module
+from meshwright.introspection.source import as_module
+from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.layout import shares_of
 from meshwright.planning.rules import resolve_precision
 from meshwright.training.build import build_optimizer, build_schedule, refuse_untraced, run_identity
@@ -92,14 +93,24 @@ def write_trace(config: Config, path: Path, steps: int, progress: Progress) -> T
     try:
         recorder = _TraceRecorder(config, model, feed, steps, master, torch.device(device), progress)
         reference = recorder.record(master)
-        _refuse_not_finite(reference)
+        for number, row in enumerate(reference, 1):
+            for what, value in (("loss", row.step.loss), ("gradient norm", row.step.norm)):
+                if not math.isfinite(value):
+                    raise ConfigError(
+                        f"the {what} of step {number} is {value} in one process already: there is nothing to compare a"
+                        f" run with"
+                    )
         facts = traced_facts(config, run_identity(config, model, tokenizer, feed), master, steps)
         trace = Trace(facts, "cpu", recorder.initial, [recorded.step for recorded in reference], recorder.shapes)
         for dtype in COMPUTED[master]:
             draws = [_floors(recorder.record(dtype, draw), reference) for draw in range(1, DRAWS + 1)]
             floors = [farthest(same_step) for same_step in zip(*draws, strict=True)]
-            if dtype != master:
-                _allow_turns(floors, reference)
+            # one element of every parameter may have gone the other way: AdamW's update of an element is about the
+            # learning rate whatever its gradient's size, and where that is smaller than what the dtype rounds away,
+            # its sign is chance, which one perturbed run does not show of a small parameter
+            for here, recorded in zip(floors, reference, strict=True) if dtype != master else ():
+                for name, error in here["parameter"].items():
+                    here["parameter"][name] = max(error, recorded.turns.get(name, 0.0))
             trace.floors[dtype] = floors
     finally:
         feed.loader.close()
@@ -156,8 +167,12 @@ class _TraceRecorder:
             self.shapes = self.shapes or computed.observed.shapes
             gradients = {name: p.grad for name, p in named.items() if p.grad is not None}
             norms = torch.stack([gradient.double().square().sum() for gradient in gradients.values()]).cpu()
-            forward, backward = (self._kept(rows) for rows in computed.observed.rows())
-            found = {"forward": forward, "backward": backward, "gradient": Sketches.of(sketches(gradients))}
+            found = {"gradient": Sketches.of(sketches(gradients))}
+            for stage, rows_of_modules in zip(("forward", "backward"), computed.observed.rows(), strict=True):
+                # modules that see every row, in the weights' dtype
+                whole = {name: x for name, x in rows_of_modules.items() if len(x) == c.batch.global_batch}
+                stacked = Sketches.of(whole)
+                found[stage] = Sketches(stacked.names, stacked.values.to("cpu", torch_dtype(self.master)))
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.optimizer.max_norm or math.inf).item()
             optimizer.step()
             optimizer.zero_grad()
@@ -180,12 +195,6 @@ class _TraceRecorder:
             raise batch
         return batch
 
-    def _kept(self, rows: dict[str, Tensor]) -> Sketches:
-        """Select modules that see every row, and store their sketches in the weights' dtype."""
-        found = {name: sketch for name, sketch in rows.items() if len(sketch) == self.config.batch.global_batch}
-        stacked = Sketches.of(found)
-        return Sketches(stacked.names, stacked.values.to("cpu", torch_dtype(self.master)))
-
 
 def rows_per_forward(config: Config) -> int:
     """Return the number of rows that a rank of the config takes at once; the whole batch where its layout is open.
@@ -202,36 +211,13 @@ def _floors(found: list[_Recorded], reference: list[_Recorded]) -> list[dict[str
     """Measure the distance between two runs, by step, stage and name."""
     floors = []
     for mine, theirs in zip(found, reference, strict=True):
-        here: dict[str, dict[str, float]] = {
-            stage: relative_errors(mine.step.sketches[stage].by_name(), sketches.by_name())
-            for stage, sketches in theirs.step.sketches.items()
-        }
+        here: dict[str, dict[str, float]] = {}
+        for stage, rows in theirs.step.sketches.items():
+            here[stage] = relative_errors(mine.step.sketches[stage].by_name(), rows.by_name())
         here["loss"] = {"": sum_floor(mine.loss_parts, theirs.loss_parts)}
         here["norm"] = {"": sum_floor(mine.norm_parts, theirs.norm_parts)}
         floors.append(here)
     return floors
-
-
-def _allow_turns(floors: list[dict[str, dict[str, float]]], reference: list[_Recorded]) -> None:
-    """Allow one element of every parameter to have gone the other way.
-
-    AdamW's update of an element is about the learning rate whatever its gradient's size. Where the gradient is
-    smaller than what the dtype rounds away, its sign is chance, and one perturbed run does not show whether that
-    happens to an element of a small parameter.
-    """
-    for here, recorded in zip(floors, reference, strict=True):
-        for name, error in here["parameter"].items():
-            here["parameter"][name] = max(error, recorded.turns.get(name, 0.0))
-
-
-def _refuse_not_finite(recorded: list[_Recorded]) -> None:
-    for number, row in enumerate(recorded, 1):
-        for what, value in (("loss", row.step.loss), ("gradient norm", row.step.norm)):
-            if not math.isfinite(value):
-                raise ConfigError(
-                    f"the {what} of step {number} is {value} in one process already: there is nothing to compare a"
-                    f" run with"
-                )
 
 
 def summary(trace: Trace, path: Path) -> str:
@@ -279,6 +265,7 @@ def subject_of(config: Config, factory: str | None, world: int, *, shrink: bool)
         ConfigError: a model too large for this machine.
         UnsupportedError: a factory's model cannot be shrunk.
     """
+    batches = RandomBatches(1)
     techniques = to_dict(config.requested)
     del techniques["precision"], techniques["adapters"]
     if config.adapters is not None:
@@ -291,27 +278,19 @@ def subject_of(config: Config, factory: str | None, world: int, *, shrink: bool)
         model: Any = factory
         batches = default_batches(model, world)
     else:
-        if config.model.hf:
-            return _of_hugging_face(causal_lm(config), config, techniques, world, shrink=shrink)
-        model = decoder_config(config, planned_tokenizer(config))
-        model = shrunk(model) if shrink else model
-        seq_len = min(config.data.seq_len, model.max_seq_len - GAP - 3, 32 if shrink else config.data.seq_len)
-        batches = RandomBatches(model.vocab_size, config.batch.global_batch, max(seq_len, 1))
+        if config.model.hf and shrink:
+            raise UnsupportedError(
+                "--shrink makes the decoder of a config smaller, not a Hugging Face model: write a smaller config.json"
+                " and give it as model.hf"
+            )
+        model = causal_lm(config) if config.model.hf else decoder_config(config, planned_tokenizer(config))
+        if isinstance(model, DecoderConfig):
+            model = shrunk(model) if shrink else model
+            seq_len = min(config.data.seq_len, model.max_seq_len - GAP - 3, 32 if shrink else config.data.seq_len)
+            batches = RandomBatches(model.vocab_size, config.batch.global_batch, max(seq_len, 1))
     check_size(model, VERIFY_BYTES, f"one process and a layout of {world} ranks in float64")
-    return Subject(model, batches, techniques)
-
-
-def _of_hugging_face(
-    model: CausalLM, config: Config, techniques: dict[str, Any], world: int, *, shrink: bool
-) -> Subject:
-    """Build a Hugging Face model's subject; its weights are drawn, in float64 and float32, so only sizes count."""
-    if shrink:
-        raise UnsupportedError(
-            "--shrink makes the decoder of a config smaller, not a Hugging Face model: write a smaller config.json"
-            " and give it as model.hf"
-        )
-    check_size(model, VERIFY_BYTES, f"one process and a layout of {world} ranks in float64")
-    batches = replace(default_batches(model, world), rows=config.batch.global_batch)
+    if factory is None and config.model.hf:  # its weights are drawn, so only sizes count
+        batches = replace(default_batches(model, world), rows=config.batch.global_batch)
     return Subject(model, batches, techniques)
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshwright.comparison.equality import HALVES, Comparison, relative_errors
 from meshwright.core.dtypes import torch_dtype
@@ -40,7 +40,9 @@ from meshwright.verification.problem import (
     with_images,
 )
 from meshwright.verification.routes import flips, refuse_unseen
-from meshwright.verification.sight import Nature, draws, explain, nature, random_differences
+from meshwright.verification.sight import draws, explain, nature, random_differences
+
+Answer = TypeVar("Answer")
 
 LIMIT_SEC = 600.0
 ROUNDED = 4.0
@@ -49,12 +51,9 @@ TINY = 1e-300
 DEPENDENT = 1e-3
 """Relative distance by which rounding never moves gradients of the first step."""
 
-_REFERENCES: WeakKeyDictionary[WorkerPool, list[tuple[tuple[Problem, bool], tuple[Reference, Floors]]]] = (
-    WeakKeyDictionary()
-)
-_NATURES: WeakKeyDictionary[WorkerPool, list[tuple[Problem, Nature]]] = WeakKeyDictionary()
-KEPT = 4
-"""Number of problems whose answers a pool remembers."""
+_ANSWERS: WeakKeyDictionary[WorkerPool, list[tuple[Any, Any]]] = WeakKeyDictionary()
+KEPT = 8
+"""Number of answers that a pool remembers: several layouts and techniques ask for the same."""
 
 
 def verify(
@@ -192,12 +191,19 @@ def _compared(
     pool: WorkerPool, problems: list[Problem], layout: Layout, parallelize_fn: Parallelize | None
 ) -> Iterator[Comparison]:
     """Compare one process, run several times (its sums in other orders), with the layout, in each dtype."""
-    _check_rows(problems[0], shares_of(layout).data_ranks)
+    rows, ranks = len(problems[0].batch(0)["tokens"]), shares_of(layout).data_ranks
+    if rows % ranks:
+        raise ConfigError(
+            f"the batch has {rows} rows, which {ranks} ranks cannot share: give a multiple of {ranks}, like"
+            f" {rows + -rows % ranks}"
+        )
     _check_batches(pool.run(digests, problems[0], world=layout.world, timeout=LIMIT_SEC))
-    known = _nature(pool, problems[0])
+    alone = problems[0].of_one_process()
+    known = _answered(pool, ("nature", alone), lambda: pool.run(nature, alone, world=1, timeout=LIMIT_SEC)[0])
     for number, problem in enumerate(problems):
         problem = replace(problem, evaluating=known.undrawn is not None)
-        one, floors = _references(pool, problem, layout)
+        asked = problem.of_one_process(), _are_features_cut(problem, layout)
+        one, floors = _answered(pool, ("references", *asked), partial(_references, pool, *asked))
         problem = replace(problem, max_norm=one.max_norm)
         found = pool.run(candidate, problem, layout, parallelize_fn, world=layout.world, timeout=LIMIT_SEC)[0]
         again, rerouted_note = _rerouted(pool, problem, layout, found, one)
@@ -226,15 +232,6 @@ def _microbatches(problem: Problem, layout: Layout) -> tuple[int, ...]:
     return tuple(row % own // size for row in range(rows))
 
 
-def _check_rows(problem: Problem, ranks: int) -> None:
-    rows = len(problem.batch(0)["tokens"])
-    if rows % ranks:
-        raise ConfigError(
-            f"the batch has {rows} rows, which {ranks} ranks cannot share: give a multiple of {ranks}, like"
-            f" {rows + -rows % ranks}"
-        )
-
-
 def _check_batches(by_rank: list[list[tuple[str, str]]]) -> None:
     """Check each rank's batch of each step, at a first and at a second request."""
     for step, pairs in enumerate(zip(*by_rank, strict=True), 1):
@@ -250,27 +247,21 @@ def _check_batches(by_rank: list[list[tuple[str, str]]]) -> None:
         )
 
 
-def _nature(pool: WorkerPool, problem: Problem) -> Nature:
-    problem = problem.of_one_process()
-    known = _NATURES.setdefault(pool, [])
-    for other, answer in known:
-        if other == problem:
-            return answer
-    answer = pool.run(nature, problem, world=1, timeout=LIMIT_SEC)[0]
-    known[:] = [(problem, answer), *known[: KEPT - 1]]
-    return answer
-
-
-def _references(pool: WorkerPool, problem: Problem, layout: Layout) -> tuple[Reference, Floors]:
-    """Compute the problem's references, once for a pool: several layouts and techniques share them."""
-    are_features_cut = _are_features_cut(problem, layout)
-    asked = (problem.of_one_process(), are_features_cut)
-    known = _REFERENCES.setdefault(pool, [])
-    for other, outcomes in known:
+def _answered(pool: WorkerPool, asked: Any, answer: Callable[[], Answer]) -> Answer:
+    """Answer a question about a problem once for a pool."""
+    known = _ANSWERS.setdefault(pool, [])
+    for other, found in known:
         if other == asked:
-            return outcomes
+            return found
+    found = answer()
+    known[:] = [(asked, found), *known[: KEPT - 1]]
+    return found
+
+
+def _references(pool: WorkerPool, problem: Problem, are_features_cut: bool) -> tuple[Reference, Floors]:
+    """Compute the references of a problem for one process."""
     ask = partial(references, are_features_cut=are_features_cut, always_clips=True)
-    one, floors = pool.run(ask, asked[0], world=1, timeout=LIMIT_SEC)[0]
+    one, floors = pool.run(ask, problem, world=1, timeout=LIMIT_SEC)[0]
     for step, (loss, norm) in enumerate(zip(one.losses, one.norms, strict=True), 1):
         for what, value in (("loss", loss), ("gradient norm", norm)):
             if not math.isfinite(value):
@@ -278,11 +269,22 @@ def _references(pool: WorkerPool, problem: Problem, layout: Layout) -> tuple[Ref
                     f"the {what} of step {step} is {value} in one process already: nothing can be compared. Look at"
                     f" model and batch"
                 )
+    apart = max(floors.whole["gradient", 1].values(), default=0.0)
     # in halves the other run computes in float32, and may be further off than rows that depend on each other
-    if problem.rounds_to not in HALVES:
-        _check_rows_are_independent(pool, asked[0], one, floors)
-    known[:] = [(asked, (one, floors)), *known[: KEPT - 1]]
-    return one, floors
+    if problem.rounds_to in HALVES or apart <= DEPENDENT:
+        return one, floors
+    again = pool.run(reference, problem, world=1, timeout=LIMIT_SEC)[0]
+    for name, error in relative_errors(again.gradients, one.gradients).items():
+        if error > DEPENDENT:
+            raise IntegrityError(
+                f"two one-process runs of the same batch give different gradients (first: {name}), so nothing can be"
+                f" compared: the backward draws random numbers"
+            )
+    raise ConfigError(
+        f"the model's rows depend on each other, as a batch norm makes them: fed row by row, one process gets gradients"
+        f" that are {apart:.1e} (relative) apart from those of the whole batch. Then no layout that shares out rows can"
+        f" equal one process"
+    )
 
 
 def _are_features_cut(problem: Problem, layout: Layout) -> bool:
@@ -310,44 +312,19 @@ def _rerouted(
     again, floors = pool.run(ask, problem.of_one_process(), world=1, timeout=LIMIT_SEC)[0]
     if any(flips(*pair) for pair in zip(found.routes, again.routes, strict=True)):
         return None, f"tokens went to other experts than in one process, whose routers do not choose by topk: {words}"
-    limits = {key: _limit(scores, floors.scores.get(key, 0.0), problem.dtype) for key, scores in again.scores.items()}
+    # how much worse an expert may be that a token goes to by rounding
+    eps, limits = torch.finfo(torch_dtype(problem.dtype)).eps, dict[tuple[int, str], float]()
+    for key, scores in again.scores.items():
+        largest = scores[scores.isfinite()].abs().amax().item()
+        limits[key] = ROUNDED * max(floors.scores.get(key, 0.0), largest * eps, TINY)
     worst = max(again.lacks, key=lambda key: again.lacks[key] / limits[key])
     lack, limit = again.lacks[worst], limits[worst]
+    where = "tokens went to other experts than in one process"
     if not lack <= limit:
-        return (
-            None,
-            f"tokens went to other experts than in one process, worse by {lack:.1e}, of which {limit:.1e} is"
-            f" rounding: {words}",
-        )
+        return None, f"{where}, worse by {lack:.1e}, of which {limit:.1e} is rounding: {words}"
     rounded = f"worse by at most {lack:.1e}, of which {limit:.1e} is rounding"
-    return (
-        again,
-        floors,
-    ), f"rounding alone sent tokens to other experts than in one process, which took them too ({rounded}): {words}"
-
-
-def _limit(scores: Tensor, floor: float, dtype: str) -> float:
-    """Bound how much worse an expert may be that a token goes to by rounding."""
-    largest = scores[scores.isfinite()].abs().amax().item()
-    return ROUNDED * max(floor, largest * torch.finfo(torch_dtype(dtype)).eps, TINY)
-
-
-def _check_rows_are_independent(pool: WorkerPool, problem: Problem, one: Reference, floors: Floors) -> None:
-    apart = max(floors.whole["gradient", 1].values(), default=0.0)
-    if apart <= DEPENDENT:
-        return
-    again = pool.run(reference, problem, world=1, timeout=LIMIT_SEC)[0]
-    for name, error in relative_errors(again.gradients, one.gradients).items():
-        if error > DEPENDENT:
-            raise IntegrityError(
-                f"two one-process runs of the same batch give different gradients (first: {name}), so nothing can be"
-                f" compared: the backward draws random numbers"
-            )
-    raise ConfigError(
-        f"the model's rows depend on each other, as a batch norm makes them: fed row by row, one process gets gradients"
-        f" that are {apart:.1e} (relative) apart from those of the whole batch. Then no layout that shares out rows can"
-        f" equal one process"
-    )
+    note = f"rounding alone sent tokens to other experts than in one process, which took them too ({rounded}): {words}"
+    return (again, floors), note
 
 
 # --- describe how far the batches of a verification reach into a model's structure

@@ -213,7 +213,7 @@ def _attention(
 
     homes = map(inspect.getmodule, type(module).__mro__)
     eager = (getattr(home, "eager_attention_forward", None) for home in homes)
-    function = next(filter(callable, eager), None) if base == "eager" else ALL_ATTENTION_FUNCTIONS[base]
+    function: Any = next(filter(callable, eager), None) if base == "eager" else ALL_ATTENTION_FUNCTIONS[base]
     if function is None:
         raise UnsupportedError(f"{type(module).__name__} has no eager attention that takes keys of other ranks")
     handled = recall(module, Handled)

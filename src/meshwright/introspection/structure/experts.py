@@ -285,7 +285,7 @@ class RouterLogits:
 
         modules = {clean(raw): module for raw, module in model.named_modules()}
         for path in loss.routers:
-            modules[path].register_forward_hook(note)
+            modules[path].register_forward_hook(note)  # pyright: ignore[reportArgumentType]
 
     def begin(self) -> None:
         """Begin a forward, and drop logits that were recorded and not taken."""
