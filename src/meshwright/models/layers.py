@@ -94,7 +94,11 @@ class Router(nn.Module):
         if routed is not None:
             index = index.masked_fill(~routed.unsqueeze(-1), c.n_experts)
         if self.training and not is_recomputing():
-            self._count(index, logits.detach(), routed)
+            found = tokens_per_expert(index.flatten(), c.n_experts)
+            self.counts = found if self.counts is None else self.counts + found
+            real = torch.ones_like(logits[..., 0]) if routed is None else routed.to(logits.dtype)
+            z = torch.stack([(logits.detach().logsumexp(-1).square() * real).sum(), real.sum()]).double().detach()
+            self.z = z if self.z is None else self.z + z
         if self.training and (c.sequence_loss or c.batch_loss or c.z_loss):
             weights = self._with_losses(weights, logits, scores, index, routed)
         return index.flatten(0, 1), weights.flatten(0, 1).to(x.dtype)
@@ -112,13 +116,6 @@ class Router(nn.Module):
             chosen = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(c.top_groups, -1).indices, True)
             scores = groups.masked_fill(~chosen.unsqueeze(-1), -torch.inf).flatten(-2)
         return scores.topk(c.top_k, -1).indices
-
-    def _count(self, index: Tensor, logits: Tensor, routed: Tensor | None) -> None:
-        found = tokens_per_expert(index.flatten(), self.config.n_experts)
-        self.counts = found if self.counts is None else self.counts + found
-        real = torch.ones_like(logits[..., 0]) if routed is None else routed.to(logits.dtype)
-        z = torch.stack([(logits.logsumexp(-1).square() * real).sum(), real.sum()]).double()
-        self.z = z if self.z is None else self.z + z
 
     def balance(self, counts: Tensor) -> None:
         """Move the bias by one optimizer step's counts, (experts,), of all data ranks and microbatches.

@@ -130,36 +130,30 @@ LEAST_PROCESSES, WANTED_PROCESSES = 4096, 65_536
 
 def host_findings() -> Iterator[Finding]:
     """Yield what the host gives to processes."""
-    yield _memory()
-    yield _shared_memory()
-    yield from _limits()
-    yield from folder_findings()
-    yield from network_findings()
-
-
-def _memory() -> Finding:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     system = f"{platform.system()} {platform.release()} on {platform.machine()}, {cores} core{'s' * (cores > 1)}"
     try:
         import psutil
     except ImportError:  # said already, among the versions
-        return Finding(HOST, "memory", NOTE, f"unknown; {system}", figures={"cores": cores})
-    memory = psutil.virtual_memory()
-    limit = Path("/sys/fs/cgroup/memory.max")
-    allowed = limit.read_text().strip() if limit.is_file() else "max"
-    total = min(memory.total, int(allowed)) if allowed.isdigit() else memory.total
-    text = f"{gibibytes(min(memory.available, total))} free of {gibibytes(total)}; {system}"
-    return Finding(HOST, "memory", OK, text, figures={"total": total, "free": memory.available, "cores": cores})
-
-
-def _shared_memory() -> Finding:
+        yield Finding(HOST, "memory", NOTE, f"unknown; {system}", figures={"cores": cores})
+    else:
+        memory, limit = psutil.virtual_memory(), Path("/sys/fs/cgroup/memory.max")
+        allowed = limit.read_text().strip() if limit.is_file() else "max"
+        total = min(memory.total, int(allowed)) if allowed.isdigit() else memory.total
+        text = f"{gibibytes(min(memory.available, total))} free of {gibibytes(total)}; {system}"
+        figures = {"total": total, "free": memory.available, "cores": cores}
+        yield Finding(HOST, "memory", OK, text, figures=figures)
     name, size = str(host.FOLDER), host.shared_memory()
     if size is None:
-        return Finding(HOST, name, NOTE, "there is none")
-    if size >= host.WANTED:
-        return Finding(HOST, name, OK, gibibytes(size), figures={"bytes": size})
-    text = f"{gibibytes(size)}: NCCL's ranks exchange through it, and want 1 GiB or more"
-    return Finding(HOST, name, WARNING, text, host.REPAIR, {"bytes": size})
+        yield Finding(HOST, name, NOTE, "there is none")
+    elif size >= host.WANTED:
+        yield Finding(HOST, name, OK, gibibytes(size), figures={"bytes": size})
+    else:
+        text = f"{gibibytes(size)}: NCCL's ranks exchange through it, and want 1 GiB or more"
+        yield Finding(HOST, name, WARNING, text, host.REPAIR, {"bytes": size})
+    yield from _limits()
+    yield from folder_findings()
+    yield from network_findings()
 
 
 def _limits() -> Iterator[Finding]:
@@ -354,7 +348,8 @@ def _missing_dependencies() -> Iterator[Finding]:
 
 def second_torch(path: list[str]) -> Iterator[Finding]:
     """Yield a finding if several copies of torch lie on the path: which one is imported depends on its order."""
-    folders = list(dict.fromkeys(place.resolve() for entry in path if (place := _torch_in(entry)) is not None))
+    places = (Path(entry or os.curdir) / "torch" for entry in path)
+    folders = list(dict.fromkeys(place.resolve() for place in places if (place / "__init__.py").is_file()))
     versions = {
         (found.version, str(Path(str(found.locate_file(""))).resolve()))
         for found in metadata.distributions(name="torch", path=path)
@@ -365,27 +360,14 @@ def second_torch(path: list[str]) -> Iterator[Finding]:
     several = f"{len(folders)} folders: {', '.join(map(str, folders))}" if len(folders) > 1 else ""
     named = ", ".join(f"{version} in {folder}" for version, folder in sorted(versions))
     text = f"several copies of torch ({several or named}); {first} is imported"
-    yield Finding(
-        VERSIONS,
-        "torch, twice",
-        FAILURE,
-        text,
-        _removal(path, folders),
-        {"folders": [str(folder) for folder in folders], "versions": sorted(versions)},
-    )
-
-
-def _torch_in(entry: str) -> Path | None:
-    place = Path(entry or os.curdir) / "torch"
-    return place if (place / "__init__.py").is_file() else None
-
-
-def _removal(path: list[str], folders: list[Path]) -> str:
-    """Return the command that leaves one torch: without PYTHONPATH if the first copy is on it, else a new install."""
+    # one is left without PYTHONPATH if the first copy is on it, else after a new install
     given = [str(Path(entry).resolve()) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    if len(folders) > 1 and str(folders[0].parent) in given:
-        return "unset PYTHONPATH"
-    if len(folders) > 1 and folders[0].parent == Path.cwd():
-        return f"leave the folder {shlex.quote(str(folders[0].parent))}, or rename its torch"
     install = install_command(f"torch>={TESTED['torch'].oldest}")
-    return f"{install.replace(' install ', ' uninstall ').rsplit(' ', 1)[0]} torch (until none is left), then {install}"
+    remove = install.replace(" install ", " uninstall ").rsplit(" ", 1)[0]
+    remedy = f"{remove} torch (until none is left), then {install}"
+    if len(folders) > 1 and str(folders[0].parent) in given:
+        remedy = "unset PYTHONPATH"
+    elif len(folders) > 1 and folders[0].parent == Path.cwd():
+        remedy = f"leave the folder {shlex.quote(str(folders[0].parent))}, or rename its torch"
+    figures = {"folders": [str(folder) for folder in folders], "versions": sorted(versions)}
+    yield Finding(VERSIONS, "torch, twice", FAILURE, text, remedy, figures)

@@ -86,8 +86,14 @@ class Forks:
         self._began = time.monotonic()
 
     def start(self, name: str, function: Callable[[], Told]) -> None:
+        def answer(pipe: Connection) -> None:
+            told = answered(function)
+            with suppress(BrokenPipeError):
+                pipe.send(told)
+            os._exit(0)  # a process group that is half broken must not hold the answer back
+
         here, there = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=_answer, args=(function, there), daemon=False)
+        process = self._context.Process(target=answer, args=(there,), daemon=False)
         _tell(self.out, stage=name)
         process.start()
         there.close()
@@ -107,13 +113,6 @@ class Forks:
         for name, process in self._running.values():
             process.kill()
             _tell(self.out, stage=name, timed_out=round(time.monotonic() - self._began))
-
-
-def _answer(function: Callable[[], Told], pipe: Connection) -> None:
-    told = answered(function)
-    with suppress(BrokenPipeError):
-        pipe.send(told)
-    os._exit(0)  # a process group that is half broken must not hold the answer back
 
 
 def _tell(out: TextIO, **values: Any) -> None:
