@@ -297,7 +297,21 @@ def counted(batch: Batch, images: ImageArguments | None) -> Batch:
             _given(batch, 0)
         counts = torch.zeros(len(tokens), dtype=torch.int64)
     elif lies_in_rows(batch, PIXELS):
-        counts = _of_filled(batch, pixels)
+        # those of (rows, images, …) that are not all zeros, as the model counts
+        if len(pixels) != len(batch["tokens"]):
+            raise ConfigError(
+                f"batch['{PIXELS}'] has shape {tuple(pixels.shape)}, (rows, images, channels, height, width), and"
+                f" tokens have {len(batch['tokens'])} rows"
+            )
+        counts = (pixels != 0).flatten(2).any(-1).sum(1).cpu()
+        if IMAGES_PER_ROW in batch:
+            given = _given(batch, int(batch[IMAGES_PER_ROW].sum()))
+            if (off := (given != counts).nonzero().flatten()).numel():
+                row = int(off[0])
+                raise ConfigError(
+                    f"row {row}: batch['{IMAGES_PER_ROW}'] says {int(given[row])} images, and {int(counts[row])} of"
+                    f" batch['{PIXELS}'][{row}] are not all zeros, which is how the model tells images from filling"
+                )
     else:
         counts = _given(batch, _number(batch, pixels)) if IMAGES_PER_ROW in batch else _inferred(batch, tokens, images)
     _check_tokens(batch, tokens, counts, images)
@@ -337,25 +351,6 @@ def _given(batch: Batch, number: int) -> Tensor:
             f" {number}"
         )
     return counts.cpu()
-
-
-def _of_filled(batch: Batch, pixels: Tensor) -> Tensor:
-    """Count the images of (rows, images, …) that are not all zeros, as the model does."""
-    if len(pixels) != len(batch["tokens"]):
-        raise ConfigError(
-            f"batch['{PIXELS}'] has shape {tuple(pixels.shape)}, (rows, images, channels, height, width), and tokens"
-            f" have {len(batch['tokens'])} rows"
-        )
-    counts = (pixels != 0).flatten(2).any(-1).sum(1).cpu()
-    if IMAGES_PER_ROW in batch:
-        given = _given(batch, int(batch[IMAGES_PER_ROW].sum()))
-        if (off := (given != counts).nonzero().flatten()).numel():
-            row = int(off[0])
-            raise ConfigError(
-                f"row {row}: batch['{IMAGES_PER_ROW}'] says {int(given[row])} images, and {int(counts[row])} of"
-                f" batch['{PIXELS}'][{row}] are not all zeros, which is how the model tells images from filling"
-            )
-    return counts
 
 
 def _inferred(batch: Batch, tokens: Tensor, images: ImageArguments) -> Tensor:

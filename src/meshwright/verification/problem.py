@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -278,16 +279,14 @@ def share(batch: Batch, rank: int, ranks: int) -> dict[str, Tensor]:
 
 def digests(problem: Problem) -> list[tuple[str, str]]:
     """Hash the batch of each step, at a first and at a second request."""
-    first, again = ([_digest(problem.batch(step)) for step in range(problem.steps)] for _ in range(2))
-    return list(zip(first, again, strict=True))
-
-
-def _digest(batch: Batch) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for key, value in sorted(batch.items()):
-        digest.update(f"{key} {value.dtype} {tuple(value.shape)}".encode())
-        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    found: list[list[str]] = [[], []]
+    for request, step in itertools.product(found, range(problem.steps)):
+        digest = hashlib.blake2b(digest_size=16)
+        for key, value in sorted(problem.batch(step).items()):
+            digest.update(f"{key} {value.dtype} {tuple(value.shape)}".encode())
+            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        request.append(digest.hexdigest())
+    return list(zip(*found, strict=True))
 
 
 Parallelize = Callable[..., nn.Module]
@@ -338,7 +337,9 @@ def with_images(batches: RandomBatches, module: nn.Module, facts: ModelFacts) ->
     images = facts.images
     if images is None:
         return batches
-    sizes = sizes_of(module, images) or _sizes_of_built(module, images)
+    sizes = sizes_of(module, images)
+    if not sizes and (build := builder_of(module)) is not None:
+        sizes = sizes_of(build(), images)
     if not sizes:
         raise ConfigError(f"{facts.kind} takes images in a way that is not known here: give a batch_factory with some")
     needed = length_for(COUNTS, sizes) + TEXT
@@ -349,8 +350,3 @@ def with_images(batches: RandomBatches, module: nn.Module, facts: ModelFacts) ->
         )
     known: dict[str, Any] = {key: getattr(batches, key) for key in ("vocab_size", "rows", "seed")}
     return PicturedBatches(**known, seq_len=max(batches.seq_len, needed), keys=(), images=images, sizes=sizes)
-
-
-def _sizes_of_built(module: nn.Module, images: ImageArguments) -> tuple[ImageSize, ...]:
-    build = builder_of(module)
-    return () if build is None else sizes_of(build(), images)

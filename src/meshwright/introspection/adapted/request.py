@@ -124,8 +124,36 @@ class AdapterFolder:
             UnsupportedError: peft's config asks for what a request cannot say; names the key.
         """
         keys = read_json(inside(folder, CONFIG))
-        header = _header(folder)
-        _refuse_other_kinds(folder, keys)
+        path = inside(folder, WEIGHTS)
+        if not path.is_file():
+            there = f"{PICKLED} is there, and pickled weights are not read: " if (folder / PICKLED).is_file() else ""
+            raise ConfigError(
+                f"{folder} holds {CONFIG} and no {WEIGHTS}: {there}save the adapters again by peft"
+                f" (model.save_pretrained(FOLDER))"
+            )
+        refuse_pointer(path)
+        try:
+            with open(path, "rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(min(length, path.stat().st_size)))
+            if not all(isinstance(row, dict) for row in header.values()):
+                raise ValueError("its header is no table")
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
+            raise IntegrityError(f"{path} is no whole safetensors file: {error}. Copy it again") from None
+        # a key that changes what is computed, and that no request says
+        default = {"peft_type": None, "bias": "none", "init_lora_weights": True}
+        other = [key for key, legal in LEGAL.items() if keys.get(key, default.get(key)) not in legal]
+        known = (*CARRIED, *WITHOUT_EFFECT, *LEGAL)
+        other += [key for key, value in keys.items() if value and key not in known]
+        if keys.get("use_rslora") and keys.get("use_dora"):
+            other.append("use_dora beside use_rslora")
+        if other:
+            key = other[0]
+            raise UnsupportedError(
+                f"{folder} holds adapters of peft with {key} = {keys.get(key, True)!r:.60} ({CONFIG}), which are"
+                f" neither trained nor evaluated beside their base. Where peft can add them to it, do so with"
+                f" {merging_by_peft(folder)}"
+            )
         about = header.pop("__metadata__", {})
         kind: Literal["lora", "rslora", "dora"] = "dora" if keys.get("use_dora") else "lora"
         try:
@@ -158,43 +186,6 @@ def merging_by_peft(folder: Path) -> str:
         f" transformers.AutoTokenizer.from_pretrained({tokenizer!r}).save_pretrained({merged!r})"
     )
     return f"{shlex.join(['python', '-c', code])} and give {merged}"
-
-
-def _header(folder: Path) -> dict[str, Any]:
-    path = inside(folder, WEIGHTS)
-    if not path.is_file():
-        there = f"{PICKLED} is there, and pickled weights are not read: " if (folder / PICKLED).is_file() else ""
-        raise ConfigError(
-            f"{folder} holds {CONFIG} and no {WEIGHTS}: {there}save the adapters again by peft"
-            f" (model.save_pretrained(FOLDER))"
-        )
-    refuse_pointer(path)
-    try:
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            found = json.loads(file.read(min(length, path.stat().st_size)))
-        if not all(isinstance(row, dict) for row in found.values()):
-            raise ValueError("its header is no table")
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise IntegrityError(f"{path} is no whole safetensors file: {error}. Copy it again") from None
-    return found
-
-
-def _refuse_other_kinds(folder: Path, keys: Mapping[str, Any]) -> None:
-    """Raise UnsupportedError for a key of peft's config that changes what is computed, and that no request says."""
-    default = {"peft_type": None, "bias": "none", "init_lora_weights": True}
-    other = [key for key, legal in LEGAL.items() if keys.get(key, default.get(key)) not in legal]
-    known = (*CARRIED, *WITHOUT_EFFECT, *LEGAL)
-    other += [key for key, value in keys.items() if value and key not in known]
-    if keys.get("use_rslora") and keys.get("use_dora"):
-        other.append("use_dora beside use_rslora")
-    if other:
-        key = other[0]
-        raise UnsupportedError(
-            f"{folder} holds adapters of peft with {key} = {keys.get(key, True)!r:.60} ({CONFIG}), which are neither"
-            f" trained nor evaluated beside their base. Where peft can add them to it, do so with"
-            f" {merging_by_peft(folder)}"
-        )
 
 
 def _targets(keys: Mapping[str, Any], tensors: list[str]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ itself. Whatever else the logits are made by is an obstacle, with the line of th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.torch_private import schema_of, tree_leaves, tree_map_only, version_of
+from meshwright.introspection.calls import watching
 from meshwright.introspection.logits.tape import (
     Beside,
     DeferredLogits,
@@ -112,13 +113,11 @@ class _Operation:
 
     def _on_meta(self) -> Any:
         """Compute shapes, and raise what torch raises of these."""
-
-        def meta(value: Any) -> Any:
-            if isinstance(value, DeferredLogits):
-                return value.meta
-            return torch.empty_like(value, device="meta") if value.dim() else value
-
-        args, kwargs = tree_map_only(Tensor, meta, (self.args, self.kwargs))
+        args, kwargs = tree_map_only(
+            Tensor,
+            lambda x: x.meta if isinstance(x, DeferredLogits) else torch.empty_like(x, device="meta") if x.dim() else x,
+            (self.args, self.kwargs),
+        )
         if "device" in kwargs:
             kwargs["device"] = torch.device("meta")
         if self.name in ("index_put_", "index_put", "_index_put_impl_", "_unsafe_index_put"):
@@ -372,7 +371,11 @@ def find_tail(model: nn.Module, head: str, inputs: Mapping[str, Any]) -> Tail:
     # a weight that begins at zero hides nothing: no values are looked at
     for training in (True, False):
         copy.train(training)
-        for arguments in _lengths(inputs):
+        for length in (SEQ, SEQ // 2):
+            arguments = {
+                key: value[:, :length] if isinstance(value, Tensor) and value.dim() == 2 else value
+                for key, value in inputs.items()
+            }
             with torch.random.fork_rng(devices=()):
                 found.append(_observed(copy, head, arguments))
     first = found[0]
@@ -380,30 +383,20 @@ def find_tail(model: nn.Module, head: str, inputs: Mapping[str, Any]) -> Tail:
     return Tail(first.steps, obstacle, next((tail.across for tail in found if tail.across), ""))
 
 
-def _lengths(inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    for length in (SEQ, SEQ // 2):
-        yield {
-            key: value[:, :length] if isinstance(value, Tensor) and value.dim() == 2 else value
-            for key, value in inputs.items()
-        }
-
-
-def _observed(model: nn.Module, head: str, inputs: dict[str, Any]) -> Tail:
+def _observed(model: nn.Module, head: str, inputs: Mapping[str, Any]) -> Tail:
     tapes: list[LogitsTape] = []
 
-    def deferred(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+    def deferred(path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Tensor) -> Tensor:
         tape, logits = begin(output, output.shape[-1])
         tapes.append(tape)
         return logits
 
-    handle = model.get_submodule(head).register_forward_hook(deferred)
     try:
-        logits = logits_of(model(**inputs))
-        logits = tapes[-1].finish(logits)
+        with watching([(head, model.get_submodule(head))], after=deferred):
+            logits = logits_of(model(**inputs))
+            logits = tapes[-1].finish(logits)
         return Tail(tapes[-1].shown(logits), across=tapes[-1].obstacle(logits, cut=True))
     except UnsupportedError as refusal:
         return Tail(obstacle=str(refusal))
     except Exception as error:  # noqa: BLE001  whatever a model's code or torch raises of tensors without values
         return Tail(obstacle=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-    finally:
-        handle.remove()

@@ -223,24 +223,21 @@ def arithmetic_of(calls: Sequence[AttentionCall]) -> Arithmetic | None:
     first = calls[0].extras
     caps = ["", *(name for name, value in first.items() if isinstance(value, float))]
     sinks = ["", *(name for name, value in first.items() if isinstance(value, Tensor) and value.dim() == 1)]
-    for cap, sink in itertools.product(caps, sinks):
-        found = Arithmetic(cap, sink)
-        if all(_is_computed_by(found, call) for call in calls):
-            return found
-    return None
 
+    def computes(arithmetic: Arithmetic, call: AttentionCall) -> bool:
+        if call.dropout or call.query.shape[1] % call.key.shape[1]:
+            return False
+        try:
+            allowed, expected = allowed_of(call), call.as_given()
+        except UnsupportedError:
+            return False
+        found = formula(arithmetic, call, allowed)
+        seen = allowed.expand(*found.shape[:3], -1).any(-1, keepdim=True)
+        error = torch.where(seen, found - expected, 0).norm()
+        return bool(error <= LARGEST_ERROR * torch.where(seen, expected, 0).norm())
 
-def _is_computed_by(arithmetic: Arithmetic, call: AttentionCall) -> bool:
-    if call.dropout or call.query.shape[1] % call.key.shape[1]:
-        return False
-    try:
-        allowed, expected = allowed_of(call), call.as_given()
-    except UnsupportedError:
-        return False
-    found = formula(arithmetic, call, allowed)
-    seen = allowed.expand(*found.shape[:3], -1).any(-1, keepdim=True)
-    error = torch.where(seen, found - expected, 0).norm()
-    return bool(error <= LARGEST_ERROR * torch.where(seen, expected, 0).norm())
+    known = (Arithmetic(cap, sink) for cap, sink in itertools.product(caps, sinks))
+    return next((found for found in known if all(computes(found, call) for call in calls)), None)
 
 
 def formula(arithmetic: Arithmetic, call: AttentionCall, allowed: Tensor) -> Tensor:

@@ -72,40 +72,33 @@ def _made(new: Callable[..., Any], cls: type, uses: _Uses, expression: Expressio
     return made
 
 
-def _computing(sign: str, *, reflected: bool) -> Callable[..., Any]:
-    def compute(self: Any, other: Any = 0) -> Any:
+def _operating(sign: str, *, reflected: bool = False, compares: bool = False) -> Callable[..., Any]:
+    def operate(self: Any, other: Any = 0) -> Any:
         if type(other) not in (int, float, Length, Share):
             return NotImplemented
         sides = self.expression, getattr(other, "expression", other)
         expression = (sign, *(reversed(sides) if reflected else sides))
-        if isinstance(value_of(expression, self.uses.length), int):
+        value = value_of(expression, self.uses.length)
+        if compares:
+            self.uses.note("condition", expression)
+            return value
+        if isinstance(value, int):
             return Length(self.uses, expression)
         self.uses.note("number")
         return Share(self.uses, expression)
 
-    return compute
-
-
-def _comparing(sign: str) -> Callable[..., Any]:
-    def compare(self: Any, other: Any) -> Any:
-        if type(other) not in (int, float, Length, Share):
-            return NotImplemented
-        expression = sign, self.expression, getattr(other, "expression", other)
-        self.uses.note("condition", expression)
-        return value_of(expression, self.uses.length)
-
-    return compare
+    return operate
 
 
 _COMPUTING = {"add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%", "truediv": "/", "pow": "**"}
 _COMPARING = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 for _kind in (Length, Share):
     for _word, _sign in _COMPUTING.items():
-        setattr(_kind, f"__{_word}__", _computing(_sign, reflected=False))
-        setattr(_kind, f"__r{_word}__", _computing(_sign, reflected=True))
+        setattr(_kind, f"__{_word}__", _operating(_sign))
+        setattr(_kind, f"__r{_word}__", _operating(_sign, reflected=True))
     for _word, _sign in _COMPARING.items():
-        setattr(_kind, f"__{_word}__", _comparing(_sign))
-    _kind.__neg__ = _computing("-", reflected=True)  # 0 - x
+        setattr(_kind, f"__{_word}__", _operating(_sign, compares=True))
+    _kind.__neg__ = _operating("-", reflected=True)  # 0 - x
 
 
 class _Uses(TorchFunctionMode):
@@ -151,12 +144,11 @@ class _Uses(TorchFunctionMode):
         if name == "numel" and self.length in args[0].shape:
             return Length(self, ("*", LENGTH, result // self.length))
         is_shape = (name == "size" or getattr(func, "__self__", None) is Tensor.shape) and isinstance(args[0], Tensor)
-        return self._marked(result) if is_shape else result
-
-    def _marked(self, sizes: Any) -> Any:
-        if isinstance(sizes, int):
-            return Length(self, LENGTH) if sizes == self.length else sizes
-        return torch.Size([Length(self, LENGTH) if size == self.length else size for size in sizes])
+        if not is_shape:
+            return result
+        sizes = [result] if isinstance(result, int) else result
+        marked = [Length(self, LENGTH) if size == self.length else size for size in sizes]
+        return marked[0] if isinstance(result, int) else torch.Size(marked)
 
 
 def runs_of(x: Tensor, index: Any) -> dict[int, slice]:

@@ -76,27 +76,21 @@ def codes_in(block: nn.Module) -> tuple[tuple[str, int, Any], ...]:
     return tuple(found)
 
 
-def _rebound(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
-    has_own = function.__closure__ or function.__defaults__ or function.__kwdefaults__ or vars(function)
-    if id(function) in memo or not has_own:
-        return memo.get(id(function), function)
-    cells = tuple(CellType() for _ in function.__closure__ or ())
-    made = FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
-    memo[id(function)] = made  # it may refer to itself
-    made.__defaults__ = _carried(function.__defaults__, memo)
-    made.__kwdefaults__ = _carried(function.__kwdefaults__, memo)
-    for cell, before in zip(cells, function.__closure__ or (), strict=True):
-        try:
-            cell.cell_contents = _carried(before.cell_contents, memo)
-        except ValueError:  # an empty cell
-            continue
-    made.__dict__.update({name: _carried(value, memo) for name, value in vars(function).items()})
-    return made
-
-
 def _carried(value: Any, memo: dict[int, Any]) -> Any:
     if isinstance(value, FunctionType):
-        return _rebound(value, memo)
+        has_own = value.__closure__ or value.__defaults__ or value.__kwdefaults__ or vars(value)
+        if id(value) in memo or not has_own:
+            return memo.get(id(value), value)
+        cells = tuple(CellType() for _ in value.__closure__ or ())
+        function = FunctionType(value.__code__, value.__globals__, value.__name__, None, cells)
+        memo[id(value)] = function  # it may refer to itself
+        function.__defaults__ = _carried(value.__defaults__, memo)
+        function.__kwdefaults__ = _carried(value.__kwdefaults__, memo)
+        for cell, before in zip(cells, value.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # an empty cell
+                cell.cell_contents = _carried(before.cell_contents, memo)
+        function.__dict__.update({name: _carried(each, memo) for name, each in vars(value).items()})
+        return function
     if isinstance(value, MethodType):
         return MethodType(_carried(value.__func__, memo), copy.deepcopy(value.__self__, memo))
     if isinstance(value, functools.partial):

@@ -360,7 +360,13 @@ def _measured(sample: Sample, tokens: str) -> RouterLoss | None:
             for k in range(1, layer.shape[-1] + 1)
         }
         are_known = len(routers) == len(logits) and len({place for _, place in places}) == 1
-        fitting = {one for one in tried if are_known and _fits(one, logits, real, added, size)}
+        fitting = set()
+        for one in tried if are_known and len({layer.shape[-1] for layer in logits}) == 1 else ():
+            chosen, probabilities = one.terms(logits, real)
+            count = len(logits) * (logits[0].flatten(0, -2).shape[0] if real is None else int(real.sum()))
+            found = one.experts * (chosen * probabilities).sum().item() / count**2
+            if abs(found - added) <= LARGEST_LOSS_ERROR * max(size, abs(added)):
+                fitting.add(one)
         legal = fitting if legal is None else legal & fitting
     if not legal:
         raise UnsupportedError(
@@ -373,12 +379,3 @@ def _measured(sample: Sample, tokens: str) -> RouterLoss | None:
 
 def _parts(output: Any) -> tuple:
     return output if isinstance(output, tuple) else (output,)
-
-
-def _fits(loss: RouterLoss, logits: Sequence[Tensor], real: Tensor | None, added: float, size: float) -> bool:
-    if any(layer.shape[-1] != loss.experts for layer in logits):
-        return False
-    chosen, probabilities = loss.terms(logits, real)
-    tokens = len(logits) * (logits[0].flatten(0, -2).shape[0] if real is None else int(real.sum()))
-    found = loss.experts * (chosen * probabilities).sum().item() / tokens**2
-    return abs(found - added) <= LARGEST_LOSS_ERROR * max(size, abs(added))

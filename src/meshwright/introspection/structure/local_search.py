@@ -318,6 +318,16 @@ class _Rehearsal:
         ranks, joint = self.ranks, min(self.region.joint, self.ranks)
         module, container = self.probe.module(self.region.container), self.region.container
         layers = [self.probe.place_of(path) for path in (*self.region.linears, *self.region.spanning)]
+
+        def matters(number: LocalNumber) -> bool:
+            with counting_locally(self._homes(module, (number,))):
+                try:
+                    output = Call.of((), {}, module(*self.call.args, **self.call.kwargs)).left
+                except Exception:  # noqa: BLE001  (whatever a model's code raises when it counts less)
+                    return True
+            before = self.call.left
+            return output is None or before is None or output.shape != before.shape or not torch.equal(output, before)
+
         for path, part in module.named_modules(prefix=container):
             if any(is_within(path, layer) for layer in layers):
                 continue
@@ -330,18 +340,9 @@ class _Rehearsal:
                     value * up // down for up, down in ((1, ranks), (1, joint), (joint, ranks)) if not value * up % down
                 ]
                 tried = [(value, local) for local in dict.fromkeys(shares) if local != value]
-                if any(self._matters(module, LocalNumber(path, name, *pair)) for pair in tried):
+                if any(matters(LocalNumber(path, name, *pair)) for pair in tried):
                     found[path, name] = tried
         return found
-
-    def _matters(self, module: nn.Module, number: LocalNumber) -> bool:
-        with counting_locally(self._homes(module, (number,))):
-            try:
-                output = Call.of((), {}, module(*self.call.args, **self.call.kwargs)).left
-            except Exception:  # noqa: BLE001
-                return True
-        before = self.call.left
-        return output is None or before is None or output.shape != before.shape or not torch.equal(output, before)
 
     def arguments(self) -> Iterator[LocalArgument]:
         """Yield tensor arguments with a dim that the ranks could share."""

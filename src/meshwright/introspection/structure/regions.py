@@ -305,7 +305,9 @@ def _region(
     size = reach[producers[0]].places.shape[1]
     joint = _components([r.places for r in reach.values()])
     fine = _components([r.places[~r.later] for r in reach.values()])  # acting at their own token only: queries
-    rows = _all_rows(reach, joint, fine) if len(fine) > len(joint) and _nested(joint, fine) else None
+    share, rest = divmod(len(fine), len(joint)) if joint else (0, 1)
+    runs = [sorted(itertools.chain(*fine[i * share : (i + 1) * share])) for i in range(len(joint))]
+    rows = _all_rows(reach, joint, fine) if share > 1 and not rest and runs == joint else None  # runs of equally many
     if rows is None:
         fine, rows = joint, _all_rows(reach, joint, joint)
     columns = parts_of(labels_of(fine, size), len(fine))
@@ -410,14 +412,6 @@ def _rows(reach: Reach, joint: list[list[int]], fine: list[list[int]]) -> tuple[
     return tuple(found)
 
 
-def _nested(coarse: list[list[int]], fine: list[list[int]]) -> bool:
-    """Return whether each coarse group is a run of equally many fine ones."""
-    if len(fine) % len(coarse):
-        return False
-    share = len(fine) // len(coarse)
-    return all(sorted(itertools.chain(*fine[i * share : (i + 1) * share])) == group for i, group in enumerate(coarse))
-
-
 def _pairs(adapted: tuple[Adapted, ...]) -> Iterator[tuple[str, tuple[str, str]]]:
     """Yield (host, (first, second)) of every adapter."""
     return ((found.host, pair) for found in adapted for pair in found.pairs)
@@ -425,14 +419,11 @@ def _pairs(adapted: tuple[Adapted, ...]) -> Iterator[tuple[str, tuple[str, str]]
 
 def _cuts_of_adapters(probe: Probe, adapted: tuple[Adapted, ...], cuts: list[Cut], consumer: str) -> list[Cut]:
     """Cut an adapter's second layer as its host, whose features it adds to; its first one where a region ends."""
-    of_host = {cut.name: cut.parts for cut in cuts}
-    found = []
-    for host, (first, second) in _pairs(adapted):
-        parts = of_host[f"{host}.weight"]
-        if host == consumer:
-            found.append(Cut(f"{first}.weight", 0 if probe.beside[first] else 1, parts))
-        else:
-            found.append(Cut(f"{second}.weight", 1 if probe.beside[second] else 0, parts))
+    of_host, found = {cut.name: cut.parts for cut in cuts}, []
+    for host, pair in _pairs(adapted):
+        path = pair[host != consumer]
+        is_in_out = probe.beside[path]
+        found.append(Cut(f"{path}.weight", int(is_in_out == (host != consumer)), of_host[f"{host}.weight"]))
     return found
 
 
