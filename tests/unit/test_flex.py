@@ -176,7 +176,7 @@ def test_a_soft_cap_is_recognised():
 
 
 def calls_of(attend: Callable[[Tensor], Tensor]) -> list[AttentionCall]:
-    class Noting(arithmetic.AsGiven):
+    class Noting(arithmetic.Handler):
         def attend(self, call: AttentionCall) -> Tensor:
             noted.append(call)
             return call.as_given()

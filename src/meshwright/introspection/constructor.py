@@ -268,12 +268,7 @@ def record(build: Callable[[], nn.Module], seed: int = 0) -> tuple[nn.Module, Co
     fake = fake_mode()
     with seeded(seed):
         before = torch.get_rng_state()
-        with (
-            _replaced_in_torch(),
-            fake,
-            _ConstructorRecorder() as recorder,
-            recorder.sampling(),
-        ):
+        with _replaced_in_torch(), fake, _ConstructorRecorder() as recorder, recorder.sampling():
             try:
                 model = build()
             except NotRecordedError:

@@ -197,7 +197,18 @@ def _compared(
             f"the batch has {rows} rows, which {ranks} ranks cannot share: give a multiple of {ranks}, like"
             f" {rows + -rows % ranks}"
         )
-    _check_batches(pool.run(digests, problems[0], world=layout.world, timeout=LIMIT_SEC))
+    by_rank = pool.run(digests, problems[0], world=layout.world, timeout=LIMIT_SEC)
+    for step, pairs in enumerate(zip(*by_rank, strict=True), 1):  # of each rank, at a first and at a second request
+        repeats = [first == again for first, again in pairs]
+        alike = [first == pairs[0][0] for first, _ in pairs]
+        if all(repeats) and all(alike):
+            continue
+        where = f"on ranks 0 and {alike.index(False)}" if all(repeats) else "in two calls by one process"
+        raise IntegrityError(
+            f"the batch of step {step} is not the same {where}, so nothing can be compared: the batch factory must give"
+            f" the same global batch for the same step, whoever asks and however often. Draw it from a torch.Generator"
+            f" that is seeded by the step alone"
+        )
     alone = problems[0].of_one_process()
     known = _answered(pool, ("nature", alone), lambda: pool.run(nature, alone, world=1, timeout=LIMIT_SEC)[0])
     for number, problem in enumerate(problems):
@@ -230,21 +241,6 @@ def _microbatches(problem: Problem, layout: Layout) -> tuple[int, ...]:
     size = made.pipeline.rows_per_microbatch(own) if made.pipeline is not None else own
     size = problem.microbatch_rows or size
     return tuple(row % own // size for row in range(rows))
-
-
-def _check_batches(by_rank: list[list[tuple[str, str]]]) -> None:
-    """Check each rank's batch of each step, at a first and at a second request."""
-    for step, pairs in enumerate(zip(*by_rank, strict=True), 1):
-        repeats = [first == again for first, again in pairs]
-        alike = [first == pairs[0][0] for first, _ in pairs]
-        if all(repeats) and all(alike):
-            continue
-        where = f"on ranks 0 and {alike.index(False)}" if all(repeats) else "in two calls by one process"
-        raise IntegrityError(
-            f"the batch of step {step} is not the same {where}, so nothing can be compared: the batch factory must give"
-            f" the same global batch for the same step, whoever asks and however often. Draw it from a torch.Generator"
-            f" that is seeded by the step alone"
-        )
 
 
 def _answered(pool: WorkerPool, asked: Any, answer: Callable[[], Answer]) -> Answer:

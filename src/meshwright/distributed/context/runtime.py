@@ -25,6 +25,7 @@ from meshwright.introspection.mixing.arithmetic import FlexCalls, PlaceMask, all
 from meshwright.introspection.mixing.interception import (
     AttentionCall,
     Handled,
+    Handler,
     SdpaCalls,
     handling,
     intercept_calls,
@@ -282,7 +283,7 @@ class ContextRuntime:
         return is_compared
 
 
-class OfCaller:
+class OfCaller(Handler):
     """The handler of one module's calls."""
 
     def __init__(self, runtime: ContextRuntime, caller: Caller):

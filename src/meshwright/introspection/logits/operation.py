@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.torch_private import schema_of, tree_leaves, tree_map_only, version_of
 from meshwright.introspection.calls import watching
+from meshwright.introspection.constructor import written
 from meshwright.introspection.logits.tape import (
     Beside,
     DeferredLogits,
@@ -80,14 +81,7 @@ class _Operation:
         self.deferred = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DeferredLogits)]
         self.first = self.deferred[0]
         self.tape = self.first.tape
-        given = dict(zip([declared.name for declared in self.schema.arguments], args, strict=False)) | kwargs
-        self.written = [
-            leaf
-            for declared in self.schema.arguments
-            if declared.alias_info is not None and declared.alias_info.is_write
-            for leaf in tree_leaves(given.get(declared.name))
-            if isinstance(leaf, Tensor)
-        ]
+        self.written = [leaf for leaf in written(operator, args, kwargs) if isinstance(leaf, Tensor)]
 
     def result(self) -> Any:
         if self.name in MADE_ANEW:
@@ -100,7 +94,14 @@ class _Operation:
         if any(not isinstance(value, DeferredLogits) for value in self.written):
             raise self.tape.refusal(f"the logits are written into another tensor{where()}")
         metas = self._on_meta()
-        why = self._obstacle()
+        groups = (self.tape.groups[value.place] for value in self.deferred)
+        why = next((self.tape.obstacles[group] for group in groups if group in self.tape.obstacles), "")
+        others = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+        trained = any(other.requires_grad for other in others if not isinstance(other, DeferredLogits))
+        if not why and torch.is_grad_enabled() and trained:
+            why = f"{self.name} with a tensor that is trained{where()}"
+        if not why and torch.Tag.nondeterministic_seeded in self.operator.tags:
+            why = f"{self.name}, which draws random numbers{where()}"
         if not why:
             made = self._carried(metas)
             if not isinstance(made, str):
@@ -175,17 +176,6 @@ class _Operation:
         return given
 
     # --- what can be carried
-
-    def _obstacle(self) -> str:
-        for value in self.deferred:
-            if (group := self.tape.groups[value.place]) in self.tape.obstacles:
-                return self.tape.obstacles[group]
-        others = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
-        if torch.is_grad_enabled() and any(o.requires_grad for o in others if not isinstance(o, DeferredLogits)):
-            return f"{self.name} with a tensor that is trained{where()}"
-        if torch.Tag.nondeterministic_seeded in self.operator.tags:
-            return f"{self.name}, which draws random numbers{where()}"
-        return ""
 
     def _carried(self, metas: Any) -> Any:
         """Note the operator and return what it gives, or say what it does that cannot be carried."""

@@ -24,7 +24,7 @@ from meshwright.core.torch_private import by_values, flex_operator, flex_score_i
 from meshwright.introspection.mixing.masks import MaskRule, rule_of
 from meshwright.introspection.mixing.values import Arithmetic
 
-from .interception import AsGiven, AttentionCall, SdpaCalls
+from .interception import AttentionCall, Handler, SdpaCalls
 from .masks import MaskFunction, causal, dense, everything
 
 # --- intercept calls of ``torch.nn.attention.flex_attention``, whose masks are functions of places
@@ -116,7 +116,7 @@ _stance = _Stance()
 @contextmanager
 def computing_flex() -> Iterator[None]:
     """Compute ``flex_attention`` in plain torch inside, with a backward on any device."""
-    with FlexCalls(AsGiven()):
+    with FlexCalls(Handler()):
         yield
 
 
@@ -267,9 +267,7 @@ def raise_unless(holds: Tensor, error: Exception) -> None:
 
 
 def allowed_of(
-    call: AttentionCall,
-    device: torch.device | None = None,
-    expect: Callable[[Tensor, Exception], None] = raise_unless,
+    call: AttentionCall, device: torch.device | None = None, expect: Callable[[Tensor, Exception], None] = raise_unless
 ) -> Tensor:
     """Return which keys a call's queries attend to: (rows or 1, heads or 1, queries, keys) bool.
 

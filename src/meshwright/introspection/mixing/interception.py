@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -70,25 +70,15 @@ class AttentionCall:
         return self.compute(self.query, self.key, self.value, self.mask, self.is_causal)
 
 
-class Handler(Protocol):
-    """Computes the calls of attention that are intercepted."""
+class Handler:
+    """Computes the calls of attention that are intercepted: as the model would, unless a subclass says otherwise."""
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Return (rows, heads, queries, features)."""
-        ...
-
-    def mask(self, function: MaskFunction, padding: Tensor | None, plain: Callable[[], Any]) -> Any:
-        """Return a mask by a rule of places; ``plain`` makes the one that the model would have."""
-        ...
-
-
-class AsGiven:
-    """A handler that computes every call as the model would."""
-
-    def attend(self, call: AttentionCall) -> Tensor:
         return call.as_given()
 
     def mask(self, function: MaskFunction, padding: Tensor | None, plain: Callable[[], Any]) -> Any:
+        """Return a mask by a rule of places; ``plain`` makes the one that the model would have."""
         return plain()
 
 
@@ -179,7 +169,15 @@ def intercept_transformers(model: nn.Module) -> str:
 
     base = name.removeprefix(PREFIX)
     AttentionInterface.register(PREFIX + base, functools.partial(_attention, base))
-    AttentionMaskInterface.register(PREFIX + base, functools.partial(_mask, base))
+
+    def mask(**given: Any) -> Any:
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+        plain = functools.partial(ALL_MASK_ATTENTION_FUNCTIONS[base], **given)
+        handler: Handler | None = getattr(_running, "handler", None)
+        return plain() if handler is None else handler.mask(given["mask_function"], given.get("attention_mask"), plain)
+
+    AttentionMaskInterface.register(PREFIX + base, mask)
     choose(PREFIX + base)  # warns, and changes nothing, for models that call no interface
     return base if attention_of(model) == PREFIX + base else ""
 
@@ -196,14 +194,6 @@ def not_intercepted(module: nn.Module, base: str) -> Iterator[None]:
     finally:
         for config in changed:
             name_attention(config, PREFIX + base)
-
-
-def _mask(base: str, **given: Any) -> Any:
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
-    plain = functools.partial(ALL_MASK_ATTENTION_FUNCTIONS[base], **given)
-    handler: Handler | None = getattr(_running, "handler", None)
-    return plain() if handler is None else handler.mask(given["mask_function"], given.get("attention_mask"), plain)
 
 
 def _attention(
@@ -251,7 +241,7 @@ def _attention(
 # --- find modules of transformers that compute with the masks of attention themselves, as sparse attention does
 
 
-class _MasksByPlaces:
+class _MasksByPlaces(Handler):
     """A handler whose masks are no tensors."""
 
     def mask(self, function: MaskFunction, padding: Tensor | None, plain: Callable[[], Any]) -> Any:

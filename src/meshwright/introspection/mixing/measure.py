@@ -25,9 +25,9 @@ from meshwright.introspection.small.sample import ids_of, samples_of
 
 from .arithmetic import FlexCalls, PlaceMask, allowed_of, arithmetic_of, computing_flex, far_rules
 from .interception import (
-    AsGiven,
     AttentionCall,
     Handled,
+    Handler,
     computing_modules,
     handling,
     intercept_transformers,
@@ -47,7 +47,7 @@ multiple of a number of ranks.
 """
 
 
-class Recorder(AsGiven):
+class Recorder(Handler):
     """A handler that computes every call as the model would, and notes the calls."""
 
     def __init__(self, *, computes: bool = True):

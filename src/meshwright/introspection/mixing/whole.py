@@ -28,20 +28,14 @@ from meshwright.core.calls import without_values
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean, is_within
 from meshwright.core.record import remember
-from meshwright.core.torch_private import (
-    EagerDispatchMode,
-    tensors_by_path,
-    tree_leaves,
-    tree_map,
-    tree_map_with_path,
-)
+from meshwright.core.torch_private import EagerDispatchMode, tensors_by_path, tree_leaves, tree_map, tree_map_with_path
 from meshwright.introspection.calls import watching
 from meshwright.introspection.constructor import written
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.copies import meta_copy_of
 from meshwright.introspection.structure.experts import find_stacks
 
-from .interception import AsGiven, AttentionCall, Handled, SdpaCalls, handling
+from .interception import AttentionCall, Handled, Handler, SdpaCalls, handling
 from .values import Mixer, MixerInput
 
 # --- watch the outputs of a model's modules while one token of a row changes
@@ -249,7 +243,7 @@ FAR = 100_003
 """Places that a position is moved on by, to see whether other tokens' outputs depend on how far the row goes."""
 
 
-class OwnTokens(AsGiven):
+class OwnTokens(Handler):
     """A handler of attention by which a token sees itself alone."""
 
     def attend(self, call: AttentionCall) -> Tensor:
@@ -378,7 +372,25 @@ def _mixer(model: nn.Module, watch: OneTokenWatch, path: str, why: str, masks: C
     ]
 
     def is_read(key: str) -> bool:
-        return masks is not None or not _is_unread(module, call, key)  # attention was kept out
+        """Return whether the values of a tensor among the arguments count, and not its shape alone."""
+        if masks is not None:
+            return True  # attention was kept out
+        keys = iter(call.given)
+
+        def other(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or next(keys) != key:
+                return leaf
+            if leaf.is_floating_point():
+                return without_values(leaf, leaf.shape)
+            return ~leaf if leaf.dtype is torch.bool else leaf + 1
+
+        args, kwargs = tree_map(other, (call.args, call.kwargs))
+        try:
+            with torch.no_grad():
+                found, expected = tensors_by_path(module.forward(*args, **kwargs)), tensors_by_path(call.output)
+        except Exception:  # noqa: BLE001  (a module that looks at the values)
+            return True
+        return any(key not in expected or not torch.equal(leaf, expected[key]) for key, leaf in found.items())
 
     pairs = tuple(dict.fromkeys([*filter(is_read, others), *(masks or ())]))
     if pairs and not _is_known(model, watch, path, pairs):
@@ -413,23 +425,3 @@ def _is_known(model: nn.Module, watch: OneTokenWatch, path: str, keys: tuple[str
         if not isinstance(leaf, Tensor) or leaf.is_meta or given is None or not torch.equal(leaf, given):
             return False
     return True
-
-
-def _is_unread(module: nn.Module, call: WatchedCall, key: str) -> bool:
-    """Return whether the values of a tensor among the arguments do not count; its shape may."""
-    keys = iter(call.given)
-
-    def other(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or next(keys) != key:
-            return leaf
-        if leaf.is_floating_point():
-            return without_values(leaf, leaf.shape)
-        return ~leaf if leaf.dtype is torch.bool else leaf + 1
-
-    args, kwargs = tree_map(other, (call.args, call.kwargs))
-    try:
-        with torch.no_grad():
-            found, expected = tensors_by_path(module.forward(*args, **kwargs)), tensors_by_path(call.output)
-    except Exception:  # noqa: BLE001  (a module that looks at the values)
-        return False
-    return all(key in expected and torch.equal(leaf, expected[key]) for key, leaf in found.items())
