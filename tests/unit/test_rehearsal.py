@@ -25,9 +25,9 @@ from meshwright.core.parts import FusedPart
 from meshwright.distributed.exchange import ranks as exchange
 from meshwright.distributed.exchange import threads
 from meshwright.distributed.tensor import ends, functions, layers, loss, normed, parallel
+from meshwright.introspection.deferred_logits import Tail
 from meshwright.introspection.facts import ModelFacts, model_facts
-from meshwright.introspection.logits.operation import Tail
-from meshwright.introspection.logits.tape import LogitsTape
+from meshwright.introspection.logits_tape import LogitsTape
 from meshwright.planning.tensor.plan import BlocksPlan, RegionPlan, TensorPlan
 
 ROUND_INSIDE = {

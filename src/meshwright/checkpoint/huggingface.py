@@ -30,9 +30,9 @@ from meshwright.distributed.process import agree
 from meshwright.distributed.weights.constructed import Destinations
 from meshwright.distributed.weights.shards import pieces
 from meshwright.distributed.weights.weights import Weights
-from meshwright.introspection.adapted.model import AdaptersRead, base_name, is_adapter, is_trained_copy, peft_name
-from meshwright.introspection.adapted.request import CONFIG as ADAPTER_CONFIG
-from meshwright.introspection.adapted.request import WEIGHTS as ADAPTER_WEIGHTS
+from meshwright.introspection.adapted_model import AdaptersRead, base_name, is_adapter, is_trained_copy, peft_name
+from meshwright.introspection.adapter_request import CONFIG as ADAPTER_CONFIG
+from meshwright.introspection.adapter_request import WEIGHTS as ADAPTER_WEIGHTS
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.module_kinds import names_to_ignore
 from meshwright.planning.techniques import Techniques

@@ -15,7 +15,7 @@ from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean, is_within, owner, pattern, under
 from meshwright.core.record import values_of
 from meshwright.core.torch_private import is_persistent
-from meshwright.introspection.adapted.request import Adapters
+from meshwright.introspection.adapter_request import Adapters
 from meshwright.introspection.blocks import Hints, attention_modules, repeated_blocks
 from meshwright.introspection.images import ImageArguments
 from meshwright.introspection.measurements import Measurements, measurements_of, stated

@@ -29,8 +29,8 @@ from meshwright.core.errors import (
 )
 from meshwright.core.files import inside, read_json
 from meshwright.core.record import recall, remember
-from meshwright.introspection.adapted.model import AdaptedModel, adapters_of, is_adapter, put_adapters
-from meshwright.introspection.adapted.request import Adapters, holds_adapters, merging_by_peft
+from meshwright.introspection.adapted_model import AdaptedModel, adapters_of, is_adapter, put_adapters
+from meshwright.introspection.adapter_request import Adapters, holds_adapters, merging_by_peft
 from meshwright.introspection.blocks import Hints, give
 from meshwright.introspection.constructor import NotRecordedError, built, on_meta, record, seeded
 from meshwright.introspection.module_kinds import ABOUT_THE_FILE, KERNEL_KEYS, brings_initialiser, has_model

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from meshwright.core.config import to_dict
 from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError
-from meshwright.introspection.adapted.request import CONFIG, AdapterFolder, holds_adapters
+from meshwright.introspection.adapter_request import CONFIG, AdapterFolder, holds_adapters
 
 from .run.occupancy import latest_checkpoint
 

@@ -15,7 +15,7 @@ from meshwright.core.config import from_dict, load_toml, unset
 from meshwright.core.config.ranges import ABOVE_0, BELOW_1, FROM_0, FROM_1, NOT_EMPTY, PATTERN, SEED, SHARE, Range
 from meshwright.core.devices import DEFAULT_BACKEND
 from meshwright.data.options import CurriculumStage, MixturePart, SourceOptions
-from meshwright.introspection.adapted.request import Adapters
+from meshwright.introspection.adapter_request import Adapters
 from meshwright.models.decoder_config import MoEConfig, RopeScaling
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import RunTechniques, Techniques

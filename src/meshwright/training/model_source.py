@@ -20,8 +20,8 @@ from meshwright.core.errors import ConfigError
 from meshwright.core.files import inside, read_object
 from meshwright.data import Tokenizer
 from meshwright.distributed.weights.weights import Weights
-from meshwright.introspection.adapted.model import AdaptedModel
-from meshwright.introspection.adapted.request import WEIGHTS
+from meshwright.introspection.adapted_model import AdaptedModel
+from meshwright.introspection.adapter_request import WEIGHTS
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.measurements import stated
 from meshwright.introspection.source import CONFIG, CausalLM, read_causal_lm, with_adapters

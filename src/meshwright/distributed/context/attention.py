@@ -30,10 +30,10 @@ from meshwright.core.torch_private import (
     version_of,
 )
 from meshwright.distributed.exchange.ranks import RankGroup
-from meshwright.introspection.mixing.arithmetic import scale_of
+from meshwright.introspection.mixing.arithmetic import Arithmetic, scale_of
 from meshwright.introspection.mixing.interception import AttentionCall, not_intercepted
 from meshwright.introspection.mixing.masks import KeyRanges, RowMask, TokenMask
-from meshwright.introspection.mixing.values import Arithmetic, Mixer, Mixing
+from meshwright.introspection.mixing.values import Mixer, Mixing
 from meshwright.introspection.structure.local_search import LocalArgument, counting_locally, share_of
 from meshwright.planning.context.plan import HeadTrade, Method, MixerPlan, is_divisible, key_in_arguments
 

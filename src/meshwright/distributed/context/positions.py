@@ -18,9 +18,16 @@ from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.record import wrap
 from meshwright.core.torch_private import has_no_values, uncompiled
 from meshwright.distributed.exchange.ranks import RankGroup
-from meshwright.introspection.logits.tape import model_line, shown
-from meshwright.introspection.mixing.lengths import ends_of_range, runs_of, scanned
-from meshwright.introspection.mixing.values import LengthUse, Mixing, in_words, value_of
+from meshwright.introspection.logits_tape import model_line, shown
+from meshwright.introspection.mixing.values import (
+    LengthUse,
+    Mixing,
+    ends_of_range,
+    in_words,
+    runs_of,
+    scanned,
+    value_of,
+)
 
 from .attention import RowsInUse, gather_tokens
 from .rows import PLACES, CutRows, kept_on, select

@@ -20,7 +20,7 @@ from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.distributed.exchange.threads import on_threads
 from meshwright.introspection.constructor import seeded
 from meshwright.introspection.facts import ModelFacts
-from meshwright.introspection.logits.tape import shown
+from meshwright.introspection.logits_tape import shown
 from meshwright.introspection.mixing.arithmetic import computing_flex
 from meshwright.introspection.mixing.decisions import Decisions, Line, Values, decides
 from meshwright.introspection.mixing.measure import LENGTHS, batches, refuse_other_masks

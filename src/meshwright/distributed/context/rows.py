@@ -38,7 +38,7 @@ from meshwright.introspection.mixing.masks import (
 from meshwright.introspection.mixing.whole import META, whole_arguments
 from meshwright.introspection.signature import SPELLINGS, TARGETS, Signature
 from meshwright.planning.context.documents import cut_documents
-from meshwright.planning.context.plan import ContextPlan, RowCut, Runs, cut_row
+from meshwright.planning.context.plan import ContextPlan, RowCut, cut_row
 
 # --- cut a microbatch's rows over the ranks of the context axis, and know where every token lies
 
@@ -259,21 +259,17 @@ def cut_rows(
     positions, documents = batch.get("positions"), batch.get("document_ids")
     segments = segments_of(positions) if by_positions and positions is not None else None
     parted = {"": None, "positions": segments, "ids": documents}[apart]
-    cuts = [cut_row(cut, length, ranks)] if parted is None else [_by_documents(row, ranks, cut) for row in parted]
+    cuts = [cut_row(cut, length, ranks)] if parted is None else []
+    for row in parted if parted is not None else ():  # as many tokens for each rank as of any other row
+        sizes = torch.unique_consecutive(row, return_counts=True)[1].tolist()
+        cuts.append(cut_row(cut, len(row), ranks) if len(sizes) == 1 else cut_documents(sizes, ranks))
     counts = tuple(sum(stop - start for start, stop in runs) for runs in cuts[0])
     places = torch.full((ranks, len(cuts), max(counts)), FILLER, dtype=torch.int64)
     for row, runs_of_ranks in enumerate(cuts):
         for number, runs in enumerate(runs_of_ranks):
             places[number, row, : counts[number]] = torch.cat([torch.arange(*run) for run in runs])
-    has_documents = parted is not None
-    where = (rank, length, places, counts, positions, segments, documents, batch.get(MASK), has_documents)
+    where = (rank, length, places, counts, positions, segments, documents, batch.get(MASK), parted is not None)
     return CutRows(*where, count=len(batch["tokens"]))
-
-
-def _by_documents(row: Tensor, ranks: int, cut: RowCut) -> tuple[Runs, ...]:
-    """Cut one row by its documents, (length,) numbers; as many tokens for each rank as of any other row."""
-    sizes = torch.unique_consecutive(row, return_counts=True)[1].tolist()
-    return cut_row(cut, len(row), ranks) if len(sizes) == 1 else cut_documents(sizes, ranks)
 
 
 class CutBatch(dict[str, Tensor]):

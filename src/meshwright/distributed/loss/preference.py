@@ -18,7 +18,7 @@ from meshwright.distributed.context.context_parallel import runtime_of
 from meshwright.distributed.exchange.ranks import RankGroup
 from meshwright.distributed.step.batch import Batch, labels_of
 from meshwright.distributed.tensor.loss import vocabulary_parallel_row_log_probs
-from meshwright.introspection.adapted.model import AdaptersRead, is_adapter
+from meshwright.introspection.adapted_model import AdaptersRead, is_adapter
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.signature import REFERENCE, logits_of
 from meshwright.planning.plan import Plan

@@ -32,7 +32,7 @@ from meshwright.introspection.images import OF_TOWER
 from meshwright.introspection.module_kinds import children_of
 from meshwright.introspection.signature import logits_of
 from meshwright.introspection.small.copies import copy_of
-from meshwright.introspection.stages import BlockFlow, read_outside
+from meshwright.introspection.structure.structure import BlockFlow, read_outside
 from meshwright.planning.pipeline.plan import PipelinePlan, StagePlan
 from meshwright.planning.pipeline.stages import facts_of_stage, plan_of_stage
 from meshwright.planning.plan import Plan

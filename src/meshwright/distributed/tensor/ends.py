@@ -16,8 +16,8 @@ from meshwright.distributed.float8.products import PLAIN
 from meshwright.distributed.recompute.kept import drawn_number, restore_streams, streams
 from meshwright.distributed.torch_private import as_no_view
 from meshwright.distributed.weights.shards import seed_of
-from meshwright.introspection.logits.operation import begin
-from meshwright.introspection.logits.tape import DeferredLogits, within
+from meshwright.introspection.deferred_logits import begin
+from meshwright.introspection.logits_tape import DeferredLogits, within
 from meshwright.introspection.signature import KEEPING, logits_of, with_logits
 
 from . import functions

@@ -38,7 +38,7 @@ from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import get_world_info, ranks_per_node
 from meshwright.distributed.quantize.nf4 import Rounded, pack, unpack
 from meshwright.distributed.torch_private import DTensorSpec, TensorMeta, local_part
-from meshwright.introspection.adapted.model import host_of_magnitude, is_adapter
+from meshwright.introspection.adapted_model import host_of_magnitude, is_adapter
 from meshwright.introspection.constructor import (
     STREAM_ELEMENTS,
     ConstructorSteps,

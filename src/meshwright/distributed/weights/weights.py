@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.core.errors import ConfigError
 from meshwright.core.names import clean
-from meshwright.introspection.adapted.model import base_name, host_of_magnitude, is_adapter
+from meshwright.introspection.adapted_model import base_name, host_of_magnitude, is_adapter
 
 from .constructed import Destinations, initialise_by_modules, write_constructed
 from .shards import apply_to_tensors, draw_rows, pieces

@@ -22,7 +22,6 @@ from torch import Tensor
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.torch_private import by_values, flex_operator, flex_score_is_plain, is_asked_by_flex
 from meshwright.introspection.mixing.masks import MaskRule, rule_of
-from meshwright.introspection.mixing.values import Arithmetic
 
 from .interception import AttentionCall, Handler, SdpaCalls
 from .masks import MaskFunction, causal, dense, everything
@@ -211,6 +210,21 @@ def far_rules(call: AttentionCall) -> list[MaskRule]:
 
 
 # --- find out how a call of attention computes, by comparing its output with formulas
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """The softmax of scaled products, and what is done beside it.
+
+    Attributes:
+        cap: name of the argument with the soft cap of scores (Gemma 2, arXiv 2408.00118); "": none.
+        sinks: name of the argument with one more score per head, whose share goes to no value (arXiv 2309.17453); "":
+            none.
+    """
+
+    cap: str = ""
+    sinks: str = ""
+
 
 BLOCKED = -1e4
 """Summands of scores below this block a key."""

@@ -18,7 +18,7 @@ from meshwright.core.record import remember
 from meshwright.core.torch_private import tensors_by_path
 from meshwright.introspection.calls import watching
 from meshwright.introspection.mixing.masks import MaskRule, rule_of
-from meshwright.introspection.mixing.values import Caller, Mixer, Mixing, Sizes
+from meshwright.introspection.mixing.values import Caller, Mixer, Mixing, Sizes, find_length_uses
 from meshwright.introspection.signature import Signature, logits_of
 from meshwright.introspection.small.copies import copy_of
 from meshwright.introspection.small.sample import ids_of, samples_of
@@ -33,7 +33,6 @@ from .interception import (
     intercept_transformers,
     sdpa_call,
 )
-from .lengths import find_length_uses
 from .masks import MaskFunction, TokenMask, dense, in_segments, segments_of
 from .whole import WithoutWeights, copy_without_values, find_mixers
 

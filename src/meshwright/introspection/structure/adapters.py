@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.names import is_within, owner
-from meshwright.introspection.adapted.model import host_of_magnitude
+from meshwright.introspection.adapted_model import host_of_magnitude
 from meshwright.introspection.calls import Call
 
 TOLERANCE = 1e-8

@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import owner
 from meshwright.introspection.facts import ModelFacts
-from meshwright.introspection.stages import Flow, flow_of
+from meshwright.introspection.structure.structure import Flow, flow_of
 from meshwright.planning.case import Case, Found
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import Techniques

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from meshwright.core.errors import ConfigError
 from meshwright.core.names import is_within, owner
-from meshwright.introspection.stages import BlockFlow
+from meshwright.introspection.structure.structure import BlockFlow
 from meshwright.planning.pipeline.schedules.simulate import PipelineSchedule
 
 from .schedules.orders import schedule_kind

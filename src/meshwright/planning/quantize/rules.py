@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean
-from meshwright.introspection.adapted.model import host_of_magnitude
+from meshwright.introspection.adapted_model import host_of_magnitude
 from meshwright.planning.case import Case, Found
 from meshwright.planning.tensor.rules import no_blocks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshwright.core.devices import CUDA
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean, is_within, pattern
-from meshwright.introspection.adapted.model import host_of_magnitude
+from meshwright.introspection.adapted_model import host_of_magnitude
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.structure.structure import legal_degrees
 from meshwright.planning.case import Case, Found

@@ -18,7 +18,7 @@ from meshwright.checkpoint.manifest import NAME, Manifest
 from meshwright.checkpoint.tensor_files import holds_weights
 from meshwright.core.errors import ConfigError, IntegrityError, UnsupportedError
 from meshwright.core.files import inside
-from meshwright.introspection.adapted.model import base_name, is_adapter, is_trained_copy
+from meshwright.introspection.adapted_model import base_name, is_adapter, is_trained_copy
 from meshwright.introspection.source import CONFIG, ModelOrigin, as_module, with_adapters
 from meshwright.training.model_source import KEPT, LEFT
 

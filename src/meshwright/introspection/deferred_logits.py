@@ -21,7 +21,7 @@ from meshwright.core.errors import UnsupportedError
 from meshwright.core.torch_private import schema_of, tree_leaves, tree_map_only, version_of
 from meshwright.introspection.calls import watching
 from meshwright.introspection.constructor import written
-from meshwright.introspection.logits.tape import (
+from meshwright.introspection.logits_tape import (
     Beside,
     DeferredLogits,
     Ids,

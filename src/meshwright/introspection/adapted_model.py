@@ -21,12 +21,11 @@ from torch import nn
 from meshwright.core.errors import ConfigError, MissingExtraError, UnsupportedError, nearest, quieten_torchao
 from meshwright.core.names import is_within, pattern
 from meshwright.core.record import recall, remember
+from meshwright.introspection.adapter_request import ALL_LINEAR, Adapters
 from meshwright.introspection.blocks import repeated_blocks
 from meshwright.introspection.module_kinds import tied_modules
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig
-
-from .request import ALL_LINEAR, Adapters
 
 # --- tell the names of an adapted model's parameters apart
 
