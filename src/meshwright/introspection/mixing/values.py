@@ -1,4 +1,4 @@
-"""Describe the calls by which a model's tokens see each other."""
+"""Describe the calls by which tokens see each other, and what a model's code does with the number of a row's tokens."""
 
 from __future__ import annotations
 
