@@ -113,26 +113,6 @@ def sum_floor(parts: Tensor, reference: Tensor) -> float:
 
 # --- describe findings
 
-STAGES = (
-    "batch",
-    "initial weight",
-    "initial buffer",
-    "forward",
-    "buffer",
-    "recomputed",
-    "products",
-    "loss",
-    "backward",
-    "gradient",
-    "norm",
-    "optimizer",
-    "parameter",
-    "random",
-    "alike",
-    "repeated",
-)
-"""Stages in the order in which a step computes them and a fault first shows; the last three are random numbers."""
-
 WORDS = {
     "batch": "the batch of step {step}",
     "initial weight": "the initial weight {name}",
@@ -145,13 +125,15 @@ WORDS = {
     "backward": "the gradient of {name}'s output (backward){later}",
     "gradient": "the gradient of the parameter {name}, after the backward{later}",
     "norm": "the gradient norm of step {step}",
-    "parameter": "the parameter {name} after step {step}",
     "optimizer": "the optimizer's {name} after step {step}",
+    "parameter": "the parameter {name} after step {step}",
     "random": "the random numbers in {name} (dropout)",
     "alike": "the random numbers in {name} (dropout)",
     "repeated": "the random numbers in {name} (dropout)",
 }
 """The place of a difference, by stage; ``later`` names the step where it is not the first."""
+STAGES = tuple(WORDS)
+"""Stages in the order in which a step computes them and a fault first shows; the last three are random numbers."""
 
 WHY = {
     "products": "fewer than in one process, so some are in high precision",

@@ -87,14 +87,8 @@ class Trace:
             tensors |= {f"{number}/{stage}": sketches.values.contiguous() for stage, sketches in step.sketches.items()}
             names = {stage: sketches.names for stage, sketches in step.sketches.items()}
             rows.append({"loss": step.loss, "norm": step.norm, "names": names})
-        header = {
-            "format": FORMAT,
-            "facts": self.facts,
-            "drawn_on": self.drawn_on,
-            "steps": rows,
-            "shapes": self.shapes,
-            "floors": self.floors,
-        }
+        kept = {"facts": self.facts, "drawn_on": self.drawn_on, "shapes": self.shapes, "floors": self.floors}
+        header = {"format": FORMAT, "steps": rows, **kept}
         with replacing(path) as beside:
             save_file(tensors, beside, {"trace": json.dumps(header)})
 

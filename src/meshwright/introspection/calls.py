@@ -18,8 +18,6 @@ def watching(
     modules: Iterable[tuple[str, nn.Module]],
     before: Callable[..., Any] | None = None,
     after: Callable[..., Any] | None = None,
-    *,
-    always: bool = False,
 ) -> Iterator[None]:
     """Call functions before and after the forwards of modules, inside the context.
 
@@ -27,7 +25,6 @@ def watching(
         modules: paths and modules, as ``named_modules`` yields them; functions are given clean paths.
         before: (path, module, args, kwargs) -> None.
         after: (path, module, args, kwargs, output) -> None, or what takes the output's place.
-        always: call ``after`` behind a forward that raises too.
     """
     with ExitStack() as stack:
         for path, module in modules:
@@ -35,8 +32,7 @@ def watching(
                 hook = module.register_forward_pre_hook(partial(before, clean(path)), with_kwargs=True)
                 stack.callback(hook.remove)
             if after is not None:
-                after_it = partial(after, clean(path))
-                hook = module.register_forward_hook(after_it, with_kwargs=True, always_call=always)
+                hook = module.register_forward_hook(partial(after, clean(path)), with_kwargs=True)
                 stack.callback(hook.remove)
         yield
 

@@ -103,7 +103,16 @@ def write_trace(config: Config, path: Path, steps: int, progress: Progress) -> T
         facts = traced_facts(config, run_identity(config, model, tokenizer, feed), master, steps)
         trace = Trace(facts, "cpu", recorder.initial, [recorded.step for recorded in reference], recorder.shapes)
         for dtype in COMPUTED[master]:
-            draws = [_floors(recorder.record(dtype, draw), reference) for draw in range(1, DRAWS + 1)]
+            draws = []  # the distance between two runs, by step, stage and name
+            for draw in range(1, DRAWS + 1):
+                draws.append([])
+                for mine, theirs in zip(recorder.record(dtype, draw), reference, strict=True):
+                    here: dict[str, dict[str, float]] = {}
+                    for stage, rows in theirs.step.sketches.items():
+                        here[stage] = relative_errors(mine.step.sketches[stage].by_name(), rows.by_name())
+                    here["loss"] = {"": sum_floor(mine.loss_parts, theirs.loss_parts)}
+                    here["norm"] = {"": sum_floor(mine.norm_parts, theirs.norm_parts)}
+                    draws[-1].append(here)
             floors = [farthest(same_step) for same_step in zip(*draws, strict=True)]
             # one element of every parameter may have gone the other way: AdamW's update of an element is about the
             # learning rate whatever its gradient's size, and where that is smaller than what the dtype rounds away,
@@ -205,19 +214,6 @@ def rows_per_forward(config: Config) -> int:
     layout, batch = config.layout, config.batch
     ranks = shares_of(layout).data_ranks if layout.is_resolved else 1
     return batch.microbatch or max(1, batch.global_batch // ranks)
-
-
-def _floors(found: list[_Recorded], reference: list[_Recorded]) -> list[dict[str, dict[str, float]]]:
-    """Measure the distance between two runs, by step, stage and name."""
-    floors = []
-    for mine, theirs in zip(found, reference, strict=True):
-        here: dict[str, dict[str, float]] = {}
-        for stage, rows in theirs.step.sketches.items():
-            here[stage] = relative_errors(mine.step.sketches[stage].by_name(), rows.by_name())
-        here["loss"] = {"": sum_floor(mine.loss_parts, theirs.loss_parts)}
-        here["norm"] = {"": sum_floor(mine.norm_parts, theirs.norm_parts)}
-        floors.append(here)
-    return floors
 
 
 def summary(trace: Trace, path: Path) -> str:

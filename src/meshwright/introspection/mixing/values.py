@@ -25,21 +25,9 @@ from meshwright.introspection.small.copies import meta_copy_of
 LENGTH = "tokens of a row"
 Expression = Any
 """``LENGTH``, a number, or (sign, left, right) of two expressions."""
-_SIGNS: dict[str, Callable[[Any, Any], Any]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "//": operator.floordiv,
-    "%": operator.mod,
-    "/": operator.truediv,
-    "**": operator.pow,
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-    "==": operator.eq,
-    "!=": operator.ne,
-}
+_COMPUTING = {"add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%", "truediv": "/", "pow": "**"}
+_COMPARING = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+_SIGNS = {sign: getattr(operator, word) for word, sign in (_COMPUTING | _COMPARING).items()}
 
 
 def value_of(expression: Expression, length: int) -> Any:
@@ -279,8 +267,6 @@ def _operating(sign: str, *, reflected: bool = False, compares: bool = False) ->
     return operate
 
 
-_COMPUTING = {"add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%", "truediv": "/", "pow": "**"}
-_COMPARING = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 for _kind in (Length, Share):
     for _word, _sign in _COMPUTING.items():
         setattr(_kind, f"__{_word}__", _operating(_sign))

@@ -340,20 +340,8 @@ def _region(
     shared += tuple(f"{pair[path == consumer]}.weight" for path, pair in _pairs(adapted))
     if consumer in probe.adapted and probe.module(consumer)._parameters.get("bias") is not None:
         shared += (f"{consumer}.bias",)
-    return Region(
-        kind,
-        container,
-        tuple(linears),
-        consumer,
-        len(fine),
-        (*cuts, *others),
-        shared,
-        tuple(through),
-        tuple(roles),
-        adapted,
-        latent,
-        fed,
-    )
+    fine_cuts, found = (*cuts, *others), (tuple(through), tuple(roles), adapted, latent, fed)
+    return Region(kind, container, tuple(linears), consumer, len(fine), fine_cuts, shared, *found)
 
 
 def _role(probe: Probe, producer: str, reach: Reach, consumer: str, held: list[str], kind: str) -> str:

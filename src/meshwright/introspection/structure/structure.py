@@ -299,10 +299,10 @@ def _before(sample: Sample, hidden: int | str) -> list[str]:
     return found
 
 
-def legal_degrees(structure: Structure, most: int = 64) -> list[int]:
+def legal_degrees(structure: Structure) -> list[int]:
     """List the sizes of the tensor axis by which every region can be sharded."""
     regions = [region for kind in structure.kinds for region in kind.regions]
-    return [ranks for ranks in range(1, most + 1) if all(region.fits(ranks) for region in regions)]
+    return [ranks for ranks in range(1, 65) if all(region.fits(ranks) for region in regions)]
 
 
 @dataclass(frozen=True)

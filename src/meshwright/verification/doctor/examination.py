@@ -160,7 +160,6 @@ def _reinstall(package: str, answer: Answer | None = None) -> str:
 
 # --- run the examination
 
-LIMIT_S = 55.0
 RESERVE_S = 3.0
 """Seconds that are left for the report when trials are given up."""
 BOOT = (
