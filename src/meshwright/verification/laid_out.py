@@ -368,7 +368,8 @@ class Theirs(LaidOut):
         return sum(losses) / len(losses)
 
     def step(self, optimizer: torch.optim.Optimizer) -> float:
-        for parameter in self.model.parameters():
+        parameters: Any = self.model.parameters()
+        for parameter in parameters:
             if any(place.is_partial() for place in getattr(parameter.grad, "placements", ())):
                 parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
         norm = float(clip_grad_norm_(self.model, self.problem.max_norm or float("inf")))

@@ -363,7 +363,7 @@ def _measured(sample: Sample, tokens: str) -> RouterLoss | None:
         fitting = set()
         for one in tried if are_known and len({layer.shape[-1] for layer in logits}) == 1 else ():
             chosen, probabilities = one.terms(logits, real)
-            count = len(logits) * (logits[0].flatten(0, -2).shape[0] if real is None else int(real.sum()))
+            count = sum(layer.shape[:-1].numel() if real is None else int(real.sum()) for layer in logits)
             found = one.experts * (chosen * probabilities).sum().item() / count**2
             if abs(found - added) <= LARGEST_LOSS_ERROR * max(size, abs(added)):
                 fitting.add(one)
