@@ -305,11 +305,11 @@ def counted(batch: Batch, images: ImageArguments | None) -> Batch:
             )
         counts = (pixels != 0).flatten(2).any(-1).sum(1).cpu()
         if IMAGES_PER_ROW in batch:
-            given = _given(batch, int(batch[IMAGES_PER_ROW].sum()))
-            if (off := (given != counts).nonzero().flatten()).numel():
+            told = _given(batch, int(batch[IMAGES_PER_ROW].sum()))
+            if (off := (told != counts).nonzero().flatten()).numel():
                 row = int(off[0])
                 raise ConfigError(
-                    f"row {row}: batch['{IMAGES_PER_ROW}'] says {int(given[row])} images, and {int(counts[row])} of"
+                    f"row {row}: batch['{IMAGES_PER_ROW}'] says {int(told[row])} images, and {int(counts[row])} of"
                     f" batch['{PIXELS}'][{row}] are not all zeros, which is how the model tells images from filling"
                 )
     else:

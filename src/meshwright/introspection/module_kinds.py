@@ -145,7 +145,7 @@ def own_tensor_plan(model: nn.Module) -> dict[str, str]:
     kept = {key: style for key, style in found.items() if selected(key, names)}
     tied: dict[str, str] = {}
     for paths in tied_modules(model):
-        for path in paths if any(path in kept for path in paths) else ():
+        for path in (path for path in paths if path not in kept and any(other in kept for other in paths)):
             is_embedding = isinstance(model.get_submodule(path), nn.Embedding)
             tied[path] = "embedding_rowwise" if is_embedding else "colwise_gather_output"
-    return tied | kept
+    return kept | tied
