@@ -65,10 +65,9 @@ def torch_findings(ask: Ask) -> Iterator[Finding]:
         text = f"metadata of torch {meant} lie first on the path, and {build['version']} in {build['folder']} is used"
         yield Finding(TORCH, "version", FAILURE, text, _reinstall("torch"), {"metadata": meant})
     answer = ask("devices")
-    found = _found(answer)
     if (trouble := _trouble(answer)) is not None:
         yield Finding(TORCH, "devices", FAILURE, trouble)
-    elif found["unusable"]:
+    elif (found := _found(answer))["unusable"]:
         text = f"torch cannot use the GPUs of this host: {found['unusable']}"
         remedy = "update the NVIDIA driver, or install a build for it (pytorch.org/get-started)"
         yield Finding(TORCH, "devices", FAILURE, text, remedy, found)
