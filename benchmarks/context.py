@@ -30,6 +30,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from meshwright.introspection.mixing.arithmetic import Arithmetic
+
 GOAL_TIME, GOAL_GIB, GOAL_WORK = 1.05, 8.0, 1.03
 
 
@@ -184,9 +186,7 @@ def held(tokens: int, ranks: int, kind: str) -> int:
     from meshwright.distributed.context.rows import Reaches, cut_rows
     from meshwright.distributed.exchange import Thread, on_threads
     from meshwright.introspection.mixing.interception import AttentionCall
-    from meshwright.introspection.mixing.masks import causal
-    from meshwright.introspection.mixing.reach import RowMask
-    from meshwright.introspection.mixing.values import Arithmetic
+    from meshwright.introspection.mixing.masks import RowMask, causal
     from meshwright.planning.context.plan import Method
 
     def job(group: Thread) -> int:

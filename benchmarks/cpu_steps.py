@@ -157,7 +157,7 @@ def run_steps(drawn: Drawn) -> Ran:
     from meshwright.distributed.parallelize import parallelize
     from meshwright.introspection.facts import model_facts
     from meshwright.introspection.source import as_module
-    from meshwright.models.moe import Router
+    from meshwright.models.layers import Router
     from meshwright.planning.build import plan
 
     facts = model_facts(as_module(MODELS[drawn.model]))

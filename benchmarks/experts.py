@@ -18,8 +18,8 @@ from unittest.mock import patch
 
 import torch
 
-from meshwright.models import moe
-from meshwright.models.moe import Experts
+from meshwright.models import layers
+from meshwright.models.layers import Experts
 
 EXPERTS, TOP_K = 16, 2
 
@@ -49,7 +49,7 @@ def main() -> int:
         return time.process_time() - begun, [out.detach(), *gradients]
 
     def in_a_loop() -> tuple[float, list[torch.Tensor]]:
-        with patch.object(moe, "is_grouped", lambda *_: False):
+        with patch.object(layers, "is_grouped", lambda *_: False):
             return once()
 
     once(), in_a_loop()

@@ -170,7 +170,7 @@ def compare(drawn: Drawn) -> tuple[int, RankMemory, RankMemory, str]:
     from meshwright.distributed.parallelize import parallelize
     from meshwright.introspection.facts import model_facts
     from meshwright.introspection.source import as_module
-    from meshwright.models.moe import Router
+    from meshwright.models.layers import Router
     from meshwright.planning.build import plan
 
     source = made(drawn.model)

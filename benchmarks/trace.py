@@ -55,7 +55,7 @@ def config_of(dim: int, rows: int, folder: Path) -> Config:
 
 def written(config: Config, path: str, steps: int) -> None:
     from meshwright.training.views.telling import build_progress
-    from meshwright.verification.trace_writer import write_trace
+    from meshwright.verification.of_config import write_trace
 
     with build_progress(is_main=False) as progress:
         write_trace(config, Path(path), steps, progress)

@@ -67,7 +67,7 @@ def _error(
     name: str, dtype: str, device: str, length: int, features: tuple[int, int], groups: tuple[int, int]
 ) -> float:
     from meshwright.distributed.context.kernels import KeysAtHand, Scores, attention, fused_kernel
-    from meshwright.introspection.mixing.reach import KeyRanges
+    from meshwright.introspection.mixing.masks import KeyRanges
 
     sizes = ((groups[0], features[0]), (groups[1], features[0]), (groups[1], features[1]))  # queries, keys, values
     generator = torch.Generator().manual_seed(0)

@@ -32,8 +32,8 @@ from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
-from meshwright.verification.aspects.routes import refuse_unseen
 from meshwright.verification.problem import Problem
+from meshwright.verification.routes import refuse_unseen
 from meshwright.verification.verify import verify
 
 

@@ -20,8 +20,7 @@ from meshwright.planning.layout import Layout, data_layouts
 from meshwright.planning.pipeline.orders import KINDS
 from meshwright.planning.values import Batch
 from meshwright.verification.problem import Problem, RandomBatches
-from meshwright.verification.report import Report
-from meshwright.verification.verify import verify
+from meshwright.verification.verify import Report, verify
 
 WORLDS = (2, 4, 8)
 EVERY_WAY = 4

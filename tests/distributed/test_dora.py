@@ -20,7 +20,7 @@ from meshwright.checkpoint import load, pretrained, save
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.weights import constructed
-from meshwright.introspection.constructor.recording import built
+from meshwright.introspection.constructor import built
 from meshwright.introspection.source import with_adapters
 from meshwright.models.decoder_config import SIZES
 from meshwright.planning.build import plan

@@ -41,7 +41,7 @@ from meshwright.introspection.source import CausalLM
 from meshwright.introspection.structure.experts import Stack
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
-from meshwright.models.moe import Router
+from meshwright.models.layers import Router
 from meshwright.planning.layout import Layout
 from meshwright.planning.values import Batch
 from meshwright.verification.problem import RandomBatches

@@ -32,7 +32,7 @@ from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import CausalLM, as_module
 from meshwright.models.decoder_config import SIZES, DecoderConfig, MoEConfig
-from meshwright.models.moe import Router
+from meshwright.models.layers import Router
 from meshwright.planning.build import plan
 from meshwright.planning.memory import MemoryEstimate, MemoryUse, RankMemory, bytes_of_states, plan_memory
 from meshwright.planning.plan import Plan

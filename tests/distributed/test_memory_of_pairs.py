@@ -49,7 +49,7 @@ def foreseen(name: str, *, pairs: bool = True):
     keys = ("tokens", "labels", "positions", *(("document_ids",) if "adapters" not in name else ()))
     request = CASES[name][2].get("adapters")
     if request is not None:
-        from meshwright.introspection.adapted.request import Adapters
+        from meshwright.introspection.adapter_request import Adapters
 
         model = with_adapters(model, Adapters(**request))
     estimate = estimate_memory(model_facts(as_module(model)), planned, replace(batch, pairs=pairs), keys=keys)

@@ -24,7 +24,7 @@ from meshwright.distributed.recompute import kept, recompute
 from meshwright.distributed.recompute import recompute as host_activations
 from meshwright.distributed.transforms import apply_model_transforms
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
-from meshwright.models.moe import Router, is_recomputing
+from meshwright.models.layers import Router, is_recomputing
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
 from meshwright.planning.pipeline.stages import pipeline_collectives

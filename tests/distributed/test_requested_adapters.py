@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from meshwright.checkpoint import load, pretrained, save
 from meshwright.core.errors import ConfigError
 from meshwright.distributed.parallelize import parallelize
-from meshwright.introspection.adapted.request import Adapters
-from meshwright.introspection.constructor.recording import built
+from meshwright.introspection.adapter_request import Adapters
+from meshwright.introspection.constructor import built
 from meshwright.introspection.source import CausalLM, with_adapters
 from meshwright.models.decoder_config import SIZES
 from meshwright.planning.build import plan

@@ -18,7 +18,7 @@ from support.families import save_tokenizer, saved, some_tokens
 
 from meshwright.cli.arguments import open_model
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.introspection.adapted.folder import AdapterFolder
+from meshwright.introspection.adapter_request import AdapterFolder
 
 ROWS, SEQ = 8, 32
 

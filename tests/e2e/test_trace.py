@@ -21,7 +21,7 @@ from meshwright.distributed import parallelize
 from meshwright.training import build, trainer
 from meshwright.training.config import Config
 from meshwright.training.views.telling import build_progress
-from meshwright.verification.trace_writer import write_trace
+from meshwright.verification.of_config import write_trace
 
 CONFIG = {"schedule.warmup_steps": 2, "optimizer.max_norm": 0.3, "model.tied_embeddings": True}
 DDP, FSDP, HSDP = ({"layout.dp_replicate": r, "layout.dp_shard": s} for r, s in ((2, 1), (1, 2), (2, 2)))

@@ -133,7 +133,7 @@ def job_trace(folder, compute):
     from meshwright.training.config import Config
     from meshwright.training.trainer import Trainer
     from meshwright.training.views.telling import build_progress
-    from meshwright.verification.trace_writer import write_trace
+    from meshwright.verification.of_config import write_trace
 
     path = Path(folder) / f"{compute}.trace"
     text = Path(folder) / "text.txt"
@@ -173,7 +173,7 @@ def test_the_history_of_memory_is_written(tmp_path):
 @pytest.mark.parametrize("key_heads", [2, 4])
 def test_a_fused_kernel_gives_what_blocks_do(name, dtype, key_heads):
     from meshwright.distributed.context.kernels import KeysAtHand, Scores, attention, fused_kernel
-    from meshwright.introspection.mixing.reach import KeyRanges
+    from meshwright.introspection.mixing.masks import KeyRanges
 
     def attended(given, reach):
         output, logarithm = attention(*given, KeysAtHand(reach), Scores(0.125))

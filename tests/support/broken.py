@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 from meshwright.planning.layout import Layout
-from meshwright.verification.aspects.sight import Drawn, draws
-from meshwright.verification.outcome import Outcome, candidate
+from meshwright.verification.outcome import Outcome, Seen, candidate
 from meshwright.verification.problem import Problem
+from meshwright.verification.sight import draws
 
 from . import faults, mutants
 
@@ -25,6 +25,6 @@ def outcome(name: str, problem: Problem, layout: Layout) -> Outcome:
         return candidate(problem, layout)
 
 
-def drawn(name: str, problem: Problem, layout: Layout) -> list[Drawn]:
+def drawn(name: str, problem: Problem, layout: Layout) -> list[Seen]:
     with fault(name):
         return draws(problem, layout)

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from meshwright.introspection.facts import ModelFacts, model_facts
-from meshwright.introspection.structure import Measured
+from meshwright.introspection.structure.structure import Measured
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
 from meshwright.planning.tensor.plan import TensorPlan

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.models.moe import Router
+from meshwright.models.layers import Router
 
 from .problems import SEED, Problem, Way, everybodys, frozen, make_optimizer, pieces
 

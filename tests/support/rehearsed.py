@@ -19,7 +19,7 @@ from meshwright.distributed.pipeline.run import Mail
 from meshwright.distributed.process.absent_peers import Message, Operator, OperatorRecorder
 from meshwright.distributed.process.world import get_world_info
 from meshwright.distributed.setup import destroy_distributed
-from meshwright.models.moe import Router
+from meshwright.models.layers import Router
 from meshwright.planning.rank_kinds import kinds_of_ranks
 from meshwright.training.build import Run, batch_of
 from meshwright.training.config import Config

@@ -31,8 +31,8 @@ from meshwright.distributed.tensor.parallel import rehearse
 from meshwright.introspection.premises.premises import Premises, play
 from meshwright.introspection.small.sample import Sample
 from meshwright.introspection.stages import Branch
-from meshwright.introspection.structure import Measured, measured
 from meshwright.introspection.structure.experts import Stack, measure_stacks
+from meshwright.introspection.structure.structure import Measured, measured
 from meshwright.planning.pipeline.plan import PipelinePlan
 from meshwright.planning.tensor.plan import TensorPlan
 
@@ -90,7 +90,7 @@ class Store:
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves out what a call was given to compute meanwhile (models/moe): it was computed."""
+    """Leaves out what a call was given to compute meanwhile (models/layers): it was computed."""
 
     def reducer_override(self, obj: Any) -> Any:
         return (type(None), ()) if isinstance(obj, functools._lru_cache_wrapper) else NotImplemented

@@ -19,7 +19,7 @@ from meshwright.core.config import field_doc, from_dict, load_toml, parse_flags,
 from meshwright.core.config.schema import field_types, is_section, row_of, union_arms
 from meshwright.core.config.toml import line_index
 from meshwright.core.errors import ConfigError
-from meshwright.introspection.adapted.request import Adapters
+from meshwright.introspection.adapter_request import Adapters
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import RunTechniques
 from meshwright.training.config import Config

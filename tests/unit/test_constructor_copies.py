@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.core.torch_private import fake_mode
-from meshwright.introspection.constructor.recording import Values, built, pass_over, record, seeded
+from meshwright.introspection.constructor import Values, built, pass_over, record, seeded
 
 
 class WithCopies(nn.Module):

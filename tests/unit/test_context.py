@@ -38,9 +38,9 @@ from meshwright.distributed.context.proof import (
 from meshwright.distributed.context.rows import CutRows, Numbers, cut_batch, cut_rows
 from meshwright.distributed.loss import first_batch
 from meshwright.introspection.facts import model_facts
-from meshwright.introspection.mixing import masks, values
+from meshwright.introspection.mixing import masks
+from meshwright.introspection.mixing.masks import RowMask
 from meshwright.introspection.mixing.measure import measure_mixing, small_copy
-from meshwright.introspection.mixing.reach import RowMask
 from meshwright.introspection.mixing.values import Sizes
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import SIZES, DecoderConfig, MoEConfig
@@ -237,7 +237,7 @@ def local_queries(patch):
 
 def window_off_by_one(patch):
     correct = masks.shorter_than
-    patch.setattr(values, "shorter_than", lambda function, window: correct(function, window + 1))
+    patch.setattr(masks, "shorter_than", lambda function, window: correct(function, window + 1))
 
 
 def other_ranks_order(patch):

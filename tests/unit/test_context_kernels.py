@@ -15,9 +15,10 @@ from meshwright.core.torch_private import fake_mode
 from meshwright.distributed.context import kernels as kernels
 from meshwright.distributed.context.kernels import FUSED, Fused, KeysAtHand, Scores, attention, fused_kernel
 from meshwright.introspection.cluster import Cluster
+from meshwright.introspection.mixing.arithmetic import Arithmetic
 from meshwright.introspection.mixing.masks import causal as causal_places
-from meshwright.introspection.mixing.reach import search
-from meshwright.introspection.mixing.values import Arithmetic, Sizes
+from meshwright.introspection.mixing.masks import search
+from meshwright.introspection.mixing.values import Sizes
 from meshwright.planning.context.kernels import (
     BLOCKS,
     CPU_FLASH,

@@ -20,10 +20,10 @@ from meshwright.distributed.context.rows import CutRows, Reaches, cut_rows, sele
 from meshwright.distributed.exchange import Thread, on_threads
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.mixing import masks
-from meshwright.introspection.mixing.arithmetic import formula
+from meshwright.introspection.mixing.arithmetic import Arithmetic, formula
 from meshwright.introspection.mixing.interception import AttentionCall
-from meshwright.introspection.mixing.reach import KeyRanges, RowMask, fingerprint, is_reach, rule_of, search
-from meshwright.introspection.mixing.values import Arithmetic, Caller, MaskRule, Sizes
+from meshwright.introspection.mixing.masks import KeyRanges, MaskRule, RowMask, fingerprint, is_reach, rule_of, search
+from meshwright.introspection.mixing.values import Caller, Sizes
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.context.plan import KINDS, Method, choose, cut_row, fetched_tokens, given
 

@@ -12,10 +12,9 @@ from meshwright.distributed.context import kernels, methods
 from meshwright.distributed.context.methods import Context, attend
 from meshwright.distributed.context.rows import Reaches, cut_rows
 from meshwright.distributed.exchange import Thread, on_threads
+from meshwright.introspection.mixing.arithmetic import Arithmetic
 from meshwright.introspection.mixing.interception import AttentionCall
-from meshwright.introspection.mixing.masks import causal, shorter_than
-from meshwright.introspection.mixing.reach import RowMask
-from meshwright.introspection.mixing.values import Arithmetic
+from meshwright.introspection.mixing.masks import RowMask, causal, shorter_than
 from meshwright.planning.context.plan import Kind, Method
 
 

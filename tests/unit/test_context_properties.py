@@ -17,8 +17,15 @@ from meshwright.distributed.context.methods import Halo, Members, shares_of_head
 from meshwright.distributed.context.rows import FILLER, CutRows, cut_batch, cut_rows, select
 from meshwright.distributed.exchange import Board, Thread
 from meshwright.introspection.mixing import reach as reaches
-from meshwright.introspection.mixing.masks import causal, everything, in_chunks, shorter_than
-from meshwright.introspection.mixing.reach import KeyRanges, RowMask, search
+from meshwright.introspection.mixing.masks import (
+    KeyRanges,
+    RowMask,
+    causal,
+    everything,
+    in_chunks,
+    search,
+    shorter_than,
+)
 
 ROWS = 3
 FEW = settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.generate], report_multiple_bugs=False)

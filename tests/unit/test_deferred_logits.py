@@ -9,8 +9,8 @@ from support.tails import CARRIED, OVER_THE_VOCABULARY, REFUSED, ROWS, SEQ, Tail
 from support.users import VOCABULARY
 
 from meshwright import UnsupportedError
-from meshwright.introspection.logits.operation import begin
-from meshwright.introspection.logits.tape import within
+from meshwright.introspection.deferred_logits import begin
+from meshwright.introspection.logits_tape import within
 
 EXACT = 1e-12
 TOKENS = ROWS * SEQ

@@ -22,9 +22,7 @@ from meshwright.core import host as versions
 from meshwright.core.errors import ConfigError, MissingExtraError, UnsupportedError
 from meshwright.distributed import setup
 from meshwright.distributed.process import world
-from meshwright.verification.doctor import host
-from meshwright.verification.doctor import host as graphics
-from meshwright.verification.doctor import host as libraries
+from meshwright.verification.doctor import findings as host
 from meshwright.verification.doctor.examination import EQUAL, judged
 from meshwright.verification.doctor.findings import (
     FAILURE,
@@ -61,17 +59,17 @@ def by_name(findings) -> dict[str, Finding]:
     ],
 )
 def test_versions_stand_beside_the_tested_ones(package, here, status, words, monkeypatch):
-    monkeypatch.setattr(libraries, "installed", lambda name: here if name == package else metadata.version("torch"))
-    monkeypatch.setattr(libraries, "TESTED", {package: versions.TESTED[package]})
-    monkeypatch.setattr(libraries, "_missing_dependencies", lambda: ())
-    found = by_name(libraries.version_findings())[package]
+    monkeypatch.setattr(host, "installed", lambda name: here if name == package else metadata.version("torch"))
+    monkeypatch.setattr(host, "TESTED", {package: versions.TESTED[package]})
+    monkeypatch.setattr(host, "_missing_dependencies", lambda: ())
+    found = by_name(host.version_findings())[package]
     assert found.status == status and words in found.text and found.figures["version"] == here
     assert (f"{package}>={versions.TESTED[package].oldest}" in found.remedy) == (status == FAILURE)
 
 
 def test_python_has_no_command_that_renews_it(monkeypatch):
-    monkeypatch.setattr(libraries, "installed", lambda name: "3.14.0")
-    found = by_name(libraries.version_findings())["python"]
+    monkeypatch.setattr(host, "installed", lambda name: "3.14.0")
+    found = by_name(host.version_findings())["python"]
     assert (found.status, found.remedy) == (WARNING, "")
 
 
@@ -92,14 +90,14 @@ def with_metadata(folder: Path, version: str) -> Path:
 
 def test_a_second_torch_is_found_with_both_folders(tmp_path, monkeypatch):
     first, second = copy_of_torch(tmp_path / "a", "2.12.0"), copy_of_torch(tmp_path / "b", "2.13.0")
-    assert list(libraries.second_torch([str(first), str(first)])) == []
-    (found,) = libraries.second_torch([str(first), str(second)])
+    assert list(host.second_torch([str(first), str(first)])) == []
+    (found,) = host.second_torch([str(first), str(second)])
     assert found.status == FAILURE and str(first / "torch") in found.text and str(second / "torch") in found.text
     assert "uninstall" in found.remedy and "then" in found.remedy
     monkeypatch.setenv("PYTHONPATH", str(first))
-    (found,) = libraries.second_torch([str(first), str(second)])
+    (found,) = host.second_torch([str(first), str(second)])
     assert found.remedy == "unset PYTHONPATH"
-    (found,) = libraries.second_torch([str(with_metadata(first, "2.11.0"))])  # one over the other
+    (found,) = host.second_torch([str(with_metadata(first, "2.11.0"))])  # one over the other
     assert "2.11.0" in found.text and "2.12.0" in found.text
 
 
@@ -195,8 +193,8 @@ TOPOLOGY = (
 
 
 def test_links_are_read_as_nvidia_smi_prints_them():
-    assert graphics.links_of(TOPOLOGY) == {(0, 1): "NV18", (0, 2): "SYS", (1, 2): "PIX"}
-    assert graphics.links_of("") == {}
+    assert host.links_of(TOPOLOGY) == {(0, 1): "NV18", (0, 2): "SYS", (1, 2): "PIX"}
+    assert host.links_of("") == {}
 
 
 # --- verdicts

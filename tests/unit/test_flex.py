@@ -17,10 +17,10 @@ from meshwright.distributed.context import rows as reaches
 from meshwright.distributed.context.proof import LARGEST_ERROR, prove, rehearse, rehearsed
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.mixing import arithmetic
-from meshwright.introspection.mixing.arithmetic import PlaceMask, computing_flex, formula, replaced
+from meshwright.introspection.mixing.arithmetic import Arithmetic, PlaceMask, computing_flex, formula
 from meshwright.introspection.mixing.interception import AttentionCall
+from meshwright.introspection.mixing.masks import replaced
 from meshwright.introspection.mixing.measure import measure_mixing, small_copy
-from meshwright.introspection.mixing.values import Arithmetic
 from meshwright.planning.context.plan import ContextPlan, plan_methods
 
 
@@ -175,7 +175,7 @@ def test_a_soft_cap_is_recognised():
 
 
 def calls_of(attend: Callable[[Tensor], Tensor]) -> list[AttentionCall]:
-    class Noting(arithmetic._AsGiven):
+    class Noting(arithmetic.Handler):
         def attend(self, call: AttentionCall) -> Tensor:
             noted.append(call)
             return call.as_given()

@@ -23,8 +23,8 @@ from meshwright.planning.plan import Plan as MadePlan
 from meshwright.planning.values import Batch
 from meshwright.training.build import open_trace
 from meshwright.training.config import Config
-from meshwright.verification.aspects.routes import refuse_unseen
 from meshwright.verification.problem import Problem, RandomBatches
+from meshwright.verification.routes import refuse_unseen
 
 DENSE = DecoderConfig(61, 32, 2, n_heads=4, n_kv_heads=2, hidden_dim=48, max_seq_len=20)
 SPARSE = replace(DENSE, moe=MoEConfig(n_experts=16, hidden_dim=16, n_shared=1))

@@ -39,7 +39,7 @@ from meshwright.models.decoder_config import SIZES, MoEConfig
 from meshwright.planning.rules import check_data
 from meshwright.planning.techniques import Precision
 from meshwright.training.recording import check_recordings
-from meshwright.verification.subject import check_size
+from meshwright.verification.of_config import check_size
 
 DEBUG = SIZES["debug"]
 ONE, H100 = Layout(dp_shard=1), Cluster(2, gpu="h100")

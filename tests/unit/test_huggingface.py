@@ -18,7 +18,7 @@ from torch import nn
 import meshwright
 from meshwright import ConfigError, IntegrityError, Layout, MissingExtraError, UnsupportedError, parallelize, pretrained
 from meshwright.checkpoint.tensor_files import INDEX, SINGLE, TensorFiles, holds_weights
-from meshwright.introspection.constructor.recording import built
+from meshwright.introspection.constructor import built
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import CausalLM, as_module, read_causal_lm
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig

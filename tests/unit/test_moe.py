@@ -25,10 +25,10 @@ from meshwright.distributed.weights.constructed import materialise
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import CausalLM, as_module
 from meshwright.introspection.structure import experts as stacks
-from meshwright.introspection.structure.router_loss import RouterLoss
+from meshwright.introspection.structure.experts import RouterLoss
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig, idle_parameters, parameter_count
-from meshwright.models.moe import Experts, MixtureOfExperts, Router, grouped_product, is_grouped, product_by_expert
+from meshwright.models.layers import Experts, MixtureOfExperts, Router, grouped_product, is_grouped, product_by_expert
 from meshwright.planning.techniques import Techniques
 from meshwright.training.views.telling import figures_of_experts
 

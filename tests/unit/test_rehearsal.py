@@ -24,9 +24,9 @@ from meshwright.core.errors import MeshwrightError, UnsupportedError
 from meshwright.core.parts import FusedPart
 from meshwright.distributed import exchange
 from meshwright.distributed.tensor import ends, functions, layers, loss, parallel
+from meshwright.introspection.deferred_logits import Tail
 from meshwright.introspection.facts import ModelFacts, model_facts
-from meshwright.introspection.logits.tail import Tail
-from meshwright.introspection.logits.tape import LogitsTape
+from meshwright.introspection.logits_tape import LogitsTape
 from meshwright.planning.tensor.plan import BlocksPlan, RegionPlan, TensorPlan
 
 ROUND_INSIDE = {

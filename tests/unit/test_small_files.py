@@ -14,7 +14,7 @@ from meshwright.cli.main import main
 from meshwright.core.errors import MeshwrightError
 from meshwright.data import load_tokenizer
 from meshwright.data.text.turns import load_template
-from meshwright.introspection.adapted.folder import CONFIG, WEIGHTS, AdapterFolder
+from meshwright.introspection.adapter_request import CONFIG, WEIGHTS, AdapterFolder
 from meshwright.introspection.source import as_module, read_causal_lm
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 12345\n"

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.introspection.blocks import repeated_blocks
+from meshwright.introspection.calls import Call
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.configs import small_configs
-from meshwright.introspection.structure.calls import Call
 from meshwright.introspection.structure.local_search import LocalArgument, LocalNumber
 from meshwright.introspection.structure.probe import Probe
 from meshwright.introspection.structure.regions import Region
@@ -475,12 +475,12 @@ def test_a_small_config_has_an_entry_for_each_of_its_layers_whatever_the_list_is
         num_hidden_layers=4, layers_block_type=["mamba", "hybrid"] * 2, others=[1, 2, 3], mamba_chunk_size=256
     )
     (small,) = small_configs(config, blocks=2, ranks=2)
-    assert (small.config.num_hidden_layers, small.config.layers_block_type, small.config.others) == (
+    assert (small.build().num_hidden_layers, small.build().layers_block_type, small.build().others) == (
         2,
         ["mamba", "hybrid"],
         [1, 2, 3],
     )
-    assert small.config.mamba_chunk_size == 8 and config.mamba_chunk_size == 256
+    assert small.build().mamba_chunk_size == 8 and config.mamba_chunk_size == 256
 
 
 def test_a_container_of_containers_only_names_what_it_holds():

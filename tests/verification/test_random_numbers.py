@@ -13,8 +13,8 @@ from test_verify import DDP, FSDP, HSDP, even
 from meshwright.comparison.equality import Comparison
 from meshwright.core.errors import IntegrityError
 from meshwright.planning.layout import Layout
-from meshwright.verification.aspects.sight import nature, random_differences
 from meshwright.verification.problem import Problem
+from meshwright.verification.sight import nature, random_differences
 from meshwright.verification.verify import verify
 
 TP = Layout(dp_shard=1, tp=2)

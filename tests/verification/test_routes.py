@@ -11,12 +11,12 @@ from support import families
 from support.routed import VOCABULARY, called_twice, capped_near_ties, clear_choices, near_ties, saturated
 
 from meshwright.comparison.sketch import TokensOfRank
-from meshwright.models.moe import Router
+from meshwright.models.layers import Router
 from meshwright.planning.layout import Layout
 from meshwright.verification import verify as verifying
-from meshwright.verification.aspects.routes import Replay, flips, noting, numbers_of_experts, put_together
 from meshwright.verification.outcome import candidate
 from meshwright.verification.problem import RandomBatches
+from meshwright.verification.routes import Replay, flips, noting, numbers_of_experts, put_together
 from meshwright.verification.verify import verify
 
 BATCHES = RandomBatches(VOCABULARY, rows=8, seq_len=9)

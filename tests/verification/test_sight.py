@@ -16,9 +16,9 @@ from torch import nn
 from meshwright import Layout, verify
 from meshwright.distributed import order
 from meshwright.distributed.context import methods, runtime
-from meshwright.introspection.mixing.reach import KeyRanges, RowMask
-from meshwright.verification.aspects.sight import Sight, sight_alone, sight_laid_out, words
+from meshwright.introspection.mixing.masks import KeyRanges, RowMask
 from meshwright.verification.problem import Problem, RandomBatches
+from meshwright.verification.sight import Sight, sight_alone, sight_laid_out, words
 
 Fault = AbstractContextManager[Any]
 BATCHES = RandomBatches(VOCABULARY, rows=2, seq_len=20)

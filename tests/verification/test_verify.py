@@ -22,10 +22,8 @@ from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.distributed.process.world import get_world_info
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.layout import Layout
-from meshwright.verification import report as coverage
 from meshwright.verification.problem import Problem, RandomBatches
-from meshwright.verification.report import Report
-from meshwright.verification.verify import default_batches, verify
+from meshwright.verification.verify import Report, coverage_of, default_batches, verify
 
 DDP, FSDP, HSDP = Layout(dp_replicate=2, dp_shard=1), Layout(dp_shard=2), Layout(dp_replicate=2, dp_shard=2)
 BATCHES = RandomBatches(257, rows=8, seq_len=10)
@@ -352,7 +350,7 @@ def test_rows_reach_beyond_a_window_or_it_is_said(size, tokens, said):
     factory = partial(with_window, size)
     batches = default_batches(factory, 2)
     assert batches.seq_len == tokens
-    told = coverage.of(Problem(factory, batches))
+    told = coverage_of(Problem(factory, batches))
     assert (
         told.startswith(f"covered: 3 steps of 4 rows of {tokens} tokens")
         and said in told

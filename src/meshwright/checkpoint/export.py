@@ -25,8 +25,7 @@ from meshwright.checkpoint.tensor_files import DTYPES, INDEX, SINGLE
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.distributed.nf4 import pack, unpack
-from meshwright.introspection.adapted.folder import ROUNDED_IN, WEIGHTS
-from meshwright.introspection.adapted.model import (
+from meshwright.introspection.adapted_model import (
     ADAPTER,
     AdaptersPut,
     adapters_of,
@@ -36,7 +35,7 @@ from meshwright.introspection.adapted.model import (
     peft_name,
     rewritten,
 )
-from meshwright.introspection.adapted.request import Adapters
+from meshwright.introspection.adapter_request import ROUNDED_IN, WEIGHTS, Adapters
 from meshwright.introspection.module_kinds import brings_initialiser
 
 # --- write a checkpoint's model as Hugging Face safetensors, tensor by tensor

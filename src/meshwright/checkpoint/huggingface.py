@@ -29,9 +29,9 @@ from meshwright.distributed.transform_registry import ModelTransform, register_m
 from meshwright.distributed.transforms import LoadWeightsTransformConfig
 from meshwright.distributed.weights.constructed import Destinations, Weights
 from meshwright.distributed.weights.shards import pieces
-from meshwright.introspection.adapted.folder import CONFIG as ADAPTER_CONFIG
-from meshwright.introspection.adapted.folder import WEIGHTS as ADAPTER_WEIGHTS
-from meshwright.introspection.adapted.model import AdaptersRead, base_name, is_adapter, is_trained_copy, peft_name
+from meshwright.introspection.adapted_model import AdaptersRead, base_name, is_adapter, is_trained_copy, peft_name
+from meshwright.introspection.adapter_request import CONFIG as ADAPTER_CONFIG
+from meshwright.introspection.adapter_request import WEIGHTS as ADAPTER_WEIGHTS
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.module_kinds import names_to_ignore
 from meshwright.planning.techniques import Techniques

@@ -22,7 +22,7 @@ from meshwright.core.record import recall
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process import agree
 from meshwright.distributed.recompute.kept import streams
-from meshwright.introspection.constructor.origin import ModelOrigin
+from meshwright.introspection.source import ModelOrigin
 
 from .base import runs_of
 from .folder import PARTIAL, beside, put_in_place

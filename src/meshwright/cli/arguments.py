@@ -12,7 +12,7 @@ from meshwright.core.config.schema import field_types
 from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError, nearest
 from meshwright.core.files import refuse_links_out
-from meshwright.introspection.adapted.folder import AdapterFolder, holds_adapters
+from meshwright.introspection.adapter_request import AdapterFolder, holds_adapters
 from meshwright.training.config import Config, ModelConfig, check
 from meshwright.training.fine_tuning import before_data, with_base
 from meshwright.training.run.request import MODEL_CODE, refuse_code

@@ -20,7 +20,7 @@ from meshwright.core.config import take_flags
 from meshwright.core.config.ranges import FROM_1, Range
 from meshwright.core.errors import ConfigError, import_object, nearest
 from meshwright.data.options import BUILT_IN
-from meshwright.introspection.adapted.folder import holds_adapters
+from meshwright.introspection.adapter_request import holds_adapters
 from meshwright.models.decoder_config import SIZES
 
 from .arguments import open_run, read_config, refuse_rest

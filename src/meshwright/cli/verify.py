@@ -101,7 +101,7 @@ def _write_trace(config: Config, path: Path, options: VerifyOptions) -> int:
                 f" is"
             )
     from meshwright.training.views.telling import build_progress
-    from meshwright.verification.trace_writer import summary, write_trace
+    from meshwright.verification.of_config import summary, write_trace
 
     file = path.expanduser()
     if not file.parent.is_dir():
@@ -129,7 +129,7 @@ def _dtypes(named: str | None, config: Config) -> tuple[str, ...]:
 
 def _verify(config: Config, layouts: list[Layout], dtypes: tuple[str, ...], options: VerifyOptions) -> int:
     from meshwright.distributed.process.workers import WorkerPool
-    from meshwright.verification.subject import subject_of
+    from meshwright.verification.of_config import subject_of
     from meshwright.verification.verify import verify
 
     subject = subject_of(config, options.model, max(each.world for each in layouts), shrink=options.shrink)

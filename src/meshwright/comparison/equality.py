@@ -41,7 +41,7 @@ def relative_errors(found: Named, reference: Named) -> dict[str, float]:
     )
     for name in reference:
         if name in found:
-            errors[name] = _error(found[name].double(), reference[name].double(), whole)
+            errors[name] = relative_error(found[name].double(), reference[name].double(), whole)
     return errors
 
 
@@ -53,12 +53,12 @@ def ratio(found: Tensor, reference: Tensor) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _error(found: Tensor, reference: Tensor, whole: float) -> float:
+def relative_error(found: Tensor, reference: Tensor, whole: float = 0.0) -> float:
+    """Compute a tensor's error beside the norm ``whole`` of all of its kind; infinite if misshapen or not finite."""
     if found.shape != reference.shape:
         return math.inf
-    error = (
-        (found - reference).norm() / max(reference.norm().item(), 1e-6 * whole, torch.finfo(torch.float64).tiny)
-    ).item()
+    least = max(1e-6 * whole, torch.finfo(torch.float64).tiny)
+    error = ((found - reference).norm() / max(reference.norm().item(), least)).item()
     return error if math.isfinite(error) else math.inf
 
 
@@ -113,26 +113,6 @@ def sum_floor(parts: Tensor, reference: Tensor) -> float:
 
 # --- describe findings
 
-STAGES = (
-    "batch",
-    "initial weight",
-    "initial buffer",
-    "forward",
-    "buffer",
-    "recomputed",
-    "products",
-    "loss",
-    "backward",
-    "gradient",
-    "norm",
-    "optimizer",
-    "parameter",
-    "random",
-    "alike",
-    "repeated",
-)
-"""Stages in the order in which a step computes them and a fault first shows; the last three are random numbers."""
-
 WORDS = {
     "batch": "the batch of step {step}",
     "initial weight": "the initial weight {name}",
@@ -145,13 +125,15 @@ WORDS = {
     "backward": "the gradient of {name}'s output (backward){later}",
     "gradient": "the gradient of the parameter {name}, after the backward{later}",
     "norm": "the gradient norm of step {step}",
-    "parameter": "the parameter {name} after step {step}",
     "optimizer": "the optimizer's {name} after step {step}",
+    "parameter": "the parameter {name} after step {step}",
     "random": "the random numbers in {name} (dropout)",
     "alike": "the random numbers in {name} (dropout)",
     "repeated": "the random numbers in {name} (dropout)",
 }
 """The place of a difference, by stage; ``later`` names the step where it is not the first."""
+STAGES = tuple(WORDS)
+"""Stages in the order in which a step computes them and a fault first shows; the last three are random numbers."""
 
 WHY = {
     "products": "fewer than in one process, so some are in high precision",
@@ -193,6 +175,12 @@ class Difference:
         return words + (f", on rank{several} {' and '.join(map(str, self.ranks))}" if self.ranks else "")
 
 
+def worst(stage: str, name: str, errors: Sequence[float], bound: float, step: int = 1) -> Difference:
+    """Return the worst of all ranks' errors, with the ranks beyond the bound unless all are."""
+    beyond = tuple(rank for rank, error in enumerate(errors) if not error <= bound)
+    return Difference(stage, name, max(errors), bound, step=step, ranks=beyond if len(beyond) < len(errors) else ())
+
+
 @dataclass(frozen=True)
 class Comparison:
     """All quantities that were compared in one dtype."""
@@ -209,9 +197,8 @@ class Comparison:
     @property
     def first(self) -> Difference | None:
         """The first difference beyond its bound, in the order in which steps compute."""
-        return min(
-            (d for d in self.differences if d.is_beyond), key=lambda d: (d.step, STAGES.index(d.stage)), default=None
-        )
+        beyond = (d for d in self.differences if d.is_beyond)
+        return min(beyond, key=lambda d: (d.step, STAGES.index(d.stage)), default=None)
 
     @property
     def factor(self) -> float | None:
@@ -228,13 +215,25 @@ class Comparison:
 
     def of(self, stage: str) -> list[Difference]:
         """Sort a stage's differences: those beyond their bound first, then the largest in units of the bound."""
-        return sorted((d for d in self.differences if d.stage == stage), key=_rank)
+
+        def rank(d: Difference) -> tuple[bool, float]:
+            is_finite = math.isfinite(d.error) and 0 < d.bound < math.inf
+            return not d.is_beyond, -d.error / d.bound if is_finite else -math.inf if d.error else 0.0
+
+        return sorted((d for d in self.differences if d.stage == stage), key=rank)
 
     def lines(self) -> list[str]:
         """Format for people: the first difference, then the worst of every stage."""
         lines = []
-        if self.first is not None:
-            lines.append(f"  {self.dtype}: {_words(self.first)}")
+        if (first := self.first) is not None:
+            words = f"first differs at {first.place}: error {first.error:.1e}, at most {first.bound:.1e} is rounding"
+            if first.stage in WHY:
+                words = f"wrong are {first.place}: {WHY[first.stage]}"
+            elif first.error == math.inf:
+                words = (
+                    f"first differs at {first.place}: one of the two is missing, has another shape, or is not finite"
+                )
+            lines.append(f"  {self.dtype}: {words}")
         if self.factor is not None:
             lines.append(f"  {self.dtype}: every gradient is {self.factor:.6g} × that of one process")
         for stage in STAGES:
@@ -259,22 +258,6 @@ class Comparison:
             "notes": list(self.notes),
             "differences": [_plain(d) for d in self.differences],
         }
-
-
-def _words(first: Difference) -> str:
-    if first.stage in WHY:
-        return f"wrong are {first.place}: {WHY[first.stage]}"
-    if first.error == math.inf:
-        return f"first differs at {first.place}: one of the two is missing, has another shape, or is not finite"
-    return f"first differs at {first.place}: error {first.error:.1e}, at most {first.bound:.1e} is rounding"
-
-
-def _rank(difference: Difference) -> tuple[bool, float]:
-    is_finite = math.isfinite(difference.error) and 0 < difference.bound < math.inf
-    return (
-        not difference.is_beyond,
-        -difference.error / difference.bound if is_finite else -math.inf if difference.error else 0.0,
-    )
 
 
 def _plain(difference: Difference) -> dict[str, Any]:

@@ -19,12 +19,13 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from meshwright.comparison.equality import relative_error
 from meshwright.core.calls import computed
 from meshwright.core.names import clean, is_within
 from meshwright.core.torch_private import compiled_call, is_in_backward, set_compiled_call, version_of
@@ -180,7 +181,7 @@ class Observed:
 
     def begin(self, root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Begin a forward of the whole model (one per microbatch)."""
-        if not _is_recomputing():
+        if not is_in_backward():
             self._calls.clear()
             self._n_rows = next((len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), 0)
 
@@ -191,16 +192,31 @@ class Observed:
             part: the part of the model that runs a module without parameters. An output without values belongs to
                 another part, and one that several parts compute belongs to the first.
         """
-        tensor = computed(_tensor_of(output))
-        if tensor is None or len(tensor) != self._n_rows:
+        first = output[0] if isinstance(output, tuple | list) and output else output
+        first = getattr(first, "logits", first)
+        if not (isinstance(first, Tensor) and first.is_floating_point() and first.dim() >= 2):
+            return
+        tensor = computed(first)
+        if len(tensor) != self._n_rows:
             return
         if part is not None and (
             part.is_without_values(tensor) or self._homes.setdefault(name, part.number) != part.number
         ):
             return
-        if _is_recomputing():
+        if is_in_backward():
             if not is_stand_in(tensor):
-                self._note_again(name, tensor)
+                # Compare a recomputed output with the nearest of the module's forward calls, since the call
+                # is unknown
+                again = self._sketch(tensor.detach())
+                before = [sketch for sketch in self._computed.get(name, ()) if sketch.shape == again.shape]
+                if before:
+                    error = min(relative_error(again, sketch) for sketch in before)
+                    self.recomputed[name] = max(error, self.recomputed.get(name, 0.0))
+                if (
+                    name in self._without_graph and tensor.requires_grad
+                ):  # reentrant checkpointing makes the graph only now
+                    self._without_graph.discard(name)
+                    tensor.register_hook(partial(self._came_back, [name]))
             return
         self._calls[name] += 1
         call = name if self._calls[name] == 1 else f"{name} (call {self._calls[name]})"
@@ -213,21 +229,29 @@ class Observed:
                 tensor.register_hook(partial(self._came_back, self._last.calls))
         self._last.calls.append(call)  # several where a module returns its last child's output
         self.forward.setdefault(call, []).append(self._last.sketch)
-        self.shapes.setdefault(call, self._whole_shape(tensor))
+        length, *others = tensor.shape[1:]
+        self.shapes.setdefault(call, (self.tokens.length if self.tokens.are_those_of(tensor) else length, *others))
         self._computed.setdefault(name, []).append(self._last.sketch)
         if not tensor.requires_grad:
             self._without_graph.add(call)
 
-    def _note_again(self, name: str, tensor: Tensor) -> None:
-        """Compare a recomputed output with the nearest of the module's forward calls, since the call is unknown."""
-        again = self._sketch(tensor.detach())
-        before = [sketch for sketch in self._computed.get(name, ()) if sketch.shape == again.shape]
-        if before:
-            error = min(_apart(again, sketch) for sketch in before)
-            self.recomputed[name] = max(error, self.recomputed.get(name, 0.0))
-        if name in self._without_graph and tensor.requires_grad:  # reentrant checkpointing makes the graph only now
-            self._without_graph.discard(name)
-            tensor.register_hook(partial(self._came_back, [name]))
+    def note_call(self, name: str, part: PartOfModel | None, module: nn.Module, args: Any, output: Any) -> None:
+        """Sketch the output of a module that ended, as its hook."""
+        self.note(name, output, part)
+
+    def outside(
+        self, name: str, module: nn.Module, compiled: Callable[..., Any], *, is_root: bool
+    ) -> Callable[..., Any]:
+        """Return a compiled module's call that sketches its output."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if is_root:
+                self.begin(module, args, kwargs)
+            output = compiled(*args, **kwargs)
+            self.note(name, output)
+            return output
+
+        return call
 
     def _came_back(self, calls: list[str], gradient: Tensor) -> None:
         found = self._sketch(gradient)
@@ -235,11 +259,10 @@ class Observed:
             self.backward.setdefault(call, []).append(found)
 
     def _sketch(self, tensor: Tensor) -> Tensor:
-        return self.tokens.sketch(tensor) if self.tokens.are_those_of(tensor) else sketch_rows(_whole(tensor))
-
-    def _whole_shape(self, tensor: Tensor) -> tuple[int, ...]:
-        length, *others = tensor.shape[1:]
-        return (self.tokens.length if self.tokens.are_those_of(tensor) else length, *others)
+        if self.tokens.are_those_of(tensor):
+            return self.tokens.sketch(tensor)
+        gathered: Any = getattr(tensor, "full_tensor", None)  # collective, of a tensor that is sharded over ranks
+        return sketch_rows(tensor if gathered is None else gathered())
 
 
 @dataclass(frozen=True)
@@ -271,16 +294,6 @@ class _Seen:
     calls: list[str] = field(default_factory=list)
 
 
-def _apart(found: Tensor, reference: Tensor) -> float:
-    error = ((found - reference).norm() / max(reference.norm().item(), torch.finfo(torch.float64).tiny)).item()
-    return error if math.isfinite(error) else math.inf
-
-
-def _whole(tensor: Any) -> Tensor:
-    """Gather a tensor that is sharded over ranks (collective); return any other itself."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 def is_stand_in(tensor: Tensor) -> bool:
     """Return whether a tensor stands in for values that are elsewhere.
 
@@ -294,16 +307,6 @@ def is_stand_in(tensor: Tensor) -> bool:
         and tensor.dim() > 0
         and bool(tensor.flatten()[:1].isnan().any())
     )
-
-
-def _is_recomputing() -> bool:
-    """Return whether a backward is running, in which a forward repeats one already computed."""
-    return is_in_backward()
-
-
-def _noted(observed: Observed, name: str, part: PartOfModel | None, module: nn.Module, args: Any, output: Any) -> None:
-    computes = any(parameter is not None for parameter in module._parameters.values())
-    observed.note(name, output, None if computes else part)
 
 
 @contextmanager
@@ -326,71 +329,33 @@ def observing(
     observed = Observed(tokens)
     with ExitStack() as stack:
         stack.enter_context(set_checkpoint_early_stop(False))  # else the module that is recomputed last does not end
-        for part, model in enumerate(models):
-            _observe(model, observed, stack, part, opaque, unobserved)
+        for number, model in enumerate(models):
+            if compiled_call(model) is None:
+                stack.callback(model.register_forward_pre_hook(observed.begin, with_kwargs=True).remove)
+            ended = [clean(raw) for raw, module in model.named_modules() if getattr(module, "ends_part", False)]
+            begins = any(getattr(module, "begins_part", False) for module in model.modules())
+            part = PartOfModel(number, begins, bool(ended)) if begins or ended else None
+            for raw, module in model.named_modules():
+                name = clean(raw)
+                if is_inside(name, (*observed.compiled, *opaque)) or isinstance(module, nn.ModuleList | nn.ModuleDict):
+                    continue
+                if any(is_within(name, other) for other in unobserved):
+                    continue
+                if isinstance(module, nn.Identity) and module is not model:
+                    continue  # it gives what it took: the tensor, and what comes back to it, are another module's
+                if getattr(module, "is_absent", False) or any(is_within(end, name) for end in ended):
+                    continue  # another part has the module or its output
+                if (compiled := compiled_call(module)) is not None:
+                    observed.compiled.append(name)
+                    set_compiled_call(module, observed.outside(name, module, compiled, is_root=module is model))
+                    stack.callback(set_compiled_call, module, compiled)
+                    continue
+                computes = any(parameter is not None for parameter in module._parameters.values())
+                note = partial(observed.note_call, name, None if computes else part)
+                stack.callback(module.register_forward_hook(note).remove)
         yield observed
-
-
-def _observe(
-    model: nn.Module,
-    observed: Observed,
-    stack: ExitStack,
-    number: int,
-    opaque: Collection[str],
-    unobserved: Collection[str],
-) -> None:
-    if not _is_compiled(model):
-        stack.callback(model.register_forward_pre_hook(observed.begin, with_kwargs=True).remove)
-    ended = [clean(raw) for raw, module in model.named_modules() if getattr(module, "ends_part", False)]
-    begins = any(getattr(module, "begins_part", False) for module in model.modules())
-    part = PartOfModel(number, begins, bool(ended)) if begins or ended else None
-    for raw, module in model.named_modules():
-        name = clean(raw)
-        if is_inside(name, (*observed.compiled, *opaque)) or isinstance(module, nn.ModuleList | nn.ModuleDict):
-            continue
-        if any(is_within(name, other) for other in unobserved):
-            continue
-        if isinstance(module, nn.Identity) and module is not model:
-            continue  # it gives what it took: the tensor, and what comes back to it, are another module's
-        if getattr(module, "is_absent", False) or any(is_within(end, name) for end in ended):
-            continue  # another part has the module or its output
-        if _is_compiled(module):
-            observed.compiled.append(name)
-            stack.enter_context(_observed_outside(observed, name, module, module is model))
-        else:
-            stack.callback(module.register_forward_hook(partial(_noted, observed, name, part)).remove)
 
 
 def is_inside(name: str, modules: Collection[str]) -> bool:
     """Return whether a module (or a call of it) is inside one of ``modules``."""
     return any(name.startswith(f"{module}.") if module else name for module in modules)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return compiled_call(module) is not None
-
-
-@contextmanager
-def _observed_outside(observed: Observed, name: str, module: nn.Module, is_root: bool) -> Iterator[None]:
-    compiled = cast("Callable[..., Any]", compiled_call(module))
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if is_root:
-            observed.begin(module, args, kwargs)
-        output = compiled(*args, **kwargs)
-        observed.note(name, output)
-        return output
-
-    set_compiled_call(module, call)
-    try:
-        yield
-    finally:
-        set_compiled_call(module, compiled)
-
-
-def _tensor_of(output: Any) -> Tensor | None:
-    """Return the floating-point tensor of at least 2 dims that an output is or begins with, else None."""
-    if isinstance(output, tuple | list) and output:
-        output = output[0]
-    output = getattr(output, "logits", output)
-    return output if isinstance(output, Tensor) and output.is_floating_point() and output.dim() >= 2 else None

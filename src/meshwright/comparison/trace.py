@@ -87,20 +87,19 @@ class Trace:
             tensors |= {f"{number}/{stage}": sketches.values.contiguous() for stage, sketches in step.sketches.items()}
             names = {stage: sketches.names for stage, sketches in step.sketches.items()}
             rows.append({"loss": step.loss, "norm": step.norm, "names": names})
-        header = {
-            "format": FORMAT,
-            "facts": self.facts,
-            "drawn_on": self.drawn_on,
-            "steps": rows,
-            "shapes": self.shapes,
-            "floors": self.floors,
-        }
+        kept = {"facts": self.facts, "drawn_on": self.drawn_on, "shapes": self.shapes, "floors": self.floors}
+        header = {"format": FORMAT, "steps": rows, **kept}
         with replacing(path) as beside:
             save_file(tensors, beside, {"trace": json.dumps(header)})
 
 
 class TraceFile:
     """A trace on disk: its facts, and the sketches that are requested.
+
+    Attributes:
+        facts, drawn_on, initial, shapes: as of ``Trace``.
+        n_steps: number of steps.
+        dtypes: the compute dtypes whose rounding errors the trace holds.
 
     Raises:
         ConfigError: the file cannot be read, or is no trace.
@@ -110,35 +109,16 @@ class TraceFile:
         self.path = Path(path)
         with self._opened() as file:
             header = (file.metadata() or {}).get("trace")
-            self._header = json.loads(header) if header else {}
-            if self._header.get("format") != FORMAT:
+            self._header = found = json.loads(header) if header else {}
+            if found.get("format") != FORMAT:
                 raise ConfigError(
                     f"check_trace = {path}: the file is no trace that this version reads ('{FORMAT}'); write one anew"
                 )
-            _ = self.facts, self.drawn_on, self.shapes, self.n_steps, self.dtypes
-            self.initial = Sketches(self._header["steps"][0]["names"]["parameter"], file.get_tensor("0/parameter"))
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        return self._header["facts"]
-
-    @property
-    def drawn_on(self) -> str:
-        return self._header["drawn_on"]
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each module's output, without its rows."""
-        return {name: tuple(shape) for name, shape in self._header["shapes"].items()}
-
-    @property
-    def n_steps(self) -> int:
-        return len(self._header["steps"]) - 1
-
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """The compute dtypes whose rounding errors the trace holds."""
-        return tuple(self._header["floors"])
+            self.facts: dict[str, Any] = found["facts"]
+            self.drawn_on: str = found["drawn_on"]
+            self.shapes: dict[str, tuple[int, ...]] = {name: tuple(shape) for name, shape in found["shapes"].items()}
+            self.n_steps, self.dtypes = len(found["steps"]) - 1, tuple(found["floors"])
+            self.initial = Sketches(found["steps"][0]["names"]["parameter"], file.get_tensor("0/parameter"))
 
     def floors(self, dtype: str, step: int) -> dict[str, dict[str, float]]:
         """Return the errors that rounding to ``dtype`` causes in a step (1 the first), by stage and name."""

@@ -44,7 +44,7 @@ from meshwright.distributed.recompute.recompute import ActivationCheckpointing, 
 from meshwright.distributed.setup import single_process_mesh
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.source import as_module
-from meshwright.models.moe import Router
+from meshwright.models.layers import Router
 from meshwright.planning.build import plan_for_mesh_sizes
 from meshwright.planning.context.plan import Auto, ContextPlan, Kind
 from meshwright.planning.plan import Plan

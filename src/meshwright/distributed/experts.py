@@ -34,9 +34,8 @@ from meshwright.distributed.recompute.kept import exchanged
 from meshwright.distributed.step.part import Batch
 from meshwright.distributed.tensor.layers import LocalView, runtime_of, use_local_parameters
 from meshwright.distributed.weights.parts_tensor import distribute
-from meshwright.introspection.structure.experts import Stack, asked_for, find_stacks
-from meshwright.introspection.structure.router_loss import RouterLogits, RouterLoss
-from meshwright.models.moe import Router, is_recomputing, tokens_per_expert
+from meshwright.introspection.structure.experts import RouterLogits, RouterLoss, Stack, asked_for, find_stacks
+from meshwright.models.layers import Router, is_recomputing, tokens_per_expert
 from meshwright.planning.plan import Plan
 
 # --- weight the router losses of a step, and update the router biases

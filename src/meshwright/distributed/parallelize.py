@@ -22,9 +22,8 @@ from meshwright.distributed.loss import first_batch
 from meshwright.distributed.weights.constructed import Weights
 from meshwright.introspection.blocks import Hints
 from meshwright.introspection.cluster import Cluster
-from meshwright.introspection.constructor.origin import ModelOrigin
 from meshwright.introspection.facts import model_facts
-from meshwright.introspection.source import as_module, with_adapters
+from meshwright.introspection.source import ModelOrigin, as_module, with_adapters
 from meshwright.planning.build import plan as make_plan
 from meshwright.planning.build import plan_for_mesh_sizes
 from meshwright.planning.layout import Layout
@@ -64,7 +63,7 @@ def parallelize(
 
     Args:
         model: a function or class that returns a module, or a model config: each rank makes only its share of what
-            the constructor computes, as ``introspection/constructor/recording`` says. Or a module: one on meta gets
+            the constructor computes, as ``introspection/constructor`` says. Or a module: one on meta gets
             its modules' ``reset_parameters``.
         mesh: a DeviceMesh with our axis names, or a Layout (or DistributedConfig), for which process group and mesh
             are brought up where needed.

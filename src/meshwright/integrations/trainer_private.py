@@ -26,7 +26,7 @@ from meshwright.distributed.process import agree
 from meshwright.integrations.accelerate import deal_rows, mesh_of, refuse_other_sharding
 from meshwright.integrations.rows import RowsOfRank, one_batch, step_batch
 from meshwright.integrations.training_arguments import TRAINING_ARGUMENTS, Handling, handed_over, techniques_of
-from meshwright.introspection.constructor.origin import ModelOrigin
+from meshwright.introspection.source import ModelOrigin
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import Techniques, as_techniques
 from meshwright.training.run.convert import convert_saved

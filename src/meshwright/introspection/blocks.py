@@ -6,6 +6,7 @@ layout.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,7 +49,7 @@ class Hints:
 
     def keeps_whole(self, path: str) -> bool:
         """Return whether the module at a path, or one around it, stays whole."""
-        return any(is_within(path, around) for text in self.whole for around in selected(text, _around(path)))
+        return any(selected(text, around(path)) for text in self.whole)
 
 
 NONE = Hints()
@@ -101,10 +102,10 @@ class Hinted:
         return made
 
 
-def _around(path: str) -> list[str]:
-    """List a path and the paths of the modules around it."""
+def around(path: str) -> list[str]:
+    """List the paths of the modules around a module, "" first, and its own."""
     parts = path.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    return ["", *(".".join(parts[: place + 1]) for place in range(len(parts)))]
 
 
 # --- find a model's repeated blocks from its structure alone
@@ -130,7 +131,12 @@ def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
         if isinstance(module, (*CONTAINERS, nn.Sequential)):
             holds_containers = any(isinstance(child, CONTAINERS) for child in module.children())
             children = {
-                name: child for name, child in module.named_children() if _is_block(child) and not holds_containers
+                name: child
+                for name, child in module.named_children()
+                if not holds_containers
+                and not isinstance(child, ParametrizationList)  # how one weight is computed
+                and next(child.parameters(), None) is not None
+                and next(child.children(), None) is not None
             }
             uniform = len({type(child) for child in children.values()}) == 1 and len(children) > 1
             if children and (uniform or not isinstance(module, nn.Sequential)):
@@ -140,10 +146,13 @@ def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
             walk(f"{path}.{name}" if path else name, child)
 
     walk("", model)
-    uses: dict[int, int] = {}
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        uses[id(parameter)] = uses.get(id(parameter), 0) + 1
-    return tuple(clean(path) for path, block in found.items() if not _shares(block, uses))
+
+    def uses(module: nn.Module) -> Counter[int]:
+        return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+
+    # a block's parameters are used as often in the block as in the model
+    whole = uses(model)
+    return tuple(clean(path) for path, block in found.items() if all(whole[key] == n for key, n in uses(block).items()))
 
 
 def attention_modules(model: nn.Module, blocks: tuple[str, ...]) -> tuple[str, ...]:
@@ -159,16 +168,3 @@ def attention_modules(model: nn.Module, blocks: tuple[str, ...]) -> tuple[str, .
         if has_linear and ("attn" in words or "attention" in words):
             found.append(path)
     return tuple(found)
-
-
-def _is_block(module: nn.Module) -> bool:
-    if isinstance(module, ParametrizationList):  # how one weight is computed
-        return False
-    return next(module.parameters(), None) is not None and next(module.children(), None) is not None
-
-
-def _shares(block: nn.Module, uses: dict[int, int]) -> bool:
-    inside: dict[int, int] = {}
-    for _, parameter in block.named_parameters(remove_duplicate=False):
-        inside[id(parameter)] = inside.get(id(parameter), 0) + 1
-    return any(uses[key] != count for key, count in inside.items())

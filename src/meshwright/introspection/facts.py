@@ -12,20 +12,19 @@ from torch import nn
 from meshwright.core.config_keys import LENGTHS
 from meshwright.core.dtypes import FLOATING, count_text
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.core.names import clean, is_within, owner, pattern
+from meshwright.core.names import clean, is_within, owner, pattern, under
 from meshwright.core.record import values_of
 from meshwright.core.torch_private import is_persistent
+from meshwright.introspection.adapter_request import Adapters
+from meshwright.introspection.blocks import Hints, attention_modules, repeated_blocks
+from meshwright.introspection.images import ImageArguments
+from meshwright.introspection.measurements import Measurements, measurements_of, stated
 from meshwright.introspection.premises.premises import hooks_of
-from meshwright.introspection.structure.regions import Region
-from meshwright.models.moe import Router
-
-from .blocks import attention_modules, repeated_blocks
-from .images import ImageArguments
-from .measurements import Measurements, measurements_of, stated
-from .roles import hidden_matrices
-from .structure.experts import find_stacks
-from .structure.router_loss import asks_for_router_loss
-from .structure.structure import Structure, legal_degrees
+from meshwright.introspection.roles import hidden_matrices
+from meshwright.introspection.source import as_module, with_adapters
+from meshwright.introspection.structure.experts import asks_for_router_loss, find_stacks
+from meshwright.introspection.structure.structure import legal_degrees
+from meshwright.models.layers import Router
 
 # --- collect the facts about a model in a frozen value, ``ModelFacts``
 
@@ -192,7 +191,11 @@ def model_facts(model: nn.Module) -> ModelFacts:
     return ModelFacts(
         kind=type(model).__name__,
         parameters=parameters,
-        buffers=tuple(_buffer_facts(model)),
+        buffers=tuple(
+            BufferFact(under(clean(path), name), tuple(buffer.shape), _dtype(buffer), is_persistent(module, name))
+            for path, module in model.named_modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        ),
         blocks=blocks,
         attentions=attention_modules(model, blocks),
         max_seq_len=stated(model, *LENGTHS),
@@ -217,13 +220,6 @@ def model_facts(model: nn.Module) -> ModelFacts:
         measurements=measurements_of(model),
         applied=values_of(model),
     )
-
-
-def _buffer_facts(model: nn.Module):
-    for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            full = clean(f"{path}.{name}" if path else name)
-            yield BufferFact(full, tuple(buffer.shape), _dtype(buffer), is_persistent(module, name))
 
 
 def _dtype(tensor) -> str:
@@ -256,16 +252,21 @@ def describe_structure(facts: ModelFacts) -> str:
         structure = facts.measurements.structure(1).structure
     except UnsupportedError as error:
         return f"tensor parallelism: {error}"
-    return _structure_text(structure, legal_degrees(structure))
-
-
-def _structure_text(structure: Structure, legal: list[int]) -> str:
-    """Describe roles and cuts; ``legal``: sizes of the tensor axis among which all regions can be sharded."""
+    legal = legal_degrees(structure)
     lines = [f"tensor parallelism: up to {legal[-1]} ranks (legal: {', '.join(map(str, legal))})"]
     for kind in structure.kinds:
         lines.append(f"  {pattern(kind.blocks[0])} ({len(kind.blocks)})")
         for region in kind.regions:
-            lines += _region(region)
+            is_attention = region.kind == "attention"
+            what = "heads" if is_attention else "hidden features"
+            fewer = f" ({region.joint} of keys and values)" if is_attention and region.joint < region.groups else ""
+            lines.append(f"    {region.kind.replace('_', '-')}: {region.groups:,} {what}{fewer}")
+            for path, role in region.roles:
+                cut = region.cut_of(f"{path}.weight")
+                how = f"{' + '.join(f'{part.size}' for part in cut.parts)} along dim {cut.dim}" if cut else "whole"
+                lines.append(f"      {role:<16} {path} ({how})")
+            lines += [f"      {'norm of all':<16} {path}" for path in region.spanning]
+            lines += [f"      {'shared':<16} {name}" for name in region.shared if owner(name) not in region.latent]
         if not kind.regions:
             lines.append("    no layers were found whose features fall into groups")
         if kind.mixes_outside:
@@ -275,26 +276,9 @@ def _structure_text(structure: Structure, legal: list[int]) -> str:
         lines += [f"    one gather{before}: {', '.join(paths)}" for paths in gathers if len(paths) > 1]
         lines += [f"    reduced together: {', '.join(kind.summed)}"] if kind.summed else []
     lines.append(f"  embedding: {structure.embedding or 'not recognised'}; head: {structure.head or 'not recognised'}")
-    if structure.tail.obstacle:
-        lines.append(f"  behind the head: {structure.tail.obstacle}")
-    elif structure.tail.steps:
-        lines.append(f"  behind the head: {', '.join(structure.tail.steps)}")
+    if structure.tail.obstacle or structure.tail.steps:
+        lines.append(f"  behind the head: {structure.tail.obstacle or ', '.join(structure.tail.steps)}")
     return "\n".join(lines)
-
-
-def _region(region: Region) -> list[str]:
-    what = "heads" if region.kind == "attention" else "hidden features"
-    fewer = (
-        f" ({region.joint} of keys and values)" if region.kind == "attention" and region.joint < region.groups else ""
-    )
-    lines = [f"    {region.kind.replace('_', '-')}: {region.groups:,} {what}{fewer}"]
-    for path, role in region.roles:
-        cut = region.cut_of(f"{path}.weight")
-        how = "whole" if cut is None else f"{' + '.join(f'{part.size}' for part in cut.parts)} along dim {cut.dim}"
-        lines.append(f"      {role:<16} {path} ({how})")
-    lines += [f"      {'norm of all':<16} {path}" for path in region.spanning]
-    lines += [f"      {'shared':<16} {name}" for name in region.shared if owner(name) not in region.latent]
-    return lines
 
 
 def describe_premises(facts: ModelFacts) -> str:
@@ -332,3 +316,22 @@ def _patterns(names: tuple[str, ...]) -> str:
     for name in names:
         counts[pattern(name)] = counts.get(pattern(name), 0) + 1
     return ", ".join(f"{name} ({count})" for name, count in counts.items()) or "none found"
+
+
+# --- read facts about a model with the adapters that are requested for it
+
+
+def facts_with(model: Any, adapters: Adapters | None, hints: Hints | None = None) -> ModelFacts:
+    """Return facts about a model with its adapters; the model itself is not changed.
+
+    Args:
+        model: a config, a module, a function that returns one, or facts about a model as it is.
+
+    Raises:
+        ConfigError: adapters are requested for a module that is built already, or for facts.
+    """
+    if not isinstance(model, ModelFacts):
+        return model_facts(as_module(with_adapters(model, adapters, in_place=False), hints=hints))
+    if adapters is not None:
+        raise ConfigError("techniques.adapters change the model, and facts about it are given: give the model")
+    return model

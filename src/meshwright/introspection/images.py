@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.introspection.constructor.meta import on_meta
+from meshwright.introspection.constructor import on_meta
 from meshwright.introspection.signature import IMAGES_PER_ROW, Signature
 
 from .signature import core_of
@@ -61,16 +61,19 @@ class ImageArguments:
         names = tuple(key for key in IMAGE_KEYS if key in arguments)
         vision = getattr(config, "vision_config", None)
         side = getattr(vision, "spatial_merge_size", None)
-        made = cls(
-            token,
-            names,
+        kinds, merged = (
             tuple(key for key in KINDS_OF_TOKENS if key in arguments),
             side * side if isinstance(side, int) else 1,
         )
         if GRID in names or PIXEL_MASK in names:
-            return made
-        size = size_of_images(vision)
-        return cls(token, names, made.kinds, made.merged, _tokens_of_image(core_of(model), config, size), size)
+            return cls(token, names, kinds, merged)
+        size, each = size_of_images(vision), 0
+        with contextlib.suppress(Exception):  # a model's code may read values, or need other arguments
+            if size:  # by a copy of the model without memory
+                with on_meta(), torch.no_grad():
+                    copied = type(core_of(model))(copy.deepcopy(config)).eval()
+                    each = tokens_of(copied, {PIXELS: torch.zeros((1, *size))})
+        return cls(token, names, kinds, merged, each, size)
 
 
 def size_of_images(vision: Any) -> tuple[int, ...]:
@@ -108,17 +111,6 @@ def tokens_of(model: nn.Module, images: dict[str, Any]) -> int:
     raise error
 
 
-def _tokens_of_image(model: nn.Module, config: Any, size: tuple[int, ...]) -> int:
-    """Return the number of tokens of an image, by a copy of the model without memory; 0 where that fails."""
-    if not size:
-        return 0
-    try:
-        with on_meta(), torch.no_grad():
-            return tokens_of(type(model)(copy.deepcopy(config)).eval(), {PIXELS: torch.zeros((1, *size))})
-    except Exception:  # noqa: BLE001  (a model's code may read values, or need other arguments)
-        return 0
-
-
 # --- make images, and rows of tokens with places for them, that a small model takes
 
 BEFORE = 1
@@ -149,56 +141,43 @@ def sizes_of(model: nn.Module, images: ImageArguments) -> tuple[ImageSize, ...]:
         model: a model with weights where only its code tells the number of an image's tokens; it may be on meta else.
     """
     vision = getattr(getattr(core_of(model), "config", None), "vision_config", None)
-    if GRID in images.names:
-        return _of_patches(vision, images)
+    if GRID in images.names:  # two sizes in patches, the second half as wide
+        patch, depth = getattr(vision, "patch_size", None), getattr(vision, "temporal_patch_size", 1)
+        inputs = (getattr(vision, key, None) for key in ("in_channels", "in_chans"))
+        channels = next((v for v in inputs if isinstance(v, int)), 3)
+        if not isinstance(patch, int) or not isinstance(depth, int):
+            return ()
+        side, features = round(images.merged**0.5), channels * depth * patch * patch
+        grids = ((1, 2 * side, 2 * side), (1, 2 * side, side))
+        return tuple(
+            ImageSize((t * h * w, features), t * h * w // images.merged, ((GRID, (t, h, w)),)) for t, h, w in grids
+        )
     size = size_of_images(vision)
     if not size:
         return ()
     if images.each and images.size == size:
         return (ImageSize(size, images.each),)
-    for ways in _ways(size, images):
+    # the plainest way of giving images first; beside their heights and widths they are whole, filled up to one shape,
+    # or in parts of one shape
+    ways: list[tuple[ImageSize, ...]] = [(ImageSize(size),)]
+    *_, height, width = size
+    shapes = (size, *((parts, *size) for parts in range(1, MOST_PARTS + 1))) if SIZES in images.names else ()
+    for shape in shapes:
+        whole, half = (ImageSize(shape, beside=((SIZES, sides),)) for sides in ((height, width), (height, width // 2)))
+        ways += [(whole, half), (whole,)]
+    like = next(model.parameters())
+
+    def counted_alone(way: ImageSize) -> ImageSize:
+        shape = (1, 1, *way.pixels) if PIXEL_MASK in images.names else (1, *way.pixels)
+        alone = {PIXELS: torch.ones(shape, dtype=like.dtype, device=like.device)}
+        return replace(way, tokens=tokens_of(model, alone | {name: [list(numbers)] for name, numbers in way.beside}))
+
+    for way in ways:
         with contextlib.suppress(Exception):  # a model's code may need other arguments
-            sizes = tuple(replace(way, tokens=tokens_of(model, _alone(way, model, images))) for way in ways)
+            sizes = tuple(map(counted_alone, way))
             if all(each.tokens for each in sizes):
                 return sizes
     return ()
-
-
-def _ways(size: tuple[int, ...], images: ImageArguments) -> Iterator[tuple[ImageSize, ...]]:
-    """Yield the ways to try in which images may be given, the plainest first.
-
-    Images beside their heights and widths are given whole, filled up to one shape, or in parts of one shape.
-    """
-    yield (ImageSize(size),)
-    if SIZES not in images.names:
-        return
-    *_, height, width = size
-    for shape in (size, *((parts, *size) for parts in range(1, MOST_PARTS + 1))):
-        whole, half = (ImageSize(shape, beside=((SIZES, sides),)) for sides in ((height, width), (height, width // 2)))
-        yield whole, half
-        yield (whole,)
-
-
-def _alone(way: ImageSize, model: nn.Module, images: ImageArguments) -> dict[str, Any]:
-    """Return the arguments of one image."""
-    like = next(model.parameters())
-    shape = (1, 1, *way.pixels) if PIXEL_MASK in images.names else (1, *way.pixels)
-    beside = {name: [list(numbers)] for name, numbers in way.beside}
-    return {PIXELS: torch.ones(shape, dtype=like.dtype, device=like.device), **beside}
-
-
-def _of_patches(vision: Any, images: ImageArguments) -> tuple[ImageSize, ...]:
-    """Return two sizes of images in patches, the second half as wide."""
-    patch, depth = getattr(vision, "patch_size", None), getattr(vision, "temporal_patch_size", 1)
-    channels = next((v for key in ("in_channels", "in_chans") if isinstance(v := getattr(vision, key, None), int)), 3)
-    if not isinstance(patch, int) or not isinstance(depth, int):
-        return ()
-    side = round(images.merged**0.5)
-    grids = ((1, 2 * side, 2 * side), (1, 2 * side, side))
-    features = channels * depth * patch * patch
-    return tuple(
-        ImageSize((t * h * w, features), t * h * w // images.merged, ((GRID, (t, h, w)),)) for t, h, w in grids
-    )
 
 
 def pictured(
@@ -311,10 +290,28 @@ def counted(batch: Batch, images: ImageArguments | None) -> Batch:
     tokens = (batch["tokens"] == images.token).sum(1)
     pixels = batch.get(PIXELS)
     if pixels is None or not len(pixels):
-        _refuse_without_pixels(batch, tokens, images)
+        if bool(tokens.any()):
+            row = int(tokens.nonzero().flatten()[0])
+            raise ConfigError(_other_tokens(row, int(tokens[row]), images, f"the batch has no batch['{PIXELS}']"))
+        if IMAGES_PER_ROW in batch:
+            _given(batch, 0)
         counts = torch.zeros(len(tokens), dtype=torch.int64)
     elif lies_in_rows(batch, PIXELS):
-        counts = _of_filled(batch, pixels)
+        # those of (rows, images, …) that are not all zeros, as the model counts
+        if len(pixels) != len(batch["tokens"]):
+            raise ConfigError(
+                f"batch['{PIXELS}'] has shape {tuple(pixels.shape)}, (rows, images, channels, height, width), and"
+                f" tokens have {len(batch['tokens'])} rows"
+            )
+        counts = (pixels != 0).flatten(2).any(-1).sum(1).cpu()
+        if IMAGES_PER_ROW in batch:
+            told = _given(batch, int(batch[IMAGES_PER_ROW].sum()))
+            if (off := (told != counts).nonzero().flatten()).numel():
+                row = int(off[0])
+                raise ConfigError(
+                    f"row {row}: batch['{IMAGES_PER_ROW}'] says {int(told[row])} images, and {int(counts[row])} of"
+                    f" batch['{PIXELS}'][{row}] are not all zeros, which is how the model tells images from filling"
+                )
     else:
         counts = _given(batch, _number(batch, pixels)) if IMAGES_PER_ROW in batch else _inferred(batch, tokens, images)
     _check_tokens(batch, tokens, counts, images)
@@ -354,25 +351,6 @@ def _given(batch: Batch, number: int) -> Tensor:
             f" {number}"
         )
     return counts.cpu()
-
-
-def _of_filled(batch: Batch, pixels: Tensor) -> Tensor:
-    """Count the images of (rows, images, …) that are not all zeros, as the model does."""
-    if len(pixels) != len(batch["tokens"]):
-        raise ConfigError(
-            f"batch['{PIXELS}'] has shape {tuple(pixels.shape)}, (rows, images, channels, height, width), and tokens"
-            f" have {len(batch['tokens'])} rows"
-        )
-    counts = (pixels != 0).flatten(2).any(-1).sum(1).cpu()
-    if IMAGES_PER_ROW in batch:
-        given = _given(batch, int(batch[IMAGES_PER_ROW].sum()))
-        if (off := (given != counts).nonzero().flatten()).numel():
-            row = int(off[0])
-            raise ConfigError(
-                f"row {row}: batch['{IMAGES_PER_ROW}'] says {int(given[row])} images, and {int(counts[row])} of"
-                f" batch['{PIXELS}'][{row}] are not all zeros, which is how the model tells images from filling"
-            )
-    return counts
 
 
 def _inferred(batch: Batch, tokens: Tensor, images: ImageArguments) -> Tensor:
@@ -430,14 +408,6 @@ def _check_tokens(batch: Batch, tokens: Tensor, counts: Tensor, images: ImageArg
             raise ConfigError(
                 _other_tokens(row, found, images, f"its {number} images take {int(needed)}" if number else "no image")
             )
-
-
-def _refuse_without_pixels(batch: Batch, tokens: Tensor, images: ImageArguments) -> None:
-    if bool(tokens.any()):
-        row = int(tokens.nonzero().flatten()[0])
-        raise ConfigError(_other_tokens(row, int(tokens[row]), images, f"the batch has no batch['{PIXELS}']"))
-    if IMAGES_PER_ROW in batch:
-        _given(batch, 0)
 
 
 def _other_tokens(row: int, found: int, images: ImageArguments, rest: str) -> str:

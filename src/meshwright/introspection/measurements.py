@@ -11,11 +11,13 @@ from torch import nn
 from meshwright.core.config_keys import SECTIONS
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.record import recall, remember
+from meshwright.introspection.constructor import seeded
 from meshwright.introspection.premises.premises import lies_on_mesh
 from meshwright.introspection.small.copies import rows_of_token_table
+from meshwright.introspection.structure.experts import RouterLoss, asks_for_router_loss, measure_router_loss
+from meshwright.introspection.structure.structure import Measured, measured
 
 from .blocks import NONE, hints_of
-from .constructor.recording import seeded
 from .images import ImageArguments
 from .mixing.measure import measure_mixing
 from .mixing.values import Mixing
@@ -25,9 +27,7 @@ from .premises.premises import Premises
 from .roles import dtypes_of_calls, find_homes, find_readers
 from .signature import Signature
 from .small.sample import Sample, samples_of
-from .structure import Measured, measured
 from .structure.experts import Stack, measure_stacks
-from .structure.router_loss import RouterLoss, asks_for_router_loss, measure_router_loss
 
 Answer = TypeVar("Answer")
 
@@ -78,9 +78,7 @@ class Measurements:
             UnsupportedError: the model cannot be measured.
         """
         cannot = "cannot be cut inside its blocks or between them"
-        model = self.model
-        if model is None:
-            raise UnsupportedError(f"this model {cannot}: the model itself is not at hand")
+        model = self._at_hand(f"this model {cannot}")
         if stated(model, "vocab_size") is None and not any(
             isinstance(module, nn.Embedding) for module in model.modules()
         ):
@@ -106,9 +104,7 @@ class Measurements:
         Raises:
             UnsupportedError: there are none, or their masks follow no known rule.
         """
-        model = self.model
-        if model is None:
-            raise UnsupportedError("rows of this model cannot be cut: the model itself is not at hand")
+        model = self._at_hand("rows of this model cannot be cut")
         return self._once("mixing", lambda: measure_mixing(model))
 
     def sample(self, ranks: int = 1) -> Sample:
@@ -116,9 +112,7 @@ class Measurements:
 
         The copy is to be copied before it is changed. A model that is laid out cannot be copied any more: ask before.
         """
-        model = self.model
-        if model is None:
-            raise UnsupportedError("a small copy cannot be made: the model itself is not at hand")
+        model = self._at_hand("a small copy cannot be made")
         return self._once(("sample", ranks), lambda: next(iter(samples_of(model, Signature.of(model).takes, ranks))))
 
     def without_values(self) -> nn.Module:
@@ -137,26 +131,16 @@ class Measurements:
 
         A model that is laid out cannot be copied any more: ask before.
         """
-        if self.images() is None:
-            return ()
-        try:
-            return self._once("image modules", lambda: self.sample().of_images)
-        except UnsupportedError:
-            return ()
+        takes_images = self.images() is not None
+        return (self._of_sample("image modules", lambda sample: sample.of_images) or ()) if takes_images else ()
 
     def weight_readers(self) -> dict[str, str]:
         """Map patterns of linear layers to the code that reads their weights; empty where no copy can be called."""
-        try:
-            return self._once("weight readers", lambda: find_readers(self.sample()))
-        except UnsupportedError:
-            return {}
+        return self._of_sample("weight readers", find_readers) or {}
 
     def homes(self) -> dict[str, str]:
         """Map patterns of parameters to those of the modules that use them; empty where no copy can be called."""
-        try:
-            return self._once("homes", lambda: find_homes(self.sample()))
-        except UnsupportedError:
-            return {}
+        return self._of_sample("homes", find_homes) or {}
 
     def dtypes_of_calls(self, dtypes: tuple[tuple[str, str], ...]) -> dict[str, frozenset[str]]:
         """Map patterns of modules to the floating dtypes that they take and return; empty where no copy can be called.
@@ -164,10 +148,7 @@ class Measurements:
         Args:
             dtypes: (pattern of a parameter or buffer, dtype in which it computes).
         """
-        try:
-            return self._once(("dtypes of calls", dtypes), lambda: dtypes_of_calls(self.sample(), dict(dtypes)))
-        except UnsupportedError:
-            return {}
+        return self._of_sample(("dtypes of calls", dtypes), lambda sample: dtypes_of_calls(sample, dict(dtypes))) or {}
 
     def router_loss(self) -> RouterLoss | None:
         """Return the routers' loss that a transformers model's config includes in its loss; None where there is none.
@@ -191,6 +172,18 @@ class Measurements:
         if "premises" not in self._answers and lies_on_mesh(model):
             return Premises(unknown="the model is laid out in part already")
         return self._once("premises", lambda: premises.play(model))
+
+    def _at_hand(self, cannot: str) -> nn.Module:
+        if (model := self.model) is None:
+            raise UnsupportedError(f"{cannot}: the model itself is not at hand")
+        return model
+
+    def _of_sample(self, question: Hashable, measure: Callable[[Sample], Answer]) -> Answer | None:
+        """Measure something of the small copy; None where none can be made."""
+        try:
+            return self._once(question, lambda: measure(self.sample()))
+        except UnsupportedError:
+            return None
 
     def _once(self, question: Hashable, measure: Callable[[], Answer]) -> Answer:
         if question not in self._answers:

@@ -83,23 +83,18 @@ def module_kinds(model: nn.Module) -> dict[str, ModuleKind]:
     found: dict[str, ModuleKind] = {}
     for raw, module in model.named_modules():
         path = clean(raw)
-        found[path] = _kind(module)
+        own = [parameter for parameter in module._parameters.values() if parameter is not None]
+        weight = module._parameters.get("weight")
+        if isinstance(module, nn.Embedding) or not own:
+            found[path] = "embedding" if own else "container"
+        elif weight is not None and weight.dim() == 2:
+            found[path] = "linear layer"
+        else:
+            found[path] = "norm" if all(parameter.dim() < 2 for parameter in own) else "module of its own kind"
         for name, parameter in module._parameters.items():
             if parameter is not None and name not in ("weight", "bias"):
                 found[f"{path}.{name}" if path else name] = "parameter"
     return found
-
-
-def _kind(module: nn.Module) -> ModuleKind:
-    own = [parameter for parameter in module._parameters.values() if parameter is not None]
-    weight = module._parameters.get("weight")
-    if not own:
-        return "container"
-    if isinstance(module, nn.Embedding):
-        return "embedding"
-    if weight is not None and weight.dim() == 2:
-        return "linear layer"
-    return "norm" if all(parameter.dim() < 2 for parameter in own) else "module of its own kind"
 
 
 def tied_modules(model: nn.Module) -> list[tuple[str, ...]]:
@@ -139,33 +134,18 @@ def own_tensor_plan(model: nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     for raw, module in model.named_modules():
         path = clean(raw)
-        base = getattr(module, "base_model_prefix", "")
+        base = getattr(module, "base_model_prefix", None)
         inner = path if not base or not hasattr(module, base) else ".".join(filter(None, (path, base)))
-        for prefix, plan in ((path, tensor_plan_of(module)), (inner, _of_config(module))):
+        of_config = getattr(getattr(module, "config", None), "base_model_tp_plan", None) if base is not None else None
+        for prefix, plan in ((path, tensor_plan_of(module)), (inner, of_config)):
             if isinstance(plan, Mapping):
                 for key, style in plan.items():
                     found.setdefault(f"{prefix}.{key}" if prefix else key, style)
     names = module_kinds(model)
     kept = {key: style for key, style in found.items() if selected(key, names)}
-    return kept | _of_tied(model, kept)
-
-
-def _of_config(module: nn.Module) -> object:
-    return (
-        getattr(getattr(module, "config", None), "base_model_tp_plan", None)
-        if hasattr(module, "base_model_prefix")
-        else None
-    )
-
-
-def _of_tied(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
-    """Style each embedding or head whose partner alone the plan names."""
-    found: dict[str, str] = {}
+    tied: dict[str, str] = {}
     for paths in tied_modules(model):
-        if not any(path in plan for path in paths):
-            continue
-        for path in paths:
-            if path not in plan:
-                is_embedding = isinstance(model.get_submodule(path), nn.Embedding)
-                found[path] = "embedding_rowwise" if is_embedding else "colwise_gather_output"
-    return found
+        for path in (path for path in paths if path not in kept and any(other in kept for other in paths)):
+            is_embedding = isinstance(model.get_submodule(path), nn.Embedding)
+            tied[path] = "embedding_rowwise" if is_embedding else "colwise_gather_output"
+    return kept | tied

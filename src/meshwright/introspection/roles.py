@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.names import clean, is_within, owner, pattern
 from meshwright.core.torch_private import tree_leaves
-from meshwright.introspection.blocks import CONTAINERS, repeated_blocks
+from meshwright.introspection.blocks import CONTAINERS, around, repeated_blocks
+from meshwright.introspection.calls import watching
 from meshwright.introspection.module_kinds import module_kinds
 from meshwright.introspection.small.copies import copy_of
 from meshwright.introspection.small.sample import Sample
@@ -58,12 +60,8 @@ def find_readers(sample: Sample) -> dict[str, str]:
     watched = {clean(raw): module for raw, module in model.named_modules() if type(module) is nn.Linear}
     for module in watched.values():
         module.__class__ = _Watched
-    with torch.no_grad():
-        for inputs in sample.inputs:
-            try:
-                model(**inputs)
-            except Exception:  # noqa: BLE001  (the layers themselves refuse readers of bytes)
-                return {}
+    if not _runs(model, sample):  # the layers themselves refuse readers of bytes
+        return {}
     return {pattern(path): module.read_by for path, module in watched.items() if module.read_by}  # type: ignore[union-attr]
 
 
@@ -120,12 +118,9 @@ def find_homes(sample: Sample) -> dict[str, str]:
     Empty where the sample's forwards fail.
     """
     model = copy_of(sample.model)
-    with torch.no_grad(), _Uses(model) as uses:
-        for inputs in sample.inputs:
-            try:
-                model(**inputs)
-            except Exception:  # noqa: BLE001  (parameters are then taken to be used by the modules that hold them)
-                return {}
+    with _Uses(model) as uses:
+        if not _runs(model, sample):  # parameters are then taken to be used by the modules that hold them
+            return {}
     return {name: max(around, key=len, default="") for name, around in uses.homes.items()}
 
 
@@ -139,22 +134,23 @@ def dtypes_of_calls(sample: Sample, dtypes: Mapping[str, str]) -> dict[str, froz
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if (dtype := dtypes.get(pattern(clean(name)))) is not None and tensor.is_floating_point():
             tensor.data = tensor.data.to(torch_dtype(dtype))
-    for path, module in model.named_modules():
-        here = pattern(clean(path))
 
-        def note(_: Any, args: Any, kwargs: Any, output: Any, here: str = here) -> None:
-            leaves = [leaf for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, Tensor)]
-            named = {str(leaf.dtype).removeprefix("torch.") for leaf in leaves if leaf.is_floating_point()}
-            found[here] = found.get(here, frozenset()) | named
+    def note(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        leaves = [leaf for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, Tensor)]
+        named = {str(leaf.dtype).removeprefix("torch.") for leaf in leaves if leaf.is_floating_point()}
+        found[pattern(path)] = found.get(pattern(path), frozenset()) | named
 
-        module.register_forward_hook(note, with_kwargs=True)
-    with torch.no_grad():
+    with watching(model.named_modules(), after=note):
+        return found if _runs(model, sample) else {}  # its author alone knows which dtypes it takes
+
+
+def _runs(model: nn.Module, sample: Sample) -> bool:
+    """Run a model on the sample's inputs; return whether no forward fails."""
+    with torch.no_grad(), contextlib.suppress(Exception):  # whatever the model's code raises
         for inputs in sample.inputs:
-            try:
-                model(**inputs)
-            except Exception:  # noqa: BLE001  (its author alone knows which dtypes it takes)
-                return {}
-    return found
+            model(**inputs)
+        return True
+    return False
 
 
 # --- find the hidden matrices of a model
@@ -167,7 +163,11 @@ def hidden_matrices(model: nn.Module) -> frozenset[str]:
     or column, and routers: the linear layers beside a stack or a list of experts that have a row for each of them.
     """
     blocks, kinds, stacks = frozenset(repeated_blocks(model)), module_kinds(model), find_stacks(model)
-    experts_in = _experts_in(model, blocks, {path: stack.experts for path, stack in stacks.items()})
+    lists = {clean(raw): len(module) for raw, module in model.named_modules() if isinstance(module, CONTAINERS)}
+    inside = {path: number for path, number in lists.items() if number > 1 and not blocks.isdisjoint(around(path))}
+    experts_in: dict[str, list[tuple[str, int]]] = {}  # by module around them, in a stack or in a list
+    for path, number in {**{path: stack.experts for path, stack in stacks.items()}, **inside}.items():
+        experts_in.setdefault(owner(path), []).append((path, number))
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     for raw, parameter in model.named_parameters(remove_duplicate=False):
@@ -176,13 +176,13 @@ def hidden_matrices(model: nn.Module) -> frozenset[str]:
 
     def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
         path = owner(name)
-        if blocks.isdisjoint(_around(path)) or min(shape[-2:]) == 1:
+        if blocks.isdisjoint(around(path)) or min(shape[-2:]) == 1:
             return False
         if path in stacks:
             return len(shape) == 3
         is_router = any(
             shape[0] == experts and not is_within(path, place)
-            for outer in _around(path)
+            for outer in around(path)
             for place, experts in experts_in.get(outer, ())
         )
         # a module that stands at several places has its kind at the first of them
@@ -198,21 +198,3 @@ def hidden_matrices(model: nn.Module) -> frozenset[str]:
         for key, known in names.items()
         if tensors[key].dim() > 1 and all(is_matrix(name, tuple(tensors[key].shape)) for name in known)
     )
-
-
-def _experts_in(
-    model: nn.Module, blocks: frozenset[str], stacks: Mapping[str, int]
-) -> dict[str, list[tuple[str, int]]]:
-    """Map modules to (path, number) of the experts that they hold, stacked or in a list inside a block."""
-    lists = {clean(raw): len(module) for raw, module in model.named_modules() if isinstance(module, CONTAINERS)}
-    inside = {path: number for path, number in lists.items() if number > 1 and not blocks.isdisjoint(_around(path))}
-    found: dict[str, list[tuple[str, int]]] = {}
-    for path, number in {**stacks, **inside}.items():
-        found.setdefault(owner(path), []).append((path, number))
-    return found
-
-
-def _around(path: str) -> list[str]:
-    """List a module's path and those of the modules around it: large models have too many to compare with each."""
-    parts = path.split(".")
-    return ["", *(".".join(parts[: place + 1]) for place in range(len(parts)))]

@@ -18,31 +18,27 @@ from meshwright.core.errors import UnsupportedError
 
 
 def layers_of_wrapping(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the model, then each model inside that receives its wrapper's inputs unchanged; the innermost last."""
+    """Yield the model, then each model inside that receives its wrapper's inputs unchanged; the innermost last.
+
+    That is the only child with parameters, where the wrapper has none of its own, and either takes any arguments, or
+    takes any keyword and shows the child's config as its own.
+    """
     yield model
-    while (inner := _inside(model)) is not None:
-        yield (model := inner)
+    children = [child for child in model.children() if next(child.parameters(), None) is not None]
+    if len(children) != 1 or any(parameter is not None for parameter in model._parameters.values()):
+        return
+    kinds = {parameter.kind for parameter in _arguments(model)}
+    takes_anything = kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    config = getattr(model, "config", None)
+    shows_config = config is not None and getattr(children[0], "config", None) is config
+    if takes_anything or (inspect.Parameter.VAR_KEYWORD in kinds and shows_config):
+        yield from layers_of_wrapping(children[0])
 
 
 def core_of(model: nn.Module) -> nn.Module:
     """Return the innermost wrapped model, the one that a config builds."""
     *_, core = layers_of_wrapping(model)
     return core
-
-
-def _inside(model: nn.Module) -> nn.Module | None:
-    """Return the model inside a wrapper: the only child with parameters, where the wrapper has none of its own.
-
-    The wrapper either takes any arguments, or takes any keyword and shows the child's config as its own.
-    """
-    children = [child for child in model.children() if next(child.parameters(), None) is not None]
-    if len(children) != 1 or any(parameter is not None for parameter in model._parameters.values()):
-        return None
-    kinds = {parameter.kind for parameter in inspect.signature(model.forward).parameters.values()}
-    takes_anything = kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
-    config = getattr(model, "config", None)
-    shows_config = config is not None and getattr(children[0], "config", None) is config
-    return children[0] if takes_anything or (inspect.Parameter.VAR_KEYWORD in kinds and shows_config) else None
 
 
 # --- map the keys of a batch to the arguments of a model's forward
@@ -85,13 +81,24 @@ class Signature:
 
     @classmethod
     def of(cls, model: nn.Module) -> Signature:
-        names = tuple(
-            dict.fromkeys(name for layer in layers_of_wrapping(model) for name in (*_named(layer), *_of_config(layer)))
-        )
+        found: dict[str, None] = {}
+        for layer in layers_of_wrapping(model):
+            given = _arguments(layer)
+            found |= dict.fromkeys(p.name for p in given if p.kind not in _VARIADIC)
+            if any(p.kind is p.VAR_KEYWORD for p in given):  # reads switches from its config, or its text's
+                config: Any = getattr(layer, "config", None)
+                parts = (config, config.get_text_config()) if hasattr(config, "get_text_config") else (config,)
+                switches = (name for name in SWITCHED_OFF if any(isinstance(getattr(p, name, 0), bool) for p in parts))
+                found |= dict.fromkeys(switches)
+        names = tuple(found)
         takes = {key: next((s for s in spellings if s in names), None) for key, spellings in SPELLINGS.items()}
         if takes["tokens"] is None and names:
             takes["tokens"] = names[0]
-        return cls(names, takes, required=tuple(_required(model)))
+        return cls(
+            names,
+            takes,
+            required=tuple(p.name for p in _arguments(model) if p.default is p.empty and p.kind not in _VARIADIC),
+        )
 
     def inputs(
         self, batch: Mapping[str, Tensor], device: torch.device, *, with_targets: bool = False
@@ -115,23 +122,11 @@ class Signature:
         return name if name in self.arguments else None
 
 
-def _of_config(model: nn.Module) -> list[str]:
-    """List the switches that a forward with ``**kwargs`` reads from its config, or its text's, if not passed."""
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
-    config: Any = getattr(model, "config", None)
-    parts = (config, config.get_text_config()) if hasattr(config, "get_text_config") else (config,)
-    known = [name for name in SWITCHED_OFF if any(isinstance(getattr(part, name, None), bool) for part in parts)]
-    return known if takes_any else []
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def _required(model: nn.Module) -> list[str]:
-    takes = inspect.signature(model.forward).parameters.values()
-    return [p.name for p in takes if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-
-
-def _named(model: nn.Module) -> list[str]:
-    takes = inspect.signature(model.forward).parameters.values()
-    return [p.name for p in takes if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+def _arguments(model: nn.Module) -> list[inspect.Parameter]:
+    return list(inspect.signature(model.forward).parameters.values())
 
 
 # --- find the logits in a model's output
@@ -156,8 +151,12 @@ def logits_of(output: Any) -> Tensor:
     found = [value for value in values if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 3]
     if len(found) == 1:
         return found[0]
+    kinds = [f"{tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__ for value in values]
+    parts = list(map(str, output)) if isinstance(output, Mapping) else kinds
+    is_of_parts = isinstance(output, (Mapping, tuple, list))
+    words = f"a {type(output).__name__}" + (f" of {', '.join(parts) or 'nothing'}" if is_of_parts else "")
     raise UnsupportedError(
-        f"the model's forward returns {_words(output)}, in which {len(found) or 'no'} tensors could be the logits"
+        f"the model's forward returns {words}, in which {len(found) or 'no'} tensors could be the logits"
         " (rows, seq, vocabulary). Return the logits alone, or in an object or a dict under the name logits, or as the"
         " only floating tensor of three dims."
     )
@@ -177,13 +176,3 @@ def with_logits(output: Any, logits: Tensor) -> Any:
     output = copy.copy(output)
     output[next(key for key, value in output.items() if value is found)] = logits  # type: ignore[index]
     return output
-
-
-def _words(output: Any) -> str:
-    """Return what it consists of."""
-    if isinstance(output, Mapping):
-        return f"a {type(output).__name__} of {', '.join(map(str, output)) or 'nothing'}"
-    if isinstance(output, (tuple, list)):
-        kinds = (f"{tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__ for value in output)
-        return f"a {type(output).__name__} of {', '.join(kinds) or 'nothing'}"
-    return f"a {type(output).__name__}"

@@ -9,7 +9,7 @@ import copy
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,20 +17,26 @@ from typing import Any
 
 from torch import nn
 
+from meshwright.core.config import from_dict, to_dict
 from meshwright.core.dtypes import torch_dtype
-from meshwright.core.errors import ConfigError, MissingExtraError, UnsupportedError, nearest, quieten_torchao
+from meshwright.core.errors import (
+    ConfigError,
+    IntegrityError,
+    MissingExtraError,
+    UnsupportedError,
+    nearest,
+    quieten_torchao,
+)
 from meshwright.core.files import inside, read_json
 from meshwright.core.record import recall, remember
+from meshwright.introspection.adapted_model import AdaptedModel, adapters_of, is_adapter, put_adapters
+from meshwright.introspection.adapter_request import Adapters, holds_adapters, merging_by_peft
+from meshwright.introspection.blocks import Hints, give
+from meshwright.introspection.constructor import NotRecordedError, built, on_meta, record, seeded
+from meshwright.introspection.module_kinds import ABOUT_THE_FILE, KERNEL_KEYS, brings_initialiser, has_model
+from meshwright.introspection.signature import core_of
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig
-
-from .adapted.folder import holds_adapters, merging_by_peft
-from .adapted.model import AdaptedModel, put_adapters
-from .adapted.request import Adapters
-from .blocks import Hints, give
-from .constructor.meta import on_meta
-from .constructor.recording import NotRecordedError, built, record, seeded
-from .module_kinds import ABOUT_THE_FILE, KERNEL_KEYS, has_model
 
 # --- read language models of transformers from a folder, a config.json or a config object
 
@@ -124,8 +130,7 @@ def read_causal_lm(path: str | Path, *, dtype: str = "float32", trust_remote_cod
         raise ConfigError(absent_model(path, place))
     config_keys = read_json(inside(file.parent, file.name) if place.is_dir() else file)
     transformers = import_transformers()
-    _refuse_elsewhere(config_keys, file)
-    _check_type(config_keys, file, transformers, trust_remote_code)
+    _refuse_unknown(config_keys, file, transformers, trust_remote_code)
     if config_keys.get("quantization_config"):
         raise UnsupportedError(
             f"{KEY} = {path}: its weights are quantized ({CONFIG}: quantization_config). Use the model in full"
@@ -160,8 +165,8 @@ def absent_model(path: str | Path, place: Path) -> str:
     return f"{text}{near} Models are not downloaded{hint}"
 
 
-def _refuse_elsewhere(keys: dict[str, Any], file: Path) -> None:
-    """Raise ConfigError for a config that takes a part of itself, or code, from elsewhere than its folder."""
+def _refuse_unknown(keys: dict[str, Any], file: Path, transformers: Any, trusted: bool) -> None:
+    """Refuse a config with parts or code from elsewhere than its folder, or of a kind that transformers lacks."""
     named = keys.get("configuration_files")
     if named is not None:
         raise ConfigError(
@@ -180,20 +185,6 @@ def _refuse_elsewhere(keys: dict[str, Any], file: Path) -> None:
             raise ConfigError(
                 f"{KEY}: {file} names code to be fetched ({key} = {kernel!r}), which is not run: take {key} out of it"
             )
-
-
-def _implementations(keys: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the keys of a config and its inner configs that select the code for attention or experts."""
-    for key, value in keys.items():
-        if isinstance(value, dict):
-            values = {str(part): name for part, name in value.items()} if key.endswith(KERNEL_KEYS) else {}
-            yield from ((f"{key}.{part}", name) for part, name in values.items() if isinstance(name, str))
-            yield from _implementations(value)
-        elif key.endswith(KERNEL_KEYS) and isinstance(value, str):
-            yield key, value
-
-
-def _check_type(keys: dict[str, Any], file: Path, transformers: Any, trusted: bool) -> None:
     known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
     kind = keys.get("model_type")
     codes = keys.get("auto_map") or {}
@@ -215,6 +206,17 @@ def _check_type(keys: dict[str, Any], file: Path, transformers: Any, trusted: bo
         f"{KEY}: {file} has model_type {kind!r}, which transformers {transformers.__version__}"
         f" lacks.{nearest(kind, known)}"
     )
+
+
+def _implementations(keys: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the keys of a config and its inner configs that select the code for attention or experts."""
+    for key, value in keys.items():
+        if isinstance(value, dict):
+            values = {str(part): name for part, name in value.items()} if key.endswith(KERNEL_KEYS) else {}
+            yield from ((f"{key}.{part}", name) for part, name in values.items() if isinstance(name, str))
+            yield from _implementations(value)
+        elif key.endswith(KERNEL_KEYS) and isinstance(value, str):
+            yield key, value
 
 
 def import_transformers(what: str = KEY) -> Any:
@@ -317,3 +319,90 @@ def _without_memory(build: Callable[[], Any], seed: int) -> Any:
         return record(build, seed)[0]
     except NotRecordedError:
         return built(build, seed)
+
+
+# --- describe a model so that transformers, and peft, can build it again from a checkpoint alone
+
+OWN_CODE = "auto_map"
+"""Key of a config that names code beside it; a model of transformers' own needs none."""
+
+
+@dataclass(frozen=True)
+class ModelOrigin:
+    """A model's class, config and adapters, as JSON values.
+
+    Attributes:
+        kind: name of the model's class, without a wrapper around it.
+        config: transformers' config of one of its own models, as it was before any layout; empty for other models.
+        adapters: the adapters that were requested; None without any.
+        by_hand: whether the model has adapters that were put beside its layers by other code.
+    """
+
+    kind: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    adapters: Mapping[str, Any] | None = None
+    by_hand: bool = False
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModelOrigin:
+        """Describe a model, before a layout changes it."""
+        core, put = core_of(model), adapters_of(model)
+        config: Any = getattr(core, "config", None)
+        kind, keys = type(core), dict[str, Any]()
+        # of a class that transformers offers by its name, so that no other code is needed to build it
+        if is_config(config) and brings_initialiser(core) and getattr(import_transformers(), kind.__name__, 0) is kind:
+            values = json.loads(config.to_json_string(use_diff=False))
+            keys = {key: value for key, value in values.items() if key not in (*ABOUT_THE_FILE, OWN_CODE)}
+        by_hand = put is None and any(is_adapter(name) for name, _ in model.named_parameters())
+        return cls(kind.__name__, keys, to_dict(put.adapters) if put is not None else None, by_hand)
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], where: Path) -> ModelOrigin:
+        """Return what ``to_json`` wrote.
+
+        Raises:
+            IntegrityError: the values are of another form.
+        """
+        kind, config, adapters = values.get("kind", ""), values.get("config", {}), values.get("adapters")
+        if not (isinstance(kind, str) and isinstance(config, dict) and isinstance(adapters, dict | None)):
+            raise IntegrityError(f"{where} is damaged: its 'model' does not describe one")
+        return cls(kind, config, adapters, values.get("by_hand") is True)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the description as JSON values."""
+        adapters = dict(self.adapters) if self.adapters is not None else None
+        return {"kind": self.kind, "config": dict(self.config), "adapters": adapters, "by_hand": self.by_hand}
+
+    def requested_adapters(self) -> Adapters | None:
+        """Return the request for the model's adapters. Raises ConfigError for values that this version lacks."""
+        return None if self.adapters is None else from_dict(Adapters, self.adapters, where="the checkpoint's adapters")
+
+    def builder(self, folder: Path) -> Callable[[], nn.Module]:
+        """Return a function that builds the model without its adapters; code is transformers' own alone.
+
+        Args:
+            folder: a folder into which the config is written for transformers to read.
+
+        Raises:
+            ConfigError, UnsupportedError: this transformers has no such model or does not take its config.
+        """
+        transformers = import_transformers("convert")
+        kind = getattr(transformers, self.kind, None)
+        if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+            raise UnsupportedError(
+                f"transformers {transformers.__version__} has no {self.kind}: convert with the version that trained it"
+            )
+        (folder / CONFIG).write_text(json.dumps(self.config))
+        read = read_causal_lm(folder).config  # refuses kernels and files from elsewhere
+
+        def build() -> nn.Module:
+            config = copy.deepcopy(read)
+            config.get_text_config().use_cache = False
+            try:
+                return kind(config)
+            except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError) as error:
+                raise ConfigError(
+                    f"transformers cannot build {self.kind} of the checkpoint's config: {error}"
+                ) from error
+
+        return build

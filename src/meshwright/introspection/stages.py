@@ -15,15 +15,15 @@ from meshwright.core.config_keys import WIDTH
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean, is_within, owner
 from meshwright.core.torch_private import tree_leaves
-from meshwright.introspection.logits.tape import model_line, shown
+from meshwright.introspection.logits_tape import model_line, shown
 from meshwright.introspection.mixing.decisions import Decisions, Line
 from meshwright.introspection.premises.playing import FixedDraws
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.configs import stated_width
 from meshwright.introspection.small.copies import copy_of
 from meshwright.introspection.small.sample import Sample, ids_of
-from meshwright.introspection.structure import Measured
 from meshwright.introspection.structure.regions import shapes_of
+from meshwright.introspection.structure.structure import Measured
 
 # --- find reads of a forward between its blocks
 

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.models.layers import FeedForward, MixtureOfExperts, RMSNorm, at_least_fp32
+
 from .decoder_config import DecoderConfig
-from .layers import FeedForward, RMSNorm, at_least_fp32
-from .moe import MixtureOfExperts
 
 
 def rotary_frequencies(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> Tensor:

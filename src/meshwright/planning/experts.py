@@ -11,9 +11,8 @@ from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean, is_within, owner, pattern
 from meshwright.introspection.facts import ModelFacts
-from meshwright.introspection.structure.experts import Stack, find_stacks
-from meshwright.introspection.structure.router_loss import RouterLoss
-from meshwright.models.moe import Router
+from meshwright.introspection.structure.experts import RouterLoss, Stack, find_stacks
+from meshwright.models.layers import Router
 from meshwright.planning.layout import BATCH, EXPERTS, TOKENS, Layout, Shares, shares_of
 from meshwright.planning.values import Case, Collective, Found, PrecisionPlan
 

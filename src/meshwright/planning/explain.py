@@ -10,7 +10,7 @@ from meshwright.core.axes import WORLD_AXES, Axis
 from meshwright.core.devices import is_accelerator
 from meshwright.core.dtypes import bytes_text, count_text
 from meshwright.core.names import is_within, owner, pattern
-from meshwright.introspection.constructor.recording import STREAM_ELEMENTS
+from meshwright.introspection.constructor import STREAM_ELEMENTS
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.module_kinds import brings_initialiser
 from meshwright.introspection.source import builder_of

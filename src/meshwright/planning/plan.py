@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 
 from meshwright.core.axes import WORLD_AXES, Axis
 from meshwright.core.errors import ConfigError
-from meshwright.introspection.structure.router_loss import RouterLoss
+from meshwright.introspection.structure.experts import RouterLoss
 from meshwright.planning.context.plan import ContextPlan
 from meshwright.planning.experts import ExpertPlan
 from meshwright.planning.float8 import Float8Plan

@@ -9,7 +9,7 @@ from torch import nn
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean, is_within, pattern
 from meshwright.core.parts import is_plain
-from meshwright.introspection.adapted.model import host_of_magnitude, is_adapter
+from meshwright.introspection.adapted_model import host_of_magnitude, is_adapter
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.roles import linears_of_blocks, routers_among
 from meshwright.introspection.structure.experts import find_stacks

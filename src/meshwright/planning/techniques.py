@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, cast
 
 from meshwright.core.config import from_dict, unset
 from meshwright.core.config.ranges import ABOVE_0, BETWEEN_0_AND_1, FROM_0, FROM_1, PATTERN, DtypeName
-from meshwright.introspection.adapted.request import Adapters
+from meshwright.introspection.adapter_request import Adapters
 
 
 @dataclass(frozen=True)

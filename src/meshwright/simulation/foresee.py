@@ -11,10 +11,9 @@ from typing import Any
 from meshwright.core.config import is_unset
 from meshwright.core.errors import ConfigError, MeshwrightError
 from meshwright.distributed.memory.dry_run import saved_by_blocks
-from meshwright.introspection.adapted.facts import facts_with
 from meshwright.introspection.blocks import Hints
 from meshwright.introspection.cluster import Cluster
-from meshwright.introspection.facts import ModelFacts
+from meshwright.introspection.facts import ModelFacts, facts_with
 from meshwright.planning.build import plan as build_plan
 from meshwright.planning.layout import Layout
 from meshwright.planning.plan import Plan

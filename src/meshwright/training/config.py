@@ -27,7 +27,7 @@ from meshwright.core.config.ranges import (
 from meshwright.core.devices import DEFAULT_BACKEND
 from meshwright.core.errors import ConfigError, nearest
 from meshwright.data.options import CurriculumStage, MixturePart, SourceOptions
-from meshwright.introspection.adapted.request import Adapters
+from meshwright.introspection.adapter_request import Adapters
 from meshwright.models.decoder_config import SIZES, MoEConfig, RopeScaling
 from meshwright.planning.layout import Layout
 from meshwright.planning.optimizer import KINDS, kind_of

@@ -33,8 +33,8 @@ from meshwright.data.text.tokenizers import (
 )
 from meshwright.data.text.turns import ChatTemplate, load_template
 from meshwright.distributed.weights.constructed import Weights
-from meshwright.introspection.adapted.folder import WEIGHTS
-from meshwright.introspection.adapted.model import AdaptedModel
+from meshwright.introspection.adapted_model import AdaptedModel
+from meshwright.introspection.adapter_request import WEIGHTS
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.measurements import stated
 from meshwright.introspection.source import CONFIG, CausalLM, read_causal_lm, with_adapters

@@ -17,16 +17,15 @@ from meshwright.comparison.equality import (
     ratio,
     relative_errors,
     sum_floor,
+    worst,
 )
+from meshwright.comparison.sketch import is_inside
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import IntegrityError
-from meshwright.verification.aspects.routes import fewer
-
-from .aspects.routes import Routes
-from .aspects.rows import Rows
-from .laid_out import narrows_inside
-from .outcome import Outcome, Reference, reference
-from .problem import Problem
+from meshwright.verification.laid_out import narrows_inside
+from meshwright.verification.outcome import Outcome, Reference, reference
+from meshwright.verification.problem import Problem
+from meshwright.verification.routes import Routes, fewer
 
 # --- measure how far rounding goes
 
@@ -89,22 +88,17 @@ def references(
     one = reference(problem, always_clips=always_clips, routes=routes)
     routes = one.routes if any(one.routes) else ()
     problem = replace(problem, max_norm=one.max_norm)
-    if problem.rounds_to in HALVES:
-        return one, _from_float32(problem, one, are_features_cut, routes)
+    if problem.rounds_to in HALVES:  # far from a run in float32
+        noise = torch.finfo(torch_dtype(problem.dtype)).eps / 2 if are_features_cut else 0.0  # rounding is to nearest
+        exact = _started_alike(reference(problem.unrounded, routes=routes), one)
+        runs = [one, *_more(problem, ORDERS[:-1], noise, routes)]
+        return one, _farthest([_distances(exact, other) for other in runs])
     one.narrows = are_features_cut and problem.dtype == "float64" and narrows_inside(problem)
     noise = torch.finfo(torch.float32).eps if are_features_cut and (problem.dtype == "float32" or one.narrows) else 0.0
     first = _distances(_started_alike(reference(problem, 1, noise=noise, routes=routes), one), one)
     if problem.dtype == "float64" and not (one.narrows or first.round_inside):
         return one, first
     return one, _farthest([first, *(_distances(other, one) for other in _more(problem, ORDERS[1:], noise, routes))])
-
-
-def _from_float32(problem: Problem, one: Reference, are_features_cut: bool, routes: Sequence[Routes]) -> Floors:
-    noise = torch.finfo(torch_dtype(problem.dtype)).eps / 2 if are_features_cut else 0.0  # rounding is to nearest
-    exact = _started_alike(reference(problem.unrounded, routes=routes), one)
-    return _farthest(
-        [_distances(exact, one), *(_distances(exact, other) for other in _more(problem, ORDERS[:-1], noise, routes))]
-    )
 
 
 def _more(problem: Problem, orders: Sequence[int], noise: float, routes: Sequence[Routes]) -> Iterator[Reference]:
@@ -141,15 +135,12 @@ def _distances(found: Reference, one: Reference) -> Floors:
         for step, rows in getattr(theirs, stage).items()
     }
     seen |= {key: state_errors(mine.sketches[key], there) for key, there in theirs.sketches.items()}
-    return Floors(
-        whole, seen, {key: _apart(found.scores[key], there) for key, there in one.scores.items() if key in found.scores}
-    )
-
-
-def _apart(found: Tensor, reference: Tensor) -> float:
-    """Return the largest absolute difference where both are finite."""
-    both = found.isfinite() & reference.isfinite()
-    return (found - reference)[both].abs().amax().item() if both.any() else 0.0
+    scores: dict[tuple[int, str], float] = {}
+    for key in found.scores.keys() & one.scores.keys():  # the largest difference where both are finite
+        here, there = found.scores[key], one.scores[key]
+        off = (here - there)[here.isfinite() & there.isfinite()]
+        scores[key] = off.abs().amax().item() if off.numel() else 0.0
+    return Floors(whole, seen, scores)
 
 
 def _farthest(runs: Sequence[Floors]) -> Floors:
@@ -159,20 +150,14 @@ def _farthest(runs: Sequence[Floors]) -> Floors:
 
 def state_errors(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:
     """Compute relative errors, separately for each kind of optimizer state ("exp_avg of …")."""
-    kinds = dict.fromkeys(name.rpartition(" of ")[0] for name in (*reference, *found))
-    errors = {}
-    for kind in kinds:
-        errors |= relative_errors(dict(_of_kind(found, kind)), dict(_of_kind(reference, kind)))
-    return errors
-
-
-def _of_kind(tensors: Mapping[str, Tensor], kind: str) -> Iterator[tuple[str, Tensor]]:
-    return ((name, tensor) for name, tensor in tensors.items() if name.rpartition(" of ")[0] == kind)
+    kinds: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
+    for side, tensors in ((1, reference), (0, found)):
+        for name, tensor in tensors.items():
+            kinds.setdefault(name.rpartition(" of ")[0], ({}, {}))[side][name] = tensor
+    return {name: error for pair in kinds.values() for name, error in relative_errors(*pair).items()}
 
 
 # --- compare outcomes
-
-Named = Mapping[str, Tensor]
 
 TINY = 1e-300
 
@@ -200,8 +185,17 @@ def differences(
             for difference in judge.tensors("parameter", parameters, reference.parameters[step], step)
         ),
     ]
+    # one difference per quantity: whole tensors give more detail, sketches cover every rank
+    by_rank = {(d.stage, d.name, d.step): d for d in judge.sketches(found, reference)}
+    merged: list[Difference] = []
+    for whole in on_first:
+        other = by_rank.pop((whole.stage, whole.name, whole.step), None)
+        if other is not None and other.is_beyond:
+            whole = replace(whole, ranks=other.ranks) if whole.is_beyond else replace(other, ratio=whole.ratio)
+        merged.append(whole)
     return [
-        *_merged(on_first, list(judge.sketches(found, reference))),
+        *merged,
+        *by_rank.values(),
         *judge.rows("forward", found, reference),
         *judge.recomputed(found, reference),
         *(fewer(found.products, reference.products) if sees_products else ()),
@@ -273,7 +267,7 @@ class _Judge:
             for name in reference.seen[0].forward[step]:
                 errors = [errors[name] for errors in by_rank if name in errors]
                 if errors:
-                    yield _worst(
+                    yield worst(
                         "recomputed", name, [errors.get(name, 0.0) for errors in by_rank], self.bound(0.0), step
                     )
 
@@ -293,22 +287,100 @@ class _Judge:
                     if stage.startswith("initial")
                     else self.bound(floors.get(name, 0.0), step, is_stepped=stepped)
                 )
-                yield _worst(stage, name, [errors.get(name, 0.0) for errors in by_rank], bound, step)
+                yield worst(stage, name, [errors.get(name, 0.0) for errors in by_rank], bound, step)
 
 
-def _worst(stage: str, name: str, errors: Sequence[float], bound: float, step: int) -> Difference:
-    """Return the worst of all ranks' errors, with the ranks beyond the bound unless all are."""
-    beyond = tuple(rank for rank, error in enumerate(errors) if not error <= bound)
-    return Difference(stage, name, max(errors), bound, step=step, ranks=beyond if len(beyond) < len(errors) else ())
+# --- join what modules computed of a batch's rows from the ranks that have them
+
+Named = Mapping[str, Tensor]
 
 
-def _merged(on_first: Sequence[Difference], by_rank: Sequence[Difference]) -> Iterator[Difference]:
-    """Yield one difference per quantity: whole tensors give more detail, sketches cover every rank."""
-    others = {(d.stage, d.name, d.step): d for d in by_rank}
-    for whole in on_first:
-        other = others.pop((whole.stage, whole.name, whole.step), None)
-        if other is None or not other.is_beyond:
-            yield whole
-        else:
-            yield replace(whole, ranks=other.ranks) if whole.is_beyond else replace(other, ratio=whole.ratio)
-    yield from others.values()
+class Rows:
+    """The sketches of one stage and step: every rank's, and those of one process for the same rows.
+
+    Ranks that have the same rows (tensor parallelism) compute a module's output whole, as one process does, or as
+    partial sums, or each some tokens of every row (whose sketches are partial sums too), or each some features.
+    Outputs sharded by features are not compared.
+
+    Attributes:
+        parts: modules whose features are sharded over ranks, or whose output is never whole; and modules whose sums
+            are reduced together with another's, including those that pass such an output on.
+    """
+
+    def __init__(self, found: Outcome, reference: Reference, stage: str, step: int):
+        one = reference.seen[0]
+        known: Named = {
+            name: rows
+            for name, rows in getattr(one, stage)[step].items()
+            if not is_inside(name, (*found.seen[0].compiled, *found.seen[0].unlike))
+        }
+        self._by_rank: Sequence[Named] = [getattr(seen, stage)[step] for seen in found.seen]
+        self._places = [seen.place for seen in found.seen]
+        self._tensor_ranks = [seen.tensor_rank for seen in found.seen]
+        self._is_shared = len(found.seen) > self._places[0][1]
+        self.parts = {
+            name
+            for name in known
+            if any(seen.shapes.get(name) == () for seen in found.seen)
+            or (
+                self._is_shared
+                and any(seen.shapes.get(name, one.shapes[name]) != one.shapes[name] for seen in found.seen)
+            )
+        }
+        if stage == "backward":
+            self.parts |= {name for seen in found.seen for name in seen.graphless.get(step, ())}
+        given = one.forward[step]
+        elsewhere = [given[path] for path in found.seen[0].summed if path in given]
+        self.parts |= {
+            name for name in known if name in given and any(torch.equal(given[name], other) for other in elsewhere)
+        }
+        known = {name: rows for name, rows in known.items() if name not in self.parts}
+        self._expected = [
+            {name: rows.chunk(ranks)[rank] for name, rows in known.items()} for rank, ranks in self._places
+        ]
+        self._together = _joined(self._expected)
+
+    def errors(self) -> dict[str, float]:
+        """Return the relative error of each module, over all ranks' rows."""
+        found = _joined(self._by_rank)  # wrappers may add modules of their own
+        errors = relative_errors({name: rows for name, rows in found.items() if name in self._together}, self._together)
+        if self._is_shared and any(errors.values()):
+            for sums in self._summed():
+                summed = relative_errors(_joined(sums), self._together)
+                errors |= {name: min(error, summed.get(name, error)) for name, error in errors.items()}
+        return errors
+
+    def ranks(self, name: str, bound: float) -> tuple[int, ...]:
+        """Return the ranks on whose rows the error exceeds its bound; none where it does on all."""
+        beyond = []
+        summed = self._summed() if self._is_shared else []
+        for rank, found in enumerate(zip(self._by_rank, *summed, strict=True)):
+            errors = []  # if all other ranks had computed what one process did
+            for own in found:
+                patched = [own if other == rank else expected for other, expected in enumerate(self._expected)]
+                rows = {name: torch.cat([named[name] for named in patched])} if name in own else {}
+                errors.append(relative_errors(rows, {name: self._together[name]})[name])
+            if not min(errors) <= bound:
+                beyond.append(rank)
+        return tuple(beyond) if len(beyond) < len(self._by_rank) else ()
+
+    def _summed(self) -> Iterator[list[Named]]:
+        """Yield each rank's rows replaced by sums over the ranks that have the same rows: over all, whose outputs may
+        be summands or parts; and over those of one tensor rank, where tensor ranks compute the same.
+        """
+        for keys in (self._places, [*zip(self._places, self._tensor_ranks, strict=True)]):
+            found = []
+            for key in keys:
+                same = [named for other, named in zip(keys, self._by_rank, strict=True) if other == key]
+                names = [name for name in same[0] if name in self._together and all(name in named for named in same)]
+                found.append({name: torch.stack([named[name] for named in same]).sum(0) for name in names})
+            yield found
+
+
+def _joined(by_rank: Sequence[Named]) -> dict[str, Tensor]:
+    """Concatenate the rows of all ranks, for modules that every rank has."""
+    return {
+        name: torch.cat([named[name] for named in by_rank])
+        for name in by_rank[0]
+        if all(name in named for named in by_rank)
+    }

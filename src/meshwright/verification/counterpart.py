@@ -12,7 +12,7 @@ import torch
 
 from meshwright.comparison.equality import relative_errors
 from meshwright.core.errors import ConfigError, UnsupportedError, nearest
-from meshwright.introspection.constructor.meta import on_meta
+from meshwright.introspection.constructor import on_meta
 from meshwright.introspection.source import CausalLM, import_transformers
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig

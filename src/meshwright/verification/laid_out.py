@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,20 +23,18 @@ from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.process import agree
 from meshwright.distributed.setup import init_distributed
 from meshwright.distributed.weights.constructed import Weights, materialise
-from meshwright.introspection.constructor.recording import STREAM_ELEMENTS, built
+from meshwright.introspection.constructor import STREAM_ELEMENTS, built
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.images import rows_of
 from meshwright.introspection.roles import hidden_matrices
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.copies import narrows
 from meshwright.introspection.source import as_module, builder_of
-from meshwright.introspection.structure.experts import stack_paths
-from meshwright.introspection.structure.router_loss import RouterLogits, RouterLoss
-from meshwright.models.moe import Router
+from meshwright.introspection.structure.experts import RouterLogits, stack_paths
+from meshwright.models.layers import Router
 from meshwright.planning.layout import Layout
-from meshwright.verification.aspects.routes import converted, in_4_bits
+from meshwright.verification.routes import Replay, Routes, converted, in_4_bits, noting
 
-from .aspects.routes import Replay, Routes, noting
 from .problem import Batch, Parallelize, Problem, count, divisors, labels_of, without_dropout
 
 # --- compute the oracle
@@ -87,8 +84,15 @@ class OneProcess:
         self._routers = routers_of([self._computing])
         if noise:
             generator = torch.Generator(self._device).manual_seed(seed)
+
+            def shaken(module: nn.Module, args: tuple, output: Any) -> Any:
+                if not isinstance(output, Tensor) or not output.is_floating_point():
+                    return output
+                drawn = torch.rand(output.shape, generator=generator, device=output.device, dtype=torch.float32)
+                return output * (1 + noise * (2 * drawn - 1)).to(output.dtype)
+
             for module in self._computing.modules():
-                module.register_forward_hook(lambda module, args, output: _shaken(output, noise, generator))
+                module.register_forward_hook(shaken)
         measurements = model_facts(model).measurements
         self._router_loss, self._of_images = measurements.router_loss(), measurements.image_modules()
         if self._router_loss is not None:
@@ -114,7 +118,9 @@ class OneProcess:
             microbatches: for each row, the microbatch whose tokens a router's loss counts; empty: all rows are one.
             means: number of ranks the mean of whose mean losses is the loss instead; 0: off.
         """
-        self._round_weights()
+        if self._computing is not self.model:
+            for mine, theirs in zip(self._computing.parameters(), self.model.parameters(), strict=True):
+                mine.data = theirs.detach().to(self._compute)
         tokens, routed = divisors(batch, means).to(self._device), max(count_routed([batch]), 1)
         losses: list[Tensor] = []
         needs_loads = self._router_loss is not None or any(r.config.batch_loss for r in self._routers)
@@ -125,23 +131,32 @@ class OneProcess:
             else nullcontext(Observed())
         )
         with watched as observed, noting([self._computing]) as routes:
-            for piece in _pieces(batch, self.rows or len(batch["tokens"])):
-                first, rows = sum(map(len, losses)), len(piece["tokens"])
+            for first in range(0, len(batch["tokens"]), self.rows or len(batch["tokens"])):
+                piece = rows_of(batch, first, first + (self.rows or len(batch["tokens"])))
+                rows = len(piece["tokens"])
                 for router, load in loads.items():
-                    router.everywhere = partial(_known, load[first : first + rows])
+                    router.everywhere = lambda counted, known=load[first : first + rows]: known
                 with replay.at(first, rows) if replay is not None else nullcontext():
                     if self._router_loss is not None:
                         self._logits.begin()
                     loss = row_losses(self._computing, self._signature, piece, self._device)
                     loss = loss / tokens[first : first + rows].to(loss.dtype)
                 auxiliary = [router.auxiliary / routed for router in self._routers if router.auxiliary is not None]
-                if self._router_loss is not None:
-                    auxiliary.append(
-                        _balance(self._router_loss, self._logits.take(), piece, shares[first : first + rows]) / routed
-                    )
+                if (its := self._router_loss) is not None:
+                    # E · Σₑ Fₑ pₑ, the mean of all layers, summed over the tokens; F is of each row's microbatch
+                    shape = (*piece["tokens"].shape, -1)
+                    layers = torch.stack([layer.softmax(-1).double().view(shape) for layer in self._logits.take()])
+                    chances = (layers.mean(0) * _real(piece, shares.device).unsqueeze(-1)).sum(1)
+                    balance = (shares[first : first + rows] * chances).sum()
+                    auxiliary.append(its.coefficient * its.experts * balance / routed)
                 (sum(auxiliary, loss.sum()) * self.scale).backward()
                 losses.append(loss.detach())
-                self._collect_gradients()
+                if self._computing is not self.model:
+                    for mine, theirs in zip(self._computing.parameters(), self.model.parameters(), strict=True):
+                        if mine.grad is not None:
+                            added = mine.grad.to(theirs.dtype) / self.scale
+                            theirs.grad = added if theirs.grad is None else theirs.grad + added
+                            mine.grad = None
         return OneStep(torch.cat(losses).double().cpu(), observed, routes)
 
     @torch.no_grad()
@@ -157,7 +172,7 @@ class OneProcess:
         noted: dict[Router, Tensor] = {}
         before = [(router, router.counts, router.z) for router in self._routers]
         for router in self._routers:
-            router.everywhere = partial(_noted, noted, router)
+            router.everywhere = lambda counted, router=router: noted.setdefault(router, counted)
         rows = len(batch["tokens"])
         with replay.at(0, rows) if replay is not None else nullcontext():
             if self._router_loss is not None:
@@ -168,8 +183,15 @@ class OneProcess:
         numbers = torch.tensor(microbatches or [0] * rows, device=self._device)
         same = (numbers.unsqueeze(0) == numbers.unsqueeze(1)).double()
         shares = torch.zeros(rows, 0, dtype=torch.float64)
-        if self._router_loss is not None:
-            chosen, tokens = _chosen(self._router_loss, self._logits.take(), batch, replay)
+        if (its := self._router_loss) is not None:
+            # by row, each expert's choices and all choices; a replay's routes win
+            layers = [layer.view(*batch["tokens"].shape, -1) for layer in self._logits.take()]
+            picked = [layer.softmax(-1).topk(its.top_k).indices for layer in layers]
+            if replay is not None and len(replay.routes) == len(layers):
+                picked = [routes.to(layers[0].device, torch.int64) for routes in replay.routes.values()]
+            real = _real(batch, layers[0].device)
+            counts = [(F.one_hot(index, its.experts).sum(2) * real.unsqueeze(-1)).sum(1) for index in picked]
+            chosen, tokens = torch.stack(counts).sum(0), real.sum(1, keepdim=True) * len(layers)
             shares = (same @ chosen) / (same @ tokens).clamp(min=1)
         return {router: same.to(counted.dtype) @ counted for router, counted in noted.items()}, shares
 
@@ -181,55 +203,11 @@ class OneProcess:
             if router.bias is not None and kept.bias is not None:
                 kept.bias.copy_(router.bias)
 
-    def _round_weights(self) -> None:
-        if self._computing is not self.model:
-            for mine, theirs in zip(self._computing.parameters(), self.model.parameters(), strict=True):
-                mine.data = theirs.detach().to(self._compute)
-
-    def _collect_gradients(self) -> None:
-        if self._computing is not self.model:
-            for mine, theirs in zip(self._computing.parameters(), self.model.parameters(), strict=True):
-                if mine.grad is not None:
-                    added = mine.grad.to(theirs.dtype) / self.scale
-                    theirs.grad = added if theirs.grad is None else theirs.grad + added
-                    mine.grad = None
-
-
-def _known(load: Tensor, counted: Tensor) -> Tensor:
-    return load
-
-
-def _noted(noted: dict[Router, Tensor], router: Router, counted: Tensor) -> Tensor:
-    noted[router] = counted
-    return counted
-
 
 def _real(batch: Batch, device: torch.device) -> Tensor:
     """Mark real tokens by 1 and padding by 0: (rows, seq) float64."""
     real = routed_tokens(batch)
     return (torch.ones_like(batch["tokens"]) if real is None else real).to(device, torch.float64)
-
-
-def _chosen(loss: RouterLoss, logits: Sequence[Tensor], batch: Batch, replay: Replay | None) -> tuple[Tensor, Tensor]:
-    """Count by row each expert's choices, (rows, experts), and all choices, (rows, 1); a replay's routes win."""
-    layers = [layer.view(*batch["tokens"].shape, -1) for layer in logits]
-    picked = [layer.softmax(-1).topk(loss.top_k).indices for layer in layers]
-    if replay is not None and len(replay.routes) == len(layers):
-        picked = [routes.to(layers[0].device, torch.int64) for routes in replay.routes.values()]
-    real = _real(batch, layers[0].device)
-    counted = [(F.one_hot(index, loss.experts).sum(2) * real.unsqueeze(-1)).sum(1) for index in picked]
-    return torch.stack(counted).sum(0), real.sum(1, keepdim=True) * len(layers)
-
-
-def _balance(loss: RouterLoss, logits: Sequence[Tensor], piece: Batch, shares: Tensor) -> Tensor:
-    """Sum E · Σₑ Fₑ pₑ, the mean of all layers, over the tokens of ``piece``, times the loss's coefficient.
-
-    Args:
-        shares: F of each row's microbatch: (rows, experts).
-    """
-    layers = torch.stack([layer.softmax(-1).double().view(*piece["tokens"].shape, -1) for layer in logits])
-    probabilities = (layers.mean(0) * _real(piece, shares.device).unsqueeze(-1)).sum(1)
-    return loss.coefficient * loss.experts * (shares * probabilities).sum()
 
 
 def build(problem: Problem, *, dropout: bool = False, weights: Weights | None = None) -> nn.Module:
@@ -271,18 +249,6 @@ def row_losses(model: nn.Module, signature: Signature, batch: Batch, device: tor
     labels = labels_of(batch).to(logits.device)
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
     return losses.view(labels.shape).sum(1)
-
-
-def _pieces(batch: Batch, rows: int) -> Iterator[dict[str, Tensor]]:
-    for begin in range(0, len(batch["tokens"]), rows):
-        yield rows_of(batch, begin, begin + rows)
-
-
-def _shaken(output: Any, noise: float, generator: torch.Generator) -> Any:
-    if isinstance(output, Tensor) and output.is_floating_point():
-        drawn = torch.rand(output.shape, generator=generator, device=output.device, dtype=torch.float32)
-        return output * (1 + noise * (2 * drawn - 1)).to(output.dtype)
-    return output
 
 
 # --- lay out a problem's model, by meshwright or by another library, and step it as its users do
@@ -402,8 +368,10 @@ class Theirs(LaidOut):
         return sum(losses) / len(losses)
 
     def step(self, optimizer: torch.optim.Optimizer) -> float:
-        for parameter in self.model.parameters():
-            _sum_up(parameter)
+        parameters: Any = self.model.parameters()
+        for parameter in parameters:
+            if any(place.is_partial() for place in getattr(parameter.grad, "placements", ())):
+                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
         norm = float(clip_grad_norm_(self.model, self.problem.max_norm or float("inf")))
         optimizer.step()
         optimizer.zero_grad()
@@ -411,12 +379,6 @@ class Theirs(LaidOut):
 
     def backward_share(self, rows: Batch, batch: Batch) -> float:
         return 1 / self.place[1]
-
-
-def _sum_up(parameter: Any) -> None:
-    """Sum partial gradients, which autograd may leave tensor-parallel ranks of parameters that they have whole."""
-    if any(place.is_partial() for place in getattr(parameter.grad, "placements", ())):
-        parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 
 
 def lay_out(

@@ -20,10 +20,17 @@ from meshwright.distributed.weights.shards import in_dtype, sketches, whole_on_f
 from meshwright.introspection.roles import hidden_matrices
 from meshwright.introspection.structure.experts import stack_paths
 from meshwright.planning.layout import Layout
-from meshwright.verification.aspects.routes import Products, counting, together
+from meshwright.verification.routes import (
+    Products,
+    Routes,
+    counting,
+    noting,
+    numbers_of_experts,
+    put_together,
+    together,
+)
 
-from .aspects.routes import Routes, noting, numbers_of_experts, put_together
-from .laid_out import LaidOut, OneProcess, build, lay_out
+from .laid_out import OneProcess, build, lay_out
 from .problem import Parallelize, Problem, share
 
 Named = dict[str, Tensor]
@@ -100,9 +107,15 @@ class Seen:
                 self, key, _mapped(value, lambda leaf: torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf)
             )
 
-    def sketch(self, stage: str, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """Sketch the tensors of a stage. Collective over the ranks that share a tensor."""
-        self.sketches[stage, step] = sketches({name: _real(tensor) for name, tensor in tensors.items()})
+    def sketch(self, stage: str, step: int, tensors: Mapping[str, Any]) -> None:
+        """Sketch the tensors of a stage in float64, summed up where ranks hold partial sums. Collective."""
+        wide: Named = {}
+        for name, tensor in tensors.items():
+            if any(place.is_partial() for place in getattr(tensor, "placements", ())):
+                tensor = tensor.full_tensor()
+            tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
+            wide[name] = tensor if tensor.dtype == torch.float64 else in_dtype(tensor, torch.float64)
+        self.sketches[stage, step] = sketches(wide)
 
 
 @dataclass
@@ -125,10 +138,6 @@ class Outcome:
     """The experts of the tokens of each step's batch."""
     products: Products = field(default_factory=dict)
     """Multiplications in float8, in the first step, on all ranks together."""
-
-    def is_kept(self, step: int, steps: int) -> bool:
-        """Return whether the parameters after a step (1 the first) are kept whole."""
-        return step in (1, steps)
 
 
 @dataclass
@@ -194,7 +203,8 @@ def reference(
     trained = [p for p in model.parameters() if p.requires_grad]
     named, buffers = _cleaned(model.named_parameters()), _cleaned(model.named_buffers())
     outcome, seen = Reference(initial=_copies(named), buffers=_copies(buffers)), Seen()
-    _sketch_initial(seen, named, buffers)
+    seen.sketch("initial weight", 1, named)
+    seen.sketch("initial buffer", 1, buffers)
     nowhere = numbers_of_experts([model])
     for step in range(1, problem.steps + 1):
         batch = problem.batch(step - 1)
@@ -213,7 +223,9 @@ def reference(
             seen.observe(step, computed.observed, 1 / problem.loss_scale)
         if step == 1:
             outcome.gradients = _copies(gradients)
-        _sketch_backward(seen, step, problem, buffers, gradients)
+        if problem.dtype == "float64":
+            seen.sketch("buffer", step, buffers)
+            seen.sketch("gradient", step, gradients)
         outcome.loss_parts.append(computed.losses)
         outcome.losses.append(computed.losses.sum().item())
         outcome.norm_parts.append(torch.stack([p.grad.double().square().sum() for p in trained if p.grad is not None]))
@@ -226,8 +238,10 @@ def reference(
         optimizer.step()
         optimizer.zero_grad()
         one.end_step()
-        _sketch_step(seen, step, problem, named, dict(_state(named, optimizer)))
-        if outcome.is_kept(step, problem.steps):
+        if problem.dtype == "float64":
+            seen.sketch("parameter", step, named)
+            seen.sketch("optimizer", step, dict(_state(named, optimizer)))
+        if step in (1, problem.steps):
             outcome.parameters[step] = _copies(named)
     outcome.seen, outcome.products = [seen], seen.products
     return outcome
@@ -243,7 +257,8 @@ def candidate(problem: Problem, layout: Layout, parallelize_fn: Parallelize | No
         Seen(laid_out.place, laid_out.stage, laid_out.tensor_rank),
     )
     seen.summed, seen.unlike = laid_out.summed_elsewhere(), laid_out.inside_unlike()
-    _sketch_initial(seen, destinations.values(named), laid_out.buffers())
+    seen.sketch("initial weight", 1, destinations.values(named))
+    seen.sketch("initial buffer", 1, laid_out.buffers())
     stacks = stack_paths(*laid_out.models)
     opaque, of_images = (*stacks, *seen.unlike), laid_out.of_images()
     noted: list[Routes] = []
@@ -261,23 +276,31 @@ def candidate(problem: Problem, layout: Layout, parallelize_fn: Parallelize | No
         with watched as observed, noted_routes as routes, counting(seen.products, problem, step):
             outcome.losses.append(laid_out.forward_backward(mine))
         noted.append(routes)
-        gradients = _of_all(laid_out)
+        # a sharded parameter's gradient only if every rank has one, or gathering it would wait for ever
+        own_gradients = dict(laid_out.gradients())
+        names = agree.everybody_says((laid_out.stage, list(own_gradients)))
+        everywhere = set.intersection(*(set(theirs) for stage, theirs in names if stage == laid_out.stage))
+        gradients = {
+            name: g for name, g in own_gradients.items() if name in everywhere or not hasattr(g, "full_tensor")
+        }
         if watches(problem, step):
             factor = laid_out.backward_share(mine, batch) / problem.loss_scale
             seen.observe(step, observed, factor, takes_images=bool(of_images))
         if step == 1:
             outcome.gradients = whole_on_first(gradients, differ=laid_out.is_staged)
-        _sketch_backward(seen, step, problem, laid_out.buffers(), gradients)
+        if problem.dtype == "float64":
+            seen.sketch("buffer", step, laid_out.buffers())
+            seen.sketch("gradient", step, gradients)
         outcome.norms.append(laid_out.step(optimizer))
         values = destinations.values(named)
-        _sketch_step(seen, step, problem, values, dict(_state(named, optimizer)))
-        if outcome.is_kept(step, problem.steps):
+        if problem.dtype == "float64":
+            seen.sketch("parameter", step, values)
+            seen.sketch("optimizer", step, dict(_state(named, optimizer)))
+        if step in (1, problem.steps):
             outcome.parameters[step] = whole_on_first(values, differ=laid_out.is_staged)
-    nowhere = {
-        path: number
-        for numbers in agree.everybody_says(numbers_of_experts(laid_out.models))
-        for path, number in numbers.items()
-    }
+    nowhere = dict[str, int]()
+    for numbers in agree.everybody_says(numbers_of_experts(laid_out.models)):
+        nowhere |= numbers
     if nowhere:
         own = [(laid_out.place, its.of_step(), one) for its, one in zip(tokens, noted, strict=True)]
         for step, by_rank in enumerate(zip(*agree.everybody_says(own), strict=True)):
@@ -286,35 +309,6 @@ def candidate(problem: Problem, layout: Layout, parallelize_fn: Parallelize | No
     outcome.products = together([seen.products for seen in by_rank])
     outcome.seen = whole_ranks(by_rank) if is_rank_zero() else []
     return outcome
-
-
-def _of_all(laid_out: LaidOut) -> Named:
-    """Return the gradients; a sharded parameter's only if every rank has one, or gathering it would wait for ever."""
-    gradients = dict(laid_out.gradients())
-    by_rank = agree.everybody_says((laid_out.stage, list(gradients)))
-    everywhere = set.intersection(*(set(names) for stage, names in by_rank if stage == laid_out.stage))
-    return {name: g for name, g in gradients.items() if name in everywhere or not hasattr(g, "full_tensor")}
-
-
-def _sketch_initial(seen: Seen, named: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-    seen.sketch("initial weight", 1, named)
-    seen.sketch("initial buffer", 1, buffers)
-
-
-def _sketch_backward(
-    seen: Seen, step: int, problem: Problem, buffers: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
-) -> None:
-    if problem.dtype == "float64":
-        seen.sketch("buffer", step, buffers)
-        seen.sketch("gradient", step, gradients)
-
-
-def _sketch_step(
-    seen: Seen, step: int, problem: Problem, values: Mapping[str, Tensor], state: Mapping[str, Tensor]
-) -> None:
-    if problem.dtype == "float64":
-        seen.sketch("parameter", step, values)
-        seen.sketch("optimizer", step, state)
 
 
 def _state(named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
@@ -326,14 +320,6 @@ def _state(named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     return {key: _mapped(item, change) for key, item in value.items()} if isinstance(value, dict) else change(value)
-
-
-def _real(tensor: Any) -> Tensor:
-    """Convert a tensor of any dtype to float64, summed up where ranks hold partial sums."""
-    if any(place.is_partial() for place in getattr(tensor, "placements", ())):
-        tensor = tensor.full_tensor()
-    tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
-    return tensor if tensor.dtype == torch.float64 else in_dtype(tensor, torch.float64)
 
 
 def _cleaned(tensors: Iterable[tuple[str, Any]]) -> dict[str, Any]:

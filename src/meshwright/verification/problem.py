@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -17,10 +18,19 @@ from meshwright.core.losses import PADDING
 from meshwright.distributed.optimizer.muon import optimizer_class
 from meshwright.distributed.optimizer.parameter_groups import split_by_role
 from meshwright.introspection.blocks import Hinted, Hints
-from meshwright.introspection.images import IMAGE_KEYS, rows_of
+from meshwright.introspection.facts import ModelFacts
+from meshwright.introspection.images import (
+    IMAGE_KEYS,
+    ImageArguments,
+    ImageSize,
+    length_for,
+    pictured,
+    rows_of,
+    sizes_of,
+)
 from meshwright.introspection.module_kinds import DROPOUTS
 from meshwright.introspection.signature import IMAGES_PER_ROW
-from meshwright.introspection.source import CausalLM, is_config, with_adapters
+from meshwright.introspection.source import CausalLM, builder_of, is_config, with_adapters
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.optimizer import kind_of
 from meshwright.planning.techniques import as_techniques
@@ -269,19 +279,74 @@ def share(batch: Batch, rank: int, ranks: int) -> dict[str, Tensor]:
 
 def digests(problem: Problem) -> list[tuple[str, str]]:
     """Hash the batch of each step, at a first and at a second request."""
-    first, again = ([_digest(problem.batch(step)) for step in range(problem.steps)] for _ in range(2))
-    return list(zip(first, again, strict=True))
-
-
-def _digest(batch: Batch) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for key, value in sorted(batch.items()):
-        digest.update(f"{key} {value.dtype} {tuple(value.shape)}".encode())
-        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    found: list[list[str]] = [[], []]
+    for request, step in itertools.product(found, range(problem.steps)):
+        digest = hashlib.blake2b(digest_size=16)
+        for key, value in sorted(problem.batch(step).items()):
+            digest.update(f"{key} {value.dtype} {tuple(value.shape)}".encode())
+            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        request.append(digest.hexdigest())
+    return list(zip(*found, strict=True))
 
 
 Parallelize = Callable[..., nn.Module]
 """(module with weights, on the CPU; mesh with our axis names, None for one rank) → the module, laid out.
 
 Ranks along dp_replicate and dp_shard are given different rows, those along the other axes the same."""
+
+
+# --- make random batches of rows with images, unequally many in each row, for a model that takes them
+
+COUNTS = (2, 0, 1, 0)
+"""Images of the rows of a half of the batch, in turn; the other half has none, so that ranks have none."""
+TEXT = 6
+"""The least number of tokens of a row beside its images."""
+
+NONE = ImageArguments(0, ())
+
+
+@dataclass(frozen=True)
+class PicturedBatches(RandomBatches):
+    """Random batches in which some rows have images.
+
+    In even steps the rows of the second half have none, in odd ones those of the first.
+    """
+
+    images: ImageArguments = NONE
+    sizes: tuple[ImageSize, ...] = ()
+
+    def __call__(self, step: int) -> Batch:
+        batch = dict(super().__call__(step))
+        half = -(-self.rows // 2)
+        counts = [COUNTS[row % half % len(COUNTS)] * ((row < half) == (step % 2 == 0)) for row in range(self.rows)]
+        generator = torch.Generator().manual_seed(2000 * self.seed + step)
+        batch |= pictured(batch["tokens"], counts, self.images, self.sizes, generator)
+        batch["labels"] = batch["labels"].masked_fill(batch["tokens"] == self.images.token, -100)
+        return batch
+
+
+def with_images(batches: RandomBatches, module: nn.Module, facts: ModelFacts) -> RandomBatches:
+    """Return batches with images for a model that takes them; others as they are.
+
+    Args:
+        module: the model; on meta, it is built once more with weights where only its code tells an image's tokens.
+
+    Raises:
+        ConfigError: no images can be made for the model, or a row of its longest has no room for two.
+    """
+    images = facts.images
+    if images is None:
+        return batches
+    sizes = sizes_of(module, images)
+    if not sizes and (build := builder_of(module)) is not None:
+        sizes = sizes_of(build(), images)
+    if not sizes:
+        raise ConfigError(f"{facts.kind} takes images in a way that is not known here: give a batch_factory with some")
+    needed = length_for(COUNTS, sizes) + TEXT
+    if facts.max_seq_len is not None and needed > facts.max_seq_len:
+        raise ConfigError(
+            f"two images of {facts.kind} take {needed} tokens with {TEXT} of text, more than its longest row of"
+            f" {facts.max_seq_len}: give a batch_factory, or a config with smaller images (vision_config.image_size)"
+        )
+    known: dict[str, Any] = {key: getattr(batches, key) for key in ("vocab_size", "rows", "seed")}
+    return PicturedBatches(**known, seq_len=max(batches.seq_len, needed), keys=(), images=images, sizes=sizes)

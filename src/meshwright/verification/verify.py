@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from meshwright.comparison.equality import HALVES, Comparison, relative_errors
 from meshwright.core.dtypes import torch_dtype
@@ -24,17 +25,23 @@ from meshwright.introspection.source import as_module
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout, shares_of
 from meshwright.planning.optimizer import OptimizerPlan, kind_of
-from meshwright.verification.aspects.routes import refuse_unseen
-from meshwright.verification.aspects.sight import Nature, draws, nature, random_differences
+from meshwright.verification.compare import Floors, differences, notes, references
+from meshwright.verification.outcome import Outcome, Reference, candidate, reference
+from meshwright.verification.problem import (
+    GAP,
+    BatchFactory,
+    Parallelize,
+    Problem,
+    RandomBatches,
+    count,
+    digests,
+    share,
+    with_images,
+)
+from meshwright.verification.routes import flips, refuse_unseen
+from meshwright.verification.sight import draws, explain, nature, random_differences
 
-from . import report
-from .aspects import sight
-from .aspects.images import with_images
-from .aspects.routes import flips
-from .compare import Floors, differences, notes, references
-from .outcome import Outcome, Reference, candidate, reference
-from .problem import GAP, BatchFactory, Parallelize, Problem, RandomBatches, digests
-from .report import Report
+Answer = TypeVar("Answer")
 
 LIMIT_SEC = 600.0
 ROUNDED = 4.0
@@ -43,12 +50,9 @@ TINY = 1e-300
 DEPENDENT = 1e-3
 """Relative distance by which rounding never moves gradients of the first step."""
 
-_REFERENCES: WeakKeyDictionary[WorkerPool, list[tuple[tuple[Problem, bool], tuple[Reference, Floors]]]] = (
-    WeakKeyDictionary()
-)
-_NATURES: WeakKeyDictionary[WorkerPool, list[tuple[Problem, Nature]]] = WeakKeyDictionary()
-KEPT = 4
-"""Number of problems whose answers a pool remembers."""
+_ANSWERS: WeakKeyDictionary[WorkerPool, list[tuple[Any, Any]]] = WeakKeyDictionary()
+KEPT = 8
+"""Number of answers that a pool remembers: several layouts and techniques ask for the same."""
 
 
 def verify(
@@ -140,7 +144,7 @@ def verify(
     finally:
         if own:
             pool.close()
-    return Report(layout, tuple(comparisons), time.monotonic() - begun, report.of(problem))
+    return Report(layout, tuple(comparisons), time.monotonic() - begun, coverage_of(problem))
 
 
 def _optimizer(techniques: dict[str, Any]) -> str:
@@ -174,7 +178,7 @@ def default_batches(model: Any, world: int) -> RandomBatches:
     if facts.vocab_size is None:
         raise ConfigError(f"{facts.kind} says nowhere how many token ids it takes (vocab_size): give a batch_factory")
     takes = Signature.of(module).takes
-    wanted = report.tokens_wanted(module)
+    wanted = tokens_wanted(module)
     room = wanted if facts.max_seq_len is None else min(wanted, facts.max_seq_len - GAP - 3)
     plain = RandomBatches(
         facts.vocab_size, 2 * world, max(room, 1), tuple(key for key in ("positions", "document_ids") if takes[key])
@@ -186,12 +190,30 @@ def _compared(
     pool: WorkerPool, problems: list[Problem], layout: Layout, parallelize_fn: Parallelize | None
 ) -> Iterator[Comparison]:
     """Compare one process, run several times (its sums in other orders), with the layout, in each dtype."""
-    _check_rows(problems[0], shares_of(layout).data_ranks)
-    _check_batches(pool.run(digests, problems[0], world=layout.world, timeout=LIMIT_SEC))
-    known = _nature(pool, problems[0])
+    rows, ranks = len(problems[0].batch(0)["tokens"]), shares_of(layout).data_ranks
+    if rows % ranks:
+        raise ConfigError(
+            f"the batch has {rows} rows, which {ranks} ranks cannot share: give a multiple of {ranks}, like"
+            f" {rows + -rows % ranks}"
+        )
+    by_rank = pool.run(digests, problems[0], world=layout.world, timeout=LIMIT_SEC)
+    for step, pairs in enumerate(zip(*by_rank, strict=True), 1):  # of each rank, at a first and at a second request
+        repeats = [first == again for first, again in pairs]
+        alike = [first == pairs[0][0] for first, _ in pairs]
+        if all(repeats) and all(alike):
+            continue
+        where = f"on ranks 0 and {alike.index(False)}" if all(repeats) else "in two calls by one process"
+        raise IntegrityError(
+            f"the batch of step {step} is not the same {where}, so nothing can be compared: the batch factory must give"
+            f" the same global batch for the same step, whoever asks and however often. Draw it from a torch.Generator"
+            f" that is seeded by the step alone"
+        )
+    alone = problems[0].of_one_process()
+    known = _answered(pool, ("nature", alone), lambda: pool.run(nature, alone, world=1, timeout=LIMIT_SEC)[0])
     for number, problem in enumerate(problems):
         problem = replace(problem, evaluating=known.undrawn is not None)
-        one, floors = _references(pool, problem, layout)
+        asked = problem.of_one_process(), _are_features_cut(problem, layout)
+        one, floors = _answered(pool, ("references", *asked), partial(_references, pool, *asked))
         problem = replace(problem, max_norm=one.max_norm)
         found = pool.run(candidate, problem, layout, parallelize_fn, world=layout.world, timeout=LIMIT_SEC)[0]
         again, rerouted_note = _rerouted(pool, problem, layout, found, one)
@@ -202,8 +224,8 @@ def _compared(
             drawn = pool.run(draws, problem, layout, parallelize_fn, world=layout.world, timeout=LIMIT_SEC)[0]
             compared += random_differences(drawn, known)
         is_wrong = number == 0 and any(difference.is_beyond for difference in compared)
-        seen = sight.explain(pool, problem, layout) if is_wrong and parallelize_fn is None else ""
-        more_notes = filter(None, (rerouted_note, seen, report.of_means(problem)))
+        seen = explain(pool, problem, layout) if is_wrong and parallelize_fn is None else ""
+        more_notes = filter(None, (rerouted_note, seen, means_note(problem)))
         yield Comparison(problem.rounds_to, tuple(compared), (*known.notes, *notes(found, one), *more_notes))
 
 
@@ -220,57 +242,44 @@ def _microbatches(problem: Problem, layout: Layout) -> tuple[int, ...]:
     return tuple(row % own // size for row in range(rows))
 
 
-def _check_rows(problem: Problem, ranks: int) -> None:
-    rows = len(problem.batch(0)["tokens"])
-    if rows % ranks:
-        raise ConfigError(
-            f"the batch has {rows} rows, which {ranks} ranks cannot share: give a multiple of {ranks}, like"
-            f" {rows + -rows % ranks}"
-        )
-
-
-def _check_batches(by_rank: list[list[tuple[str, str]]]) -> None:
-    """Check each rank's batch of each step, at a first and at a second request."""
-    for step, pairs in enumerate(zip(*by_rank, strict=True), 1):
-        repeats = [first == again for first, again in pairs]
-        alike = [first == pairs[0][0] for first, _ in pairs]
-        if all(repeats) and all(alike):
-            continue
-        where = f"on ranks 0 and {alike.index(False)}" if all(repeats) else "in two calls by one process"
-        raise IntegrityError(
-            f"the batch of step {step} is not the same {where}, so nothing can be compared: the batch factory must give"
-            f" the same global batch for the same step, whoever asks and however often. Draw it from a torch.Generator"
-            f" that is seeded by the step alone"
-        )
-
-
-def _nature(pool: WorkerPool, problem: Problem) -> Nature:
-    problem = problem.of_one_process()
-    known = _NATURES.setdefault(pool, [])
-    for other, answer in known:
-        if other == problem:
-            return answer
-    answer = pool.run(nature, problem, world=1, timeout=LIMIT_SEC)[0]
-    known[:] = [(problem, answer), *known[: KEPT - 1]]
-    return answer
-
-
-def _references(pool: WorkerPool, problem: Problem, layout: Layout) -> tuple[Reference, Floors]:
-    """Compute the problem's references, once for a pool: several layouts and techniques share them."""
-    are_features_cut = _are_features_cut(problem, layout)
-    asked = (problem.of_one_process(), are_features_cut)
-    known = _REFERENCES.setdefault(pool, [])
-    for other, outcomes in known:
+def _answered(pool: WorkerPool, asked: Any, answer: Callable[[], Answer]) -> Answer:
+    """Answer a question about a problem once for a pool."""
+    known = _ANSWERS.setdefault(pool, [])
+    for other, found in known:
         if other == asked:
-            return outcomes
+            return found
+    found = answer()
+    known[:] = [(asked, found), *known[: KEPT - 1]]
+    return found
+
+
+def _references(pool: WorkerPool, problem: Problem, are_features_cut: bool) -> tuple[Reference, Floors]:
+    """Compute the references of a problem for one process."""
     ask = partial(references, are_features_cut=are_features_cut, always_clips=True)
-    one, floors = pool.run(ask, asked[0], world=1, timeout=LIMIT_SEC)[0]
-    _check_finite(one)
+    one, floors = pool.run(ask, problem, world=1, timeout=LIMIT_SEC)[0]
+    for step, (loss, norm) in enumerate(zip(one.losses, one.norms, strict=True), 1):
+        for what, value in (("loss", loss), ("gradient norm", norm)):
+            if not math.isfinite(value):
+                raise ConfigError(
+                    f"the {what} of step {step} is {value} in one process already: nothing can be compared. Look at"
+                    f" model and batch"
+                )
+    apart = max(floors.whole["gradient", 1].values(), default=0.0)
     # in halves the other run computes in float32, and may be further off than rows that depend on each other
-    if problem.rounds_to not in HALVES:
-        _check_rows_are_independent(pool, asked[0], one, floors)
-    known[:] = [(asked, (one, floors)), *known[: KEPT - 1]]
-    return one, floors
+    if problem.rounds_to in HALVES or apart <= DEPENDENT:
+        return one, floors
+    again = pool.run(reference, problem, world=1, timeout=LIMIT_SEC)[0]
+    for name, error in relative_errors(again.gradients, one.gradients).items():
+        if error > DEPENDENT:
+            raise IntegrityError(
+                f"two one-process runs of the same batch give different gradients (first: {name}), so nothing can be"
+                f" compared: the backward draws random numbers"
+            )
+    raise ConfigError(
+        f"the model's rows depend on each other, as a batch norm makes them: fed row by row, one process gets gradients"
+        f" that are {apart:.1e} (relative) apart from those of the whole batch. Then no layout that shares out rows can"
+        f" equal one process"
+    )
 
 
 def _are_features_cut(problem: Problem, layout: Layout) -> bool:
@@ -298,51 +307,115 @@ def _rerouted(
     again, floors = pool.run(ask, problem.of_one_process(), world=1, timeout=LIMIT_SEC)[0]
     if any(flips(*pair) for pair in zip(found.routes, again.routes, strict=True)):
         return None, f"tokens went to other experts than in one process, whose routers do not choose by topk: {words}"
-    limits = {key: _limit(scores, floors.scores.get(key, 0.0), problem.dtype) for key, scores in again.scores.items()}
+    # how much worse an expert may be that a token goes to by rounding
+    eps, limits = torch.finfo(torch_dtype(problem.dtype)).eps, dict[tuple[int, str], float]()
+    for key, scores in again.scores.items():
+        largest = scores[scores.isfinite()].abs().amax().item()
+        limits[key] = ROUNDED * max(floors.scores.get(key, 0.0), largest * eps, TINY)
     worst = max(again.lacks, key=lambda key: again.lacks[key] / limits[key])
     lack, limit = again.lacks[worst], limits[worst]
+    where = "tokens went to other experts than in one process"
     if not lack <= limit:
-        return (
-            None,
-            f"tokens went to other experts than in one process, worse by {lack:.1e}, of which {limit:.1e} is"
-            f" rounding: {words}",
-        )
+        return None, f"{where}, worse by {lack:.1e}, of which {limit:.1e} is rounding: {words}"
     rounded = f"worse by at most {lack:.1e}, of which {limit:.1e} is rounding"
-    return (
-        again,
-        floors,
-    ), f"rounding alone sent tokens to other experts than in one process, which took them too ({rounded}): {words}"
+    note = f"rounding alone sent tokens to other experts than in one process, which took them too ({rounded}): {words}"
+    return (again, floors), note
 
 
-def _limit(scores: Tensor, floor: float, dtype: str) -> float:
-    """Bound how much worse an expert may be that a token goes to by rounding."""
-    largest = scores[scores.isfinite()].abs().amax().item()
-    return ROUNDED * max(floor, largest * torch.finfo(torch_dtype(dtype)).eps, TINY)
+# --- describe how far the batches of a verification reach into a model's structure
+
+TOKENS = 16
+"""Tokens of a row, where nothing asks for more."""
+LARGEST = 256
+"""The most tokens of a row that a window may ask for."""
+REACHES = (
+    "sliding_window",
+    "attention_chunk_size",
+    "window_size",
+    "attention_window",
+    "local_window_size",
+    "chunk_size",
+)
+"""Config keys that hold the number of tokens beyond which a layer computes differently."""
 
 
-def _check_finite(one: Reference) -> None:
-    for step, (loss, norm) in enumerate(zip(one.losses, one.norms, strict=True), 1):
-        for what, value in (("loss", loss), ("gradient norm", norm)):
-            if not math.isfinite(value):
-                raise ConfigError(
-                    f"the {what} of step {step} is {value} in one process already: nothing can be compared. Look at"
-                    f" model and batch"
-                )
+def tokens_wanted(model: nn.Module) -> int:
+    """Return a number of tokens per row that reaches beyond the model's windows and chunks, except too large ones."""
+    return max([TOKENS, *(size + TOKENS // 2 for size in _reaches(model).values() if size + TOKENS // 2 <= LARGEST)])
 
 
-def _check_rows_are_independent(pool: WorkerPool, problem: Problem, one: Reference, floors: Floors) -> None:
-    apart = max(floors.whole["gradient", 1].values(), default=0.0)
-    if apart <= DEPENDENT:
-        return
-    again = pool.run(reference, problem, world=1, timeout=LIMIT_SEC)[0]
-    for name, error in relative_errors(again.gradients, one.gradients).items():
-        if error > DEPENDENT:
-            raise IntegrityError(
-                f"two one-process runs of the same batch give different gradients (first: {name}), so nothing can be"
-                f" compared: the backward draws random numbers"
-            )
-    raise ConfigError(
-        f"the model's rows depend on each other, as a batch norm makes them: fed row by row, one process gets gradients"
-        f" that are {apart:.1e} (relative) apart from those of the whole batch. Then no layout that shares out rows can"
-        f" equal one process"
+def coverage_of(problem: Problem) -> str:
+    """Describe what was tried, and what was not reached."""
+    batch = problem.batch(0)
+    rows, tokens = batch["tokens"].shape
+    beside = sorted(set(batch) - {"tokens", "labels"})
+    covered = f"covered: {problem.steps} steps of {rows} rows of {tokens} tokens" + (
+        f", with {', '.join(beside)}" if beside else ""
     )
+    beyond = [f"{key} = {size}" for key, size in _reaches(as_module(problem.source())).items() if size >= tokens]
+    return covered + (f"; not reached: {', '.join(beyond)} (give a batch_factory with longer rows)" if beyond else "")
+
+
+def means_note(problem: Problem) -> str:
+    """Describe the loss that is compared, where it is not the mean over all tokens; "" otherwise."""
+    batch = problem.batch(0)
+    counts = [count(share(batch, rank, max(problem.means, 1))) for rank in range(problem.means)]
+    if len(set(counts)) < 2:
+        return ""
+    uneven = (
+        f"ranks had {min(counts)} to {max(counts)} tokens, so that is not the mean over all tokens, which"
+        f" meshwright's own step takes"
+    )
+    return f"compared with the mean of the {len(counts)} ranks' mean losses, as wrappers average gradients; {uneven}"
+
+
+def _reaches(model: nn.Module) -> dict[str, int]:
+    config: Any = getattr(model, "config", None)
+    if callable(of_text := getattr(config, "get_text_config", None)):
+        config = of_text()
+    found = {key: getattr(config, key, None) for key in REACHES}
+    return {
+        key: size for key, size in found.items() if isinstance(size, int) and not isinstance(size, bool) and size > 0
+    }
+
+
+# --- report what a verification found, for people and for machines
+
+
+@dataclass(frozen=True)
+class Report:
+    """The verdict on a layout."""
+
+    layout: Layout
+    comparisons: tuple[Comparison, ...]
+    seconds: float
+    coverage: str = ""
+    """A description of what was tried, and of the parts of the model's structure that this does not reach."""
+
+    @property
+    def is_equal(self) -> bool:
+        return all(comparison.is_equal for comparison in self.comparisons)
+
+    def __bool__(self) -> bool:
+        return self.is_equal
+
+    def __str__(self) -> str:
+        lines = [f"{self.layout}: {'equal within rounding' if self.is_equal else 'DIFFERS'} ({self.seconds:.1f} s)"]
+        for comparison in self.comparisons:
+            lines += comparison.lines()
+        lines += [f"  {self.coverage}"] if self.coverage else []
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """Return the whole report as JSON."""
+        rows = [comparison.plain() for comparison in self.comparisons]
+        return json.dumps(
+            {
+                "layout": asdict(self.layout),
+                "equal": self.is_equal,
+                "seconds": self.seconds,
+                "comparisons": rows,
+                "coverage": self.coverage,
+            },
+            indent=1,
+        )

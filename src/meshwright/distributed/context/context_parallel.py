@@ -22,7 +22,7 @@ from meshwright.distributed.step.batch import fingerprint
 from meshwright.distributed.weights.shards import own_streams
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.signature import KEEPING, SPELLINGS, Signature, layers_of_wrapping
-from meshwright.models.moe import Router
+from meshwright.models.layers import Router
 from meshwright.planning.plan import Plan
 
 from . import runtime as parts

@@ -24,7 +24,7 @@ from meshwright.core import torch_private
 from meshwright.core.torch_private import by_values
 from meshwright.distributed.context.rows import kept_on
 from meshwright.distributed.recompute.kept import attended
-from meshwright.introspection.mixing.reach import KeyRanges
+from meshwright.introspection.mixing.masks import KeyRanges
 from meshwright.planning.context.kernels import (
     CPU_FLASH,
     CUDA_EFFICIENT,

@@ -29,7 +29,7 @@ from meshwright.distributed.context.rows import CutRows, Numbers, kept_on, on_de
 from meshwright.distributed.exchange import RankGroup, linear_map
 from meshwright.introspection.mixing.arithmetic import scale_of
 from meshwright.introspection.mixing.interception import AttentionCall
-from meshwright.introspection.mixing.reach import KeyRanges, RowMask
+from meshwright.introspection.mixing.masks import KeyRanges, RowMask
 from meshwright.introspection.mixing.values import Arithmetic
 from meshwright.planning.context.plan import Method, is_divisible
 

@@ -37,11 +37,19 @@ from meshwright.core.torch_private import (
     version_of,
 )
 from meshwright.distributed.exchange import RankGroup
-from meshwright.introspection.logits.tape import model_line, shown
+from meshwright.introspection.logits_tape import model_line, shown
 from meshwright.introspection.mixing.interception import not_intercepted
-from meshwright.introspection.mixing.lengths import ends_of_range, runs_of, scanned
 from meshwright.introspection.mixing.masks import TokenMask
-from meshwright.introspection.mixing.values import LengthUse, Mixer, Mixing, in_words, value_of
+from meshwright.introspection.mixing.values import (
+    LengthUse,
+    Mixer,
+    Mixing,
+    ends_of_range,
+    in_words,
+    runs_of,
+    scanned,
+    value_of,
+)
 from meshwright.introspection.structure.local_search import counting_locally, share_of
 from meshwright.planning.context.plan import HeadTrade, MixerPlan, key_in_arguments
 

@@ -17,9 +17,9 @@ from meshwright.core.losses import IGNORED
 from meshwright.core.names import clean
 from meshwright.core.torch_private import tree_leaves
 from meshwright.distributed.exchange import RankGroup, on_threads
-from meshwright.introspection.constructor.recording import seeded
+from meshwright.introspection.constructor import seeded
 from meshwright.introspection.facts import ModelFacts
-from meshwright.introspection.logits.tape import shown
+from meshwright.introspection.logits_tape import shown
 from meshwright.introspection.mixing.arithmetic import computing_flex
 from meshwright.introspection.mixing.decisions import Decisions, Line, Values, decides, watched
 from meshwright.introspection.mixing.measure import LENGTHS, batches, refuse_other_masks

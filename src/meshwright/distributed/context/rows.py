@@ -24,10 +24,19 @@ from meshwright.core.torch_private import by_values, has_no_values, version_of
 from meshwright.distributed.exchange import RankGroup
 from meshwright.distributed.process import agree
 from meshwright.distributed.recompute.kept import not_counted
-from meshwright.introspection.constructor.recording import seeded
-from meshwright.introspection.mixing.arithmetic import raise_unless, replaced
-from meshwright.introspection.mixing.masks import MaskFunction, TokenMask, segments_of
-from meshwright.introspection.mixing.reach import KeyRanges, RowMask, fingerprint, is_reach, search
+from meshwright.introspection.constructor import seeded
+from meshwright.introspection.mixing.arithmetic import raise_unless
+from meshwright.introspection.mixing.masks import (
+    KeyRanges,
+    MaskFunction,
+    RowMask,
+    TokenMask,
+    fingerprint,
+    is_reach,
+    replaced,
+    search,
+    segments_of,
+)
 from meshwright.introspection.mixing.whole import META, whole_arguments
 from meshwright.introspection.signature import SPELLINGS, TARGETS, Signature
 from meshwright.planning.context.documents import cut_documents
@@ -256,8 +265,7 @@ def cut_rows(
     for row, runs_of_ranks in enumerate(cuts):
         for number, runs in enumerate(runs_of_ranks):
             places[number, row, : counts[number]] = torch.cat([torch.arange(*run) for run in runs])
-    has_documents = parted is not None
-    where = (rank, length, places, counts, positions, segments, documents, batch.get(MASK), has_documents)
+    where = (rank, length, places, counts, positions, segments, documents, batch.get(MASK), parted is not None)
     return CutRows(*where, count=len(batch["tokens"]))
 
 

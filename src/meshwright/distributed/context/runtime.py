@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,18 +21,19 @@ from meshwright.core.torch_private import by_values, has_no_values, tensors_by_p
 from meshwright.distributed.exchange import RankGroup
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.agree import Verdicts
-from meshwright.introspection.mixing.arithmetic import PlaceMask, allowed_of, intercept_flex
+from meshwright.introspection.mixing.arithmetic import FlexCalls, PlaceMask, allowed_of
 from meshwright.introspection.mixing.interception import (
     AttentionCall,
     Handled,
+    Handler,
+    SdpaCalls,
     handling,
-    intercept_sdpa,
+    intercept_calls,
     intercept_transformers,
     sdpa_call,
 )
-from meshwright.introspection.mixing.masks import MaskFunction, TokenMask, dense, segments_of
-from meshwright.introspection.mixing.reach import RowMask
-from meshwright.introspection.mixing.values import COUNTS, Caller, MaskRule
+from meshwright.introspection.mixing.masks import MaskFunction, MaskRule, RowMask, TokenMask, dense, segments_of
+from meshwright.introspection.mixing.values import COUNTS, Caller
 from meshwright.introspection.mixing.whole import META, copy_without_values
 from meshwright.introspection.signature import Signature
 from meshwright.planning.context.plan import ContextPlan
@@ -263,7 +265,7 @@ class ContextRuntime:
         self.verdicts.expect(follows, UnsupportedError(words))
 
 
-class OfCaller:
+class OfCaller(Handler):
     """The handler of one module's calls."""
 
     def __init__(self, runtime: ContextRuntime, caller: Caller):
@@ -299,8 +301,8 @@ def wrap_modules(
         if caller.interface:
             remember(module, Handled(OfCaller(runtime, caller)))
         else:
-            intercept = intercept_flex if caller.flex else intercept_sdpa
-            intercept(module, OfCaller(runtime, caller), change)
+            intercepting = partial(FlexCalls if caller.flex else SdpaCalls, OfCaller(runtime, caller))
+            intercept_calls(module, intercepting, change)
 
     for planned in plan.mixers:
         if planned.mixer.path in modules:

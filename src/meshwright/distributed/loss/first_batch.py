@@ -19,7 +19,7 @@ from meshwright.core.losses import IGNORED, Loss, PreferenceLoss
 from meshwright.distributed.loss.declared import DeclaredLosses
 from meshwright.distributed.step import batch as step_batch
 from meshwright.distributed.step.part import Batch, Runner
-from meshwright.introspection.constructor.recording import seeded
+from meshwright.introspection.constructor import seeded
 from meshwright.introspection.images import rows_of
 from meshwright.introspection.premises.playing import FixedDraws
 from meshwright.planning.plan import Plan

@@ -18,7 +18,7 @@ from meshwright.distributed.loss.peft_private import adapted_layers, switched_of
 from meshwright.distributed.step.batch import Batch, labels_of
 from meshwright.distributed.tensor.layers import runtime_of
 from meshwright.distributed.tensor.loss import VocabularyShard, vocabulary_parallel_row_log_probs
-from meshwright.introspection.adapted.model import AdaptersRead, is_adapter
+from meshwright.introspection.adapted_model import AdaptersRead, is_adapter
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.signature import REFERENCE, logits_of
 from meshwright.planning.plan import Plan

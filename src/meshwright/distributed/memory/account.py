@@ -16,7 +16,7 @@ from meshwright.distributed.data.fully_sharded import parameter_groups
 from meshwright.distributed.data.replicated import GradientBuckets
 from meshwright.distributed.torch_private import arriving, gathered
 from meshwright.distributed.weights.shards import memory_of
-from meshwright.introspection.logits.tape import DeferredLogits
+from meshwright.introspection.logits_tape import DeferredLogits
 from meshwright.planning.memory import MemoryUse
 
 from .live import Storages, addresses, newly_made, storage_of, tensors_in

@@ -31,7 +31,7 @@ from meshwright.distributed.step.deferred import DeferredGradients, defer_linear
 from meshwright.distributed.step.part import ModelPart
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.images import OF_TOWER
-from meshwright.introspection.logits.tape import shown
+from meshwright.introspection.logits_tape import shown
 from meshwright.introspection.module_kinds import children_of
 from meshwright.introspection.signature import logits_of
 from meshwright.introspection.small.sample import Sample

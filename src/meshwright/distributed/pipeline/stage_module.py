@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.distributed.weights.constructed import write_by_law
-from meshwright.introspection.constructor.meta import on_meta
+from meshwright.introspection.constructor import on_meta
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.models.decoder import Block, Decoder, document_mask, refuse_longer, rotary_tables, weight_law_of
 from meshwright.models.decoder_config import DecoderConfig

@@ -13,8 +13,8 @@ from meshwright.core.losses import cross_entropy_sum
 from meshwright.core.record import note, wrap
 from meshwright.distributed.products import PLAIN
 from meshwright.distributed.torch_private import as_no_view
-from meshwright.introspection.logits.operation import begin
-from meshwright.introspection.logits.tape import DeferredLogits, within
+from meshwright.introspection.deferred_logits import begin
+from meshwright.introspection.logits_tape import DeferredLogits, within
 from meshwright.introspection.signature import KEEPING, logits_of, with_logits
 
 from . import functions

@@ -26,7 +26,7 @@ from meshwright.distributed.products import Products, agreed_linear, products_of
 from meshwright.distributed.torch_private import local_part, spec_of
 from meshwright.distributed.weights.parts_tensor import placed
 from meshwright.introspection.structure.local_search import LocalForm, counting_locally, share_of
-from meshwright.models.moe import Router
+from meshwright.models.layers import Router
 from meshwright.planning.tensor.plan import COLUMN, ROW, WHOLE, OperandParts
 
 from . import functions

@@ -11,7 +11,7 @@ parameters and buffers and of those inside it (a parent may set its children's),
 (seed, path of the module). Then each rank copies its shards. So the values do not depend on the layout, and only one
 module at a time is unsharded.
 
-Each rank replays the constructor's recorded steps (``introspection/constructor/recording``) for the parameters of
+Each rank replays the constructor's recorded steps (``introspection/constructor``) for the parameters of
 which it holds a shard. A value is freed after the last step that needs it, so the peak is the rank's own share plus
 the largest parameter. Up to ``STREAM_ELEMENTS`` elements, all random steps share one stream, and the weights are
 bitwise those of the constructor in one process under the same seed. In a larger model every rank would draw the whole
@@ -43,8 +43,8 @@ from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import get_world_info, ranks_per_node
 from meshwright.distributed.torch_private import DTensorSpec, TensorMeta, local_part
 from meshwright.distributed.weights.shards import apply_to_tensors, draw_rows, pieces, seed_of, whole_everywhere
-from meshwright.introspection.adapted.model import base_name, host_of_magnitude, is_adapter
-from meshwright.introspection.constructor.recording import (
+from meshwright.introspection.adapted_model import base_name, host_of_magnitude, is_adapter
+from meshwright.introspection.constructor import (
     STREAM_ELEMENTS,
     ConstructorSteps,
     NotRecordedError,

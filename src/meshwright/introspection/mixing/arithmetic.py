@@ -12,22 +12,19 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import CellType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwright.core.errors import UnsupportedError
-from meshwright.core.record import wrap
 from meshwright.core.torch_private import by_values, flex_operator, flex_score_is_plain, is_asked_by_flex
+from meshwright.introspection.mixing.masks import MaskRule, rule_of
 
 from .interception import AttentionCall, Handler, SdpaCalls
 from .masks import MaskFunction, causal, dense, everything
-from .reach import rule_of
-from .values import Arithmetic, MaskRule
 
 # --- intercept calls of ``torch.nn.attention.flex_attention``, whose masks are functions of places
 
@@ -115,33 +112,11 @@ class _Stance:
 _stance = _Stance()
 
 
-class _AsGiven:
-    """A handler that computes every call as the model would."""
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        return call.as_given()
-
-    def mask(self, function: MaskFunction, padding: Tensor | None, plain: Callable[[], Any]) -> Any:
-        return plain()
-
-
 @contextmanager
 def computing_flex() -> Iterator[None]:
     """Compute ``flex_attention`` in plain torch inside, with a backward on any device."""
-    with FlexCalls(_AsGiven()):
+    with FlexCalls(Handler()):
         yield
-
-
-def intercept_flex(module: nn.Module, handler: Handler, change: str) -> None:
-    """Hand the calls that a module's forward makes to a handler, also when the forward is recomputed."""
-
-    forward = module.forward
-
-    def intercepted_forward(*args: Any, **kwargs: Any) -> Any:
-        with FlexCalls(handler):
-            return forward(*args, **kwargs)
-
-    wrap(module, intercepted_forward, change)
 
 
 def flex_call(
@@ -234,29 +209,22 @@ def far_rules(call: AttentionCall) -> list[MaskRule]:
     return [] if found is None else [found, replace(found, documents=True)]
 
 
-# --- tensors that a mask holds
-
-
-def replaced(value: Any, instead: Callable[[Tensor], Tensor]) -> Any:
-    """Return a mask with each tensor that its functions close over replaced; the mask itself where none is."""
-    if isinstance(value, Tensor):
-        return instead(value)
-    if isinstance(value, (tuple, list)):
-        parts = [replaced(part, instead) for part in value]
-        return value if all(a is b for a, b in zip(parts, value, strict=True)) else type(value)(parts)
-    if not isinstance(value, FunctionType) or not (value.__closure__ or value.__defaults__):
-        return value
-    before = [cell.cell_contents for cell in value.__closure__ or ()]
-    cells, defaults = replaced(before, instead), replaced(value.__defaults__ or (), instead)
-    if cells is before and defaults is (value.__defaults__ or ()):
-        return value
-    closure = tuple(map(CellType, cells))
-    made = FunctionType(value.__code__, value.__globals__, value.__name__, defaults or None, closure)
-    made.__kwdefaults__, made.__qualname__ = value.__kwdefaults__, value.__qualname__
-    return made
-
-
 # --- find out how a call of attention computes, by comparing its output with formulas
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """The softmax of scaled products, and what is done beside it.
+
+    Attributes:
+        cap: name of the argument with the soft cap of scores (Gemma 2, arXiv 2408.00118); "": none.
+        sinks: name of the argument with one more score per head, whose share goes to no value (arXiv 2309.17453); "":
+            none.
+    """
+
+    cap: str = ""
+    sinks: str = ""
+
 
 BLOCKED = -1e4
 """Summands of scores below this block a key."""
@@ -269,24 +237,21 @@ def arithmetic_of(calls: Sequence[AttentionCall]) -> Arithmetic | None:
     first = calls[0].extras
     caps = ["", *(name for name, value in first.items() if isinstance(value, float))]
     sinks = ["", *(name for name, value in first.items() if isinstance(value, Tensor) and value.dim() == 1)]
-    for cap, sink in itertools.product(caps, sinks):
-        found = Arithmetic(cap, sink)
-        if all(_is_computed_by(found, call) for call in calls):
-            return found
-    return None
 
+    def computes(arithmetic: Arithmetic, call: AttentionCall) -> bool:
+        if call.dropout or call.query.shape[1] % call.key.shape[1]:
+            return False
+        try:
+            allowed, expected = allowed_of(call), call.as_given()
+        except UnsupportedError:
+            return False
+        found = formula(arithmetic, call, allowed)
+        seen = allowed.expand(*found.shape[:3], -1).any(-1, keepdim=True)
+        error = torch.where(seen, found - expected, 0).norm()
+        return bool(error <= LARGEST_ERROR * torch.where(seen, expected, 0).norm())
 
-def _is_computed_by(arithmetic: Arithmetic, call: AttentionCall) -> bool:
-    if call.dropout or call.query.shape[1] % call.key.shape[1]:
-        return False
-    try:
-        allowed, expected = allowed_of(call), call.as_given()
-    except UnsupportedError:
-        return False
-    found = formula(arithmetic, call, allowed)
-    seen = allowed.expand(*found.shape[:3], -1).any(-1, keepdim=True)
-    error = torch.where(seen, found - expected, 0).norm()
-    return bool(error <= LARGEST_ERROR * torch.where(seen, expected, 0).norm())
+    known = (Arithmetic(cap, sink) for cap, sink in itertools.product(caps, sinks))
+    return next((found for found in known if all(computes(found, call) for call in calls)), None)
 
 
 def formula(arithmetic: Arithmetic, call: AttentionCall, allowed: Tensor) -> Tensor:
@@ -316,9 +281,7 @@ def raise_unless(holds: Tensor, error: Exception) -> None:
 
 
 def allowed_of(
-    call: AttentionCall,
-    device: torch.device | None = None,
-    expect: Callable[[Tensor, Exception], None] = raise_unless,
+    call: AttentionCall, device: torch.device | None = None, expect: Callable[[Tensor, Exception], None] = raise_unless
 ) -> Tensor:
     """Return which keys a call's queries attend to: (rows or 1, heads or 1, queries, keys) bool.
 

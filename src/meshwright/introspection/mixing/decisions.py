@@ -18,13 +18,13 @@ from torch import Tensor, nn
 import meshwright
 from meshwright.core.names import clean
 from meshwright.core.torch_private import tree_leaves
-from meshwright.introspection.constructor.recording import READING, seeded
+from meshwright.introspection.constructor import READING, seeded
+from meshwright.introspection.mixing.values import is_general_code
 from meshwright.introspection.premises import playing
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.structure.experts import find_stacks
 
 from .arithmetic import computing_flex
-from .lengths import is_general_code
 
 Line = tuple[str, int]
 """File and number."""

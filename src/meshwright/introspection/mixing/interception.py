@@ -13,8 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +21,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.core.errors import UnsupportedError
-from meshwright.core.names import clean
 from meshwright.core.record import recall, remember, wrap
 from meshwright.core.torch_private import tree_map_with_path
+from meshwright.introspection.calls import watching
 from meshwright.introspection.module_kinds import attention_of, name_attention, name_of_attention
 from meshwright.introspection.small.copies import copy_of
 
@@ -71,16 +70,16 @@ class AttentionCall:
         return self.compute(self.query, self.key, self.value, self.mask, self.is_causal)
 
 
-class Handler(Protocol):
-    """Computes the calls of attention that are intercepted."""
+class Handler:
+    """Computes the calls of attention that are intercepted: as the model would, unless a subclass says otherwise."""
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Return (rows, heads, queries, features)."""
-        ...
+        return call.as_given()
 
     def mask(self, function: MaskFunction, padding: Tensor | None, plain: Callable[[], Any]) -> Any:
         """Return a mask by a rule of places; ``plain`` makes the one that the model would have."""
-        ...
+        return plain()
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,13 +139,12 @@ def sdpa_call(given: dict[str, Any]) -> AttentionCall:
     )
 
 
-def intercept_sdpa(module: nn.Module, handler: Handler, change: str) -> None:
-    """Hand the calls that a module's forward makes to a handler, also when the forward is recomputed."""
-
+def intercept_calls(module: nn.Module, intercepting: Callable[[], SdpaCalls], change: str) -> None:
+    """Run a module's forward inside a mode that hands calls to a handler, also when the forward is recomputed."""
     forward = module.forward
 
     def intercepted_forward(*args: Any, **kwargs: Any) -> Any:
-        with SdpaCalls(handler):
+        with intercepting():
             return forward(*args, **kwargs)
 
     wrap(module, intercepted_forward, change)
@@ -169,7 +167,15 @@ def intercept_transformers(model: nn.Module) -> str:
 
     base = name.removeprefix(PREFIX)
     AttentionInterface.register(PREFIX + base, functools.partial(_attention, base))
-    AttentionMaskInterface.register(PREFIX + base, functools.partial(_mask, base))
+
+    def mask(**given: Any) -> Any:
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+        plain = functools.partial(ALL_MASK_ATTENTION_FUNCTIONS[base], **given)
+        handler: Handler | None = getattr(_running, "handler", None)
+        return plain() if handler is None else handler.mask(given["mask_function"], given.get("attention_mask"), plain)
+
+    AttentionMaskInterface.register(PREFIX + base, mask)
     choose(PREFIX + base)  # warns, and changes nothing, for models that call no interface
     return base if attention_of(model) == PREFIX + base else ""
 
@@ -188,18 +194,17 @@ def not_intercepted(module: nn.Module, base: str) -> Iterator[None]:
             name_attention(config, PREFIX + base)
 
 
-def _mask(base: str, **given: Any) -> Any:
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
-    plain = functools.partial(ALL_MASK_ATTENTION_FUNCTIONS[base], **given)
-    handler: Handler | None = getattr(_running, "handler", None)
-    return plain() if handler is None else handler.mask(given["mask_function"], given.get("attention_mask"), plain)
-
-
 def _attention(
     base: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any
 ) -> tuple[Tensor, None]:
-    function, handled = _function_of(base, module), recall(module, Handled)
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    homes = map(inspect.getmodule, type(module).__mro__)
+    eager = (getattr(home, "eager_attention_forward", None) for home in homes)
+    function: Any = next(filter(callable, eager), None) if base == "eager" else ALL_ATTENTION_FUNCTIONS[base]
+    if function is None:
+        raise UnsupportedError(f"{type(module).__name__} has no eager attention that takes keys of other ranks")
+    handled = recall(module, Handled)
     if handled is None and not isinstance(attention_mask, TokenMask):
         return function(module, query, key, value, attention_mask, **given)
     handler = getattr(_running, "handler", None) if handled is None else handled.handler
@@ -231,22 +236,10 @@ def _attention(
     return handler.attend(call).transpose(1, 2).contiguous(), None
 
 
-def _function_of(base: str, module: nn.Module) -> Callable[..., Any]:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    if base != "eager":
-        return ALL_ATTENTION_FUNCTIONS[base]
-    for kind in type(module).__mro__:
-        home = inspect.getmodule(kind)
-        if callable(found := getattr(home, "eager_attention_forward", None)):
-            return found
-    raise UnsupportedError(f"{type(module).__name__} has no eager attention that takes keys of other ranks")
-
-
 # --- find modules of transformers that compute with the masks of attention themselves, as sparse attention does
 
 
-class _MasksByPlaces:
+class _MasksByPlaces(Handler):
     """A handler whose masks are no tensors."""
 
     def mask(self, function: MaskFunction, padding: Tensor | None, plain: Callable[[], Any]) -> Any:
@@ -264,14 +257,28 @@ def computing_modules(model: nn.Module, inputs: dict[str, Any]) -> dict[str, lis
     Args:
         model: whose attention is intercepted (``intercept_transformers``).
     """
-    made, outputs, found = copy_of(model), _outputs(model, inputs), dict[str, list[str]]()
+    outputs: dict[str, Any] = {}  # of each module's first call
+
+    def note(path: str, module: nn.Module, args: tuple, kwargs: Any, output: Any) -> None:
+        outputs.setdefault(path, output)
+
+    with torch.no_grad(), watching(model.named_modules(), after=note):
+        model(**inputs)
+    made, found = copy_of(model), dict[str, list[str]]()
     handler = _MasksByPlaces()
     for module in made.modules():
         remember(module, Handled(handler))
     while True:
-        entered: list[tuple[str, list[str]]] = []
+        entered: list[tuple[str, list[str]]] = []  # modules whose forwards run now, with the arguments that are masks
+
+        def enter(path: str, module: nn.Module, args: tuple, kwargs: Any, entered: list[Any] = entered) -> None:
+            given: dict[str, Any] = {}
+            tree_map_with_path(given.__setitem__, (args, kwargs))
+            entered.append((path, [key for key, leaf in given.items() if isinstance(leaf, TokenMask)]))
+
+        following = watching(made.named_modules(), enter, lambda *_, entered=entered: (entered.pop(), None)[1])
         try:
-            with torch.no_grad(), handling(handler), _following(made, entered):
+            with torch.no_grad(), handling(handler), following:
                 made(**inputs)
             return found
         except UnsupportedError:
@@ -279,55 +286,6 @@ def computing_modules(model: nn.Module, inputs: dict[str, Any]) -> dict[str, lis
             if not path or path in found or path not in outputs:
                 return found
             found[path] = keys
-            made.get_submodule(path).forward = _giving(outputs[path])
+            made.get_submodule(path).forward = lambda *args, output=outputs[path], **kwargs: output
         except Exception:  # noqa: BLE001  (whatever a model's code raises whose attention gives zeros)
             return found
-
-
-def _outputs(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return what each module of a forward gives in its first call."""
-    found: dict[str, Any] = {}
-
-    def note(path: str, module: nn.Module, args: tuple, output: Any) -> None:
-        found.setdefault(path, output)
-
-    hooks = [module.register_forward_hook(partial(note, clean(path))) for path, module in model.named_modules()]
-    try:
-        with torch.no_grad():
-            model(**inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
-
-
-def _giving(output: Any) -> Callable[..., Any]:
-    return lambda *args, **kwargs: output
-
-
-@contextmanager
-def _following(model: nn.Module, entered: list[tuple[str, list[str]]]) -> Iterator[None]:
-    """Keep the modules whose forwards run now, with the arguments that are masks."""
-
-    def enter(path: str) -> Callable[..., None]:
-        def note(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            given: dict[str, Any] = {}
-            tree_map_with_path(given.__setitem__, (args, kwargs))
-            entered.append((path, [key for key, leaf in given.items() if isinstance(leaf, TokenMask)]))
-
-        return note
-
-    def leave(*_: Any) -> None:
-        entered.pop()
-
-    hooks = []
-    for path, module in model.named_modules():
-        hooks += [
-            module.register_forward_pre_hook(enter(clean(path)), with_kwargs=True),
-            module.register_forward_hook(leave),
-        ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +16,9 @@ from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean, is_within, pattern
 from meshwright.core.record import remember
 from meshwright.core.torch_private import tensors_by_path
+from meshwright.introspection.calls import watching
+from meshwright.introspection.mixing.masks import MaskRule, rule_of
+from meshwright.introspection.mixing.values import Caller, Mixer, Mixing, Sizes, find_length_uses
 from meshwright.introspection.signature import Signature, logits_of
 from meshwright.introspection.small.copies import copy_of
 from meshwright.introspection.small.sample import ids_of, samples_of
@@ -23,19 +27,18 @@ from .arithmetic import FlexCalls, PlaceMask, allowed_of, arithmetic_of, computi
 from .interception import (
     AttentionCall,
     Handled,
+    Handler,
     computing_modules,
     handling,
     intercept_transformers,
     sdpa_call,
 )
-from .lengths import find_length_uses
 from .masks import MaskFunction, TokenMask, dense, in_segments, segments_of
-from .reach import rule_of
-from .values import Caller, MaskRule, Mixer, Mixing, Sizes
 from .whole import WithoutWeights, copy_without_values, find_mixers
 
 # --- find the calls of attention in a model, on a small copy, and the rule of each call's mask
 
+CPU = torch.device("cpu")
 ROWS = 2
 LENGTHS = (48, 26, 13, 7, 4)
 """Tokens of the rows on which masks are read: the first number that the model takes. Rehearsals begin at the second: no
@@ -43,7 +46,7 @@ multiple of a number of ranks.
 """
 
 
-class Recorder:
+class Recorder(Handler):
     """A handler that computes every call as the model would, and notes the calls."""
 
     def __init__(self, *, computes: bool = True):
@@ -62,44 +65,27 @@ class Recorder:
         return call.as_given()
 
 
-@contextmanager
-def recording(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Note the calls of attention of a small copy's forward, with the innermost module that makes each."""
-    stack: list[str] = []
-
-    def enter(path: str) -> Callable[..., None]:
-        def note(*_: Any) -> None:
-            stack.append(path)
-            recorder.path = path
-
-        return note
-
-    def leave(*_: Any) -> None:
-        stack.pop()
-        recorder.path = stack[-1] if stack else ""
-
-    hooks = []
-    for path, module in model.named_modules():
-        hooks += [module.register_forward_pre_hook(enter(clean(path))), module.register_forward_hook(leave)]
-    try:
-        with handling(recorder), FlexCalls(recorder):
-            yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 def small_copy(model: nn.Module) -> nn.Module:
     """Return the smallest copy of a model that computes; UnsupportedError where none does."""
     return next(iter(samples_of(model, Signature.of(model).takes, 1))).model
 
 
 def record(model: nn.Module, inputs: dict[str, Any], recorder: Recorder | None = None) -> Recorder:
-    """Run a forward and return its calls of attention with the modules that make them."""
+    """Run a forward, and note its calls of attention with the innermost module that makes each."""
     recorder = recorder or Recorder()
+    stack: list[str] = []
+
+    def enter(path: str, *_: Any) -> None:
+        stack.append(path)
+        recorder.path = path
+
+    def leave(*_: Any) -> None:
+        stack.pop()
+        recorder.path = stack[-1] if stack else ""
+
     for module in model.modules():
         remember(module, Handled(recorder))
-    with torch.no_grad(), recording(model, recorder):
+    with torch.no_grad(), watching(model.named_modules(), enter, leave), handling(recorder), FlexCalls(recorder):
         model(**inputs)
     return recorder
 
@@ -109,35 +95,38 @@ def batches(model: nn.Module, lengths: tuple[int, ...] = LENGTHS) -> Iterator[di
 
     Args:
         lengths: tokens of a row; the first with which a forward runs.
+
+    Raises:
+        UnsupportedError: a forward fails with all of them.
     """
-    signature = Signature.of(model)
-    plain = _longest(model, lengths)
-    yield plain
-    length = plain["tokens"].shape[1]
-    if any(signature.takes[key] for key in ("positions", "document_ids")):
-        documents = torch.stack([documents_of(length, shift) for shift in range(ROWS)])
-        starts = torch.stack([torch.searchsorted(row, row) for row in documents])
-        yield plain | {"positions": plain["positions"] - starts, "document_ids": documents}
-
-
-def _longest(model: nn.Module, lengths: tuple[int, ...]) -> dict[str, Tensor]:
-    last: Exception | None = None
+    signature, last, length = Signature.of(model), None, 0
+    plain: dict[str, Tensor] = {}
     for length in lengths:
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, ids_of(model), (ROWS, length), generator=generator)
         plain = {"tokens": tokens, "positions": torch.arange(length).expand(ROWS, -1).contiguous()}
         try:
             with torch.no_grad(), computing_flex():
-                model(**Signature.of(model).inputs(plain, torch.device("cpu")))
-            return plain
+                model(**signature.inputs(plain, CPU))
+            break
         except UnsupportedError:
             raise
         except Exception as error:  # noqa: BLE001  (a shorter row may do)
             last = error
-    raise UnsupportedError(
-        f"the attention of {type(model).__name__} cannot be measured: a small copy fails with {type(last).__name__}:"
-        f" {last}"
-    ) from last
+    else:
+        raise _failed(model, last) from last
+    yield plain
+    if any(signature.takes[key] for key in ("positions", "document_ids")):
+        documents = torch.stack([documents_of(length, shift) for shift in range(ROWS)])
+        starts = torch.stack([torch.searchsorted(row, row) for row in documents])
+        yield plain | {"positions": plain["positions"] - starts, "document_ids": documents}
+
+
+def _failed(model: nn.Module, error: Exception | None) -> UnsupportedError:
+    return UnsupportedError(
+        f"the attention of {type(model).__name__} cannot be measured: a small copy fails with {type(error).__name__}:"
+        f" {error}"
+    )
 
 
 def documents_of(length: int, shift: int) -> Tensor:
@@ -173,12 +162,8 @@ def refuse_other_masks(model: nn.Module, callers: Sequence[Caller], length: int)
             f' State the rule on the module (mask_rule = "{rules[path]}"), or set layout.cp = 1'
         )
     try:
-        found = [
-            (path, call, inputs)
-            for batch in batches(model, (length,))
-            for inputs in (Signature.of(model).inputs(batch, torch.device("cpu")),)
-            for path, call in record(model, inputs).calls
-        ]
+        every = [Signature.of(model).inputs(batch, CPU) for batch in batches(model, (length,))]
+        found = [(path, call, inputs) for inputs in every for path, call in record(model, inputs).calls]
     except Exception as error:
         raise UnsupportedError(
             f"{where} ({rules[path]}) in rows of {length} tokens cannot be seen: a small copy fails with"
@@ -213,12 +198,11 @@ def caller_of(path: str, calls: list[tuple[AttentionCall, dict[str, Any]]], stat
         return Caller(path, sizes, interface=True, rule=None, arithmetic=arithmetic)
     if any(other.key.shape[2] != other.query.shape[2] for other, _ in calls):
         raise UnsupportedError(f"{path} attends from tokens to others than its own row's")
-    if isinstance(call.mask, PlaceMask):
-        rules = [*far_rules(call), *_candidates(calls)]
-        rule = next((rule for rule in rules if all(_follows(rule, *each) for each in calls)), None)
-        return Caller(path, sizes, interface=False, rule=rule, arithmetic=arithmetic, flex=True)
-    rules = _candidates(calls)
+    is_flex = isinstance(call.mask, PlaceMask)
+    rules = itertools.chain(far_rules(call) if is_flex else (), _candidates(calls))
     rule = next((rule for rule in rules if all(_follows(rule, *each) for each in calls)), None)
+    if is_flex:
+        return Caller(path, sizes, interface=False, rule=rule, arithmetic=arithmetic, flex=True)
     if rule is None:
         raise UnsupportedError(f"the mask of {path} follows no rule of places and documents that is known")
     is_dense = any(isinstance(each.mask, Tensor) for each, _ in calls) and stated != str(rule)
@@ -231,10 +215,8 @@ def _candidates(calls: list[tuple[AttentionCall, dict[str, Any]]]) -> Iterator[M
     first_again = (~allowed[..., 0]).flatten(0, -2).any(0).to(torch.int64)
     chunk = int(first_again.argmax())  # of queries that do not see the first key, the first
     reaches = [{}, {"window": window}, *([{"chunk": chunk}] if chunk else [])]
-    for reach in reaches:
-        for is_causal in (True, False):
-            for documents in (False, True):
-                yield MaskRule(is_causal, documents=documents, **reach)
+    for reach, is_causal, documents in itertools.product(reaches, (True, False), (False, True)):
+        yield MaskRule(is_causal, documents=documents, **reach)
 
 
 def _follows(rule: MaskRule, call: AttentionCall, inputs: dict[str, Any]) -> bool:
@@ -259,13 +241,29 @@ def measure_mixing(model: nn.Module) -> Mixing:
     masks: list[list[MaskFunction]] = []
     given = list(batches(model))
     for batch in given:
-        recorder = _recorded(model, inputs := Signature.of(model).inputs(batch, torch.device("cpu")))
+        inputs = Signature.of(model).inputs(batch, CPU)
+        try:
+            recorder = record(model, inputs)
+        except UnsupportedError:
+            raise
+        except Exception as error:
+            raise _failed(model, error) from error
         masks.append(recorder.masks)
         for path, call in recorder.calls:
             seen.setdefault(path, []).append((call, inputs))
-    cpu = torch.device("cpu")
-    computing = computing_modules(model, Signature.of(model).inputs(given[0], cpu)) if base else {}
-    callers, refused = _callers_in_parts(model, seen, computing)
+    computing = computing_modules(model, Signature.of(model).inputs(given[0], CPU)) if base else {}
+    # the modules whose calls of attention can be given parts of a row, and why others cannot
+    callers: list[Caller] = []
+    refused: dict[str, UnsupportedError] = {}
+    for path, calls in seen.items():
+        try:
+            if path in computing:
+                raise UnsupportedError(f"{path} computes with the attention mask itself")
+            callers.append(caller_of(path, calls, stated_rule(model, path)))
+        except UnsupportedError as error:
+            if any(isinstance(call.mask, PlaceMask) for call, _ in calls):
+                raise  # flex_attention of whole rows has no backward on a CPU, and could not be rehearsed
+            refused[path] = error
     reasons = {path: str(error) for path, error in refused.items()}
     mixers = list(find_mixers(model, list(batches(model, LENGTHS[1:])), [c.path for c in callers], reasons, computing))
     if stays := next((path for path in refused if path not in {mixer.path for mixer in mixers}), None):
@@ -276,45 +274,20 @@ def measure_mixing(model: nn.Module) -> Mixing:
             f" F.scaled_dot_product_attention, and has no other module in which tokens meet that whole rows could be"
             f" given to"
         )
-    real = _Real.of(original, [mixer.path for mixer in mixers])
+    real = _Real.of(original, [mixer.path for mixer in mixers], has_mask=True)
+    if not real.is_whole:
+        real = _Real.of(original, [mixer.path for mixer in mixers], has_mask=False)
     found = _mixers_of(original, model, mixers, real)
     counts_from_zero = _counts_from_zero(copy_of(small_copy(original)), given[0])
     inside = tuple(mixer.path for mixer in found)
     lengths = find_length_uses(original, copy_of(small_copy(original)), inside, makes_positions=not counts_from_zero)
-    return Mixing(
-        tuple(_callers_of(original, callers, real, {mixer.path for mixer in found})),
-        base,
-        _packed(masks, given[-1]) if len(given) > 1 else (),
-        found,
-        lengths,
-        counts_from_zero,
-    )
-
-
-def _callers_in_parts(
-    model: nn.Module, seen: dict[str, list[tuple[AttentionCall, dict[str, Any]]]], computing: Collection[str]
-) -> tuple[list[Caller], dict[str, UnsupportedError]]:
-    """Describe the modules whose calls of attention can be given parts of a row, and say why others cannot.
-
-    Args:
-        computing: modules that compute with a mask before they call attention.
-    """
-    callers, refused = [], {}
-    for path, calls in seen.items():
-        try:
-            if path in computing:
-                raise UnsupportedError(f"{path} computes with the attention mask itself")
-            callers.append(caller_of(path, calls, stated_rule(model, path)))
-        except UnsupportedError as error:
-            if any(isinstance(call.mask, PlaceMask) for call, _ in calls):
-                raise  # flex_attention of whole rows has no backward on a CPU, and could not be rehearsed
-            refused[path] = error
-    return callers, refused
+    packed = _packed(masks, given[-1]) if len(given) > 1 else ()
+    return Mixing(tuple(_callers_of(original, callers, real, inside)), base, packed, found, lengths, counts_from_zero)
 
 
 def _counts_from_zero(model: nn.Module, batch: dict[str, Tensor]) -> bool:
     """Return whether a model that is given no positions takes 0, 1, 2 …"""
-    signature, cpu = Signature.of(model.eval()), torch.device("cpu")
+    signature, cpu = Signature.of(model.eval()), CPU
     if signature.takes["positions"] is None:
         return True
     with torch.no_grad(), computing_flex():
@@ -323,18 +296,6 @@ def _counts_from_zero(model: nn.Module, batch: dict[str, Tensor]) -> bool:
             return torch.allclose(logits_of(model(**signature.inputs({"tokens": batch["tokens"]}, cpu))), given)
         except Exception:  # noqa: BLE001  (whatever a model raises that wants positions)
             return True
-
-
-def _recorded(model: nn.Module, inputs: dict[str, Any]) -> Recorder:
-    try:
-        return record(model, inputs)
-    except UnsupportedError:
-        raise
-    except Exception as error:
-        raise UnsupportedError(
-            f"the attention of {type(model).__name__} cannot be measured: a small copy fails with"
-            f" {type(error).__name__}: {error}"
-        ) from error
 
 
 def _packed(masks: list[list[MaskFunction]], batch: dict[str, Tensor]) -> tuple[bool, ...]:
@@ -370,7 +331,7 @@ class SizeRecorder(Recorder):
         return TokenMask(function, padding, lambda **given: self.attend(sdpa_call(given)))
 
 
-def _callers_of(model: nn.Module, small: list[Caller], real: _Real, mixers: set[str]) -> Iterator[Caller]:
+def _callers_of(model: nn.Module, small: list[Caller], real: _Real, mixers: Collection[str]) -> Iterator[Caller]:
     """Carry the callers of a small copy, which may have fewer blocks and narrower ones, over to the model itself."""
     alike: dict[str, list[Caller]] = {}
     for caller in small:
@@ -384,9 +345,8 @@ def _callers_of(model: nn.Module, small: list[Caller], real: _Real, mixers: set[
         if path not in known and len({(c.rule, c.interface) for c in others}) != 1:
             raise UnsupportedError(f"the mask of {path} was not measured: layers beside it have several rules")
         found = known.get(path) or others[0]
-        call = real.calls.get(path)
-        rule = found.rule if call is None or not found.interface else call.rule
-        yield replace(found, path=path, sizes=found.sizes if call is None else call.sizes, rule=rule)
+        sizes, rule = real.calls.get(path, (found.sizes, found.rule))
+        yield replace(found, path=path, sizes=sizes, rule=rule if found.interface else found.rule)
 
 
 def _mixers_of(model: nn.Module, small: nn.Module, found: list[Mixer], real: _Real) -> tuple[Mixer, ...]:
@@ -408,69 +368,49 @@ def _kind_of(model: nn.Module, path: str) -> tuple[str, type]:
     return pattern(clean(path)), type(model.get_submodule(path))
 
 
-@dataclass(frozen=True)
-class _RealCall:
-    """The sizes of one call, and the rule of its mask where it is a function of places."""
-
-    sizes: Sizes
-    rule: MaskRule | None
-
-
 @dataclass
 class _Real:
     """The record of a forward of the model itself, on meta, without experts.
 
     Attributes:
-        calls: of attention, by module.
+        calls: of attention, by module: sizes, and the rule of a mask that is a function of places.
         is_whole: the forward ran to its end; else there may be other calls.
         features: numbers of one token in each argument of a mixer, by its kind.
     """
 
-    calls: dict[str, _RealCall]
+    calls: dict[str, tuple[Sizes, MaskRule | None]]
     is_whole: bool
     features: dict[tuple[str, type], dict[str, int]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: nn.Module, mixers: list[str]) -> _Real:
-        """Run a forward of a row of two tokens; with a padding mask, and without one where that fails."""
-        found = cls._with_mask(model, mixers, has_mask=True)
-        return found if found.is_whole else cls._with_mask(model, mixers, has_mask=False)
-
-    @classmethod
-    def _with_mask(cls, model: nn.Module, mixers: list[str], *, has_mask: bool) -> _Real:
+    def of(cls, model: nn.Module, mixers: list[str], *, has_mask: bool) -> _Real:
+        """Run a forward of a row of two tokens, with or without a padding mask."""
         made = copy_without_values(model)
         intercept_transformers(made)
-        signature, keys = Signature.of(made), ["tokens"]
-        keys += [key for key in ("positions", "document_ids") if signature.takes[key] is not None]
-        keys += ["attention_mask"] if has_mask and "attention_mask" in signature.arguments else []
-        batch = {key: torch.zeros((1, 2), dtype=torch.int64) for key in keys}
-        batch |= {"positions": torch.arange(2)[None]} if "positions" in batch else {}
-        batch |= {"attention_mask": torch.ones((1, 2), dtype=torch.int64)} if "attention_mask" in batch else {}
+        signature, batch = Signature.of(made), {"tokens": torch.zeros((1, 2), dtype=torch.int64)}
+        if signature.takes["positions"] is not None:
+            batch["positions"] = torch.arange(2)[None]
+        if signature.takes["document_ids"] is not None:
+            batch["document_ids"] = batch["tokens"]
+        if has_mask and "attention_mask" in signature.arguments:
+            batch["attention_mask"] = torch.ones((1, 2), dtype=torch.int64)
         features: dict[tuple[str, type], dict[str, int]] = {}
         kinds = {pattern(path) for path in mixers}
-        for path, module in made.named_modules():
-            kind = _kind_of(made, path)
-            if kind[0] in kinds:
-                module.register_forward_pre_hook(_noting(features.setdefault(kind, {})), with_kwargs=True)
-        recorder, is_whole = SizeRecorder(computes=False), True
-        try:
-            with _AllTrue(), WithoutWeights(torch.device("cpu")):
-                record(made, signature.inputs(batch, torch.device("cpu")), recorder)
-        except Exception:  # noqa: BLE001  (whatever a model's code raises on meta)
-            is_whole = False
-        known = [(path, call) for path, call in recorder.calls if call.query.dim() == 4]
-        calls = {path: _RealCall(Sizes.of(call), _rule_of(call)) for path, call in known}
+
+        def note(path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            numbers = {key: leaf.numel() // 2 for key, leaf in tensors_by_path((args, kwargs)).items()}
+            features.setdefault((pattern(path), type(module)), {}).update(numbers)
+
+        recorder, is_whole = SizeRecorder(computes=False), False
+        mixing = [(path, module) for path, module in made.named_modules() if pattern(clean(path)) in kinds]
+        with contextlib.suppress(Exception):  # whatever a model's code raises on meta
+            with watching(mixing, note), _AllTrue(), WithoutWeights(CPU):
+                record(made, signature.inputs(batch, CPU), recorder)
+            is_whole = True
+        calls: dict[str, tuple[Sizes, MaskRule | None]] = {}
+        for path, call in recorder.calls:
+            if call.query.dim() == 4:
+                is_by_places = isinstance(call.mask, TokenMask)
+                rule = rule_of(call.mask.function) if is_by_places else MaskRule(causal=call.is_causal)
+                calls[path] = Sizes.of(call), rule
         return cls(calls, is_whole, features)
-
-
-def _noting(features: dict[str, int]) -> Callable[..., None]:
-    def note(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        features.update({key: leaf.numel() // 2 for key, leaf in tensors_by_path((args, kwargs)).items()})
-
-    return note
-
-
-def _rule_of(call: AttentionCall) -> MaskRule | None:
-    if isinstance(call.mask, TokenMask):
-        return rule_of(call.mask.function)
-    return MaskRule(causal=call.is_causal)

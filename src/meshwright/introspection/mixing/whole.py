@@ -13,11 +13,11 @@ them with a part of a row's tokens.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,23 +28,17 @@ from meshwright.core.calls import without_values
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean, is_within
 from meshwright.core.record import remember
-from meshwright.core.torch_private import (
-    EagerDispatchMode,
-    schema_of,
-    tensors_by_path,
-    tree_leaves,
-    tree_map,
-    tree_map_with_path,
-)
+from meshwright.core.torch_private import EagerDispatchMode, tensors_by_path, tree_leaves, tree_map, tree_map_with_path
+from meshwright.introspection.calls import watching
+from meshwright.introspection.constructor import written
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.copies import meta_copy_of
 from meshwright.introspection.structure.experts import find_stacks
 
-from .interception import AttentionCall, Handled, SdpaCalls, handling
-from .masks import MaskFunction
+from .interception import AttentionCall, Handled, Handler, SdpaCalls, handling
 from .values import Mixer, MixerInput
 
-# --- oneTokenWatch the outputs of a model's modules while one token of a row changes
+# --- watch the outputs of a model's modules while one token of a row changes
 
 MOVED = 1e-5
 """Relative change of an output that is no rounding, for models that compute in fp32 inside too."""
@@ -127,8 +121,16 @@ class OneTokenWatch:
         if not bool((moved > MOVED).any()):
             return None
         self.mixing.setdefault(path, moved)
-        given = iter(self._restored(leaf, old.get(key)) for key, leaf in found.items())
-        return tree_map(lambda leaf: next(given) if isinstance(leaf, Tensor) else leaf, output)
+        keys = iter(found)
+
+        def restored(leaf: Any) -> Any:
+            was = old.get(next(keys)) if isinstance(leaf, Tensor) else None
+            if was is None or (dim := self.token_dim(leaf)) is None or leaf.shape != was.shape:
+                return leaf
+            is_changed = torch.arange(self.length) == self.token
+            return torch.where(is_changed.view(-1, *[1] * (leaf.dim() - dim - 1)), leaf, was)
+
+        return tree_map(restored, output)
 
     def token_dim(self, tensor: Tensor) -> int | None:
         """Return the dim of the tokens of (rows or 1, …, tokens, …); None of a tensor without one."""
@@ -152,15 +154,6 @@ class OneTokenWatch:
             moved = moved.maximum(apart.nan_to_num(0.0))
         moved[self.token] = 0
         return moved
-
-    def _restored(self, leaf: Tensor, old: Tensor | None) -> Tensor:
-        dim = self.token_dim(leaf)
-        if old is None or dim is None or leaf.shape != old.shape:
-            return leaf
-        shape = [1] * leaf.dim()
-        shape[dim] = self.length
-        is_changed = torch.arange(self.length) == self.token
-        return torch.where(is_changed.view(shape), leaf, old)
 
 
 def _copied(leaf: Any) -> Any:
@@ -190,20 +183,10 @@ class WithoutWeights(EagerDispatchMode):
         if not lacking and named.get("device") is not None:  # of a tensor without values
             named["device"] = self.device
         if 0 < lacking < len(tensors):
-            self._refuse_writes(func, args, named)
-            args, named = tree_map(_emptied, args), tree_map(_emptied, named)
-        return func(*args, **named)
-
-    def _refuse_writes(self, func: Any, args: tuple, named: dict[str, Any]) -> None:
-        for number, argument in enumerate(schema_of(func).arguments):
-            is_written = argument.alias_info is not None and argument.alias_info.is_write
-            given = args[number] if number < len(args) else named.get(argument.name)
-            if is_written and any(isinstance(leaf, Tensor) and not leaf.is_meta for leaf in tree_leaves(given)):
+            if any(isinstance(leaf, Tensor) and not leaf.is_meta for leaf in written(func, args, named)):
                 raise UnsupportedError(f"{func} writes what depends on weights to a tensor that did not")
-
-
-def _emptied(leaf: Any) -> Any:
-    return leaf.to(META) if isinstance(leaf, Tensor) else leaf
+            args, named = tree_map(lambda leaf: leaf.to(META) if isinstance(leaf, Tensor) else leaf, (args, named))
+        return func(*args, **named)
 
 
 def copy_without_values(model: nn.Module) -> nn.Module:
@@ -246,21 +229,11 @@ def whole_arguments(
         if len(found) == len(wanted):
             raise _Reached
 
-    hooks = [
-        module.register_forward_pre_hook(partial(note, path), with_kwargs=True)
-        for raw, module in model.named_modules()
-        if (path := clean(raw)) in wanted
-    ]
+    watched = [(path, module) for path, module in model.named_modules() if clean(path) in wanted]
     tokens = torch.zeros_like(batch["tokens"])
     inputs = Signature.of(model).inputs({**batch, "tokens": tokens}, device)
-    try:
-        with torch.no_grad(), WithoutWeights(device):
-            functional_call(model, dict(buffers), (), inputs)
-    except _Reached:
-        pass
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with contextlib.suppress(_Reached), torch.no_grad(), watching(watched, note), WithoutWeights(device):
+        functional_call(model, dict(buffers), (), inputs)
     return found
 
 
@@ -270,11 +243,8 @@ FAR = 100_003
 """Places that a position is moved on by, to see whether other tokens' outputs depend on how far the row goes."""
 
 
-class OwnTokens:
+class OwnTokens(Handler):
     """A handler of attention by which a token sees itself alone."""
-
-    def mask(self, function: MaskFunction, padding: Tensor | None, plain: Callable[[], Any]) -> Any:
-        return plain()
 
     def attend(self, call: AttentionCall) -> Tensor:
         if call.query.shape[2] != call.value.shape[2]:
@@ -297,17 +267,40 @@ def find_mixers(
         others: modules that call attention in ways that parts of a row cannot be given, and why.
         of_masks: of modules that compute with masks, the arguments by which they are given them.
     """
-    watches = [_watched(model, batch) for batch in batches]
+    watches = [OneTokenWatch(batch, batch["tokens"].shape[1] // 3) for batch in batches]
+    for watch in watches:  # two forwards whose rows differ in one token
+        own = OwnTokens()
+        for module in model.modules():
+            remember(module, Handled(own))
+        changed = watch.batch["tokens"].clone()
+        changed[:, watch.token] = torch.where(changed[:, watch.token] == 0, 1, changed[:, watch.token] - 1)
+        hooks = watching(model.named_modules(), watch.begin, watch.end)
+        with torch.no_grad(), hooks, handling(own), SdpaCalls(own):
+            for tokens in (watch.batch["tokens"], changed):
+                model(**Signature.of(model).inputs(watch.batch | {"tokens": tokens}, torch.device("cpu")))
+                watch.change()
     why = dict(others)
     for watch in watches:
         outer = [*watch.mixing, *others]
-        mixing = [path for path in watch.mixing if path and not any(_is_inside(path, other) for other in outer)]
+        mixing = [
+            path
+            for path in watch.mixing
+            if path and not any(other and path != other and is_within(path, other) for other in outer)
+        ]
         for path in mixing:
             if not any(is_within(caller, path) for caller in callers):
                 later = bool((watch.mixing[path][: watch.token] > MOVED).any())
                 why.setdefault(path, f"its tokens see {'later' if later else 'earlier'} ones")
-        for path, reason in _of_whole_rows(model, watch, [*mixing, *callers, *others]):
-            why.setdefault(path, reason)
+        # modules that give a part of a row's tokens other outputs than the whole row's; not inside or around others
+        known = [*mixing, *callers, *others]
+        part = torch.cat((torch.arange(2, watch.length // 2), torch.arange(watch.length - 4, watch.length - 1)))
+        for path, calls in watch.calls.items():
+            if not path or any(is_within(path, other) or is_within(other, path) for other in known):
+                continue
+            counts = _gives_other(model.get_submodule(path), calls[0], watch, part, far=False)
+            if counts or _gives_other(model.get_submodule(path), calls[0], watch, part, far=True):
+                known.append(path)
+                why.setdefault(path, f"it {'counts the tokens of a row' if counts else 'reads how far positions go'}")
     for path, reason in why.items():
         masks = of_masks.get(path, ()) if path in others else None
         of_batches = [_mixer(model, watch, path, reason, masks) for watch in watches if path in watch.calls]
@@ -317,107 +310,47 @@ def find_mixers(
             yield functools.reduce(Mixer.joined, of_batches)  # type: ignore[arg-type]
 
 
-def _is_inside(path: str, outer: str) -> bool:
-    return bool(outer) and path != outer and is_within(path, outer)
-
-
-def _watched(model: nn.Module, batch: dict[str, Tensor]) -> OneTokenWatch:
-    """Run two forwards whose rows differ in one token."""
-    watch, own = OneTokenWatch(batch, batch["tokens"].shape[1] // 3), OwnTokens()
-    for module in model.modules():
-        remember(module, Handled(own))
-    hooks = []
-    for path, module in model.named_modules():
-        begin, end = (functools.partial(step, clean(path)) for step in (watch.begin, watch.end))
-        hooks += [
-            module.register_forward_pre_hook(begin, with_kwargs=True),
-            module.register_forward_hook(end, with_kwargs=True),
-        ]
-    changed = batch["tokens"].clone()
-    changed[:, watch.token] = torch.where(changed[:, watch.token] == 0, 1, changed[:, watch.token] - 1)
-    try:
-        with torch.no_grad(), handling(own), SdpaCalls(own):
-            for tokens in (batch["tokens"], changed):
-                model(**Signature.of(model).inputs(batch | {"tokens": tokens}, torch.device("cpu")))
-                watch.change()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return watch
-
-
-def _of_whole_rows(model: nn.Module, watch: OneTokenWatch, others: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield modules that give a part of a row's tokens other outputs than the whole row's, innermost first.
-
-    Args:
-        others: modules that mix tokens; those inside or around them are not judged.
-    """
-    known = list(others)
-    part = torch.cat((torch.arange(2, watch.length // 2), torch.arange(watch.length - 4, watch.length - 1)))
-    for path, calls in watch.calls.items():
-        if not path or any(is_within(path, other) or is_within(other, path) for other in known):
-            continue
-        module, call = model.get_submodule(path), calls[0]
-        if _gives_other(module, call, watch, part, far=False):
-            why = "it counts the tokens of a row"
-        elif _gives_other(module, call, watch, part, far=True):
-            why = "it reads how far positions go"
-        else:
-            continue
-        known.append(path)
-        yield path, why
-
-
 def _gives_other(module: nn.Module, call: WatchedCall, watch: OneTokenWatch, part: Tensor, *, far: bool) -> bool:
     """Compare the outputs for a part of the tokens with that part of the outputs for all.
 
     Args:
         far: the last token's integers, which may be positions, are moved far on.
     """
-    given = (call.args, call.kwargs)
+    given, moved = (call.args, call.kwargs), list[Tensor]()
+
+    def moved_far(leaf: Any) -> Any:
+        is_integer = isinstance(leaf, Tensor) and leaf.dtype is torch.int64
+        if not is_integer or watch.token_dim(leaf) != leaf.dim() - 1:
+            return leaf
+        moved.append(leaf.clone())
+        moved[-1][..., -1] += FAR
+        return moved[-1]
+
+    def taken(leaf: Any) -> Any:
+        for dim, size in enumerate(leaf.shape if isinstance(leaf, Tensor) else ()):
+            leaf = leaf.index_select(dim, part) if size == watch.length else leaf
+        return leaf
+
     if far:
-        if not any(_is_positions(leaf, watch) for leaf in call.given.values()):
+        given = tree_map(moved_far, given)
+        if not moved:
             return False
-        given = tree_map(lambda leaf: _far(leaf, watch), given)
-    taken = tree_map(lambda leaf: _taken(leaf, part, watch), given)
+    args, kwargs = tree_map(taken, given)
     try:
         with torch.no_grad():
             whole = module.forward(*given[0], **given[1]) if far else call.output
-            found = tensors_by_path(module.forward(*taken[0], **taken[1]))
+            found = tensors_by_path(module.forward(*args, **kwargs))
     except Exception:  # noqa: BLE001  (whatever a module raises that is called with other sizes or numbers)
         return False
     for key, leaf in tensors_by_path(whole).items():
         if watch.dim_of_output(leaf) is None or not leaf.is_floating_point():
             continue
-        expected = _taken(leaf, part, watch)
-        other = found.get(key)
+        expected, other = taken(leaf), found.get(key)
         if other is None or other.shape != expected.shape:
             return True
         if not torch.allclose(other, expected, rtol=MOVED, atol=MOVED * float(expected.abs().amax()), equal_nan=True):
             return True
     return False
-
-
-def _taken(leaf: Any, part: Tensor, watch: OneTokenWatch) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    for dim, size in enumerate(leaf.shape):
-        leaf = leaf.index_select(dim, part) if size == watch.length else leaf
-    return leaf
-
-
-def _is_positions(leaf: Any, watch: OneTokenWatch) -> bool:
-    if not isinstance(leaf, Tensor) or leaf.dtype is not torch.int64:
-        return False
-    return watch.token_dim(leaf) == leaf.dim() - 1
-
-
-def _far(leaf: Any, watch: OneTokenWatch) -> Any:
-    if not _is_positions(leaf, watch):
-        return leaf
-    leaf = leaf.clone()
-    leaf[..., -1] += FAR
-    return leaf
 
 
 def _mixer(model: nn.Module, watch: OneTokenWatch, path: str, why: str, masks: Collection[str] | None) -> Mixer | None:
@@ -433,11 +366,31 @@ def _mixer(model: nn.Module, watch: OneTokenWatch, path: str, why: str, masks: C
     others += [
         key
         for key, leaf in call.given.items()
-        if leaf.shape.count(watch.length) > 1 and key not in others and not any(_same(leaf, cut) for cut in watch.cut)
+        if leaf.shape.count(watch.length) > 1
+        and key not in others
+        and not any((leaf.shape, leaf.dtype) == (cut.shape, cut.dtype) and torch.equal(leaf, cut) for cut in watch.cut)
     ]
 
     def is_read(key: str) -> bool:
-        return masks is not None or not _is_unread(module, call, key)  # attention was kept out
+        """Return whether the values of a tensor among the arguments count, and not its shape alone."""
+        if masks is not None:
+            return True  # attention was kept out
+        keys = iter(call.given)
+
+        def other(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or next(keys) != key:
+                return leaf
+            if leaf.is_floating_point():
+                return without_values(leaf, leaf.shape)
+            return ~leaf if leaf.dtype is torch.bool else leaf + 1
+
+        args, kwargs = tree_map(other, (call.args, call.kwargs))
+        try:
+            with torch.no_grad():
+                found, expected = tensors_by_path(module.forward(*args, **kwargs)), tensors_by_path(call.output)
+        except Exception:  # noqa: BLE001  (a module that looks at the values)
+            return True
+        return any(key not in expected or not torch.equal(leaf, expected[key]) for key, leaf in found.items())
 
     pairs = tuple(dict.fromkeys([*filter(is_read, others), *(masks or ())]))
     if pairs and not _is_known(model, watch, path, pairs):
@@ -458,10 +411,6 @@ def _mixer(model: nn.Module, watch: OneTokenWatch, path: str, why: str, masks: C
     return Mixer(path, why, inputs, outputs, pairs, masks is not None) if inputs and outputs else None
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
-
-
 def _is_known(model: nn.Module, watch: OneTokenWatch, path: str, keys: tuple[str, ...]) -> bool:
     """Return whether arguments follow from the length of rows, their positions and buffers, in each call alike."""
     buffers = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
@@ -476,23 +425,3 @@ def _is_known(model: nn.Module, watch: OneTokenWatch, path: str, keys: tuple[str
         if not isinstance(leaf, Tensor) or leaf.is_meta or given is None or not torch.equal(leaf, given):
             return False
     return True
-
-
-def _is_unread(module: nn.Module, call: WatchedCall, key: str) -> bool:
-    """Return whether the values of a tensor among the arguments do not count; its shape may."""
-    keys = iter(call.given)
-
-    def other(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or next(keys) != key:
-            return leaf
-        if leaf.is_floating_point():
-            return without_values(leaf, leaf.shape)
-        return ~leaf if leaf.dtype is torch.bool else leaf + 1
-
-    args, kwargs = tree_map(other, (call.args, call.kwargs))
-    try:
-        with torch.no_grad():
-            found, expected = tensors_by_path(module.forward(*args, **kwargs)), tensors_by_path(call.output)
-    except Exception:  # noqa: BLE001  (a module that looks at the values)
-        return False
-    return all(key in expected and torch.equal(leaf, expected[key]) for key, leaf in found.items())

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 import meshwright
 from meshwright.core.names import clean
 from meshwright.core.torch_private import EagerDispatchMode, tree_leaves
-from meshwright.introspection.constructor.recording import READING, seeded
+from meshwright.introspection.constructor import READING, seeded
 from meshwright.introspection.mixing.arithmetic import computing_flex
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.copies import copy_of

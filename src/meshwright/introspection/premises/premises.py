@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from meshwright.core.names import clean
 from meshwright.core.torch_private import accumulation_hooks, gradient_hooks
-from meshwright.introspection.constructor.recording import seeded
+from meshwright.introspection.constructor import seeded
 from meshwright.introspection.images import ImageArguments, length_for, pictured, rows_of, sizes_of
 from meshwright.introspection.module_kinds import BATCH_NORMS
 from meshwright.introspection.signature import Signature

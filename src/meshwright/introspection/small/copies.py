@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.core.torch_private import forward_hooks
+from meshwright.introspection.module_kinds import config_at
 from meshwright.introspection.signature import Signature
 
 # --- copy models, also those whose forward was replaced by a function that refers to the model
@@ -76,27 +77,21 @@ def codes_in(block: nn.Module) -> tuple[tuple[str, int, Any], ...]:
     return tuple(found)
 
 
-def _rebound(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
-    has_own = function.__closure__ or function.__defaults__ or function.__kwdefaults__ or vars(function)
-    if id(function) in memo or not has_own:
-        return memo.get(id(function), function)
-    cells = tuple(CellType() for _ in function.__closure__ or ())
-    made = FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
-    memo[id(function)] = made  # it may refer to itself
-    made.__defaults__ = _carried(function.__defaults__, memo)
-    made.__kwdefaults__ = _carried(function.__kwdefaults__, memo)
-    for cell, before in zip(cells, function.__closure__ or (), strict=True):
-        try:
-            cell.cell_contents = _carried(before.cell_contents, memo)
-        except ValueError:  # an empty cell
-            continue
-    made.__dict__.update({name: _carried(value, memo) for name, value in vars(function).items()})
-    return made
-
-
 def _carried(value: Any, memo: dict[int, Any]) -> Any:
     if isinstance(value, FunctionType):
-        return _rebound(value, memo)
+        has_own = value.__closure__ or value.__defaults__ or value.__kwdefaults__ or vars(value)
+        if id(value) in memo or not has_own:
+            return memo.get(id(value), value)
+        cells = tuple(CellType() for _ in value.__closure__ or ())
+        function = FunctionType(value.__code__, value.__globals__, value.__name__, None, cells)
+        memo[id(value)] = function  # it may refer to itself
+        function.__defaults__ = _carried(value.__defaults__, memo)
+        function.__kwdefaults__ = _carried(value.__kwdefaults__, memo)
+        for cell, before in zip(cells, value.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # an empty cell
+                cell.cell_contents = _carried(before.cell_contents, memo)
+        function.__dict__.update({name: _carried(each, memo) for name, each in vars(value).items()})
+        return function
     if isinstance(value, MethodType):
         return MethodType(_carried(value.__func__, memo), copy.deepcopy(value.__self__, memo))
     if isinstance(value, functools.partial):
@@ -182,22 +177,20 @@ def widened(model: nn.Module) -> nn.Module:
 
 
 def _widen(model: nn.Module) -> None:
+    def enter(*_: Any) -> None:
+        depth = _running.depth = getattr(_running, "depth", 0) + 1
+        if depth == 1:
+            _running.mode = _Wide()
+            _running.mode.__enter__()
+
+    def leave(*_: Any) -> None:
+        _running.depth -= 1
+        if not _running.depth:
+            _running.mode.__exit__(None, None, None)
+
     for module in model.modules():  # stages and copies are made of these modules
-        module.register_forward_pre_hook(_enter)
-        module.register_forward_hook(_leave, always_call=True)
-
-
-def _enter(*_: Any) -> None:
-    depth = _running.depth = getattr(_running, "depth", 0) + 1
-    if depth == 1:
-        _running.mode = _Wide()
-        _running.mode.__enter__()
-
-
-def _leave(*_: Any) -> None:
-    _running.depth -= 1
-    if not _running.depth:
-        _running.mode.__exit__(None, None, None)
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave, always_call=True)
 
 
 def narrows(forward: Callable[[], Any]) -> bool:
@@ -255,3 +248,90 @@ def rows_of_token_table(model: nn.Module) -> int | None:
                 module.register_forward_pre_hook(look, with_kwargs=True)
         copy(**{name: tokens})
     return found[0] if found else None
+
+
+# --- put a small model that a config builds into a large one's wrappers, around the model and around single layers
+
+
+class UnlikeError(Exception):
+    """The small model differs in construction from the large one."""
+
+
+def grafted(large: nn.Module, small: nn.Module) -> nn.Module:
+    """Put ``small`` into copies of the wrappers of ``large``, if it has any; ``large`` is unchanged.
+
+    Raises:
+        UnlikeError: the sizes of a wrapper do not follow from the module inside.
+    """
+    memo = _Counterparts(large)
+    made = _graft(large, small, memo)
+    counterparts = [(module, found) for module in large.modules() if (found := memo.get(id(module))) is not None]
+    for module, found in counterparts:
+        for name, parameter in found.named_parameters(recurse=False):
+            memo[id(module._parameters.get(name))] = parameter
+    memo.is_complete = True
+    for module, found in counterparts:
+        carry_functions(module, found, memo)
+    return made
+
+
+class _Counterparts(dict[int, Any]):
+    """What stands in the small model for a module or tensor of the large one, by its id.
+
+    Raises:
+        UnlikeError: a replaced forward or a hook asks for a module or a parameter of the large model that has none.
+    """
+
+    def __init__(self, large: nn.Module) -> None:
+        super().__init__()
+        self.names = {id(each): path for path, each in (*large.named_modules(), *large.named_parameters())}
+        self.is_complete = False
+
+    def get(self, key: int, default: Any = None) -> Any:
+        if self.is_complete and key not in self and key in self.names:
+            raise UnlikeError(f"a replaced forward or a hook refers to {self.names[key]}, which a small model lacks")
+        return super().get(key, default)
+
+
+def _graft(large: nn.Module, small: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    if type(large) is type(small):
+        for name, child in small.named_children():
+            if (counterpart := getattr(large, name, None)) is None:
+                raise UnlikeError(f"{type(large).__name__} has no {name}")
+            small.add_module(name, _graft(counterpart, child, memo))
+        memo[id(large)] = small
+        if hasattr(large, "config"):
+            memo[id(large.config)] = getattr(small, "config", None)
+        return small
+    if config_at(large) is not None and type(small) is nn.Linear:
+        return small  # rounding does not change how it can be cut
+    inner = next((module for module in large.modules() if type(module) is type(small)), None)
+    if inner is None:
+        raise UnlikeError(f"{type(large).__name__} has no {type(small).__name__} inside")
+    _graft(inner, small, memo)
+    # of a layer, the sizes of its weight in the large model -> those in the small one; none of whole models
+    weights = inner._parameters.get("weight"), small._parameters.get("weight")
+    sizes: dict[int, int] = {}
+    for before, after in zip(weights[0].shape, weights[1].shape, strict=True) if None not in weights else ():  # type: ignore[union-attr]
+        if sizes.setdefault(before, after) != after:
+            raise UnlikeError("two sizes of a layer are equal in the large model, and not in the small one")
+    device = next(small.parameters(), torch.empty(0)).device
+    inside = {id(tensor) for tensor in (*inner.parameters(), *inner.buffers())}
+    for tensor in (*large.parameters(), *large.buffers()):
+        if id(tensor) in inside:
+            continue
+        if sizes and tensor.dim() > 1 and all(size in sizes for size in tensor.shape):
+            raise UnlikeError(
+                "an adapter has as many features as its host: which of them follow from the model's width cannot be"
+                " told"
+            )
+        shape = [sizes.get(size, size) for size in tensor.shape]
+        blank = torch.zeros(shape, dtype=tensor.dtype, device=device)
+        memo[id(tensor)] = nn.Parameter(blank, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else blank
+    made = copy.deepcopy(large, memo)
+    for module in made.modules():
+        if not any(module is part for part in small.modules()):
+            for name, value in list(vars(module).items()):
+                if type(value) is int and value in sizes:
+                    setattr(module, name, sizes[value])
+    return made

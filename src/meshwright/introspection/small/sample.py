@@ -14,16 +14,16 @@ from meshwright.core.names import clean, is_within, owner, pattern
 from meshwright.core.record import recall, remember
 from meshwright.core.torch_private import resetting
 from meshwright.introspection.blocks import Hints, hints_of, repeated_blocks
-from meshwright.introspection.constructor.meta import on_meta
-from meshwright.introspection.constructor.recording import built
+from meshwright.introspection.calls import watching
+from meshwright.introspection.constructor import built, on_meta
 from meshwright.introspection.images import ImageArguments, length_for, pictured, sizes_of
 from meshwright.introspection.module_kinds import compute_experts_one_by_one
 from meshwright.introspection.signature import IMAGES_PER_ROW, SWITCHED_OFF, Signature, core_of, logits_of
+from meshwright.introspection.small.configs import Small, key_of_text, smaller
+from meshwright.introspection.small.copies import grafted
 from meshwright.introspection.source import builder_of
 
-from .configs import key_of_text, smaller
 from .copies import carry_functions, codes_in, compute_wide, copy_of
-from .grafted import grafted
 
 ROWS, SEQ = 2, 6
 REPEATED = 16
@@ -81,8 +81,16 @@ def samples_of(
         UnsupportedError: after the last copy, if the model itself is too large, or its weights cannot be initialised.
     """
     failed: list[Exception] = []
-    for made, heads in _constructed(model, ranks, few_experts, failed):
-        yield _sample(made, arguments, heads)
+    core = core_of(model)
+    kind, config = type(core), getattr(core, "config", None)
+    if config is not None:  # the same class built from small copies of its config
+        of_text = bool(key_of_text(config))  # then a block's number is among the blocks of its own stack
+        blocks, places = repeated_blocks(model), [0]
+        for _, (first, *_) in kinds_of(model).values():
+            places.append([path for path in blocks if not of_text or owner(path) == owner(first)].index(first))
+        for small in smaller(config, max(2, 1 + max(places)), ranks, few_experts=few_experts):
+            if (made := _constructed(model, kind, small, failed)) is not None:
+                yield _sample(made, arguments, small.heads)
     yield _sample(_copied(model, failed), arguments, 1)
 
 
@@ -103,7 +111,13 @@ def _sample(made: nn.Module, arguments: dict[str, str | None], heads: int) -> Sa
             parameter.requires_grad_()  # frozen parameters are rehearsed too
     tokens = torch.randint(0, ids_of(made), (ROWS, SEQ), generator=generator)
     tokens[:, -1] = tokens[0, 0]  # an id that occurs twice: its gradients must add up
-    inputs = tuple(_inputs(made, arguments["tokens"] or "tokens", tokens))
+    known = Signature.of(made).arguments
+    switches = {switch: False for switch in SWITCHED_OFF if switch in known}
+    inputs: tuple[dict[str, Any], ...] = ({(arguments["tokens"] or "tokens"): tokens, **switches},)
+    if "attention_mask" in known:
+        mask = torch.ones(tokens.shape, dtype=torch.int64)
+        mask[1, -2:] = 0
+        inputs = (*inputs, inputs[0] | {"attention_mask": mask})
     compute_wide(made, inputs[0])
     images = ImageArguments.of(made)
     if images is None:
@@ -120,23 +134,16 @@ def _sample(made: nn.Module, arguments: dict[str, str | None], heads: int) -> Sa
 def uncalled(model: nn.Module, inputs: dict[str, Any]) -> tuple[str, ...]:
     """List the outermost modules with parameters that a forward does not call, nor anything inside them."""
     called: set[str] = set()
-    handles = [
-        module.register_forward_hook(lambda module, args, output, path=path: called.add(path))
-        for path, module in model.named_modules()
-    ]
-    try:
-        with torch.no_grad():
-            model(**inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with torch.no_grad(), watching(model.named_modules(), after=lambda path, *_: called.add(path)):
+        model(**inputs)
     found: list[str] = []
-    for path, module in model.named_modules():
+    for raw, module in model.named_modules():
+        path = clean(raw)
         is_known = any(is_within(path, other) for other in found)
         is_called = any(is_within(other, path) for other in called)
         if not is_known and not is_called and next(module.parameters(), None) is not None:
             found.append(path)
-    return tuple(clean(path) for path in found)
+    return tuple(found)
 
 
 def _read(model: nn.Module, inputs: dict[str, Any]) -> set[str]:
@@ -182,44 +189,47 @@ def random_like(like: Tensor, generator: torch.Generator) -> Tensor:
     return 1 + 0.3 * drawn if like.dim() < 2 else drawn / like.shape[-1] ** 0.5
 
 
-def _constructed(
-    model: nn.Module, ranks: int, few_experts: bool, failed: list[Exception]
-) -> Iterator[tuple[nn.Module, int]]:
-    """Yield the same class built from small copies of its config, and the ratio of the model's heads to the copy's.
+def _constructed(model: nn.Module, kind: type[nn.Module], small: Small, failed: list[Exception]) -> nn.Module | None:
+    """Build the same class from a small config, in the wrappers and with the hints of the model and its layers.
 
-    A model without a config yields nothing. The wrappers of the model and its layers are put around the copy's.
-    Errors from copies are added to ``failed``.
+    None where the small model is made of other blocks, is not small or fails; errors are added to ``failed``.
+
+    Raises:
+        UnsupportedError: its forward replaces modules: the new ones would be measured, and the old ones cut.
     """
-    core = core_of(model)
-    kind, config = type(core), getattr(core, "config", None)
-    if config is None:
-        return
-    names = _names(model)
-    needed = max(2, 1 + max((_place_in_stack(model, paths[0]) for _, paths in kinds_of(model).values()), default=1))
-    for small in smaller(config, needed, ranks, few_experts=few_experts):
-        try:
-            config = small.config
-            with on_meta():
-                is_like = _names(_built_like(model, kind, config)) == names
-            if not is_like or not _is_small(kind, config):
-                continue
-            with torch.device("cpu"), torch.no_grad():
-                made = _built_like(model, kind, config)
-                before = {path: type(module) for path, module in made.named_modules()}
-                made.eval()(torch.zeros((1, 2), dtype=torch.int64))
-        except Exception as error:  # noqa: BLE001  (the class may need other arguments, or refuse the config)
-            failed.append(error)
-            continue
-        _refuse_replaced(kind, before, made)
-        yield made, small.heads
 
+    def made_of(model: nn.Module) -> set[tuple]:
+        """Return the classes, parameter names and functions of the kinds of blocks, without their sizes."""
+        return {(block, tuple(name for name, _ in shapes), codes) for block, shapes, codes in kinds_of(model)}
 
-def _built_like(model: nn.Module, kind: type[nn.Module], config: Any) -> nn.Module:
-    """Build a model of another config, in the wrappers, with the hints and the switches of this one."""
-    made = grafted(model, kind(config))
-    _switch_like(core_of(model), core_of(made))
-    if recall(model, Hints) is not None:
-        remember(made, hints_of(model))
+    def built_like() -> nn.Module:
+        made = grafted(model, kind(config))
+        _switch_like(core_of(model), core_of(made))
+        if recall(model, Hints) is not None:
+            remember(made, hints_of(model))
+        return made
+
+    try:
+        config = small.build()
+        with on_meta():
+            numel = sum(p.numel() for p in kind(config).parameters())
+            if made_of(built_like()) != made_of(model) or numel > LARGEST:
+                return None
+        with torch.device("cpu"), torch.no_grad():
+            made = built_like()
+            before = {path: type(module) for path, module in made.named_modules()}
+            made.eval()(torch.zeros((1, 2), dtype=torch.int64))
+    except Exception as error:  # noqa: BLE001  (the class may need other arguments, or refuse the config)
+        failed.append(error)
+        return None
+    path = next((path for path, module in made.named_modules() if before.get(path) is not type(module)), None)
+    if path is not None:
+        was = before[path].__name__ if path in before else "nothing"
+        raise UnsupportedError(
+            f"{kind.__name__} replaces modules in its forward: {path} was {was} and became"
+            f" {type(made.get_submodule(path)).__name__}, so what would be cut is not what computes. Configure the"
+            " model so that it is built with the modules that it uses."
+        )
     return made
 
 
@@ -235,28 +245,6 @@ def _switch_like(model: nn.Module, made: nn.Module) -> None:
                     setattr(module, name, first)
 
 
-def _refuse_replaced(kind: type[nn.Module], before: dict[str, type[nn.Module]], model: nn.Module) -> None:
-    """Raise UnsupportedError if a forward replaced modules: the new ones would be measured, and the old ones cut."""
-    path = next((path for path, module in model.named_modules() if before.get(path) is not type(module)), None)
-    if path is not None:
-        was = before[path].__name__ if path in before else "nothing"
-        raise UnsupportedError(
-            f"{kind.__name__} replaces modules in its forward: {path} was {was} and became"
-            f" {type(model.get_submodule(path)).__name__}, so what would be cut is not what computes. Configure the"
-            " model so that it is built with the modules that it uses."
-        )
-
-
-def _names(model: nn.Module) -> set[tuple]:
-    """Return the classes, parameter names and functions of the model's kinds of blocks, without their sizes."""
-    return {(kind, tuple(name for name, _ in shapes), codes) for kind, shapes, codes in kinds_of(model)}
-
-
-def _is_small(kind: type[nn.Module], config: Any) -> bool:
-    with on_meta():
-        return sum(p.numel() for p in kind(config).parameters()) <= LARGEST
-
-
 def kinds_of(model: nn.Module) -> dict[tuple, tuple[int, list[str]]]:
     """Group blocks by class, parameters' shapes and own functions: -> (index of the first, all their paths)."""
     found: dict[tuple, tuple[int, list[str]]] = {}
@@ -267,14 +255,6 @@ def kinds_of(model: nn.Module) -> dict[tuple, tuple[int, list[str]]]:
         key = (type(block), tuple(shapes), codes_in(block))
         found.setdefault(key, (index, []))[1].append(path)
     return found
-
-
-def _place_in_stack(model: nn.Module, block: str) -> int:
-    """Return a block's index among all blocks; of a model with a vision tower, among those of its own stack."""
-    blocks = repeated_blocks(model)
-    if not key_of_text(getattr(core_of(model), "config", None)):
-        return blocks.index(block)
-    return [path for path in blocks if owner(path) == owner(block)].index(block)
 
 
 def _copied(model: nn.Module, failed: list[Exception]) -> nn.Module:
@@ -319,13 +299,3 @@ def _copied(model: nn.Module, failed: list[Exception]) -> nn.Module:
             path, _, last = name.rpartition(".")
             setattr(made.get_submodule(path), last, made.get_parameter(first))
     return made
-
-
-def _inputs(model: nn.Module, name: str, tokens: Tensor) -> list[dict[str, Any]]:
-    takes = Signature.of(model).arguments
-    plain: dict[str, Any] = {name: tokens, **{switch: False for switch in SWITCHED_OFF if switch in takes}}
-    if "attention_mask" not in takes:
-        return [plain]
-    mask = torch.ones(tokens.shape, dtype=torch.int64)
-    mask[1, -2:] = 0
-    return [plain, plain | {"attention_mask": mask}]

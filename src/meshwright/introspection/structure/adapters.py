@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.names import is_within, owner
-from meshwright.introspection.adapted.model import host_of_magnitude
-
-from .calls import Call
+from meshwright.introspection.adapted_model import host_of_magnitude
+from meshwright.introspection.calls import Call
 
 TOLERANCE = 1e-8
 """Relative tolerance, in fp64, between a module's output and the sum of its layers' outputs."""
@@ -72,7 +71,12 @@ def _adapted(block: nn.Module, calls: dict[str, list[Call]], around: str, inside
     if taken is None or given is None or not isinstance(call.output, Tensor):
         return None
     takes = [path for path in inside if _equal(calls[path][0].entered, taken)]
-    pairs = [(a, b) for a in takes for b in inside if b not in takes and _first(calls[b][0]) is calls[a][0].output]
+    pairs = [
+        (a, b)
+        for a in takes
+        for b in inside
+        if b not in takes and next(iter(calls[b][0].tensors.values()), None) is calls[a][0].output
+    ]
     hosts = [path for path in takes if path not in {a for a, _ in pairs}]
     if len(hosts) != 1 or sorted((*hosts, *(path for pair in pairs for path in pair))) != sorted(inside):
         return None
@@ -83,30 +87,21 @@ def _adapted(block: nn.Module, calls: dict[str, list[Call]], around: str, inside
     idle = {owner(name) for name, _ in module.named_parameters(around)} - set(inside)
     if any(path in calls or path == around for path in idle):
         return None
-    if not _adds_up(given, calls[host][0].left, [calls[b][0].left for _, b in pairs]):
+    # the module's output is the host's plus a nonzero multiple of each of the others
+    outputs = [calls[path][0].left for path in (host, *(b for _, b in pairs))]
+    whole = [output for output in outputs if output is not None and output.shape == given.shape]
+    if len(whole) < len(outputs):
+        return None
+    rest, *columns = ((given - whole[0]).reshape(-1, 1), *(output.reshape(-1, 1) for output in whole[1:]))
+    added = torch.cat(columns, dim=1)
+    times = torch.linalg.lstsq(added, rest).solution
+    if not (added @ times - rest).norm() <= TOLERANCE * given.norm() or not bool((times != 0).all()):
         return None
     return Adapted(host, around, tuple(pairs), tuple(sorted(idle)))
 
 
-def _first(call: Call) -> Tensor | None:
-    return next(iter(call.tensors.values()), None)
-
-
 def _equal(tensor: Tensor | None, other: Tensor) -> bool:
     return tensor is not None and tensor.shape == other.shape and torch.equal(tensor, other)
-
-
-def _adds_up(given: Tensor, host: Tensor | None, added: list[Tensor | None]) -> bool:
-    """Return whether ``given`` is the host's output plus a nonzero multiple of each of the others."""
-    if host is None or host.shape != given.shape:
-        return False
-    others = [tensor for tensor in added if tensor is not None and tensor.shape == given.shape]
-    if len(others) != len(added):
-        return False
-    rest = (given - host).flatten()
-    columns = torch.stack([tensor.flatten() for tensor in others], dim=1)
-    times = torch.linalg.lstsq(columns, rest.unsqueeze(1)).solution
-    return bool((columns @ times - rest.unsqueeze(1)).norm() <= TOLERANCE * given.norm()) and bool((times != 0).all())
 
 
 def find_others(block: nn.Module, calls: dict[str, list[Call]], linears: list[str]) -> Iterator[str]:
@@ -130,19 +125,16 @@ def find_others(block: nn.Module, calls: dict[str, list[Call]], linears: list[st
         ]
         if any(host_of_magnitude(f"{around}.{name}") for name in beside):
             scaled.append(around)
-        elif beside and _goes_token_by_token(block.get_submodule(around), taken, given):
+            continue
+        try:
+            with torch.no_grad():
+                last = block.get_submodule(around)(taken[..., -1:, :]) if beside else None
+        except Exception:  # noqa: BLE001  (whatever the model's code raises when it is given one token, and that alone)
+            continue
+        if isinstance(last, Tensor) and torch.allclose(last, given[..., -1:, :], rtol=1e-5, atol=1e-8):
             yield (
                 f"{around} has {', '.join(beside)} beside {host.removeprefix(around + '.')}, and what it gives is not"
                 f" that layer's output and multiples of what pairs of linear layers without bias give"
             )
     if scaled:
         yield f"{', '.join(scaled)} {'stay' if len(scaled) > 1 else 'stays'} whole: {SCALED}"
-
-
-def _goes_token_by_token(module: nn.Module, taken: Tensor, given: Tensor) -> bool:
-    try:
-        with torch.no_grad():
-            last = module(taken[..., -1:, :])
-    except Exception:  # noqa: BLE001  (whatever the model's code raises when it is given one token, and that alone)
-        return False
-    return isinstance(last, Tensor) and torch.allclose(last, given[..., -1:, :], rtol=1e-5, atol=1e-8)

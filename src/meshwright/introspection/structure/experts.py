@@ -8,8 +8,7 @@ verifies this.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,8 +20,11 @@ from torch.func import functional_call
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean, is_within
 from meshwright.introspection.blocks import repeated_blocks
+from meshwright.introspection.calls import watching
+from meshwright.introspection.signature import core_of
 from meshwright.introspection.small.configs import stated_width
 from meshwright.introspection.small.sample import Sample, samples_of
+from meshwright.models.layers import at_least_fp32, is_recomputing, tokens_per_expert
 
 LARGEST_ERROR = 1e-6
 """Relative, in fp64; models that compute in fp32 inside are not more exact."""
@@ -93,33 +95,23 @@ def find_stacks(model: nn.Module) -> dict[str, Stack]:
     found: dict[str, Stack] = {}
     for raw, module in model.named_modules():
         path = clean(raw)
-        if (stack := _stack(module, path)) is not None and any(is_within(path, block) for block in blocks):
-            found[path] = stack
+        own = {name: p for name, p in module._parameters.items() if p is not None}
+        sizes = {p.shape[0] if p.dim() > 1 else 0 for p in own.values()}
+        holds_all = len(own) == len(list(module.parameters())) and any(p.dim() == 3 for p in own.values())
+        if len(sizes) != 1 or not holds_all or not any(is_within(path, block) for block in blocks):
+            continue
+        (experts,) = sizes
+        takes = inspect.signature(module.forward).parameters.values()
+        if experts < 2 or len([p for p in takes if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]) < 3:
+            continue
+        counted = (name for name, value in vars(module).items() if type(value) is int and value == experts)
+        found[path] = Stack(path, experts, tuple(own), tuple(name for name in counted if "expert" in name))
     return found
 
 
 def stack_paths(*models: nn.Module) -> set[str]:
     """Return the paths of some models' stacks, whose inner modules see tokens by the placement of experts."""
     return {path for model in models for path in find_stacks(model)}
-
-
-def _stack(module: nn.Module, path: str) -> Stack | None:
-    own = {name: p for name, p in module._parameters.items() if p is not None}
-    sizes = {p.shape[0] if p.dim() > 1 else 0 for p in own.values()}
-    if len(sizes) != 1 or len(own) != len(list(module.parameters())) or not any(p.dim() == 3 for p in own.values()):
-        return None
-    (experts,) = sizes
-    takes = [
-        p
-        for p in inspect.signature(module.forward).parameters.values()
-        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
-    if experts < 2 or len(takes) < 3:
-        return None
-    counts = tuple(
-        name for name, value in vars(module).items() if type(value) is int and value == experts and "expert" in name
-    )
-    return Stack(path, experts, tuple(own), counts)
 
 
 def measure_stacks(model: nn.Module, arguments: dict[str, str | None], ranks: int) -> tuple[Stack, ...]:
@@ -132,10 +124,16 @@ def measure_stacks(model: nn.Module, arguments: dict[str, str | None], ranks: in
     trouble = UnsupportedError(f"{type(model).__name__} has no module of stacked experts inside its blocks")
     for sample in samples_of(model, arguments, 1) if known else ():
         try:
-            tried = {key: _tried(sample, path, ranks) for key, path in _first_of_each(sample.model).items()}
-            kinds = _kinds(model)
+            small, kinds = _kinds(sample.model), _kinds(model)
+            first = {small[path]: path for path in reversed(find_stacks(sample.model))}
+            tried = {kind: _tried(sample, path, ranks) for kind, path in first.items()}
+            stated = [stated_width(m) for m in (model, sample.model)]
             found = [replace(stack, **tried[kinds[path]]) for path, stack in known.items()]
-            return tuple(replace(stack, width=_width(model, sample.model, stack.width)) for stack in found)
+            # tokens that are as wide as the copy's residual stream are as wide as the model's
+            return tuple(
+                replace(stack, width=stated[0]) if stated[0] is not None and stated[1] == stack.width else stack
+                for stack in found
+            )
         except UnsupportedError as error:
             trouble = error
         except Exception as error:  # noqa: BLE001  (whatever a model's code raises when it is called in parts)
@@ -146,31 +144,30 @@ def measure_stacks(model: nn.Module, arguments: dict[str, str | None], ranks: in
     raise trouble
 
 
-def _width(model: nn.Module, small: nn.Module, here: int) -> int:
-    """Return a token's features in the model: the residual stream's if its copy's are ``here``, else ``here``."""
-    stated = [stated_width(m) for m in (model, small)]
-    return stated[0] if stated[0] is not None and stated[1] == here else here
-
-
-def _kinds(model: nn.Module) -> dict[str, tuple[type, str]]:
-    """Map the path of each stack to its class and its path within its block."""
+def _kinds(model: nn.Module) -> dict[str, tuple[type[nn.Module], str]]:
+    """Map the path of each module in a block to (class, path within the block)."""
+    found = {clean(raw): module for raw, module in model.named_modules()}
     blocks = repeated_blocks(model)
-    paths = find_stacks(model)
-    inside = {path: next(block for block in blocks if is_within(path, block)) for path in paths}
-    return {path: (type(model.get_submodule(path)), path.removeprefix(f"{block}.")) for path, block in inside.items()}
-
-
-def _first_of_each(model: nn.Module) -> dict[tuple[type, str], str]:
-    found: dict[tuple[type, str], str] = {}
-    for path, kind in _kinds(model).items():
-        found.setdefault(kind, path)
-    return found
+    return {
+        path: (type(module), path.removeprefix(f"{block}."))
+        for block in blocks
+        for path, module in found.items()
+        if is_within(path, block)
+    }
 
 
 def _tried(sample: Sample, path: str, ranks: int) -> dict[str, Any]:
     """Return the roles of a stack's arguments, its top_k and its width, after a proof."""
     module, stack = sample.model.get_submodule(path), find_stacks(sample.model)[path]
-    args, kwargs = _call_of(sample, module, path)
+    calls: list[tuple[tuple, dict[str, Any]]] = []
+    watch = watching([(path, module)], lambda path, module, args, kwargs: calls.append((args, dict(kwargs))))
+    with torch.no_grad(), watch:
+        sample.model(**sample.inputs[0])
+    if len(calls) != 1:
+        raise UnsupportedError(
+            f"{path} ({type(module).__name__}) is called {len(calls)} times in a forward, and not once"
+        )
+    args, kwargs = calls[0]
     given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
     index = [name for name, value in tensors.items() if not value.is_floating_point()]
@@ -184,23 +181,6 @@ def _tried(sample: Sample, path: str, ranks: int) -> dict[str, Any]:
     _prove(full, module, given, ranks)
     rows, numbers, _ = full.arguments(given)
     return roles | {"top_k": numbers.shape[1], "width": rows.shape[1]}
-
-
-def _call_of(sample: Sample, module: nn.Module, path: str) -> tuple[tuple, dict[str, Any]]:
-    calls: list[tuple[tuple, dict[str, Any]]] = []
-    handle = module.register_forward_pre_hook(
-        lambda module, args, kwargs: calls.append((args, dict(kwargs))), with_kwargs=True
-    )
-    try:
-        with torch.no_grad():
-            sample.model(**sample.inputs[0])
-    finally:
-        handle.remove()
-    if len(calls) != 1:
-        raise UnsupportedError(
-            f"{path} ({type(module).__name__}) is called {len(calls)} times in a forward, and not once"
-        )
-    return calls[0]
 
 
 def _prove(stack: Stack, module: nn.Module, arguments: dict[str, Any], ranks: int) -> None:
@@ -217,10 +197,12 @@ def _prove(stack: Stack, module: nn.Module, arguments: dict[str, Any], ranks: in
         token, slot = ((index >= low) & (index < low + share)).nonzero(as_tuple=True)
         if len(token):
             held = {name: p[low : low + share] for name, p in leaves.items()}
-            with _counting(module, stack, share):
-                made = stack.compute(
-                    partial(functional_call, module, held, None), rows[token], index[token, slot] - low
-                )
+            forward = partial(functional_call, module, held, None)
+            try:  # the module counts the experts that it holds
+                vars(module).update(dict.fromkeys(stack.counts, share))
+                made = stack.compute(forward, rows[token], index[token, slot] - low)
+            finally:
+                vars(module).update(dict.fromkeys(stack.counts, stack.experts))
             out = out.index_add(0, token, made * weights[token, slot].unsqueeze(1))
     pushed = torch.randn(wanted.shape, dtype=wanted.dtype, generator=torch.Generator().manual_seed(0))
     inputs = [x, w, *leaves.values()]
@@ -241,14 +223,159 @@ def _first(output: Any) -> Any:
     return output[0] if isinstance(output, tuple) else output
 
 
-@contextmanager
-def _counting(module: nn.Module, stack: Stack, experts: int) -> Iterator[None]:
-    """Make the module count only ``experts`` experts inside the context."""
-    before = {name: getattr(module, name) for name in stack.counts}
-    for name in stack.counts:
-        setattr(module, name, experts)
+# --- measure the load-balancing loss of transformers models: E · Σₑ Fₑ · Pₑ (arXiv 2101.03961, eq. 4 to 6)
+
+SWITCH = "output_router_logits"
+COEFFICIENT = "router_aux_loss_coef"
+LARGEST_LOSS_ERROR = 1e-5
+"""Relative: transformers computes its losses in float32, and this one is the difference of two others."""
+
+
+@dataclass(frozen=True)
+class RouterLoss:
+    """The routers' loss of a model.
+
+    Attributes:
+        coefficient: factor of the loss beside the mean cross entropy.
+        experts: number of experts of a layer.
+        top_k: number of experts of each token.
+        routers: paths of the modules that return a layer's logits, in the order of layers.
+        place: index of the logits in these modules' outputs, where those are tuples.
+    """
+
+    coefficient: float
+    experts: int
+    top_k: int
+    routers: tuple[str, ...]
+    place: int = 0
+
+    def terms(self, logits: Sequence[Tensor], real: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Sum experts' choices, (experts,) int64, and probabilities, (experts,) float64, over all layers' tokens.
+
+        Args:
+            logits: each layer's router logits: (tokens, experts), or with more dims in front.
+            real: (tokens,) bool, False for those that do not count.
+        """
+        chosen: list[Tensor] = []
+        added: list[Tensor] = []
+        for layer in logits:
+            flat = layer.flatten(0, -2).to(at_least_fp32(layer.dtype))
+            probabilities, index = flat.softmax(-1), flat.topk(self.top_k, -1).indices
+            if real is not None:
+                probabilities, index = (
+                    probabilities * real.unsqueeze(-1),
+                    index.masked_fill(~real.unsqueeze(-1), self.experts),
+                )
+            chosen.append(tokens_per_expert(index.flatten(), self.experts))
+            added.append(probabilities.sum(0, dtype=torch.float64))
+        return torch.stack(chosen).sum(0), torch.stack(added).sum(0)
+
+
+class RouterLogits:
+    """A recorder of the logits that a model's routers return, from ``begin`` to ``take``, without recomputation."""
+
+    def __init__(self, model: nn.Module, loss: RouterLoss):
+        self._found: list[Tensor] = []
+        self._is_on = False
+
+        @torch.compiler.disable
+        def note(module: nn.Module, args: tuple, output: Any) -> None:
+            if self._is_on and not is_recomputing():
+                self._found.append(_parts(output)[loss.place])
+
+        modules = {clean(raw): module for raw, module in model.named_modules()}
+        for path in loss.routers:
+            modules[path].register_forward_hook(note)  # pyright: ignore[reportArgumentType]
+
+    def begin(self) -> None:
+        """Begin a forward, and drop logits that were recorded and not taken."""
+        self._found, self._is_on = [], True
+
+    def take(self) -> list[Tensor]:
+        """Return the recorded logits by layer, and stop recording."""
+        found, self._found, self._is_on = self._found, [], False
+        return found
+
+
+def asks_for_router_loss(model: nn.Module) -> bool:
+    """Return whether the config of a transformers model includes its routers' loss in its loss."""
+    return bool(getattr(getattr(core_of(model), "config", None), SWITCH, False))
+
+
+def measure_router_loss(model: nn.Module, arguments: dict[str, str | None]) -> RouterLoss | None:
+    """Measure a model's loss for its routers; None if nothing is added, whatever its config says.
+
+    Raises:
+        UnsupportedError: the loss has another form, or could not be tried out.
+    """
+    sample = next(samples_of(model, arguments, 1))
+    core = core_of(sample.model)
+    if hasattr(core, COEFFICIENT):
+        setattr(core, COEFFICIENT, 1.0)
     try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(module, name, value)
+        known = _measured(sample, arguments["tokens"] or "")
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise UnsupportedError(
+            f"the config of {type(core).__name__} has {SWITCH} = true, and what that adds to its loss could not be"
+            f" tried out on a small copy ({type(error).__name__}: {error}). Set {SWITCH} = false to train without it."
+        ) from error
+    if known is None:
+        return None
+    small = _kinds(sample.model)
+    wanted = {small[path] for path in known.routers}
+    routers = tuple(path for path, kind in _kinds(model).items() if kind in wanted)
+    return replace(known, coefficient=float(getattr(core_of(model), COEFFICIENT)), routers=routers)
+
+
+@torch.no_grad()
+def _measured(sample: Sample, tokens: str) -> RouterLoss | None:
+    """Measure the loss with a coefficient of one; None if the switch changes no loss."""
+    legal: set[RouterLoss] | None = None
+    for inputs in sample.inputs:
+        asked = {**inputs, "labels": inputs[tokens], "return_dict": True}
+        given: list[tuple[str, tuple]] = []
+        watch = watching(
+            [(path, sample.model.get_submodule(path)) for path in _kinds(sample.model)],
+            after=lambda path, _, args, kwargs, output, given=given: given.append((path, _parts(output))),
+        )
+        with watch:
+            on = sample.model(**asked | {SWITCH: True})
+        off = sample.model(**asked | {SWITCH: False})
+        added, size = (on.loss - off.loss).item(), abs(off.loss.item())
+        if abs(added) <= LARGEST_LOSS_ERROR * size and getattr(on, "aux_loss", None) is None:
+            return None
+        logits: Sequence[Tensor] = getattr(on, "router_logits", None) or ()
+        places = [
+            (path, place)
+            for layer in logits
+            for path, parts in given
+            for place, part in enumerate(parts)
+            if part is layer
+        ]
+        routers, place = tuple(path for path, _ in places), min((place for _, place in places), default=0)
+        real = inputs["attention_mask"].flatten().bool() if "attention_mask" in inputs else None
+        tried = {
+            RouterLoss(1.0, layer.shape[-1], k, routers, place)
+            for layer in logits
+            for k in range(1, layer.shape[-1] + 1)
+        }
+        are_known = len(routers) == len(logits) and len({place for _, place in places}) == 1
+        fitting = set()
+        for one in tried if are_known and len({layer.shape[-1] for layer in logits}) == 1 else ():
+            chosen, probabilities = one.terms(logits, real)
+            count = sum(layer.shape[:-1].numel() if real is None else int(real.sum()) for layer in logits)
+            found = one.experts * (chosen * probabilities).sum().item() / count**2
+            if abs(found - added) <= LARGEST_LOSS_ERROR * max(size, abs(added)):
+                fitting.add(one)
+        legal = fitting if legal is None else legal & fitting
+    if not legal:
+        raise UnsupportedError(
+            f"the config of {type(core_of(sample.model)).__name__} has {SWITCH} = true, and what that adds to its loss"
+            f" is not the balance of its routers' choices and probabilities over all tokens: it could not be computed"
+            f" over several ranks. Set {SWITCH} = false to train without it."
+        )
+    return min(legal, key=lambda one: one.top_k)
+
+
+def _parts(output: Any) -> tuple:
+    return output if isinstance(output, tuple) else (output,)

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from meshwright.core.calls import with_arguments
 from meshwright.core.names import is_within
 from meshwright.core.parts import take
+from meshwright.introspection.calls import Call
 from meshwright.introspection.small.copies import copy_of
 
-from .calls import Call
 from .probe import Probe
 from .regions import Region
 
@@ -199,14 +200,12 @@ class _Rehearsal:
     def __init__(self, probe: Probe, region: Region, ranks: int):
         self.probe, self.region, self.ranks = probe, region, ranks
         self.call = probe.calls[region.container][0]
-        self.hidden = self._hidden()
+        inputs = [next(iter(probe.calls[path][0].tensors.values())) for path in region.begins]
+        given = self.call.tensors.items()
+        self.hidden = tuple(key for key, value in given if all(value is taken for taken in inputs))
         self.entered: Tensor | None = None
         self.stopped = ""
         self.copies = [self._copy(rank) for rank in range(ranks)]
-
-    def _hidden(self) -> tuple[int | str, ...]:
-        inputs = [next(iter(self.probe.calls[path][0].tensors.values())) for path in self.region.begins]
-        return tuple(key for key, value in self.call.tensors.items() if all(value is taken for taken in inputs))
 
     def _copy(self, rank: int) -> nn.Module:
         probe, region = self.probe, self.region
@@ -268,7 +267,6 @@ class _Rehearsal:
         features: int,
         unread: int | str | None,
     ) -> Tensor | None:
-        args, kwargs = list(self.call.args), dict(self.call.kwargs)
         rows = self._rows()
         given: dict[int | str, Tensor] = {
             a.key: share_of(self.call.tensors[a.key], a, rows, rank, self.ranks) for a in arguments
@@ -278,8 +276,7 @@ class _Rehearsal:
             given[key] = value.new_full((*value.shape[:-1], value.shape[-1] // features), torch.nan)
         if unread is not None:
             given[unread] = torch.full_like(self.call.tensors[unread], torch.nan)
-        for key, value in given.items():
-            (args if isinstance(key, int) else kwargs)[key] = value  # type: ignore[index]
+        args, kwargs = with_arguments(self.call.args, self.call.kwargs, given)
         self.entered = None
         with counting_locally(self._homes(module, numbers)), _NoEmptyAttention():
             try:
@@ -313,34 +310,39 @@ class _Rehearsal:
         return len(self.probe.call.entered)
 
     def numbers_that_matter(self) -> dict[tuple[str, str], list[tuple[int, int]]]:
-        """Map (module, attribute) to (whole, local) values to try, for numbers that change the computation."""
+        """Map (module, attribute) to (whole, local) values to try, for numbers that change the computation.
+
+        A rank counts its share of all groups, or of joint ones, or the ratio of both.
+        """
         found: dict[tuple[str, str], list[tuple[int, int]]] = {}
+        ranks, joint = self.ranks, min(self.region.joint, self.ranks)
         module, container = self.probe.module(self.region.container), self.region.container
         layers = [self.probe.place_of(path) for path in (*self.region.linears, *self.region.spanning)]
+
+        def matters(number: LocalNumber) -> bool:
+            with counting_locally(self._homes(module, (number,))):
+                try:
+                    output = Call.of((), {}, module(*self.call.args, **self.call.kwargs)).left
+                except Exception:  # noqa: BLE001  (whatever a model's code raises when it counts less)
+                    return True
+            before = self.call.left
+            return output is None or before is None or output.shape != before.shape or not torch.equal(output, before)
+
         for path, part in module.named_modules(prefix=container):
             if any(is_within(path, layer) for layer in layers):
                 continue
-            for name, value in _numbers(part):
-                tried = [(value, local) for local in dict.fromkeys(self._scaled(value)) if local != value]
-                if any(self._matters(module, LocalNumber(path, name, *pair)) for pair in tried):
+            config = getattr(part, "config", None)
+            held = [*vars(part).items(), *((f"config.{name}", n) for name, n in vars(config or nn.Identity()).items())]
+            for name, value in held:
+                if type(value) is not int or value < 2 or name.removeprefix("config.").startswith("_"):
+                    continue
+                shares = [
+                    value * up // down for up, down in ((1, ranks), (1, joint), (joint, ranks)) if not value * up % down
+                ]
+                tried = [(value, local) for local in dict.fromkeys(shares) if local != value]
+                if any(matters(LocalNumber(path, name, *pair)) for pair in tried):
                     found[path, name] = tried
         return found
-
-    def _scaled(self, value: int) -> Iterator[int]:
-        """Yield possible counts on a rank: its share of all groups, or of joint ones, or the ratio of both."""
-        ranks, joint = self.ranks, min(self.region.joint, self.ranks)
-        for numerator, denominator in ((1, ranks), (1, joint), (joint, ranks)):
-            if value * numerator % denominator == 0:
-                yield value * numerator // denominator
-
-    def _matters(self, module: nn.Module, number: LocalNumber) -> bool:
-        with counting_locally(self._homes(module, (number,))):
-            try:
-                output = Call.of((), {}, module(*self.call.args, **self.call.kwargs)).left
-            except Exception:  # noqa: BLE001
-                return True
-        before = self.call.left
-        return output is None or before is None or output.shape != before.shape or not torch.equal(output, before)
 
     def arguments(self) -> Iterator[LocalArgument]:
         """Yield tensor arguments with a dim that the ranks could share."""
@@ -373,16 +375,6 @@ class _Takes(nn.Module):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.__dict__["rehearsal"].entered = x.clone()
         return self.like.clone()
-
-
-def _numbers(module: nn.Module) -> Iterator[tuple[str, int]]:
-    """Yield the counts that a module holds, by attribute, and those of its config."""
-    for name, value in vars(module).items():
-        if type(value) is int and value > 1 and not name.startswith("_"):
-            yield name, value
-    for name, value in vars(getattr(module, "config", None) or nn.Identity()).items():
-        if type(value) is int and value > 1 and not name.startswith("_"):
-            yield f"config.{name}", value
 
 
 def _close(found: Tensor, expected: Tensor) -> bool:

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.core.calls import with_arguments
 from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.names import is_within
+from meshwright.introspection.calls import Call, watching
 from meshwright.introspection.small.copies import copy_of
 
 from .adapters import Adapted, find_adapted
-from .calls import Call
 
 # --- hold outputs of a block's modules at recorded values, while features of one of them are pushed
 
@@ -162,7 +164,17 @@ class Probe:
             UnsupportedError: the block has no such argument.
         """
         if self.residual is not None:
-            return self._hinted(self.residual)
+            names, key = list(inspect.signature(self.block.forward).parameters), self.residual
+            name = names[key] if isinstance(key, int) and key < len(names) else key
+            found = next(
+                (k for k in (names.index(name) if name in names else key, name) if k in self.call.tensors), None
+            )
+            if found is None:
+                raise ConfigError(
+                    f"hints: residual = {key!r}: the blocks ({type(self.block).__name__}) are given no such tensor;"
+                    f" their forward takes {', '.join(names)}"
+                )
+            return found
         for key, value in self.call.tensors.items():
             if value.is_floating_point() and value.dim() == 3:
                 return key
@@ -171,19 +183,6 @@ class Probe:
             f"its blocks ({type(self.block).__name__}) are given {given}, none of them (rows, seq, features): what"
             " flows between them cannot be cut. Set layout.tp = 1 and layout.pp = 1."
         )
-
-    def _hinted(self, residual: int | str) -> int | str:
-        """Return the key of the argument that hints name, however it was passed."""
-        names = [name for name, _ in inspect.signature(self.block.forward).parameters.items()]
-        position = names.index(residual) if residual in names else residual
-        name = names[residual] if isinstance(residual, int) and residual < len(names) else residual
-        found = next((key for key in (position, name) if key in self.call.tensors), None)
-        if found is None:
-            raise ConfigError(
-                f"hints: residual = {residual!r}: the blocks ({type(self.block).__name__}) are given no such tensor;"
-                f" their forward takes {', '.join(names)}"
-            )
-        return found
 
     def refuse_slow(self) -> None:
         """Raise UnsupportedError where measuring takes minutes, since each feature is pushed and each input watched.
@@ -245,9 +244,8 @@ class Probe:
 
     def rerun(self, change: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Compute the block's output for its recorded arguments, with changed hidden states."""
-        args, kwargs = list(self.call.args), dict(self.call.kwargs)
-        if change is not None:
-            (args if isinstance(self.hidden, int) else kwargs)[self.hidden] = change(self.call.tensors[self.hidden])  # type: ignore[index]
+        given = {} if change is None else {self.hidden: change(self.call.tensors[self.hidden])}
+        args, kwargs = with_arguments(self.call.args, self.call.kwargs, given)
         output = self.block(*args, **kwargs)
         return output[0] if isinstance(output, (tuple, list)) else output
 
@@ -256,22 +254,19 @@ class Probe:
         if self.wide is not None:
             return self.wide.influence(producers, held)
         found: Influence = {}
+        plain = [path for path in self.calls if path in self.linears and path not in self.adapted]  # by their calls
         with self._holding(held) as state:
             at_once = state.pairs if producers and state.keeps_pairs_apart(producers[0]) else 1
             for producer in producers:
                 features = self.output_of(producer).shape[-1]
-                state.watched = self._behind(producer, held)
+                # linear layers that are called before the producer are not reached
+                before = plain[: plain.index(producer) + 1] if producer in plain else []
+                state.watched = {path for path in held if path not in before}
                 for start in range(0, features if state.watched else 0, at_once):
                     pushed = range(start, min(start + at_once, features))
                     state.push(producer, *pushed)
                     self._note(found, producer, features, pushed, state.moved())
         return found
-
-    def _behind(self, producer: str, held: list[str]) -> set[str]:
-        """Select the modules that a push may reach: linear layers that are called before the producer are not."""
-        plain = [path for path in self.calls if path in self.linears and path not in self.adapted]  # by their calls
-        before = plain[: plain.index(producer) + 1] if producer in plain else []
-        return {path for path in held if path not in before}
 
     def influence_of_tensor(self, name: str, tensor: Tensor, held: list[str]) -> list[Influence]:
         """Find, for each dim of a parameter or buffer, how its slices move the inputs of ``held``.
@@ -340,32 +335,24 @@ class Probe:
     def giving(self, outputs: dict[str, Tensor]) -> Iterator[None]:
         """Replace modules' outputs, whatever they compute."""
         places = {self.place_of(path): kept for path, kept in outputs.items()}
-        handles = [
-            self.module(path).register_forward_hook(lambda m, a, o, kept=kept: kept.clone())
-            for path, kept in places.items()
-        ]
-        try:
+        watched = ((path, self.module(path)) for path in places)
+        with watching(watched, after=lambda path, *_: places[path].clone()):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     @contextmanager
     def _holding(self, held: list[str]) -> Iterator[HeldOutputs]:
-        """Hold the outputs of ``held`` at their recorded values."""
+        """Hold the outputs of ``held`` at their recorded values, and compute nothing inside them."""
         state = HeldOutputs(self)
-        handles = [
-            self.module(self.place_of(path)).register_forward_hook(state.hook(path), with_kwargs=True) for path in held
-        ]
-        try:
-            with torch.no_grad(), ExitStack() as idle:
-                for path in held:
-                    idle.enter_context(_idle(self.module(self.place_of(path)), self.output_of(path)))
-                state.rest = state.inputs()
-                yield state
-        finally:
-            for handle in handles:
-                handle.remove()
+        with torch.no_grad(), ExitStack() as stack:
+            for path in held:
+                module, output = self.module(self.place_of(path)), self.output_of(path)
+                stack.callback(module.register_forward_hook(state.hook(path), with_kwargs=True).remove)
+                own = {name: value for name, value in vars(module).items() if name == "forward"}
+                stack.callback(vars(module).update, own)
+                module.forward = lambda *args, output=output, **kwargs: output
+                stack.callback(vars(module).pop, "forward")
+            state.rest = state.inputs()
+            yield state
 
 
 def record(
@@ -378,46 +365,20 @@ def record(
     """Run the model once for a Probe of each block (with its wide one) and the calls outside the blocks, in order."""
     inside: dict[str, dict[str, list[Call]]] = {block: {} for block in blocks}
     outside: dict[str, list[Call]] = {}
-    handles = []
 
-    def watch(module: nn.Module, calls: dict[str, list[Call]], path: str) -> None:
-        def note(_: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-            calls.setdefault(path, []).append(Call.of(args, kwargs, output))
+    def note(path: str, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        home = next((block for block in blocks if is_within(path, block)), None)
+        calls, own = (outside, path) if home is None else (inside[home], path[len(home) + 1 :])
+        calls.setdefault(own, []).append(Call.of(args, kwargs, output))
 
-        handles.append(module.register_forward_hook(note, with_kwargs=True))
-
-    for path, module in model.named_modules():
-        home = next((block for block in blocks if path == block or path.startswith(block + ".")), None)
-        if home is None:
-            watch(module, outside, path)
-        else:
-            watch(module, inside[home], path[len(home) + 1 :])
-    try:
-        with torch.no_grad():
-            model(**inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    wide = wide or {}
+    with torch.no_grad(), watching(model.named_modules(), after=note):
+        model(**inputs)
     probes = {
-        block: Probe(model.get_submodule(block), calls, wide.get(block), residual)
+        block: Probe(model.get_submodule(block), calls, (wide or {}).get(block), residual)
         for block, calls in inside.items()
         if "" in calls
     }
     return probes, outside
-
-
-@contextmanager
-def _idle(module: nn.Module, output: Tensor) -> Iterator[None]:
-    """Skip the module's computation, whose output a hook replaces anyway."""
-    own = vars(module).get("forward")
-    module.forward = lambda *args, **kwargs: output
-    try:
-        yield
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own
 
 
 # --- find parallel norms of one tensor, each of which alone feeds some of a block's layers
@@ -429,40 +390,29 @@ def side_by_side(probe: Probe, gathers: tuple[tuple[str, ...], ...], hidden: int
     Each module acts on every token by itself, in the same way in training, and its output goes only to its group. So
     each rank may compute it from the gathered input, if all the layers after it are.
     """
-    if len(gathers) < 2:
+    entered, norms = probe.call.tensors[hidden], list[str]()
+    for paths in gathers if len(gathers) > 1 else ():
+        taken = next(iter(probe.calls[paths[0]][0].tensors.values()))
+        gave = [path for path, calls in probe.calls.items() if path and len(calls) == 1 and calls[0].output is taken]
+        if not gave or taken is entered:
+            return ()
+        call = probe.calls[gave[0]][0]
+        takes_it_alone = len(call.args) == 1 and not call.kwargs and call.args[0] is entered
+        if not takes_it_alone or taken.shape != entered.shape or any(probe.module(gave[0]).children()):
+            return ()
+        # in training mode some of the tokens alone give the same outputs as among all
+        assert call.entered is not None and call.left is not None
+        half = call.entered.shape[1] // 2
+        with torch.no_grad():
+            found = copy_of(probe.module(gave[0])).train()(call.entered[:, :half].clone())
+        if not torch.allclose(found, call.left[:, :half], rtol=1e-9, atol=1e-12):
+            return ()
+        norms.append(gave[0])
+    if len(set(norms)) < max(len(gathers), 2):
         return ()
-    found = [_before(probe, paths, probe.call.tensors[hidden]) for paths in gathers]
-    norms = tuple(path for path in found if path is not None)
-    if len(set(norms)) < len(gathers) or not all(_acts_by_token(probe, path) for path in norms):
-        return ()
-    return norms if _read_by_nobody_else(probe, norms, gathers) else ()
-
-
-def _before(probe: Probe, paths: tuple[str, ...], entered: Tensor) -> str | None:
-    """Return the module that takes the block's input and whose output the layers of these paths take."""
-    taken = next(iter(probe.calls[paths[0]][0].tensors.values()))
-    for path, (call, *others) in probe.calls.items():
-        if path and not others and call.output is taken and taken is not entered:
-            alone = len(call.args) == 1 and not call.kwargs and call.args[0] is entered
-            return path if alone and taken.shape == entered.shape and not any(probe.module(path).children()) else None
-    return None
-
-
-def _acts_by_token(probe: Probe, path: str) -> bool:
-    """Return whether, in training mode, some of the tokens alone give the same outputs as among all."""
-    call = probe.calls[path][0]
-    assert call.entered is not None and call.left is not None
-    half = call.entered.shape[1] // 2
-    with torch.no_grad():
-        found = copy_of(probe.module(path)).train()(call.entered[:, :half].clone())
-    return torch.allclose(found, call.left[:, :half], rtol=1e-9, atol=1e-12)
-
-
-def _read_by_nobody_else(probe: Probe, norms: tuple[str, ...], gathers: tuple[tuple[str, ...], ...]) -> bool:
-    """Return whether the block's output is unchanged if norms return NaN, and the layers after them recorded values."""
-    rest = probe.call.left
+    # nobody else reads them: they may return NaN, where the layers after them return recorded values
     given = {path: probe.output_of(path) for paths in gathers for path in paths}
     given |= {path: torch.full_like(probe.output_of(path), torch.nan) for path in norms}
     with torch.no_grad(), probe.giving(given):
         found = probe.rerun()
-    return rest is not None and torch.equal(found, rest)
+    return tuple(norms) if probe.call.left is not None and torch.equal(found, probe.call.left) else ()

@@ -6,15 +6,15 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.core.errors import UnsupportedError
-from meshwright.core.names import owner
+from meshwright.core.names import is_within, owner
 from meshwright.core.parts import FusedPart
+from meshwright.introspection.calls import watching
 
 from .adapters import Adapted
 from .probe import Influence, Probe, Reach
@@ -122,46 +122,33 @@ def resized(region: Region, before: dict[str, torch.Size], after: dict[str, torc
     Raises:
         UnsupportedError: the region's sizes do not follow.
     """
-    cuts = tuple(_resized(cut, region.kind, before, after, heads) for cut in region.cuts)
-    found = replace(region, cuts=cuts)
-    growth = _width(_end(found)) / _width(_end(region))
-    for old, new in zip(region.cuts, found.cuts, strict=True):
-        # a tensor with a few numbers for each head does not grow with the size of heads
-        legal = (growth, 1) if len(old.parts) == 1 else (growth,)
-        for before_part, after_part in zip(old.parts, new.parts, strict=True):
-            if (found_growth := _width(after_part) / _width(before_part)) not in legal:
+    cuts, growths = [], list[tuple[Cut, Fraction]]()
+    for cut in region.cuts:
+        old, new = before[cut.name][cut.dim], after[cut.name][cut.dim]
+        parts = []
+        for part in cut.parts:
+            size = Fraction(part.size * new, old)
+            groups = part.groups * heads if region.kind == "attention" else size * part.groups / part.size
+            if size.denominator > 1 or groups.denominator > 1 or size % groups:
                 raise UnsupportedError(
-                    f"{old.name} in the layers of {region.container} has {float(found_growth):g} times as many slices"
-                    f" in a group as in a small model of the same structure, and the layer behind it {float(growth):g}"
-                    f" times: how it is cut does not follow"
+                    f"{cut.name} has {new} slices where a model of the same structure has {old}, of which {part.size}"
+                    f" fall into {part.groups} groups: how it is cut does not follow from that"
                 )
-    return replace(found, groups=_end(found).groups)
-
-
-def _end(region: Region) -> FusedPart:
-    cut = region.cut_of(f"{region.consumer}.weight")
-    assert cut is not None
-    return cut.parts[0]
-
-
-def _width(part: FusedPart) -> Fraction:
-    """Return the number of slices in a group."""
-    return Fraction(part.size, part.groups)
-
-
-def _resized(cut: Cut, kind: str, before: dict[str, torch.Size], after: dict[str, torch.Size], heads: Fraction) -> Cut:
-    old, new = before[cut.name][cut.dim], after[cut.name][cut.dim]
-    parts = []
-    for part in cut.parts:
-        size = Fraction(part.size * new, old)
-        groups = part.groups * heads if kind == "attention" else size * part.groups / part.size
-        if size.denominator > 1 or groups.denominator > 1 or size % groups:
+            parts.append(FusedPart(int(size), int(groups)))
+            # how many times as many slices a group has
+            growths.append((cut, Fraction(size, groups) / Fraction(part.size, part.groups)))
+        cuts.append(replace(cut, parts=tuple(parts)))
+    growth = next(growth for cut, growth in growths if cut.name == f"{region.consumer}.weight")
+    for cut, found in growths:
+        # a tensor with a few numbers for each head does not grow with the size of heads
+        if found not in ((growth, 1) if len(cut.parts) == 1 else (growth,)):
             raise UnsupportedError(
-                f"{cut.name} has {new} slices where a model of the same structure has {old}, of which {part.size} fall"
-                f" into {part.groups} groups: how it is cut does not follow from that"
+                f"{cut.name} in the layers of {region.container} has {float(found):g} times as many slices in a group"
+                f" as in a small model of the same structure, and the layer behind it {float(growth):g} times: how it"
+                f" is cut does not follow"
             )
-        parts.append(FusedPart(int(size), int(groups)))
-    return replace(cut, parts=tuple(parts))
+    end = next(cut for cut in cuts if cut.name == f"{region.consumer}.weight")
+    return replace(region, cuts=tuple(cuts), groups=end.parts[0].groups)
 
 
 def labels_of(groups: list[list[int]], size: int) -> list[int | None]:
@@ -200,14 +187,10 @@ def follow_from(probe: Probe, begins: tuple[str, ...], fed: tuple[str, ...]) -> 
     def note(path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
         entered[path] = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)).clone()
 
-    handles = [probe.module(path).register_forward_pre_hook(partial(note, path), with_kwargs=True) for path in fed]
     generator = torch.Generator().manual_seed(0)
-    try:
-        with torch.no_grad(), probe.giving({path: probe.output_of(path) for path in begins}):
-            probe.rerun(lambda x: x + torch.randn(x.shape, dtype=x.dtype, generator=generator))
-    finally:
-        for handle in handles:
-            handle.remove()
+    held = probe.giving({path: probe.output_of(path) for path in begins})
+    with torch.no_grad(), watching([(path, probe.module(path)) for path in fed], note), held:
+        probe.rerun(lambda x: x + torch.randn(x.shape, dtype=x.dtype, generator=generator))
     before = {path: probe.calls[path][0].entered for path in fed}
     return all(
         kept is not None and torch.allclose(entered[path], kept, rtol=1e-9, atol=1e-12) for path, kept in before.items()
@@ -236,21 +219,17 @@ def find_regions(probe: Probe) -> tuple[Region, ...]:
         )
         if region is not None:
             found.append(region)
-    return _apart(probe, found)
-
-
-def _apart(probe: Probe, regions: list[Region]) -> tuple[Region, ...]:
-    """Keep regions that do not begin with another's last layer: attention first, then those with more weights."""
 
     def rank(region: Region) -> tuple[bool, int]:
         paths = (*region.producers, region.consumer)
         return region.kind != "attention", -sum(probe.module(path).get_parameter("weight").numel() for path in paths)
 
+    # none begins with another's last layer: attention first, then those with more weights
     kept: list[Region] = []
-    for region in sorted(regions, key=rank):
+    for region in sorted(found, key=rank):
         if not any(other.consumer in region.producers or region.consumer in other.producers for other in kept):
             kept.append(region)
-    return tuple(region for region in regions if region in kept)
+    return tuple(region for region in found if region in kept)
 
 
 def _producers(influence: Influence, consumer: str) -> list[str]:
@@ -326,7 +305,9 @@ def _region(
     size = reach[producers[0]].places.shape[1]
     joint = _components([r.places for r in reach.values()])
     fine = _components([r.places[~r.later] for r in reach.values()])  # acting at their own token only: queries
-    rows = _all_rows(reach, joint, fine) if len(fine) > len(joint) and _nested(joint, fine) else None
+    share, rest = divmod(len(fine), len(joint)) if joint else (0, 1)
+    runs = [sorted(itertools.chain(*fine[i * share : (i + 1) * share])) for i in range(len(joint))]
+    rows = _all_rows(reach, joint, fine) if share > 1 and not rest and runs == joint else None  # runs of equally many
     if rows is None:
         fine, rows = joint, _all_rows(reach, joint, joint)
     columns = parts_of(labels_of(fine, size), len(fine))
@@ -335,17 +316,23 @@ def _region(
     cuts = [Cut(f"{consumer}.weight", 0 if probe.linears[consumer] else 1, columns)]
     for producer, parts in rows.items():
         for path in (producer, *([through[producer]] if producer in through else [])):
-            cuts += _cuts_of_producer(probe, path, parts)
+            for name, tensor in probe.module(path)._parameters.items():
+                if tensor is not None:
+                    dim = 1 if probe.linears.get(path) and tensor.dim() == 2 else 0
+                    cuts.append(Cut(f"{path}.{name}", dim, parts))
     linears = [through.get(producer, producer) for producer in producers]
     adapted = tuple(probe.adapted[path] for path in (*linears, consumer) if path in probe.adapted)
     cuts += _cuts_of_adapters(probe, adapted, cuts, consumer)
-    container = _common([*latent, *linears, consumer])
-    while container and not probe.calls.get(container):  # its methods are called, and not the module
+    container = owner(consumer)  # the smallest module around all that is called itself, and not only its methods
+    while not all(is_within(path, container) for path in (*latent, *linears)) or not probe.calls.get(
+        container, not container
+    ):
         container = owner(container)
     others, shared = _other_tensors(probe, container, {cut.name for cut in cuts}, (consumer, *fed), (fine, joint), held)
     kind = "attention" if any(r.later.any() for r in reach.values()) else "feed_forward"
     roles = [(through.get(path, path), _role(probe, path, r, consumer, held, kind)) for path, r in reach.items()]
-    roles = _named_by_each_other(roles) if kind == "feed_forward" else roles
+    if kind == "feed_forward" and not any("up" in role for _, role in roles):  # nothing is gated
+        roles = [(path, "up") for path, _ in roles]
     roles = [*((path, "latent") for path in latent), *roles, (consumer, "output" if kind == "attention" else "down")]
     shared += tuple(
         f"{path}.{name}" for path in latent for name, p in probe.module(path)._parameters.items() if p is not None
@@ -353,20 +340,8 @@ def _region(
     shared += tuple(f"{pair[path == consumer]}.weight" for path, pair in _pairs(adapted))
     if consumer in probe.adapted and probe.module(consumer)._parameters.get("bias") is not None:
         shared += (f"{consumer}.bias",)
-    return Region(
-        kind,
-        container,
-        tuple(linears),
-        consumer,
-        len(fine),
-        (*cuts, *others),
-        shared,
-        tuple(through),
-        tuple(roles),
-        adapted,
-        latent,
-        fed,
-    )
+    fine_cuts, found = (*cuts, *others), (tuple(through), tuple(roles), adapted, latent, fed)
+    return Region(kind, container, tuple(linears), consumer, len(fine), fine_cuts, shared, *found)
 
 
 def _role(probe: Probe, producer: str, reach: Reach, consumer: str, held: list[str], kind: str) -> str:
@@ -377,11 +352,6 @@ def _role(probe: Probe, producer: str, reach: Reach, consumer: str, held: list[s
     names = {True: "value", False: "key"} if kind == "attention" else {True: "up", False: "gate"}
     found = ["query"] if kind == "attention" and not reach.later.all() else []
     return "+".join([*found, *(names[way] for way in (False, True) if way in linear)])
-
-
-def _named_by_each_other(roles: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Turn gates into up projections where nothing is gated."""
-    return roles if any("up" in role for _, role in roles) else [(path, "up") for path, _ in roles]
 
 
 def _components(influences: list[Tensor]) -> list[list[int]]:
@@ -431,21 +401,6 @@ def _rows(reach: Reach, joint: list[list[int]], fine: list[list[int]]) -> tuple[
     return tuple(found)
 
 
-def _nested(coarse: list[list[int]], fine: list[list[int]]) -> bool:
-    """Return whether each coarse group is a run of equally many fine ones."""
-    if len(fine) % len(coarse):
-        return False
-    share = len(fine) // len(coarse)
-    return all(sorted(itertools.chain(*fine[i * share : (i + 1) * share])) == group for i, group in enumerate(coarse))
-
-
-def _cuts_of_producer(probe: Probe, path: str, parts: tuple[FusedPart, ...]) -> Iterator[Cut]:
-    """Yield the cuts of the tensors of a producer, whose output features come in ``parts``."""
-    for name, tensor in probe.module(path)._parameters.items():
-        if tensor is not None:
-            yield Cut(f"{path}.{name}", 1 if probe.linears.get(path) and tensor.dim() == 2 else 0, parts)
-
-
 def _pairs(adapted: tuple[Adapted, ...]) -> Iterator[tuple[str, tuple[str, str]]]:
     """Yield (host, (first, second)) of every adapter."""
     return ((found.host, pair) for found in adapted for pair in found.pairs)
@@ -453,23 +408,12 @@ def _pairs(adapted: tuple[Adapted, ...]) -> Iterator[tuple[str, tuple[str, str]]
 
 def _cuts_of_adapters(probe: Probe, adapted: tuple[Adapted, ...], cuts: list[Cut], consumer: str) -> list[Cut]:
     """Cut an adapter's second layer as its host, whose features it adds to; its first one where a region ends."""
-    of_host = {cut.name: cut.parts for cut in cuts}
-    found = []
-    for host, (first, second) in _pairs(adapted):
-        parts = of_host[f"{host}.weight"]
-        if host == consumer:
-            found.append(Cut(f"{first}.weight", 0 if probe.beside[first] else 1, parts))
-        else:
-            found.append(Cut(f"{second}.weight", 1 if probe.beside[second] else 0, parts))
+    of_host, found = {cut.name: cut.parts for cut in cuts}, []
+    for host, pair in _pairs(adapted):
+        path = pair[host != consumer]
+        is_in_out = probe.beside[path]
+        found.append(Cut(f"{path}.weight", int(is_in_out == (host != consumer)), of_host[f"{host}.weight"]))
     return found
-
-
-def _common(paths: list[str]) -> str:
-    """Return the smallest module around all paths."""
-    container = owner(paths[0])
-    while not all(path.startswith(container + ".") or not container for path in paths):
-        container = owner(container)
-    return container
 
 
 def _other_tensors(
@@ -499,30 +443,17 @@ def _other_tensors(
         reached = [influence[name, consumer].places for influence in along if (name, consumer) in influence]
         if not reached and not inside:
             continue
-        cut = (
-            None
-            if inside
-            else next((found for columns in partitions if (found := _cut_of(name, reached, columns))), None)
-        )
+        cut = None
+        for columns in partitions if not inside else ():
+            for dim, places in enumerate(reached if len(columns) > 1 and cut is None else ()):
+                # along the first dim whose slices belong to single groups in order
+                of_column = labels_of(columns, places.shape[1])
+                groups = [{of_column[column] for column in row.nonzero().flatten().tolist()} for row in places]
+                is_single = all(len(found) == 1 for found in groups)
+                parts = parts_of([*itertools.chain(*groups)], len(columns)) if is_single else None
+                cut = Cut(name, dim, parts) if parts is not None and cut is None else cut
         if cut is not None:
             cuts.append(cut)
         elif isinstance(tensor, torch.nn.Parameter):
             shared.append(name)
     return cuts, tuple(shared)
-
-
-def _cut_of(name: str, reached: list[Tensor], columns: list[list[int]]) -> Cut | None:
-    """Return a cut along the first dim whose slices belong to single groups in order.
-
-    Args:
-        reached: for each dim, (slices, columns) bool.
-    """
-    for dim, places in enumerate(reached if len(columns) > 1 else ()):
-        of_column = labels_of(columns, places.shape[1])
-        groups = [{of_column[column] for column in row.nonzero().flatten().tolist()} for row in places]
-        if (
-            all(len(found) == 1 for found in groups)
-            and (parts := parts_of([*itertools.chain(*groups)], len(columns))) is not None
-        ):
-            return Cut(name, dim, parts)
-    return None

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.core.errors import UnsupportedError
+from meshwright.core.calls import argument
+from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean, is_within, pattern
 from meshwright.introspection.blocks import hints_of, repeated_blocks
-from meshwright.introspection.logits.tail import Tail, find_tail
+from meshwright.introspection.calls import Call, watching
+from meshwright.introspection.deferred_logits import Tail, find_tail
 from meshwright.introspection.signature import logits_of
-from meshwright.introspection.small.sample import SEQ, Sample, kinds_of
-
-from .adapters import find_others
-from .calls import Call
-from .local_search import LocalForm, local_form
-from .probe import PUSHED, ROUNDING, Probe, record, side_by_side
-from .regions import Region, find_regions, resized, shapes_of
+from meshwright.introspection.small.sample import SEQ, Sample, kinds_of, samples_of
+from meshwright.introspection.structure.adapters import find_others
+from meshwright.introspection.structure.local_search import LocalForm, line_that_stops, local_form
+from meshwright.introspection.structure.probe import PUSHED, ROUNDING, Probe, record, side_by_side
+from meshwright.introspection.structure.regions import Region, find_regions, resized, shapes_of
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,13 @@ def measure(sample: Sample, model: nn.Module) -> tuple[Structure, Tried]:
     residual = hints_of(model).residual
     runs = [record(sample.model, inputs, list(sample.blocks), wide, residual) for inputs in sample.inputs]
     first_probes, outside = runs[0]
-    _refuse_untried(sample, model)
+    own = [block for block in repeated_blocks(sample.model) if _is_of_images(sample, block)]
+    if own and sample.pictured is None:  # blocks that images do not reach either are those of videos and sound
+        raise UnsupportedError(
+            f"{type(model).__name__} takes images in a way that is not known here, so what it computes of them cannot"
+            f" be rehearsed on a small copy: its modules {', '.join(sample.of_images)} are not called in a forward of"
+            f" token ids alone. Set layout.tp = 1 and layout.pp = 1."
+        )
     blocks = tuple(path for path in repeated_blocks(model) if not _is_of_images(sample, path))
     paths = {key: [path for path in paths if path in blocks] for key, (_, paths) in _by_layout(model).items()}
     kinds: list[BlockKind] = []
@@ -121,8 +127,7 @@ def measure(sample: Sample, model: nn.Module) -> tuple[Structure, Tried]:
             f" nn.ModuleDict with parameters that no other module shares. Set techniques.loss_chunks = 1, layout.tp = 1"
             f" and layout.pp = 1."
         )
-    embedding = _embedding(sample, outside)
-    head = _head(sample, outside)
+    embedding, head = _ends(sample, outside)
     entry = next(iter(first_probes.values())).call
     hidden = entry.tensors[kinds[0].hidden]
     structure = Structure(
@@ -148,21 +153,6 @@ def _is_of_images(sample: Sample, path: str) -> bool:
     return any(is_within(path, module) for module in sample.of_images)
 
 
-def _refuse_untried(sample: Sample, model: nn.Module) -> None:
-    """Raise UnsupportedError for a model with blocks for images of which none can be made, so that nothing is proven.
-
-    Blocks that images do not reach either are those of videos and sound, which batches may not have.
-    """
-    if sample.pictured is not None:
-        return
-    if any(_is_of_images(sample, block) for block in repeated_blocks(sample.model)):
-        raise UnsupportedError(
-            f"{type(model).__name__} takes images in a way that is not known here, so what it computes of them cannot"
-            f" be rehearsed on a small copy: its modules {', '.join(sample.of_images)} are not called in a forward of"
-            f" token ids alone. Set layout.tp = 1 and layout.pp = 1."
-        )
-
-
 def _by_layout(model: nn.Module) -> dict[tuple, tuple[int, list[str]]]:
     """Group kinds of blocks by class, parameter names and functions, since a sample may have other widths."""
     found: dict[tuple, tuple[int, list[str]]] = {}
@@ -175,7 +165,11 @@ def _kind(probe: Probe, blocks: tuple[str, ...]) -> BlockKind:
     hidden = probe.hidden  # checked first, since the rest takes long
     probe.refuse_slow()
     regions = find_regions(probe)
-    gathers = _gathers(probe, regions)
+    # the layers that begin regions, by the identity of their input
+    by_input: dict[int, list[str]] = {}
+    for path in (path for region in regions for path in region.begins):
+        by_input.setdefault(id(next(iter(probe.calls[path][0].tensors.values()))), []).append(path)
+    gathers = tuple(map(tuple, by_input.values()))
     return BlockKind(
         blocks=blocks,
         hidden=hidden,
@@ -188,15 +182,6 @@ def _kind(probe: Probe, blocks: tuple[str, ...]) -> BlockKind:
             find_others(probe.block, probe.calls, [path for path in probe.linears if path not in probe.adapted])
         ),
     )
-
-
-def _gathers(probe: Probe, regions: tuple[Region, ...]) -> tuple[tuple[str, ...], ...]:
-    """Group the layers that begin regions by the identity of their input."""
-    found: dict[int, list[str]] = {}
-    for region in regions:
-        for path in region.begins:
-            found.setdefault(id(next(iter(probe.calls[path][0].tensors.values()))), []).append(path)
-    return tuple(tuple(paths) for paths in found.values())
 
 
 def _summed(probe: Probe, regions: tuple[Region, ...]) -> tuple[str, ...]:
@@ -233,80 +218,60 @@ def _mixes_outside(probe: Probe, regions: tuple[Region, ...]) -> bool:
     return bool(moved[:, :PUSHED].any() or moved[:, PUSHED + 1 :].any())
 
 
-def _embedding(sample: Sample, outside: dict[str, list[Call]]) -> str | None:
-    """Find a module that is called once, with token ids, and returns rows of its weight times one factor."""
-    tokens = next(iter(sample.inputs[0].values()))
+def _ends(sample: Sample, outside: dict[str, list[Call]]) -> tuple[str | None, str | None]:
+    """Find the embedding and the head of a model.
+
+    The one is called once, with token ids, and returns rows of its weight times one factor; the other is the last
+    linear layer outside the blocks, if its output has the shape of the logits.
+    """
+    tokens, embedding = next(iter(sample.inputs[0].values())), None
     for path, calls in outside.items():
-        weight = sample.model.get_submodule(path)._parameters.get("weight")
-        if weight is None or weight.dim() != 2 or len(calls) != 1 or calls[0].left is None or calls[0].entered is None:
+        weight, call = sample.model.get_submodule(path)._parameters.get("weight"), calls[0]
+        if weight is None or weight.dim() != 2 or len(calls) != 1 or call.left is None or call.entered is None:
             continue
-        if calls[0].entered.shape == tokens.shape and torch.equal(calls[0].entered, tokens):
+        if call.entered.shape == tokens.shape and torch.equal(call.entered, tokens):
             rows = weight[tokens]
-            factor = (calls[0].left * rows).sum() / rows.square().sum()
-            if calls[0].left.shape == rows.shape and torch.allclose(calls[0].left, rows * factor, rtol=1e-6):
-                return path
-    return None
-
-
-def _head(sample: Sample, outside: dict[str, list[Call]]) -> str | None:
-    """Find the last linear layer outside the blocks, if its output has the shape of the logits."""
+            factor = (call.left * rows).sum() / rows.square().sum()
+            if call.left.shape == rows.shape and torch.allclose(call.left, rows * factor, rtol=1e-6):
+                embedding = path
+                break
     with torch.no_grad():
-        output = sample.model(**sample.inputs[0])
-    logits = logits_of(output)
+        logits = logits_of(sample.model(**sample.inputs[0]))
     probe = Probe(sample.model, {path: calls for path, calls in outside.items() if path})
-    last = [
-        path
-        for path, transposed in probe.linears.items()
-        if not transposed and probe.output_of(path).shape == logits.shape
-    ]
-    return last[-1] if last and last[-1] not in probe.adapted else None
+    last = [path for path, is_in_out in probe.linears.items() if not is_in_out]
+    last = [path for path in last if probe.output_of(path).shape == logits.shape]
+    return embedding, last[-1] if last and last[-1] not in probe.adapted else None
 
 
 def _counts_tokens_behind(sample: Sample, head: str) -> bool:
     """Return whether the head's input for the first half of the tokens changes if the last block returns only it."""
     entered: list[Tensor] = []
-    half = SEQ // 2
+    half, last = SEQ // 2, sample.blocks[-1]
 
-    def cut(module: nn.Module, args: tuple, output: Any) -> Any:
+    def note(path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        entered.append(args[0].clone())
+
+    def cut(path: str, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         return output[:, :half] if isinstance(output, Tensor) else type(output)((output[0][:, :half], *output[1:]))
 
-    def run() -> None:
-        # the model's code may raise anything if its sizes do not fit
-        with (
-            contextlib.suppress(Exception),
-            torch.no_grad(),
-        ):
-            sample.model(**sample.inputs[0])
-
-    note = sample.model.get_submodule(head).register_forward_pre_hook(
-        lambda module, args: entered.append(args[0].clone())
-    )
-    run()
-    with contextlib.closing(_Handles([note, sample.model.get_submodule(sample.blocks[-1]).register_forward_hook(cut)])):
-        run()
+    with watching([(head, sample.model.get_submodule(head))], note):
+        for watched in ((), [(last, sample.model.get_submodule(last))]):
+            # the model's code may raise anything if its sizes do not fit
+            with contextlib.suppress(Exception), torch.no_grad(), watching(watched, after=cut):
+                sample.model(**sample.inputs[0])
     whole, *part = entered
     return not part or part[0].shape != whole[:, :half].shape or not torch.equal(part[0], whole[:, :half])
 
 
-class _Handles:
-    def __init__(self, handles: list[Any]):
-        self.handles = handles
-
-    def close(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-
 def _before(sample: Sample, hidden: int | str) -> list[str]:
     """List the parameters outside the blocks that move the first block's input."""
-    first = sample.model.get_submodule(sample.blocks[0])
     entered: list[Tensor] = []
 
     class Stop(Exception):
         pass
 
-    def note(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        entered.append((args[hidden] if isinstance(hidden, int) else kwargs[hidden]).clone())
+    def note(path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        entered.append(argument(args, kwargs, hidden).clone())
         raise Stop
 
     def run() -> Tensor:
@@ -314,9 +279,8 @@ def _before(sample: Sample, hidden: int | str) -> list[str]:
             sample.model(**sample.inputs[0])
         return entered.pop()
 
-    handle = first.register_forward_pre_hook(note, with_kwargs=True)
     found = []
-    try:
+    with watching([(sample.blocks[0], sample.model.get_submodule(sample.blocks[0]))], note):
         rest = run()
         for name, parameter in sample.model.named_parameters():
             if any(is_within(name, block) for block in sample.blocks):
@@ -327,22 +291,98 @@ def _before(sample: Sample, hidden: int | str) -> list[str]:
             parameter.data.copy_(kept)
             if not torch.equal(moved, rest):
                 found.append(clean(name))
-    finally:
-        handle.remove()
     return found
 
 
-def forms(structure: Structure, tried: Tried, ranks: int) -> dict[tuple[str, str], LocalForm | None]:
-    """Find each region's form on one of ``ranks``, by (first block of its kind, consumer); None if there is none."""
-    found: dict[tuple[str, str], LocalForm | None] = {}
-    for (probes, regions), kind in zip(tried, structure.kinds, strict=True):
-        for small, region in zip(regions, kind.regions, strict=True):
-            fits = region.fits(ranks) and small.fits(ranks)
-            found[kind.blocks[0], region.consumer] = local_form(probes, small, ranks) if fits else None
-    return found
-
-
-def legal_degrees(structure: Structure, most: int = 64) -> list[int]:
+def legal_degrees(structure: Structure) -> list[int]:
     """List the sizes of the tensor axis by which every region can be sharded."""
     regions = [region for kind in structure.kinds for region in kind.regions]
-    return [ranks for ranks in range(1, most + 1) if all(region.fits(ranks) for region in regions)]
+    return [ranks for ranks in range(1, 65) if all(region.fits(ranks) for region in regions)]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The measured structure of a model.
+
+    Attributes:
+        structure: possible cuts of the model.
+        ranks: size of the tensor axis.
+        forms: how each region runs on one of ``ranks``, by (first block of its kind, consumer); None where it cannot.
+        sample: the small copy that was measured.
+        probes: probes of the sample's first block of each kind, by its path.
+        parameter_bytes: bytes of each parameter of the model itself, by its names.
+        shapes: shapes of parameters and buffers in the model's first block of each kind, by block and local name.
+    """
+
+    structure: Structure
+    ranks: int
+    forms: dict[tuple[str, str], LocalForm | None]
+    sample: Sample
+    probes: dict[str, list[Probe]] = field(default_factory=dict)
+    parameter_bytes: dict[str, int] = field(default_factory=dict)
+    shapes: dict[str, dict[str, torch.Size]] = field(default_factory=dict)
+
+    def form_of(self, block: str, region: Region, *, without_mask: bool = False) -> LocalForm | None:
+        """Find how a region that was not measured runs on one rank; None if no way is found.
+
+        Args:
+            without_mask: in forwards that are given no padding mask.
+        """
+        probes = self.probes.get(block, [])[: 1 if without_mask else None]
+        known = {path for probe in probes for path in probe.calls}
+        if not probes or not known.issuperset((region.container, *region.linears)):
+            return None
+        return local_form(probes, self._small(block, region), self.ranks)
+
+    def line_that_stops(self, block: str, region: Region) -> str:
+        """Return the model's line at which a region of these sizes does not compute on one rank; "" if none stops."""
+        small = self._small(block, region)
+        fits = region.fits(self.ranks) and small.fits(self.ranks)
+        return line_that_stops(self.probes[block][0], small, self.ranks) if fits else ""
+
+    def _small(self, block: str, region: Region) -> Region:
+        """Return a region in the sample's sizes."""
+        shapes = shapes_of(self.probes[block][0].block)
+        return resized(region, self.shapes[block], shapes, Fraction(1, self.sample.heads))
+
+
+def measured(model: nn.Module, arguments: dict[str, str | None], ranks: int) -> Measured:
+    """Measure a small copy of ``model``, which takes tenths of a second.
+
+    Args:
+        arguments: "tokens" -> the name of that argument of the model's forward.
+
+    Raises:
+        UnsupportedError: the model cannot be measured; the text names the reason.
+    """
+    trouble: UnsupportedError | None = None
+    try:
+        for sample in samples_of(model, arguments, ranks, few_experts=True):
+            try:
+                structure, tried = measure(sample, model)
+            except UnsupportedError as error:  # does not hold for the model: the next copy is larger
+                trouble = error
+            except ConfigError:  # hints name a module or argument that the model lacks
+                raise
+            except Exception as error:  # noqa: BLE001  (whatever a model's code raises when it is called in parts)
+                trouble = UnsupportedError(
+                    f"the structure of {type(model).__name__} could not be measured: its code failed on a small copy of"
+                    f" it ({type(error).__name__}: {error})"
+                )
+            else:
+                sizes = {
+                    clean(name): p.numel() * p.element_size()
+                    for name, p in model.named_parameters(remove_duplicate=False)
+                }
+                probes = {kind.blocks[0]: found for kind, (found, _) in zip(structure.kinds, tried, strict=True)}
+                shapes = {block: shapes_of(model.get_submodule(block)) for block in probes}
+                forms: dict[tuple[str, str], LocalForm | None] = {}
+                for (found, regions), kind in zip(tried, structure.kinds, strict=True):
+                    for small, region in zip(regions, kind.regions, strict=True):
+                        fits = region.fits(ranks) and small.fits(ranks)
+                        form = local_form(found, small, ranks) if fits else None
+                        forms[kind.blocks[0], region.consumer] = form
+                return Measured(structure, ranks, forms, sample, probes, sizes, shapes)
+    except UnsupportedError as error:
+        raise trouble or error from None
+    raise trouble or UnsupportedError(f"{type(model).__name__} could not be measured")

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshwright.core.devices import CPU, CUDA
-from meshwright.introspection.mixing.values import Arithmetic, Caller, Sizes
+from meshwright.introspection.mixing.arithmetic import Arithmetic
+from meshwright.introspection.mixing.values import Caller, Sizes
 
 
 @dataclass(frozen=True)

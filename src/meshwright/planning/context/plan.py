@@ -36,10 +36,10 @@ from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.mixing.values import Caller, MaskRule, Mixer, MixerInput, Mixing, Sizes
 from meshwright.introspection.signature import core_of
 from meshwright.introspection.small.sample import Sample
-from meshwright.introspection.structure import Measured
 from meshwright.introspection.structure.local_search import LocalForm
 from meshwright.introspection.structure.regions import Cut, Region, resized, shapes_of
-from meshwright.models.moe import Router
+from meshwright.introspection.structure.structure import Measured
+from meshwright.models.layers import Router
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import Techniques
 from meshwright.planning.values import Case, Found, PrecisionPlan

@@ -11,14 +11,13 @@ from meshwright.core.devices import CUDA
 from meshwright.core.dtypes import bytes_text
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean, is_within, owner, pattern
-from meshwright.introspection.adapted.model import host_of_magnitude
+from meshwright.introspection.adapted_model import host_of_magnitude
 from meshwright.introspection.blocks import NONE, Hints, hints_of
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.module_kinds import ModuleKind, module_kinds, own_tensor_plan, tied_modules
-from meshwright.introspection.structure import Measured
 from meshwright.introspection.structure.adapters import SCALED
 from meshwright.introspection.structure.local_search import LocalForm
-from meshwright.introspection.structure.structure import BlockKind, legal_degrees
+from meshwright.introspection.structure.structure import BlockKind, Measured, legal_degrees
 from meshwright.planning.techniques import TensorStyleRequest
 from meshwright.planning.tensor.plan import BlocksPlan, RegionPlan, TensorPlan
 from meshwright.planning.tensor.styles import STYLES, GivenStyles, differences, given_styles, unknown_style

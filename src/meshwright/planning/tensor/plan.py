@@ -11,7 +11,7 @@ from torch import nn
 
 from meshwright.core.names import is_within, owner
 from meshwright.core.parts import FusedPart, is_plain, ranges
-from meshwright.introspection.logits.tail import Tail
+from meshwright.introspection.deferred_logits import Tail
 from meshwright.introspection.small.sample import Sample
 from meshwright.introspection.structure.local_search import LocalForm
 from meshwright.introspection.structure.regions import Cut, Region, resized, shapes_of

@@ -23,9 +23,8 @@ from meshwright.checkpoint.manifest import NAME, Manifest
 from meshwright.checkpoint.tensor_files import holds_weights
 from meshwright.core.errors import ConfigError, IntegrityError, UnsupportedError
 from meshwright.core.files import inside, read_object, sync_folder
-from meshwright.introspection.adapted.model import base_name, is_adapter, is_trained_copy
-from meshwright.introspection.constructor.origin import ModelOrigin
-from meshwright.introspection.source import CONFIG, CausalLM, as_module, with_adapters
+from meshwright.introspection.adapted_model import base_name, is_adapter, is_trained_copy
+from meshwright.introspection.source import CONFIG, CausalLM, ModelOrigin, as_module, with_adapters
 from meshwright.training.config import Config
 from meshwright.training.model_source import FOLDER, KEPT, LEFT, TOKENIZER, causal_lm, with_kept_model
 from meshwright.training.run.folder import IDENTITY, RunFolder

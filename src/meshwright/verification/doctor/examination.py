@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import queue
@@ -18,10 +19,10 @@ from typing import Any
 
 from meshwright.core.errors import command, install_command
 from meshwright.core.host import TESTED, installed
+from meshwright.verification.doctor.findings import graphics_findings, host_findings, version_findings
+from meshwright.verification.doctor.inside import AXES, EXCHANGE
 
 from .findings import FAILURE, NOTE, OK, PRIVATE, TORCH, TRIALS, Finding, gibibytes
-from .host import graphics_findings, host_findings, version_findings
-from .trials import AXES, EXCHANGE
 
 # --- judge what the process with torch told
 
@@ -57,10 +58,24 @@ def torch_findings(ask: Ask) -> Iterator[Finding]:
     cudnn = f", cuDNN {build['cudnn']}" if build["cudnn"] else ""
     yield Finding(TORCH, "build", OK, f"{build['version']} for {made_for}{cudnn} in {build['folder']}", figures=build)
     meant = installed("torch")
-    if meant is not None and not _is_same(meant, build["version"]):
+    # a local part ("+cpu") counts where both have one
+    first, second = (meant or "").split("+"), build["version"].split("+")
+    is_same = first[0] == second[0] and (len(first) == 1 or len(second) == 1 or first[1] == second[1])
+    if meant is not None and not is_same:
         text = f"metadata of torch {meant} lie first on the path, and {build['version']} in {build['folder']} is used"
         yield Finding(TORCH, "version", FAILURE, text, _reinstall("torch"), {"metadata": meant})
-    yield _devices(ask("devices"))
+    answer = ask("devices")
+    if (trouble := _trouble(answer)) is not None:
+        yield Finding(TORCH, "devices", FAILURE, trouble)
+    elif (found := _found(answer))["unusable"]:
+        text = f"torch cannot use the GPUs of this host: {found['unusable']}"
+        remedy = "update the NVIDIA driver, or install a build for it (pytorch.org/get-started)"
+        yield Finding(TORCH, "devices", FAILURE, text, remedy, found)
+    else:
+        names = [d["name"] + (f" ({gibibytes(d['bytes'])})" if d["bytes"] else "") for d in found["devices"]]
+        text = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+        status = OK if names else NOTE
+        yield Finding(TORCH, "devices", status, text or "no GPU: ranks compute on the CPU", figures=found)
     answer = ask(PACKAGE)
     if (trouble := _trouble(answer)) is not None:
         remedy = _reinstall("torch", answer) if "torch" in trouble else ""
@@ -69,22 +84,6 @@ def torch_findings(ask: Ask) -> Iterator[Finding]:
     found = _found(answer)
     names = [f"{name} {release}".strip() for name, release in found.items()]
     yield Finding(TORCH, "back ends", OK if names else FAILURE, ", ".join(names) or "none", figures=found)
-
-
-def _devices(answer: Answer | None) -> Finding:
-    if (trouble := _trouble(answer)) is not None:
-        return Finding(TORCH, "devices", FAILURE, trouble)
-    found = _found(answer)
-    if found["unusable"]:
-        why = found["unusable"]
-        text = f"torch cannot use the GPUs of this host: {why}"
-        remedy = "update the NVIDIA driver, or install a build for it (pytorch.org/get-started)"
-        return Finding(TORCH, "devices", FAILURE, text, remedy, found)
-    names = [d["name"] + (f" ({gibibytes(d['bytes'])})" if d["bytes"] else "") for d in found["devices"]]
-    counted = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-    return Finding(
-        TORCH, "devices", OK if names else NOTE, counted or "no GPU: ranks compute on the CPU", figures=found
-    )
 
 
 def private_findings(answer: Answer | None) -> Iterator[Finding]:
@@ -152,12 +151,6 @@ def _trouble(answer: Answer | None) -> str | None:
     return f"no answer within {answer['timed_out']} s" if "timed_out" in answer else answer["error"]
 
 
-def _is_same(metadata: str, imported: str) -> bool:
-    """Compare versions; a local part ("+cpu") counts where both have one."""
-    first, second = metadata.split("+"), imported.split("+")
-    return first[0] == second[0] and (len(first) == 1 or len(second) == 1 or first[1] == second[1])
-
-
 def _reinstall(package: str, answer: Answer | None = None) -> str:
     """Return the command that installs the newest tested release; none where only the time was short."""
     is_slow = answer is not None and "timed_out" in answer
@@ -166,7 +159,6 @@ def _reinstall(package: str, answer: Answer | None = None) -> str:
 
 # --- run the examination
 
-LIMIT_S = 55.0
 RESERVE_S = 3.0
 """Seconds that are left for the report when trials are given up."""
 BOOT = (
@@ -215,12 +207,12 @@ class Inside:
             text=True,
             start_new_session=True,
         )
-        threading.Thread(target=self._read, daemon=True).start()
 
-    def _read(self) -> None:
-        for line in self._process.stdout or ():
-            self._lines.put((time.monotonic(), line))
-        self._lines.put((time.monotonic(), None))
+        def read() -> None:
+            for line in itertools.chain(self._process.stdout or (), (None,)):
+                self._lines.put((time.monotonic(), line))
+
+        threading.Thread(target=read, daemon=True).start()
 
     def answer(self, stage: str) -> dict[str, Any] | None:
         """Wait for a stage's answer: ``found``, ``error`` or ``timed_out``; None for one that never began."""
@@ -238,21 +230,17 @@ class Inside:
         answer = self._answers.get(stage)
         if answer is not None and not self._is_answered(stage):
             if self._has_ended:
-                answer["error"] = self._end()
+                status = self._process.wait(5)
+                how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+                self._noise.seek(0)
+                last = (self._noise.read().strip().splitlines() or [""])[-1].strip()
+                answer["error"] = f"the process {how}{f': {last}' if last else ''}"
             else:
                 answer["timed_out"] = round(time.monotonic() - answer["began"])
         return answer
 
     def _is_answered(self, stage: str) -> bool:
         return not {"found", "error", "timed_out"}.isdisjoint(self._answers.get(stage, {}))
-
-    def _end(self) -> str:
-        """Return how the process ended, and the last line that it printed."""
-        status = self._process.wait(5)
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        self._noise.seek(0)
-        last = (self._noise.read().strip().splitlines() or [""])[-1].strip()
-        return f"the process {how}{f': {last}' if last else ''}"
 
     def close(self) -> None:
         """End the process and all that it started."""

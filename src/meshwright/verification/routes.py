@@ -7,10 +7,9 @@ and the rest is compared with that run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,10 +23,11 @@ from meshwright.core.names import clean
 from meshwright.core.torch_private import TorchDispatchMode
 from meshwright.distributed.nf4 import pack, unpack
 from meshwright.distributed.products import role_of
+from meshwright.introspection.calls import watching
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module
-from meshwright.introspection.structure.experts import Stack, asked_for, find_stacks
-from meshwright.models.moe import is_recomputing
+from meshwright.introspection.structure.experts import asked_for, find_stacks
+from meshwright.models.layers import is_recomputing
 from meshwright.planning.float8 import make_float8_plan
 from meshwright.planning.quantize import make_quantize_plan
 from meshwright.planning.techniques import as_techniques
@@ -42,25 +42,21 @@ The number of experts itself stands for no expert."""
 
 
 @contextmanager
-def noting(models: Iterable[nn.Module]) -> Iterator[Routes]:
+def noting(models: Collection[nn.Module]) -> Iterator[Routes]:
     """Record the experts chosen in each stack, (tokens, k) of all calls concatenated; recomputation is left out."""
     calls: dict[str, list[Tensor]] = {}
     found: Routes = {}
-    with ExitStack() as stack:
-        for model in models:
-            known = find_stacks(model)
-            for raw, module in model.named_modules():
-                if (path := clean(raw)) in known:
-                    hook = partial(_note, known[path], calls.setdefault(path, []))
-                    stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+    known = {path: stack for model in models for path, stack in find_stacks(model).items()}
+
+    def note(path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        numbers = asked_for(known[path], args, kwargs)
+        if numbers is not None and not is_recomputing():
+            calls.setdefault(path, []).append(numbers.detach().flatten(0, -2).to("cpu", torch.int32))
+
+    modules = [pair for model in models for pair in model.named_modules() if clean(pair[0]) in known]
+    with watching(modules, note):
         yield found
     found |= {path: torch.cat(parts) for path, parts in calls.items() if parts}
-
-
-def _note(stack: Stack, calls: list[Tensor], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    numbers = asked_for(stack, args, kwargs)
-    if numbers is not None and not is_recomputing():
-        calls.append(numbers.detach().flatten(0, -2).to("cpu", torch.int32))
 
 
 def numbers_of_experts(models: Iterable[nn.Module]) -> dict[str, int]:
@@ -155,16 +151,13 @@ class Replay(TorchFunctionMode):
     def at(self, first: int, rows: int) -> Iterator[None]:
         """Replay a forward of the batch's ``rows`` rows from row ``first``."""
         self._rows, self._waiting = slice(first, first + rows), list(self._experts)
-        with ExitStack() as stack:
-            for path, module in self._modules.items():
-                stack.callback(module.register_forward_pre_hook(partial(self._arrived, path)).remove)
-            with self:
-                yield
 
-    def _arrived(self, path: str, module: nn.Module, args: tuple) -> None:
-        """Note that a stack is called: later choices are for other stacks."""
-        if path in self._waiting:
-            self._waiting.remove(path)
+        def arrived(path: str, *_: Any) -> None:  # later choices are for other stacks
+            if path in self._waiting:
+                self._waiting.remove(path)
+
+        with watching(self._modules.items(), arrived), self:
+            yield
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         found = func(*args, **(kwargs or {}))

@@ -10,23 +10,25 @@ there sees the exchanged one. Ranks put their parts of rows together.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.comparison.equality import ROUNDED, Difference
+from meshwright.comparison.equality import ROUNDED, Difference, relative_error, worst
 from meshwright.comparison.sketch import Observed, TokensOfRank, observing
 from meshwright.core.errors import IntegrityError
 from meshwright.core.names import clean
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.workers import WorkerPool
+from meshwright.introspection.calls import watching
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.signature import Signature
 from meshwright.planning.layout import Layout
 from meshwright.verification.laid_out import Ours, build, lay_out
+from meshwright.verification.outcome import Seen, whole_ranks
 from meshwright.verification.problem import Batch, Parallelize, Problem, share
 
 # --- check random numbers in a forward
@@ -62,7 +64,7 @@ class Nature:
         if self.undrawn is not None:
             found.append(
                 f"compared in evaluation mode: with all dropout layers switched off, the output of"
-                f" {_called(self.undrawn)} still changes from forward to forward in training mode"
+                f" {self.undrawn or 'the whole model'} still changes from forward to forward in training mode"
             )
         if self.is_rare:
             found.append(
@@ -87,8 +89,9 @@ def nature(problem: Problem) -> Nature:
         if always is not None:
             raise IntegrityError(
                 f"two forwards of the same rows in one process differ, in evaluation mode too (first: the output of"
-                f" {_called(always)}), so nothing can be compared: the model draws random numbers in every forward."
-                f" Draw them only where self.training is true, or from a torch.Generator that is seeded in the forward"
+                f" {always or 'the whole model'}), so nothing can be compared: the model draws random numbers in every"
+                " forward. Draw them only where self.training is true, or from a torch.Generator that is seeded in the"
+                " forward"
             )
     is_rare = _equal_rows(one.rows()[0].get(ROOT), other.rows()[0].get(ROOT)) > 0
     return Nature(drawn, undrawn, is_rare, one.shapes)
@@ -96,25 +99,23 @@ def nature(problem: Problem) -> Nature:
 
 def _two_forwards(problem: Problem, *, dropout: bool = False) -> tuple[Observed, Observed]:
     """Run forwards of two models with equal weights, at different places in the stream of random numbers."""
+
+    def tensors(model: nn.Module) -> list[Tensor]:
+        return [*model.parameters(), *model.buffers()]
+
+    def forward(model: nn.Module, seed: int) -> Observed:
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), observing(model) as observed:
+            torch.manual_seed(seed)
+            model(**Signature.of(model).inputs(problem.batch(0), torch.device("cpu")))
+        return observed
+
     one, other = (build(problem, dropout=dropout) for _ in range(2))
-    if [tensor.shape for tensor in _tensors(one)] != [tensor.shape for tensor in _tensors(other)]:
+    if [tensor.shape for tensor in tensors(one)] != [tensor.shape for tensor in tensors(other)]:
         other = one  # a factory that makes another model each time is another fault, reported later
     with torch.no_grad():
-        for here, there in zip(_tensors(one), _tensors(other), strict=True):
+        for here, there in zip(tensors(one), tensors(other), strict=True):
             there.copy_(here)
-    return _forward(one, problem, 1), _forward(other, problem, 2)
-
-
-def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
-
-
-def _forward(model: nn.Module, problem: Problem, seed: int) -> Observed:
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), observing(model) as observed:
-        torch.manual_seed(seed)
-        model(**Signature.of(model).inputs(problem.batch(0), torch.device("cpu")))
-    return observed
+    return forward(one, 1), forward(other, 2)
 
 
 def _first_change(one: Observed, other: Observed) -> str | None:
@@ -123,107 +124,64 @@ def _first_change(one: Observed, other: Observed) -> str | None:
     return next((name for name in {**here, **there} if _equal_rows(here.get(name), there.get(name)) < 1), None)
 
 
-@dataclass
-class Drawn:
-    """A rank's two forwards with dropout switched on, of the same step and the next, on the rows of all ranks.
+def draws(problem: Problem, layout: Layout, parallelize_fn: Parallelize | None = None) -> list[Seen]:
+    """Compute the same rows twice in training mode on every rank, with dropout; return steps 1 and 2. Collective.
 
-    The first one's backward is included: activation checkpointing recomputes in it."""
-
-    place: tuple[int, int]
-    stage: int
-    forward: Named
-    again: Named
-    shapes: dict[str, tuple[int, ...]]
-    recomputed: dict[str, float]
-
-
-def draws(problem: Problem, layout: Layout, parallelize_fn: Parallelize | None = None) -> list[Drawn]:
-    """Compute the same rows in training mode on every rank, and return the results by rank. Collective."""
+    The first one's backward is included: activation checkpointing recomputes in it.
+    """
     laid_out = lay_out(problem, layout, parallelize_fn, dropout=True)
-    rows = share(problem.batch(0), 0, laid_out.place[1])
-    of_images = laid_out.of_images()
-    with observing(*laid_out.models, unobserved=of_images) as observed:
-        laid_out.forward_backward(rows)
-    with observing(*laid_out.models, unobserved=of_images) as again:
-        laid_out.forward_backward(rows)
-    mine = Drawn(
-        laid_out.place, laid_out.stage, observed.rows()[0], again.rows()[0], observed.shapes, observed.recomputed
-    )
-    return _whole_ranks(agree.everybody_says(mine))
+    rows, seen = share(problem.batch(0), 0, laid_out.place[1]), Seen(laid_out.place, laid_out.stage)
+    for step in (1, 2):
+        with observing(*laid_out.models, unobserved=laid_out.of_images()) as observed:
+            laid_out.forward_backward(rows)
+        seen.observe(step, observed)
+    return whole_ranks(agree.everybody_says(seen))
 
 
-def _whole_ranks(drawn: list[Drawn]) -> list[Drawn]:
-    """Join what the ranks of a pipeline drew into what ranks with whole models would have drawn."""
-    found = [one for one in drawn if one.stage == 0]
-    for stage in sorted({one.stage for one in drawn} - {0}):
-        for one, other in zip(found, (one for one in drawn if one.stage == stage), strict=True):
-            for mine, theirs in ((one.forward, other.forward), (one.again, other.again), (one.shapes, other.shapes)):
-                mine.update({name: value for name, value in theirs.items() if name not in mine})  # type: ignore[arg-type]
-            one.recomputed.update(other.recomputed)
+def random_differences(drawn: list[Seen], known: Nature) -> list[Difference]:
+    """Compare what ranks drew with each other, and what they recomputed with what they had computed."""
+    found: list[Difference] = []
+    rows = [rank.forward[1] for rank in drawn]
+    for name in rows[0]:
+        errors = [rank.recomputed[1].get(name, 0.0) for rank in drawn]
+        if any(name in rank.recomputed[1] for rank in drawn):
+            found.append(worst("recomputed", name, errors, ROUNDED))
+    if not known.is_rare:
+        name = known.drawn if known.drawn is not None and all(known.drawn in named for named in rows) else ROOT
+        # ranks that hold different rows, each with its counterpart among the others
+        counts: dict[tuple[int, int], int] = {}
+        counterparts: dict[int, list[int]] = {}
+        for rank, one in enumerate(drawn):
+            counts[one.place] = number = counts.get(one.place, -1) + 1
+            counterparts.setdefault(number, []).append(rank)
+        shares, alike = [], set()
+        for pair in (pair for ranks in counterparts.values() for pair in itertools.combinations(ranks, 2)):
+            shares.append(_equal_rows(*(rows[rank].get(name) for rank in pair)))
+            alike |= set(pair) if shares[-1] > HALF else set()
+        if shares:
+            found.append(Difference("random", name, max(shares), HALF, ranks=tuple(sorted(alike))))
+        # each rank's draws in two steps; nothing was learnt between them
+        again = [_equal_rows(rank.forward[1].get(name), rank.forward[2].get(name)) for rank in drawn]
+        found.append(worst("repeated", name, again, HALF))
+    # the model's output on ranks with the same rows; a difference names the first whole output at fault
+    for place in dict.fromkeys(one.place for one in drawn):
+        first, *others = (rank for rank, one in enumerate(drawn) if one.place == place)
+        if not others:
+            continue
+        errors = {
+            name: max(_error(named, rows[rank].get(name)) for rank in others)
+            for name, named in rows[first].items()
+            if drawn[first].shapes[name] == known.shapes.get(name)
+        }
+        error = errors.get(ROOT, 0.0)
+        name = next(name for name, error in errors.items() if error > ROUNDED) if error > ROUNDED else ROOT
+        ranks = (first, *others) if error > ROUNDED else ()
+        found.append(Difference("alike", name, error, ROUNDED, ranks=ranks))
     return found
 
 
-def random_differences(drawn: list[Drawn], known: Nature) -> list[Difference]:
-    """Compare what ranks drew with each other, and what they recomputed with what they had computed."""
-    often = [] if known.is_rare else [*_different(drawn, known), *_repeated(drawn, known)]
-    return [*_recomputed(drawn), *often, *_alike(drawn, known)]
-
-
-def _different(drawn: list[Drawn], known: Nature) -> Iterator[Difference]:
-    """Compare ranks that hold different rows, each with its counterpart among the others."""
-    name = _first_drawn(drawn, known)
-    counts: dict[tuple[int, int], int] = {}
-    counterparts: dict[int, list[int]] = {}
-    for rank, one in enumerate(drawn):
-        counts[one.place] = number = counts.get(one.place, -1) + 1
-        counterparts.setdefault(number, []).append(rank)
-    shares, alike = [], set()
-    for ranks in counterparts.values():
-        for rank in ranks:
-            for other in ranks[ranks.index(rank) + 1 :]:
-                shares.append(_equal_rows(drawn[rank].forward.get(name), drawn[other].forward.get(name)))
-                alike |= {rank, other} if shares[-1] > HALF else set()
-    if shares:
-        yield Difference("random", name, max(shares), HALF, ranks=tuple(sorted(alike)))
-
-
-def _repeated(drawn: list[Drawn], known: Nature) -> Iterator[Difference]:
-    """Compare each rank's draws in two steps; nothing was learnt between them."""
-    name = _first_drawn(drawn, known)
-    shares = [_equal_rows(rank.forward.get(name), rank.again.get(name)) for rank in drawn]
-    beyond = tuple(rank for rank, share in enumerate(shares) if share > HALF)
-    yield Difference("repeated", name, max(shares), HALF, ranks=beyond if len(beyond) < len(drawn) else ())
-
-
-def _first_drawn(drawn: list[Drawn], known: Nature) -> str:
-    return known.drawn if known.drawn is not None and all(known.drawn in rank.forward for rank in drawn) else ROOT
-
-
-def _alike(drawn: list[Drawn], known: Nature) -> Iterator[Difference]:
-    """Compare the model's output on ranks with the same rows; a difference names the first whole output at fault."""
-    for place in dict.fromkeys(one.place for one in drawn):
-        ranks = [rank for rank, one in enumerate(drawn) if one.place == place]
-        if len(ranks) < 2:
-            continue
-        first = drawn[ranks[0]]
-        errors = {
-            name: max(_apart(rows, drawn[rank].forward.get(name)) for rank in ranks[1:])
-            for name, rows in first.forward.items()
-            if first.shapes[name] == known.shapes.get(name)
-        }
-        worst = errors.get(ROOT, 0.0)
-        name = next(name for name, error in errors.items() if error > ROUNDED) if worst > ROUNDED else ROOT
-        yield Difference("alike", name, worst, ROUNDED, ranks=tuple(ranks) if worst > ROUNDED else ())
-
-
-def _recomputed(drawn: list[Drawn]) -> Iterator[Difference]:
-    for name in drawn[0].forward:
-        errors = [rank.recomputed.get(name, 0.0) for rank in drawn]
-        if any(name in rank.recomputed for rank in drawn):
-            beyond = tuple(rank for rank, error in enumerate(errors) if not error <= ROUNDED)
-            yield Difference(
-                "recomputed", name, max(errors), ROUNDED, ranks=beyond if len(beyond) < len(errors) else ()
-            )
+def _error(one: Tensor, other: Tensor | None) -> float:
+    return 0.0 if other is None or one.shape != other.shape else relative_error(other, one)
 
 
 def _equal_rows(one: Tensor | None, other: Tensor | None) -> float:
@@ -232,16 +190,6 @@ def _equal_rows(one: Tensor | None, other: Tensor | None) -> float:
         return 0.0
     off = (one.nan_to_num() - other.nan_to_num()).norm(dim=1)
     return (off <= ROUNDED * one.nan_to_num().norm(dim=1)).double().mean().item()
-
-
-def _apart(one: Tensor, other: Tensor | None) -> float:
-    if other is None or one.shape != other.shape:
-        return 0.0
-    return ((one - other).norm() / max(one.norm().item(), torch.finfo(torch.float64).tiny)).item()
-
-
-def _called(module: str) -> str:
-    return module or "the whole model"
 
 
 # --- measure which tokens see which, block by block, on a layout and in one process, to give a fault words
@@ -300,7 +248,14 @@ def measure(
         run: runs a forward of a batch.
     """
     tokens = batch["tokens"]
-    with _outputs(models, blocks) as outputs:
+    outputs: dict[str, list[Tensor]] = {}  # of blocks, (rows, tokens, …) of each microbatch
+
+    def keep(path: str, module: nn.Module, args: object, kwargs: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        tensor = output if isinstance(output, Tensor) else output[0]
+        outputs.setdefault(path, []).append(tensor.detach().clone())
+
+    modules = [(path, module) for model in models for path, module in model.named_modules() if clean(path) in blocks]
+    with watching(modules, after=keep):
         run(batch)
         first = {name: torch.cat(found) for name, found in outputs.items()}
         seen: dict[str, list[Tensor]] = {name: [] for name in first}
@@ -313,27 +268,6 @@ def measure(
                 change = (torch.cat(outputs[name]) - before).abs().flatten(2).amax(-1)
                 seen[name].append(change > CHANGED * before.abs().amax())
     return {name: torch.stack(found, dim=-1) for name, found in seen.items()}
-
-
-@contextmanager
-def _outputs(models: Sequence[nn.Module], blocks: Sequence[str]) -> Iterator[dict[str, list[Tensor]]]:
-    """Keep the outputs of blocks, (rows, tokens, …) of each microbatch."""
-    found: dict[str, list[Tensor]] = {}
-
-    def keep(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
-            tensor = output if isinstance(output, Tensor) else output[0]
-            found.setdefault(name, []).append(tensor.detach().clone())
-
-        return hook
-
-    modules = [(clean(raw), module) for model in models for raw, module in model.named_modules()]
-    hooks = [module.register_forward_hook(keep(name)) for name, module in modules if name in blocks]
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def put_together(of_ranks: Sequence[tuple[tuple[int, int], TokensOfRank, Sight]]) -> Sight:
@@ -361,18 +295,14 @@ def words(found: Sight, expected: Sight, batch: Mapping[str, Tensor]) -> str:
             continue
         row = int((one != other).flatten(1).any(1).nonzero()[0])
         more, less = (other & ~one)[row], (one & ~other)[row]
-        sentences = [*_across(more, batch.get("document_ids"), row), *_runs(more, "see"), *_runs(less, "do not see")]
+        sentences = [*_runs(more, "see"), *_runs(less, "do not see")]
+        if (documents := batch.get("document_ids")) is not None:
+            ids = documents[row]
+            if len(across := (more & (ids[:, None] != ids[None, :])).nonzero()):
+                first, other = (int(ids[place]) for place in across[0])
+                sentences.insert(0, f"document {first} sees document {other}")
         return f"in {name}, row {row}: {'; '.join(sentences[:2])}"
     return ""
-
-
-def _across(more: Tensor, documents: Tensor | None, row: int) -> Iterator[str]:
-    """Name the first document that sees another one."""
-    if documents is not None:
-        ids = documents[row]
-        across = (more & (ids[:, None] != ids[None, :])).nonzero()
-        if len(across):
-            yield f"document {int(ids[across[0, 0]])} sees document {int(ids[across[0, 1]])}"
 
 
 def _runs(wrong: Tensor, verb: str) -> Iterator[str]:

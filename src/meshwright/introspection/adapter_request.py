@@ -1,4 +1,4 @@
-"""Read what a folder of peft's holds: the request for such adapters, their base, and their tensors. Torch-free."""
+"""Define what adapters are asked for, and check the values. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,13 +8,46 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from meshwright.core.config.ranges import ABOVE_0, BELOW_1, FROM_1, NOT_EMPTY, check_ranges
 from meshwright.core.errors import ConfigError, IntegrityError, UnsupportedError
 from meshwright.core.files import inside, read_json, refuse_pointer
 from meshwright.core.names import pattern
 
-from .request import Adapters
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Low-rank adapters, which are trained instead of the model (https://arxiv.org/abs/2106.09685); made by peft."""
+
+    kind: Literal["lora", "rslora", "dora"] = "lora"
+    """lora: the adapter's output times alpha / rank; rslora: times alpha / sqrt(rank)
+    (https://arxiv.org/abs/2312.03732); dora: as lora, and each row of the sum of weight and adapter is brought to a
+    length that is trained (https://arxiv.org/abs/2402.09353)."""
+    rank: Annotated[int, FROM_1] = 16
+    """Rank of each adapter: features between its two matrices."""
+    alpha: Annotated[float, ABOVE_0] = 32.0
+    """Numerator of the factor of the adapters' output."""
+    dropout: Annotated[float, BELOW_1] = 0.0
+    """Probability that a feature of an adapter's input is zeroed."""
+    targets: Annotated[tuple[Annotated[str, NOT_EMPTY], ...], NOT_EMPTY] = (ALL_LINEAR,)
+    """Layers beside which adapters stand: names (q_proj) or ends of paths (self_attn.q_proj), * for one part of a path
+    (layers.*.mlp.up_proj); all-linear: every linear layer of the blocks."""
+    modules_to_save: tuple[Annotated[str, NOT_EMPTY], ...] = ()
+    """Modules that are trained whole beside the adapters, named as targets are: lm_head."""
+
+    def check(self, where: str = "adapters") -> None:
+        """Check the values' ranges.
+
+        Raises:
+            ConfigError: a value out of its range; names key, value and range.
+        """
+        check_ranges(self, where)
+
+
+# --- read what a folder of peft's holds: the request for such adapters, their base, and their tensors. Torch-free
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -91,8 +124,36 @@ class AdapterFolder:
             UnsupportedError: peft's config asks for what a request cannot say; names the key.
         """
         keys = read_json(inside(folder, CONFIG))
-        header = _header(folder)
-        _refuse_other_kinds(folder, keys)
+        path = inside(folder, WEIGHTS)
+        if not path.is_file():
+            there = f"{PICKLED} is there, and pickled weights are not read: " if (folder / PICKLED).is_file() else ""
+            raise ConfigError(
+                f"{folder} holds {CONFIG} and no {WEIGHTS}: {there}save the adapters again by peft"
+                f" (model.save_pretrained(FOLDER))"
+            )
+        refuse_pointer(path)
+        try:
+            with open(path, "rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(min(length, path.stat().st_size)))
+            if not all(isinstance(row, dict) for row in header.values()):
+                raise ValueError("its header is no table")
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
+            raise IntegrityError(f"{path} is no whole safetensors file: {error}. Copy it again") from None
+        # a key that changes what is computed, and that no request says
+        default = {"peft_type": None, "bias": "none", "init_lora_weights": True}
+        other = [key for key, legal in LEGAL.items() if keys.get(key, default.get(key)) not in legal]
+        known = (*CARRIED, *WITHOUT_EFFECT, *LEGAL)
+        other += [key for key, value in keys.items() if value and key not in known]
+        if keys.get("use_rslora") and keys.get("use_dora"):
+            other.append("use_dora beside use_rslora")
+        if other:
+            key = other[0]
+            raise UnsupportedError(
+                f"{folder} holds adapters of peft with {key} = {keys.get(key, True)!r:.60} ({CONFIG}), which are"
+                f" neither trained nor evaluated beside their base. Where peft can add them to it, do so with"
+                f" {merging_by_peft(folder)}"
+            )
         about = header.pop("__metadata__", {})
         kind: Literal["lora", "rslora", "dora"] = "dora" if keys.get("use_dora") else "lora"
         try:
@@ -125,43 +186,6 @@ def merging_by_peft(folder: Path) -> str:
         f" transformers.AutoTokenizer.from_pretrained({tokenizer!r}).save_pretrained({merged!r})"
     )
     return f"{shlex.join(['python', '-c', code])} and give {merged}"
-
-
-def _header(folder: Path) -> dict[str, Any]:
-    path = inside(folder, WEIGHTS)
-    if not path.is_file():
-        there = f"{PICKLED} is there, and pickled weights are not read: " if (folder / PICKLED).is_file() else ""
-        raise ConfigError(
-            f"{folder} holds {CONFIG} and no {WEIGHTS}: {there}save the adapters again by peft"
-            f" (model.save_pretrained(FOLDER))"
-        )
-    refuse_pointer(path)
-    try:
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            found = json.loads(file.read(min(length, path.stat().st_size)))
-        if not all(isinstance(row, dict) for row in found.values()):
-            raise ValueError("its header is no table")
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise IntegrityError(f"{path} is no whole safetensors file: {error}. Copy it again") from None
-    return found
-
-
-def _refuse_other_kinds(folder: Path, keys: Mapping[str, Any]) -> None:
-    """Raise UnsupportedError for a key of peft's config that changes what is computed, and that no request says."""
-    default = {"peft_type": None, "bias": "none", "init_lora_weights": True}
-    other = [key for key, legal in LEGAL.items() if keys.get(key, default.get(key)) not in legal]
-    known = (*CARRIED, *WITHOUT_EFFECT, *LEGAL)
-    other += [key for key, value in keys.items() if value and key not in known]
-    if keys.get("use_rslora") and keys.get("use_dora"):
-        other.append("use_dora beside use_rslora")
-    if other:
-        key = other[0]
-        raise UnsupportedError(
-            f"{folder} holds adapters of peft with {key} = {keys.get(key, True)!r:.60} ({CONFIG}), which are neither"
-            f" trained nor evaluated beside their base. Where peft can add them to it, do so with"
-            f" {merging_by_peft(folder)}"
-        )
 
 
 def _targets(keys: Mapping[str, Any], tensors: list[str]) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ import functools
 import random
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from meshwright.core.names import clean
 from meshwright.core.torch_private import (
@@ -168,7 +169,14 @@ class Values:
         made = [leaf for leaf in tree_leaves(step.operator(*args, **kwargs)) if isinstance(leaf, Tensor)]
         for view, tensor in zip(step.results, made, strict=True):
             if view.storage in step.creates:
-                self._keep(view, tensor)
+                storage, size = tensor.untyped_storage(), self._recording.bytes_of[view.storage]
+                place = tensor.stride(), tensor.storage_offset(), storage.nbytes()
+                is_new = all(id(storage) != id(other) for other in self._storages.values())
+                if place == (view.stride, view.offset, size) and is_new:
+                    self._storages[view.storage] = storage
+                else:
+                    self._storages[view.storage] = torch.UntypedStorage(size)
+                    self.get(view).copy_(tensor)
                 if name_of(step.operator) in BLANK and tensor.dtype != torch.bool:
                     self.get(view).fill_(_unwritten(tensor.dtype))
                     self.blank.add(view.storage)
@@ -179,17 +187,6 @@ class Values:
             return False
         value, mark = self.get(view), _unwritten(view.dtype)
         return bool((value.isnan() if mark != mark else value == mark).any())
-
-    def _keep(self, view: View, tensor: Tensor) -> None:
-        storage, size = tensor.untyped_storage(), self._recording.bytes_of[view.storage]
-        lies_alike = (
-            tensor.stride() == view.stride and tensor.storage_offset() == view.offset and storage.nbytes() == size
-        )
-        if lies_alike and all(id(storage) != id(other) for other in self._storages.values()):
-            self._storages[view.storage] = storage
-        else:
-            self._storages[view.storage] = torch.UntypedStorage(size)
-            self.get(view).copy_(tensor)
 
     def forget(self, storage: int) -> None:
         self._storages.pop(storage, None)
@@ -215,19 +212,8 @@ def name_of(operator: Any) -> str:
 # --- record what a model's constructor does to its tensors, without memory
 
 OVERWRITING = (
-    *(
-        "zero_",
-        "fill_",
-        "copy_",
-        "normal_",
-        "uniform_",
-        "bernoulli_",
-        "exponential_",
-        "random_",
-        "log_normal_",
-        "cauchy_",
-    ),
-    "geometric_",
+    *("zero_", "fill_", "copy_", "normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_"),
+    *("cauchy_", "geometric_"),
 )
 """Operators that write every element of their first argument, whatever its old values."""
 RESHAPING = ("resize_", "set_", "resize_as_")
@@ -282,13 +268,7 @@ def record(build: Callable[[], nn.Module], seed: int = 0) -> tuple[nn.Module, Co
     fake = fake_mode()
     with seeded(seed):
         before = torch.get_rng_state()
-        with (
-            _without_seeds_and_swaps(),
-            _without_warnings_of_copies(),
-            fake,
-            _ConstructorRecorder() as recorder,
-            recorder.sampling(),
-        ):
+        with _replaced_in_torch(), fake, _ConstructorRecorder() as recorder, recorder.sampling():
             try:
                 model = build()
             except NotRecordedError:
@@ -300,27 +280,22 @@ def record(build: Callable[[], nn.Module], seed: int = 0) -> tuple[nn.Module, Co
             recording, inner = recorder.recording_of(model), set(vars(torch.empty(0)))
         if not torch.equal(before, torch.get_rng_state()):
             raise NotRecordedError("it sets the random stream")
-    _to_meta(model, inner)
-    return model, recording
 
-
-def _to_meta(model: nn.Module, inner: set[str]) -> None:
-    """Move a model's fake tensors to meta, with all attributes but ``inner``, those of fake tensors themselves."""
+    # to meta, with all attributes but those of fake tensors themselves
     made: dict[int, Any] = {}
 
     def of(tensor: Tensor) -> Any:
         if id(tensor) not in made:
             blank = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
             made[id(tensor)] = nn.Parameter(blank, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else blank
-            for name, value in vars(tensor).items():
-                if name not in inner:
-                    setattr(made[id(tensor)], name, value)
+            vars(made[id(tensor)]).update({name: value for name, value in vars(tensor).items() if name not in inner})
         return made[id(tensor)]
 
     for module in model.modules():
         places: Any = (module._parameters, module._buffers, vars(module))
         for held in places:
             held.update({name: of(tensor) for name, tensor in held.items() if has_no_values(tensor)})
+    return model, recording
 
 
 class _ConstructorRecorder(EagerDispatchMode):
@@ -342,8 +317,17 @@ class _ConstructorRecorder(EagerDispatchMode):
         if any(isinstance(leaf, torch.Generator) for leaf in tree_leaves((args, kwargs))):
             raise NotRecordedError("it draws from a generator of its own")
         viewed = tree_map_only(Tensor, self.view, (args, kwargs))
-        if name in READING:
-            return self._computed(func, viewed[0], viewed[1])
+        if name in READING:  # a number that the constructor reads is computed now
+            asked = {leaf.storage for leaf in tree_leaves(viewed) if isinstance(leaf, View)}
+            steps = [step for step, _ in self._recording.needed(asked)]
+            if any(step.draws for step in steps):
+                raise NotRecordedError("it decides by numbers that it drew")
+            with without_modes(), torch.no_grad():
+                values = Values(self._recording)
+                for step in steps:
+                    values.do(step)
+                real_args, real_kwargs = tree_map_only(View, values.get, viewed)
+                return func(*real_args, **real_kwargs)
         known = len(self._numbers)
         result = func(*args, **kwargs)
         results = tuple(self.view(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
@@ -353,12 +337,7 @@ class _ConstructorRecorder(EagerDispatchMode):
             and kwargs.get("dtype") is None
         ):
             viewed[1]["dtype"] = results[0].dtype  # the default dtype may have changed at the replay
-        writes = {
-            leaf.storage
-            for argument in _written(schema_of(func), viewed[0], viewed[1])
-            for leaf in tree_leaves(argument)
-            if isinstance(leaf, View)
-        }
+        writes = {leaf.storage for leaf in written(func, *viewed) if isinstance(leaf, View)}
         created = {view.storage for view in results if view.storage >= known}
         draws = torch.Tag.nondeterministic_seeded in func.tags
         self._note(func, viewed[0], viewed[1], results, writes, created, name in OVERWRITING, draws)
@@ -378,28 +357,17 @@ class _ConstructorRecorder(EagerDispatchMode):
         if not writes | created:
             return  # a view
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, View)]
-        filled = {args[0].storage} if overwrites and self._is_whole(args[0]) else set()
-        reads = {view.storage for view in (given[1:] if filled else given)}
-        step = Step(
-            operator,
-            args,
-            kwargs,
-            results,
-            frozenset(reads),
-            frozenset(created),
-            frozenset(writes),
-            frozenset(filled),
-            draws,
-        )
-        self._recording.steps.append(step)
-
-    def _is_whole(self, view: View) -> bool:
-        elements = torch.Size(view.size).numel()
-        return (
-            elements * view.dtype.itemsize == self._recording.bytes_of[view.storage]
+        view: Any = args[0] if overwrites else None
+        is_whole = (
+            overwrites
+            and view.elements * view.dtype.itemsize == self._recording.bytes_of[view.storage]
             and 0 not in view.stride
             and not view.offset
         )
+        filled = {view.storage} if is_whole else set()
+        reads = {view.storage for view in (given[1:] if filled else given)}
+        effects = frozenset(reads), frozenset(created), frozenset(writes), frozenset(filled)
+        self._recording.steps.append(Step(operator, args, kwargs, results, *effects, draws))
 
     def view(self, tensor: Tensor) -> View:
         if tensor.is_conj() or tensor.is_neg():
@@ -414,19 +382,6 @@ class _ConstructorRecorder(EagerDispatchMode):
                     flat = torch.empty(0, dtype=tensor.dtype).set_(storage)
                     self._recording.constants[number] = flat.clone()
         return View(number, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype)
-
-    def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute a number that the constructor reads."""
-        asked = {leaf.storage for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, View)}
-        steps = [step for step, _ in self._recording.needed(asked)]
-        if any(step.draws for step in steps):
-            raise NotRecordedError("it decides by numbers that it drew")
-        with without_modes(), torch.no_grad():
-            values = Values(self._recording)
-            for step in steps:
-                values.do(step)
-            real_args, real_kwargs = tree_map_only(View, values.get, (args, kwargs))
-            return func(*real_args, **real_kwargs)
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
@@ -460,42 +415,36 @@ class _ConstructorRecorder(EagerDispatchMode):
         return found
 
 
-def _written(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """Yield the arguments that an operator writes into."""
-    for place, argument in enumerate(schema.arguments):
+def written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """List what the arguments hold that an operator writes into, tensors and numbers among them."""
+    found: list[Any] = []
+    for place, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield args[place] if place < len(args) else kwargs.get(argument.name)
+            found += tree_leaves(args[place] if place < len(args) else kwargs.get(argument.name))
+    return found
 
 
 @contextmanager
-def _without_seeds_and_swaps() -> Iterator[None]:
+def _replaced_in_torch() -> Iterator[None]:
     """Refuse seeding, and replace the swapping of tensors, while a constructor is recorded.
 
     A constructor that seeds and then restores the stream would leave no trace. ``module.to(dtype)`` would swap
-    parameters, which fake ones do not allow.
+    parameters, which fake ones do not allow. ``copy.deepcopy`` of a module would warn of torch's own look at addresses.
     """
-    with ExitStack() as stack:
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise NotRecordedError("it sets the random stream")
+
+    def swap(parameter: Tensor, other: Tensor) -> None:
+        parameter.data = other.data
+
+    with ExitStack() as stack, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         for place in (torch, torch.random):
             for name in ("manual_seed", "seed", "set_rng_state"):
-                stack.enter_context(_in_this_thread(place, name, _refuse))
-        stack.enter_context(_in_this_thread(torch.utils, "swap_tensors", _swap))
+                stack.enter_context(_in_this_thread(place, name, refuse))
+        stack.enter_context(_in_this_thread(torch.utils, "swap_tensors", swap))
         yield
-
-
-@contextmanager
-def _without_warnings_of_copies() -> Iterator[None]:
-    """Keep torch from warning of its own look at a tensor's address, in ``copy.deepcopy`` of a module."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        yield
-
-
-def _refuse(*args: Any, **kwargs: Any) -> Any:
-    raise NotRecordedError("it sets the random stream")
-
-
-def _swap(parameter: Tensor, other: Tensor) -> None:
-    parameter.data = other.data
 
 
 @contextmanager
@@ -512,3 +461,31 @@ def _in_this_thread(place: Any, name: str, function: Callable[..., Any]) -> Iter
         yield
     finally:
         setattr(place, name, original)
+
+
+# --- build modules on the meta device without drawing random numbers, which have no values there
+
+DRAWING = {
+    *(Tensor.normal_, Tensor.uniform_, Tensor.bernoulli_, Tensor.exponential_, Tensor.cauchy_, Tensor.log_normal_),
+    *(Tensor.geometric_, nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_, nn.init.kaiming_normal_),
+}
+"""Functions that fill their first argument. On meta, torch decomposes them in Python and imports its compiler."""
+
+
+class _WithoutDraws(TorchFunctionMode):
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function in DRAWING:
+            filled = args[0] if args else kwargs.get("tensor")
+            if isinstance(filled, Tensor) and filled.is_meta:
+                return filled
+        return function(*args, **kwargs)
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Create tensors on the meta device, without memory; filling them with random numbers does nothing."""
+    with torch.device("meta"), _WithoutDraws():
+        yield

@@ -252,10 +252,6 @@ class LogitsTape:
             return across
         if cut and (logits.columns is None or logits.columns.step != 1):
             return f"logits of shape {tuple(logits.shape)} that are not a run of the head's columns"
-        return self._own_derivative(logits)
-
-    def _own_derivative(self, logits: DeferredLogits) -> str:
-        """Return why autograd would not take the way back that replaying takes."""
         if not torch.is_grad_enabled():
             return ""
         if not logits.requires_grad:
@@ -312,7 +308,8 @@ class LogitsTape:
         for step in reversed(self.steps):
             if {self.groups[given] for given in step.gives} & needed:
                 kept.append(step)
-                needed |= {self.groups[value.place] for value in _values(step)}
+                given = tree_leaves((step.args, step.kwargs))  # what no tree is made of is a leaf
+                needed |= {self.groups[value.place] for value in given if isinstance(value, Value)}
         return kept[::-1]
 
 
@@ -334,17 +331,6 @@ def _given(values: Mapping[int, Tensor], tokens: slice, here: range, argument: A
             return type(argument)(_given(values, tokens, here, one) for one in argument)
         case _:
             return argument
-
-
-def _values(step: LogitsStep) -> list[Value]:
-    def walk(argument: Any) -> list[Value]:
-        if isinstance(argument, Value):
-            return [argument]
-        if isinstance(argument, (tuple, list)):
-            return [value for one in argument for value in walk(one)]
-        return []
-
-    return walk(step.args) + walk(list(step.kwargs.values()))
 
 
 def _words(step: LogitsStep) -> str:

@@ -10,14 +10,30 @@ itself. Whatever else the logits are made by is an obstacle, with the line of th
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from meshwright.core.errors import UnsupportedError
 from meshwright.core.torch_private import schema_of, tree_leaves, tree_map_only, version_of
-
-from .tape import Beside, DeferredLogits, Ids, LogitsStep, LogitsTape, Value, columns_of, where
+from meshwright.introspection.calls import watching
+from meshwright.introspection.constructor import written
+from meshwright.introspection.logits_tape import (
+    Beside,
+    DeferredLogits,
+    Ids,
+    LogitsStep,
+    LogitsTape,
+    Value,
+    columns_of,
+    where,
+)
+from meshwright.introspection.signature import logits_of
+from meshwright.introspection.small.copies import copy_of
+from meshwright.introspection.small.sample import SEQ
 
 POINTWISE = frozenset(
     "fill_ fill copy_ copy zero_ zero _to_copy zeros_like ones_like full_like empty_like masked_fill masked_fill_"
@@ -65,14 +81,7 @@ class _Operation:
         self.deferred = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DeferredLogits)]
         self.first = self.deferred[0]
         self.tape = self.first.tape
-        given = dict(zip([declared.name for declared in self.schema.arguments], args, strict=False)) | kwargs
-        self.written = [
-            leaf
-            for declared in self.schema.arguments
-            if declared.alias_info is not None and declared.alias_info.is_write
-            for leaf in tree_leaves(given.get(declared.name))
-            if isinstance(leaf, Tensor)
-        ]
+        self.written = [leaf for leaf in written(operator, args, kwargs) if isinstance(leaf, Tensor)]
 
     def result(self) -> Any:
         if self.name in MADE_ANEW:
@@ -85,7 +94,14 @@ class _Operation:
         if any(not isinstance(value, DeferredLogits) for value in self.written):
             raise self.tape.refusal(f"the logits are written into another tensor{where()}")
         metas = self._on_meta()
-        why = self._obstacle()
+        groups = (self.tape.groups[value.place] for value in self.deferred)
+        why = next((self.tape.obstacles[group] for group in groups if group in self.tape.obstacles), "")
+        others = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+        trained = any(other.requires_grad for other in others if not isinstance(other, DeferredLogits))
+        if not why and torch.is_grad_enabled() and trained:
+            why = f"{self.name} with a tensor that is trained{where()}"
+        if not why and torch.Tag.nondeterministic_seeded in self.operator.tags:
+            why = f"{self.name}, which draws random numbers{where()}"
         if not why:
             made = self._carried(metas)
             if not isinstance(made, str):
@@ -98,13 +114,11 @@ class _Operation:
 
     def _on_meta(self) -> Any:
         """Compute shapes, and raise what torch raises of these."""
-
-        def meta(value: Any) -> Any:
-            if isinstance(value, DeferredLogits):
-                return value.meta
-            return torch.empty_like(value, device="meta") if value.dim() else value
-
-        args, kwargs = tree_map_only(Tensor, meta, (self.args, self.kwargs))
+        args, kwargs = tree_map_only(
+            Tensor,
+            lambda x: x.meta if isinstance(x, DeferredLogits) else torch.empty_like(x, device="meta") if x.dim() else x,
+            (self.args, self.kwargs),
+        )
         if "device" in kwargs:
             kwargs["device"] = torch.device("meta")
         if self.name in ("index_put_", "index_put", "_index_put_impl_", "_unsafe_index_put"):
@@ -163,22 +177,20 @@ class _Operation:
 
     # --- what can be carried
 
-    def _obstacle(self) -> str:
-        for value in self.deferred:
-            if (group := self.tape.groups[value.place]) in self.tape.obstacles:
-                return self.tape.obstacles[group]
-        others = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
-        if torch.is_grad_enabled() and any(o.requires_grad for o in others if not isinstance(o, DeferredLogits)):
-            return f"{self.name} with a tensor that is trained{where()}"
-        if torch.Tag.nondeterministic_seeded in self.operator.tags:
-            return f"{self.name}, which draws random numbers{where()}"
-        return ""
-
     def _carried(self, metas: Any) -> Any:
         """Note the operator and return what it gives, or say what it does that cannot be carried."""
         name = self.name
         if name in ("view", "_unsafe_view", "reshape", "expand", "unsqueeze", "squeeze"):
-            return self._reshaped(metas)
+            x = self.first
+            same_rows = math.prod(metas.shape[:-1]) == math.prod(x.shape if x.dropped else x.shape[:-1])
+            if x.dropped and self.name == "unsqueeze" and metas.dim() == x.dim() + 1 and metas.shape[-1] == 1:
+                return self._note(metas, x.columns, False, (Value(x.place),), {}, torch.ops.aten.alias.default)
+            if not x.dropped and metas.shape[-1:] == x.shape[-1:] and same_rows:
+                return self._note(metas, x.columns, False, (Value(x.place),), {}, torch.ops.aten.alias.default)
+            if self.name == "expand" and x.columns is None and same_rows:
+                args = (Value(x.place), (-1, metas.shape[-1]))
+                return self._note(metas, None, False, args, {}, torch.ops.aten.expand.default)
+            return f"{self.name} to {tuple(metas.shape)}"
         if name in ("slice", "select"):
             return self._columns(metas)
         if torch.Tag.pointwise in self.operator.tags or name in POINTWISE:
@@ -188,18 +200,6 @@ class _Operation:
         if name in OVER_COLUMNS or name in ("cat", "constant_pad_nd", "mm", "addmm"):
             return self._over_columns(metas)
         return name
-
-    def _reshaped(self, metas: Tensor) -> Any:
-        x = self.first
-        same_rows = math.prod(metas.shape[:-1]) == math.prod(x.shape if x.dropped else x.shape[:-1])
-        if x.dropped and self.name == "unsqueeze" and metas.dim() == x.dim() + 1 and metas.shape[-1] == 1:
-            return self._note(metas, x.columns, False, (Value(x.place),), {}, torch.ops.aten.alias.default)
-        if not x.dropped and metas.shape[-1:] == x.shape[-1:] and same_rows:
-            return self._note(metas, x.columns, False, (Value(x.place),), {}, torch.ops.aten.alias.default)
-        if self.name == "expand" and x.columns is None and same_rows:
-            args = (Value(x.place), (-1, metas.shape[-1]))
-            return self._note(metas, None, False, args, {}, torch.ops.aten.expand.default)
-        return f"{self.name} to {tuple(metas.shape)}"
 
     def _columns(self, metas: Tensor) -> Any:
         x = self.first
@@ -327,3 +327,66 @@ class _Operation:
 
         args, kwargs = tree_map_only(Tensor, aligned, (tuple(args), kwargs))
         return self._note(metas, None, drops, args, kwargs, drops=drops, across=True)
+
+
+# --- find what a model does to its logits behind its head
+
+
+@dataclass(frozen=True)
+class Tail:
+    """What was seen between head and logits.
+
+    Attributes:
+        steps: the operators, in order, in words.
+        obstacle: what cannot be done to some tokens at a time; "" if nothing.
+        across: what cannot be done to some columns of the vocabulary at a time.
+    """
+
+    steps: tuple[str, ...] = ()
+    obstacle: str = ""
+    across: str = ""
+
+    @property
+    def obstacle_if_cut(self) -> str:
+        """What cannot be done where ranks share the vocabulary."""
+        return self.obstacle or self.across
+
+
+def find_tail(model: nn.Module, head: str, inputs: Mapping[str, Any]) -> Tail:
+    """Observe forwards in both modes, at two lengths; the steps are those of the first.
+
+    Each step of a training observes its own forward anew. This one finds what is refused before the first step.
+    """
+    copy, found = copy_of(model), list[Tail]()
+    # a weight that begins at zero hides nothing: no values are looked at
+    for training in (True, False):
+        copy.train(training)
+        for length in (SEQ, SEQ // 2):
+            arguments = {
+                key: value[:, :length] if isinstance(value, Tensor) and value.dim() == 2 else value
+                for key, value in inputs.items()
+            }
+            with torch.random.fork_rng(devices=()):
+                found.append(_observed(copy, head, arguments))
+    first = found[0]
+    obstacle = next((tail.obstacle for tail in found if tail.obstacle), "")
+    return Tail(first.steps, obstacle, next((tail.across for tail in found if tail.across), ""))
+
+
+def _observed(model: nn.Module, head: str, inputs: Mapping[str, Any]) -> Tail:
+    tapes: list[LogitsTape] = []
+
+    def deferred(path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Tensor) -> Tensor:
+        tape, logits = begin(output, output.shape[-1])
+        tapes.append(tape)
+        return logits
+
+    try:
+        with watching([(head, model.get_submodule(head))], after=deferred):
+            logits = logits_of(model(**inputs))
+            logits = tapes[-1].finish(logits)
+        return Tail(tapes[-1].shown(logits), across=tapes[-1].obstacle(logits, cut=True))
+    except UnsupportedError as refusal:
+        return Tail(obstacle=str(refusal))
+    except Exception as error:  # noqa: BLE001  whatever a model's code or torch raises of tensors without values
+        return Tail(obstacle=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")

@@ -21,12 +21,11 @@ from torch import nn
 from meshwright.core.errors import ConfigError, MissingExtraError, UnsupportedError, nearest, quieten_torchao
 from meshwright.core.names import is_within, pattern
 from meshwright.core.record import recall, remember
+from meshwright.introspection.adapter_request import ALL_LINEAR, Adapters
 from meshwright.introspection.blocks import repeated_blocks
 from meshwright.introspection.module_kinds import tied_modules
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig
-
-from .request import ALL_LINEAR, Adapters
 
 # --- tell the names of an adapted model's parameters apart
 
@@ -218,7 +217,13 @@ def put_adapters(model: nn.Module, adapters: Adapters, where: str = "adapters") 
         raise ConfigError(f"{where}: {type(model).__name__} has adapters already: leave out {where}")
     targets, parameters = matched_layers(model, adapters.targets, f"{where}.targets")
     refuse_beside_stacks(parameters, adapters, where)
-    kept = _matched(model, adapters.modules_to_save, f"{where}.modules_to_save")
+    paths = [path for path, module in model.named_modules() if path and next(module.parameters(), None) is not None]
+    kept: dict[str, None] = {}
+    for text in adapters.modules_to_save:
+        if not (hits := _ending_in(text, paths)):
+            near = nearest(text, sorted({path.rpartition(".")[2] for path in paths}))
+            raise ConfigError(f"{where}.modules_to_save: '{text}' matches no module of {type(model).__name__}.{near}")
+        kept |= dict.fromkeys(hits)
     _refuse_tied(model, targets, f"{where}.targets")
     _refuse_tied(model, kept, f"{where}.modules_to_save")
     both = [path for path in kept if any(is_within(target, path) for target in (*targets, *parameters))]
@@ -230,13 +235,6 @@ def put_adapters(model: nn.Module, adapters: Adapters, where: str = "adapters") 
         injected(peft, config, model, ADAPTER)
     except ValueError as error:
         raise ConfigError(f"{where}.targets: peft refuses them: {error}") from error
-    _check_places(model, put, where)
-    remember(model, put)
-    return model
-
-
-def _check_places(model: nn.Module, put: AdaptersPut, where: str) -> None:
-    """Raise UnsupportedError unless there are adapters beside every target, and beside nothing else."""
     found = {base_name(name.partition(".lora_")[0]) for name, _ in model.named_parameters() if is_adapter(name)}
     wanted = {*put.targets, *(name.rpartition(".")[0] for name in put.parameters)}
     if found != wanted:
@@ -245,6 +243,8 @@ def _check_places(model: nn.Module, put: AdaptersPut, where: str) -> None:
             f"{where}.targets: peft put adapters elsewhere than beside the layers of {type(model).__name__} that are"
             f" named. It took otherwise: {here}. Name other layers"
         )
+    remember(model, put)
+    return model
 
 
 def peft_config(model: nn.Module, put: AdaptersPut, kept: Iterable[str]) -> Any:
@@ -257,8 +257,8 @@ def peft_config(model: nn.Module, put: AdaptersPut, kept: Iterable[str]) -> Any:
         lora_dropout=adapters.dropout,
         use_rslora=adapters.kind == "rslora",
         use_dora=adapters.kind == "dora",
-        target_modules=_shortest(model, put.targets),
-        target_parameters=_shortest_parameters(model, put.parameters) or None,
+        target_modules=_shortest((path for path, _ in model.named_modules()), put.targets, 1),
+        target_parameters=_shortest((name for name, _ in model.named_parameters()), put.parameters, 2) or None,
         modules_to_save=list(kept) or None,
         fan_in_fan_out=stored_transposed == {True},
     )
@@ -272,7 +272,11 @@ def matched_layers(model: nn.Module, targets: Iterable[str], where: str) -> tupl
     Raises:
         ConfigError: a target selects no layer beside which an adapter can stand.
     """
-    layers = [path for path, module in model.named_modules() if _takes_adapters(module)]
+    layers = [
+        path
+        for path, module in model.named_modules()
+        if (isinstance(module, nn.Linear | nn.Embedding) or _is_transposed(module))
+    ]
     blocks, stacked = repeated_blocks(model), stacked_parameters(model)
     found: set[str] = set()
     for target in targets:
@@ -319,45 +323,22 @@ def import_peft(what: str) -> Any:
     return peft
 
 
-def _matched(model: nn.Module, patterns: Iterable[str], where: str) -> tuple[str, ...]:
-    paths = [path for path, module in model.named_modules() if path and next(module.parameters(), None) is not None]
-    found: list[str] = []
-    for text in patterns:
-        hits = _ending_in(text, paths)
-        if not hits:
-            names = sorted({path.rpartition(".")[2] for path in paths})
-            raise ConfigError(f"{where}: '{text}' matches no module of {type(model).__name__}.{nearest(text, names)}")
-        found += [path for path in hits if path not in found]
-    return tuple(found)
-
-
 def _ending_in(text: str, paths: Iterable[str]) -> list[str]:
     """Select the paths that end in ``text``, in which ``*`` stands for one part."""
     end = re.compile(r"(?:.*\.)?" + r"[^.]+".join(re.escape(part) for part in text.split("*")))
     return [path for path in paths if end.fullmatch(path)]
 
 
-def _shortest(model: nn.Module, targets: tuple[str, ...]) -> list[str]:
-    """Return the layers' names where those select the same layers as their whole paths do."""
-    names = sorted({path.rpartition(".")[2] for path in targets})
-    selected = [path for path, _ in model.named_modules() if path.rpartition(".")[2] in names]
-    return names if set(selected) == set(targets) else list(targets)
+def _shortest(names: Iterable[str], targets: tuple[str, ...], parts: int) -> list[str]:
+    """Return the last parts of the targets' names where those select the same names as the whole do."""
+    ends = {_end(name, parts) for name in targets}
+    is_exact = {name for name in names if _end(name, parts) in ends} == set(targets)
+    return sorted(ends) if is_exact else list(targets)
 
 
-def _end(name: str) -> str:
-    """Return the last two parts of a parameter's name: its module's and its own."""
-    return ".".join(name.split(".")[-2:])
-
-
-def _shortest_parameters(model: nn.Module, parameters: tuple[str, ...]) -> list[str]:
-    """Return the parameters' names with those of their modules where those select the same as whole names do."""
-    ends = sorted({_end(name) for name in parameters})
-    selected = [name for name, _ in model.named_parameters() if name.endswith(tuple(f".{end}" for end in ends))]
-    return ends if set(selected) == set(parameters) else list(parameters)
-
-
-def _takes_adapters(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | nn.Embedding) or _is_transposed(module)
+def _end(name: str, parts: int = 2) -> str:
+    """Return the last parts of a name: of a parameter, its module's and its own."""
+    return ".".join(name.split(".")[-parts:])
 
 
 def _is_transposed(module: nn.Module) -> bool:

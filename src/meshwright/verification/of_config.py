@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
 from meshwright.comparison.equality import farthest, relative_errors, sum_floor
 from meshwright.comparison.trace import Sketches, Trace, TracedStep, fingerprints
-from meshwright.core.dtypes import torch_dtype
+from meshwright.core.config import to_dict
+from meshwright.core.dtypes import bytes_text, torch_dtype
 from meshwright.core.errors import ConfigError, UnsupportedError, command
 from meshwright.core.names import clean
 from meshwright.distributed.process.world import get_world_info
@@ -19,19 +22,27 @@ from meshwright.distributed.setup import choose_backend
 from meshwright.distributed.weights.shards import sketches
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module
+from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.layout import shares_of
 from meshwright.planning.rules import resolve_precision
 from meshwright.training.build import build_optimizer, build_schedule, refuse_untraced, run_identity
 from meshwright.training.config import Config
 from meshwright.training.feed import Feed, build_feed, refuse_contradictions
-from meshwright.training.model_source import ModelSource, file_weights, model_source, run_tokenizer
+from meshwright.training.model_source import (
+    ModelSource,
+    causal_lm,
+    decoder_config,
+    file_weights,
+    model_source,
+    planned_tokenizer,
+    run_tokenizer,
+)
 from meshwright.training.preference import loss_of
 from meshwright.training.tracing import traced_facts
 from meshwright.training.views.progress import Progress
-
-from .laid_out import OneProcess, build
-from .problem import Problem
-from .subject import check_size
+from meshwright.verification.laid_out import OneProcess, build
+from meshwright.verification.problem import GAP, Problem, RandomBatches, shrunk
+from meshwright.verification.verify import default_batches
 
 COMPUTED = {"float32": ("float32", "bfloat16"), "float64": ("float64",)}
 """dtype of weights → dtypes in which a run may compute."""
@@ -39,7 +50,7 @@ COMPUTED = {"float32": ("float32", "bfloat16"), "float64": ("float64",)}
 DRAWS = 3
 """Perturbed runs per dtype."""
 
-BYTES_PER_PARAMETER = 24
+TRACE_BYTES = 24
 """Bytes per parameter in float32: weight, gradient, two moments; a bfloat16 copy with its gradient, and a reserve."""
 
 
@@ -80,7 +91,7 @@ def write_trace(config: Config, path: Path, steps: int, progress: Progress) -> T
             " output_router_logits of a model of transformers: a trace does not know that. Compare the layout by"
             " meshwright verify --layout, or write and check it without."
         )
-    check_size(model, BYTES_PER_PARAMETER, f"{steps} steps in one process")
+    check_size(model, TRACE_BYTES, f"{steps} steps in one process")
     feed = build_feed(config, tokenizer, 0, 1, progress)
     if loss_of(config, feed) is not None:
         raise UnsupportedError(
@@ -89,14 +100,33 @@ def write_trace(config: Config, path: Path, steps: int, progress: Progress) -> T
     try:
         recorder = _TraceRecorder(config, model, feed, steps, master, torch.device(device), progress)
         reference = recorder.record(master)
-        _refuse_not_finite(reference)
+        for number, row in enumerate(reference, 1):
+            for what, value in (("loss", row.step.loss), ("gradient norm", row.step.norm)):
+                if not math.isfinite(value):
+                    raise ConfigError(
+                        f"the {what} of step {number} is {value} in one process already: there is nothing to compare a"
+                        f" run with"
+                    )
         facts = traced_facts(config, run_identity(config, model, tokenizer, feed), master, steps)
         trace = Trace(facts, "cpu", recorder.initial, [recorded.step for recorded in reference], recorder.shapes)
         for dtype in COMPUTED[master]:
-            draws = [_floors(recorder.record(dtype, draw), reference) for draw in range(1, DRAWS + 1)]
+            draws = []  # the distance between two runs, by step, stage and name
+            for draw in range(1, DRAWS + 1):
+                draws.append([])
+                for mine, theirs in zip(recorder.record(dtype, draw), reference, strict=True):
+                    here: dict[str, dict[str, float]] = {}
+                    for stage, rows in theirs.step.sketches.items():
+                        here[stage] = relative_errors(mine.step.sketches[stage].by_name(), rows.by_name())
+                    here["loss"] = {"": sum_floor(mine.loss_parts, theirs.loss_parts)}
+                    here["norm"] = {"": sum_floor(mine.norm_parts, theirs.norm_parts)}
+                    draws[-1].append(here)
             floors = [farthest(same_step) for same_step in zip(*draws, strict=True)]
-            if dtype != master:
-                _allow_turns(floors, reference)
+            # one element of every parameter may have gone the other way: AdamW's update of an element is about the
+            # learning rate whatever its gradient's size, and where that is smaller than what the dtype rounds away,
+            # its sign is chance, which one perturbed run does not show of a small parameter
+            for here, recorded in zip(floors, reference, strict=True) if dtype != master else ():
+                for name, error in here["parameter"].items():
+                    here["parameter"][name] = max(error, recorded.turns.get(name, 0.0))
             trace.floors[dtype] = floors
     finally:
         feed.loader.close()
@@ -153,8 +183,12 @@ class _TraceRecorder:
             self.shapes = self.shapes or computed.observed.shapes
             gradients = {name: p.grad for name, p in named.items() if p.grad is not None}
             norms = torch.stack([gradient.double().square().sum() for gradient in gradients.values()]).cpu()
-            forward, backward = (self._kept(rows) for rows in computed.observed.rows())
-            found = {"forward": forward, "backward": backward, "gradient": Sketches.of(sketches(gradients))}
+            found = {"gradient": Sketches.of(sketches(gradients))}
+            for stage, rows_of_modules in zip(("forward", "backward"), computed.observed.rows(), strict=True):
+                # modules that see every row, in the weights' dtype
+                whole = {name: x for name, x in rows_of_modules.items() if len(x) == c.batch.global_batch}
+                stacked = Sketches.of(whole)
+                found[stage] = Sketches(stacked.names, stacked.values.to("cpu", torch_dtype(self.master)))
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.optimizer.max_norm or math.inf).item()
             optimizer.step()
             optimizer.zero_grad()
@@ -177,12 +211,6 @@ class _TraceRecorder:
             raise batch
         return batch
 
-    def _kept(self, rows: dict[str, Tensor]) -> Sketches:
-        """Select modules that see every row, and store their sketches in the weights' dtype."""
-        found = {name: sketch for name, sketch in rows.items() if len(sketch) == self.config.batch.global_batch}
-        stacked = Sketches.of(found)
-        return Sketches(stacked.names, stacked.values.to("cpu", torch_dtype(self.master)))
-
 
 def rows_per_forward(config: Config) -> int:
     """Return the number of rows that a rank of the config takes at once; the whole batch where its layout is open.
@@ -193,42 +221,6 @@ def rows_per_forward(config: Config) -> int:
     layout, batch = config.layout, config.batch
     ranks = shares_of(layout).data_ranks if layout.is_resolved else 1
     return batch.microbatch or max(1, batch.global_batch // ranks)
-
-
-def _floors(found: list[_Recorded], reference: list[_Recorded]) -> list[dict[str, dict[str, float]]]:
-    """Measure the distance between two runs, by step, stage and name."""
-    floors = []
-    for mine, theirs in zip(found, reference, strict=True):
-        here: dict[str, dict[str, float]] = {
-            stage: relative_errors(mine.step.sketches[stage].by_name(), sketches.by_name())
-            for stage, sketches in theirs.step.sketches.items()
-        }
-        here["loss"] = {"": sum_floor(mine.loss_parts, theirs.loss_parts)}
-        here["norm"] = {"": sum_floor(mine.norm_parts, theirs.norm_parts)}
-        floors.append(here)
-    return floors
-
-
-def _allow_turns(floors: list[dict[str, dict[str, float]]], reference: list[_Recorded]) -> None:
-    """Allow one element of every parameter to have gone the other way.
-
-    AdamW's update of an element is about the learning rate whatever its gradient's size. Where the gradient is
-    smaller than what the dtype rounds away, its sign is chance, and one perturbed run does not show whether that
-    happens to an element of a small parameter.
-    """
-    for here, recorded in zip(floors, reference, strict=True):
-        for name, error in here["parameter"].items():
-            here["parameter"][name] = max(error, recorded.turns.get(name, 0.0))
-
-
-def _refuse_not_finite(recorded: list[_Recorded]) -> None:
-    for number, row in enumerate(recorded, 1):
-        for what, value in (("loss", row.step.loss), ("gradient norm", row.step.norm)):
-            if not math.isfinite(value):
-                raise ConfigError(
-                    f"the {what} of step {number} is {value} in one process already: there is nothing to compare a"
-                    f" run with"
-                )
 
 
 def summary(trace: Trace, path: Path) -> str:
@@ -242,3 +234,75 @@ def summary(trace: Trace, path: Path) -> str:
         f"wrote {path} ({size}): {kept}; loss {losses}\ncompare a run with it:"
         f" {command('train', 'CONFIG', '--check-trace', path)}"
     )
+
+
+# --- build the subject of a verification from a config: its model, batches of its shape, its techniques
+
+VERIFY_BYTES = 2 * 8 * 7
+"""Bytes per parameter of one process and a layout in float64.
+
+Each holds weight, gradient, two moments, and copies of gradient and weights (twice) to compare."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The inputs of ``verify``."""
+
+    model: Any
+    batches: RandomBatches
+    techniques: dict[str, Any]
+
+    def batches_for(self, world: int) -> RandomBatches:
+        """Return the batches, with as many more rows as ``world`` ranks need to divide them."""
+        return replace(self.batches, rows=world * -(-self.batches.rows // world))
+
+
+def subject_of(config: Config, factory: str | None, world: int, *, shrink: bool) -> Subject:
+    """Take the model of a config (or "package.module:factory"), and batches of its shape.
+
+    Args:
+        world: the largest number of ranks.
+        shrink: make the model small.
+
+    Raises:
+        ConfigError: a model too large for this machine.
+        UnsupportedError: a factory's model cannot be shrunk.
+    """
+    batches = RandomBatches(1)
+    techniques = to_dict(config.requested)
+    del techniques["precision"], techniques["adapters"]
+    if config.adapters is not None:
+        techniques["adapters"] = to_dict(config.adapters)
+    if factory is not None:
+        if shrink:
+            raise UnsupportedError(
+                "--shrink makes the decoder of a config smaller, not your own model: let its factory build a small one"
+            )
+        model: Any = factory
+        batches = default_batches(model, world)
+    else:
+        if config.model.hf and shrink:
+            raise UnsupportedError(
+                "--shrink makes the decoder of a config smaller, not a Hugging Face model: write a smaller config.json"
+                " and give it as model.hf"
+            )
+        model = causal_lm(config) if config.model.hf else decoder_config(config, planned_tokenizer(config))
+        if isinstance(model, DecoderConfig):
+            model = shrunk(model) if shrink else model
+            seq_len = min(config.data.seq_len, model.max_seq_len - GAP - 3, 32 if shrink else config.data.seq_len)
+            batches = RandomBatches(model.vocab_size, config.batch.global_batch, max(seq_len, 1))
+    check_size(model, VERIFY_BYTES, f"one process and a layout of {world} ranks in float64")
+    if factory is None and config.model.hf:  # its weights are drawn, so only sizes count
+        batches = replace(default_batches(model, world), rows=config.batch.global_batch)
+    return Subject(model, batches, techniques)
+
+
+def check_size(model: Any, bytes_per_parameter: int, what: str) -> None:
+    """Refuse a model that this machine's free memory does not hold, by a ConfigError."""
+    numel = model_facts(as_module(Problem(model, RandomBatches(1)).source())).numel
+    needed, free = numel * bytes_per_parameter, psutil.virtual_memory().available
+    if needed > free:
+        raise ConfigError(
+            f"the model has {numel:,} parameters: {what} need about {bytes_text(needed)}, and {bytes_text(free)} are"
+            f" free here. --shrink makes a small model of the same structure; for a trace, lower model.n_layers"
+        )

@@ -1,1 +1,0 @@
-"""Compare more than tensors: routes, random numbers, rows, float8 products."""
