@@ -16,8 +16,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from meshwright.core.config import field_doc, from_dict, load_toml, parse_flags, public_keys, to_dict, to_toml
+from meshwright.core.config.read import line_index
 from meshwright.core.config.schema import field_types, is_section, row_of, union_arms
-from meshwright.core.config.toml import line_index
 from meshwright.core.errors import ConfigError
 from meshwright.introspection.adapted.request import Adapters
 from meshwright.planning.layout import Layout

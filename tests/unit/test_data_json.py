@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.core.errors import ConfigError
-from meshwright.data.corpus.cache import open_corpus, prepare
+from meshwright.data import formats
+from meshwright.data.cache import open_corpus, prepare
+from meshwright.data.formats import JsonList
 from meshwright.data.options import SourceOptions
-from meshwright.data.sources import formats
-from meshwright.data.sources.formats import JsonList
-from meshwright.data.sources.scan import scan_sources
-from meshwright.data.text.tokenizers import ByteTokenizer
+from meshwright.data.scan import scan_sources
+from meshwright.data.tokenizers import ByteTokenizer
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=40),

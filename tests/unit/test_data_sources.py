@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from meshwright.core.errors import ConfigError, IntegrityError
-from meshwright.data.sources import scan as sources
-from meshwright.data.sources.formats import ANIMALS, MODULE, Farmyard
-from meshwright.data.sources.scan import scan_sources
+from meshwright.data import scan as sources
+from meshwright.data.formats import ANIMALS, MODULE, Farmyard
+from meshwright.data.scan import scan_sources
 
 
 def write(root: Path, **files: str) -> Path:

@@ -19,9 +19,10 @@ import torch.nn.attention.flex_attention
 
 import meshwright
 from meshwright.core import private_names
+from meshwright.core import private_names as looking_up
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.host import DOCTOR, Range, installed
-from meshwright.core.private_names import EVERYTHING, TABLE, PrivateName, found, found_or_none, is_there, looking_up
+from meshwright.core.private_names import EVERYTHING, TABLE, PrivateName, found, found_or_none, is_there
 
 OF_TORCH = {"DisableTorchFunctionSubclass", "_disable_dynamo", "_world", "FakeTensor", "FakeTensorMode"}
 """Names without which torch itself does not work."""
@@ -153,7 +154,7 @@ def test_an_essential_name_that_is_gone_is_one_sentence():
     ],
 )
 def test_a_name_is_expected_from_its_oldest_release_until_it_was_seen_gone(seen, here, expected, monkeypatch):
-    monkeypatch.setattr("meshwright.core.private_names.row.installed", lambda package: here)
+    monkeypatch.setattr("meshwright.core.private_names.installed", lambda package: here)
     assert PrivateName("torch._some", "something", "a public name", seen).is_expected() is expected
 
 

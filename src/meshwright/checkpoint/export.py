@@ -18,10 +18,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from meshwright.checkpoint.huggingface import Pretrained, named_tensors
-from meshwright.checkpoint.load import open_manifest, read_tensors, verify_files
-from meshwright.checkpoint.manifest import Manifest
-from meshwright.checkpoint.tensor_files import DTYPES, INDEX, SINGLE
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.distributed.quantize.nf4 import pack, unpack
@@ -38,6 +34,11 @@ from meshwright.introspection.adapted.model import (
 )
 from meshwright.introspection.adapted.request import Adapters
 from meshwright.introspection.module_kinds import brings_initialiser
+
+from .huggingface import Pretrained, named_tensors
+from .load import open_manifest, read_tensors, verify_files
+from .manifest import Manifest
+from .tensor_files import DTYPES, INDEX, SINGLE
 
 # --- write a checkpoint's model as Hugging Face safetensors, tensor by tensor
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.planner import LoadPlan
 
 from meshwright.core.devices import CPU, local_device
 from meshwright.core.errors import ConfigError, IntegrityError
@@ -29,8 +32,7 @@ from meshwright.planning.quantize.format import STORED
 
 from .folder import PARTIAL, settle
 from .manifest import Manifest, damage, strangers
-from .pieces import WholePlanner, in_pieces
-from .save import cause
+from .save import cause, in_pieces
 from .state import (
     empty_optimizer_tensors,
     group_records,
@@ -39,6 +41,48 @@ from .state import (
     put_options,
     shape_and_dtype,
 )
+
+
+class WholePlanner(DefaultLoadPlanner):
+    """A planner that refuses what torch's passes over: elements that no file holds, or holds in another dtype.
+
+    Args:
+        tensors: the tensors to read, by key.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor]):
+        super().__init__()
+        self.tensors = tensors
+
+    def create_local_plan(self) -> LoadPlan:
+        """Plan this rank's reads; IntegrityError where they leave a part of a tensor unread."""
+        stored: dict[str, Any] = self.metadata.state_dict_metadata if self.metadata else {}
+        if lacking := [key for key in self.tensors if key not in stored]:
+            raise IntegrityError(f"its files hold nothing of {lacking[0]} ({len(lacking)} in all)")
+        plan = super().create_local_plan()
+        found: dict[tuple[str, tuple[int, ...]], list[tuple[tuple[int, int], ...]]] = {}
+        for item in plan.items:
+            box = tuple((begin, begin + size) for begin, size in zip(item.dest_offsets, item.lengths, strict=True))
+            found.setdefault((item.dest_index.fqn, tuple(item.dest_index.offset or ())), []).append(box)
+        for key, tensor in self.tensors.items():
+            if (dtype := stored[key].properties.dtype) != tensor.dtype:
+                raise IntegrityError(f"its files hold {key} in {dtype}, and its manifest says {tensor.dtype}")
+            for piece in pieces(tensor):
+                if not covers(found.get((key, tuple(piece.offset)), ()), tuple(piece.local.shape)):
+                    raise IntegrityError(f"its files hold only a part of {key} of shape {list(tensor.shape)}")
+        return plan
+
+
+def covers(boxes: Iterable[tuple[tuple[int, int], ...]], shape: tuple[int, ...]) -> bool:
+    """Return whether boxes, (begin, end) for every dim, hold every element of a tensor of that shape."""
+    boxes = list(boxes)
+    cuts = [sorted({0, size, *(edge for box in boxes for edge in box[dim])}) for dim, size in enumerate(shape)]
+    held = np.zeros([len(edges) - 1 for edges in cuts], dtype=bool)
+    for box in boxes:
+        held[
+            tuple(slice(edges.index(begin), edges.index(end)) for edges, (begin, end) in zip(cuts, box, strict=True))
+        ] = True
+    return bool(held.all())
 
 
 def load(

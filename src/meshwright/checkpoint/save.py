@@ -6,7 +6,8 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,20 +16,119 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError
 from meshwright.core.files import sync_folder
 from meshwright.core.record import recall
+from meshwright.distributed.mesh import is_first_of_stage
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process import agree
+from meshwright.distributed.quantize.nf4 import pack
 from meshwright.distributed.recompute.kept import streams
+from meshwright.distributed.torch_private import local_part
+from meshwright.distributed.weights.parts_tensor import chunk_of, write_item
+from meshwright.distributed.weights.shards import pieces, with_local
 from meshwright.introspection.constructor.origin import ModelOrigin
+from meshwright.planning.quantize.format import BLOCK, BLOCK_BYTES
 
-from .base import runs_of
 from .folder import PARTIAL, beside, put_in_place
 from .manifest import NAME, FileEntry, Manifest, TensorEntry, describe_file
-from .pieces import Writer, in_pieces
 from .state import group_records, merged_groups, model_tensors, optimizer_tensors, shape_and_dtype
+
+LENGTH = 256
+"""Numbers of a parameter that are compared, at most."""
+
+
+def runs_of(
+    tensors: Mapping[str, Tensor], mesh: DeviceMesh | None, in_4_bits: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Map names to a run of each tensor's numbers: where it begins, its length, dtype and checksum. Collective.
+
+    Args:
+        in_4_bits: names of weights in 4 bits, and the dtypes in which they were rounded.
+    """
+    mine, rounded = {}, in_4_bits or {}
+    if tensors and (mesh is None or is_first_of_stage(mesh)):
+        mine = {name: run for name, tensor in tensors.items() if (run := run_of(tensor, rounded.get(name))) is not None}
+    return {name: run for theirs in agree.everybody_says(mine) for name, run in theirs.items()} if tensors else {}
+
+
+def run_of(tensor: Tensor, rounded_in: str | None = None) -> dict[str, Any] | None:
+    """Describe the first numbers that this rank holds; None if it holds none, or something other than numbers.
+
+    Args:
+        rounded_in: dtype in which the numbers were rounded to the bytes of 4 bits that the tensor holds.
+    """
+    here = next(iter(pieces(tensor)), None)
+    if here is not None and rounded_in is not None:
+        row, column = here.offset
+        blocks = min(LENGTH // BLOCK, here.local.shape[1] // BLOCK_BYTES)
+        at, crc32 = [row, column // BLOCK_BYTES * BLOCK], _checksum(here.local[0, : blocks * BLOCK_BYTES])
+        return {"at": at, "length": blocks * BLOCK, "dtype": rounded_in, "crc32": crc32, "in_4_bits": True}
+    if here is None or not here.local.is_floating_point() or hasattr(here.local, "__tensor_flatten__"):
+        return None
+    length = min(LENGTH, here.local.shape[-1]) if here.local.dim() else 1
+    local = here.local[(0,) * (here.local.dim() - 1)][:length] if here.local.dim() else here.local.reshape(1)
+    dtype = str(here.local.dtype).removeprefix("torch.")
+    return {"at": list(here.offset), "length": length, "dtype": dtype, "crc32": _checksum(local)}
+
+
+def differing(runs: Mapping[str, Any], read: Callable[[str], Tensor]) -> list[str]:
+    """List the parameters whose numbers are others than when the checkpoint was written.
+
+    Args:
+        runs: what ``runs_of`` returned.
+        read: returns a whole tensor by its name.
+    """
+    found = []
+    for name, run in runs.items():
+        tensor, at = read(name), run["at"]
+        if tensor.dim() != len(at):
+            found.append(name)
+            continue
+        row = tensor[tuple(at[:-1])][at[-1] : at[-1] + run["length"]] if at else tensor.reshape(1)
+        numbers = row.to(getattr(torch, run["dtype"]))
+        if _checksum(pack(numbers[None]) if run.get("in_4_bits") else numbers) != run["crc32"]:
+            found.append(name)
+    return found
+
+
+def _checksum(numbers: Tensor) -> int:
+    return zlib.crc32(numbers.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def in_pieces(tensor: Tensor) -> Tensor:
+    """Share a tensor's memory in a form that torch's checkpoint can write or read."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    shared: Any = with_local(tensor, local_part(tensor).detach())
+    here = {piece.offset: piece for piece in pieces(shared)}
+    shared.__create_write_items__ = lambda name, _: [write_item(name, shared, piece) for piece in here.values()]
+    shared.__create_chunk_list__ = lambda: [chunk_of(piece) for piece in here.values()]
+    shared.__get_tensor_shard__ = lambda index: here[tuple(index.offset)].local
+    return shared
+
+
+class Writer(HuggingFaceStorageWriter):
+    """A safetensors writer of a rank's shards; a file holds a name once, so second pieces go to a second file."""
+
+    def __init__(self, path: str):
+        super().__init__(path=path, save_distributed=True)
+
+    def _split_by_storage_plan(
+        self, storage_plan: dict[str, int] | None, items: list[WriteItem]
+    ) -> dict[int, list[WriteItem]]:
+        files: dict[int, list[WriteItem]] = {}
+        seen: dict[str, int] = {}
+        for item in items:
+            number = seen[item.index.fqn] = seen.get(item.index.fqn, 0) + 1
+            files.setdefault(number, []).append(item)
+        return files
+
 
 Result = TypeVar("Result")
 

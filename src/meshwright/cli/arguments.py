@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -11,7 +12,7 @@ from meshwright.core.config.flags import flag_of
 from meshwright.core.config.schema import field_types
 from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError, nearest
-from meshwright.core.files import refuse_links_out
+from meshwright.core.files import refuse_links_out, replace_text
 from meshwright.introspection.adapted.folder import AdapterFolder, holds_adapters
 from meshwright.training.adapter_folder import with_base
 from meshwright.training.config import Config, ModelConfig, check
@@ -191,3 +192,31 @@ def _refuse_given(path: str, kind: str, flags: dict[str, object]) -> None:
     for flag, value in flags.items():
         if value is not None:
             raise ConfigError(f"{flag} does not go with {path}, which is {kind}: leave {flag} out")
+
+
+def check_page(target: Path) -> None:
+    """Raise ConfigError where a page cannot be written to ``target``, before the work for it."""
+    file = target.expanduser()
+    folder = file.parent
+    why = ""
+    if not folder.is_dir():
+        why = f"there is no folder {folder}"
+    elif file.is_dir():
+        why = "it is a folder"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        why = f"the folder {folder} cannot be written to"
+    if why:
+        raise ConfigError(f"--html = {target}: cannot write this file ({why})")
+
+
+def write_page(target: Path, text: str) -> str:
+    """Write a page in place of an older one; return what to tell the user.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        replace_text(target.expanduser(), text)
+    except OSError as error:
+        raise ConfigError(f"--html = {target}: cannot write this file ({error.strerror or error})") from None
+    return f"wrote {target}: open it in a browser"

@@ -23,8 +23,7 @@ from meshwright.data.options import BUILT_IN
 from meshwright.introspection.adapted.folder import holds_adapters
 from meshwright.models.decoder_config import SIZES
 
-from .arguments import open_run, read_config, refuse_rest
-from .views.pages import write_page
+from .arguments import open_run, read_config, refuse_rest, write_page
 
 LIVE_SECONDS = 5
 """Between two pages of a run that is being trained."""

@@ -60,7 +60,7 @@ def _refuse_absent(config: Config) -> None:
         from meshwright.introspection.source import absent_model
 
         raise ConfigError(absent_model(config.model.hf, place))
-    from meshwright.data.sources.scan import list_sources
+    from meshwright.data.scan import list_sources
 
     for part in config.data.mixture or (config.data,):
         if not part.streaming:

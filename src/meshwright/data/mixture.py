@@ -11,8 +11,7 @@ import numpy as np
 
 from meshwright.core.errors import ConfigError, UnsupportedError
 
-from .corpus.packing import Rows, Split, gather
-from .row_ends import lengths_at
+from .packing import Rows, Split, gather, lengths_at
 
 # --- order samples as a pure function of
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from meshwright.core.config_keys import WIDTH
 from meshwright.core.errors import UnsupportedError
-from meshwright.core.names import clean, is_within, owner
+from meshwright.core.names import WIDTH, clean, is_within, owner
 from meshwright.core.torch_private import tree_leaves
 from meshwright.introspection.small.configs import stated_width
 from meshwright.introspection.small.sample import Sample

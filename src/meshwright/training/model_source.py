@@ -14,10 +14,10 @@ from meshwright.checkpoint.huggingface import Pretrained, pretrained
 from meshwright.checkpoint.load import to_be_loaded
 from meshwright.checkpoint.tensor_files import holds_weights
 from meshwright.core.config import to_dict
-from meshwright.core.config_keys import HEADS, TOP_K, WIDTH
 from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError
 from meshwright.core.files import inside, read_object
+from meshwright.core.names import HEADS, TOP_K, WIDTH
 from meshwright.data import Tokenizer
 from meshwright.distributed.weights.weights import Weights
 from meshwright.introspection.adapted.folder import WEIGHTS

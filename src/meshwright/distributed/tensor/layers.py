@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.core.calls import argument, with_arguments, without_values
 from meshwright.core.parts import FusedPart, ranges
-from meshwright.core.record import recall, wrap
+from meshwright.core.record import argument, recall, with_arguments, without_values, wrap
 from meshwright.distributed.exchange.ranks import RankGroup, own_share
 from meshwright.distributed.float8 import agreed
 from meshwright.distributed.float8.products import Products, products_of

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.core.calls import holding
 from meshwright.core.errors import UnsupportedError
-from meshwright.core.record import wrap
+from meshwright.core.record import holding, wrap
 from meshwright.distributed.float8 import agreed
 from meshwright.distributed.float8.products import Products
 

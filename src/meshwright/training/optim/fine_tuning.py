@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.core.config import is_unset, unset
-from meshwright.core.config_keys import LENGTHS
 from meshwright.core.dtypes import epochs_text
+from meshwright.core.names import LENGTHS
 from meshwright.planning.optimizer.kinds import kind_of
 from meshwright.training.adapter_folder import with_base
 

@@ -14,8 +14,8 @@ from meshwright.core.config import to_toml
 from meshwright.core.errors import ConfigError
 from meshwright.core.files import read_object, replace_text
 from meshwright.data import SourceOptions, Tokenizer
-from meshwright.data.sources.scan import resolved
-from meshwright.data.text.tokenizers import BYTES
+from meshwright.data.scan import resolved
+from meshwright.data.tokenizers import BYTES
 from meshwright.training.config import Config, DataConfig
 from meshwright.training.model_source import keep_model
 from meshwright.training.slurm import FOLDER, job_number, note_job, run_of_requeued_job

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from meshwright.core.dtypes import count_text, epochs_text
 from meshwright.data import Corpus
-from meshwright.data.corpus.packing import Whole
-from meshwright.data.corpus.pictured import Pictured
+from meshwright.data.corpus import Pictured
 from meshwright.data.options import MixturePart
+from meshwright.data.packing import Whole
 from meshwright.training.config import Config
 
 

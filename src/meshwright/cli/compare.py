@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from meshwright.cli.arguments import open_run, refuse_rest
 from meshwright.core.config import take_flags
 from meshwright.core.errors import ConfigError
 
-from .pages import check_page, write_page
+from .arguments import check_page, open_run, refuse_rest, write_page
 
 if TYPE_CHECKING:
     from meshwright.training.views.page.compared import ComparedRun

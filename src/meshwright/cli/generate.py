@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from meshwright.cli.arguments import open_model, refuse_rest
 from meshwright.core.config import take_flags
 from meshwright.core.config.ranges import FROM_0, FROM_1, SEED, Range
 from meshwright.core.errors import ConfigError
 
+from .arguments import open_model, refuse_rest
+
 if TYPE_CHECKING:
-    from meshwright.data.text.turns import ChatTemplate
+    from meshwright.data.turns import ChatTemplate
     from meshwright.training.run.opened import Sampler
 
 

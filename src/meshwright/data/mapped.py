@@ -21,13 +21,12 @@ import numpy as np
 
 from meshwright.core.errors import ConfigError, IntegrityError, nearest
 from meshwright.core.files import inside
-from meshwright.data.options import SourceOptions
-from meshwright.data.sources.scan import Scan
-from meshwright.data.text.tokenizers import Tokenizer
 
-from .arrays import array_file
-from .corpus import META, TRAINING, VALIDATION, SplitSize, write_meta
+from .corpus import META, TRAINING, VALIDATION, SplitSize, array_file, write_meta
+from .options import SourceOptions
 from .packing import Corpus, Joined, Stream
+from .scan import Scan
+from .tokenizers import Tokenizer
 
 VERSION = 2
 PREFIX = "index-"

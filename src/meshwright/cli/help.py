@@ -102,7 +102,7 @@ def _given(verb: str, argv: list[str]) -> Any:
     """Return the config that stands in front of the flags; None where there is none."""
     if not argv or argv[0].startswith("-"):
         return None
-    from meshwright.cli.arguments import config_at
+    from .arguments import config_at
 
     config = config_at(Path(argv[0]))
     return config if verb == "launch" else config.without_job()

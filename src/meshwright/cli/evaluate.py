@@ -14,7 +14,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from meshwright.cli.arguments import open_model, refuse_rest
 from meshwright.core.config import parse_flags, take_flags
 from meshwright.core.config.flags import flag_of
 from meshwright.core.config.ranges import FROM_0, FROM_1
@@ -22,6 +21,8 @@ from meshwright.core.errors import ConfigError
 from meshwright.data.options import BUILT_IN
 from meshwright.distributed.process.world import is_rank_zero
 from meshwright.training.evaluation import DataOptions, EvaluationOptions, on_ranks, resolved_layout
+
+from .arguments import open_model, refuse_rest
 
 if TYPE_CHECKING:
     from meshwright.data.options import SourceOptions

@@ -18,14 +18,15 @@ import numpy as np
 
 from meshwright.core.errors import ConfigError, IntegrityError, MissingExtraError, UnsupportedError
 from meshwright.core.files import inside, read_json, refuse_links_out, refuse_pointer
-from meshwright.data.sources.formats import MEDIA_COLUMNS as COLUMNS
-from meshwright.data.sources.formats import BadRow, Record
-from meshwright.data.text.tokenizers import AligningTokenizer, Tokenizer
 from meshwright.introspection.source import KEY, TRUST, import_transformers
+
+from .formats import MEDIA_COLUMNS as COLUMNS
+from .formats import BadRow, Record
+from .packing import Rows
+from .tokenizers import AligningTokenizer, Tokenizer
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
 
 # --- find and open the image files that records name, inside the folder of the data file
 
@@ -512,3 +513,37 @@ def _keys(config: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):  # refused, with the reason, where the model is read
         return {}
     return found if isinstance(found, dict) else {}
+
+
+IMAGES = "images"
+"""The key of rows that holds a tuple of ``ImageFile`` for each row; an object array of shape (rows,)."""
+PER_ROW = "images_per_row"
+"""The key of a batch that holds the number of each row's images, int64 (rows,)."""
+
+
+_PACKED = ("positions", "document_ids")
+
+
+@dataclass(frozen=True)
+class PixelReader:
+    """Turns rows that name images into a batch with their pixels, by the model's own processor."""
+
+    processor: VisionProcessor
+
+    def __call__(self, rows: Rows) -> Rows:
+        """Return rows with ``images_per_row`` and the tensors of images under the names of the model's arguments.
+
+        The tensors are joined in the order of the rows, and left out where no row has an image. Positions and document
+        ids are left out too: each row holds one document, whose positions the model counts by its images.
+
+        Raises:
+            ConfigError: an image does not open, or the processor refuses it.
+            IntegrityError: an image is of another size than when the data was tokenised.
+        """
+        named = rows.get(IMAGES)  # absent where no row could be read
+        files = [()] * len(rows["tokens"]) if named is None else [images or () for images in named.tolist()]
+        batch = {key: values for key, values in rows.items() if key not in (IMAGES, *_PACKED)}
+        if self.processor.token_kinds:
+            batch[self.processor.token_kinds] = self.processor.kinds_of(batch["tokens"])
+        pixels, counts = self.processor.pixels([[open_image(image) for image in images] for images in files])
+        return batch | {PER_ROW: counts} | pixels

@@ -20,7 +20,8 @@ from typing import IO, Any, Protocol
 
 from meshwright.core.errors import ConfigError, MissingExtraError, nearest
 from meshwright.core.files import inside
-from meshwright.data.options import FARMYARD
+
+from .options import FARMYARD
 
 # --- define records
 

@@ -8,29 +8,45 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import json
 import logging
 import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from meshwright.core.errors import ConfigError
+import numpy as np
+
+from meshwright.core.errors import ConfigError, MissingExtraError
 from meshwright.core.files import sync_folder
 from meshwright.core.host import default_cache_dir
-from meshwright.data.holdout import check_fraction
-from meshwright.data.images.files import NO_IMAGES, Vision
-from meshwright.data.options import SourceOptions
-from meshwright.data.sources.scan import TOKEN_FORMATS, Scan, scan_sources
-from meshwright.data.text.tokenizers import Tokenizer
 
-from .arrays import changed_images
-from .building import TokenisingRecipe, files_of, image_folders
-from .corpus import Meta, TooLong, find_damage, has_documents_of, open_tokenised, read_meta
+from .building import TokenisingRecipe, check_fraction, files_of, image_folders, texts_of
+from .corpus import (
+    TRAINING,
+    Meta,
+    Pictured,
+    TooLong,
+    beside_images,
+    changed_images,
+    find_damage,
+    has_documents_of,
+    open_tokenised,
+    read_meta,
+)
+from .formats import RECORD_FORMATS, BadRow
+from .images import NO_IMAGES, PixelReader, Vision
 from .mapped import PREFIX, Index, IndexingRecipe, open_index
-from .packing import Corpus
+from .options import MixturePart, SourceOptions
+from .packing import Corpus, Whole
+from .scan import TOKEN_FORMATS, Scan, scan_sources
+from .tokenizers import ByteTokenizer, FileTokenizer, Tokenizer
+from .turns import Example
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]
@@ -268,3 +284,190 @@ def only_one(path: Path, say: Say, what: str = "corpus") -> Iterator[bool]:
             )
             alone = False
         yield alone
+
+
+def open_parts(
+    prepared: Sequence[Prepared], parts: Sequence[MixturePart], vision: Vision
+) -> tuple[list[Corpus], PixelReader | None]:
+    """Open the parts of a mixture; return them, and the reader of their images if one has any.
+
+    Raises:
+        UnsupportedError: one part has images, and another is plain text.
+    """
+    corpora = [open_corpus(p.folder, part.too_long, p.scan) for p, part in zip(prepared, parts, strict=True)]
+    corpora = beside_images(corpora, [part.name for part in parts])
+    return corpora, PixelReader(vision.processor) if isinstance(corpora[0].training, Pictured) else None
+
+
+MOST = 10_000
+"""Records that are counted of a source."""
+_NAMED = 3
+"""Records that cannot be used and are named with the reason."""
+
+
+@dataclass(frozen=True)
+class Account:
+    """What becomes of the first records of a source.
+
+    Attributes:
+        records: those that were read.
+        all_records: those that there are.
+        unusable: the reason of each that cannot be used.
+        split: the documents of those that can; None where documents are cut into rows, and all is learnt.
+        tokens, learnt: of all documents.
+        notes: columns that are not read, and where texts and tokens differ.
+    """
+
+    records: int
+    all_records: int
+    unusable: list[str]
+    split: Whole | None
+    tokens: int
+    learnt: int
+    notes: list[str]
+
+    def lines(self, seq_len: int) -> Iterator[tuple[str, str]]:
+        """Yield a title and a sentence for each fact."""
+        among = "" if self.records == self.all_records else f", the first of {self.all_records:,}"
+        bad = f"; {len(self.unusable):,} of them cannot be used:" if self.unusable else ", all of which can be used"
+        yield "records", f"{self.records:,}{among}{bad}"
+        yield from (("", reason) for reason in self.unusable[:_NAMED])
+        if (more := len(self.unusable) - _NAMED) > 0:
+            yield "", f"and {more:,} more"
+        tokens, learnt = self.tokens, self.learnt
+        if self.split is not None and self.split.too_long != "refuse":
+            tokens, learnt = self.split.n_kept(seq_len)
+        yield "learnt", f"{learnt:,} of {tokens:,} tokens"
+        if self.split is not None and (n := self.split.n_too_long(seq_len)):
+            cut = replace(self.split, too_long="truncate").n_unlearnt(seq_len)
+            fate = {"refuse": "refused", "skip": "left out"}.get(
+                self.split.too_long, f"cut short, {cut:,} of them left out, since nothing to learn is left"
+            )
+            yield (
+                "rows",
+                f"{n:,} of {self.split.n_documents:,} documents are longer than data.seq_len = {seq_len}: {fate}",
+            )
+        yield from (("note", note) for note in self.notes)
+
+
+def account_of(recipe: TokenisingRecipe) -> Account:
+    """Read up to MOST records, also where one of them cannot be used, and count what becomes of them.
+
+    Raises:
+        ConfigError: none of them can be used.
+    """
+    found: list[Example] = []
+    bad: list[str] = []
+    every = ((file, row) for file in recipe.scan.files for row in RECORD_FORMATS[recipe.scan.format].records(file.path))
+    n = 0
+    for file, (number, record) in islice(every, MOST):
+        n += 1
+        try:
+            found += recipe.examples_of(file, number, record)
+        except BadRow as error:
+            bad.append(str(error))
+    if bad and not found:
+        raise ConfigError(f"none of {n:,} records can be used. The first: {bad[0]}")
+    encoder = recipe.encoder()
+    encoded = list(encoder.encode((TRAINING, example) for example in found))
+    ids = [each for _, each, _, _ in encoded]
+    total = sum(map(len, ids))
+    masks = [mask for _, _, mask, _ in encoded if mask is not None]
+    split = None
+    if recipe.task.is_whole and ids:
+        offsets = np.cumsum([0, *map(len, ids)])
+        is_learnt = np.concatenate(masks).astype(np.uint8)
+        split = Whole(TRAINING, np.concatenate(ids), offsets, is_learnt, recipe.options.too_long)
+    learnt = total if split is None else int(split.is_learnt.sum())
+    notes = [*encoder.notes(), *recipe.notes()]
+    return Account(n, sum(file.n_records for file in recipe.scan.files), bad, split, total, learnt, notes)
+
+
+BPE = "bpe:"
+END = "<|endoftext|>"
+MAX_CHARACTERS = 200_000_000
+"""Number of characters that a tokenizer is trained on; more text changes little."""
+
+
+def vocabulary_of(name: str) -> int:
+    """Return the size in ``bpe:SIZE``.
+
+    Raises ConfigError for an invalid size; the smallest has the 256 bytes, the end of a document and one more token.
+    """
+    words = name.removeprefix(BPE)
+    if not words.isdecimal() or int(words) < 258:
+        raise ConfigError(
+            f"data.tokenizer = {name!r} must be bpe:SIZE, with a vocabulary of 258 or more, like bpe:8000"
+        )
+    return int(words)
+
+
+def trained_bpe(
+    name: str, sources: Sequence[SourceOptions], cache_dir: str | Path | None, say: Callable[[str], None]
+) -> FileTokenizer:
+    """Return the tokenizer ``bpe:SIZE`` of the sources' text, including held-out text.
+
+    It is read from the cache, or trained and cached. Safe in concurrent processes: one trains, the others wait.
+
+    Raises:
+        ConfigError: the size is invalid, or a source holds token ids instead of text.
+        MissingExtraError: the package ``tokenizers`` is not installed.
+    """
+    size = vocabulary_of(name)
+    root = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
+    scans = [scan_sources(options.source, options.format, memory=root) for options in sources]
+    for scan in scans:
+        if scan.format in TOKEN_FORMATS:
+            raise ConfigError(
+                f"data.tokenizer = {name!r} is trained on text, and {scan.files[0].path} holds token ids: name the"
+                f" tokenizer that made them"
+            )
+    made_of: list[object] = [2, size, MAX_CHARACTERS]
+    for options, scan in zip(sources, scans, strict=True):
+        template = Path(options.template).expanduser().read_text(encoding="utf-8") if options.template else ""
+        files = [[file.name, file.digest] for file in scan.files]
+        made_of.append([scan.format, options.task, options.column, template, files])
+    path = root / f"bpe-{hashlib.blake2b(json.dumps(made_of).encode(), digest_size=16).hexdigest()}" / "tokenizer.json"
+    try:
+        if not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with only_one(path.with_name("lock"), say, "tokenizer"):
+                if not path.is_file():
+                    say(f"training a tokenizer of {size} tokens into {path}")
+                    _train(size, _texts(sources, scans), path)
+    except OSError as error:
+        raise ConfigError(
+            f"data.cache: cannot store the tokenizer under {root}: {error}. Set data.cache to a folder that can be"
+            f" written"
+        ) from error
+    return FileTokenizer(path, END)
+
+
+def _texts(sources: Sequence[SourceOptions], scans: Sequence[Scan]) -> Iterator[str]:
+    left = MAX_CHARACTERS
+    for options, scan in zip(sources, scans, strict=True):
+        for text in texts_of(scan, options, ByteTokenizer()):
+            yield text[:left]
+            left -= len(text)
+            if left <= 0:
+                return
+
+
+def _train(size: int, texts: Iterator[str], path: Path) -> None:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise MissingExtraError("training a tokenizer", "tokenizers", "hf") from error
+    trained = tokenizers.Tokenizer(tokenizers.models.BPE())
+    trained.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    trained.train_from_iterator(texts, trainer)
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    trained.save(str(temporary))
+    os.replace(temporary, path)

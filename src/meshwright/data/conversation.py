@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.core.errors import ConfigError
-from meshwright.data.sources.formats import BadRow, Record, column
-from meshwright.data.text.turns import Example, Message, Piece, Turns, messages_of, tools_of, with_system
 
-from .files import ANSWERS, COLUMNS, IMAGE_PARTS, PROMPTS, ImageFile, VisionProcessor, find_image
+from .formats import BadRow, Record, column
+from .images import ANSWERS, COLUMNS, IMAGE_PARTS, PROMPTS, ImageFile, VisionProcessor, find_image
+from .turns import Example, Message, Piece, Turns, messages_of, tools_of, with_system
 
 MARK = "<image>"
 """The placeholder of an image in plain text, whatever the model's own is, as LLaVA's data has it."""

@@ -11,8 +11,8 @@ from typing import Any
 
 from meshwright.core.errors import ConfigError, MissingExtraError, nearest
 from meshwright.core.files import refuse_pointer
-from meshwright.data.sources.formats import BadRow, Record, column
 
+from .formats import BadRow, Record, column
 from .tokenizers import Tokenizer, special_tokens, template_of
 
 # --- render a conversation as the text that a model reads, with its tokenizer's Jinja template
