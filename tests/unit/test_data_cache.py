@@ -204,7 +204,7 @@ def test_the_default_folder_is_the_users_cache(texts, monkeypatch, tmp_path):
 PROCESS = """
 import errno, fcntl, os, signal, sys, time
 from pathlib import Path
-from meshwright.data.corpus import cache
+from meshwright.data import cache
 from meshwright.data.cache import prepare
 from meshwright.data.tokenizers import ByteTokenizer
 
