@@ -61,7 +61,18 @@ def run(argv: list[str]) -> int:
         return _convert_saved(Path(argv[0]), Path(argv[1]), form, base, dtype, {"--step": step, "--like": like})
     _refuse_other_folder(Path(argv[0]))
     folder, config = open_run(argv[0], trusted=options.trust)
-    _refuse_other_form(argv[0], form, config, base, like)
+    run = argv[0]
+    if config.adapters is not None and form == "hf":
+        raise ConfigError(
+            f"{run} trained adapters: --to merged writes the model with the adapters added, --to adapter the adapters"
+            f" alone"
+        )
+    if config.adapters is None and form != "hf":
+        raise ConfigError(f"{run} trained a whole model, no adapters: write the model with --to hf")
+    if base is not None and form == "hf":
+        raise ConfigError(f"--base {base}: the run {run} trained a whole model, no adapters; leave --base out")
+    if like is not None and form != "hf":
+        raise ConfigError(f"--like is for --to hf; with --to {form} leave it out")
     written = _convert(folder, config, Path(argv[1]), form, base, like, {"step": step, "dtype": dtype})
     _say(written, form, beside=f"{base or config.model.hf}{_in_4_bits(config)}")
     if not written.has_tokenizer:
@@ -114,21 +125,6 @@ def _convert_saved(
         source = "--base names a folder without one" if base is not None else "give the model's folder with --base"
         print(f"no tokenizer is there: {source}")
     return 0
-
-
-def _refuse_other_form(run: str, form: str, config: Config, base: Path | None, like: str | None) -> None:
-    """Raise ConfigError for a form that does not fit how the run trained, or flags that do not fit the form."""
-    if config.adapters is not None and form == "hf":
-        raise ConfigError(
-            f"{run} trained adapters: --to merged writes the model with the adapters added, --to adapter the adapters"
-            f" alone"
-        )
-    if config.adapters is None and form != "hf":
-        raise ConfigError(f"{run} trained a whole model, no adapters: write the model with --to hf")
-    if base is not None and form == "hf":
-        raise ConfigError(f"--base {base}: the run {run} trained a whole model, no adapters; leave --base out")
-    if like is not None and form != "hf":
-        raise ConfigError(f"--like is for --to hf; with --to {form} leave it out")
 
 
 def _convert(

@@ -71,7 +71,22 @@ def run(argv: list[str]) -> int:
     if options.max_world is not None and not options.all:
         raise ConfigError("--max-world says how far --all goes: add --all, or leave it out")
     if options.write_trace is not None:
-        return _write_trace(config, options.write_trace, options)
+        for name in ("layout", "model", "dtypes", "all", "shrink", "json"):
+            if getattr(options, name):
+                raise ConfigError(
+                    f"--{name} and --write-trace are both given: a trace is of what one process makes of the config as"
+                    f" it is"
+                )
+        from meshwright.training.views.display import build_progress
+        from meshwright.verification.trace_writer import summary, write_trace
+
+        file = options.write_trace.expanduser()
+        if not file.parent.is_dir():
+            raise ConfigError(f"--write-trace = {options.write_trace}: there is no folder {file.parent}")
+        with build_progress(is_main=True) as progress:
+            trace = write_trace(config, file, options.trace_steps or TRACE_STEPS, progress)
+        print(summary(trace, file))
+        return 0
     if options.trace_steps is not None:
         raise ConfigError("--trace-steps says how long a trace is: add --write-trace FILE, or leave it out")
     layouts = [_closed(text) for text in options.layout]
@@ -91,25 +106,6 @@ def _own(config: Config) -> Layout:
             " its own open"
         )
     return config.layout
-
-
-def _write_trace(config: Config, path: Path, options: VerifyOptions) -> int:
-    for name in ("layout", "model", "dtypes", "all", "shrink", "json"):
-        if getattr(options, name):
-            raise ConfigError(
-                f"--{name} and --write-trace are both given: a trace is of what one process makes of the config as it"
-                f" is"
-            )
-    from meshwright.training.views.display import build_progress
-    from meshwright.verification.trace_writer import summary, write_trace
-
-    file = path.expanduser()
-    if not file.parent.is_dir():
-        raise ConfigError(f"--write-trace = {path}: there is no folder {file.parent}")
-    with build_progress(is_main=True) as progress:
-        trace = write_trace(config, file, options.trace_steps or TRACE_STEPS, progress)
-    print(summary(trace, file))
-    return 0
 
 
 def _dtypes(named: str | None, config: Config) -> tuple[str, ...]:

@@ -530,7 +530,14 @@ class TokenisingRecipe:
         self.ignored.update(name for name in self.task.ignore if name in record)
         self.nulls += getattr(record, "nulls", 0)
         examples = self.task.examples_in(record, where, folder_of(file))
-        _check_text(examples, where)
+        for example in examples:
+            for text, _ in example:
+                try:
+                    text.encode("utf-8")
+                except UnicodeEncodeError as error:
+                    raise BadRow(
+                        f"{where}: the text holds half a character ({text[error.start]!r} at character {error.start})"
+                    ) from None
         return examples
 
     def _rows(self, file: SourceFile, skipped: dict[str, int], say: Say) -> Iterator[tuple[int, list[Example]]]:
@@ -562,18 +569,6 @@ def folder_of(file: SourceFile) -> Path:
 def image_folders(scan: Scan) -> list[Path]:
     """Return the folders of a scan's files, each once, in the order of the files."""
     return list(dict.fromkeys(map(folder_of, scan.files)))
-
-
-def _check_text(examples: list[Example], where: str) -> None:
-    """Raise BadRow for text that cannot be encoded as UTF-8."""
-    for example in examples:
-        for text, _ in example:
-            try:
-                text.encode("utf-8")
-            except UnicodeEncodeError as error:
-                raise BadRow(
-                    f"{where}: the text holds half a character ({text[error.start]!r} at character {error.start})"
-                ) from None
 
 
 def texts_of(scan: Scan, options: SourceOptions, tokenizer: Tokenizer) -> Iterator[str]:

@@ -156,7 +156,13 @@ class JsonList:
             if is_list:
                 yield from _items(text)
         if not is_list:
-            _check_first_line(path)
+            number, line = next(_lines(path), (0, b"{}"))
+            if not isinstance(_parse(path, number, line), dict):
+                raise ConfigError(
+                    f"data.source: {path} is one JSON document that is no list of records ([{_LIKE}, ...]), nor an"
+                    f" object per line: write out the list that it holds (jq .KEY {path.name} > records.json), or set"
+                    f" data.format = 'text' to train on its characters"
+                )
             yield from JsonLines().records(path)
 
 
@@ -185,17 +191,6 @@ def _items(text: _ListText) -> Iterator[tuple[int, Record | BadRow]]:
     text.at += 1
     if sign := text.next_sign():
         raise text.broken(number, f"the list ends, and {sign!r} follows")
-
-
-def _check_first_line(path: Path) -> None:
-    """Raise ConfigError for a document that is neither a list nor lines of objects."""
-    number, line = next(_lines(path), (0, b"{}"))
-    if not isinstance(_parse(path, number, line), dict):
-        raise ConfigError(
-            f"data.source: {path} is one JSON document that is no list of records ([{_LIKE}, ...]), nor an object per"
-            f" line: write out the list that it holds (jq .KEY {path.name} > records.json), or set data.format = 'text'"
-            f" to train on its characters"
-        )
 
 
 class _ListText:

@@ -230,11 +230,6 @@ class VisionProcessor:
                 f" Qwen2.5-VL and SmolVLM"
             )
         self.image_token_ids = np.array([int(i) for i in self._processor.image_token_ids], dtype=np.int64)
-        self._probe()
-        self._text_of = functools.lru_cache(_SIZES)(self._replacement)
-
-    def _probe(self) -> None:
-        """Learn from blank images which outputs mark tokens, and which have an entry for each row of a batch."""
         blank = _blank(*_PROBE)
         found = self._call([blank, blank])
         ids = np.asarray(found["input_ids"]).reshape(-1)
@@ -248,6 +243,7 @@ class VisionProcessor:
                     f" images ({self.image_token_ids.tolist()}), which meshwright does not compute"
                 )
         self._per_row = frozenset(key for key, value in self._pixels_in(found).items() if len(value) == 1)
+        self._text_of = functools.lru_cache(_SIZES)(self._replacement)
 
     @property
     def template(self) -> str | None:

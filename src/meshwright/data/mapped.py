@@ -110,7 +110,16 @@ class IndexingRecipe:
 
     def _look(self, path: Path, format: str, options: SourceOptions) -> MappedFile:
         if format == "npy":
-            return _npy(path)
+            try:
+                array = np.lib.format.open_memmap(path, mode="r")
+            except (ValueError, OSError, SyntaxError, RecursionError, MemoryError, OverflowError, TypeError) as error:
+                raise ConfigError(f"data.source: {path} is no .npy file that numpy reads: {error}") from error
+            if array.ndim != 1 or array.dtype.kind not in "ui":
+                raise ConfigError(
+                    f"data.source: {path} holds an array of shape {array.shape} and dtype {array.dtype}; it must be"
+                    f" 1-D, of whole numbers (numpy.save('{path.name}', array.reshape(-1).astype('uint16')))"
+                )
+            return _mapped(path, array.dtype.str, int(array.offset), len(array))
         if format == "bin":
             return _flat(path, options.dtype)
         file, documents = _megatron(path)
@@ -282,19 +291,6 @@ def read_index(folder: Path) -> Index:
 def _mapped(path: Path, dtype: str, begin: int, n_tokens: int) -> MappedFile:
     status = path.stat()
     return MappedFile(str(path.absolute()), status.st_size, status.st_mtime_ns, dtype, begin, n_tokens, 0)
-
-
-def _npy(path: Path) -> MappedFile:
-    try:
-        array = np.lib.format.open_memmap(path, mode="r")
-    except (ValueError, OSError, SyntaxError, RecursionError, MemoryError, OverflowError, TypeError) as error:
-        raise ConfigError(f"data.source: {path} is no .npy file that numpy reads: {error}") from error
-    if array.ndim != 1 or array.dtype.kind not in "ui":
-        raise ConfigError(
-            f"data.source: {path} holds an array of shape {array.shape} and dtype {array.dtype}; it must be 1-D, of"
-            f" whole numbers (numpy.save('{path.name}', array.reshape(-1).astype('uint16')))"
-        )
-    return _mapped(path, array.dtype.str, int(array.offset), len(array))
 
 
 def _flat(path: Path, dtype: str) -> MappedFile:

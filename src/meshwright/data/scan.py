@@ -329,7 +329,7 @@ def _files_of(source: str, format: str, split: str) -> tuple[list[tuple[str, Pat
     if format == "dataset":
         refuse_links_out(root)
     if not root.is_dir() or format == "dataset":
-        return [(root.name, _index_of(root) if format == "megatron" else root)], 0
+        return [(root.name, root.with_suffix(".idx") if format == "megatron" else root)], 0
     every = [(path.relative_to(root).as_posix(), path) for path in _walk(root, frozenset({"__pycache__"}), source)]
     suffixes = TEXT_SUFFIXES if format == "text" else SUFFIXES[format]
     chosen = sorted((name, path) for name, path in every if suffix_of(path) in suffixes)
@@ -343,11 +343,6 @@ def _files_of(source: str, format: str, split: str) -> tuple[list[tuple[str, Pat
     if format in RECORD_FORMATS or split:
         chosen = of_split(chosen, split, root)
     return chosen, len(every) - len(chosen) - (len(chosen) if format == "megatron" else 0)
-
-
-def _index_of(path: Path) -> Path:
-    """Return the path of Megatron's index of a .bin file."""
-    return path.with_suffix(".idx")
 
 
 def _walk(root: Path, left_out: Iterable[str], source: str) -> Iterator[Path]:

@@ -207,27 +207,25 @@ class Task:
         if self.ignore:
             record = without(record, self.ignore)
         try:
-            return self._examples(record, where, folder)
+            if self.pictured is not None:
+                examples = self.pictured.examples(record, where, folder)
+            else:
+                if self.refusal and names_images(record):
+                    raise BadRow(f"{where}: the record has images, {self.refusal}")
+                examples = self.examples(record, where)
+            untold = [name for name in self.missed if (value := record.get(name)) and not _is_told(value, examples)]
+            if untold:
+                raise BadRow(
+                    f"{where}: the column '{untold[0]}' holds {str(record[untold[0]])[:60]!r}, and the task"
+                    f" '{self.name}' does not read it (it reads {', '.join(self.columns)}). Write it into these, or"
+                    f" leave it out",
+                    untold,
+                )
+            return examples
         except BadRow as error:
             if not error.columns:
                 raise
             raise BadRow(f"{error} on purpose: data.ignore = {[*self.ignore, *error.columns]}{self.advice}") from None
-
-    def _examples(self, record: Record, where: str, folder: Path) -> list[Example]:
-        if self.pictured is not None:
-            examples = self.pictured.examples(record, where, folder)
-        else:
-            if self.refusal and names_images(record):
-                raise BadRow(f"{where}: the record has images, {self.refusal}")
-            examples = self.examples(record, where)
-        untold = [name for name in self.missed if (value := record.get(name)) and not _is_told(value, examples)]
-        if untold:
-            raise BadRow(
-                f"{where}: the column '{untold[0]}' holds {str(record[untold[0]])[:60]!r}, and the task '{self.name}'"
-                f" does not read it (it reads {', '.join(self.columns)}). Write it into these, or leave it out",
-                untold,
-            )
-        return examples
 
 
 def without(record: Record, names: tuple[str, ...]) -> Record:

@@ -478,7 +478,13 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
     if name_or_path == BYTES:
         return ByteTokenizer()
     if name_or_path.startswith("ids:"):
-        return _id_tokenizer(name_or_path)
+        words = name_or_path.split(":")[1:]
+        if not all(word.isdecimal() for word in words) or len(words) != 2 or not int(words[1]) < int(words[0]):
+            raise ConfigError(
+                f"data.tokenizer = {name_or_path!r} must be ids:VOCABULARY:END, the number of ids and the id (below it)"
+                f" that ends a document, like ids:50257:50256"
+            )
+        return IdTokenizer(int(words[0]), int(words[1]))
     if name_or_path.strip() and Path(name_or_path).expanduser().exists():
         return FileTokenizer(name_or_path)
     raise ConfigError(
@@ -487,16 +493,6 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
         f" transformers.AutoTokenizer.from_pretrained({name_or_path!r}).save_pretrained('folder') and set"
         f" data.tokenizer = 'folder'"
     )
-
-
-def _id_tokenizer(name: str) -> IdTokenizer:
-    words = name.split(":")[1:]
-    if not all(word.isdecimal() for word in words) or len(words) != 2 or not int(words[1]) < int(words[0]):
-        raise ConfigError(
-            f"data.tokenizer = {name!r} must be ids:VOCABULARY:END, the number of ids and the id (below it) that ends"
-            f" a document, like ids:50257:50256"
-        )
-    return IdTokenizer(int(words[0]), int(words[1]))
 
 
 # --- turn ids into text as they come, without ever giving half a character
