@@ -113,8 +113,11 @@ def load(
     path = Path(os.path.abspath(path))
     manifest = open_manifest(path)
     verify_files(path, manifest)
-    wanted = _without_frozen(parallel_model, model_tensors(parallel_model), manifest)
-    agree.together(lambda: _check_model(wanted, manifest, path, elsewhere=_all_names(parallel_model)))
+    facts, plan = parallel_model.facts, parallel_model.plan
+    left_out = {f"model.{name}" for name in set(manifest.left_out) & set(plan.frozen)}
+    wanted = {key: tensor for key, tensor in model_tensors(parallel_model).items() if key not in left_out}
+    every = {f"model.{fact.name}" for fact in (*facts.parameters, *facts.buffers)}  # a pipeline's rank has some of them
+    agree.together(lambda: _check_model(wanted, manifest, path, elsewhere=every))
     agree.together(lambda: _check_rounding(parallel_model, manifest, path))
     state: dict[str, Tensor] = {}
     options: list[dict[str, Any]] = []
@@ -123,7 +126,12 @@ def load(
         state = empty_optimizer_tensors(parallel_model, optimizer, manifest.tensors)
         if restore_options:
             options = agree.together(lambda: _options(parallel_model, optimizer, manifest, path)) or []
-    random_state = _own_random_state(manifest)
+    random_state: dict[str, Tensor] = {}
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    written = {key: entry for key, entry in manifest.tensors.items() if key.startswith("random.")}
+    if {int(key.rpartition("rank")[2]) for key in written if key.startswith("random.cpu.")} == set(range(world)):
+        own = {f"random.{device}.rank{rank}" for device in (CPU, local_device())}
+        random_state = {key: torch.zeros(row.shape, dtype=torch.uint8) for key, row in written.items() if key in own}
     read_tensors({**wanted, **state, **random_state}, path)
     if optimizer is None and not parallel_model.is_lent:
         begin_anew(parallel_model.parts)
@@ -136,17 +144,6 @@ def load(
     parallel_model.copy_shared()
     restore_streams({key.split(".")[1]: state for key, state in random_state.items()})
     return manifest.extra
-
-
-def _without_frozen(model: ParallelModel, wanted: dict[str, Tensor], manifest: Manifest) -> dict[str, Tensor]:
-    """Leave out parameters that the writer left out, and that are frozen here too."""
-    left_out = {f"model.{name}" for name in set(manifest.left_out) & set(model.plan.frozen)}
-    return {key: tensor for key, tensor in wanted.items() if key not in left_out}
-
-
-def _all_names(model: ParallelModel) -> set[str]:
-    """List the names of the whole model, of which a pipeline's rank has some."""
-    return {f"model.{fact.name}" for fact in (*model.facts.parameters, *model.facts.buffers)}
 
 
 def open_manifest(path: Path) -> Manifest:
@@ -190,7 +187,8 @@ def _check_model(wanted: dict[str, Tensor], manifest: Manifest, path: Path, else
         here, there = shape_and_dtype(wanted[key]), (stored[key].shape, stored[key].dtype)
         if here != there:
             name = key.removeprefix("model.")
-            was, now = (_in_4_bits(is_so) for is_so in (name in manifest.in_4_bits, here[1] == STORED))
+            in_4_bits = " (in 4 bits, by techniques.quantize_frozen = nf4 and what was frozen)"
+            was, now = (in_4_bits * is_so for is_so in (name in manifest.in_4_bits, here[1] == STORED))
             text = f"{name} is {there[1]}{list(there[0])} there{was} and {here[1]}{list(here[0])} in the model{now}"
             problems.append(text)
     if problems:
@@ -198,10 +196,6 @@ def _check_model(wanted: dict[str, Tensor], manifest: Manifest, path: Path, else
         raise ConfigError(
             f"{path} is a checkpoint of another model: {'; '.join(sorted(problems)[:4])}{more}. Nothing was loaded."
         )
-
-
-def _in_4_bits(is_so: bool) -> str:
-    return " (in 4 bits, by techniques.quantize_frozen = nf4 and what was frozen)" if is_so else ""
 
 
 def _check_rounding(model: ParallelModel, manifest: Manifest, path: Path) -> None:
@@ -249,22 +243,12 @@ def _options(
         different = next((name for name in others if saved[name] != options), None)
         if different is not None:
             raise ConfigError(
-                f"{path} was written with other optimizer groups: {first} and {different} had different options"
-                f" there, and are in one"
-                f" group here. Group the parameters alike, or load with restore_options=False. Nothing was loaded."
+                f"{path} was written with other optimizer groups: {first} and {different} had different options there,"
+                f" and are in one group here. Group the parameters alike, or load with restore_options=False. Nothing"
+                f" was loaded."
             )
         found.append(options)
     return found
-
-
-def _own_random_state(manifest: Manifest) -> dict[str, Tensor]:
-    """Allocate this rank's random streams; none if a world of another size wrote the checkpoint."""
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    writers = {int(key.rpartition("rank")[2]) for key in manifest.tensors if key.startswith("random.cpu.")}
-    if writers != set(range(world)):
-        return {}
-    keys = {f"random.{device}.rank{rank}" for device in (CPU, local_device())}
-    return {key: torch.zeros(entry.shape, dtype=torch.uint8) for key, entry in manifest.tensors.items() if key in keys}
 
 
 def to_be_loaded(model: nn.Module) -> set[str]:

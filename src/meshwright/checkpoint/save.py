@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError
-from meshwright.core.files import sync_folder
 from meshwright.core.record import recall
 from meshwright.distributed.mesh import is_first_of_stage
 from meshwright.distributed.parallel_model import ParallelModel
@@ -156,56 +155,59 @@ def save(
         ConfigError: ``path`` exists and is no checkpoint, or ``extra`` holds something that JSON cannot.
         IntegrityError: a rank could not write (then on every rank); an older checkpoint of that name is still there.
     """
-    with parallel_model.averaged():
-        _save(parallel_model, Path(os.path.abspath(path)), optimizer, extra, only_trained=only_trained)
-
-
-def _save(
-    parallel_model: ParallelModel,
-    path: Path,
-    optimizer: torch.optim.Optimizer | None,
-    extra: dict[str, Any] | None,
-    *,
-    only_trained: bool,
-) -> None:
+    path, plan = Path(os.path.abspath(path)), parallel_model.plan
     partial = beside(path, PARTIAL)
-    tensors = model_tensors(parallel_model) | _random_state()
-    left_out = sorted(parallel_model.plan.frozen) if only_trained else []
-    frozen = {name: tensors.pop(key) for name in left_out if (key := f"model.{name}") in tensors}
-    groups: list[dict[str, Any]] = []
-    if optimizer is not None:
-        tensors |= optimizer_tensors(parallel_model, optimizer)
-        groups = group_records(parallel_model, optimizer)
-    _together(lambda: _make_room(path, partial, extra), here=_is_first(), what=f"cannot prepare {partial}")
-    _together(lambda: _write(tensors, partial), what=f"cannot write {partial}")
-    own = _together(lambda: _describe_own(partial), what=f"cannot read back {partial}")
-    files = {name: entry for theirs in agree.everybody_says(own) for name, entry in theirs.items()}
-    kind = type(optimizer).__name__ if optimizer is not None else ""
-    if parallel_model.plan.pipeline is not None:
-        groups = merged_groups(agree.everybody_says(groups))
-    entries = _entries(tensors, differ=parallel_model.plan.pipeline is not None)
-    scale = parallel_model.loss_scale.state() if parallel_model.loss_scale is not None else {}
-    origin = recall(parallel_model, ModelOrigin)
-    plan = parallel_model.plan
-    in_4_bits = dict.fromkeys(sorted(plan.quantize.weights), plan.precision.master) if plan.quantize else {}
-    model, base = (origin.to_json() if origin is not None else {}), runs_of(frozen, parallel_model.mesh, in_4_bits)
-    manifest = Manifest(
-        entries, files, kind, groups, extra or {}, plan.to_json(), scale, left_out, model, base, in_4_bits
-    )
-    _together(lambda: _finish(manifest, partial, path), here=_is_first(), what=f"cannot finish {path}")
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
+    def write() -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*(no_dist|torch.distributed).*")  # one process needs no group
+            shown = {key: in_pieces(tensor) for key, tensor in tensors.items()}
+            dcp.save(shown, storage_writer=Writer(str(partial)), no_dist=agree.alone())
 
-def _random_state() -> dict[str, Tensor]:
-    """Return this rank's random streams."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    return {f"random.{device}.rank{rank}": state for device, state in streams().items()}
+    def describe_own() -> dict[str, FileEntry]:
+        names = sorted(file.name for file in partial.iterdir())
+        return {name: describe_file(partial / name) for name in names[rank::world]}
 
+    def finish() -> None:
+        manifest.write(partial)
+        put_in_place(partial, path)
 
-def _entries(tensors: dict[str, Tensor], *, differ: bool) -> dict[str, TensorEntry]:
-    """List shapes and dtypes of all ranks' tensors, exchanging only random streams unless ranks ``differ``."""
-    mine = {key: TensorEntry(*shape_and_dtype(tensor)) for key, tensor in tensors.items()}
-    shared = {key: entry for key, entry in mine.items() if differ or key.startswith("random.")}
-    return mine | {key: entry for theirs in agree.everybody_says(shared) for key, entry in theirs.items()}
+    with parallel_model.averaged():
+        tensors = model_tensors(parallel_model)
+        tensors |= {f"random.{device}.rank{rank}": state for device, state in streams().items()}
+        left_out = sorted(plan.frozen) if only_trained else []
+        frozen = {name: tensors.pop(key) for name in left_out if (key := f"model.{name}") in tensors}
+        groups: list[dict[str, Any]] = []
+        if optimizer is not None:
+            tensors |= optimizer_tensors(parallel_model, optimizer)
+            groups = group_records(parallel_model, optimizer)
+        _together(lambda: _make_room(path, partial, extra), here=rank == 0, what=f"cannot prepare {partial}")
+        _together(write, what=f"cannot write {partial}")
+        own = _together(describe_own, what=f"cannot read back {partial}")
+        files = {name: entry for theirs in agree.everybody_says(own) for name, entry in theirs.items()}
+        entries = {key: TensorEntry(*shape_and_dtype(tensor)) for key, tensor in tensors.items()}
+        differ = plan.pipeline is not None  # else only the random streams of ranks do
+        if differ:
+            groups = merged_groups(agree.everybody_says(groups))
+        own_entries = {key: entry for key, entry in entries.items() if differ or key.startswith("random.")}
+        entries |= {key: entry for theirs in agree.everybody_says(own_entries) for key, entry in theirs.items()}
+        origin = recall(parallel_model, ModelOrigin)
+        in_4_bits = dict.fromkeys(sorted(plan.quantize.weights), plan.precision.master) if plan.quantize else {}
+        manifest = Manifest(
+            entries,
+            files,
+            optimizer=type(optimizer).__name__ if optimizer is not None else "",
+            groups=groups,
+            extra=extra or {},
+            plan=plan.to_json(),
+            loss_scale=parallel_model.loss_scale.state() if parallel_model.loss_scale is not None else {},
+            left_out=left_out,
+            model=origin.to_json() if origin is not None else {},
+            base=runs_of(frozen, parallel_model.mesh, in_4_bits),
+            in_4_bits=in_4_bits,
+        )
+        _together(finish, here=rank == 0, what=f"cannot finish {path}")
 
 
 def _make_room(path: Path, partial: Path, extra: dict[str, Any] | None) -> None:
@@ -221,31 +223,6 @@ def _make_room(path: Path, partial: Path, extra: dict[str, Any] | None) -> None:
         )
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-
-
-def _write(tensors: dict[str, Tensor], partial: Path) -> None:
-    writer = Writer(str(partial))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*(no_dist|torch.distributed).*")  # one process needs no group
-        shown = {key: in_pieces(tensor) for key, tensor in tensors.items()}
-        dcp.save(shown, storage_writer=writer, no_dist=agree.alone())
-
-
-def _describe_own(partial: Path) -> dict[str, FileEntry]:
-    """Compute sizes and checksums of this rank's share of the files."""
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    names = sorted(path.name for path in partial.iterdir())
-    return {name: describe_file(partial / name) for name in names[rank::world]}
-
-
-def _finish(manifest: Manifest, partial: Path, path: Path) -> None:
-    manifest.write(partial)
-    sync_folder(partial)
-    put_in_place(partial, path)
-
-
-def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _together(action: Callable[[], Result], *, what: str, here: bool = True) -> Result:
