@@ -21,7 +21,6 @@ from .corpus import (
     VALIDATION,
     VERSION,
     Encoded,
-    Meta,
     changed_images,
     find_damage,
     read_meta,
@@ -70,7 +69,10 @@ def hold_out(names: Sequence[str], sizes: Sequence[int], fraction: float) -> np.
     if fraction == 0 or len(names) < 2:
         return chosen
     wanted, held = fraction * sum(sizes), 0
-    for i in sorted(range(len(names)), key=lambda i: (_rank(names[i]), i)):
+    # surrogateescape: a file name on disk need not be UTF-8
+    encoded = [name.encode("utf-8", "surrogateescape") for name in names]
+    ranks = [hashlib.blake2b(name, digest_size=16, key=_KEY).digest() for name in encoded]
+    for i in sorted(range(len(names)), key=lambda i: (ranks[i], i)):
         if held + sizes[i] <= wanted:
             chosen[i] = True
             held += sizes[i]
@@ -98,9 +100,9 @@ def hold_out_rows(digests: Sequence[str], counts: Sequence[int], fraction: float
     if fraction == 0 or total < 2:
         return [np.zeros(count, dtype=bool) for count in counts]
     wanted = min(max(1, round(fraction * total)), total - 1)
-    ranks = np.concatenate(
-        [np.random.Philox(key=_key_of(digest)).random_raw(count) for digest, count in zip(digests, counts, strict=True)]
-    )
+    hashes = [hashlib.blake2b(digest.encode(), digest_size=16, key=_KEY).digest() for digest in digests]
+    draws = [np.random.Philox(key=int.from_bytes(one, "little")) for one in hashes]
+    ranks = np.concatenate([draw.random_raw(count) for draw, count in zip(draws, counts, strict=True)])
     chosen = np.zeros(total, dtype=bool)
     chosen[np.argpartition(ranks, wanted - 1)[:wanted]] = True
     return np.split(chosen, np.cumsum(counts)[:-1])
@@ -115,15 +117,6 @@ def cut_point(n_characters: int, fraction: float) -> int:
     if fraction == 0 or n_characters < 2:
         return n_characters
     return min(max(1, round(n_characters * (1 - fraction))), n_characters - 1)
-
-
-def _key_of(digest: str) -> int:
-    return int.from_bytes(hashlib.blake2b(digest.encode(), digest_size=16, key=_KEY).digest(), "little")
-
-
-def _rank(name: str) -> bytes:
-    # surrogateescape: a file name on disk need not be UTF-8
-    return hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=16, key=_KEY).digest()
 
 
 # --- turn examples into ids and a mask of the ids that are learnt, and count where a text and its tokens differ
@@ -328,7 +321,16 @@ class TokenisingRecipe:
         self, scan: Scan, options: SourceOptions, tokenizer: Tokenizer, fraction: float, vision: Vision = NO_IMAGES
     ):
         self.scan, self.options, self.tokenizer, self.fraction, self.vision = scan, options, tokenizer, fraction, vision
-        self.task = self._choose_task()
+        if scan.format != "text":
+            sample = first_record([file.path for file in scan.files], scan.format)
+            self.task = choose_task(options, tokenizer, sample, vision)
+        elif options.task in ("auto", "text"):
+            self.task = choose_task(SourceOptions(task="text"), tokenizer, {})
+        else:
+            raise ConfigError(
+                f"data.task = '{options.task}' needs records (jsonl, parquet or a saved dataset), and these files are"
+                f" text"
+            )
         self.unread: Counter[str] = Counter()
         """Columns that the task does not read, and the number of records that have them."""
         self.ignored: set[str] = set()
@@ -341,17 +343,6 @@ class TokenisingRecipe:
                 f" encode_aligned (see meshwright.data.tokenizers.AligningTokenizer); 'bytes' and tokenizer.json"
                 f" files have it"
             )
-
-    def _choose_task(self) -> Task:
-        if self.scan.format == "text":
-            if self.options.task not in ("auto", "text"):
-                raise ConfigError(
-                    f"data.task = '{self.options.task}' needs records (jsonl, parquet or a saved dataset), and these"
-                    f" files are text"
-                )
-            return choose_task(SourceOptions(task="text"), self.tokenizer, {})
-        sample = first_record([file.path for file in self.scan.files], self.scan.format)
-        return choose_task(self.options, self.tokenizer, sample, self.vision)
 
     @property
     def key(self) -> str:
@@ -372,6 +363,8 @@ class TokenisingRecipe:
             made_of["left_out"] = list(own.ignore)
         return hashlib.blake2b(json.dumps(made_of).encode(), digest_size=16).hexdigest()
 
+    read_meta = staticmethod(read_meta)
+
     @property
     def folder_name(self) -> str:
         return f"corpus-{self.key}{'-skip' if self.options.on_bad_row == 'skip' else ''}"
@@ -389,9 +382,6 @@ class TokenisingRecipe:
         changed = changed_images(folder, image_folders(self.scan)) if meta.pictures else []
         return f"the image {changed[0].path} is not what it was" if changed else ""
 
-    def read_meta(self, folder: Path) -> Meta:
-        return read_meta(folder)
-
     def build(self, folder: Path, target: Path, say: Say, progress: Callable[[int, int], None]) -> None:
         """Tokenise the documents and write them to ``folder``.
 
@@ -400,11 +390,9 @@ class TokenisingRecipe:
             IntegrityError: a file changed since the scan.
         """
         n = len(self.scan.files)
-        what = (
-            f"{n} document{'s' * (n > 1)}"
-            if self.scan.format == "text"
-            else f"{n} {self.scan.format} file{'s' * (n > 1)} (task: {self.task.name})"
-        )
+        what = f"{n} document{'s' * (n > 1)}"
+        if self.scan.format != "text":
+            what = f"{n} {self.scan.format} file{'s' * (n > 1)} (task: {self.task.name})"
         say(f"tokenising {what} with {self.tokenizer!r} into {target}")
         skipped: dict[str, int] = {}
         notes: list[str] = []
@@ -423,7 +411,13 @@ class TokenisingRecipe:
         }
         examples = self._texts(progress) if self.scan.format == "text" else self._records(skipped, say, progress)
         folders = image_folders(self.scan) if self.task.pictured else None
-        meta = write_corpus(folder, self._encoded(examples, notes), facts, folders)
+
+        def encoded() -> Iterator[Encoded]:
+            encoder = self.encoder()
+            yield from encoder.encode(examples)
+            notes.extend([*encoder.notes(), *self.notes()])
+
+        meta = write_corpus(folder, encoded(), facts, folders)
         if not meta.training.n_learnt:
             why = f"{meta.validation.n_documents} held out (data.validation_fraction = {self.fraction})"
             n = meta.training.n_documents
@@ -432,12 +426,6 @@ class TokenisingRecipe:
             )
         learnt = f", {meta.training.n_learnt} of them to be learnt" if meta.is_whole else ""
         say(f"{meta.training.n_tokens} tokens to train on{learnt}, {meta.validation.n_tokens} held out")
-
-    def _encoded(self, examples: Examples, notes: list[str]) -> Iterator[Encoded]:
-        encoder = self.encoder()
-        yield from encoder.encode(examples)
-        notes += encoder.notes()
-        notes += self.notes()
 
     def notes(self) -> list[str]:
         """Name the columns not read or not there, and count the nulls left out, in a sentence each."""

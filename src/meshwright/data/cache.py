@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 
@@ -48,28 +47,11 @@ from .scan import TOKEN_FORMATS, Scan, scan_sources
 from .tokenizers import ByteTokenizer, FileTokenizer, Tokenizer
 from .turns import Example
 
+Recipe = TokenisingRecipe | IndexingRecipe
+"""The steps that build a folder of the cache, named by all that decides its contents, and check that it is whole."""
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]
 """Callback that receives the amount done and the total."""
-
-
-class Recipe(Protocol):
-    """The steps that build a folder of the cache and check that it is complete."""
-
-    @property
-    def folder_name(self) -> str:
-        """A name that is a function of everything that determines the contents."""
-        ...
-
-    def build(self, folder: Path, target: Path, say: Say, progress: Progress) -> None:
-        """Fill the empty ``folder``, which is later renamed to ``target``."""
-        ...
-
-    def find_damage(self, folder: Path) -> str:
-        """Describe the damage in ``folder``; return an empty string if the folder is intact."""
-        ...
-
-    def read_meta(self, folder: Path) -> Any: ...
 
 
 _log = logging.getLogger(__name__)
@@ -134,12 +116,24 @@ def prepare(
     scan = scan_sources(options.source, options.format, memory=root)
     say(f"sources: {scan}")
     made_of = (scan, options, tokenizer, validation_fraction)
-    recipe: Recipe = (
-        IndexingRecipe(*made_of) if scan.format in TOKEN_FORMATS else TokenisingRecipe(*made_of, vision=vision)
-    )
-    first = _begun_with(root, begun, scan) if isinstance(recipe, TokenisingRecipe) else None
-    if isinstance(recipe, TokenisingRecipe) and first is not None and first.meta.key == recipe.key:
-        return _with_images(first, is_skipped=options.on_bad_row == "skip")
+    of_ids = scan.format in TOKEN_FORMATS
+    recipe = IndexingRecipe(*made_of) if of_ids else TokenisingRecipe(*made_of, vision=vision)
+    first, name = None, f"corpus-{begun.partition('-')[0]}"
+    for folder in (root / name, root / f"{name}-skip") if begun and not of_ids else ():
+        if not find_damage(folder, contents=True) and (meta := read_meta(folder)).identity == begun:
+            first = Prepared(folder, begun, scan, meta, False)
+            break
+    if first is not None and isinstance(recipe, TokenisingRecipe) and first.meta.key == recipe.key:
+        assert isinstance(first.meta, Meta)
+        changed = changed_images(first.folder, image_folders(scan)) if first.meta.pictures else []
+        if not changed:
+            return first
+        is_or_are = "is" if len(changed) == 1 else "are"
+        named = f"{_few([str(image.path) for image in changed])} {is_or_are} not as at the start of the run"
+        if options.on_bad_row == "skip":
+            return replace(first, note=f"{named}: rows that have it are left out (data.on_bad_row = 'skip')")
+        advice = "Put that back, or leave out the rows that have it: data.on_bad_row = 'skip'"
+        return replace(first, key=f"changed-{first.key}", other=f"{named}. {advice}")
     folder, was_built = root / recipe.folder_name, False
     try:
         if recipe.find_damage(folder):  # a whole one needs no lock: the cache may be read-only
@@ -154,28 +148,6 @@ def prepare(
     meta = recipe.read_meta(folder)
     made = Prepared(folder, getattr(meta, "identity", meta.key), scan, meta, was_built)
     return made if first is None else _since(made, first)
-
-
-def _begun_with(root: Path, begun: str, scan: Scan) -> Prepared | None:
-    """Return the whole corpus of the cache that has an identity; None without one."""
-    name = f"corpus-{begun.partition('-')[0]}"
-    for folder in (root / name, root / f"{name}-skip") if begun else ():
-        if not find_damage(folder, contents=True) and (meta := read_meta(folder)).identity == begun:
-            return Prepared(folder, begun, scan, meta, False)
-    return None
-
-
-def _with_images(first: Prepared, *, is_skipped: bool) -> Prepared:
-    """Return the corpus that a run began with, with what became of its images."""
-    assert isinstance(first.meta, Meta)
-    changed = changed_images(first.folder, image_folders(first.scan)) if first.meta.pictures else []
-    if not changed:
-        return first
-    named = f"{_few([str(image.path) for image in changed])} {'is' if len(changed) == 1 else 'are'} not as at the start"
-    if is_skipped:
-        return replace(first, note=f"{named} of the run: rows that have it are left out (data.on_bad_row = 'skip')")
-    advice = "Put that back, or leave out the rows that have it: data.on_bad_row = 'skip'"
-    return replace(first, key=f"changed-{first.key}", other=f"{named} of the run. {advice}")
 
 
 def _since(made: Prepared, first: Prepared) -> Prepared:
@@ -414,6 +386,16 @@ def trained_bpe(
         MissingExtraError: the package ``tokenizers`` is not installed.
     """
     size = vocabulary_of(name)
+
+    def texts() -> Iterator[str]:
+        left = MAX_CHARACTERS
+        for options, scan in zip(sources, scans, strict=True):
+            for text in texts_of(scan, options, ByteTokenizer()):
+                yield text[:left]
+                left -= len(text)
+                if left <= 0:
+                    return
+
     root = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
     scans = [scan_sources(options.source, options.format, memory=root) for options in sources]
     for scan in scans:
@@ -434,23 +416,13 @@ def trained_bpe(
             with only_one(path.with_name("lock"), say, "tokenizer"):
                 if not path.is_file():
                     say(f"training a tokenizer of {size} tokens into {path}")
-                    _train(size, _texts(sources, scans), path)
+                    _train(size, texts(), path)
     except OSError as error:
         raise ConfigError(
             f"data.cache: cannot store the tokenizer under {root}: {error}. Set data.cache to a folder that can be"
             f" written"
         ) from error
     return FileTokenizer(path, END)
-
-
-def _texts(sources: Sequence[SourceOptions], scans: Sequence[Scan]) -> Iterator[str]:
-    left = MAX_CHARACTERS
-    for options, scan in zip(sources, scans, strict=True):
-        for text in texts_of(scan, options, ByteTokenizer()):
-            yield text[:left]
-            left -= len(text)
-            if left <= 0:
-                return
 
 
 def _train(size: int, texts: Iterator[str], path: Path) -> None:

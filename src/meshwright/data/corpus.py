@@ -30,6 +30,7 @@ import numpy as np
 from meshwright.core.errors import ConfigError, IntegrityError, UnsupportedError
 from meshwright.core.files import sync_folder
 
+from .formats import digest_of
 from .images import IMAGES, ImageFile, has_changed
 from .packing import Corpus, Rows, Split, Stream, Whole
 from .tasks import TASK as PREFERENCE
@@ -405,7 +406,7 @@ def find_damage(folder: Path, *, contents: bool = False) -> str:
             status = (folder / name).stat()
             if status.st_size != expected:
                 return f"{name} has {status.st_size} bytes and {META} says {expected}"
-            if contents and status.st_mtime_ns > written and _digest_file(folder / name) != meta.digests()[name]:
+            if contents and status.st_mtime_ns > written and digest_of(folder / name) != meta.digests()[name]:
                 return f"the bytes of {name} are not those that were written"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
@@ -518,8 +519,3 @@ def read_meta(folder: Path) -> Meta:
     if values.get("pictures"):
         values["pictures"] = Pictures(**values["pictures"])
     return Meta(**{field.name: values[field.name] for field in fields(Meta) if field.name in values})
-
-
-def _digest_file(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

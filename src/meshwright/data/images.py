@@ -21,7 +21,7 @@ from meshwright.core.files import inside, read_json, refuse_links_out, refuse_po
 from meshwright.introspection.source import KEY, TRUST, import_transformers
 
 from .formats import MEDIA_COLUMNS as COLUMNS
-from .formats import BadRow, Record
+from .formats import BadRow, Record, digest_of
 from .packing import Rows
 from .tokenizers import AligningTokenizer, Tokenizer
 
@@ -138,8 +138,7 @@ def has_changed(image: ImageFile) -> bool:
             return True
         if status.st_mtime_ns == image.mtime_ns:
             return False
-        with open(image.path, "rb") as file:
-            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest() != image.digest
+        return digest_of(image.path) != image.digest
     except OSError:
         return True
 

@@ -7,13 +7,15 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
 from meshwright.core.errors import ConfigError
 from meshwright.core.losses import PADDING
-from meshwright.planning.plan import Plan
+
+if TYPE_CHECKING:
+    from meshwright.planning.plan import Plan
 
 # --- pack documents into samples of equal length that record where each document begins
 
@@ -120,7 +122,8 @@ class Stream:
             labels[row, : len(ahead)] = ahead  # the very last label, if missing, follows a document's end: masked below
         low = np.searchsorted(self.offsets, begins, side="right")
         counts = np.searchsorted(self.offsets, begins + seq_len, side="right") - low
-        row, which = _runs(low, counts)
+        row = np.repeat(np.arange(len(low)), counts)
+        which = np.arange(len(row)) + np.repeat(low - (np.cumsum(counts) - counts), counts)  # the documents of each
         starts = self.offsets[which] - begins[row]  # a document's start within its row, from 1 to seq_len
         labels[row, starts - 1] = IGNORE_INDEX
         inside = starts < seq_len
@@ -206,12 +209,6 @@ def checked(indexes: np.ndarray, n: int, name: str) -> np.ndarray:
             f"sample {indexes.min()} to {indexes.max()} of the {name} split, which has samples 0 to {n - 1}"
         )
     return indexes
-
-
-def _runs(low: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """List low[r], low[r] + 1, ..., low[r] + counts[r] - 1 for each r, with the r of each; vectorised."""
-    row = np.repeat(np.arange(len(low)), counts)
-    return row, np.arange(len(row)) + np.repeat(low - (np.cumsum(counts) - counts), counts)
 
 
 def number_documents(row: np.ndarray, starts: np.ndarray, documents: np.ndarray, positions: np.ndarray) -> None:

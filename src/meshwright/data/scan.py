@@ -80,24 +80,18 @@ def of_split(files: list[tuple[str, Path]], split: str, root: Path) -> list[tupl
         raise ConfigError(
             f"data.source: the folder {root} holds the splits {named}: name the one to train on, like {root / first}"
         )
-    subsets = _subsets(root)
+    try:
+        card = (root / CARD).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        card = ""
+    front = card[3:].partition("\n---")[0] if card.startswith("---") else ""
+    subsets = list(dict.fromkeys(_SUBSET.findall(front)))
     if len(subsets) > 1:
         raise ConfigError(
             f"data.source: {root / CARD} lists the subsets {', '.join(subsets)}, which may differ in their columns:"
             f" name the folder or the files of one in data.source"
         )
     return files
-
-
-def _subsets(root: Path) -> list[str]:
-    """Return the subsets that a data set's card lists in its front matter."""
-    try:
-        text = (root / CARD).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    if not text.startswith("---"):
-        return []
-    return list(dict.fromkeys(_SUBSET.findall(text[3:].partition("\n---")[0])))
 
 
 def cache() -> Path:
@@ -148,28 +142,7 @@ def _folder_of(owner: str, name: str) -> Path:
 _WORDS = " or ".join(f"'{word}'" for word in BUILT_IN)
 
 _PROSE = frozenset({".txt", ".text", ".md", ".rst", ".org", ".tex"})
-_CODE = frozenset(
-    {
-        ".py",
-        ".pyi",
-        ".c",
-        ".h",
-        ".cc",
-        ".cpp",
-        ".hpp",
-        ".cu",
-        ".cuh",
-        ".java",
-        ".js",
-        ".ts",
-        ".go",
-        ".rs",
-        ".jl",
-        ".r",
-        ".sh",
-        ".sql",
-    }
-)
+_CODE = frozenset(".py .pyi .c .h .cc .cpp .hpp .cu .cuh .java .js .ts .go .rs .jl .r .sh .sql".split())
 TEXT_SUFFIXES = _PROSE | _CODE
 """Suffixes of files that count as text in a folder, in upper or lower case."""
 
@@ -428,8 +401,8 @@ class SourceFile:
             ConfigError: the file is not UTF-8.
         """
         data = self.path.read_bytes()
-        if problem := _utf8_problem(data):
-            raise ConfigError(_undecodable(self.path, problem))
+        if refusal := _undecodable(self.path, data):
+            raise refusal
         return data.decode("utf-8")
 
     def changed(self, n_bytes: int) -> IntegrityError:
@@ -517,9 +490,39 @@ def scan_sources(sources: str | Sequence[str], format: str = "auto", memory: Pat
     """
     listed, found, n_other = list_files((sources,) if isinstance(sources, str) else tuple(sources), format)
     known = memory and _memory_of(listed, found, memory)
-    if known and known.is_file() and (remembered := _recall(known)):
-        return remembered
-    scan = _read_all(listed, found, n_other)
+    if known and known.is_file():
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # else the scan is repeated
+            values = json.loads(known.read_text())
+            remembered = tuple(SourceFile(**{**file, "path": Path(file["path"])}) for file in values.pop("files"))
+            return Scan(remembered, **values)
+    files: list[SourceFile] = []
+    seen: set[Path] = set()
+    counts = {"n_empty": 0, "n_repeated": 0, "n_undecodable": 0}
+    for source, name, path in listed:
+        real, refusal = path.resolve(), None
+        if real in seen:
+            counts["n_repeated"] += 1
+            continue
+        seen.add(real)
+        try:
+            if found == "text":
+                data = path.read_bytes()
+                file, refusal = SourceFile(name, path, len(data), _digest(data)), _undecodable(path, data)
+            elif (size := _size(path)) and found not in TOKEN_FORMATS:
+                file = SourceFile(name, path, size, digest_of(path), RECORD_FORMATS[found].count(path))
+            else:  # ids are read and checked once, when they are indexed
+                file = SourceFile(name, path, size, "")
+        except OSError as error:
+            raise unreadable(source, error) from error
+        if refusal and source != STDLIB:
+            raise refusal
+        if refusal or not file.n_bytes:
+            counts["n_undecodable" if refusal else "n_empty"] += 1
+        else:
+            files.append(file)
+    if not files:
+        raise _nothing(listed)
+    scan = Scan(tuple(files), found, n_other=n_other, **counts)
     if known:
         # only a cache: if its folder cannot be written, the code that needs the folder reports it
         with contextlib.suppress(OSError):
@@ -528,50 +531,9 @@ def scan_sources(sources: str | Sequence[str], format: str = "auto", memory: Pat
     return scan
 
 
-def _read_all(listed: list[tuple[str, str, Path]], format: str, n_other: int) -> Scan:
-    files: list[SourceFile] = []
-    seen: set[Path] = set()
-    counts = {"n_empty": 0, "n_repeated": 0, "n_undecodable": 0}
-    for source, name, path in listed:
-        real = path.resolve()
-        if real in seen:
-            counts["n_repeated"] += 1
-            continue
-        seen.add(real)
-        try:
-            file, trouble = (
-                _read_text(name, path, source) if format == "text" else (_read_other(name, path, format), "")
-            )
-        except OSError as error:
-            raise unreadable(source, error) from error
-        if trouble or not file.n_bytes:
-            counts[trouble or "n_empty"] += 1
-        else:
-            files.append(file)
-    if not files:
-        raise _nothing(listed)
-    return Scan(tuple(files), format, n_other=n_other, **counts)
-
-
 def _nothing(listed: list[tuple[str, str, Path]]) -> ConfigError:
     sources = list(dict.fromkeys(source for source, _, _ in listed))
     return ConfigError(f"data.source = {sources}: {len(listed)} files, all of 0 bytes. Name files that hold text")
-
-
-def _read_text(name: str, path: Path, source: str) -> tuple[SourceFile, str]:
-    """Return the file, and the name of the count to raise if it is passed over, else an empty string."""
-    data = path.read_bytes()
-    problem = _utf8_problem(data)
-    if problem and source != STDLIB:
-        raise ConfigError(_undecodable(path, problem))
-    return SourceFile(name, path, len(data), _digest(data)), "n_undecodable" if problem else ""
-
-
-def _read_other(name: str, path: Path, format: str) -> SourceFile:
-    size = _size(path)
-    if not size or format in TOKEN_FORMATS:  # ids are read and checked once, when they are indexed
-        return SourceFile(name, path, size, "")
-    return SourceFile(name, path, size, digest_of(path), RECORD_FORMATS[format].count(path))
 
 
 def _size(path: Path) -> int:
@@ -595,30 +557,18 @@ def _memory_of(listed: list[tuple[str, str, Path]], format: str, folder: Path) -
     return folder / f"scan-{_digest(json.dumps(facts).encode('utf-8', 'surrogateescape'))}.json"
 
 
-def _recall(path: Path) -> Scan | None:
+def _undecodable(path: Path, data: bytes) -> ConfigError | None:
+    """Return the refusal of a file that is not UTF-8."""
     try:
-        values = json.loads(path.read_text())
-        files = tuple(SourceFile(**{**file, "path": Path(file["path"])}) for file in values.pop("files"))
-        return Scan(files, **values)
-    except (OSError, ValueError, TypeError, KeyError):
-        return None  # the scan is repeated
+        data.decode("utf-8")
+    except UnicodeDecodeError as problem:
+        return ConfigError(
+            f"data.source: {path} is not UTF-8: byte {data[problem.start]:#04x} at offset {problem.start}"
+            f" ({problem.reason}). Convert the file (for example: iconv -f latin1 -t utf-8 {path.name}), or leave it"
+            f" out of the sources"
+        )
+    return None
 
 
 def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def _utf8_problem(data: bytes) -> UnicodeDecodeError | None:
-    try:
-        data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return error
-    return None
-
-
-def _undecodable(path: Path, problem: UnicodeDecodeError) -> str:
-    return (
-        f"data.source: {path} is not UTF-8: byte {problem.object[problem.start]:#04x} at offset {problem.start}"
-        f" ({problem.reason}). Convert the file (for example: iconv -f latin1 -t utf-8 {path.name}), or leave it out"
-        f" of the sources"
-    )
