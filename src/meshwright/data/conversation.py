@@ -58,7 +58,22 @@ class PicturedChat:
             BadRow: as ``Turns.examples``; also for an image that cannot be read, and for more or fewer places for
                 images than images.
         """
-        messages, names = with_parts(self._messages(record, where), _named_in_columns(record, where), where)
+        if self.column:
+            messages = messages_of(column(record, self.column, where), self.column, where)
+        else:
+            messages = []
+            for role, columns in (("user", PROMPTS), ("assistant", ANSWERS)):
+                name = next((name for name in columns if record.get(name) is not None), columns[0])
+                value = column(record, name, where)
+                is_text = isinstance(value, str)
+                messages += [{"role": role, "content": value}] if is_text else messages_of(value, name, where)
+        messages = with_system(messages, record, where)
+        given = [name for name in COLUMNS if record.get(name)]
+        if len(given) > 1:
+            raise BadRow(f"{where}: both columns {' and '.join(given)} name images: leave one of them out")
+        value = record[given[0]] if given else []
+        named = [_path_of(each) for each in (value if isinstance(value, list) else [value])]
+        messages, names = with_parts(messages, named, where)
         template = self.turns.template
         others = tools_of(record, template, where)
         examples = self.turns.examples(messages, others, where, parts=True)
@@ -70,18 +85,6 @@ class PicturedChat:
             )
         files = [self._file(folder, name, where) for name in names]
         return [self._pictured(example, files, where) for example in examples]
-
-    def _messages(self, record: Record, where: str) -> list[Message]:
-        if self.column:
-            messages = messages_of(column(record, self.column, where), self.column, where)
-            return with_system(messages, record, where)
-        turns: list[Message] = []
-        for role, names in (("user", PROMPTS), ("assistant", ANSWERS)):
-            name = next((name for name in names if record.get(name) is not None), names[0])
-            value = column(record, name, where)
-            is_text = isinstance(value, str)
-            turns += [{"role": role, "content": value}] if is_text else messages_of(value, name, where)
-        return with_system(turns, record, where)
 
     def _file(self, folder: Path, name: Any, where: str) -> ImageFile:
         if not isinstance(name, str):
@@ -128,7 +131,8 @@ def with_parts(messages: list[Message], named: list[Any], where: str) -> tuple[l
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     is_marked = bool(named) and not any(_is_place(part) for part in parts)
-    if is_marked and not any(MARK in text for text in _texts(contents)):
+    every = [part for content in contents for part in _as_list(content) if isinstance(part, dict)]
+    if is_marked and not any(isinstance(part.get("text"), str) and MARK in part["text"] for part in every):
         first = next((i for i, message in enumerate(messages) if message.get("role") == "user"), 0)
         messages = [
             {**message, "content": [*({"type": "image"} for _ in named), *_as_list(message.get("content"))]}
@@ -161,13 +165,6 @@ def _as_list(content: Any) -> list[Any]:
     if content is None:
         return []
     return content if isinstance(content, list) else [{"type": "text", "text": content}]
-
-
-def _texts(contents: list[Any]) -> Iterator[str]:
-    for content in contents:
-        for part in _as_list(content):
-            if isinstance(part, dict) and isinstance(part.get("text"), str):
-                yield part["text"]
 
 
 def _marked(part: Any) -> Iterator[Any]:
@@ -216,12 +213,3 @@ def _path_of(value: Any) -> Any:
     if isinstance(value, dict) and not value.get("bytes"):
         return next((value[key] for key in ("path", "url") if value.get(key)), value)
     return value
-
-
-def _named_in_columns(record: Record, where: str) -> list[Any]:
-    """Return the images that a record's columns name, in order."""
-    given = [name for name in COLUMNS if record.get(name)]
-    if len(given) > 1:
-        raise BadRow(f"{where}: both columns {' and '.join(given)} name images: leave one of them out")
-    value = record[given[0]] if given else []
-    return [_path_of(each) for each in (value if isinstance(value, list) else [value])]

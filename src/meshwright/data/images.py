@@ -87,7 +87,14 @@ def find_image(folder: Path, name: Any, where: str) -> ImageFile:
         if not stat.S_ISREG(status.st_mode):
             raise BadRow(f"{where}: the image {path} is no file")
         content = path.read_bytes()
-        size = _seen_size(path, content)
+        pillow = import_pillow(f"the image {path}")
+        with pillow.Image.open(io.BytesIO(content)) as opened:
+            opened.load()
+            size: tuple[int, int] = opened.size
+            if opened.format == "TIFF":  # whether its header is turned already differs between releases of Pillow
+                size = pillow.ImageOps.exif_transpose(opened).size
+            elif opened.getexif().get(_ORIENTATION) in _ON_ITS_SIDE:
+                size = (size[1], size[0])
     except FileNotFoundError:
         raise BadRow(
             f"{where}: the image {name!r} is missing (looked at {path}). Paths of images are relative to the folder of"
@@ -161,18 +168,6 @@ def _locate(folder: Path, name: Any, where: str) -> Path:
         raise BadRow(
             f"{where}: the image {name!r} is not in {folder}, the folder of the data file, and is not read: {error}"
         ) from None
-
-
-def _seen_size(path: Path, content: bytes) -> tuple[int, int]:
-    """Decode an image, and return its width and height as it is seen."""
-    pillow = import_pillow(f"the image {path}")
-    with pillow.Image.open(io.BytesIO(content)) as opened:
-        opened.load()
-        if opened.format == "TIFF":  # whether its header is turned already differs between releases of Pillow
-            return pillow.ImageOps.exif_transpose(opened).size
-        width, height = opened.size
-        is_on_its_side = opened.getexif().get(_ORIENTATION) in _ON_ITS_SIDE
-    return (height, width) if is_on_its_side else (width, height)
 
 
 def _unreadable() -> tuple[type[Exception], ...]:
@@ -327,7 +322,9 @@ class VisionProcessor:
             The number of each row's images, int64 (rows,); the parts that a processor cuts an image into count.
         """
         found = [self._pixels_in(self._call(images)) if images else {} for images in rows]
-        counts = np.array([self._number(each) for each in found], dtype=np.int64)
+        # a row's images are fewer than its patches, if it has any
+        lengths = [[value.shape[key in self._per_row] for key, value in each.items()] for each in found]
+        counts = np.array([min(each, default=0) for each in lengths], dtype=np.int64)
         joined = {}
         for key, example in next(filter(None, found), {}).items():
             if key in self._per_row:
@@ -336,10 +333,6 @@ class VisionProcessor:
                 parts = [each[key] for each in found if each]
             joined[key] = _joined(parts)
         return joined, counts
-
-    def _number(self, row: dict[str, np.ndarray]) -> int:
-        """Return the number of a row's images: its patches, if it has any, are more."""
-        return min((value.shape[key in self._per_row] for key, value in row.items()), default=0)
 
     def _call(self, images: Sequence[Image], **options: Any) -> dict[str, Any]:
         text = self.image_token * len(images)
@@ -383,7 +376,11 @@ def _load(folder: Path, transformers: Any, *, trust_remote_code: bool) -> Any:
     settings = {name: _settings(folder, name) for name in _NAMES_CLASS}
     code = next((name for name, keys in settings.items() if keys.get("auto_map")), "")
     name = next((str(keys["processor_class"]) for keys in settings.values() if keys.get("processor_class")), "")
-    kind = getattr(transformers, name, None) if name else _kind_of(folder, transformers)
+    if name:
+        kind = getattr(transformers, name, None)
+    else:
+        names = transformers.models.auto.processing_auto.PROCESSOR_MAPPING_NAMES
+        kind = getattr(transformers, str(names.get(_settings(folder, "config.json").get("model_type", ""))), None)
     options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     if kind is None and code and not trust_remote_code:
         raise ConfigError(
@@ -406,13 +403,6 @@ def _load(folder: Path, transformers: Any, *, trust_remote_code: bool) -> Any:
             f"{KEY} = {folder}: transformers {transformers.__version__} cannot load its processor"
             f" ({name or 'by its type'}): {' '.join(str(error).split())}"
         ) from error
-
-
-def _kind_of(folder: Path, transformers: Any) -> Any:
-    """Return the class of processor that transformers has for the folder's model type."""
-    kind = str(_settings(folder, "config.json").get("model_type", ""))
-    names = transformers.models.auto.processing_auto.PROCESSOR_MAPPING_NAMES
-    return getattr(transformers, str(names.get(kind)), None)
 
 
 def _without_videos(kind: Any, folder: Path, transformers: Any, options: dict[str, Any]) -> Any:
@@ -491,8 +481,11 @@ def vision_of(model: str, *, trust_remote_code: bool = False) -> Vision:
     folder = Path(model).expanduser() if model else None
     if folder is None:
         return Vision(refusal="and the run's model takes no images: name a vision-language model with model.hf")
-    keys = _keys(folder / CONFIG if folder.is_dir() else folder)
-    if not isinstance(keys.get(TOWER), dict):
+    try:
+        found = json.loads((folder / CONFIG if folder.is_dir() else folder).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):  # refused, with the reason, where the model is read
+        found = {}
+    if not (isinstance(found, dict) and isinstance(found.get(TOWER), dict)):
         return Vision(refusal=f"and the model of model.hf = {model} takes no images (its config has no {TOWER})")
     if not folder.is_dir() or not any((folder / name).is_file() for name in PROCESSOR_FILES):
         return Vision(
@@ -500,14 +493,6 @@ def vision_of(model: str, *, trust_remote_code: bool = False) -> Vision:
             f" which turns them into tokens and pixels: copy it there from the model's folder"
         )
     return Vision(folder, "", trust_remote_code)
-
-
-def _keys(config: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # refused, with the reason, where the model is read
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 IMAGES = "images"

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError
 
 from .building import TokenisingRecipe
+from .mixture import Samples
 from .packing import IGNORE_INDEX, RowEnds, Rows, Split, Stream, Whole, ended, gather, lengths_at, row_lengths
 from .tasks import TASK as PREFERENCE
 
@@ -188,31 +189,8 @@ _AHEAD = 2
 """Batches read ahead per worker."""
 
 
-class SampleSequence(Protocol):
-    """An endless sequence of samples that can be read at any index; ``Samples`` is one."""
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens per sample."""
-        ...
-
-    @property
-    def rows_together(self) -> int:
-        """The number of successive samples that must be rows of the same rank: 2 for pairs, else 1."""
-        ...
-
-    @property
-    def splits(self) -> tuple[Split, ...]:
-        """The sources, each known whole; none of a stream."""
-        ...
-
-    def rows(self, indexes: np.ndarray) -> Rows:
-        """Return the samples at ``indexes`` (int64, shape (rows,))."""
-        ...
-
-    def row_lengths(self, indexes: np.ndarray) -> np.ndarray:
-        """Return the most tokens that the samples at ``indexes`` hold before their padding, in no order."""
-        ...
+SampleSequence = Samples | StreamedSamples
+"""An endless sequence of samples that can be read at any index."""
 
 
 class Loader(Iterator["dict[str, torch.Tensor] | list[dict[str, torch.Tensor]]"]):
@@ -406,20 +384,21 @@ class _BatchReader:
 
     def __call__(self, consumed: int) -> list[Rows]:
         """Return the rows in pieces that have a length of their own."""
-        each = (self.ends.microbatch if self.ends else 0) or self.n_rows
-        return [self._piece(consumed + begin, min(each, self.n_rows - begin)) for begin in range(0, self.n_rows, each)]
+        each, pieces = (self.ends.microbatch if self.ends else 0) or self.n_rows, []
+        for begin in range(0, self.n_rows, each):
+            wanted = np.arange(begin, min(begin + each, self.n_rows), dtype=np.int64)
+            of_ranks = consumed + np.arange(self.world)[:, None] * self.n_rows + wanted
+            length = self.samples.seq_len
+            if self.ends is not None:
+                found = self.samples.row_lengths(of_ranks.reshape(-1))
+                length = self.ends.length(self.samples.splits, found, length)
 
-    def _piece(self, begin: int, n_rows: int) -> Rows:
-        of_ranks = begin + np.arange(self.world)[:, None] * self.n_rows + np.arange(n_rows, dtype=np.int64)
-        indexes, length = of_ranks[self.rank], self.samples.seq_len
-        if self.ends is not None:
-            found = self.samples.row_lengths(of_ranks.reshape(-1))
-            length = self.ends.length(self.samples.splits, found, length)
+            def read(of_rows: np.ndarray, length: int = length) -> Rows:
+                return ended(self.samples.rows(of_rows), length)
 
-        def read(of_rows: np.ndarray) -> Rows:
-            return ended(self.samples.rows(of_rows), length)
-
-        return _readable(read, indexes, self.samples.rows_together, length, self.finish, self.unreadable)
+            together = self.samples.rows_together
+            pieces.append(_readable(read, of_ranks[self.rank], together, length, self.finish, self.unreadable))
+        return pieces
 
 
 def _readable(
@@ -463,11 +442,19 @@ class _Threads:
 
     def __init__(self, read: _BatchReader, workers: int):
         self._tasks: queue.SimpleQueue[tuple[int, Future] | None] = queue.SimpleQueue()
-        self._workers = workers
+        self._workers, tasks = workers, self._tasks
+
+        def serve() -> None:
+            while (task := tasks.get()) is not None:
+                consumed, future = task
+                if future.set_running_or_notify_cancel():
+                    try:
+                        future.set_result(read(consumed))
+                    except BaseException as error:  # noqa: BLE001 (passed to the caller, who would wait forever)
+                        future.set_exception(error)
+
         for number in range(workers):
-            threading.Thread(
-                target=_serve, args=(self._tasks, read), name=f"meshwright-reader-{number}", daemon=True
-            ).start()
+            threading.Thread(target=serve, name=f"meshwright-reader-{number}", daemon=True).start()
 
     def submit(self, consumed: int) -> Future:
         future: Future = Future()
@@ -477,16 +464,6 @@ class _Threads:
     def stop(self) -> None:
         for _ in range(self._workers):
             self._tasks.put(None)
-
-
-def _serve(tasks: queue.SimpleQueue, read: _BatchReader) -> None:
-    while (task := tasks.get()) is not None:
-        consumed, future = task
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(read(consumed))
-            except BaseException as error:  # noqa: BLE001 (passed to the caller, who would otherwise wait forever)
-                future.set_exception(error)
 
 
 def _check_rank(rank: int, world: int) -> None:

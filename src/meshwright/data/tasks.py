@@ -74,38 +74,31 @@ class Preferences:
         Raises:
             BadRow: an answer is missing, both are the same, or more than an answer tells them apart.
         """
-        pairs = self._of_text(record, where) if self.template is None else self._of_messages(record, where)
+        pairs: list[Example]
+        if self.template is not None:
+            given = [_side(record, side, "assistant", where, ("[", "{")) for side in SIDES]
+            shared = _common(*given)
+            asked = with_system(_prompt(record, given, shared, where) + shared, record, where)
+            others = tools_of(record, self.template, where)
+            pairs = [
+                self._written(asked, messages[len(shared) :], f"{where}: '{side}'", others)
+                for side, messages in zip(SIDES, given, strict=True)
+            ]
+        elif record.get("prompt") is not None:
+            sides, prompt = [text_of(record, side, where) for side in SIDES], text_of(record, "prompt", where)
+            pairs = [((prompt, False), (side, True)) for side in sides]
+        else:
+            sides = [text_of(record, side, where) for side in SIDES]
+            shared = _common(*sides)
+            prompt = shared[: max(shared.rfind(space) for space in " \n") + 1]
+            if not prompt.strip():
+                raise BadRow(
+                    f"{where}: there is no column 'prompt', and the two sides do not begin with the same words"
+                )
+            pairs = [((prompt, False), (side[len(prompt) :], True)) for side in sides]
         if pairs[0] == pairs[1]:
             raise BadRow(f"{where}: '{SIDES[0]}' and '{SIDES[1]}' are the same, so there is nothing to prefer")
         return pairs
-
-    def _of_text(self, record: Record, where: str) -> list[Example]:
-        sides = [text_of(record, side, where) for side in SIDES]
-        if record.get("prompt") is not None:
-            prompt = text_of(record, "prompt", where)
-            return [((prompt, False), (side, True)) for side in sides]
-        shared = _common(*sides)
-        prompt = shared[: max(shared.rfind(space) for space in " \n") + 1]
-        if not prompt.strip():
-            raise BadRow(f"{where}: there is no column 'prompt', and the two sides do not begin with the same words")
-        return [((prompt, False), (side[len(prompt) :], True)) for side in sides]
-
-    def _of_messages(self, record: Record, where: str) -> list[Example]:
-        assert self.template is not None
-        given = [self._side(record, side, where) for side in SIDES]
-        shared = _common(*given)
-        asked = with_system(_prompt(record, given, shared, where) + shared, record, where)
-        others = tools_of(record, self.template, where)
-        return [
-            self._written(asked, messages[len(shared) :], f"{where}: '{side}'", others)
-            for side, messages in zip(SIDES, given, strict=True)
-        ]
-
-    def _side(self, record: Record, side: str, where: str) -> list[Message]:
-        value = column(record, side, where)
-        if isinstance(value, str) and value.lstrip()[:1] not in ("[", "{"):
-            return [{"role": "assistant", "content": value}]
-        return messages_of([value] if isinstance(value, dict) else value, side, where)
 
     def _written(self, asked: list[Message], answer: list[Message], where: str, others: dict[str, Any]) -> Example:
         assert self.template is not None
@@ -280,47 +273,72 @@ def _of_text(name: str, key: str, options: SourceOptions, tokenizer: Tokenizer, 
     folder = getattr(tokenizer, "folder", None)
     own_template = template_of(folder) if folder else None
     if name == "chat" or (name == "completion" and any(isinstance(sample.get(side), list) for side in _COMPLETION)):
-        chat = _Chat(key, Turns(load_template(options.template, folder), options.learn))
-        decides = json.dumps([key, *chat.turns.fingerprint])
-        columns = (*((key,) if key else _COMPLETION), "system", "tools")
-        return Task(name, chat.examples, is_whole=True, ends=False, fingerprint=decides, columns=columns)
+        return _chat(name, key, Turns(load_template(options.template, folder), options.learn))
     if name == "alpaca" and any(other in sample for other in _TALKED) and (options.template or own_template):
-        talk = _AlpacaTalk(Turns(load_template(options.template, folder), options.learn))
-        decides = json.dumps(["alpaca", *talk.turns.fingerprint])
-        columns = (*_ALPACA_COLUMNS, *_TALKED, "tools")
-        return Task(name, talk.examples, is_whole=True, ends=False, fingerprint=decides, columns=columns)
+        return _alpaca_talk(Turns(load_template(options.template, folder), options.learn))
     if options.learn == "last":
         raise ConfigError(f"data.learn = 'last' is of conversations, and the task is '{name}': leave it out")
     if name == TASK and options.learn != "answers":
         raise ConfigError("data.learn = 'all', and of pairs of answers the answers alone are learnt: leave it out")
-    if name == TASK and holds_messages(sample):
-        preferences = Preferences(load_template(options.template, folder))
-        made = Task(TASK, preferences.examples, True, ends=False, fingerprint=preferences.fingerprint)
-        return replace(made, columns=preferences.columns)
-    if options.template:
+    of_messages = name == TASK and holds_messages(sample)
+    if options.template and not of_messages:
         raise ConfigError(f"data.template is set, and the task is '{name}' of text: only messages have a template")
     if name == TASK:
-        preferences = Preferences(None)
-        return Task(TASK, preferences.examples, is_whole=True, ends=True, columns=preferences.columns)
-    if name in _PAIRS:
-        write, columns = _PAIRS[name]
-        asks = options.learn == "all"
-        pair = _Pair(write, asks)
-        advice = (
-            ". A chat template (the tokenizer's, or data.template) writes 'system' and 'history' as turns, if the first"
-            " record has these columns, empty or not"
-        )
-        return Task(
-            name,
-            pair.examples,
-            is_whole=True,
-            ends=True,
-            fingerprint="all" if asks else "",
-            columns=columns,
-            advice=advice if name == "alpaca" else "",
-        )
-    own = options.column
-    return Task("text", _Text(own).examples, is_whole=False, ends=True, fingerprint=own, columns=(own,))
+        pairs = Preferences(load_template(options.template, folder) if of_messages else None)
+        return Task(TASK, pairs.examples, True, not of_messages, fingerprint=pairs.fingerprint, columns=pairs.columns)
+    if name not in _PAIRS:
+        own = options.column
+
+        def text(record: Record, where: str) -> list[Example]:
+            return [((text_of(record, own, where), True),)]
+
+        return Task("text", text, is_whole=False, ends=True, fingerprint=own, columns=(own,))
+    (write, columns), asks = _PAIRS[name], options.learn == "all"
+
+    def pair(record: Record, where: str) -> list[Example]:
+        prompt, answer = write(record, where)
+        if not answer.strip():
+            raise BadRow(f"{where}: the answer is empty, so an immediate end would be learnt")
+        return [((prompt, asks), (answer, True))]
+
+    advice = (
+        ". A chat template (the tokenizer's, or data.template) writes 'system' and 'history' as turns, if the first"
+        " record has these columns, empty or not"
+    )
+    advice, decides = advice * (name == "alpaca"), "all" * asks
+    return Task(name, pair, is_whole=True, ends=True, fingerprint=decides, columns=columns, advice=advice)
+
+
+def _chat(name: str, key: str, turns: Turns) -> Task:
+    """Make a task of conversations (see ``Turns``); without a column, of messages of a prompt and its completion."""
+
+    def examples(record: Record, where: str) -> list[Example]:
+        others = tools_of(record, turns.template, where)
+        if key:
+            messages = messages_of(column(record, key, where), key, where)
+            return turns.examples(with_system(messages, record, where), others, where)
+        sides = zip(_COMPLETION, ("user", "assistant"), strict=True)
+        prompt, completion = (_side(record, side, role, where) for side, role in sides)
+        prompt = with_system(prompt, record, where)
+        return turns.examples(prompt + completion, others, where, first=len(prompt))
+
+    columns = (*((key,) if key else _COMPLETION), "system", "tools")
+    return Task(name, examples, True, ends=False, fingerprint=json.dumps([key, *turns.fingerprint]), columns=columns)
+
+
+def _alpaca_talk(turns: Turns) -> Task:
+    """Make a task of Alpaca's records that a chat template writes as conversations."""
+
+    def examples(record: Record, where: str) -> list[Example]:
+        instruction, answer = text_of(record, "instruction", where), text_of(record, "output", where)
+        given = text_of(record, "input", where) if record.get("input") is not None else ""
+        asked = {"role": "user", "content": "\n".join(text for text in (instruction, given) if text)}
+        messages = [*history_of(record, where), asked, {"role": "assistant", "content": answer}]
+        others = tools_of(record, turns.template, where)
+        return turns.examples(with_system(messages, record, where), others, where)
+
+    decides, columns = json.dumps(["alpaca", *turns.fingerprint]), (*_ALPACA_COLUMNS, *_TALKED, "tools")
+    return Task("alpaca", examples, is_whole=True, ends=False, fingerprint=decides, columns=columns)
 
 
 def _pictured(options: SourceOptions, tokenizer: Tokenizer, key: str, vision: Vision) -> Task:
@@ -334,12 +352,12 @@ def _pictured(options: SourceOptions, tokenizer: Tokenizer, key: str, vision: Vi
         template = ChatTemplate(processor.template, processor.special_tokens)
     chat = PicturedChat(key, Turns(template, options.learn), processor)
     columns = (*((key,) if key else (*PROMPTS, *ANSWERS)), *COLUMNS, "system", "tools")
-    made = Task("chat", _in_no_folder, True, ends=False, fingerprint=chat.fingerprint, pictured=chat)
-    return replace(made, columns=columns)
 
+    def in_no_folder(record: Record, where: str) -> list[Example]:
+        raise AssertionError("paths of images are relative to a folder: call examples_in")
 
-def _in_no_folder(record: Record, where: str) -> list[Example]:
-    raise AssertionError("paths of images are relative to a folder: call examples_in")
+    decides = chat.fingerprint
+    return Task("chat", in_no_folder, True, ends=False, fingerprint=decides, pictured=chat, columns=columns)
 
 
 def task_name(options: SourceOptions, sample: Record) -> str:
@@ -374,34 +392,7 @@ def _column_of_messages(sample: Record) -> str:
     return "conversations" if "messages" not in sample and "conversations" in sample else "messages"
 
 
-@dataclass(frozen=True)
-class _Text:
-    column: str
-
-    def examples(self, record: Record, where: str) -> list[Example]:
-        return [((text_of(record, self.column, where), True),)]
-
-
-@dataclass(frozen=True)
-class _Pair:
-    """Records with a prompt, which is read, and its answer, which is learnt."""
-
-    write: Callable[[Record, str], tuple[str, str]]
-    asks: bool
-    """Whether the prompt is learnt too."""
-
-    def examples(self, record: Record, where: str) -> list[Example]:
-        prompt, answer = self.write(record, where)
-        if not answer.strip():
-            raise BadRow(f"{where}: the answer is empty, so an immediate end would be learnt")
-        return [((prompt, self.asks), (answer, True))]
-
-
 _COMPLETION = ("prompt", "completion")
-
-
-def _completion(record: Record, where: str) -> tuple[str, str]:
-    return text_of(record, "prompt", where), text_of(record, "completion", where)
 
 
 _ALPACA = "Below is an instruction that describes a task"
@@ -429,45 +420,19 @@ _TALKED = ("system", "history")
 """Columns by which Alpaca records are conversations, which the chat template writes, as in LLaMA-Factory."""
 
 
-@dataclass(frozen=True)
-class _AlpacaTalk:
-    turns: Turns
-
-    def examples(self, record: Record, where: str) -> list[Example]:
-        instruction, answer = text_of(record, "instruction", where), text_of(record, "output", where)
-        given = text_of(record, "input", where) if record.get("input") is not None else ""
-        asked = {"role": "user", "content": "\n".join(text for text in (instruction, given) if text)}
-        messages = [*history_of(record, where), asked, {"role": "assistant", "content": answer}]
-        others = tools_of(record, self.turns.template, where)
-        return self.turns.examples(with_system(messages, record, where), others, where)
-
-
-_PAIRS = {"completion": (_completion, _COMPLETION), "alpaca": (_alpaca, _ALPACA_COLUMNS)}
+_PAIRS = {
+    "completion": (
+        lambda record, where: (text_of(record, "prompt", where), text_of(record, "completion", where)),
+        _COMPLETION,
+    ),
+    "alpaca": (_alpaca, _ALPACA_COLUMNS),
+}
 """What a task of prompts and answers reads, and from which columns."""
 
 
-@dataclass(frozen=True)
-class _Chat:
-    """Conversations (see ``Turns``); without a column, the messages of a prompt and of its completion."""
-
-    column: str
-    turns: Turns
-
-    def examples(self, record: Record, where: str) -> list[Example]:
-        others = tools_of(record, self.turns.template, where)
-        if self.column:
-            messages = messages_of(column(record, self.column, where), self.column, where)
-            return self.turns.examples(with_system(messages, record, where), others, where)
-        prompt, completion = (_side(record, name, role, where) for name, role in zip(_COMPLETION, _ROLES, strict=True))
-        prompt = with_system(prompt, record, where)
-        return self.turns.examples(prompt + completion, others, where, first=len(prompt))
-
-
-_ROLES = ("user", "assistant")
-
-
-def _side(record: Record, name: str, role: str, where: str) -> list[Message]:
+def _side(record: Record, name: str, role: str, where: str, signs: tuple[str, ...] = ("[",)) -> list[Message]:
+    """Return the messages in a column: one of a role for text that does not begin with a sign of JSON."""
     value = column(record, name, where)
-    if isinstance(value, str) and value.lstrip()[:1] != "[":
+    if isinstance(value, str) and not value.lstrip().startswith(signs):
         return [{"role": role, "content": value}]
     return messages_of([value] if isinstance(value, dict) else value, name, where)
