@@ -34,9 +34,6 @@ class CompareOptions:
     """The figures for programs, in nats, tokens, seconds and bytes."""
 
 
-OPTIONS = (CompareOptions,)
-
-
 def run(argv: list[str]) -> int:
     """Compare runs: print a table or JSON, and write the page."""
     options, argv = take_flags(CompareOptions, argv)

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.core.config import take_flags
+from meshwright.core.config import public_keys, take_flags
 from meshwright.core.config.flags import flag_of, legal_words
-from meshwright.core.config.schema import field_types, union_arms
+from meshwright.core.config.schema import field_types, section_of, sections, union_arms
 from meshwright.core.errors import ConfigError, nearest
 from meshwright.core.files import replace_text
 
@@ -58,7 +58,7 @@ def candidates(words: list[str], verbs: Mapping[str, tuple[str, str]]) -> list[s
     usage, _ = described(verb, verbs[verb][0])
     takes_keys = KEYS in usage
     if before and before[-1] in ("-h", "--help") and takes_keys:
-        return _that_begin(_sections(config_of(verb)), last)
+        return _that_begin((path for path, _ in sections(config_of(verb)) if path and "[]" not in path), last)
     own = {flag_of(name): kind for cls in options_of(verbs[verb][0]) for name, kind in field_types(cls).items()}
     if last.startswith("-"):
         flag, equals, value = last.partition("=")
@@ -71,18 +71,14 @@ def candidates(words: list[str], verbs: Mapping[str, tuple[str, str]]) -> list[s
         return _that_begin(_legal(kind), last) or list(_paths(last, ("",)))
     if before and before[-1].startswith("-") and "=" not in before[-1] and before[-1] not in own:
         return list(_paths(last, ("",)))
-    return list(dict.fromkeys([*(_runs(last) if "RUN" in usage else ()), *_paths(last, _endings(usage))]))
+    endings = (".toml",) if "CONFIG" in usage else ()
+    if re.search("DATA|FILE", re.sub(r"\[.*?\]", "", usage)):
+        endings = ("",)  # of verbs that take no file, only folders are offered
+    return list(dict.fromkeys([*(_runs(last) if "RUN" in usage else ()), *_paths(last, endings)]))
 
 
 def _that_begin(words: Iterable[str], beginning: str) -> list[str]:
     return sorted({word for word in words if word.startswith(beginning)})
-
-
-def _endings(usage: str) -> tuple[str, ...]:
-    """Return the endings of the files that a verb takes; of other verbs, only folders are offered."""
-    if re.search("DATA|FILE", re.sub(r"\[.*?\]", "", usage)):
-        return ("",)
-    return (".toml",) if "CONFIG" in usage else ()
 
 
 def _legal(annotation: Any) -> list[str]:
@@ -90,18 +86,11 @@ def _legal(annotation: Any) -> list[str]:
     return [word for word in legal_words(annotation) if word != "none"]
 
 
-def _sections(cls: type) -> list[str]:
-    from meshwright.core.config.schema import sections
-
-    return [path for path, _ in sections(cls) if path and "[]" not in path]
-
-
 def _keys(cls: type, beginning: str) -> list[str]:
     """Return flags of keys, up to their next dot where several go on there."""
-    from meshwright.core.config import public_keys
-
     typed = beginning.replace("-", "_").replace("__", "--", 1)
-    flags = [f"--{key}" for key in _without_tables(public_keys(cls))]
+    # of an array of tables, the array's own key is the flag
+    flags = dict.fromkeys(f"--{key.partition('[]')[0]}" for key in public_keys(cls))
     found = {flag for flag in flags if flag.startswith(typed)}
     ends = {(flag + "=").find(".", len(typed)) for flag in found}
     if len(found) > 1 and len(ends) == 1 and (end := ends.pop()) >= 0 and len({flag[:end] for flag in found}) == 1:
@@ -109,14 +98,7 @@ def _keys(cls: type, beginning: str) -> list[str]:
     return sorted({flag[: end + 1] if (end := flag.find(".", len(typed))) >= 0 else f"{flag}=" for flag in found})
 
 
-def _without_tables(keys: Iterable[str]) -> list[str]:
-    """Return keys with those of an array's tables replaced by the array's own, which is the flag."""
-    return list(dict.fromkeys(key.partition("[]")[0] for key in keys))
-
-
 def _values_of_key(cls: type, flag: str) -> tuple[str, ...]:
-    from meshwright.core.config.schema import section_of
-
     *path, last = flag.removeprefix("--").replace("-", "_").split(".")
     for name in path:
         inner = section_of(field_types(cls).get(name, str))
@@ -213,9 +195,6 @@ SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 class CompletionOptions:
     install: bool = False
     """Write the script where the shell looks for it."""
-
-
-OPTIONS = (CompletionOptions,)
 
 
 def run(argv: list[str]) -> int:

@@ -55,9 +55,6 @@ class GenerateOptions:
     """Run the model code that the folder keeps."""
 
 
-OPTIONS = (GenerateOptions,)
-
-
 def run(argv: list[str]) -> int:
     """Print prompt and continuation."""
     options, argv = take_flags(GenerateOptions, argv)
@@ -70,14 +67,8 @@ def run(argv: list[str]) -> int:
     refuse_rest(argv[1:], "meshwright generate", GenerateOptions)
     if options.template is not None and not options.chat:
         raise ConfigError("--template is for --chat: add --chat, or leave it out")
-    opened = open_model(
-        argv[0],
-        step=options.step,
-        base=options.base,
-        tokenizer=options.tokenizer,
-        dtype=options.dtype,
-        trusted=options.trust,
-    )
+    names = ("step", "base", "tokenizer", "dtype")
+    opened = open_model(argv[0], trusted=options.trust, **{name: getattr(options, name) for name in names})
     from meshwright.training.run.opened import Sampler
 
     s = opened.config.sample
@@ -128,18 +119,15 @@ def _converse(sampler: Sampler, template: ChatTemplate, prompt: str | None, toke
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         print(f"{conversation.sampler.opened.words}. A line is a question; /exit or Ctrl-D ends.", file=sys.stderr)
-    while (line := _line(is_terminal)) is not None:
-        if line.strip():
+    while True:
+        try:
+            line = input("> " if is_terminal else "").strip()
+        except EOFError:
+            if is_terminal:
+                _write("\n")
+            return
+        if line == "/exit":
+            return
+        if line:
             conversation.ask(line, tokens, _write)
             _write("\n")
-
-
-def _line(is_terminal: bool) -> str | None:
-    """Read a question; None at the end of the conversation."""
-    try:
-        line = input("> " if is_terminal else "")
-    except EOFError:
-        if is_terminal:
-            _write("\n")
-        return None
-    return None if line.strip() == "/exit" else line

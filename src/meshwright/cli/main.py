@@ -86,22 +86,19 @@ def _answer(argv: list[str] | None) -> int:
     if verb not in VERBS:
         print(f"meshwright: unknown verb '{verb}'.{nearest(verb, VERBS)} Verbs: {', '.join(VERBS)}.", file=sys.stderr)
         return 2
-    return _run(verb, VERBS[verb][0], rest)
-
-
-def _run(verb: str, target: str, argv: list[str]) -> int:
+    target = VERBS[verb][0]
     module, _, function = target.partition(":")
     try:
-        if any(word in ("-h", "--help") or word.startswith("--help=") for word in argv):
+        if any(word in ("-h", "--help") or word.startswith("--help=") for word in rest):
             from .help import verb_help
 
-            print(verb_help(verb, target, argv))
+            print(verb_help(verb, target, rest))
             return 0
         if verb not in WITHOUT_TORCH:
             from meshwright.core.host import refuse_unfit_torch
 
             refuse_unfit_torch()
-        return getattr(import_module(module), function)(argv)
+        return getattr(import_module(module), function)(rest)
     except MeshwrightError as error:
         if os.environ.get("MESHWRIGHT_DEBUG"):
             import traceback

@@ -28,9 +28,6 @@ class MeasureOptions:
     """Processes to start on this host, to measure their messages too."""
 
 
-OPTIONS = (MeasureOptions,)
-
-
 def run(argv: list[str]) -> int:
     """Measure with one process, with several, or with those of a launcher, and write the profile."""
     options, argv = take_flags(MeasureOptions, argv)

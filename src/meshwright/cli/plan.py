@@ -27,8 +27,6 @@ from .arguments import check_page, read_config, write_page
 
 if TYPE_CHECKING:
     from meshwright.planning.memory.states import MemoryEstimate
-    from meshwright.planning.values import Batch
-    from meshwright.simulation.search.answer import Foresight
     from meshwright.training.config import Config
 
 PATIENCE_S = 2.0
@@ -131,26 +129,22 @@ def forecast(config: Config, options: PlanOptions) -> int:
     paragraphs = [] if options.profile is None else [" ".join(notes(profile_of(str(options.profile)), cluster.world))]
     if options.dry_run:
         estimate = estimated_memory(replace(config, techniques=first.techniques), facts, first.plan, drawn)
-        values["dry_run"] = _figures(estimate)
-        paragraphs.append(_words(estimate))
-    print(
-        json.dumps({**answer.to_dict(), **values}, indent=1)
-        if options.json
-        else "\n\n".join([str(answer), *paragraphs])
-    )
+        values["dry_run"] = found = _figures(estimate)
+        said = f"unknown, {estimate.why_not}"
+        if not estimate.why_not:
+            parts = ", ".join(f"{name} {size:.1f}" for name, size in found["mem_parts_gb"].items())
+            least = f"{found['least_gb']:.1f} to " * bool(estimate.least)
+            said = f"{least}{found['mem_gb']:.1f} GB of tensors ({parts}); the driver and fragmentation come on top"
+        paragraphs.append(f"by a dry run of the run's own code: {said}")
+    text = "\n\n".join([str(answer), *paragraphs])
+    print(json.dumps({**answer.to_dict(), **values}, indent=1) if options.json else text)
     if options.html is not None:
-        _draw(options.html, answer, drawn, aside=options.json)
+        from meshwright.training.views.page.forecast import forecast_page
+
+        shown, front = ([one.candidate for one in found] for found in (answer.candidates, answer.front))
+        page = forecast_page(shown, front, first.plan, drawn, first.toml() if answer.searched else "")
+        print(write_page(options.html, page), file=sys.stderr if options.json else sys.stdout)
     return 0
-
-
-def _draw(file: Path, answer: Foresight, batch: Batch, *, aside: bool) -> None:
-    """Write the page of an answer; where it is, is printed, ``aside`` to standard error."""
-    from meshwright.training.views.page.forecast import forecast_page
-
-    first = answer.candidates[0]
-    shown, front = ([one.candidate for one in found] for found in (answer.candidates, answer.front))
-    page = forecast_page(shown, front, first.plan, batch, first.toml() if answer.searched else "")
-    print(write_page(file, page), file=sys.stderr if aside else sys.stdout)
 
 
 def _figures(estimate: MemoryEstimate) -> dict[str, Any]:
@@ -161,18 +155,6 @@ def _figures(estimate: MemoryEstimate) -> dict[str, Any]:
     least = estimate.least[estimate.fullest] if estimate.least else fullest.total
     parts = {str(kind): size / 1e9 for kind, size in fullest.peak.items() if size}
     return {"mem_gb": fullest.total / 1e9, "least_gb": least / 1e9, "mem_parts_gb": parts}
-
-
-def _words(estimate: MemoryEstimate) -> str:
-    values = _figures(estimate)
-    if estimate.why_not:
-        return f"by a dry run of the run's own code: unknown, {estimate.why_not}"
-    parts = ", ".join(f"{name} {size:.1f}" for name, size in values["mem_parts_gb"].items())
-    least = f"{values['least_gb']:.1f} to " * bool(estimate.least)
-    return (
-        f"by a dry run of the run's own code: {least}{values['mem_gb']:.1f} GB of tensors ({parts}); the driver and"
-        " fragmentation come on top"
-    )
 
 
 def _progress():
@@ -194,9 +176,6 @@ def _progress():
     return show
 
 
-OPTIONS = (PlanOptions,)
-
-
 def run(argv: list[str]) -> int:
     """Print the plan, or the forecast; ``argv`` is what ``read_config`` takes, and the verb's own flags."""
     options, argv = take_flags(PlanOptions, argv)
@@ -205,7 +184,7 @@ def run(argv: list[str]) -> int:
     is_forecast = is_asked(options)
     if is_forecast and (options.world is not None or options.device):
         raise ConfigError("--gpus and --gpu stand for --world and --device: leave these out")
-    config = read_config(argv, prog="meshwright plan", description=__doc__ or "", trusted=options.trust)
+    config = read_config(argv, prog="meshwright plan", trusted=options.trust)
     if not options.json and (taken := of_forecast(config)):
         print(f"{taken}\n", flush=True)
     if is_forecast:

@@ -30,9 +30,6 @@ class TrainOptions:
     """Run code that the config names."""
 
 
-OPTIONS = (TrainOptions,)
-
-
 def run(argv: list[str]) -> int:
     """Train, and return the exit status; ``argv`` is what ``read_config`` takes, and the verb's own flags."""
     options, argv = take_flags(TrainOptions, argv)
@@ -40,7 +37,7 @@ def run(argv: list[str]) -> int:
         argv = [*argv, f"--process.max-restarts={options.max_restarts}"]
     if options.profile is not None:
         argv = [*argv, f"--logging.profile={options.profile}"]
-    config = read_config(argv, prog="meshwright train", description=__doc__ or "", trusted=options.trust)
+    config = read_config(argv, prog="meshwright train", trusted=options.trust)
     from meshwright.distributed.process.world import check_nodes_in_use, is_rank_zero
     from meshwright.training.launch import launch
 

@@ -195,7 +195,7 @@ def _heading(path: str, section: type, width: int) -> list[str]:
 T = TypeVar("T")
 
 
-def parse_flags(cls: type[T], args: Sequence[str], *, default: T | None = None, prog: str, description: str) -> T:
+def parse_flags(cls: type[T], args: Sequence[str], *, default: T | None = None, prog: str) -> T:
     """Read command-line flags over ``default``.
 
     Every key of ``public_keys(cls)`` is a flag of that name; hyphens serve for underscores. ``true``, ``false`` and
@@ -208,17 +208,12 @@ def parse_flags(cls: type[T], args: Sequence[str], *, default: T | None = None, 
         cls: a dataclass.
         args: the arguments after the program's name.
         default: the instance that the flags change; ``cls()`` when None.
-        prog: the program's name in help and errors.
-        description: the first lines of the help.
+        prog: the program's name in errors.
 
     Raises:
         ConfigError: a word that is no flag, an unknown key, a value of the wrong type or no TOML where it looks like
             it, or a list's flag given twice.
-        SystemExit: 0 after ``--help``.
     """
-    if any(arg in ("-h", "--help") for arg in args):
-        print(f"usage: {prog} [--key=value …]\n\n{description}\n\n{keys_text(cls, default)}")
-        raise SystemExit(0)
     start = cls() if default is None else default
     given, rest = _read_flags(cls, args, of_verb=False)
     if rest:
