@@ -15,7 +15,16 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from meshwright.core.config import field_doc, from_dict, load_toml, parse_flags, public_keys, to_dict, to_toml
+from meshwright.core.config import (
+    field_doc,
+    from_dict,
+    keys_text,
+    load_toml,
+    parse_flags,
+    public_keys,
+    to_dict,
+    to_toml,
+)
 from meshwright.core.config.read import line_index
 from meshwright.core.config.schema import field_types, is_section, row_of, union_arms
 from meshwright.core.errors import ConfigError
@@ -437,11 +446,8 @@ def test_a_list_given_twice_is_refused_not_shortened():
         parse_flags(Config, ["--data.source=a", "--data.source", "b"], prog="p")
 
 
-def test_help_tells_every_key_and_its_doc(capsys):
-    with pytest.raises(SystemExit) as caught:
-        parse_flags(Config, ["--help"], prog="p")
-    assert caught.value.code == 0
-    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+def test_help_tells_every_key_and_its_doc():
+    text = " ".join(keys_text(Config).split())
     for key in public_keys(Config):
         if "[]" not in key:
             assert f"--{key} " in text

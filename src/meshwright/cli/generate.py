@@ -121,13 +121,13 @@ def _converse(sampler: Sampler, template: ChatTemplate, prompt: str | None, toke
         print(f"{conversation.sampler.opened.words}. A line is a question; /exit or Ctrl-D ends.", file=sys.stderr)
     while True:
         try:
-            line = input("> " if is_terminal else "").strip()
+            line = input("> " if is_terminal else "")
         except EOFError:
             if is_terminal:
                 _write("\n")
             return
-        if line == "/exit":
+        if line.strip() == "/exit":
             return
-        if line:
+        if line.strip():
             conversation.ask(line, tokens, _write)
             _write("\n")
