@@ -97,38 +97,35 @@ class Manifest:
                 key: TensorEntry(tuple(entry["shape"]), entry["dtype"]) for key, entry in content["tensors"].items()
             }
             content["files"] = {name: FileEntry(**entry) for name, entry in content["files"].items()}
-            _check_types(content)
+            tensors, files = content["tensors"], content["files"]
+            sizes = [size for entry in tensors.values() for size in entry.shape]
+            sizes += [number for entry in files.values() for number in (entry.bytes, entry.crc32)]
+            if not all(type(number) is int and number >= 0 for number in sizes):
+                raise TypeError("a size is no whole number")
+            for entry in tensors.values():
+                if not isinstance(getattr(torch, entry.dtype, None), torch.dtype):
+                    raise ValueError(f"{entry.dtype} is no dtype")
+            for record in content["groups"]:
+                if not (
+                    all(isinstance(name, str) for name in record["params"]) and isinstance(record["options"], dict)
+                ):
+                    raise TypeError("a group of the optimizer is none")
+            if not (
+                isinstance(content["extra"], dict)
+                and isinstance(content["optimizer"], str)
+                and isinstance(content["plan"], str)
+                and all(isinstance(name, str) for name in content.get("left_out", []))
+                and isinstance(content.get("model", {}), dict)
+                and isinstance(content.get("base", {}), dict)
+                and isinstance(in_4_bits := content.get("in_4_bits", {}), dict)
+                and all(isinstance(dtype, str) for dtype in in_4_bits.values())
+            ):
+                raise TypeError("extra, optimizer, plan, left_out, model, base or in_4_bits is of another type")
             return cls(**{own.name: content[own.name] for own in fields(cls) if own.name in content})
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise IntegrityError(
                 f"{path} is damaged ({type(error).__name__}: {error}); this checkpoint cannot be trusted"
             ) from error
-
-
-def _check_types(content: dict[str, Any]) -> None:
-    """Raise TypeError or ValueError for values that ``write`` does not write."""
-    tensors, files = content["tensors"], content["files"]
-    sizes = [size for entry in tensors.values() for size in entry.shape]
-    sizes += [number for entry in files.values() for number in (entry.bytes, entry.crc32)]
-    if not all(type(number) is int and number >= 0 for number in sizes):
-        raise TypeError("a size is no whole number")
-    for entry in tensors.values():
-        if not isinstance(getattr(torch, entry.dtype, None), torch.dtype):
-            raise ValueError(f"{entry.dtype} is no dtype")
-    for record in content["groups"]:
-        if not (all(isinstance(name, str) for name in record["params"]) and isinstance(record["options"], dict)):
-            raise TypeError("a group of the optimizer is none")
-    if not (
-        isinstance(content["extra"], dict)
-        and isinstance(content["optimizer"], str)
-        and isinstance(content["plan"], str)
-        and all(isinstance(name, str) for name in content.get("left_out", []))
-        and isinstance(content.get("model", {}), dict)
-        and isinstance(content.get("base", {}), dict)
-        and isinstance(in_4_bits := content.get("in_4_bits", {}), dict)
-        and all(isinstance(dtype, str) for dtype in in_4_bits.values())
-    ):
-        raise TypeError("extra, optimizer, plan, left_out, model, base or in_4_bits is of another type")
 
 
 def _checksum(content: dict[str, Any]) -> int:

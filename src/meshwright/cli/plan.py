@@ -26,7 +26,6 @@ from meshwright.training.optim.fine_tuning import of_forecast
 from .arguments import check_page, read_config, write_page
 
 if TYPE_CHECKING:
-    from meshwright.planning.memory.states import MemoryEstimate
     from meshwright.training.config import Config
 
 PATIENCE_S = 2.0
@@ -129,12 +128,17 @@ def forecast(config: Config, options: PlanOptions) -> int:
     paragraphs = [] if options.profile is None else [" ".join(notes(profile_of(str(options.profile)), cluster.world))]
     if options.dry_run:
         estimate = estimated_memory(replace(config, techniques=first.techniques), facts, first.plan, drawn)
-        values["dry_run"] = found = _figures(estimate)
+        found: dict[str, Any] = {"why_not": estimate.why_not}
         said = f"unknown, {estimate.why_not}"
         if not estimate.why_not:
-            parts = ", ".join(f"{name} {size:.1f}" for name, size in found["mem_parts_gb"].items())
+            fullest = estimate.of()
+            least = estimate.least[estimate.fullest] if estimate.least else fullest.total
+            sizes = {str(kind): size / 1e9 for kind, size in fullest.peak.items() if size}
+            found = {"mem_gb": fullest.total / 1e9, "least_gb": least / 1e9, "mem_parts_gb": sizes}
+            parts = ", ".join(f"{name} {size:.1f}" for name, size in sizes.items())
             least = f"{found['least_gb']:.1f} to " * bool(estimate.least)
             said = f"{least}{found['mem_gb']:.1f} GB of tensors ({parts}); the driver and fragmentation come on top"
+        values["dry_run"] = found
         paragraphs.append(f"by a dry run of the run's own code: {said}")
     text = "\n\n".join([str(answer), *paragraphs])
     print(json.dumps({**answer.to_dict(), **values}, indent=1) if options.json else text)
@@ -145,16 +149,6 @@ def forecast(config: Config, options: PlanOptions) -> int:
         page = forecast_page(shown, front, first.plan, drawn, first.toml() if answer.searched else "")
         print(write_page(options.html, page), file=sys.stderr if options.json else sys.stdout)
     return 0
-
-
-def _figures(estimate: MemoryEstimate) -> dict[str, Any]:
-    """Return the bytes of the fullest rank by the dry run, under the documented keys."""
-    if estimate.why_not:
-        return {"why_not": estimate.why_not}
-    fullest = estimate.of()
-    least = estimate.least[estimate.fullest] if estimate.least else fullest.total
-    parts = {str(kind): size / 1e9 for kind, size in fullest.peak.items() if size}
-    return {"mem_gb": fullest.total / 1e9, "least_gb": least / 1e9, "mem_parts_gb": parts}
 
 
 def _progress():

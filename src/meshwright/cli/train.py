@@ -44,24 +44,18 @@ def run(argv: list[str]) -> int:
     check_nodes_in_use()
     if is_rank_zero():
         print(first_line(config), flush=True)
-        _refuse_absent(config)
+        if not config.run:  # what a run keeps may stand in for its model and data
+            place = Path(config.model.hf).expanduser()
+            if config.model.hf and not place.exists():
+                from meshwright.introspection.source import absent_model
+
+                raise ConfigError(absent_model(config.model.hf, place))
+            from meshwright.data.scan import list_sources
+
+            for part in config.data.mixture or (config.data,):
+                if not part.streaming:
+                    list_sources(part.source, part.format)
     return launch(config)
-
-
-def _refuse_absent(config: Config) -> None:
-    """Refuse a new run of a model or data that is not there, before processes are started for it."""
-    if config.run:
-        return  # what the run keeps may stand in for it
-    place = Path(config.model.hf).expanduser()
-    if config.model.hf and not place.exists():
-        from meshwright.introspection.source import absent_model
-
-        raise ConfigError(absent_model(config.model.hf, place))
-    from meshwright.data.scan import list_sources
-
-    for part in config.data.mixture or (config.data,):
-        if not part.streaming:
-            list_sources(part.source, part.format)
 
 
 def first_line(config: Config) -> str:

@@ -83,15 +83,13 @@ class PicturedChat:
                 f"{where}: the conversation, as its chat template writes it, has {n} places for images ({mark}), and"
                 f" the record has {len(names)} images: give one image for each place, and write {mark} in no text"
             )
-        files = [self._file(folder, name, where) for name in names]
+        files = []
+        for name in names:
+            known = self._found.get((folder, name)) if isinstance(name, str) else None
+            files.append(known or find_image(folder, name, where))
+            if isinstance(name, str):
+                self._found[folder, name] = files[-1]
         return [self._pictured(example, files, where) for example in examples]
-
-    def _file(self, folder: Path, name: Any, where: str) -> ImageFile:
-        if not isinstance(name, str):
-            return find_image(folder, name, where)
-        if (folder, name) not in self._found:
-            self._found[folder, name] = find_image(folder, name, where)
-        return self._found[folder, name]
 
     def _pictured(self, example: Example, files: list[ImageFile], where: str) -> PicturedExample:
         left = iter(files)
@@ -147,8 +145,17 @@ def with_parts(messages: list[Message], named: list[Any], where: str) -> tuple[l
         new: list[Message] = []
         for part in _as_list(message.get("content")):
             for each in _marked(part) if is_marked else [part]:
-                new.append(_part(each, f"{where}, turn {turn}"))
-                if new[-1]["type"] == "image":
+                # as templates expect it: a text, or the place of an image without its path
+                kind = each.get("type") if isinstance(each, dict) else None
+                if kind == "text" and isinstance(each.get("text"), str):
+                    new.append({"type": "text", "text": each["text"]})
+                elif kind not in IMAGE_PARTS:
+                    raise BadRow(
+                        f"{where}, turn {turn}: a part of a content is a text ({{type: text, text: …}}) or an image"
+                        f" ({{type: image, image: path}}), and here is {str(each)[:60]!r}"
+                    )
+                else:
+                    new.append({"type": "image"})
                     is_place = _is_place(each)
                     n_places += is_place
                     images.append(next(left, None) if is_place else _path_in(each))
@@ -180,19 +187,6 @@ def _marked(part: Any) -> Iterator[Any]:
         text = text.removesuffix("\n") if number < len(pieces) - 1 else text
         if text:
             yield {"type": "text", "text": text}
-
-
-def _part(part: Any, where: str) -> Message:
-    """Return a part as templates expect it: a text, or the place of an image without its path."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "text" and isinstance(part.get("text"), str):
-        return {"type": "text", "text": part["text"]}
-    if kind in IMAGE_PARTS:
-        return {"type": "image"}
-    raise BadRow(
-        f"{where}: a part of a content is a text ({{type: text, text: …}}) or an image ({{type: image, image: path}}),"
-        f" and here is {str(part)[:60]!r}"
-    )
 
 
 def _path_in(part: Message) -> Any:

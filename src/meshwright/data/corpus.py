@@ -140,13 +140,11 @@ class PicturesWriter:
         document = self._documents.get(split, 0)
         self._documents[split] = document + 1
         rows = self._places.setdefault(split, [])
-        rows += [(document, begin, end, self._number(file)) for begin, end, file in images]
-
-    def _number(self, file: ImageFile) -> int:
-        number = self._numbers.setdefault((file.folder, file.name), len(self._files))
-        if number == len(self._files):
-            self._files.append(file)
-        return number
+        for begin, end, file in images:
+            number = self._numbers.setdefault((file.folder, file.name), len(self._files))
+            if number == len(self._files):
+                self._files.append(file)
+            rows.append((document, begin, end, number))
 
     def write(self, folder: Path, splits: Sequence[str] = ("training", "validation")) -> Pictures:
         """Write the files, and flush them to disk."""

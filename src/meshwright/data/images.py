@@ -237,7 +237,13 @@ class VisionProcessor:
                     f" images ({self.image_token_ids.tolist()}), which meshwright does not compute"
                 )
         self._per_row = frozenset(key for key, value in self._pixels_in(found).items() if len(value) == 1)
-        self._text_of = functools.lru_cache(_SIZES)(self._replacement)
+
+        @functools.lru_cache(_SIZES)
+        def text_of(width: int, height: int) -> str:
+            # a blank image of the size: no processor looks at its pixels to count tokens
+            return self._call([_blank(width, height)], **{f"return_{_REPLACED}": True})[_REPLACED][0][0]["replacement"]
+
+        self._text_of = text_of
 
     @property
     def template(self) -> str | None:
@@ -283,10 +289,6 @@ class VisionProcessor:
         """Return the text that stands for an image of this size where a template writes ``image_token``."""
         return self._text_of(width, height)
 
-    def _replacement(self, width: int, height: int) -> str:
-        # a blank image of the size: no processor looks at its pixels to count tokens
-        return self._call([_blank(width, height)], **{f"return_{_REPLACED}": True})[_REPLACED][0][0]["replacement"]
-
     def kinds_of(self, ids: np.ndarray) -> np.ndarray:
         """Return 1 for each token of an image and 0 for the others; int64 of the shape of ``ids``."""
         return np.isin(ids, self.image_token_ids).astype(np.int64)
@@ -331,7 +333,10 @@ class VisionProcessor:
                 parts = [each.get(key, np.zeros((1, 0, *example.shape[2:]), example.dtype)) for each in found]
             else:
                 parts = [each[key] for each in found if each]
-            joined[key] = _joined(parts)
+            largest = np.max([part.shape[1:] for part in parts], axis=0).tolist()
+            sides = [[(0, 0), *((0, n - own) for n, own in zip(largest, p.shape[1:], strict=True))] for p in parts]
+            filled = [np.pad(p, each) if np.any(each) else p for p, each in zip(parts, sides, strict=True)]
+            joined[key] = np.concatenate(filled)
         return joined, counts
 
     def _call(self, images: Sequence[Image], **options: Any) -> dict[str, Any]:
@@ -353,18 +358,6 @@ class VisionProcessor:
 
     def _pixels_in(self, found: dict[str, Any]) -> dict[str, np.ndarray]:
         return {key: np.asarray(value) for key, value in found.items() if key not in _OF_TEXT}
-
-
-def _joined(parts: list[np.ndarray]) -> np.ndarray:
-    """Join arrays along their first dim; fill their other dims up with zeros where they differ."""
-    largest = np.max([part.shape[1:] for part in parts], axis=0)
-    filled = [
-        np.pad(part, [(0, 0), *((0, int(most) - n) for most, n in zip(largest, part.shape[1:], strict=True))])
-        if tuple(largest) != part.shape[1:]
-        else part
-        for part in parts
-    ]
-    return np.concatenate(filled)
 
 
 def _blank(width: int, height: int) -> Image:

@@ -159,7 +159,12 @@ def list_files(sources: tuple[str, ...], format: str) -> tuple[list[tuple[str, s
     listed, n_other = [], 0
     formats: dict[str, str] = {}
     for source in sources:
-        place, split = _place_of(source)
+        place, split, path = source, "", Path(source).expanduser()
+        if source not in BUILT_IN:
+            if not _is_here(path) and (cached := in_cache(source)) is not None:
+                place, path = str(cached), cached
+            if is_split(path.name) and not path.exists() and path.parent.is_dir():
+                place, split = str(path.parent), path.name  # a split named behind its folder
         formats[source] = _format_of(place, format)
         names, others = _files_of(place, formats[source], split)
         if source not in BUILT_IN:
@@ -233,18 +238,6 @@ def _refuse_foreign(source: str, paths: list[Path], format: str) -> None:
                 f"data.source: {path} is {kind}, and is read unpacked: {unpack} {path.name} (JSON lines, lists and"
                 f" tables are also read as {' '.join(UNPACKED)})"
             )
-
-
-def _place_of(source: str) -> tuple[str, str]:
-    """Return the file or folder of a source and, where it is the name of a split behind a folder's, the split."""
-    path = Path(source).expanduser()
-    if source in BUILT_IN:
-        return source, ""
-    if not _is_here(path) and (found := in_cache(source)) is not None:
-        path, source = found, str(found)
-    if is_split(path.name) and not path.exists() and path.parent.is_dir():
-        return str(path.parent), path.name
-    return source, ""
 
 
 def _format_of(source: str, wanted: str) -> str:

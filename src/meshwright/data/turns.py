@@ -231,9 +231,12 @@ def checked(messages: list[Message], template: ChatTemplate, where: str, *, part
             raise BadRow(
                 f"{here}: the turn has tool_calls, and the chat template writes none: use a template that does"
             )
-        if isinstance(content, list) and not parts and all(_is_text(part) for part in content):
-            joined = "".join(part if isinstance(part, str) else part["text"] for part in content)
-            message = {**message, "content": joined}
+        texts = []
+        for part in content if isinstance(content, list) else ():
+            is_part = isinstance(part, dict) and part.get("type") == "text"
+            texts.append(part.get("text") if is_part else part)
+        if isinstance(content, list) and not parts and all(isinstance(text, str) for text in texts):
+            message = {**message, "content": "".join(texts)}
         elif not (
             isinstance(content, str)
             or (content is None and any(key in template.text for key in _beside_content(message)))
@@ -245,11 +248,6 @@ def checked(messages: list[Message], template: ChatTemplate, where: str, *, part
             )
         found.append(message)
     return found
-
-
-def _is_text(part: Any) -> bool:
-    is_part = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-    return is_part or isinstance(part, str)
 
 
 def is_learnt(message: Message, where: str) -> bool:

@@ -415,7 +415,12 @@ def _table(instance: Any, prefix: str) -> Iterator[str]:
         elif is_unset(value):
             continue
         elif value is not None:
-            yield f"{field.name} = {_spelt(value, key)}"
+            try:
+                text = toml_value(plain(value))
+                text.encode()
+            except (TypeError, UnicodeEncodeError) as error:
+                raise ConfigError(f"{key}: {value!r} cannot be written to TOML: {error}") from None
+            yield f"{field.name} = {text}"
         elif default_of(field) is not None:
             raise ConfigError(
                 f"{key} = None cannot be written to TOML: a key left out means its default, {default_of(field)!r}"
@@ -425,12 +430,3 @@ def _table(instance: Any, prefix: str) -> Iterator[str]:
             yield ""
             yield f"[{key}]" if row is value else f"[[{key}]]"
             yield from _table(row, key)
-
-
-def _spelt(value: Any, key: str) -> str:
-    try:
-        text = toml_value(plain(value))
-        text.encode()
-    except (TypeError, UnicodeEncodeError) as error:
-        raise ConfigError(f"{key}: {value!r} cannot be written to TOML: {error}") from None
-    return text
