@@ -138,9 +138,8 @@ NO_FILE_IS_REFUSED = {
     for module in (
         "checkpoint.manifest",
         "checkpoint.tensor_files",
-        "data.text.tokenizers",
-        "data.text.tokenizers",
-        "data.corpus.mapped",
+        "data.tokenizers",
+        "data.mapped",
         "introspection.source",
     )
 }
