@@ -36,15 +36,18 @@ def legal_words(annotation: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _kind(arm: Any) -> str:
-    words = legal_words(arm)
+def key_kind(annotation: Any) -> str:
+    """Return how help writes the values of a type: ``N``, ``NUMBER|none``, ``cosine|linear``, ``TEXT …``."""
+    arms, words = union_arms(annotation), legal_words(annotation)
+    if len(arms) > 1:
+        return "|".join(map(key_kind, arms))
     if words:
         return "|".join(words)
-    if row_of(arm):
+    if row_of(annotation):
         return "TOML"
-    if get_origin(arm) in (tuple, list):
-        return f"{_kind(get_args(arm)[0])} …"
-    return {int: "N", float: "NUMBER", str: "TEXT", Path: "PATH"}.get(arm, "VALUE")
+    if get_origin(annotation) in (tuple, list):
+        return f"{key_kind(get_args(annotation)[0])} …"
+    return {int: "N", float: "NUMBER", str: "TEXT", Path: "PATH"}.get(annotation, "VALUE")
 
 
 def _at(instance: Any, key: str, missing: Any) -> Any:
@@ -93,7 +96,7 @@ def keys_text(cls: type, instance: Any = None, *, wanted: str = "", width: int =
         for name in names:
             if (key := join(path, name)) not in chosen:
                 continue
-            kind = "|".join(_kind(arm) for arm in union_arms(field_types(section)[name]))
+            kind = key_kind(field_types(section)[name])
             text, title = field_doc(section, name).replace("``", ""), f"  {key} = {kind}"
             if "[]" not in key:  # a key of tables is no flag, and has no value of its own
                 title, default = f"  --{key} {kind}", _at(usual, key, default_of(fields[name]))
@@ -200,7 +203,7 @@ def options_text(cls: type, width: int = 80) -> str:
     """Return the help of the flags that a verb's dataclass has."""
     lines = []
     for name, annotation in field_types(cls).items():
-        kinds = [_kind(arm) for arm in union_arms(annotation) if arm not in (bool, type(None))]
+        kinds = [key_kind(arm) for arm in union_arms(annotation) if arm not in (bool, type(None))]
         kind = "|".join(kinds) if bool not in union_arms(annotation) else f"[{'|'.join(kinds)}]" * bool(kinds)
         doc = field_doc(cls, name).replace("``", "")
         lines.append(f"  {flag_of(name)} {kind}".rstrip())
