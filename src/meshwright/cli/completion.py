@@ -221,23 +221,9 @@ def run(argv: list[str]) -> int:
             f"'{shell}'{named} is no shell that can be completed.{nearest(shell, SHELLS)} Name one: meshwright"
             f" completion {'|'.join(SHELLS)}{' --install' * installs}"
         )
-    print(_install(shell) if installs else SCRIPTS[shell], end="\n" if installs else "")
-    return 0
-
-
-def place_of(shell: str) -> Path:
-    """Return the file in which a shell looks for a user's completion of meshwright."""
-    home = Path.home()
-    data = Path(os.environ.get("XDG_DATA_HOME") or home / ".local" / "share")
-    if shell == "bash":
-        return data / "bash-completion" / "completions" / "meshwright"
-    if shell == "zsh":
-        return data / "zsh" / "site-functions" / "_meshwright"
-    return Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config") / "fish" / "completions" / "meshwright.fish"
-
-
-def _install(shell: str) -> str:
-    """Write the script where the shell looks for it; return what to tell the user."""
+    if not installs:
+        print(SCRIPTS[shell], end="")
+        return 0
     path = place_of(shell)
     if path.exists() and MARK not in path.read_text(encoding="utf-8", errors="replace"):
         raise ConfigError(
@@ -253,4 +239,16 @@ def _install(shell: str) -> str:
         "zsh": f"if ~/.zshrc has no such line, add: fpath=({path.parent} $fpath); autoload -Uz compinit && compinit",
         "fish": "fish reads it by itself",
     }
-    return f"wrote {path}\n{more[shell]}\nnew shells complete 'meshwright'; to undo: rm {path}"
+    print(f"wrote {path}\n{more[shell]}\nnew shells complete 'meshwright'; to undo: rm {path}")
+    return 0
+
+
+def place_of(shell: str) -> Path:
+    """Return the file in which a shell looks for a user's completion of meshwright."""
+    home = Path.home()
+    data = Path(os.environ.get("XDG_DATA_HOME") or home / ".local" / "share")
+    if shell == "bash":
+        return data / "bash-completion" / "completions" / "meshwright"
+    if shell == "zsh":
+        return data / "zsh" / "site-functions" / "_meshwright"
+    return Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config") / "fish" / "completions" / "meshwright.fish"

@@ -81,7 +81,23 @@ def find_image(folder: Path, name: Any, where: str) -> ImageFile:
     Raises:
         BadRow: no path, an address, a path out of ``folder``, a missing file, or one that is no image.
     """
-    path = _locate(folder, name, where)
+    if not isinstance(name, str) or not name:
+        kind = "an image inside the record" if isinstance(name, dict | bytes) else f"{str(name)[:60]!r}"
+        raise BadRow(
+            f"{where}: an image is named by its path, relative to the folder of the data file, and here is {kind}:"
+            f" write it to a file there, and name that"
+        )
+    if _ADDRESS.match(name):
+        raise BadRow(
+            f"{where}: the image {name[:80]!r} is an address, and nothing is downloaded: put the file beside the data,"
+            f" and name its path"
+        )
+    try:
+        path = inside(folder, name)
+    except ConfigError as error:
+        raise BadRow(
+            f"{where}: the image {name!r} is not in {folder}, the folder of the data file, and is not read: {error}"
+        ) from None
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -148,26 +164,6 @@ def has_changed(image: ImageFile) -> bool:
         return digest_of(image.path) != image.digest
     except OSError:
         return True
-
-
-def _locate(folder: Path, name: Any, where: str) -> Path:
-    if not isinstance(name, str) or not name:
-        kind = "an image inside the record" if isinstance(name, dict | bytes) else f"{str(name)[:60]!r}"
-        raise BadRow(
-            f"{where}: an image is named by its path, relative to the folder of the data file, and here is {kind}:"
-            f" write it to a file there, and name that"
-        )
-    if _ADDRESS.match(name):
-        raise BadRow(
-            f"{where}: the image {name[:80]!r} is an address, and nothing is downloaded: put the file beside the data,"
-            f" and name its path"
-        )
-    try:
-        return inside(folder, name)
-    except ConfigError as error:
-        raise BadRow(
-            f"{where}: the image {name!r} is not in {folder}, the folder of the data file, and is not read: {error}"
-        ) from None
 
 
 def _unreadable() -> tuple[type[Exception], ...]:
