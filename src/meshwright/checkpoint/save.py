@@ -47,8 +47,7 @@ def runs_of(
 ) -> dict[str, Any]:
     """Map names to a run of each tensor's numbers: where it begins, its length, dtype and checksum. Collective.
 
-    Args:
-        in_4_bits: names of weights in 4 bits, and the dtypes in which they were rounded.
+    ``in_4_bits`` names weights in 4 bits, and the dtypes in which they were rounded.
     """
     mine, rounded = {}, in_4_bits or {}
     if tensors and (mesh is None or is_first_of_stage(mesh)):
@@ -57,10 +56,8 @@ def runs_of(
 
 
 def run_of(tensor: Tensor, rounded_in: str | None = None) -> dict[str, Any] | None:
-    """Describe the first numbers that this rank holds; None if it holds none, or something other than numbers.
-
-    Args:
-        rounded_in: dtype in which the numbers were rounded to the bytes of 4 bits that the tensor holds.
+    """Describe the first numbers that this rank holds, of a tensor in 4 bits with the dtype in which they were rounded;
+    None if it holds none, or something other than numbers.
     """
     here = next(iter(pieces(tensor)), None)
     if here is not None and rounded_in is not None:
@@ -77,12 +74,7 @@ def run_of(tensor: Tensor, rounded_in: str | None = None) -> dict[str, Any] | No
 
 
 def differing(runs: Mapping[str, Any], read: Callable[[str], Tensor]) -> list[str]:
-    """List the parameters whose numbers are others than when the checkpoint was written.
-
-    Args:
-        runs: what ``runs_of`` returned.
-        read: returns a whole tensor by its name.
-    """
+    """List the parameters whose numbers are others than in ``runs``; ``read`` returns a whole tensor by its name."""
     found = []
     for name, run in runs.items():
         tensor, at = read(name), run["at"]

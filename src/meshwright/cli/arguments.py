@@ -194,11 +194,7 @@ def check_page(target: Path) -> None:
 
 
 def write_page(target: Path, text: str) -> str:
-    """Write a page in place of an older one; return what to tell the user.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write a page in place of an older one; return what to tell the user. ConfigError where it cannot be written."""
     try:
         replace_text(target.expanduser(), text)
     except OSError as error:

@@ -17,15 +17,10 @@ WIDEST, NARROWEST = 100, 40
 
 
 def verb_help(verb: str, target: str, argv: list[str]) -> str:
-    """Return the help of a verb, or of the section or key that follows ``--help``.
+    """Return the help of a verb (``target``: its module:function), or of the section or key that follows ``--help``.
 
-    Args:
-        verb: as typed.
-        target: module:function of the verb.
-        argv: the words behind the verb. A config file or a run's folder in front adds its values to those shown.
-
-    Raises:
-        ConfigError: no section and no key is called so, or the config cannot be read.
+    A config file or a run's folder in front of the flags adds its values to those shown. Raises ConfigError where
+    no section and no key is called so, or the config cannot be read.
     """
     from meshwright.core.config.flags import keys_text, options_text
     from meshwright.core.config.schema import sections

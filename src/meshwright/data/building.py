@@ -47,22 +47,11 @@ def check_fraction(fraction: float) -> None:
 
 
 def hold_out(names: Sequence[str], sizes: Sequence[int], fraction: float) -> np.ndarray:
-    """Choose documents whose sizes add up to about ``fraction`` of the total.
+    """Choose documents whose sizes, in bytes, add up to about ``fraction`` of the total: bool (documents,).
 
     In the order of a keyed hash of their names, each document that still fits into this size is held out. If none
     fits, the smallest is held out, so that two or more documents always leave both parts non-empty. A single document
-    is not chosen: see ``cut_point``.
-
-    Args:
-        names: one per document.
-        sizes: sizes in bytes, all above 0.
-        fraction: 0 (none) or more, below 1.
-
-    Returns:
-        bool of shape (documents,), True where held out; never all True.
-
-    Raises:
-        ConfigError: a fraction outside [0, 1).
+    is not chosen: see ``cut_point``. Raises ConfigError for a fraction outside [0, 1).
     """
     check_fraction(fraction)
     chosen = np.zeros(len(names), dtype=bool)
@@ -82,18 +71,8 @@ def hold_out(names: Sequence[str], sizes: Sequence[int], fraction: float) -> np.
 
 
 def hold_out_rows(digests: Sequence[str], counts: Sequence[int], fraction: float) -> list[np.ndarray]:
-    """Choose ``fraction`` of all rows of all files (at least one of two or more rows), by the smallest keyed hashes.
-
-    Args:
-        digests: digests of the files, as hex digits.
-        counts: numbers of rows of the files.
-        fraction: 0 (none) or more, below 1.
-
-    Returns:
-        For each file a bool array of shape (rows,), True where held out; never all True.
-
-    Raises:
-        ConfigError: a fraction outside [0, 1).
+    """Choose ``fraction`` of all rows of all files (at least one of two or more rows), by the smallest keyed hashes of
+    the files' digests: bool (rows,) for each file, never all True. Raises ConfigError for a fraction outside [0, 1).
     """
     check_fraction(fraction)
     total = sum(counts)
@@ -275,9 +254,8 @@ def learnt_tokens(example: Example, ends: np.ndarray, is_special: np.ndarray) ->
 
 
 def places_of_images(example: Example, ends: np.ndarray) -> list[tuple[int, int, ImageFile]]:
-    """Return the first token of each image of an example, the token behind its last, and its file.
-
-    ``ends``: the index of the last character of each token.
+    """Return the first token of each image of an example, the token behind its last, and its file; ``ends`` has the
+    index of the last character of each token.
     """
     images = getattr(example, "images", ())
     if not images:
@@ -370,10 +348,7 @@ class TokenisingRecipe:
         return f"corpus-{self.key}{'-skip' if self.options.on_bad_row == 'skip' else ''}"
 
     def find_damage(self, folder: Path) -> str:
-        """Describe the damage in ``folder``.
-
-        A corpus with another key counts as damaged (see ``corpus.find_damage``).
-        """
+        """Describe the damage in ``folder``; a corpus with another key counts as damaged."""
         if trouble := find_damage(folder, contents=True):
             return trouble
         meta = read_meta(folder)
@@ -503,13 +478,9 @@ class TokenisingRecipe:
                 say(f"skipped: {skipped[file.name]} of the {file.n_records} rows of {file.path}, in all")
 
     def examples_of(self, file: SourceFile, number: int, record: Record | BadRow) -> list[Example]:
-        """Return the examples of a record, and note the columns that are not read.
+        """Return the examples of a record, whose row counts from 1, and note the columns that are not read.
 
-        Args:
-            number: the record's row, from 1.
-
-        Raises:
-            BadRow: the record cannot be used.
+        Raises BadRow where the record cannot be used.
         """
         if isinstance(record, BadRow):
             raise record

@@ -122,11 +122,7 @@ NO_PICTURES = PictureList(
 
 
 class PicturesWriter:
-    """Collects the images of a corpus's documents, in their order.
-
-    Args:
-        folders: of the data files, as ``ImageFile.folder`` has them.
-    """
+    """Collects the images of a corpus's documents, in their order, from the folders of the data files."""
 
     def __init__(self, folders: Sequence[Path]):
         self._folders = {folder: number for number, folder in enumerate(folders)}
@@ -169,11 +165,7 @@ class PicturesWriter:
 
 
 def open_pictures(folder: Path, split: str, folders: Sequence[Path]) -> PictureList:
-    """Map the images of a corpus's split into memory.
-
-    Args:
-        folders: of the data files, in the order in which they were written.
-    """
+    """Map the images of a corpus's split into memory; ``folders`` of the data files, in the order as written."""
     return PictureList(
         mapped(folder / f"{split}.images", "<i8").reshape(-1, 4),
         mapped(folder / _FILES, "<i8").reshape(-1, 6),
