@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from meshwright.data import Interleave, Loader, Samples, SourceOptions, Stage, Whole, open_corpus, prepare
-from meshwright.data.text.tokenizers import IdTokenizer
+from meshwright.data.tokenizers import IdTokenizer
 
 
 def main() -> int:

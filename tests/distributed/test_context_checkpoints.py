@@ -12,7 +12,7 @@ from support.laid_out import assert_same, held
 
 from meshwright import Layout, parallelize
 from meshwright.checkpoint import load, save
-from meshwright.checkpoint.pieces import in_pieces
+from meshwright.checkpoint.save import in_pieces
 from meshwright.distributed.process.world import get_world_info
 from meshwright.models.decoder_config import DecoderConfig
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from meshwright import Layout, parallelize
 from meshwright.data import Stream
-from meshwright.data.text.tokenizers import ByteTokenizer, IdTokenizer
+from meshwright.data.tokenizers import ByteTokenizer, IdTokenizer
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.training.evaluation import Evaluation, ToTheEnd, evaluate_rows

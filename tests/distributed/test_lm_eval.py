@@ -11,7 +11,7 @@ from support.problems import FSDP2, ONE
 from meshwright import ConfigError, Layout
 from meshwright.cli.arguments import open_model
 from meshwright.core.errors import MeshwrightError
-from meshwright.data.text.tokenizers import FileTokenizer
+from meshwright.data.tokenizers import FileTokenizer
 from meshwright.training.config import ProcessConfig
 
 CHOICES = """

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from meshwright import ConfigError, Layout, Loss, UnsupportedError
 from meshwright.core import losses
 from meshwright.core.losses import PreferenceLoss
-from meshwright.data.corpus.pictured import Pairs
+from meshwright.data.corpus import Pairs
 from meshwright.distributed.loss import preference
 from meshwright.distributed.process.world import get_world_info
 from meshwright.distributed.step import batch as step_batch

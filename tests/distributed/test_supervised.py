@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwright import Layout, parallelize, pretrained
-from meshwright.data.corpus.cache import open_corpus, prepare
+from meshwright.data.cache import open_corpus, prepare
 from meshwright.data.options import SourceOptions
-from meshwright.data.text.tokenizers import load_tokenizer
+from meshwright.data.tokenizers import load_tokenizer
 
 SEQ, STEPS = 64, 3
 EXACT, WITH_FP32_INSIDE = 1e-10, 1e-6

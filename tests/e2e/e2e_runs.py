@@ -75,7 +75,7 @@ class Job:
         from meshwright.cli.arguments import read_config
 
         flags = [f"--{key}={value}" for key, value in self.changes.items()]
-        return read_config([self.folder, *flags], prog="meshwright train", description="")
+        return read_config([self.folder, *flags], prog="meshwright train")
 
     def __call__(self) -> Result:
         words, samples = io.StringIO(), []

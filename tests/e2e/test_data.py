@@ -181,7 +181,7 @@ class Unreadable(Job):
     """A run in which rank 1 cannot read the fourth step's first sample."""
 
     def __call__(self):
-        from meshwright.data.corpus.packing import Stream
+        from meshwright.data.packing import Stream
 
         rows, reads = Stream.rows, []
 
@@ -219,7 +219,7 @@ class FewAtOnce(Job):
     """A run that tokenises a few documents at once, as one of long documents does."""
 
     def __call__(self):
-        from meshwright.data.corpus import building
+        from meshwright.data import building
 
         before, building._BATCH_CHARACTERS = building._BATCH_CHARACTERS, 2000
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 
-from meshwright.data.sources.formats import ANIMALS
+from meshwright.data.formats import ANIMALS
 
 
 def is_true(sentence: str) -> bool:

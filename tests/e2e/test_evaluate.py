@@ -14,7 +14,7 @@ from e2e_runs import Job, metrics
 from support.families import save_tokenizer, saved
 from torch.nn import functional as F
 
-from meshwright.data.text.tokenizers import FileTokenizer
+from meshwright.data.tokenizers import FileTokenizer
 from meshwright.training.run.occupancy import occupied
 
 

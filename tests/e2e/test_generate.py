@@ -17,8 +17,8 @@ from support.families import save_tokenizer, saved
 from tokenizers import Tokenizer
 
 from meshwright.cli.arguments import open_model, open_run
-from meshwright.data.text.tokenizers import FileTokenizer
-from meshwright.data.text.turns import ChatTemplate
+from meshwright.data.tokenizers import FileTokenizer
+from meshwright.data.turns import ChatTemplate
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.training.run.occupancy import occupied
 from meshwright.training.run.opened import Conversation, Opened, Sampler, ends_of_turn

@@ -273,9 +273,9 @@ FOREIGN = {
 
 def flags_of(verb: str) -> set[str]:
     """Every flag of a verb, keys of its config among them."""
+    from meshwright.cli.completion import KEYS
+    from meshwright.cli.help import config_of, described, options_of
     from meshwright.cli.main import VERBS as known
-    from meshwright.cli.shell.candidates import KEYS
-    from meshwright.cli.shell.help import config_of, described, options_of
     from meshwright.core.config import public_keys
     from meshwright.core.config.flags import flag_of
     from meshwright.core.config.schema import field_types

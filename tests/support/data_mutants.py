@@ -7,8 +7,8 @@ from unittest.mock import patch
 
 import numpy as np
 
-from meshwright.data.corpus import building
-from meshwright.data.text import preference, tasks, turns
+from meshwright.data import building, tasks, turns
+from meshwright.data import tasks as preference
 
 
 def mask_one_early() -> AbstractContextManager:

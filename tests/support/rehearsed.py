@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 
-from meshwright.data.text.tokenizers import BYTES, load_tokenizer
+from meshwright.data.tokenizers import BYTES, load_tokenizer
 from meshwright.distributed.memory.account import MemoryAccount
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.pipeline.run import Mail

@@ -19,7 +19,7 @@ from meshwright.training.config import Config
 
 
 def read(*argv: str) -> Config:
-    return read_config(list(argv), prog="meshwright train", description="d")
+    return read_config(list(argv), prog="meshwright train")
 
 
 @pytest.fixture

@@ -16,8 +16,7 @@ import pytest
 
 import meshwright
 from meshwright.cli import main as cli
-from meshwright.cli.shell.candidates import candidates, split
-from meshwright.cli.shell.completion import SCRIPTS, place_of
+from meshwright.cli.completion import SCRIPTS, candidates, place_of, split
 from meshwright.core.config import public_keys
 from meshwright.training.config import Config
 

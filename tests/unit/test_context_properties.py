@@ -16,7 +16,7 @@ from meshwright.distributed.context import kernels, methods, rows
 from meshwright.distributed.context.methods import Halo, Members, shares_of_heads
 from meshwright.distributed.context.rows import FILLER, CutRows, cut_batch, cut_rows, select
 from meshwright.distributed.exchange import Board, Thread
-from meshwright.introspection.mixing import reach as reaches
+from meshwright.introspection.mixing import masks as reaches
 from meshwright.introspection.mixing.masks import (
     KeyRanges,
     RowMask,

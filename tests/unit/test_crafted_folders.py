@@ -17,12 +17,11 @@ import pytest
 from support.crafted import AUTO_MAP, CANARY, CRAFTS, OWN_MODEL, Place, own_code, own_function
 
 import meshwright
-from meshwright.checkpoint.load import load_model_tensors
-from meshwright.checkpoint.pieces import covers
+from meshwright.checkpoint.load import covers, load_model_tensors
 from meshwright.cli.main import main
 from meshwright.core.config import public_keys
 from meshwright.core.errors import IntegrityError
-from meshwright.data.text.tokenizers import FileTokenizer
+from meshwright.data.tokenizers import FileTokenizer
 from meshwright.training.run.request import RUNS_CODE
 from meshwright.training.slurm import LaunchConfig
 
@@ -139,9 +138,8 @@ NO_FILE_IS_REFUSED = {
     for module in (
         "checkpoint.manifest",
         "checkpoint.tensor_files",
-        "data.text.tokenizers",
-        "data.text.tokenizers",
-        "data.corpus.mapped",
+        "data.tokenizers",
+        "data.mapped",
         "introspection.source",
     )
 }
@@ -160,9 +158,9 @@ MUTANTS: list[tuple[dict[str, Any], str, str]] = [
     (NO_FILE_IS_REFUSED, "weights_that_are_a_link", "was read"),
     (NO_FILE_IS_REFUSED, "a_config_that_is_a_link", "was read"),
     (NO_FILE_IS_REFUSED, "a_template_that_is_a_link", "was read"),
-    ({"meshwright.data.sources.scan._inside_source": lambda *_: None}, "a_text_that_is_a_link", "was read"),
+    ({"meshwright.data.scan._inside_source": lambda *_: None}, "a_text_that_is_a_link", "was read"),
     ({"meshwright.core.files._is_blob": lambda *_: True}, "a_blob_of_another_repository", "status 0"),
-    ({"meshwright.checkpoint.pieces.covers": lambda *_: True}, "a_shard_with_a_part_of_a_tensor", "status 0"),
+    ({"meshwright.checkpoint.load.covers": lambda *_: True}, "a_shard_with_a_part_of_a_tensor", "status 0"),
 ]
 
 
@@ -246,7 +244,7 @@ def test_a_picture_that_names_a_file_elsewhere_is_not_opened(place, monkeypatch)
     )
     rows.cast_column("image", datasets.Image()).save_to_disk(str(place.data))
     assert met(place, ["inspect", str(place.data), "--data.tokenizer=bytes"]) == (0, [], False)
-    monkeypatch.setattr("meshwright.data.sources.formats._opens_files", lambda *_: False)
+    monkeypatch.setattr("meshwright.data.formats._opens_files", lambda *_: False)
     with pytest.raises(Exception, match=r"identify image|Pillow|PIL"):  # it is opened, and is no picture
         main(["inspect", str(place.data), "--data.tokenizer=bytes"])
 

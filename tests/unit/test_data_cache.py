@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from meshwright.core.errors import ConfigError, IntegrityError
-from meshwright.data.corpus import cache
-from meshwright.data.corpus.cache import default_cache_dir, open_corpus, prepare
-from meshwright.data.corpus.corpus import find_damage
-from meshwright.data.text.tokenizers import ByteTokenizer
+from meshwright.data import cache
+from meshwright.data.cache import default_cache_dir, open_corpus, prepare
+from meshwright.data.corpus import find_damage
+from meshwright.data.tokenizers import ByteTokenizer
 
 TEXTS = {f"{letter}.txt": letter * (20 + i) for i, letter in enumerate("abcdefghij")}
 
@@ -204,9 +204,9 @@ def test_the_default_folder_is_the_users_cache(texts, monkeypatch, tmp_path):
 PROCESS = """
 import errno, fcntl, os, signal, sys, time
 from pathlib import Path
-from meshwright.data.corpus import cache
-from meshwright.data.corpus.cache import prepare
-from meshwright.data.text.tokenizers import ByteTokenizer
+from meshwright.data import cache
+from meshwright.data.cache import prepare
+from meshwright.data.tokenizers import ByteTokenizer
 
 texts, folder, mode, go = sys.argv[1:]
 

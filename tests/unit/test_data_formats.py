@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 
 from meshwright.core.errors import ConfigError, IntegrityError
-from meshwright.data.corpus.cache import open_corpus, prepare
+from meshwright.data import formats
+from meshwright.data import scan as sources
+from meshwright.data.cache import open_corpus, prepare, trained_bpe
 from meshwright.data.options import SourceOptions
-from meshwright.data.sources import formats
-from meshwright.data.sources import scan as sources
-from meshwright.data.sources.scan import scan_sources
-from meshwright.data.text.bpe import trained_bpe
-from meshwright.data.text.tokenizers import ByteTokenizer
+from meshwright.data.scan import scan_sources
+from meshwright.data.tokenizers import ByteTokenizer
 
 ROWS = [{"text": f"row {i} é"} for i in range(40)]
 
@@ -229,7 +228,7 @@ def test_a_file_that_changed_while_it_was_read_is_not_taken_for_what_it_was(tmp_
     path = jsonl(tmp_path / "a.jsonl")
     scan = scan_sources(str(path))
     jsonl(path, ROWS[:20] + ROWS[21:])
-    monkeypatch.setattr("meshwright.data.corpus.cache.scan_sources", lambda *args, **kwargs: scan)
+    monkeypatch.setattr("meshwright.data.cache.scan_sources", lambda *args, **kwargs: scan)
     with pytest.raises(IntegrityError, match=r"a.jsonl changed while the corpus was being made"):
         prepare(str(path), ByteTokenizer(), 0, tmp_path / "cache")
 
@@ -310,7 +309,7 @@ def test_a_tokenizer_belongs_to_the_text_as_it_was_read(tmp_path):
 
 
 def test_a_table_has_quotes_line_ends_and_json_text_in_its_values(tmp_path):
-    from meshwright.data.sources.formats import RECORD_FORMATS
+    from meshwright.data.formats import RECORD_FORMATS
 
     rows = [{"instruction": 'Say "a, b"\nand c', "input": "", "output": "é\t"}, {"instruction": "x", "input": "y"}]
     rows[1]["output"] = json.dumps([{"role": "user", "content": "a"}])
@@ -349,7 +348,7 @@ def test_a_file_that_is_something_else_is_called_by_its_name(tmp_path, name, con
 
 def test_pointers_of_git_lfs_stand_for_no_model_tokenizer_or_dataset(tmp_path):
     from meshwright.checkpoint.tensor_files import TensorFiles
-    from meshwright.data.text.tokenizers import FileTokenizer
+    from meshwright.data.tokenizers import FileTokenizer
 
     for name in ("model.safetensors", "tokenizer.json"):
         (tmp_path / name).write_bytes(POINTER)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.core.errors import ConfigError
-from meshwright.data.holdout import cut_point, hold_out
+from meshwright.data.building import cut_point, hold_out
 
 many_sizes = st.lists(st.integers(1, 10_000), min_size=2, max_size=60)
 

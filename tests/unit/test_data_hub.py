@@ -9,10 +9,9 @@ import pytest
 from support.releases import installed
 
 from meshwright.core.errors import ConfigError, MissingExtraError
-from meshwright.data.corpus.cache import open_corpus, prepare
-from meshwright.data.sources.hub import split_of
-from meshwright.data.sources.scan import list_sources, resolved, scan_sources
-from meshwright.data.text.tokenizers import ByteTokenizer
+from meshwright.data.cache import open_corpus, prepare
+from meshwright.data.scan import list_sources, resolved, scan_sources, split_of
+from meshwright.data.tokenizers import ByteTokenizer
 
 CARD = (
     "---\nlicense: mit\nconfigs:\n- config_name: de\n  data_files: de/*\n- config_name: en\n  data_files: en/*\n---\nx"

@@ -20,12 +20,11 @@ from support.vision_models import SPECIAL, asks, draw_image, model_folder, proce
 
 from meshwright.core.errors import ConfigError, IntegrityError, UnsupportedError
 from meshwright.data import FileTokenizer, Loader, Samples, SourceOptions, open_corpus, prepare, validation_batches
-from meshwright.data.corpus.building import TokenisingRecipe
-from meshwright.data.corpus.pictured import Pictured, beside_images
-from meshwright.data.images.dealing import PixelReader
-from meshwright.data.images.files import vision_of
-from meshwright.data.sources.scan import list_sources
-from meshwright.data.streaming import StreamedSamples
+from meshwright.data.building import TokenisingRecipe
+from meshwright.data.corpus import Pictured, beside_images
+from meshwright.data.images import PixelReader, vision_of
+from meshwright.data.loader import StreamedSamples
+from meshwright.data.scan import list_sources
 
 FAMILIES = ("llava", "gemma3", "qwen2_5_vl", "smolvlm")
 SIZES = {"wide.png": (60, 24), "tall.png": (20, 50), "small.png": (9, 9)}

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.core.errors import ConfigError
-from meshwright.data.corpus.cache import open_corpus, prepare
+from meshwright.data import formats
+from meshwright.data.cache import open_corpus, prepare
+from meshwright.data.formats import RECORD_FORMATS
 from meshwright.data.options import SourceOptions
-from meshwright.data.sources import formats
-from meshwright.data.sources.formats import JsonList
-from meshwright.data.sources.scan import scan_sources
-from meshwright.data.text.tokenizers import ByteTokenizer
+from meshwright.data.scan import scan_sources
+from meshwright.data.tokenizers import ByteTokenizer
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=40),
@@ -27,7 +27,7 @@ VALUES = st.recursive(
 
 
 def read(path: Path) -> list:
-    return list(JsonList().records(path))
+    return list(RECORD_FORMATS["json"].records(path))
 
 
 @settings(deadline=None, max_examples=40)
@@ -42,7 +42,7 @@ def test_a_list_in_pieces_gives_its_records(tmp_path_factory, records, indent, a
     path.write_text(json.dumps(records, indent=indent, ensure_ascii=ascii_only) + "\n", encoding="utf-8")
     whole, formats._PIECE = formats._PIECE, piece
     try:
-        assert read(path) == list(enumerate(records, 1)) and JsonList().count(path) == len(records)
+        assert read(path) == list(enumerate(records, 1)) and RECORD_FORMATS["json"].count(path) == len(records)
     finally:
         formats._PIECE = whole
 
@@ -118,7 +118,7 @@ def test_memory_holds_a_few_records_and_not_the_file(tmp_path, monkeypatch, inde
     del rows
     tracemalloc.start()
     try:
-        assert JsonList().count(tmp_path / "a.json") == 2000
+        assert RECORD_FORMATS["json"].count(tmp_path / "a.json") == 2000
         assert tracemalloc.get_traced_memory()[1] < 1.5e5 < size / 4
     finally:
         tracemalloc.stop()

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.core.errors import ConfigError, MeshwrightError
-from meshwright.data.corpus.packing import IGNORE_INDEX, Stream
 from meshwright.data.loader import Loader, validation_batches
 from meshwright.data.mixture import Samples
+from meshwright.data.packing import IGNORE_INDEX, Stream
 
 SEQ = 4
 # 20 documents, 100 samples

@@ -11,9 +11,9 @@ import pytest
 
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.data import Samples
-from meshwright.data.corpus.cache import open_corpus, prepare
+from meshwright.data.cache import open_corpus, prepare
 from meshwright.data.options import SourceOptions
-from meshwright.data.text.tokenizers import ByteTokenizer, IdTokenizer
+from meshwright.data.tokenizers import ByteTokenizer, IdTokenizer
 
 TOKENIZER = IdTokenizer(100, 0)
 LENGTHS = [5, 3, 7, 4, 6, 2, 9, 4]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.core.errors import ConfigError
-from meshwright.data.corpus.packing import IGNORE_INDEX, Stream
+from meshwright.data.packing import IGNORE_INDEX, Stream
 
 
 def make_split(lengths: list[int], name: str = "training") -> Stream:

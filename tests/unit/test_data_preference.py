@@ -9,17 +9,15 @@ import numpy as np
 import pytest
 
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.data.corpus.building import TokenisingRecipe
-from meshwright.data.corpus.cache import open_corpus, prepare
-from meshwright.data.corpus.packing import IGNORE_INDEX
-from meshwright.data.corpus.pictured import Pairs
-from meshwright.data.loader import Loader, validation_batches
+from meshwright.data.building import TokenisingRecipe
+from meshwright.data.cache import open_corpus, prepare
+from meshwright.data.corpus import Pairs
+from meshwright.data.loader import Loader, StreamedSamples, validation_batches
 from meshwright.data.mixture import Samples
 from meshwright.data.options import SourceOptions
-from meshwright.data.row_ends import RowEnds
-from meshwright.data.sources.scan import list_sources
-from meshwright.data.streaming import StreamedSamples
-from meshwright.data.text.tokenizers import ByteTokenizer
+from meshwright.data.packing import IGNORE_INDEX, RowEnds
+from meshwright.data.scan import list_sources
+from meshwright.data.tokenizers import ByteTokenizer
 
 SEQ = 24
 TEXTS = [{"prompt": f"q{i}", "chosen": f"good{i}", "rejected": f"bad{i}"} for i in range(10)]

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from meshwright.core.errors import ConfigError, IntegrityError
-from meshwright.data.sources import scan as sources
-from meshwright.data.sources.formats import ANIMALS, MODULE, Farmyard
-from meshwright.data.sources.scan import scan_sources
+from meshwright.data import scan as sources
+from meshwright.data.formats import ANIMALS, MODULE, farmyard
+from meshwright.data.scan import scan_sources
 
 
 def write(root: Path, **files: str) -> Path:
@@ -79,7 +79,7 @@ def test_the_demos_text_is_the_same_everywhere_and_true_of_its_animals(tmp_path,
     assert str(scan_sources("farmyard")) == "12000 documents about animals" and names(scan_sources("./farmyard")) == [
         "a.txt"
     ]
-    texts = [record["text"] for _, record in Farmyard().records(MODULE)]
+    texts = [record["text"] for _, record in farmyard(MODULE)]
     assert hashlib.sha256("".join(texts).encode()).hexdigest()[:16] == "3c3d27b3ba3d800d"
     for sentence in "\n".join(texts[:300]).splitlines():
         words = sentence.removesuffix(".").split()

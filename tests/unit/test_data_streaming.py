@@ -11,13 +11,12 @@ import pytest
 
 from meshwright.core.errors import ConfigError
 from meshwright.data import Loader, Stream
-from meshwright.data.corpus.building import TokenisingRecipe
-from meshwright.data.corpus.packing import IGNORE_INDEX
+from meshwright.data.building import TokenisingRecipe
+from meshwright.data.loader import StreamedSamples
 from meshwright.data.options import SourceOptions
-from meshwright.data.row_ends import RowEnds
-from meshwright.data.sources.scan import list_sources
-from meshwright.data.streaming import StreamedSamples
-from meshwright.data.text.tokenizers import ByteTokenizer
+from meshwright.data.packing import IGNORE_INDEX, RowEnds
+from meshwright.data.scan import list_sources
+from meshwright.data.tokenizers import ByteTokenizer
 
 SEQ = 8
 TEXTS = ["".join(chr(97 + (i + j) % 26) for j in range(3 + 7 * i % 29)) for i in range(150)]

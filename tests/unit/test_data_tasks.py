@@ -10,11 +10,10 @@ import pytest
 import tokenizers
 
 from meshwright.core.errors import ConfigError
-from meshwright.data.corpus.cache import open_corpus, prepare
-from meshwright.data.corpus.packing import IGNORE_INDEX, Whole, best_fit
+from meshwright.data.cache import open_corpus, prepare, trained_bpe
 from meshwright.data.options import SourceOptions
-from meshwright.data.text.bpe import trained_bpe
-from meshwright.data.text.tokenizers import ByteTokenizer, FileTokenizer
+from meshwright.data.packing import IGNORE_INDEX, Whole, best_fit
+from meshwright.data.tokenizers import ByteTokenizer, FileTokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -147,7 +146,7 @@ def test_what_is_wrong_in_a_conversation_is_named_with_row_and_turn(tmp_path, ch
 def test_ids_are_those_of_the_whole_text_at_once(tmp_path, chat_folder):
     tokenizer = FileTokenizer(chat_folder)
     split = built(tmp_path, [{"messages": TALK}], tokenizer)
-    from meshwright.data.text.turns import load_template
+    from meshwright.data.turns import load_template
 
     text = load_template("", chat_folder).render(TALK[:5])
     assert split.tokens.tolist() == tokenizer.encode(text).tolist()

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.core.errors import ConfigError, MissingExtraError
-from meshwright.data.corpus.cache import open_corpus, prepare
+from meshwright.data.cache import open_corpus, prepare
 from meshwright.data.options import SourceOptions
-from meshwright.data.text.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, encode_prompt, load_tokenizer
+from meshwright.data.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, encode_prompt, load_tokenizer
 from meshwright.training.model_source import keep_tokenizer, kept_tokenizer
 
 

@@ -91,17 +91,17 @@ def test_a_value_that_was_set_wins_even_if_it_is_the_usual_one(model):
         "--sample.prompt=The ",
         "--optimizer.weight_decay=0.1",
     ]
-    config = read_config(flags, prog="meshwright train", description="")
+    config = read_config(flags, prog="meshwright train")
     assert values(config) == values(Config()) and chosen(config) == ""
     file = model / "run.toml"
     file.write_text(to_toml(all_set(Config.from_dict({"model": {"hf": str(model)}} | SET))))
-    assert values(read_config([str(file)], prog="meshwright train", description="")) == values(Config())
-    one = read_config([str(file), "--optimizer.lr=0.5"], prog="meshwright train", description="")
+    assert values(read_config([str(file)], prog="meshwright train")) == values(Config())
+    one = read_config([str(file), "--optimizer.lr=0.5"], prog="meshwright train")
     assert one.optimizer.lr == 0.5 and one.data.seq_len == 128
 
 
 def test_the_command_line_leaves_open_what_no_flag_says(model):
-    config = read_config([f"--model.hf={model}", "--adapters.rank=4"], prog="meshwright train", description="")
+    config = read_config([f"--model.hf={model}", "--adapters.rank=4"], prog="meshwright train")
     assert (config.optimizer.lr, config.data.seq_len) == (2e-4, 2048)
     assert is_unset(config.optimizer.lr) and length_follows(config)
     text = chosen(counted(config, 640, ("chat",)))
@@ -232,9 +232,9 @@ def test_steps_and_epochs_are_one_or_the_other(model, tmp_path):
         Config.from_dict({"steps": 5, "epochs": 2.0})
     file = tmp_path / "run.toml"
     file.write_text("steps = 5\n")
-    assert read_config([str(file), "--epochs=2"], prog="meshwright train", description="").epochs == 2.0
+    assert read_config([str(file), "--epochs=2"], prog="meshwright train").epochs == 2.0
     file.write_text("epochs = 2.0\n")
-    assert read_config([str(file), "--steps=7"], prog="meshwright train", description="").steps == 7
+    assert read_config([str(file), "--steps=7"], prog="meshwright train").steps == 7
 
 
 def test_a_stream_has_no_end_to_count(model):

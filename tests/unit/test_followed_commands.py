@@ -46,14 +46,14 @@ COMMANDS = [
         "evaluate run --data.seq_len=8",
         "evaluate run --data.seq_len=8 --data=farmyard",
         ["--data"],
-        "cli.trained.evaluate.on_ranks",
+        "cli.evaluate.on_ranks",
     ),
-    ("evaluate hf", "evaluate hf {--tokenizer} --data=farmyard", ["--tokenizer"], "cli.trained.evaluate.on_ranks"),
+    ("evaluate hf", "evaluate hf {--tokenizer} --data=farmyard", ["--tokenizer"], "cli.evaluate.on_ranks"),
     (
         "evaluate hf --tokenizer=bytes",
         "evaluate hf --tokenizer=bytes --data=farmyard",
         ["--data"],
-        "cli.trained.evaluate.on_ranks",
+        "cli.evaluate.on_ranks",
     ),
     (
         "convert run out --to=adapter",

@@ -69,7 +69,7 @@ def test_the_first_line_comes_before_torch():
 
 def test_a_comparison_and_completion_need_no_torch():
     modules = modules_after(
-        "import meshwright.training.views.compared, meshwright.cli.views.compare\n"
+        "import meshwright.training.views.compared, meshwright.cli.compare\n"
         "from meshwright.cli.main import main\n"
         "assert main(['completion', '--candidates', 'meshwright train --la']) == 0"
     )

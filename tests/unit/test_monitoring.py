@@ -442,7 +442,7 @@ def test_behind_the_demo_stands_what_the_model_wrote_before_and_what_to_try():
     assert [words[-1] for words in commands] == ["The ", "My sleepy owl", "--layout.tp=2", "--data.seq_len=4096"]
     verb = commands[0].index("generate")  # behind 'meshwright', or 'python -m meshwright'
     for flags in (commands[2][verb + 1 :], commands[3][verb + 5 :]):
-        assert read_config(flags, prog="", description="")
+        assert read_config(flags, prog="")
     cut = plan(SIZES["debug"], Layout(dp_shard=2, tp=2))
     assert "--layout.pp=2" in next_steps(Path("r"), demo, cut)
     assert "--layout" not in next_steps(Path("r"), demo, plan(SIZES["debug"], Layout(dp_shard=1)))

@@ -11,9 +11,9 @@ from support.record_table import TOOLS, answers_of, ended, own, own_pair, publis
 from support.tokenizers_made import BEGUN, CHATML, ENDLESS, INSIDE, WAYS, save_way
 
 from meshwright.core.errors import ConfigError
-from meshwright.data.corpus.cache import open_corpus, prepare
+from meshwright.data.cache import open_corpus, prepare
 from meshwright.data.options import SourceOptions
-from meshwright.data.text.tokenizers import FileTokenizer, encode_prompt
+from meshwright.data.tokenizers import FileTokenizer, encode_prompt
 from meshwright.training.model_source import keep_tokenizer, kept_tokenizer, prompt_ids
 
 TALK = [

@@ -21,7 +21,7 @@ import meshwright
 from meshwright.core import private_names
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.host import DOCTOR, Range, installed
-from meshwright.core.private_names import EVERYTHING, TABLE, PrivateName, found, found_or_none, is_there, looking_up
+from meshwright.core.private_names import EVERYTHING, TABLE, PrivateName, found, found_or_none, is_there
 
 OF_TORCH = {"DisableTorchFunctionSubclass", "_disable_dynamo", "_world", "FakeTensor", "FakeTensorMode"}
 """Names without which torch itself does not work."""
@@ -42,7 +42,7 @@ def remaining(namespace, name):
 type(torch.ops.aten).__getattr__ = remaining
 for path in removed:
     owner, _, name = path.rpartition(".")
-    vars(private_names.looking_up.walk(owner)).pop(name, None)
+    vars(private_names.walk(owner)).pop(name, None)
     sys.modules[path] = None
 
 for name in ("meshwright", "meshwright.distributed", "meshwright.checkpoint", "meshwright.training.trainer"):
@@ -64,7 +64,7 @@ print(json.dumps([sorted(removed), sorted(missing)]))
 
 
 def owner_of(row: PrivateName) -> object:
-    return looking_up.walk(row.path.rpartition(".")[0])
+    return private_names.walk(row.path.rpartition(".")[0])
 
 
 def can_go(row: PrivateName) -> bool:
@@ -103,7 +103,7 @@ def test_a_name_that_is_gone_is_seen_and_refused(row, monkeypatch):
         monkeypatch.setattr(type(owner), "__getattr__", object.__getattribute__)
     monkeypatch.delattr(owner, row.name)
     monkeypatch.setitem(sys.modules, row.path, None)  # no file of a module is found either
-    monkeypatch.setattr(looking_up, "_FOUND", {})
+    monkeypatch.setattr(private_names, "_FOUND", {})
     assert not is_there(row) and found_or_none(row.path) is None
     with pytest.raises(UnsupportedError) as refused:
         found(row.path)
@@ -153,13 +153,13 @@ def test_an_essential_name_that_is_gone_is_one_sentence():
     ],
 )
 def test_a_name_is_expected_from_its_oldest_release_until_it_was_seen_gone(seen, here, expected, monkeypatch):
-    monkeypatch.setattr("meshwright.core.private_names.row.installed", lambda package: here)
+    monkeypatch.setattr("meshwright.core.private_names.installed", lambda package: here)
     assert PrivateName("torch._some", "something", "a public name", seen).is_expected() is expected
 
 
 def test_names_of_cuda_are_not_missed_in_other_builds(monkeypatch):
     row = PrivateName("torch._C._of_cuda", "profiles", "a public name", cuda_only=True)
-    monkeypatch.setattr(looking_up, "TABLE", (row,))
+    monkeypatch.setattr(private_names, "TABLE", (row,))
     monkeypatch.setattr(torch.version, "cuda", None)
     assert private_names.missing() == []
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -167,5 +167,5 @@ def test_names_of_cuda_are_not_missed_in_other_builds(monkeypatch):
 
 
 def test_libraries_that_are_not_installed_are_passed_over(monkeypatch):
-    monkeypatch.setattr(looking_up, "TABLE", (PrivateName("no_such_library._name", "nothing", "a public name"),))
+    monkeypatch.setattr(private_names, "TABLE", (PrivateName("no_such_library._name", "nothing", "a public name"),))
     assert private_names.missing() == []

@@ -14,11 +14,11 @@ from support.record_table import SHAPES, Shape, ended, own, own_mask, own_pair
 from support.tokenizers_made import WAYS, save_way
 
 from meshwright.core.errors import ConfigError
-from meshwright.data.corpus.building import Encoder
+from meshwright.data.building import Encoder
+from meshwright.data.formats import RECORD_FORMATS
 from meshwright.data.options import SourceOptions
-from meshwright.data.sources.formats import RECORD_FORMATS
-from meshwright.data.text.tasks import choose_task
-from meshwright.data.text.tokenizers import FileTokenizer
+from meshwright.data.tasks import choose_task
+from meshwright.data.tokenizers import FileTokenizer
 
 
 @pytest.fixture(params=list(WAYS))

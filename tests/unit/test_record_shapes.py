@@ -9,12 +9,12 @@ import pytest
 
 from meshwright.cli.main import main
 from meshwright.core.errors import ConfigError
-from meshwright.data.corpus.cache import open_corpus, prepare
-from meshwright.data.corpus.packing import IGNORE_INDEX
+from meshwright.data.cache import open_corpus, prepare
+from meshwright.data.formats import BadRow
 from meshwright.data.options import SourceOptions
-from meshwright.data.sources.formats import BadRow
-from meshwright.data.text.tasks import choose_task
-from meshwright.data.text.tokenizers import ByteTokenizer
+from meshwright.data.packing import IGNORE_INDEX
+from meshwright.data.tasks import choose_task
+from meshwright.data.tokenizers import ByteTokenizer
 
 TEMPLATE = (
     "{% if tools %}[tools {{ tools | length }}]{% endif %}"

@@ -84,7 +84,7 @@ def test_the_key_that_a_run_keeps_is_named_and_the_advice_works(tmp_path, monkey
             monkeypatch.setenv(name, str(value))
 
     def resumed(*more: str) -> int:
-        return process_count(read_config([str(tmp_path), *flags, *more], prog="meshwright train", description=""))
+        return process_count(read_config([str(tmp_path), *flags, *more], prog="meshwright train"))
 
     with pytest.raises(ConfigError) as refused:
         resumed()
@@ -96,4 +96,4 @@ def test_the_key_that_a_run_keeps_is_named_and_the_advice_works(tmp_path, monkey
 
 def test_a_run_is_not_continued_by_a_flag_of_another_trainer():
     with pytest.raises(ConfigError, match="--resume: a run is continued by the name of its folder.* train RUN"):
-        read_config(["--resume=runs/a"], prog="meshwright train", description="")
+        read_config(["--resume=runs/a"], prog="meshwright train")

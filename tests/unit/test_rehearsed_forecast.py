@@ -109,7 +109,7 @@ def rehearsed(tmp_path):
         from meshwright.training.build import batch_of
         from meshwright.training.model_source import planned_tokenizer
 
-        config = read_config(FLAGS, prog="test", description="")
+        config = read_config(FLAGS, prog="test")
         batch = batch_of(config, planned_tokenizer(config))
         made = plan(FACTS, config.layout, batch=batch, cluster=Cluster(16, 8, "cuda"), techniques=config.techniques)
         whole = Rehearsal(

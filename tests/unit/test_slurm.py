@@ -26,7 +26,7 @@ KEYS = (
 
 
 def read(*argv: str) -> LaunchConfig:
-    return read_launch(list(argv), prog="meshwright launch", description="d")
+    return read_launch(list(argv), prog="meshwright launch")
 
 
 def script(*argv: str) -> list[str]:
@@ -87,12 +87,12 @@ def test_the_job_stands_in_the_file_or_in_flags_and_other_verbs_pass_it_over(tmp
     for words in ([str(path), "--slurm.nodes=3"], ["--slurm.nodes=3", str(path)]):
         config = read(*words)
         assert (config.steps, config.slurm) == (5, SlurmConfig(nodes=3, partition="main"))
-    assert type(read_config([str(path)], prog="p", description="d")) is Config
+    assert type(read_config([str(path)], prog="p")) is Config
     with pytest.raises(ConfigError, match=r"--slurm\.nodes: unknown key 'slurm'"):
-        read_config([str(path), "--slurm.nodes=3"], prog="p", description="d")
+        read_config([str(path), "--slurm.nodes=3"], prog="p")
     path.write_text("[slurm]\nnods = 2\n")
     with pytest.raises(ConfigError, match=r"run\.toml:2: unknown key 'slurm\.nods'"):
-        read_config([str(path)], prog="p", description="d")
+        read_config([str(path)], prog="p")
 
 
 def test_a_run_that_was_launched_is_launched_again_with_its_job(tmp_path):

@@ -13,7 +13,7 @@ from meshwright.checkpoint.tensor_files import INDEX
 from meshwright.cli.main import main
 from meshwright.core.errors import MeshwrightError
 from meshwright.data import load_tokenizer
-from meshwright.data.text.turns import load_template
+from meshwright.data.turns import load_template
 from meshwright.introspection.adapter_request import CONFIG, WEIGHTS, AdapterFolder
 from meshwright.introspection.source import as_module, read_causal_lm
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.text.tokenizers import ByteTokenizer, FileTokenizer, Unfolding
+from meshwright.data.tokenizers import ByteTokenizer, FileTokenizer, Unfolding
 from meshwright.training.run.opened import PARAMETERS_PER_THREAD, threads_for
 
 

@@ -1,7 +1,4 @@
-"""Write a checkpoint's model in the forms that transformers and peft read.
-
-with what was left out.
-"""
+"""Write a checkpoint's model in the forms that transformers and peft read."""
 
 from __future__ import annotations
 
@@ -9,19 +6,14 @@ import copy
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from meshwright.checkpoint.huggingface import Pretrained, named_tensors
-from meshwright.checkpoint.load import open_manifest, read_tensors, verify_files
-from meshwright.checkpoint.manifest import Manifest
-from meshwright.checkpoint.tensor_files import DTYPES, INDEX, SINGLE
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.distributed.nf4 import pack, unpack
@@ -38,6 +30,10 @@ from meshwright.introspection.adapted_model import (
 from meshwright.introspection.adapter_request import ROUNDED_IN, WEIGHTS, Adapters
 from meshwright.introspection.module_kinds import brings_initialiser
 
+from .huggingface import Pretrained, named_tensors
+from .load import open_manifest, read_tensors, verify_files
+from .tensor_files import DTYPES, INDEX, SINGLE
+
 # --- write a checkpoint's model as Hugging Face safetensors, tensor by tensor
 
 FILE_BYTES = 5_000_000_000
@@ -48,19 +44,10 @@ _WORDS = {dtype: word for word, dtype in DTYPES.items()}
 
 ToFile = Callable[[str, Tensor], dict[str, Tensor]]
 """(name in the model, tensor; also on meta) -> the tensors that the files hold for it, by their names."""
+InFiles = Callable[[str], Iterator[tuple[str, Tensor]]]
+"""Device -> the contents of the files, always in the same order; on meta nothing is read."""
 MadeOf = Mapping[str, tuple[str, ...]]
 """Name in the model -> checkpoint names of its tensors, joined along the last dim but one; of none: zeros."""
-
-
-@dataclass(frozen=True)
-class _FileEntry:
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 def export_tensors(
@@ -87,35 +74,77 @@ def export_tensors(
     manifest = open_manifest(checkpoint)
     verify_files(checkpoint, manifest)
     own = (key.removeprefix("model.") for key in manifest.tensors if key.startswith("model."))
-    tensors = _Tensors(checkpoint, manifest, model, made_of or {name: (name,) for name in own}, dtype)
-    return write_files(folder, tensors, as_transformers_saves(model), file_bytes)
+    sources, to_file = made_of or {name: (name,) for name in own}, as_transformers_saves(model)
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+    def in_files(device: str) -> Iterator[tuple[str, Tensor]]:
+        left = list(sources)
+        while left:
+            chunk: dict[str, Tensor] = {}
+            parts: dict[str, Tensor] = {}
+            while left and sum(tensor.nbytes for tensor in chunk.values()) < CHUNK_BYTES:
+                name = left.pop(0)
+                entries = {key: manifest.tensors[key] for key in (f"model.{one}" for one in sources[name])}
+                if not entries:
+                    chunk[name] = torch.zeros_like(model.state_dict()[name], device=device)
+                    continue
+                first, *others = entries.values()
+                shape, sizes = list(first.shape), [entry.shape[-2] for entry in entries.values() if others]
+                if others:
+                    shape[-2] = sum(sizes)
+                chunk[name] = whole = torch.empty(shape, dtype=getattr(torch, first.dtype), device=device)
+                parts |= zip(entries, whole.split(sizes, -2) if others else (whole,), strict=True)
+            if parts and device != "meta":
+                read_tensors(parts, checkpoint)
+            for name, tensor in chunk.items():
+                rounded_in = [manifest.in_4_bits[one] for one in sources[name] if one in manifest.in_4_bits]
+                values = unpack(tensor, torch_dtype(rounded_in[0])) if rounded_in else tensor
+                if dtype and name in parameters and values.is_floating_point():
+                    values = values.to(torch_dtype(dtype))
+                yield from to_file(name, values).items()
+
+    return write_files(folder, in_files, file_bytes)
 
 
-class ExportedTensors(Protocol):
-    """The tensors of a model, in the form of its files."""
-
-    def in_files(self, to_file: ToFile, device: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield the contents of the files, always in the same order; on meta nothing is read."""
-        ...
-
-
-def write_files(folder: Path, tensors: ExportedTensors, to_file: ToFile, file_bytes: int = FILE_BYTES) -> int:
+def write_files(folder: Path, in_files: InFiles, file_bytes: int = FILE_BYTES) -> int:
     """Write tensors into ``folder``, one after the other: one file, or several with an index.
+
+    A file is the length of its header, the header, and the tensors' bytes (https://huggingface.co/docs/safetensors).
 
     Returns:
         Bytes of all tensors.
     """
-    planned = [_FileEntry(name, tuple(made.shape), made.dtype) for name, made in tensors.in_files(to_file, "meta")]
-    files = _files(planned, file_bytes)
-    found = tensors.in_files(to_file, "cpu")
-    for name, entries in files.items():
-        _write(folder / name, entries, found)
-    total = sum(entry.bytes for entry in planned)
-    if len(files) > 1:
-        weight_map = {entry.name: name for name, entries in files.items() for entry in entries}
-        (folder / INDEX).write_text(
-            json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
-        )
+    groups: list[dict[str, Tensor]] = [{}]
+    full = total = 0
+    for name, made in in_files("meta"):
+        if groups[-1] and full + made.nbytes > file_bytes:
+            groups.append({})
+            full = 0
+        groups[-1][name] = made
+        full, total = full + made.nbytes, total + made.nbytes
+    n, found, weight_map = len(groups), in_files("cpu"), {}
+    for number, planned in enumerate(groups, 1):
+        file_name = SINGLE if n == 1 else f"model-{number:05d}-of-{n:05d}.safetensors"
+        weight_map |= dict.fromkeys(planned, file_name)
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        begin = 0
+        for name, made in planned.items():
+            end = begin + made.nbytes
+            header[name] = {"dtype": _WORDS[made.dtype], "shape": tuple(made.shape), "data_offsets": (begin, end)}
+            begin = end
+        encoded = json.dumps(header, separators=(",", ":")).encode()
+        encoded += b" " * (-len(encoded) % 8)
+        with open(folder / file_name, "wb") as file:
+            file.write(len(encoded).to_bytes(8, "little") + encoded)
+            for expected, made in planned.items():
+                name, tensor = next(found)
+                assert (name, tensor.shape, tensor.dtype) == (expected, made.shape, made.dtype)
+                file.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+    if n > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return total
 
 
@@ -134,108 +163,6 @@ def as_transformers_saves(model: nn.Module) -> ToFile:
     if sum(map(len, alone)) != len(together) or set().union(*alone) != set(together):
         return lambda name, tensor: {name: tensor}
     return lambda name, tensor: revert_weight_conversion(model, {name: tensor})  # type: ignore[arg-type]
-
-
-def _files(planned: list[_FileEntry], limit: int) -> dict[str, list[_FileEntry]]:
-    """Group the tensors into files, in order."""
-    groups: list[list[_FileEntry]] = [[]]
-    full = 0
-    for entry in planned:
-        if groups[-1] and full + entry.bytes > limit:
-            groups.append([])
-            full = 0
-        groups[-1].append(entry)
-        full += entry.bytes
-    if len(groups) == 1:
-        return {SINGLE: groups[0]}
-    return {f"model-{number:05d}-of-{len(groups):05d}.safetensors": group for number, group in enumerate(groups, 1)}
-
-
-@dataclass(frozen=True)
-class _Tensors:
-    """The tensors of ``model``, read from a checkpoint."""
-
-    checkpoint: Path
-    manifest: Manifest
-    model: nn.Module
-    made_of: MadeOf
-    dtype: str | None
-
-    def in_files(self, to_file: ToFile, device: str) -> Iterator[tuple[str, Tensor]]:
-        chunk: dict[str, Tensor] = {}
-        parts: dict[str, Tensor] = {}
-        for name in self.made_of:
-            chunk[name] = self._empty(name, device)
-            parts |= self._parts(name, chunk[name])
-            if sum(tensor.nbytes for tensor in chunk.values()) >= CHUNK_BYTES:
-                yield from self._read(chunk, parts, to_file)
-                chunk, parts = {}, {}
-        yield from self._read(chunk, parts, to_file)
-
-    def _read(
-        self, chunk: dict[str, Tensor], parts: dict[str, Tensor], to_file: ToFile
-    ) -> Iterator[tuple[str, Tensor]]:
-        if any(not part.is_meta for part in parts.values()):
-            read_tensors(parts, self.checkpoint)
-        for name, tensor in chunk.items():
-            yield from to_file(name, self._cast(name, self._plain(name, tensor))).items()
-
-    def _empty(self, name: str, device: str) -> Tensor:
-        """Allocate a tensor to read into; one that is made of none is zeros already."""
-        entries = [self.manifest.tensors[f"model.{own}"] for own in self.made_of[name]]
-        if not entries:
-            return torch.zeros_like(self.model.state_dict()[name], device=device)
-        shape = list(entries[0].shape)
-        if len(entries) > 1:
-            shape[-2] = sum(entry.shape[-2] for entry in entries)
-        return torch.empty(shape, dtype=getattr(torch, entries[0].dtype), device=device)
-
-    def _parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Map keys of the checkpoint to their places in ``tensor``."""
-        keys = [f"model.{own}" for own in self.made_of[name]]
-        if len(keys) < 2:
-            return dict.fromkeys(keys, tensor)
-        sizes = [self.manifest.tensors[key].shape[-2] for key in keys]
-        return dict(zip(keys, tensor.split(sizes, -2), strict=True))
-
-    def _plain(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the values of a weight that was saved in 4 bits; any other tensor as it is."""
-        own = self.made_of[name]
-        dtypes = [dtype for one in own if (dtype := self.manifest.in_4_bits.get(one)) is not None]
-        return unpack(tensor, torch_dtype(dtypes[0])) if dtypes else tensor
-
-    def _cast(self, name: str, tensor: Tensor) -> Tensor:
-        is_parameter = name in self._parameters
-        return (
-            tensor.to(torch_dtype(self.dtype)) if self.dtype and is_parameter and tensor.is_floating_point() else tensor
-        )
-
-    @cached_property
-    def _parameters(self) -> set[str]:
-        return {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-
-
-def _write(path: Path, entries: list[_FileEntry], tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Write one file: header length, header, bytes of its tensors (https://huggingface.co/docs/safetensors)."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    begin = 0
-    for entry in entries:
-        header[entry.name] = {
-            "dtype": _WORDS[entry.dtype],
-            "shape": entry.shape,
-            "data_offsets": (begin, begin + entry.bytes),
-        }
-        begin += entry.bytes
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    with open(path, "wb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for entry in entries:
-            name, tensor = next(tensors)
-            assert (name, tuple(tensor.shape), tensor.dtype) == (entry.name, entry.shape, entry.dtype)
-            file.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 # --- add a checkpoint's adapters to the weights beside which they were trained, layer by layer
@@ -267,90 +194,65 @@ def export_merged(
     """
     manifest = open_manifest(checkpoint)
     verify_files(checkpoint, manifest)
-    tensors = _Merged(checkpoint, manifest, adapted, plain, base, dtype)
-    return write_files(folder, tensors, as_transformers_saves(plain))
+    put, to_file = adapters_of(adapted) or AdaptersPut(Adapters(), ()), as_transformers_saves(plain)
+    parameters = {name for name, _ in plain.named_parameters(remove_duplicate=False)}
+    beside = [name for name in named_tensors(adapted) if not (is_adapter(name) or is_trained_copy(name))]
+    own_names = {base_name(name): name for name in beside}  # of the plain model's tensors, beside adapters
+    copies = {base_name(name): name for name, _ in adapted.named_parameters() if is_trained_copy(name)}
+    last: dict[str, dict[str, Tensor]] = {}
 
+    @cache
+    def reader() -> Callable[[str], Tensor]:
+        assert base is not None
+        return base.reader(plain)
 
-@dataclass(frozen=True)
-class _Merged:
-    checkpoint: Path
-    manifest: Manifest
-    adapted: nn.Module
-    plain: nn.Module
-    base: Pretrained | None
-    dtype: str | None
-    _last: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    def stored(name: str, like: Tensor) -> Tensor:
+        entry = manifest.tensors[f"model.{name}"]
+        read = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        read_tensors({f"model.{name}": read}, checkpoint)
+        return unpack(read, like.dtype) if name in manifest.in_4_bits else read.to(like.dtype)
 
-    def in_files(self, to_file: ToFile, device: str) -> Iterator[tuple[str, Tensor]]:
-        for name, like in named_tensors(self.plain).items():
-            tensor = like if device == "meta" else self._value(name, like)
-            cast = self.dtype is not None and name in self._parameters and tensor.is_floating_point()
-            yield from to_file(name, tensor.to(torch_dtype(self.dtype)) if cast and self.dtype else tensor).items()
-
-    def _value(self, name: str, like: Tensor) -> Tensor:
-        if name in self._copies:
-            return self._stored(self._copies[name], like)
-        path, _, own = name.rpartition(".")
-        if name in self._put.parameters or (own == "weight" and path in self._put.targets):
-            return self._merged(path)[own]
-        return self._frozen(name, like)
-
-    def _frozen(self, name: str, like: Tensor) -> Tensor:
+    def frozen(name: str, like: Tensor) -> Tensor:
         """Read a tensor of the model without adapters: from the checkpoint, or from the base what that left out."""
-        own = self._own_names.get(name, name)
-        if f"model.{own}" in self.manifest.tensors:
-            return self._stored(own, like)
-        value, rounded_in = self._read(name), self.manifest.in_4_bits.get(own)
+        own = own_names.get(name, name)
+        if f"model.{own}" in manifest.tensors:
+            return stored(own, like)
+        value, rounded_in = reader()(name), manifest.in_4_bits.get(own)
         if rounded_in is not None:  # adapters were trained beside the rounded weight
             value = unpack(pack(value.to(torch_dtype(rounded_in))), like.dtype)
         return value.to(like.dtype)
 
-    def _merged(self, path: str) -> dict[str, Tensor]:
+    def merged(path: str) -> dict[str, Tensor]:
         """Return the parameters of an adapted layer, or of a stack, with its adapters added; the last one is kept."""
-        if path in self._last:
-            return self._last[path]
-        self._last.clear()
-        layer: Any = copy.deepcopy(self.adapted.get_submodule(path)).to_empty(device="cpu")
-        with torch.no_grad():
-            for name, tensor in layer.state_dict(keep_vars=True).items():
-                full = f"{path}.{name}"
-                tensor.copy_(self._stored(full, tensor) if is_adapter(full) else self._frozen(base_name(full), tensor))
-            around = layer
-            while hasattr(around, "base_layer"):
-                around.merge(safe_merge=True)
-                around = around.base_layer
-        return self._last.setdefault(path, {name: p.detach() for name, p in around.named_parameters(recurse=False)})
+        if path not in last:
+            last.clear()
+            layer: Any = copy.deepcopy(adapted.get_submodule(path)).to_empty(device="cpu")
+            with torch.no_grad():
+                for name, tensor in layer.state_dict(keep_vars=True).items():
+                    full = f"{path}.{name}"
+                    tensor.copy_(stored(full, tensor) if is_adapter(full) else frozen(base_name(full), tensor))
+                while hasattr(layer, "base_layer"):
+                    layer.merge(safe_merge=True)
+                    layer = layer.base_layer
+            last[path] = {name: p.detach() for name, p in layer.named_parameters(recurse=False)}
+        return last[path]
 
-    def _stored(self, name: str, like: Tensor) -> Tensor:
-        entry = self.manifest.tensors[f"model.{name}"]
-        read = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-        read_tensors({f"model.{name}": read}, self.checkpoint)
-        return unpack(read, like.dtype) if name in self.manifest.in_4_bits else read.to(like.dtype)
+    def in_files(device: str) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in named_tensors(plain).items():
+            path, _, own = name.rpartition(".")
+            if device == "meta":
+                value = tensor
+            elif name in copies:
+                value = stored(copies[name], tensor)
+            elif name in put.parameters or (own == "weight" and path in put.targets):
+                value = merged(path)[own]
+            else:
+                value = frozen(name, tensor)
+            if dtype is not None and name in parameters and value.is_floating_point():
+                value = value.to(torch_dtype(dtype))
+            yield from to_file(name, value).items()
 
-    @cached_property
-    def _read(self) -> Any:
-        assert self.base is not None
-        return self.base.reader(self.plain)
-
-    @cached_property
-    def _put(self) -> AdaptersPut:
-        put = adapters_of(self.adapted)
-        return put or AdaptersPut(Adapters(), ())
-
-    @cached_property
-    def _own_names(self) -> dict[str, str]:
-        """Names in the plain model, and the names of the same tensors beside adapters."""
-        held = [name for name in named_tensors(self.adapted) if not (is_adapter(name) or is_trained_copy(name))]
-        return {base_name(name): name for name in held}
-
-    @cached_property
-    def _copies(self) -> dict[str, str]:
-        """Names in the plain model of what was trained whole, and the names of the trained copies."""
-        return {base_name(name): name for name, _ in self.adapted.named_parameters() if is_trained_copy(name)}
-
-    @cached_property
-    def _parameters(self) -> set[str]:
-        return {name for name, _ in self.plain.named_parameters(remove_duplicate=False)}
+    return write_files(folder, in_files)
 
 
 # --- write a checkpoint's adapters as the folder that peft, transformers and vLLM read

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -119,28 +119,20 @@ class Pretrained:
         """
         module = model.parts[0] if isinstance(model, ParallelModel) else model
         module = module.module if isinstance(module, DistributedDataParallel) else module
-        files, match = agree.together(lambda: self._matched(module)) or (None, None)
+
+        def match_files() -> tuple[TensorFiles, _Match]:
+            files, of_adapters = self._files()
+            match = _Match.of(module, files, of_adapters)
+            self._reading(lambda: match.refuse_other_numbers(files), "Nothing was loaded.")
+            return files, match
+
+        files, match = agree.together(match_files) or (None, None)
         assert files is not None and match is not None
-        agree.together(lambda: self._write(match))
+        agree.together(lambda: self._reading(match.write, "The model now holds a part of them."))
         self.bytes_read += files.bytes_read
         if self.adapter is not None:
             remember(module, AdaptersRead(str(self.adapter)))
         return set(match.sources) | _shared(module)
-
-    def _matched(self, module: nn.Module) -> tuple[TensorFiles, _Match]:
-        files, of_adapters = self._files()
-        match = _Match.of(module, files, of_adapters)
-        self._reading(lambda: _refuse_other_ties(match, files), "Nothing was loaded.")
-        if of_adapters is not None:
-            self._reading(lambda: _refuse_other_copies(match, of_adapters), "Nothing was loaded.")
-        return files, match
-
-    def _write(self, match: _Match) -> None:
-        for name, source in match.in_order():
-            self._reading(
-                lambda name=name, source=source: _fill(match.destinations, match.tensors[name], source),
-                "The model now holds a part of them.",
-            )
 
     def _reading(self, action: Callable[[], None], consequence: str) -> None:
         try:
@@ -170,7 +162,7 @@ class _Match:
     twice: dict[str, Source]
     """Sources of tied parameters that the files hold under a second name too."""
     destinations: Destinations
-    copies: dict[str, Source]
+    copies: dict[str, Stored]
     """Sources of the base's parameters in the file of adapters, where peft saves embeddings whole too."""
 
     @classmethod
@@ -183,9 +175,11 @@ class _Match:
             name: t for name, t in tensors.items() if is_adapter(name) or (of_adapters and is_trained_copy(name))
         }
         tensors = {name: tensor for name, tensor in tensors.items() if name not in adapters}
-        found = _by_own_names(
-            sources(model, [base_name(name) for name in (*tensors, *aliases)], files), tensors, aliases
-        )
+        # by the names of a model without adapters; from here on by the model's own
+        own = {name: base_name(name) for name in (*tensors, *aliases)}
+        found = sources(model, own.values(), files)
+        left = {name: source for name, source in found.items() if name not in own.values()}
+        found = {name: found[base] for name, base in own.items() if base in found} | left
         chosen, twice = {}, {}
         for alias, first in aliases.items():
             if alias in found:
@@ -197,10 +191,14 @@ class _Match:
             base_name(clean(path)) for path, module in model.named_modules() if getattr(module, "is_absent", False)
         ]
         elsewhere = {name for name in found if any(is_within(name, path) for path in absent)}
+        # a model computes some tables itself that older files hold, some at another place
+        tables, ignored = {tuple(name.split(".")[-2:]) for name in derived}, names_to_ignore(model)
         left = [
             source.names[0]
             for name, source in found.items()
-            if name not in elsewhere and not _is_derived(name, model, derived)
+            if name not in elsewhere
+            and tuple(name.split(".")[-2:]) not in tables
+            and not any(re.search(pattern, name) for pattern in ignored)
         ]
         problems += [f"they hold {name}, which the model lacks" for name in left]
         problems += [
@@ -255,22 +253,38 @@ class _Match:
             )
         return replace(self, tensors=tensors, sources=self.sources | own, copies=copies)
 
-    def in_order(self) -> Iterator[tuple[str, Source]]:
-        """Yield names and sources in the order of the files."""
-        yield from sorted(self.sources.items(), key=lambda row: row[1].names[0])
+    def refuse_other_numbers(self, files: TensorFiles) -> None:
+        """Refuse a tied parameter that the files hold twice with different values, each rank its part; and whole
+        parameters of the base in the file of adapters, unless they are the base's own numbers.
+        """
+        for name, source in self.twice.items():
+            cuts = [piece.slices for piece in pieces(self.tensors[name])]
+            if not all(torch.equal(source.read(cut), self.sources[name].read(cut)) for cut in cuts):
+                raise ConfigError(
+                    f"the weights in {files.folder} hold {self.sources[name].names[0]} and {source.names[0]} with"
+                    f" different values, and the model ties them: set tie_word_embeddings in its config.json to false."
+                    f" Nothing was loaded."
+                )
+        for name, source in self.copies.items():
+            base, cut = self.sources[name], tuple(slice(0, size) for size in source.shape)
+            if not torch.equal(source.read(cut).to(base.dtype), base.read(cut)):
+                raise UnsupportedError(
+                    f"{source.files.folder} holds {base_name(name)} with other numbers than its base, and its module is"
+                    f" none of the modules_to_save in {ADAPTER_CONFIG}: whether it was trained is not known. Name it"
+                    f" there to train it on. Nothing was loaded."
+                )
+
+    def write(self) -> None:
+        """Write each value into its place, in the order of the files."""
+        for name, source in sorted(self.sources.items(), key=lambda row: row[1].names[0]):
+            with torch.no_grad(), self.destinations.opened(self.tensors[name]) as values:
+                for piece in pieces(values):
+                    piece.local.copy_(source.read(piece.slices))
 
 
 def _listed(problems: list[str]) -> str:
     more = f" (and {len(problems) - SHOWN} more)" if len(problems) > SHOWN else ""
     return f"{'; '.join(problems[:SHOWN])}{more}"
-
-
-def _by_own_names(found: dict[str, Source], *held: Iterable[str]) -> dict[str, Source]:
-    """Rename sources from the names of a model without adapters to the model's own; others keep theirs."""
-    own = [name for names in held for name in names]
-    known = {base_name(name) for name in own}
-    left = {name: source for name, source in found.items() if name not in known}
-    return {name: found[base] for name in own if (base := base_name(name)) in found} | left
 
 
 def _shared(model: nn.Module) -> set[str]:
@@ -301,14 +315,6 @@ def _names(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], set[str
     return tensors, aliases, derived
 
 
-def _is_derived(name: str, model: nn.Module, derived: set[str]) -> bool:
-    """Return whether the model computes a left-over tensor itself: older files hold tables, some at another place."""
-    ends = {".".join(buffer.split(".")[-2:]) for buffer in derived}
-    ignored = names_to_ignore(model)
-    is_table = name in derived or ".".join(name.split(".")[-2:]) in ends
-    return is_table or any(re.search(pattern, name) for pattern in ignored)
-
-
 def _misfit(name: str, tensor: Tensor, source: Source, destinations: Destinations) -> str:
     shape, dtype = destinations.shape_of(tensor), destinations.dtype_of(tensor)
     if source.shape != shape:
@@ -320,37 +326,6 @@ def _misfit(name: str, tensor: Tensor, source: Source, destinations: Destination
 
 def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _refuse_other_ties(match: _Match, files: TensorFiles) -> None:
-    """Refuse a tied parameter that the files hold twice with different values; each rank compares its part."""
-    for name, source in match.twice.items():
-        cuts = [piece.slices for piece in pieces(match.tensors[name])]
-        if not all(torch.equal(source.read(cut), match.sources[name].read(cut)) for cut in cuts):
-            other = source.names[0]
-            raise ConfigError(
-                f"the weights in {files.folder} hold {match.sources[name].names[0]} and {other} with different values,"
-                f" and the model ties them: set tie_word_embeddings in its config.json to false. Nothing was loaded."
-            )
-
-
-def _refuse_other_copies(match: _Match, of_adapters: TensorFiles) -> None:
-    """Refuse whole parameters of the base in the file of adapters, unless they are the base's own numbers."""
-    for name, source in match.copies.items():
-        base = match.sources[name]
-        cut = tuple(slice(0, size) for size in source.shape)
-        if not torch.equal(source.read(cut).to(base.dtype), base.read(cut)):
-            raise UnsupportedError(
-                f"{of_adapters.folder} holds {base_name(name)} with other numbers than its base, and its module is none"
-                f" of the modules_to_save in {ADAPTER_CONFIG}: whether it was trained is not known. Name it there to"
-                f" train it on. Nothing was loaded."
-            )
-
-
-def _fill(destinations: Destinations, tensor: Tensor, source: Source) -> None:
-    with torch.no_grad(), destinations.opened(tensor) as values:
-        for piece in pieces(values):
-            piece.local.copy_(source.read(piece.slices))
 
 
 # --- register the transform ``load_weights``, which reads a Hugging Face folder or one of our checkpoints
@@ -369,7 +344,10 @@ class LoadWeightsTransform(ModelTransform):
 
     def apply(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         config: LoadWeightsTransformConfig = self.config
-        if config.skip_on_restart and self._is_restart():
+        restarts = self.context.get("is_restart")
+        if restarts is None:
+            restarts = any(int(os.environ.get(name, "0")) > 0 for name in RESTARTS)
+        if config.skip_on_restart and restarts:
             log.info("load_weights: this is a restart, so %s is not read", config.checkpoint_path)
             return model
         weights = weights_in(config.checkpoint_path)
@@ -381,10 +359,6 @@ class LoadWeightsTransform(ModelTransform):
         site = order.Site(mesh, facts, self.context.get("seed", 0), weights=weights)
         return order.apply(model, mean_plan(facts, mesh, Techniques()), site, only=("weights",))
 
-    def _is_restart(self) -> bool:
-        restarts = self.context.get("is_restart")
-        return any(int(os.environ.get(name, "0")) > 0 for name in RESTARTS) if restarts is None else bool(restarts)
-
 
 def weights_in(path: str | Path) -> Weights:
     """Return a writer of a folder's weights; ConfigError where there is no such folder."""
@@ -394,10 +368,9 @@ def weights_in(path: str | Path) -> Weights:
             f"load_weights.checkpoint_path = {path!r} is no folder; name one with safetensors, or a checkpoint of"
             f" meshwright"
         )
-    return _checkpoint(folder) if (folder / NAME).is_file() else Pretrained(folder)
+    if not (folder / NAME).is_file():
+        return Pretrained(folder)
 
-
-def _checkpoint(folder: Path) -> Weights:
     def write(model: nn.Module) -> set[str]:
         tensors = named_tensors(model)
         load_model_tensors({f"model.{name}": tensor for name, tensor in tensors.items()}, folder)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.planner import LoadPlan
 
 from meshwright.core.devices import CPU, local_device
 from meshwright.core.errors import ConfigError, IntegrityError
@@ -29,8 +32,7 @@ from meshwright.planning.values import NF4_STORED
 
 from .folder import PARTIAL, settle
 from .manifest import Manifest, damage, strangers
-from .pieces import WholePlanner, in_pieces
-from .save import cause
+from .save import cause, in_pieces
 from .state import (
     empty_optimizer_tensors,
     group_records,
@@ -39,6 +41,48 @@ from .state import (
     put_options,
     shape_and_dtype,
 )
+
+
+class WholePlanner(DefaultLoadPlanner):
+    """A planner that refuses what torch's passes over: elements that no file holds, or holds in another dtype.
+
+    Args:
+        tensors: the tensors to read, by key.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor]):
+        super().__init__()
+        self.tensors = tensors
+
+    def create_local_plan(self) -> LoadPlan:
+        """Plan this rank's reads; IntegrityError where they leave a part of a tensor unread."""
+        stored: dict[str, Any] = self.metadata.state_dict_metadata if self.metadata else {}
+        if lacking := [key for key in self.tensors if key not in stored]:
+            raise IntegrityError(f"its files hold nothing of {lacking[0]} ({len(lacking)} in all)")
+        plan = super().create_local_plan()
+        found: dict[tuple[str, tuple[int, ...]], list[tuple[tuple[int, int], ...]]] = {}
+        for item in plan.items:
+            box = tuple((begin, begin + size) for begin, size in zip(item.dest_offsets, item.lengths, strict=True))
+            found.setdefault((item.dest_index.fqn, tuple(item.dest_index.offset or ())), []).append(box)
+        for key, tensor in self.tensors.items():
+            if (dtype := stored[key].properties.dtype) != tensor.dtype:
+                raise IntegrityError(f"its files hold {key} in {dtype}, and its manifest says {tensor.dtype}")
+            for piece in pieces(tensor):
+                if not covers(found.get((key, tuple(piece.offset)), ()), tuple(piece.local.shape)):
+                    raise IntegrityError(f"its files hold only a part of {key} of shape {list(tensor.shape)}")
+        return plan
+
+
+def covers(boxes: Iterable[tuple[tuple[int, int], ...]], shape: tuple[int, ...]) -> bool:
+    """Return whether boxes, (begin, end) for every dim, hold every element of a tensor of that shape."""
+    boxes = list(boxes)
+    cuts = [sorted({0, size, *(edge for box in boxes for edge in box[dim])}) for dim, size in enumerate(shape)]
+    held = np.zeros([len(edges) - 1 for edges in cuts], dtype=bool)
+    for box in boxes:
+        held[
+            tuple(slice(edges.index(begin), edges.index(end)) for edges, (begin, end) in zip(cuts, box, strict=True))
+        ] = True
+    return bool(held.all())
 
 
 def load(
@@ -69,8 +113,11 @@ def load(
     path = Path(os.path.abspath(path))
     manifest = open_manifest(path)
     verify_files(path, manifest)
-    wanted = _without_frozen(parallel_model, model_tensors(parallel_model), manifest)
-    agree.together(lambda: _check_model(wanted, manifest, path, elsewhere=_all_names(parallel_model)))
+    facts, plan = parallel_model.facts, parallel_model.plan
+    left_out = {f"model.{name}" for name in set(manifest.left_out) & set(plan.frozen)}
+    wanted = {key: tensor for key, tensor in model_tensors(parallel_model).items() if key not in left_out}
+    every = {f"model.{fact.name}" for fact in (*facts.parameters, *facts.buffers)}  # a pipeline's rank has some of them
+    agree.together(lambda: _check_model(wanted, manifest, path, elsewhere=every))
     agree.together(lambda: _check_rounding(parallel_model, manifest, path))
     state: dict[str, Tensor] = {}
     options: list[dict[str, Any]] = []
@@ -79,7 +126,12 @@ def load(
         state = empty_optimizer_tensors(parallel_model, optimizer, manifest.tensors)
         if restore_options:
             options = agree.together(lambda: _options(parallel_model, optimizer, manifest, path)) or []
-    random_state = _own_random_state(manifest)
+    random_state: dict[str, Tensor] = {}
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    written = {key: entry for key, entry in manifest.tensors.items() if key.startswith("random.")}
+    if {int(key.rpartition("rank")[2]) for key in written if key.startswith("random.cpu.")} == set(range(world)):
+        own = {f"random.{device}.rank{rank}" for device in (CPU, local_device())}
+        random_state = {key: torch.zeros(row.shape, dtype=torch.uint8) for key, row in written.items() if key in own}
     read_tensors({**wanted, **state, **random_state}, path)
     if optimizer is None and not parallel_model.is_lent:
         begin_anew(parallel_model.parts)
@@ -92,17 +144,6 @@ def load(
     parallel_model.copy_shared()
     restore_streams({key.split(".")[1]: state for key, state in random_state.items()})
     return manifest.extra
-
-
-def _without_frozen(model: ParallelModel, wanted: dict[str, Tensor], manifest: Manifest) -> dict[str, Tensor]:
-    """Leave out parameters that the writer left out, and that are frozen here too."""
-    left_out = {f"model.{name}" for name in set(manifest.left_out) & set(model.plan.frozen)}
-    return {key: tensor for key, tensor in wanted.items() if key not in left_out}
-
-
-def _all_names(model: ParallelModel) -> set[str]:
-    """List the names of the whole model, of which a pipeline's rank has some."""
-    return {f"model.{fact.name}" for fact in (*model.facts.parameters, *model.facts.buffers)}
 
 
 def open_manifest(path: Path) -> Manifest:
@@ -146,7 +187,8 @@ def _check_model(wanted: dict[str, Tensor], manifest: Manifest, path: Path, else
         here, there = shape_and_dtype(wanted[key]), (stored[key].shape, stored[key].dtype)
         if here != there:
             name = key.removeprefix("model.")
-            was, now = (_in_4_bits(is_so) for is_so in (name in manifest.in_4_bits, here[1] == NF4_STORED))
+            in_4_bits = " (in 4 bits, by techniques.quantize_frozen = nf4 and what was frozen)"
+            was, now = (in_4_bits * is_so for is_so in (name in manifest.in_4_bits, here[1] == NF4_STORED))
             text = f"{name} is {there[1]}{list(there[0])} there{was} and {here[1]}{list(here[0])} in the model{now}"
             problems.append(text)
     if problems:
@@ -154,10 +196,6 @@ def _check_model(wanted: dict[str, Tensor], manifest: Manifest, path: Path, else
         raise ConfigError(
             f"{path} is a checkpoint of another model: {'; '.join(sorted(problems)[:4])}{more}. Nothing was loaded."
         )
-
-
-def _in_4_bits(is_so: bool) -> str:
-    return " (in 4 bits, by techniques.quantize_frozen = nf4 and what was frozen)" if is_so else ""
 
 
 def _check_rounding(model: ParallelModel, manifest: Manifest, path: Path) -> None:
@@ -205,22 +243,12 @@ def _options(
         different = next((name for name in others if saved[name] != options), None)
         if different is not None:
             raise ConfigError(
-                f"{path} was written with other optimizer groups: {first} and {different} had different options"
-                f" there, and are in one"
-                f" group here. Group the parameters alike, or load with restore_options=False. Nothing was loaded."
+                f"{path} was written with other optimizer groups: {first} and {different} had different options there,"
+                f" and are in one group here. Group the parameters alike, or load with restore_options=False. Nothing"
+                f" was loaded."
             )
         found.append(options)
     return found
-
-
-def _own_random_state(manifest: Manifest) -> dict[str, Tensor]:
-    """Allocate this rank's random streams; none if a world of another size wrote the checkpoint."""
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    writers = {int(key.rpartition("rank")[2]) for key in manifest.tensors if key.startswith("random.cpu.")}
-    if writers != set(range(world)):
-        return {}
-    keys = {f"random.{device}.rank{rank}" for device in (CPU, local_device())}
-    return {key: torch.zeros(entry.shape, dtype=torch.uint8) for key, entry in manifest.tensors.items() if key in keys}
 
 
 def to_be_loaded(model: nn.Module) -> set[str]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from meshwright.core.errors import ConfigError, IntegrityError
-from meshwright.core.files import inside
+from meshwright.core.files import inside, sync_folder
 
 NAME = "manifest.json"
 VERSION = 1
@@ -69,6 +69,7 @@ class Manifest:
             file.write(json.dumps({**content, "crc32": _checksum(content)}, indent=1))
             file.flush()
             os.fsync(file.fileno())
+        sync_folder(folder)
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -92,55 +93,39 @@ class Manifest:
                 )
             if content.pop("crc32") != _checksum(content):
                 raise ValueError("its content changed since it was written (checksum)")
-            tensors = {
+            content["tensors"] = {
                 key: TensorEntry(tuple(entry["shape"]), entry["dtype"]) for key, entry in content["tensors"].items()
             }
-            files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
-            _check_types(tensors, files, content)
-            return cls(
-                tensors,
-                files,
-                content["optimizer"],
-                content["groups"],
-                content["extra"],
-                content["plan"],
-                content.get("loss_scale", {}),
-                content.get("left_out", []),
-                content.get("model", {}),
-                content.get("base", {}),
-                content.get("in_4_bits", {}),
-            )
+            content["files"] = {name: FileEntry(**entry) for name, entry in content["files"].items()}
+            tensors, files = content["tensors"], content["files"]
+            sizes = [size for entry in tensors.values() for size in entry.shape]
+            sizes += [number for entry in files.values() for number in (entry.bytes, entry.crc32)]
+            if not all(type(number) is int and number >= 0 for number in sizes):
+                raise TypeError("a size is no whole number")
+            for entry in tensors.values():
+                if not isinstance(getattr(torch, entry.dtype, None), torch.dtype):
+                    raise ValueError(f"{entry.dtype} is no dtype")
+            for record in content["groups"]:
+                if not (
+                    all(isinstance(name, str) for name in record["params"]) and isinstance(record["options"], dict)
+                ):
+                    raise TypeError("a group of the optimizer is none")
+            if not (
+                isinstance(content["extra"], dict)
+                and isinstance(content["optimizer"], str)
+                and isinstance(content["plan"], str)
+                and all(isinstance(name, str) for name in content.get("left_out", []))
+                and isinstance(content.get("model", {}), dict)
+                and isinstance(content.get("base", {}), dict)
+                and isinstance(in_4_bits := content.get("in_4_bits", {}), dict)
+                and all(isinstance(dtype, str) for dtype in in_4_bits.values())
+            ):
+                raise TypeError("extra, optimizer, plan, left_out, model, base or in_4_bits is of another type")
+            return cls(**{own.name: content[own.name] for own in fields(cls) if own.name in content})
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise IntegrityError(
                 f"{path} is damaged ({type(error).__name__}: {error}); this checkpoint cannot be trusted"
             ) from error
-
-
-def _check_types(tensors: dict[str, TensorEntry], files: dict[str, FileEntry], content: dict[str, Any]) -> None:
-    """Raise TypeError or ValueError for values that ``write`` does not write."""
-    sizes = [size for entry in tensors.values() for size in entry.shape]
-    sizes += [number for entry in files.values() for number in (entry.bytes, entry.crc32)]
-    if not all(type(number) is int and number >= 0 for number in sizes):
-        raise TypeError("a size is no whole number")
-    unknown = [
-        entry.dtype for entry in tensors.values() if not isinstance(getattr(torch, entry.dtype, None), torch.dtype)
-    ]
-    if unknown:
-        raise ValueError(f"{unknown[0]} is no dtype")
-    for record in content["groups"]:
-        if not (all(isinstance(name, str) for name in record["params"]) and isinstance(record["options"], dict)):
-            raise TypeError("a group of the optimizer is none")
-    if not (
-        isinstance(content["extra"], dict)
-        and isinstance(content["optimizer"], str)
-        and isinstance(content["plan"], str)
-        and all(isinstance(name, str) for name in content.get("left_out", []))
-        and isinstance(content.get("model", {}), dict)
-        and isinstance(content.get("base", {}), dict)
-        and isinstance(in_4_bits := content.get("in_4_bits", {}), dict)
-        and all(isinstance(dtype, str) for dtype in in_4_bits.values())
-    ):
-        raise TypeError("extra, optimizer, plan, left_out, model, base or in_4_bits is of another type")
 
 
 def _checksum(content: dict[str, Any]) -> int:
@@ -170,11 +155,9 @@ def damage(folder: Path, name: str, entry: FileEntry) -> str:
     size = path.stat().st_size
     if size != entry.bytes:
         return f"{path} has {size:,} bytes, but {entry.bytes:,} were written"
-    return (
-        ""
-        if describe_file(path) == entry
-        else f"{path} has the right size, but its content changed since it was written (checksum)"
-    )
+    if describe_file(path) != entry:
+        return f"{path} has the right size, but its content changed since it was written (checksum)"
+    return ""
 
 
 def strangers(folder: Path, files: dict[str, FileEntry]) -> list[str]:

@@ -76,9 +76,8 @@ class Rounding:
 
     def tell(self, folder: object) -> None:
         """Log on the first rank what rounding changed. Collective."""
-        changed, values = (
-            sum(counts) for counts in zip(*agree.everybody_says((self.changed, self.values)), strict=True)
-        )
+        counted = agree.everybody_says((self.changed, self.values))
+        changed, values = (sum(counts) for counts in zip(*counted, strict=True))
         if changed and is_rank_zero():
             log.warning(
                 f"{folder}: {changed / values:.3%} of the optimizer's state was rounded once more, since its blocks lie"
@@ -174,19 +173,14 @@ def empty_optimizer_tensors(
         like, dtype = parameters[name], getattr(torch, entry.dtype)
         if entry.shape and tuple(like.shape) == entry.shape:
             in_host_memory = model.plan.optimizer.in_host_memory or is_low_bit(optimizer)
-            found[key] = _zeros_like(like, dtype, torch.device("cpu") if in_host_memory else like.device)
+            own = local_part(like) if isinstance(like, DTensor) else like
+            device = torch.device("cpu") if in_host_memory else like.device
+            zeros = torch.zeros_like(own, dtype=dtype, device=device, requires_grad=False)
+            found[key] = with_local(like, zeros) if isinstance(like, DTensor) else zeros
         else:
             beside = bool(entry.shape) or any(group_of[like].get(option) for option in ("fused", "capturable"))
             found[key] = torch.zeros(entry.shape, dtype=dtype, device=like.device if beside else "cpu")
     return found
-
-
-def _zeros_like(parameter: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if isinstance(parameter, DTensor):
-        return with_local(
-            parameter, torch.zeros_like(local_part(parameter), dtype=dtype, device=device, requires_grad=False)
-        )
-    return torch.zeros_like(parameter, dtype=dtype, device=device, requires_grad=False)
 
 
 def put_optimizer_tensors(
@@ -202,7 +196,13 @@ def put_optimizer_tensors(
         _, state, name = key.split(".", 2)
         first, *others = parameters[name]
         for parameter in (first, *others):
-            mine = value if parameter is first else _copied(value, parameter)
+            mine = value
+            if parameter is not first:
+                if isinstance(value, DTensor):
+                    assert isinstance(parameter, DTensor)
+                    mine = with_local(parameter, local_part(value).clone())
+                else:
+                    mine = value.clone()
             if value.dim() and isinstance(optimizer, TorchaoAdamW):
                 mine = rounding.take(optimizer, parameter, state, value)
             optimizer.state[parameter][state] = at_rest(mine, model.device) if rests and value.dim() else mine
@@ -211,13 +211,6 @@ def put_optimizer_tensors(
         optimizer.train()  # the model's part of the checkpoint is the average
     if isinstance(optimizer, TorchaoAdamW):
         rounding.tell(path)
-
-
-def _copied(value: Tensor, like: Tensor) -> Tensor:
-    if not isinstance(value, DTensor):
-        return value.clone()
-    assert isinstance(like, DTensor)
-    return with_local(like, local_part(value).clone())
 
 
 def _by_name(model: ParallelModel) -> dict[str, list[nn.Parameter]]:

@@ -134,8 +134,8 @@ def _files(folder: Path) -> Iterator[tuple[Path, set[str] | None]]:
         raise ConfigError(f"{folder} holds no weights: there is neither {SINGLE} nor {INDEX}")
 
 
-def _header(path: Path, expected: set[str] | None) -> Iterator[StoredTensor]:
-    """Yield the tensors that a file's header lists, after comparing it with the file's size and the index."""
+def _header(path: Path, expected: set[str] | None) -> list[StoredTensor]:
+    """List the tensors that a file's header has, after comparing it with the file's size and the index."""
     size = path.stat().st_size
     refuse_pointer(path)
     try:
@@ -157,31 +157,30 @@ def _header(path: Path, expected: set[str] | None) -> Iterator[StoredTensor]:
         )
     if expected is not None and (lacking := expected - header.keys()):
         raise IntegrityError(f"{path} lacks {sorted(lacking)[0]} ({len(lacking)} in all), which {INDEX} says it holds")
+    found = []
     try:
-        yield from [
-            _stored(path, name, entry) for name, entry in header.items() if expected is None or name in expected
-        ]
+        for name, entry in header.items():
+            if expected is not None and name not in expected:
+                continue
+            shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+            if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+                raise ValueError(f"{name}: shape {shape}, bytes {begin} to {end}")
+            if entry["dtype"] not in DTYPES:
+                raise UnsupportedError(
+                    f"{path}: {name} is stored as {entry['dtype']}; weights are read as {', '.join(DTYPES)}. Dequantize"
+                    f" the model first"
+                )
+            dtype = DTYPES[entry["dtype"]]
+            if end - begin != math.prod(shape) * dtype.itemsize:
+                raise IntegrityError(
+                    f"{path} is damaged: {name} of shape {list(shape)} and {entry['dtype']} has {end - begin:,} bytes"
+                )
+            found.append(StoredTensor(name, path, shape, dtype))
     except (ValueError, KeyError, TypeError) as error:
         raise IntegrityError(
             f"{path} is damaged: its header is none of safetensors ({type(error).__name__}: {error})"
         ) from None
-
-
-def _stored(path: Path, name: str, entry: dict[str, Any]) -> StoredTensor:
-    shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
-    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
-        raise ValueError(f"{name}: shape {shape}, bytes {begin} to {end}")
-    if entry["dtype"] not in DTYPES:
-        raise UnsupportedError(
-            f"{path}: {name} is stored as {entry['dtype']}; weights are read as {', '.join(DTYPES)}. Dequantize the"
-            f" model first"
-        )
-    dtype = DTYPES[entry["dtype"]]
-    if end - begin != math.prod(shape) * dtype.itemsize:
-        raise IntegrityError(
-            f"{path} is damaged: {name} of shape {list(shape)} and {entry['dtype']} has {end - begin:,} bytes"
-        )
-    return StoredTensor(name, path, shape, dtype)
+    return found
 
 
 # --- map names in Hugging Face files to a model's parameters
@@ -279,9 +278,18 @@ def sources(model: nn.Module, known: Iterable[str], files: TensorFiles) -> dict[
     """
     if not brings_initialiser(model):
         return {name: Stored(files, name) for name in files.tensors}
+    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-    table = _conversions(model)
+    # transformers looks its table up by class, and fully_shard derives classes of its own
+    sharded = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
+    try:
+        for module, kind in sharded:
+            module.__class__ = kind.__bases__[-1]
+        table: list[Any] = get_model_conversion_mapping(model)  # type: ignore[arg-type]
+    finally:
+        for module, kind in sharded:
+            module.__class__ = kind
     renamings = [row for row in table if isinstance(row, WeightRenaming)]
     converters = [row for row in table if isinstance(row, WeightConverter)]
     names, prefix = dict.fromkeys(known, True), getattr(model, "base_model_prefix", "")
@@ -297,20 +305,6 @@ def sources(model: nn.Module, known: Iterable[str], files: TensorFiles) -> dict[
             collected.setdefault(name, {}).setdefault(matched, []).append(Stored(files, stored))
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     return direct | {name: _converted(by_pattern[next(iter(parts))], parts, name) for name, parts in collected.items()}
-
-
-def _conversions(model: nn.Module) -> list[Any]:
-    """Return transformers' table for a model, which it looks up by class: fully_shard derives classes of its own."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    derived = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
-    try:
-        for module, kind in derived:
-            module.__class__ = kind.__bases__[-1]
-        return get_model_conversion_mapping(model)  # type: ignore[arg-type]
-    finally:
-        for module, kind in derived:
-            module.__class__ = kind
 
 
 def _converted(converter: Any, parts: dict[str, list[Source]], name: str) -> Source:

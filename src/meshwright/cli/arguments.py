@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshwright.core.config import load_toml, parse_flags
 from meshwright.core.config.flags import flag_of
 from meshwright.core.config.schema import field_types
 from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError, nearest
-from meshwright.core.files import refuse_links_out
+from meshwright.core.files import refuse_links_out, replace_text
 from meshwright.introspection.adapter_request import AdapterFolder, holds_adapters
 from meshwright.training.config import Config, ModelConfig, check
 from meshwright.training.fine_tuning import before_data, with_base
@@ -27,7 +28,7 @@ CONTINUE = ("resume", "resume_from", "resume_from_checkpoint", "continue")
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
-def read_config(argv: list[str], *, prog: str, description: str, trusted: bool = False) -> Config:
+def read_config(argv: list[str], *, prog: str, trusted: bool = False) -> Config:
     """Read and check the config that a verb's arguments describe.
 
     A section ``[slurm]`` of a file is checked and left to ``meshwright launch``.
@@ -35,58 +36,45 @@ def read_config(argv: list[str], *, prog: str, description: str, trusted: bool =
     Args:
         argv: an optional ``config.toml`` or run folder, then flags (``--any.key=value``) that override it. For a run
             folder its own ``config.toml`` is read and ``run`` is set to the folder.
-        prog: the verb as typed, for help and errors.
-        description: the first lines of the help.
+        prog: the verb as typed, for errors.
         trusted: whether values that run code may stand in the file.
 
     Raises:
         ConfigError: the file cannot be read, or a key or value in it or in the flags is not legal.
-        SystemExit: 0 after ``--help``.
     """
-    default = Config()
-    if argv and not argv[0].startswith("-"):
-        file, argv = argv[0], argv[1:]
-        default = config_at(Path(file)).without_job()
-        _refuse_code(default, file, argv, trusted)
-    refuse_other_names(argv)
-    config = parse_flags(Config, argv, default=_without_other_length(default, argv), prog=prog, description=description)
-    check(config)
-    _check_run(config.run)
-    return before_data(config)
+    return before_data(_read(Config, argv, prog, trusted))
 
 
-def _without_other_length(config: AnyConfig, argv: list[str]) -> AnyConfig:
-    """Leave out the file's steps where a flag gives epochs, and the file's epochs where one gives steps."""
-    flags = {word.partition("=")[0] for word in argv}
-    if "--epochs" in flags and "--steps" not in flags:
-        return replace(config, steps=type(config)().steps)
-    return replace(config, epochs=None) if "--steps" in flags and "--epochs" not in flags else config
-
-
-def read_launch(argv: list[str], *, prog: str, description: str, trusted: bool = False) -> LaunchConfig:
-    """Read a config and the job that is to train it: keys ``slurm.*``, which may also precede the config file."""
-    default = LaunchConfig()
-    for place, word in enumerate(argv[1:], start=1):
-        if argv[0].startswith("-") and word.endswith(".toml") and "=" in argv[place - 1]:
-            argv = [word, *argv[:place], *argv[place + 1 :]]
-            break
+def _read(cls: type[AnyConfig], argv: list[str], prog: str, trusted: bool) -> AnyConfig:
+    default: Any = cls()
     if argv and not argv[0].startswith("-"):
         file, argv = argv[0], argv[1:]
         default = config_at(Path(file))
-        _refuse_code(default, file, argv, trusted)
+        default = default if cls is LaunchConfig else default.without_job()
+        if not trusted:
+            given = (word.partition("=")[0].removeprefix("--") for word in argv if word.startswith("--"))
+            refuse_code(default, file, given={flag.replace("-", "_") for flag in given})
     refuse_other_names(argv)
-    default = _without_other_length(default, argv)
-    config = parse_flags(LaunchConfig, argv, default=default, prog=prog, description=description)
+    flags = {word.partition("=")[0] for word in argv}
+    if "--epochs" in flags and "--steps" not in flags:  # a flag of one takes the place of the file's other
+        default = replace(default, steps=cls().steps)
+    elif "--steps" in flags and "--epochs" not in flags:
+        default = replace(default, epochs=None)
+    config = parse_flags(cls, argv, default=default, prog=prog)
     check(config)
-    check_job(config)
     _check_run(config.run)
     return config
 
 
-def _refuse_code(config: Config, file: str, argv: list[str], trusted: bool) -> None:
-    if not trusted:
-        flags = (word.partition("=")[0].removeprefix("--") for word in argv if word.startswith("--"))
-        refuse_code(config, file, given={flag.replace("-", "_") for flag in flags})
+def read_launch(argv: list[str], *, prog: str, trusted: bool = False) -> LaunchConfig:
+    """Read a config and the job that is to train it: keys ``slurm.*``, which may also precede the config file."""
+    for place, word in enumerate(argv[1:], start=1):
+        if argv[0].startswith("-") and word.endswith(".toml") and "=" in argv[place - 1]:
+            argv = [word, *argv[:place], *argv[place + 1 :]]
+            break
+    config = _read(LaunchConfig, argv, prog, trusted)
+    check_job(config)
+    return config
 
 
 def _check_run(folder: str) -> None:
@@ -160,8 +148,14 @@ def open_model(
         return Opened.of_run(*open_run(path, trusted=trusted), step, base)
     if holds_adapters(folder):
         _refuse_given(path, "a folder of adapters, no run", {"--step": step})
-        config = _beside_base(folder, base)
-        dtype = dtype or AdapterFolder.read(folder).dtype
+        config, adapters = (
+            Config(model=ModelConfig(hf=str(base or ""), adapter=str(folder))),
+            AdapterFolder.read(folder),
+        )
+        if adapters.rounded_in:  # their base is held in 4 bits, as it was when they were trained
+            precision = replace(config.techniques.precision, master=adapters.rounded_in)
+            config = replace(config, techniques=replace(config.techniques, quantize_frozen="nf4", precision=precision))
+        config, dtype = with_base(config, "--base BASE"), dtype or adapters.dtype
     elif (folder / "config.json").is_file():
         _refuse_given(path, "a model of transformers, no run", {"--step": step, "--base": base})
         config = Config(model=ModelConfig(hf=str(folder)))
@@ -177,16 +171,31 @@ def open_model(
     return Opened.of_folder(folder, before_data(config), tokenizer or "")
 
 
-def _beside_base(folder: Path, base: Path | None) -> Config:
-    """Return a config of adapters in a folder beside their base, held in 4 bits if it was so when they were trained."""
-    config = Config(model=ModelConfig(hf=str(base or ""), adapter=str(folder)))
-    if rounded := AdapterFolder.read(folder).rounded_in:
-        precision = replace(config.techniques.precision, master=rounded)
-        config = replace(config, techniques=replace(config.techniques, quantize_frozen="nf4", precision=precision))
-    return with_base(config, "--base BASE")
-
-
 def _refuse_given(path: str, kind: str, flags: dict[str, object]) -> None:
     for flag, value in flags.items():
         if value is not None:
             raise ConfigError(f"{flag} does not go with {path}, which is {kind}: leave {flag} out")
+
+
+def check_page(target: Path) -> None:
+    """Raise ConfigError where a page cannot be written to ``target``, before the work for it."""
+    file = target.expanduser()
+    folder = file.parent
+    why = ""
+    if not folder.is_dir():
+        why = f"there is no folder {folder}"
+    elif file.is_dir():
+        why = "it is a folder"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        why = f"the folder {folder} cannot be written to"
+    if why:
+        raise ConfigError(f"--html = {target}: cannot write this file ({why})")
+
+
+def write_page(target: Path, text: str) -> str:
+    """Write a page in place of an older one; return what to tell the user. ConfigError where it cannot be written."""
+    try:
+        replace_text(target.expanduser(), text)
+    except OSError as error:
+        raise ConfigError(f"--html = {target}: cannot write this file ({error.strerror or error})") from None
+    return f"wrote {target}: open it in a browser"

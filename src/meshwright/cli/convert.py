@@ -15,7 +15,6 @@ from meshwright.core.errors import ConfigError
 from .arguments import open_run, refuse_rest
 
 if TYPE_CHECKING:
-    from meshwright.training.config import Config
     from meshwright.training.run.convert import ExportedModel
 
 
@@ -38,9 +37,6 @@ class ConvertOptions:
     """Run the model code that the run keeps."""
 
 
-OPTIONS = (ConvertOptions,)
-
-
 def run(argv: list[str]) -> int:
     """Convert, and print where the result is and how to read it."""
     options, argv = take_flags(ConvertOptions, argv)
@@ -57,11 +53,29 @@ def run(argv: list[str]) -> int:
             " FOLDER"
         )
     dtype = canonical_dtype(dtype, where="--dtype") if dtype is not None else None
-    if _is_saved(Path(argv[0])):
-        return _convert_saved(Path(argv[0]), Path(argv[1]), form, base, dtype, {"--step": step, "--like": like})
-    _refuse_other_folder(Path(argv[0]))
-    folder, config = open_run(argv[0], trusted=options.trust)
-    _refuse_other_form(argv[0], form, config, base, like)
+    from meshwright.training.run.convert import is_saved
+
+    run, folder, out = argv[0], Path(argv[0]), Path(argv[1])
+    if is_saved(folder):
+        return _convert_saved(folder, out, form, base, dtype, {"--step": step, "--like": like})
+    if folder.is_dir() and not (folder / "config.toml").is_file():
+        if (folder / "config.json").is_file():
+            raise ConfigError(f"{folder} is a folder of Hugging Face already: transformers reads it as it is")
+        raise ConfigError(
+            f"{folder} is neither the folder of a run (config.toml) nor one that meshwright.save wrote (manifest.json)"
+        )
+    folder, config = open_run(run, trusted=options.trust)
+    if config.adapters is not None and form == "hf":
+        raise ConfigError(
+            f"{run} trained adapters: --to merged writes the model with the adapters added, --to adapter the adapters"
+            f" alone"
+        )
+    if config.adapters is None and form != "hf":
+        raise ConfigError(f"{run} trained a whole model, no adapters: write the model with --to hf")
+    if base is not None and form == "hf":
+        raise ConfigError(f"--base {base}: the run {run} trained a whole model, no adapters; leave --base out")
+    if like is not None and form != "hf":
+        raise ConfigError(f"--like is for --to hf; with --to {form} leave it out")
     from meshwright.training.run.convert import convert
     from meshwright.training.run.folder import RunFolder
 
@@ -71,8 +85,9 @@ def run(argv: list[str]) -> int:
 
         counterpart = of_decoder(folder, config, like)
     checkpoint = RunFolder(folder).checkpoint(step)
-    written = convert(checkpoint, config, Path(argv[1]), form, base, like=counterpart, dtype=dtype)
-    _say(written, form, beside=f"{base or config.model.hf}{_in_4_bits(config)}")
+    written = convert(checkpoint, config, out, form, base, like=counterpart, dtype=dtype)
+    in_4_bits = config.techniques.quantize_frozen != "none"
+    _say(written, form, f"{base or config.model.hf}{', held in 4 bits as it was in training,' * in_4_bits}")
     if not written.has_tokenizer:
         print(f"no tokenizer is there: the run's data.tokenizer is {config.data.tokenizer!r}, which has no file")
     return 0
@@ -84,28 +99,6 @@ def _say(written: ExportedModel, form: str, beside: str) -> None:
         print(f"read it beside {beside} with:\n\n{written.code}\n")
     else:
         print(f"read it with: transformers.{written.kind}.from_pretrained({str(written.folder)!r})")
-
-
-def _in_4_bits(config: Config) -> str:
-    return "" if config.techniques.quantize_frozen == "none" else ", held in 4 bits as it was in training,"
-
-
-def _is_saved(path: Path) -> bool:
-    """Return whether a folder is one that ``meshwright.save`` wrote, or that it left half written."""
-    from meshwright.training.run.convert import is_saved
-
-    return is_saved(path)
-
-
-def _refuse_other_folder(path: Path) -> None:
-    """Raise ConfigError for a folder that is neither a run nor what ``meshwright.save`` wrote."""
-    if not path.is_dir() or (path / "config.toml").is_file():
-        return
-    if (path / "config.json").is_file():
-        raise ConfigError(f"{path} is a folder of Hugging Face already: transformers reads it as it is")
-    raise ConfigError(
-        f"{path} is neither the folder of a run (config.toml) nor one that meshwright.save wrote (manifest.json)"
-    )
 
 
 def _convert_saved(
@@ -123,18 +116,3 @@ def _convert_saved(
         source = "--base names a folder without one" if base is not None else "give the model's folder with --base"
         print(f"no tokenizer is there: {source}")
     return 0
-
-
-def _refuse_other_form(run: str, form: str, config: Config, base: Path | None, like: str | None) -> None:
-    """Raise ConfigError for a form that does not fit how the run trained, or flags that do not fit the form."""
-    if config.adapters is not None and form == "hf":
-        raise ConfigError(
-            f"{run} trained adapters: --to merged writes the model with the adapters added, --to adapter the adapters"
-            f" alone"
-        )
-    if config.adapters is None and form != "hf":
-        raise ConfigError(f"{run} trained a whole model, no adapters: write the model with --to hf")
-    if base is not None and form == "hf":
-        raise ConfigError(f"--base {base}: the run {run} trained a whole model, no adapters; leave --base out")
-    if like is not None and form != "hf":
-        raise ConfigError(f"--like is for --to hf; with --to {form} leave it out")

@@ -27,9 +27,6 @@ class DoctorOptions:
     """Everything as one JSON object, for programs."""
 
 
-OPTIONS = (DoctorOptions,)
-
-
 def run(argv: list[str]) -> int:
     """Print findings as they are made; return 0 if all hold, else 1."""
     began = time.monotonic()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from meshwright.core.config import take_flags
 from meshwright.core.config.ranges import FROM_1, Range
@@ -23,8 +23,7 @@ from meshwright.data.options import BUILT_IN
 from meshwright.introspection.adapter_request import holds_adapters
 from meshwright.models.decoder_config import SIZES
 
-from .arguments import open_run, read_config, refuse_rest
-from .views.pages import write_page
+from .arguments import open_run, read_config, refuse_rest, write_page
 
 LIVE_SECONDS = 5
 """Between two pages of a run that is being trained."""
@@ -75,9 +74,6 @@ class ScheduleOptions:
     """Draw it into a file."""
 
 
-OPTIONS = (PageOptions, ModelOptions, DataOptions, ScheduleOptions)
-
-
 def run(argv: list[str]) -> int:
     """Print what a run, model, data or schedule is made of."""
     if not argv:
@@ -123,9 +119,11 @@ def run(argv: list[str]) -> int:
             f"'{name}' is neither the folder of a run, nor a file or folder of data, nor a model"
             f" size.{nearest(name, SIZES)} Sizes: {', '.join(SIZES)}; a model of your own is package.module:factory."
         )
+    from meshwright.introspection.facts import describe_model, describe_premises, describe_structure, model_facts
     from meshwright.introspection.source import as_module
 
-    _model(as_module(import_object(name) if ":" in name else SIZES[name]))
+    facts = model_facts(as_module(import_object(name) if ":" in name else SIZES[name]))
+    print(f"{describe_model(facts)}\n{describe_structure(facts)}\n{describe_premises(facts)}")
     return 0
 
 
@@ -145,15 +143,6 @@ def _schedule(argv: list[str]) -> int:
         replace_text(target.expanduser(), picture)
         print(f"wrote {target}: open it in a browser")
     return 0
-
-
-def _model(model: Any) -> None:
-    from meshwright.introspection.facts import describe_model, describe_premises, describe_structure, model_facts
-
-    facts = model_facts(model)
-    print(describe_model(facts))
-    print(describe_structure(facts))
-    print(describe_premises(facts))
 
 
 def _page(name: str, target: Path) -> int:
@@ -187,7 +176,7 @@ def _data(name: str, argv: list[str]) -> int:
     options, argv = take_flags(DataOptions, argv)
     is_config = Path(name).suffix == ".toml"
     words = [name, *argv] if is_config else argv
-    config = read_config(words, prog="meshwright inspect", description=__doc__ or "", trusted=options.trust)
+    config = read_config(words, prog="meshwright inspect", trusted=options.trust)
     if not is_config:
         config = replace(config, data=replace(config.data, source=(name,)))
     from rich.console import Console

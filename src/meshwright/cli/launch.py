@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.core.config import take_flags
-from meshwright.training.slurm import LaunchConfig, batch_script, folder_of, submit
+from meshwright.training.slurm import batch_script, folder_of, submit
 
 from .arguments import read_launch
 
@@ -25,31 +25,13 @@ class LaunchOptions:
     """Run code that the config names."""
 
 
-OPTIONS = (LaunchOptions,)
-
-
 def run(argv: list[str]) -> int:
     """Submit, and print the job and run folder; ``argv`` is what ``read_launch`` takes, and the verb's own flags."""
     options, argv = take_flags(LaunchOptions, argv)
-    config = read_launch(argv, prog="meshwright launch", description=__doc__ or "", trusted=options.trust)
+    config = read_launch(argv, prog="meshwright launch", trusted=options.trust)
     folder = folder_of(config)
     script = batch_script(config, folder)
-    _refuse_what_the_ranks_would(config)
-    if options.dry_run:
-        print(script)
-        return 0
-    job = submit(config, folder)
-    slurm = config.slurm
-    nodes = f"{slurm.nodes} node{'s' * (slurm.nodes > 1)}"
-    print(f"submitted job {job}: {nodes} of {slurm.tasks}, {slurm.nodes * slurm.tasks} processes in all")
-    print(f"  run folder   {folder}")
-    print(f"  logs         {folder}/slurm/{job}_<rank>_log.out")
-    print(f"\nend it, saved, with: scancel {job}")
-    return 0
-
-
-def _refuse_what_the_ranks_would(config: LaunchConfig) -> None:
-    """Refuse now, and not after hours in the queue, what cannot be trained on the requested nodes."""
+    # refuse now, and not after hours in the queue, what cannot be trained on the requested nodes
     from meshwright.introspection.cluster import Cluster
     from meshwright.training.build import batch_of, facts_of, plan_run
     from meshwright.training.model_source import model_source, planned_tokenizer
@@ -57,3 +39,13 @@ def _refuse_what_the_ranks_would(config: LaunchConfig) -> None:
     slurm, tokenizer = config.slurm, planned_tokenizer(config)
     cluster = Cluster(slurm.nodes * slurm.tasks, slurm.tasks, slurm.device)
     plan_run(config, facts_of(model_source(config, tokenizer)), cluster, batch_of(config, tokenizer))
+    if options.dry_run:
+        print(script)
+        return 0
+    job = submit(config, folder)
+    nodes = f"{slurm.nodes} node{'s' * (slurm.nodes > 1)}"
+    print(f"submitted job {job}: {nodes} of {slurm.tasks}, {slurm.nodes * slurm.tasks} processes in all")
+    print(f"  run folder   {folder}")
+    print(f"  logs         {folder}/slurm/{job}_<rank>_log.out")
+    print(f"\nend it, saved, with: scancel {job}")
+    return 0

@@ -17,13 +17,13 @@ VERBS = {
     "plan": ("meshwright.cli.plan:run", "show what a config becomes on its mesh, without starting it"),
     "rehearse": ("meshwright.cli.rehearse:run", "take real steps of one rank, without the others"),
     "measure": ("meshwright.cli.measure:run", "measure this machine, for plan's forecasts"),
-    "evaluate": ("meshwright.cli.trained.evaluate:run", "measure a trained model's loss, or its figures on tasks"),
-    "generate": ("meshwright.cli.trained.generate:run", "continue a text with a trained model"),
+    "evaluate": ("meshwright.cli.evaluate:run", "measure a trained model's loss, or its figures on tasks"),
+    "generate": ("meshwright.cli.generate:run", "continue a text with a trained model"),
     "convert": ("meshwright.cli.convert:run", "write a run's model for transformers"),
     "doctor": ("meshwright.cli.doctor:run", "tell what works on this machine, and how to repair the rest"),
     "inspect": ("meshwright.cli.inspect:run", "show what a run or a checkpoint holds"),
-    "compare": ("meshwright.cli.views.compare:run", "lay runs side by side: figures, curves, config"),
-    "completion": ("meshwright.cli.shell.completion:run", "print or install completion for bash, zsh or fish"),
+    "compare": ("meshwright.cli.compare:run", "lay runs side by side: figures, curves, config"),
+    "completion": ("meshwright.cli.completion:run", "print or install completion for bash, zsh or fish"),
 }
 """Verb -> (module:function, its help)."""
 
@@ -86,22 +86,19 @@ def _answer(argv: list[str] | None) -> int:
     if verb not in VERBS:
         print(f"meshwright: unknown verb '{verb}'.{nearest(verb, VERBS)} Verbs: {', '.join(VERBS)}.", file=sys.stderr)
         return 2
-    return _run(verb, VERBS[verb][0], rest)
-
-
-def _run(verb: str, target: str, argv: list[str]) -> int:
+    target = VERBS[verb][0]
     module, _, function = target.partition(":")
     try:
-        if any(word in ("-h", "--help") or word.startswith("--help=") for word in argv):
-            from .shell.help import verb_help
+        if any(word in ("-h", "--help") or word.startswith("--help=") for word in rest):
+            from .help import verb_help
 
-            print(verb_help(verb, target, argv))
+            print(verb_help(verb, target, rest))
             return 0
         if verb not in WITHOUT_TORCH:
             from meshwright.core.host import refuse_unfit_torch
 
             refuse_unfit_torch()
-        return getattr(import_module(module), function)(argv)
+        return getattr(import_module(module), function)(rest)
     except MeshwrightError as error:
         if os.environ.get("MESHWRIGHT_DEBUG"):
             import traceback

@@ -12,14 +12,11 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from meshwright.core.config import take_flags
 from meshwright.core.config.ranges import FROM_1
 from meshwright.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from meshwright.simulation.measured import MachineProfile
 
 
 @dataclass(frozen=True)
@@ -28,13 +25,9 @@ class MeasureOptions:
     """Processes to start on this host, to measure their messages too."""
 
 
-OPTIONS = (MeasureOptions,)
-
-
 def run(argv: list[str]) -> int:
     """Measure with one process, with several, or with those of a launcher, and write the profile."""
     options, argv = take_flags(MeasureOptions, argv)
-    ranks = options.ranks
     if len(argv) != 1 or argv[0].startswith("-"):
         raise ConfigError(
             f"meshwright measure takes one file to write and --ranks N, not {' '.join(argv) or 'nothing'}"
@@ -49,38 +42,28 @@ def run(argv: list[str]) -> int:
     from meshwright.training.machine import measure, measure_here
 
     rank, _, world = get_world_info()
-    if ranks is not None and world > 1:
-        raise ConfigError(f"--ranks {ranks}: a launcher has started {world} ranks already. Leave --ranks out.")
+    if options.ranks is not None and world > 1:
+        raise ConfigError(f"--ranks {options.ranks}: a launcher has started {world} ranks already. Leave --ranks out.")
     began = time.monotonic()
     try:
-        profile = measure_here(ranks) if ranks is not None and ranks != 1 else measure()
+        profile = measure_here(options.ranks) if options.ranks not in (None, 1) else measure()
     finally:
         destroy_distributed()
     if rank == 0:
         replace_text(path, to_json(profile))
-        print(_summary(profile))
+        ranks = f"{profile.ranks} rank{'s' * (profile.ranks > 1)}"
+        print(f"{profile.name} ({profile.device}), {ranks}, torch {profile.torch}\n")
+        for dtype in sorted({key.split()[0] for key in profile.products}):
+            fastest = ", ".join(f"{way} {profile.grid(dtype, way).fastest / 1e9:,.0f}" for way in ("nt", "nn", "tn"))
+            print(f"  products in {dtype:<12} {fastest} GFLOP/s")
+        for kind in ("pointwise", "function", "strided"):
+            size, seconds = profile.traffic[kind][-1]
+            print(f"  {kind + ' operators':<24} {size / seconds / 1e9:.1f} GB/s")
+        print(f"  small operator           {profile.host['elementwise'] * 1e6:.1f} µs")
+        for key, points in profile.messages.items():
+            title, (size, seconds), least = " of ".join(key.split()), points[-1], points[0][1]
+            print(f"  {title:<24} {size / seconds / 1e9:.2f} GB/s, least {least * 1e6:.0f} µs")
+        if min(profile.crowding) < 1:
+            print("  a rank's speed while 1, 2, … compute: " + ", ".join(f"{speed:.2f}" for speed in profile.crowding))
         print(f"wrote {path} after {time.monotonic() - began:.0f} s", file=sys.stderr)
     return 0
-
-
-def _summary(profile: MachineProfile) -> str:
-    lines = [
-        f"{profile.name} ({profile.device}), {profile.ranks} rank{'s' * (profile.ranks > 1)}, torch {profile.torch}",
-        "",
-    ]
-    for dtype in sorted({key.split()[0] for key in profile.products}):
-        fastest = ", ".join(f"{way} {profile.grid(dtype, way).fastest / 1e9:,.0f}" for way in ("nt", "nn", "tn"))
-        lines.append(f"  products in {dtype:<12} {fastest} GFLOP/s")
-    for kind in ("pointwise", "function", "strided"):
-        size, seconds = profile.traffic[kind][-1]
-        lines.append(f"  {kind + ' operators':<24} {size / seconds / 1e9:.1f} GB/s")
-    lines.append(f"  small operator           {profile.host['elementwise'] * 1e6:.1f} µs")
-    for key, points in profile.messages.items():
-        kind, ranks = key.split()
-        size, seconds = points[-1]
-        lines.append(f"  {f'{kind} of {ranks}':<24} {size / seconds / 1e9:.2f} GB/s, least {points[0][1] * 1e6:.0f} µs")
-    if min(profile.crowding) < 1:
-        lines.append(
-            "  a rank's speed while 1, 2, … compute: " + ", ".join(f"{speed:.2f}" for speed in profile.crowding)
-        )
-    return "\n".join(lines)

@@ -8,17 +8,165 @@ best of all layouts and the TOML to train with. More: docs/rent.md.
 
 from __future__ import annotations
 
+import json
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
 from meshwright.core.config import take_flags
+from meshwright.core.config.flags import flag_of
+from meshwright.core.config.ranges import FROM_1
 from meshwright.core.devices import check_device_type, device_memory, local_device
 from meshwright.core.errors import ConfigError
 from meshwright.introspection.cluster import Cluster
 from meshwright.training.fine_tuning import of_forecast
 
-from . import foresee
-from .arguments import read_config
-from .foresee import PlanOptions
+from .arguments import check_page, read_config, write_page
 
-OPTIONS = (PlanOptions,)
+if TYPE_CHECKING:
+    from meshwright.training.config import Config
+
+PATIENCE_S = 2.0
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    gpus: Annotated[int | None, FROM_1] = None
+    """How many GPUs; they need not be here."""
+    gpu: str = ""
+    """Which card, such as h100."""
+    per_node: Annotated[int | None, FROM_1] = None
+    """GPUs, or ranks, on a host."""
+    link: str = ""
+    """Link between hosts, such as ib400 (Gb/s for each GPU)."""
+    profile: Path | None = None
+    """In place of --gpu: a machine that ``meshwright measure`` measured."""
+    pin: tuple[str, ...] = ()
+    """A part of the layout that the search keeps, such as "tp<=8"; may be given again."""
+    imbalance: float = 1.0
+    """Tokens of the fullest expert rank over the mean, such as 1.3."""
+    straggler: float = 1.0
+    """Time of the slowest rank over the others', such as 1.1."""
+    with_: Path | None = None
+    """Figures of ``meshwright rehearse``, in place of those foreseen."""
+    dry_run: bool = False
+    """Print the first layout's memory by the run's own code beside the forecast."""
+    html: Path | None = None
+    """Draw the forecast into a page."""
+    world: Annotated[int | None, FROM_1] = None
+    """Without --gpus: ranks of the mesh."""
+    device: str = ""
+    """Without --gpus: type of the device, such as cuda."""
+    json: bool = False
+    """The answer for programs."""
+    trust: bool = False
+    """Run code that the config names."""
+
+
+ABOUT_GPUS = ("link", "profile", "pin", "html", "with_", "imbalance", "straggler", "dry_run")
+"""Options of a forecast, besides --gpus and --gpu."""
+
+
+def is_asked(options: PlanOptions) -> bool:
+    """Return whether a forecast for GPUs is wanted.
+
+    Raises:
+        ConfigError: some of its flags are given without --gpus and --gpu, or contradict each other.
+    """
+    alone = [name for name in ABOUT_GPUS if getattr(options, name) != getattr(PlanOptions(), name)]
+    if options.gpus is None and not options.gpu and not alone:
+        return False
+    if options.profile is not None and (options.gpu or options.link):
+        raise ConfigError("--profile has the measured device and its messages: leave out --gpu and --link")
+    if options.gpus is None and not options.gpu and options.profile is None:
+        raise ConfigError(f"{flag_of(alone[0])} is about a forecast for GPUs: give --gpus N and --gpu CARD too")
+    if options.gpus is None or not (options.gpu or options.profile):
+        raise ConfigError(
+            "--gpus N and --gpu CARD (or --profile FILE) go together: how many, and which, such as --gpus 64 --gpu h100"
+        )
+    if options.html is not None:
+        if options.with_ is not None:
+            raise ConfigError("--html draws what is foreseen, and --with has what was rehearsed: leave one out")
+        check_page(options.html)
+    return True
+
+
+def forecast(config: Config, options: PlanOptions) -> int:
+    """Print what is foreseen of a config on a cluster of GPUs."""
+    from meshwright.introspection.cluster import Cluster
+    from meshwright.simulation.foresee import foresee
+    from meshwright.simulation.measured import machines_of, notes, profile_of
+    from meshwright.training.build import batch_of, estimated_memory, facts_of
+    from meshwright.training.model_source import model_source, planned_tokenizer
+    from meshwright.training.rehearsal import check_same, rehearsals_for, rehearsed_ranks
+
+    profile = "" if options.profile is None else str(options.profile)
+    cluster = Cluster(options.gpus or 1, options.per_node or 0, gpu=options.gpu, link=options.link, profile=profile)
+    rehearsals = [] if options.with_ is None else rehearsals_for(options.with_, cluster, machines_of(cluster))
+    tokenizer = planned_tokenizer(config)
+    batch, facts = batch_of(config, tokenizer), facts_of(model_source(config, tokenizer))
+    answer = foresee(
+        facts,
+        config.layout,
+        batch=batch,
+        cluster=cluster,
+        techniques=config.requested,
+        pins=options.pin,
+        progress=_progress(),
+        rehearsed=rehearsed_ranks(rehearsals),
+        imbalance=options.imbalance,
+        straggler=options.straggler,
+    )
+    first = answer.candidates[0]
+    if options.with_ is not None:
+        check_same(options.with_, rehearsals, first.plan, batch)
+    drawn = replace(batch, microbatch_rows=first.microbatch)
+    values: dict[str, Any] = {}
+    paragraphs = [] if options.profile is None else [" ".join(notes(profile_of(str(options.profile)), cluster.world))]
+    if options.dry_run:
+        estimate = estimated_memory(replace(config, techniques=first.techniques), facts, first.plan, drawn)
+        found: dict[str, Any] = {"why_not": estimate.why_not}
+        said = f"unknown, {estimate.why_not}"
+        if not estimate.why_not:
+            fullest = estimate.of()
+            least = estimate.least[estimate.fullest] if estimate.least else fullest.total
+            sizes = {str(kind): size / 1e9 for kind, size in fullest.peak.items() if size}
+            found = {"mem_gb": fullest.total / 1e9, "least_gb": least / 1e9, "mem_parts_gb": sizes}
+            parts = ", ".join(f"{name} {size:.1f}" for name, size in sizes.items())
+            least = f"{found['least_gb']:.1f} to " * bool(estimate.least)
+            said = f"{least}{found['mem_gb']:.1f} GB of tensors ({parts}); the driver and fragmentation come on top"
+        values["dry_run"] = found
+        paragraphs.append(f"by a dry run of the run's own code: {said}")
+    text = "\n\n".join([str(answer), *paragraphs])
+    print(json.dumps({**answer.to_dict(), **values}, indent=1) if options.json else text)
+    if options.html is not None:
+        from meshwright.training.views.forecast import forecast_page
+
+        shown, front = ([one.candidate for one in found] for found in (answer.candidates, answer.front))
+        page = forecast_page(shown, front, first.toml() if answer.searched else "")
+        print(write_page(options.html, page), file=sys.stderr if options.json else sys.stdout)
+    return 0
+
+
+def _progress():
+    """Return a callback that shows a bar on a terminal once the search has taken two seconds."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    bar, began = Progress(console=console, transient=True), time.monotonic()
+    task = bar.add_task("searching layouts", total=1.0)
+
+    def show(done: float) -> None:
+        if console.is_terminal and time.monotonic() - began > PATIENCE_S:
+            bar.start()
+            bar.update(task, completed=done)
+        if done > 0.99:
+            bar.stop()
+
+    return show
 
 
 def run(argv: list[str]) -> int:
@@ -26,14 +174,14 @@ def run(argv: list[str]) -> int:
     options, argv = take_flags(PlanOptions, argv)
     if options.device:
         check_device_type(options.device, "--device")
-    is_forecast = foresee.is_asked(options)
+    is_forecast = is_asked(options)
     if is_forecast and (options.world is not None or options.device):
         raise ConfigError("--gpus and --gpu stand for --world and --device: leave these out")
-    config = read_config(argv, prog="meshwright plan", description=__doc__ or "", trusted=options.trust)
+    config = read_config(argv, prog="meshwright plan", trusted=options.trust)
     if not options.json and (taken := of_forecast(config)):
         print(f"{taken}\n", flush=True)
     if is_forecast:
-        return foresee.run(config, options)
+        return forecast(config, options)
     from meshwright.planning.explain import table
     from meshwright.training.build import batch_of, estimated_memory, facts_of, plan_run
     from meshwright.training.capacity import Capacity, whether_it_fits

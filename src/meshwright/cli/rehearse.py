@@ -21,7 +21,7 @@ from meshwright.training.fine_tuning import of_forecast
 from .arguments import read_config
 
 if TYPE_CHECKING:
-    from meshwright.training.rehearsal import Rehearsal
+    pass
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,6 @@ class RehearseOptions:
     """Run code that the config names."""
 
 
-OPTIONS = (RehearseOptions,)
-
-
 def run(argv: list[str]) -> int:
     """Print what a rank's steps take; ``argv`` is what ``read_config`` takes, and the verb's own flags."""
     options, argv = take_flags(RehearseOptions, argv)
@@ -64,7 +61,7 @@ def run(argv: list[str]) -> int:
     if path is not None and not path.parent.is_dir():
         raise ConfigError(f"--json = {path}: there is no folder {path.parent}")
     as_json = options.json is True
-    config = read_config(argv, prog="meshwright rehearse", description=__doc__ or "", trusted=options.trust)
+    config = read_config(argv, prog="meshwright rehearse", trusted=options.trust)
     if not as_json and (taken := of_forecast(config)):
         print(f"{taken}\n", flush=True)
     if options.gpus is None and not config.layout.is_resolved:
@@ -80,13 +77,9 @@ def run(argv: list[str]) -> int:
     kinds = parts.kinds if options.rank is None else one_rank(parts, options.rank)
     if not as_json and options.rank is None:
         print(f"{len(kinds)} kind{'s' * (len(kinds) > 1)} of ranks among {parts.plan.world}\n", flush=True)
-    found = rehearse_each(parts, kinds, options.steps, (lambda one: None) if as_json else _show)
+    found = rehearse_each(parts, kinds, options.steps, lambda one: None if as_json else print(f"{one}\n", flush=True))
     if as_json:
         print(to_json(found))
     if path is not None:
         path.write_text(to_json(found))
     return next((one.exit_status for one in found if one.refused), 0)
-
-
-def _show(found: Rehearsal) -> None:
-    print(f"{found}\n", flush=True)

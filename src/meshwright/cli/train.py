@@ -30,9 +30,6 @@ class TrainOptions:
     """Run code that the config names."""
 
 
-OPTIONS = (TrainOptions,)
-
-
 def run(argv: list[str]) -> int:
     """Train, and return the exit status; ``argv`` is what ``read_config`` takes, and the verb's own flags."""
     options, argv = take_flags(TrainOptions, argv)
@@ -40,31 +37,25 @@ def run(argv: list[str]) -> int:
         argv = [*argv, f"--process.max-restarts={options.max_restarts}"]
     if options.profile is not None:
         argv = [*argv, f"--logging.profile={options.profile}"]
-    config = read_config(argv, prog="meshwright train", description=__doc__ or "", trusted=options.trust)
+    config = read_config(argv, prog="meshwright train", trusted=options.trust)
     from meshwright.distributed.process.world import check_nodes_in_use, is_rank_zero
     from meshwright.training.launch import launch
 
     check_nodes_in_use()
     if is_rank_zero():
         print(first_line(config), flush=True)
-        _refuse_absent(config)
+        if not config.run:  # what a run keeps may stand in for its model and data
+            place = Path(config.model.hf).expanduser()
+            if config.model.hf and not place.exists():
+                from meshwright.introspection.source import absent_model
+
+                raise ConfigError(absent_model(config.model.hf, place))
+            from meshwright.data.scan import list_sources
+
+            for part in config.data.mixture or (config.data,):
+                if not part.streaming:
+                    list_sources(part.source, part.format)
     return launch(config)
-
-
-def _refuse_absent(config: Config) -> None:
-    """Refuse a new run of a model or data that is not there, before processes are started for it."""
-    if config.run:
-        return  # what the run keeps may stand in for it
-    place = Path(config.model.hf).expanduser()
-    if config.model.hf and not place.exists():
-        from meshwright.introspection.source import absent_model
-
-        raise ConfigError(absent_model(config.model.hf, place))
-    from meshwright.data.sources.scan import list_sources
-
-    for part in config.data.mixture or (config.data,):
-        if not part.streaming:
-            list_sources(part.source, part.format)
 
 
 def first_line(config: Config) -> str:

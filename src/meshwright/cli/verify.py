@@ -59,57 +59,42 @@ class VerifyOptions:
     """Run code that the config names."""
 
 
-OPTIONS = (VerifyOptions,)
-
-
 def run(argv: list[str]) -> int:
     """Verify and print reports; return 0 if all are equal, 1 if one differs, 3 if one is refused and none differs."""
     options, argv = take_flags(VerifyOptions, argv)
     if options.write_trace is not None and options.steps is not None:
         argv = [*argv, f"--steps={options.steps}"]
-    config = read_config(argv, prog="meshwright verify", description=__doc__ or "", trusted=options.trust)
+    config = read_config(argv, prog="meshwright verify", trusted=options.trust)
     if options.max_world is not None and not options.all:
         raise ConfigError("--max-world says how far --all goes: add --all, or leave it out")
     if options.write_trace is not None:
-        return _write_trace(config, options.write_trace, options)
+        for name in ("layout", "model", "dtypes", "all", "shrink", "json"):
+            if getattr(options, name):
+                raise ConfigError(
+                    f"--{name} and --write-trace are both given: a trace is of what one process makes of the config as"
+                    f" it is"
+                )
+        from meshwright.training.views.telling import build_progress
+        from meshwright.verification.of_config import summary, write_trace
+
+        file = options.write_trace.expanduser()
+        if not file.parent.is_dir():
+            raise ConfigError(f"--write-trace = {options.write_trace}: there is no folder {file.parent}")
+        with build_progress(is_main=True) as progress:
+            trace = write_trace(config, file, options.trace_steps or TRACE_STEPS, progress)
+        print(summary(trace, file))
+        return 0
     if options.trace_steps is not None:
         raise ConfigError("--trace-steps says how long a trace is: add --write-trace FILE, or leave it out")
-    layouts = [_closed(text) for text in options.layout]
+    # an axis that a layout's text does not name is 1
+    layouts = [Layout.parse(text if "dp_shard" in text else f"{text},dp_shard=1") for text in options.layout]
     layouts += list(data_layouts(options.max_world or 8)) if options.all else []
-    return _verify(config, layouts or [_own(config)], _dtypes(options.dtypes, config), options)
-
-
-def _closed(text: str) -> Layout:
-    """Parse a layout; an axis that the text does not name is 1."""
-    return Layout.parse(text if "dp_shard" in text else f"{text},dp_shard=1")
-
-
-def _own(config: Config) -> Layout:
-    if not config.layout.is_resolved:
+    if not layouts and not config.layout.is_resolved:
         raise ConfigError(
-            'no layout to verify: name one, like --layout "dp_shard=2,dp_replicate=2", or --all; the config leaves'
-            " its own open"
+            'no layout to verify: name one, like --layout "dp_shard=2,dp_replicate=2", or --all; the config leaves its'
+            " own open"
         )
-    return config.layout
-
-
-def _write_trace(config: Config, path: Path, options: VerifyOptions) -> int:
-    for name in ("layout", "model", "dtypes", "all", "shrink", "json"):
-        if getattr(options, name):
-            raise ConfigError(
-                f"--{name} and --write-trace are both given: a trace is of what one process makes of the config as it"
-                f" is"
-            )
-    from meshwright.training.views.telling import build_progress
-    from meshwright.verification.of_config import summary, write_trace
-
-    file = path.expanduser()
-    if not file.parent.is_dir():
-        raise ConfigError(f"--write-trace = {path}: there is no folder {file.parent}")
-    with build_progress(is_main=True) as progress:
-        trace = write_trace(config, file, options.trace_steps or TRACE_STEPS, progress)
-    print(summary(trace, file))
-    return 0
+    return _verify(config, layouts or [config.layout], _dtypes(options.dtypes, config), options)
 
 
 def _dtypes(named: str | None, config: Config) -> tuple[str, ...]:

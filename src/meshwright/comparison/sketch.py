@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from meshwright.comparison.equality import relative_error
-from meshwright.core.calls import computed
 from meshwright.core.names import clean, is_within
+from meshwright.core.record import computed
 from meshwright.core.torch_private import compiled_call, is_in_backward, set_compiled_call, version_of
 
 # --- sketch tensors as a few numbers

@@ -74,15 +74,11 @@ def epochs_text(epochs: float) -> str:
     """Format passes over the data, with so many digits that no fraction reads as a whole number: "1 epoch", "0.8
     epochs", "0.9996 epochs".
     """
-    number = next((text for text in (_plain(epochs, digits) for digits in (3, 4, 5, 6)) if "." in text), "")
-    number = number or f"{epochs:,.0f}"
+    before = 1 + math.floor(math.log10(epochs)) if epochs > 0 else 0
+    texts = [f"{epochs:.{max(0, digits - before)}f}" for digits in (3, 4, 5, 6)]
+    texts = [text.rstrip("0").rstrip(".") if "." in text else text for text in texts]
+    number = next((text for text in texts if "." in text), f"{epochs:,.0f}")
     return f"{number} epoch{'s' * (number != '1')}"
-
-
-def _plain(value: float, digits: int) -> str:
-    """Format significant digits without an exponent and without trailing zeros."""
-    text = f"{value:.{max(0, digits - 1 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
-    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def duration_text(seconds: float) -> str:

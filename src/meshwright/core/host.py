@@ -88,7 +88,9 @@ def gloo_choice(here: Mapping[str, tuple[str, ...]], env: Mapping[str, str] = os
     if not here:
         return Choice((), "", "no interface of this host is up and has an address: gloo cannot connect ranks", GLOO)
     own, name = addresses_of_host(), socket.gethostname()
-    by_name = tuple(name for name, addresses in here.items() if set(own) & {_bare(word) for word in addresses})
+    by_name = tuple(
+        name for name, addresses in here.items() if set(own) & {word.partition("%")[0] for word in addresses}
+    )
     if by_name and by_name[0] != LOOPBACK:
         return Choice(by_name[:1], f"the name of this host, {name}, is {own[0]}", "", GLOO, outward)
     why = f"is {own[0]}" if own else "has no address"
@@ -133,10 +135,6 @@ def refuse_absent_interfaces() -> None:
 
 def _no_interface(name: str, here: Mapping[str, tuple[str, ...]]) -> str:
     return f"{name} is no interface of this host that is up and has an address ({', '.join(here) or 'none is'})"
-
-
-def _bare(address: str) -> str:
-    return address.partition("%")[0]
 
 
 # --- state the versions of Python and of other libraries that were tested

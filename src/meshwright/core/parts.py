@@ -48,13 +48,11 @@ def take(tensor: Tensor, dim: int, parts: Sequence[FusedPart], rank: int, ranks:
         start = min(rank * share, tensor.shape[dim])
         return tensor.narrow(dim, start, min(share, tensor.shape[dim] - start))
     found = [tensor.narrow(dim, low, high - low) for low, high in ranges(parts, rank, ranks)]
-    return found[0] if len(found) == 1 else _cat(found, dim)
-
-
-def _cat(tensors: list[Tensor], dim: int) -> Tensor:
+    if len(found) == 1:
+        return found[0]
     import torch
 
-    return torch.cat(tensors, dim=dim)
+    return torch.cat(found, dim=dim)
 
 
 def is_plain(parts: Sequence[FusedPart], ranks: int) -> bool:

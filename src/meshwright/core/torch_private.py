@@ -273,78 +273,52 @@ def dump_memory_history(path: str) -> None:
 # --- kernels of attention that return logarithms
 
 
-def flash_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Return attention and the logarithms of the sums of exponentials, (rows, heads, queries), on the CPU."""
+def flash_attention(*tensors: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Return attention and the logarithms of the sums of exponentials, (rows, heads, queries), on the CPU.
+
+    Args:
+        tensors: query, key and value.
+    """
     kernel = found("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu")
-    return kernel(query, key, value, 0.0, is_causal, scale=scale)
+    return kernel(*tensors, 0.0, is_causal, scale=scale)
 
 
-def flash_attention_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    logarithm: Tensor,
-    *,
-    is_causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value; output and logarithms may be those over more keys than these."""
-    given = (gradient, query, key, value, output, logarithm, 0.0, is_causal)
-    return found("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")(*given, scale=scale)
+def flash_attention_backward(*tensors: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value.
+
+    Args:
+        tensors: gradient, query, key, value, output and logarithms; the last two may be those over more keys.
+    """
+    kernel = found("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")
+    return kernel(*tensors, 0.0, is_causal, scale=scale)
 
 
-def cuda_flash_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def cuda_flash_attention(*tensors: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Compute ``flash_attention`` on CUDA, in bf16 or fp16; logarithms are fp32."""
-    given = (query, key, value, 0.0, is_causal, False)
-    output, logarithm, *_ = found("torch.ops.aten._scaled_dot_product_flash_attention")(*given, scale=scale)
+    kernel = found("torch.ops.aten._scaled_dot_product_flash_attention")
+    output, logarithm, *_ = kernel(*tensors, 0.0, is_causal, False, scale=scale)
     return output, logarithm
 
 
-def cuda_flash_attention_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    logarithm: Tensor,
-    *,
-    is_causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def cuda_flash_attention_backward(*tensors: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``flash_attention_backward`` on CUDA."""
+    _, query, key, *_ = tensors
     state, unused = (torch.empty(n, dtype=torch.uint64, device=query.device) for n in (2, 0))  # nothing is dropped out
     lengths = (None, None, query.shape[2], key.shape[2])  # rows are as long as each other
-    given = (gradient, query, key, value, output, logarithm, *lengths, 0.0, is_causal, state, unused)
-    return found("torch.ops.aten._scaled_dot_product_flash_attention_backward")(*given, scale=scale)
+    kernel = found("torch.ops.aten._scaled_dot_product_flash_attention_backward")
+    return kernel(*tensors, *lengths, 0.0, is_causal, state, unused, scale=scale)
 
 
-def efficient_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def efficient_attention(*tensors: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Compute ``flash_attention`` by CUDA's memory-efficient kernel, also in fp32."""
-    given = (query, key, value, None, True, 0.0, is_causal)
-    output, logarithm, *_ = found("torch.ops.aten._scaled_dot_product_efficient_attention")(*given, scale=scale)
-    return output, logarithm.narrow(2, 0, query.shape[2])
+    kernel = found("torch.ops.aten._scaled_dot_product_efficient_attention")
+    output, logarithm, *_ = kernel(*tensors, None, True, 0.0, is_causal, scale=scale)
+    return output, logarithm.narrow(2, 0, tensors[0].shape[2])
 
 
-def efficient_attention_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    logarithm: Tensor,
-    *,
-    is_causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def efficient_attention_backward(*tensors: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``flash_attention_backward`` by CUDA's memory-efficient kernel."""
+    gradient, query, key, value, output, logarithm = tensors
     missing = -query.shape[2] % 32  # the kernel reads logarithms in runs of 32; of none, no exponential is left
     padded = torch.nn.functional.pad(logarithm, (0, missing), value=float("inf"))
     state = torch.empty((), dtype=torch.int64, device=query.device)  # nothing is dropped out

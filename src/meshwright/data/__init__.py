@@ -14,15 +14,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshwright.data.corpus.packing import Whole
-
-    from .corpus.cache import Prepared, default_cache_dir, open_corpus, prepare
-    from .corpus.packing import IGNORE_INDEX, Corpus, Split, Stream
+    from .cache import Prepared, default_cache_dir, open_corpus, prepare
     from .loader import Loader, validation_batches
     from .mixture import Interleave, Order, Samples, Stage
     from .options import SourceOptions
-    from .sources.scan import Scan, scan_sources
-    from .text.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
+    from .packing import IGNORE_INDEX, Corpus, Split, Stream, Whole
+    from .scan import Scan, scan_sources
+    from .tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
 
 __all__ = [
     "IGNORE_INDEX",
@@ -50,13 +48,13 @@ __all__ = [
 ]
 
 _HOME = {
-    "corpus.cache": ("Prepared", "default_cache_dir", "open_corpus", "prepare"),
+    "cache": ("Prepared", "default_cache_dir", "open_corpus", "prepare"),
     "loader": ("Loader", "validation_batches"),
     "mixture": ("Interleave", "Order", "Samples", "Stage"),
     "options": ("SourceOptions",),
-    "corpus.packing": ("IGNORE_INDEX", "Corpus", "Split", "Stream", "Whole"),
-    "sources.scan": ("Scan", "scan_sources"),
-    "text.tokenizers": ("ByteTokenizer", "FileTokenizer", "Tokenizer", "load_tokenizer"),
+    "packing": ("IGNORE_INDEX", "Corpus", "Split", "Stream", "Whole"),
+    "scan": ("Scan", "scan_sources"),
+    "tokenizers": ("ByteTokenizer", "FileTokenizer", "Tokenizer", "load_tokenizer"),
 }
 
 

@@ -7,22 +7,185 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from itertools import chain, repeat
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshwright.core.errors import ConfigError, MeshwrightError
+from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError
 
-from .corpus.packing import IGNORE_INDEX, Rows, Split
-from .row_ends import RowEnds, ended, lengths_at
+from .building import TokenisingRecipe
+from .mixture import Samples
+from .packing import IGNORE_INDEX, RowEnds, Rows, Split, Stream, Whole, ended, gather, lengths_at, row_lengths
+from .tasks import TASK as PREFERENCE
 
 if TYPE_CHECKING:
     import torch
+
+_WINDOW_ROWS = 64
+"""Number of rows packed together. It is a constant because it decides which documents share a row."""
+
+_WINDOWS = 8
+"""Number of windows held at least, for readers whose requests are slightly out of order."""
+
+_LENGTHS = 4096
+"""Number of windows whose rows' lengths are known: many more, since a step's are asked for once it was read."""
+
+Documents = Iterator[tuple[np.ndarray, np.ndarray | None]]
+
+
+class StreamedSamples:
+    """The samples of a recipe's documents: readable at any index, but only sequential reads are cheap.
+
+    Args:
+        say: callback that receives a message when samples must be skipped, and one with the time it took.
+
+    Raises:
+        UnsupportedError: the documents are pairs, or have images.
+        ConfigError: at the first read, for a source without a document or a conversation that is too long.
+    """
+
+    def __init__(self, recipe: TokenisingRecipe, seq_len: int, say: Callable[[str], None]):
+        if recipe.task.name == PREFERENCE:
+            raise UnsupportedError(
+                "data.streaming packs documents as they come, which parts the two answers of a preference pair: leave"
+                " data.streaming out, and pairs are tokenised once, into a cache (or data.task = 'chat' with"
+                " data.column = 'chosen' streams the chosen conversations alone)"
+            )
+        if recipe.task.pictured is not None:
+            raise UnsupportedError(
+                "data.streaming reads no images: leave streaming out (images are opened as their rows are needed, and"
+                " only their paths are kept)"
+            )
+        self.recipe, self.seq_len, self._say, self.rows_together = recipe, seq_len, say, 1
+        self.splits: tuple[Split, ...] = ()  # no split is known whole, so neither is its longest row
+        self._lock = threading.Lock()
+        self._windows: deque[tuple[int, Split]] = deque()
+        self._lengths: deque[tuple[int, np.ndarray]] = deque(maxlen=_LENGTHS)
+        self._lowest: int | None = None
+        self._begin_again()
+
+    def _begin_again(self) -> None:
+        self._windows.clear()
+        self._lengths.clear()
+        self._coming, self._epochs, self._end = self._read(), 0, 0
+
+    def rows(self, indexes: np.ndarray) -> Rows:
+        """Return the samples at ``indexes`` (integers, 0 or more, shape (rows,)); see ``packing.Rows``."""
+        indexes = np.asarray(indexes, dtype=np.int64)
+        with self._lock:
+            self._read_to(indexes, self._windows)
+            firsts = np.array([first for first, _ in self._windows])
+            which = np.searchsorted(firsts, indexes, side="right") - 1
+            pieces = [(self._windows[k][1], which == k, indexes[which == k] - firsts[k]) for k in np.unique(which)]
+            self._hold(int(indexes.min()) if self._lowest is None else self._lowest)
+        return gather(pieces, len(indexes), self.seq_len)
+
+    def row_lengths(self, indexes: np.ndarray) -> np.ndarray:
+        """Return the most tokens that the samples at ``indexes`` hold before their padding: int64.
+
+        Windows from the lowest of them on are held, since rows among them will be asked for.
+        """
+        indexes = np.asarray(indexes, dtype=np.int64)
+        if not self.recipe.task.is_whole:
+            return np.full(len(indexes), self.seq_len)
+        with self._lock:
+            self._read_to(indexes, self._lengths)
+            self._lowest = int(indexes.min())
+            return np.concatenate([lengths for _, lengths in self._lengths])[indexes - self._lengths[0][0]]
+
+    def _read_to(self, indexes: np.ndarray, held: deque[tuple[int, Any]]) -> None:
+        """Read windows up to the highest of the indexes; from the beginning if ``held`` lacks the lowest."""
+        if held and indexes.min() < held[0][0]:
+            self._begin_again()
+        passed, begun = int(indexes.min()) - self._end, time.monotonic()
+        if is_far := passed >= 4 * _WINDOW_ROWS:
+            self._say(f"the source is streamed and cannot seek: passing over {passed} samples")
+        while self._end <= indexes.max():
+            try:
+                split, n = next(self._coming)
+            except BaseException:
+                self._begin_again()  # an interrupted generator cannot continue
+                raise
+            self._windows.append((self._end, split))
+            self._lengths.append((self._end, np.broadcast_to(row_lengths(split, self.seq_len), n)))
+            self._end += n
+            self._hold(int(indexes.min()))
+        if is_far:
+            self._say(f"passed over {passed} samples in {time.monotonic() - begun:.1f} s")
+
+    def _hold(self, lowest: int) -> None:
+        """Let go of windows that end at or before a sample, but for the last few."""
+        while len(self._windows) > _WINDOWS and self._windows[1][0] <= lowest:
+            self._windows.popleft()
+
+    def _read(self) -> Iterator[tuple[Split, int]]:
+        """Yield windows of rows with their number, endlessly."""
+        documents = self._documents()
+        left: list[tuple[np.ndarray, Any]] = []
+        while True:
+            split, left = (self._whole if self.recipe.task.is_whole else self._cut)(chain(left, documents))
+            yield split, split.n_samples(self.seq_len) if self.recipe.task.is_whole else _WINDOW_ROWS
+
+    def _documents(self) -> Documents:
+        tellers = chain([self._say], repeat(lambda line: None))  # problems of rows are reported only in the first epoch
+        for say in tellers:
+            is_empty = True
+            encoder = self.recipe.encoder()
+            for _, ids, learnt, _ in encoder.encode(self.recipe.unsplit(say)):
+                yield ids, learnt
+                is_empty = False
+            for note in encoder.notes():
+                say(note)
+            self._epochs += 1
+            if is_empty:
+                raise ConfigError(f"data.source = {list(self.recipe.options.source)} holds no document")
+
+    def _cut(self, documents: Documents) -> tuple[Split, list[tuple[np.ndarray, None]]]:
+        """Cut a window of full rows; return it and the remaining tokens, which begin with the window's last label."""
+        wanted, parts, size = _WINDOW_ROWS * self.seq_len, [], 0
+        while size <= wanted:
+            parts.append(next(documents)[0])
+            size += len(parts[-1])
+        tokens = np.concatenate(parts)
+        offsets = np.cumsum([0, *map(len, parts)])
+        inside = offsets[offsets <= wanted + 1]  # the last label may begin a document
+        stream = Stream(
+            "training", tokens[: wanted + 1], np.append(inside, wanted + 1) if inside[-1] <= wanted else inside
+        )
+        after = offsets[offsets > wanted]
+        edges = [wanted, *after] if after[0] != wanted else list(after)
+        return stream, [(tokens[begin:end], None) for begin, end in zip(edges[:-1], edges[1:], strict=True)]
+
+    def _whole(self, documents: Documents) -> tuple[Split, list]:
+        """Pack a window of whole documents; nothing remains for the next window."""
+        wanted, parts, marks, size, since = _WINDOW_ROWS * self.seq_len, [], [], 0, self._epochs
+        policy = self.recipe.options.too_long
+        while size < wanted:
+            ids, learnt = next(documents)
+            if len(ids) > self.seq_len and policy == "skip":
+                if self._epochs > since + 1 and not size:
+                    raise ConfigError(f"no conversation of data.source fits data.seq_len = {self.seq_len}: raise it")
+                continue
+            if len(ids) > self.seq_len and policy == "refuse":
+                raise ConfigError(
+                    f"a conversation of {len(ids)} tokens is longer than data.seq_len = {self.seq_len}: set"
+                    f" data.too_long = 'truncate' or 'skip', with which a run that has begun goes on, or begin a new"
+                    f" run with a larger data.seq_len"
+                )
+            parts.append(ids)
+            marks.append(learnt)
+            size += min(len(ids), self.seq_len)
+        offsets, end = np.cumsum([0, *map(len, parts)]), self.recipe.tokenizer.end_of_document
+        learnt = np.concatenate(marks).astype(np.uint8)
+        return Whole("training", np.concatenate(parts), offsets, learnt, policy, end), []
+
 
 Finish = Callable[[Rows], Rows]
 
@@ -30,31 +193,8 @@ _AHEAD = 2
 """Batches read ahead per worker."""
 
 
-class SampleSequence(Protocol):
-    """An endless sequence of samples that can be read at any index; ``Samples`` is one."""
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens per sample."""
-        ...
-
-    @property
-    def rows_together(self) -> int:
-        """The number of successive samples that must be rows of the same rank: 2 for pairs, else 1."""
-        ...
-
-    @property
-    def splits(self) -> tuple[Split, ...]:
-        """The sources, each known whole; none of a stream."""
-        ...
-
-    def rows(self, indexes: np.ndarray) -> Rows:
-        """Return the samples at ``indexes`` (int64, shape (rows,))."""
-        ...
-
-    def row_lengths(self, indexes: np.ndarray) -> np.ndarray:
-        """Return the most tokens that the samples at ``indexes`` hold before their padding, in no order."""
-        ...
+SampleSequence = Samples | StreamedSamples
+"""An endless sequence of samples that can be read at any index."""
 
 
 class Loader(Iterator["dict[str, torch.Tensor] | list[dict[str, torch.Tensor]]"]):
@@ -248,20 +388,21 @@ class _BatchReader:
 
     def __call__(self, consumed: int) -> list[Rows]:
         """Return the rows in pieces that have a length of their own."""
-        each = (self.ends.microbatch if self.ends else 0) or self.n_rows
-        return [self._piece(consumed + begin, min(each, self.n_rows - begin)) for begin in range(0, self.n_rows, each)]
+        each, pieces = (self.ends.microbatch if self.ends else 0) or self.n_rows, []
+        for begin in range(0, self.n_rows, each):
+            wanted = np.arange(begin, min(begin + each, self.n_rows), dtype=np.int64)
+            of_ranks = consumed + np.arange(self.world)[:, None] * self.n_rows + wanted
+            length = self.samples.seq_len
+            if self.ends is not None:
+                found = self.samples.row_lengths(of_ranks.reshape(-1))
+                length = self.ends.length(self.samples.splits, found, length)
 
-    def _piece(self, begin: int, n_rows: int) -> Rows:
-        of_ranks = begin + np.arange(self.world)[:, None] * self.n_rows + np.arange(n_rows, dtype=np.int64)
-        indexes, length = of_ranks[self.rank], self.samples.seq_len
-        if self.ends is not None:
-            found = self.samples.row_lengths(of_ranks.reshape(-1))
-            length = self.ends.length(self.samples.splits, found, length)
+            def read(of_rows: np.ndarray, length: int = length) -> Rows:
+                return ended(self.samples.rows(of_rows), length)
 
-        def read(of_rows: np.ndarray) -> Rows:
-            return ended(self.samples.rows(of_rows), length)
-
-        return _readable(read, indexes, self.samples.rows_together, length, self.finish, self.unreadable)
+            together = self.samples.rows_together
+            pieces.append(_readable(read, of_ranks[self.rank], together, length, self.finish, self.unreadable))
+        return pieces
 
 
 def _readable(
@@ -305,11 +446,19 @@ class _Threads:
 
     def __init__(self, read: _BatchReader, workers: int):
         self._tasks: queue.SimpleQueue[tuple[int, Future] | None] = queue.SimpleQueue()
-        self._workers = workers
+        self._workers, tasks = workers, self._tasks
+
+        def serve() -> None:
+            while (task := tasks.get()) is not None:
+                consumed, future = task
+                if future.set_running_or_notify_cancel():
+                    try:
+                        future.set_result(read(consumed))
+                    except BaseException as error:  # noqa: BLE001 (passed to the caller, who would wait forever)
+                        future.set_exception(error)
+
         for number in range(workers):
-            threading.Thread(
-                target=_serve, args=(self._tasks, read), name=f"meshwright-reader-{number}", daemon=True
-            ).start()
+            threading.Thread(target=serve, name=f"meshwright-reader-{number}", daemon=True).start()
 
     def submit(self, consumed: int) -> Future:
         future: Future = Future()
@@ -319,16 +468,6 @@ class _Threads:
     def stop(self) -> None:
         for _ in range(self._workers):
             self._tasks.put(None)
-
-
-def _serve(tasks: queue.SimpleQueue, read: _BatchReader) -> None:
-    while (task := tasks.get()) is not None:
-        consumed, future = task
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(read(consumed))
-            except BaseException as error:  # noqa: BLE001 (passed to the caller, who would otherwise wait forever)
-                future.set_exception(error)
 
 
 def _check_rank(rank: int, world: int) -> None:

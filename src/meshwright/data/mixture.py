@@ -11,8 +11,7 @@ import numpy as np
 
 from meshwright.core.errors import ConfigError, UnsupportedError
 
-from .corpus.packing import Rows, Split, gather
-from .row_ends import lengths_at
+from .packing import Rows, Split, gather, lengths_at
 
 # --- order samples as a pure function of
 
@@ -78,32 +77,23 @@ class Order:
             samples[mine] = _block(self, block)[offsets[mine]]
         return samples.reshape(indexes.shape)
 
-    def _permute(self, places: np.ndarray, epochs: np.ndarray) -> np.ndarray:
-        """Return the permutation of each place's epoch; uint64 arrays of shape (m,)."""
-        seed = _mix(np.array([self.seed & _U64], dtype=np.uint64))
-        keys = _mix(seed ^ _mix(epochs + np.uint64(_GOLDEN)))  # (m,)
-        out = places.copy()
-        todo = np.arange(len(out))
-        while len(todo):
-            out[todo] = self._encipher(out[todo], keys[todo])
-            todo = todo[out[todo] >= self.n]
-        return out
-
-    def _encipher(self, values: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """Return a bijection of [0, 4**half_bits) onto itself for each key."""
-        half_bits = max(1, ((self.n - 1).bit_length() + 1) // 2)
-        shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
-        left, right = values >> shift, values & mask
-        for round_key in _ROUND_KEYS:
-            left, right = right, left ^ (_mix(right ^ (keys + round_key)) & mask)
-        return (left << shift) | right
-
 
 @lru_cache(maxsize=64)
 def _block(order: Order, number: int) -> np.ndarray:
     """Return the samples at the indexes [number * _BLOCK, (number + 1) * _BLOCK)."""
-    epochs, places = np.divmod(np.uint64(number * _BLOCK) + np.arange(_BLOCK, dtype=np.uint64), np.uint64(order.n))
-    return order._permute(places, epochs).astype(np.int64)
+    epochs, out = np.divmod(np.uint64(number * _BLOCK) + np.arange(_BLOCK, dtype=np.uint64), np.uint64(order.n))
+    seed = _mix(np.array([order.seed & _U64], dtype=np.uint64))
+    keys = _mix(seed ^ _mix(epochs + np.uint64(_GOLDEN)))
+    half_bits = max(1, ((order.n - 1).bit_length() + 1) // 2)
+    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
+    todo = np.arange(len(out))
+    while len(todo):  # a bijection of [0, 4**half_bits) onto itself for each key, until a value is below n
+        left, right = out[todo] >> shift, out[todo] & mask
+        for round_key in _ROUND_KEYS:
+            left, right = right, left ^ (_mix(right ^ (keys[todo] + round_key)) & mask)
+        out[todo] = (left << shift) | right
+        todo = todo[out[todo] >= order.n]
+    return out.astype(np.int64)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -251,7 +241,10 @@ class Samples:
             UnsupportedError: one of several sources holds pairs.
         """
         names = tuple(names) or tuple(split.name for split in splits)
-        seeds = [seed] if len(splits) == 1 else [_seed_of(seed, name) for name in names]
+        seeds = [seed]
+        if len(splits) > 1:  # by the names, so that an order does not change when another source is added
+            hashes = [hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest() for name in names]
+            seeds = [int.from_bytes(one, "little") for one in hashes]
         together = [split.rows_together for split in splits]
         if len(splits) > 1 and max(together) > 1:
             raise UnsupportedError(
@@ -299,8 +292,3 @@ class Samples:
     def _samples(self, source: int, places: np.ndarray) -> np.ndarray:
         groups, member = np.divmod(places, self.rows_together)
         return self.orders[source].take(groups) * self.rows_together + member
-
-
-def _seed_of(seed: int, name: str) -> int:
-    """Derive a source's seed from its name, so that its order does not change when another source is added."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little")

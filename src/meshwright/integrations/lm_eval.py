@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from meshwright.core.errors import ConfigError, MeshwrightError, MissingExtraError, nearest, quieten_torchao
 from meshwright.data import Tokenizer
-from meshwright.data.text.tokenizers import FileTokenizer
+from meshwright.data.tokenizers import FileTokenizer
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process import agree

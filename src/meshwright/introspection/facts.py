@@ -9,10 +9,9 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from meshwright.core.config_keys import LENGTHS
 from meshwright.core.dtypes import FLOATING, count_text
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.core.names import clean, is_within, owner, pattern, under
+from meshwright.core.names import LENGTHS, clean, is_within, owner, pattern, under
 from meshwright.core.record import values_of
 from meshwright.core.torch_private import is_persistent
 from meshwright.introspection.adapter_request import Adapters

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from meshwright.core.config_keys import SECTIONS
 from meshwright.core.errors import UnsupportedError
+from meshwright.core.names import SECTIONS
 from meshwright.core.record import recall, remember
 from meshwright.introspection.constructor import seeded
 from meshwright.introspection.premises.premises import lies_on_mesh

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from meshwright.core.config_keys import WIDTH
 from meshwright.core.errors import UnsupportedError
-from meshwright.core.names import clean, is_within, owner
+from meshwright.core.names import WIDTH, clean, is_within, owner
 from meshwright.core.torch_private import tree_leaves
 from meshwright.introspection.logits_tape import model_line, shown
 from meshwright.introspection.mixing.decisions import Decisions, Line

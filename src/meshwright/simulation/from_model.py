@@ -7,10 +7,9 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from meshwright.core.config_keys import HEADS, KEY_HEADS, TOP_K, WIDTH
 from meshwright.core.dtypes import dtype_bytes
 from meshwright.core.errors import ConfigError
-from meshwright.core.names import is_within
+from meshwright.core.names import HEADS, KEY_HEADS, TOP_K, WIDTH, is_within
 from meshwright.distributed.memory.dry_run import SavedByBlock
 from meshwright.introspection.facts import ModelFacts, ParameterFact
 from meshwright.introspection.measurements import stated

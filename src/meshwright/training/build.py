@@ -17,7 +17,7 @@ from meshwright.core.config import all_set
 from meshwright.core.devices import CPU, is_accelerator
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.data import Tokenizer
-from meshwright.data.row_ends import RowEnds
+from meshwright.data.packing import RowEnds
 from meshwright.distributed.float8 import refuse_absent
 from meshwright.distributed.memory.dry_run import estimate_memory
 from meshwright.distributed.mesh import data_position

@@ -12,11 +12,11 @@ import numpy as np
 
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.data import IGNORE_INDEX, Corpus, Prepared, SourceOptions, Stream, Tokenizer, validation_batches
-from meshwright.data.corpus.packing import Rows, check_length
-from meshwright.data.images.dealing import PixelReader, open_parts
-from meshwright.data.row_ends import RowEnds
-from meshwright.data.text.preference import TASK as PREFERENCE
-from meshwright.data.text.tokenizers import ByteTokenizer
+from meshwright.data.cache import open_parts
+from meshwright.data.images import PixelReader
+from meshwright.data.packing import RowEnds, Rows, check_length
+from meshwright.data.tasks import TASK as PREFERENCE
+from meshwright.data.tokenizers import ByteTokenizer
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process import agree

@@ -25,14 +25,13 @@ from meshwright.data import (
     Tokenizer,
     prepare,
 )
-from meshwright.data.corpus.building import TokenisingRecipe
-from meshwright.data.corpus.packing import Whole
-from meshwright.data.images.dealing import PixelReader, open_parts
-from meshwright.data.images.files import Vision, vision_of
+from meshwright.data.building import TokenisingRecipe
+from meshwright.data.cache import open_parts
+from meshwright.data.images import PixelReader, Vision, vision_of
+from meshwright.data.loader import StreamedSamples
 from meshwright.data.options import MixturePart
-from meshwright.data.row_ends import RowEnds
-from meshwright.data.sources.scan import TOKEN_FORMATS, list_sources
-from meshwright.data.streaming import StreamedSamples
+from meshwright.data.packing import RowEnds, Whole
+from meshwright.data.scan import TOKEN_FORMATS, list_sources
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import get_world_info
 from meshwright.training.config import Config, DataConfig
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from meshwright.training.views.progress import Progress
 
 from meshwright.core.dtypes import count_text
-from meshwright.data.corpus.pictured import Pictured
+from meshwright.data.corpus import Pictured
 
 
 class UnreadSamples(MeshwrightError):

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.core.config import is_unset, to_dict, unset
-from meshwright.core.config_keys import LENGTHS
 from meshwright.core.dtypes import canonical_dtype, epochs_text
 from meshwright.core.errors import ConfigError
+from meshwright.core.names import LENGTHS
 from meshwright.introspection.adapter_request import CONFIG, AdapterFolder, holds_adapters
 from meshwright.planning.optimizer import kind_of
 from meshwright.training.run.occupancy import latest_checkpoint

@@ -16,13 +16,13 @@ from meshwright.checkpoint.huggingface import Pretrained, pretrained
 from meshwright.checkpoint.load import to_be_loaded
 from meshwright.checkpoint.tensor_files import holds_weights
 from meshwright.core.config import to_dict
-from meshwright.core.config_keys import HEADS, TOP_K, WIDTH
 from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError
 from meshwright.core.files import inside, read_object, replace_text
+from meshwright.core.names import HEADS, TOP_K, WIDTH
 from meshwright.data import Tokenizer, load_tokenizer
-from meshwright.data.text.bpe import PREFIX, trained_bpe, vocabulary_of
-from meshwright.data.text.tokenizers import (
+from meshwright.data.cache import BPE, trained_bpe, vocabulary_of
+from meshwright.data.tokenizers import (
     BYTES,
     SETTINGS,
     TEMPLATE,
@@ -31,7 +31,7 @@ from meshwright.data.text.tokenizers import (
     encode_prompt,
     read_settings,
 )
-from meshwright.data.text.turns import ChatTemplate, load_template
+from meshwright.data.turns import ChatTemplate, load_template
 from meshwright.distributed.weights.constructed import Weights
 from meshwright.introspection.adapted_model import AdaptedModel
 from meshwright.introspection.adapter_request import WEIGHTS
@@ -295,9 +295,9 @@ def run_tokenizer(config: Config, say: Callable[[str], None] = print) -> Tokeniz
     """
     name = tokenizer_name(config)
     kept = kept_tokenizer(Path(config.run)) if config.run else None
-    if kept and (name.startswith(PREFIX) or not Path(name).expanduser().exists()):
+    if kept and (name.startswith(BPE) or not Path(name).expanduser().exists()):
         return kept
-    if name.startswith(PREFIX):
+    if name.startswith(BPE):
         return trained_bpe(name, config.data.mixture or (config.data,), config.data.cache, say)
     return load_tokenizer(name)
 
@@ -305,7 +305,7 @@ def run_tokenizer(config: Config, say: Callable[[str], None] = print) -> Tokeniz
 def planned_tokenizer(config: Config) -> Tokenizer:
     """Return a tokenizer for planning: one that is yet to be trained has only a vocabulary size."""
     name = tokenizer_name(config)
-    return IdTokenizer(vocabulary_of(name), 0) if name.startswith(PREFIX) else load_tokenizer(name)
+    return IdTokenizer(vocabulary_of(name), 0) if name.startswith(BPE) else load_tokenizer(name)
 
 
 def kept_tokenizer(run: Path) -> FileTokenizer | None:

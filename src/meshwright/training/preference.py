@@ -13,13 +13,12 @@ from meshwright.core.config.schema import is_unset
 from meshwright.core.errors import ConfigError, IntegrityError, MissingExtraError, UnsupportedError
 from meshwright.core.files import replacing
 from meshwright.core.losses import PreferenceLoss
-from meshwright.data.corpus.pictured import Pairs
+from meshwright.data.corpus import Pairs
+from meshwright.data.formats import RECORD_FORMATS, first_record
 from meshwright.data.mixture import Samples
-from meshwright.data.row_ends import RowEnds, ended, lengths_at
-from meshwright.data.sources.formats import RECORD_FORMATS, first_record
-from meshwright.data.sources.scan import list_files
-from meshwright.data.text.preference import TASK
-from meshwright.data.text.tasks import task_name
+from meshwright.data.packing import RowEnds, ended, lengths_at
+from meshwright.data.scan import list_files
+from meshwright.data.tasks import TASK, task_name
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import is_rank_zero

@@ -5,9 +5,8 @@ ConfigError that names the key, the place and the repair.
 """
 
 from .flags import keys_text, parse_flags, take_flags
-from .read import all_set, from_dict, to_dict
+from .read import all_set, from_dict, load_toml, to_dict, to_toml
 from .schema import field_doc, is_unset, public_keys, unset, without_mark
-from .toml import load_toml, to_toml
 
 __all__ = [
     "all_set",

@@ -7,8 +7,7 @@ import enum
 import keyword
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -19,47 +18,6 @@ from .read import from_dict, plain, read_value, toml_value, type_words
 from .schema import default_of, field_doc, field_types, item_types, join, row_of, section_of, sections, union_arms
 
 # --- write the help of keys from the dataclasses themselves
-
-ABSENT = object()
-
-
-@dataclass(frozen=True)
-class KeyHelp:
-    """A key as help shows it.
-
-    Attributes:
-        key: dotted, as ``public_keys`` spells it.
-        kind: the values that may follow it, such as ``N``, ``TEXT …`` or ``true|false``.
-        text: its doc, on one line.
-        value: its value in the config that the flags change; ABSENT where there is none.
-        default: its value where nothing sets it; ABSENT for keys of tables.
-    """
-
-    key: str
-    kind: str
-    text: str
-    value: Any
-    default: Any
-
-    @property
-    def is_of_tables(self) -> bool:
-        """Whether the key belongs to the tables of an array, and so is no flag."""
-        return "[]" in self.key
-
-    def lines(self, width: int) -> list[str]:
-        """Return the key and its values, then its doc and default, folded at ``width`` between words."""
-        name = f"  {self.key} = {self.kind}" if self.is_of_tables else f"  --{self.key} {self.kind}"
-        room = max(width - 6, 20)
-        text = " ".join(filter(None, [self.text, self._values()]))
-        return [name, *(f"      {line}" for line in textwrap.wrap(text, room, **_WHOLE_WORDS))]
-
-    def _values(self) -> str:
-        if self.default is ABSENT:
-            return ""
-        if self.value is ABSENT or self.value == self.default:
-            return f"(default: {_spelt(self.default)})"
-        return f"(here: {_spelt(self.value)}; default: {_spelt(self.default)})"
-
 
 _WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
 
@@ -81,40 +39,16 @@ def legal_words(annotation: Any) -> tuple[str, ...]:
 
 def key_kind(annotation: Any) -> str:
     """Return how help writes the values of a type: ``N``, ``NUMBER|none``, ``cosine|linear``, ``TEXT …``."""
-    return "|".join(_kind(arm) for arm in union_arms(annotation))
-
-
-def _kind(arm: Any) -> str:
-    words = legal_words(arm)
+    arms, words = union_arms(annotation), legal_words(annotation)
+    if len(arms) > 1:
+        return "|".join(map(key_kind, arms))
     if words:
         return "|".join(words)
-    if row_of(arm):
+    if row_of(annotation):
         return "TOML"
-    if get_origin(arm) in (tuple, list):
-        return f"{_kind(get_args(arm)[0])} …"
-    return {int: "N", float: "NUMBER", str: "TEXT", Path: "PATH"}.get(arm, "VALUE")
-
-
-def key_helps(cls: type, instance: Any = None) -> Iterator[tuple[str, type, list[KeyHelp]]]:
-    """Yield (section, its class, the keys in it) of a tree of dataclasses, the root first.
-
-    Args:
-        cls: a dataclass.
-        instance: the config whose values are shown beside the defaults; ``cls()`` when None.
-    """
-    given, usual = cls() if instance is None else instance, cls()
-    for path, section in sections(cls):
-        fields = {field.name: field for field in dataclasses.fields(section)}
-        here = []
-        for name, annotation in field_types(section).items():
-            if section_of(annotation):
-                continue
-            key = join(path, name)
-            default = ABSENT if "[]" in key else _at(usual, key, default_of(fields[name]))
-            value = ABSENT if "[]" in key else _at(given, key, default)
-            here.append(KeyHelp(key, key_kind(annotation), field_doc(section, name).replace("``", ""), value, default))
-        if here:
-            yield path, section, here
+    if get_origin(annotation) in (tuple, list):
+        return f"{key_kind(get_args(annotation)[0])} …"
+    return {int: "N", float: "NUMBER", str: "TEXT", Path: "PATH"}.get(annotation, "VALUE")
 
 
 def _at(instance: Any, key: str, missing: Any) -> Any:
@@ -139,11 +73,11 @@ def _spelt(value: Any) -> str:
 
 
 def keys_text(cls: type, instance: Any = None, *, wanted: str = "", width: int = 80) -> str:
-    """Return the help of all keys, or of those that ``wanted`` names.
+    """Return the help of all keys, or of those that ``wanted`` names: each with its type, its doc and its values.
 
     Args:
         cls: a dataclass.
-        instance: as ``key_helps`` has it.
+        instance: the config whose values are shown beside the defaults; ``cls()`` when None.
         wanted: a section (``layout``), a key (``layout.tp``), how some keys begin (``schedule.warm``), or a key's last
             part (``lr``).
         width: characters of a line.
@@ -151,44 +85,57 @@ def keys_text(cls: type, instance: Any = None, *, wanted: str = "", width: int =
     Raises:
         ConfigError: nothing is called so.
     """
-    wanted = wanted.removeprefix("--").rstrip(".=").replace("-", "_").removesuffix("[]")
-    tree = list(key_helps(cls, instance))
-    chosen = _chosen(tree, wanted)
+    given, usual = cls() if instance is None else instance, cls()
+    tree = [
+        (path, section, [name for name, kind in field_types(section).items() if not section_of(kind)])
+        for path, section in sections(cls)
+    ]
+    chosen = _named([(path, join(path, name)) for path, _, names in tree for name in names], wanted)
     blocks = []
-    for path, section, keys in tree:
-        shown = [key for key in keys if key.key in chosen]
-        if shown:
-            blocks.append(
-                "\n".join([*_heading(path, section, width), *(line for k in shown for line in k.lines(width))])
-            )
+    for path, section, names in tree:
+        fields, lines = {field.name: field for field in dataclasses.fields(section)}, []
+        for name in names:
+            if (key := join(path, name)) not in chosen:
+                continue
+            kind = key_kind(field_types(section)[name])
+            text, title = field_doc(section, name).replace("``", ""), f"  {key} = {kind}"
+            if "[]" not in key:  # a key of tables is no flag, and has no value of its own
+                title, default = f"  --{key} {kind}", _at(usual, key, default_of(fields[name]))
+                value, spelt = _at(given, key, default), f"default: {_spelt(default)}"
+                text += f" ({spelt})" if value == default else f" (here: {_spelt(value)}; {spelt})"
+            lines += [title, *(f"      {line}" for line in _folded(text, width - 6))]
+        if lines and path:
+            doc = section.__doc__ or ""
+            about = "" if doc.startswith(f"{section.__name__}(") else " ".join(doc.split("\n\n")[0].split())
+            title = f"[[{path[:-2]}]], a table for each" if path.endswith("[]") else f"[{path}]"
+            lines[:0] = textwrap.wrap(f"{title}  {about}".strip(), width, subsequent_indent="  ", **_WHOLE_WORDS)
+        elif lines:
+            lines[:0] = ["keys of the run"]
+        blocks += ["\n".join(lines)] * bool(lines)
     return "\n\n".join(blocks)
 
 
-def _chosen(tree: list[tuple[str, type, list[KeyHelp]]], wanted: str) -> set[str]:
-    keys = [key.key for _, _, here in tree for key in here]
-    plainly = {key: key.replace("[]", "") for key in keys}
+def _named(keys: list[tuple[str, str]], wanted: str) -> set[str]:
+    """Return the keys, of (section, key) each, that a word after ``--help`` means."""
+    wanted = wanted.removeprefix("--").rstrip(".=").replace("-", "_").removesuffix("[]")
+    plainly = {key: key.replace("[]", "") for _, key in keys}
     for test in (
         lambda key: key == wanted or key.startswith(f"{wanted}."),
         lambda key: key.startswith(wanted),
         lambda key: key.rpartition(".")[2] == wanted,
     ):
-        if found := {key for key in keys if test(plainly[key])}:
+        if found := {key for key in plainly if test(plainly[key])}:
             return found
-    sections_here = [path.replace("[]", "") for path, _, _ in tree if path]
+    named = list(dict.fromkeys(path.replace("[]", "") for path, _ in keys if path))
     leaves = {key.rpartition(".")[2]: key for key in plainly.values()}
-    close = nearest(wanted, [*sections_here, *plainly.values()]) or nearest(wanted, leaves)
-    listed = ", ".join(path for path in sections_here if "." not in path)
+    close = nearest(wanted, [*named, *plainly.values()]) or nearest(wanted, leaves)
+    listed = ", ".join(path for path in named if "." not in path)
     raise ConfigError(f"--help {wanted}: no section and no key begins so.{close} Sections: {listed}.")
 
 
-def _heading(path: str, section: type, width: int) -> list[str]:
-    if not path:
-        return ["keys of the run"]
-    doc = section.__doc__ or ""
-    about = "" if doc.startswith(f"{section.__name__}(") else " ".join(doc.split("\n\n")[0].split())
-    title = f"[[{path[:-2]}]], a table for each" if path.endswith("[]") else f"[{path}]"
-    text = f"{title}  {about}".strip()
-    return textwrap.wrap(text, width, subsequent_indent="  ", **_WHOLE_WORDS)
+def _folded(text: str, width: int) -> list[str]:
+    """Fold a text at a width, and no narrower than 20 characters, between words."""
+    return textwrap.wrap(text.strip(), max(width, 20), **_WHOLE_WORDS)
 
 
 # --- override a config by flags, ``--any.key=value`` or ``--any.key value``
@@ -196,7 +143,7 @@ def _heading(path: str, section: type, width: int) -> list[str]:
 T = TypeVar("T")
 
 
-def parse_flags(cls: type[T], args: Sequence[str], *, default: T | None = None, prog: str, description: str) -> T:
+def parse_flags(cls: type[T], args: Sequence[str], *, default: T | None = None, prog: str) -> T:
     """Read command-line flags over ``default``.
 
     Every key of ``public_keys(cls)`` is a flag of that name; hyphens serve for underscores. ``true``, ``false`` and
@@ -209,17 +156,12 @@ def parse_flags(cls: type[T], args: Sequence[str], *, default: T | None = None, 
         cls: a dataclass.
         args: the arguments after the program's name.
         default: the instance that the flags change; ``cls()`` when None.
-        prog: the program's name in help and errors.
-        description: the first lines of the help.
+        prog: the program's name in errors.
 
     Raises:
         ConfigError: a word that is no flag, an unknown key, a value of the wrong type or no TOML where it looks like
             it, or a list's flag given twice.
-        SystemExit: 0 after ``--help``.
     """
-    if any(arg in ("-h", "--help") for arg in args):
-        print(f"usage: {prog} [--key=value …]\n\n{description}\n\n{keys_text(cls, default)}")
-        raise SystemExit(0)
     start = cls() if default is None else default
     given, rest = _read_flags(cls, args, of_verb=False)
     if rest:
@@ -262,11 +204,11 @@ def options_text(cls: type, width: int = 80) -> str:
     """Return the help of the flags that a verb's dataclass has."""
     lines = []
     for name, annotation in field_types(cls).items():
-        kinds = [_kind(arm) for arm in union_arms(annotation) if arm not in (bool, type(None))]
+        kinds = [key_kind(arm) for arm in union_arms(annotation) if arm not in (bool, type(None))]
         kind = "|".join(kinds) if bool not in union_arms(annotation) else f"[{'|'.join(kinds)}]" * bool(kinds)
         doc = field_doc(cls, name).replace("``", "")
         lines.append(f"  {flag_of(name)} {kind}".rstrip())
-        lines += [f"      {line}" for line in textwrap.wrap(doc, max(width - 6, 20), **_WHOLE_WORDS)]
+        lines += [f"      {line}" for line in _folded(doc, width - 6)]
     return "\n".join(lines)
 
 
@@ -295,7 +237,17 @@ def _read_flags(cls: type, args: Sequence[str], *, of_verb: bool) -> tuple[dict[
             example = re.search(r"such as ([^\s;:()]+)", field_doc(cls, key))
             such_as = f", such as {flag} {example[1].rstrip('.,')}" if example else ""
             raise ConfigError(f"{flag} needs a value: {type_words(get_args(annotation)[0])}{such_as}")
-        value = read_value(cls, annotation, _as_written(annotation, items, flag), key, where=flag)
+        if is_list and len(items) == 1 and items[0].startswith("[") and items[0].endswith("]"):
+            written = _toml(items[0], flag, "['a', 'b']")
+        elif is_list:
+            types = item_types(annotation, len(items)) or (str,) * len(items)
+            written = [_word(item, union_arms(each)) for item, each in zip(items, types, strict=True)]
+        elif not items or (not items[0] and str not in arms):
+            raise ConfigError(f"{flag} needs a value: {type_words(annotation)}")
+        else:
+            is_row = row_of(annotation) is not None
+            written = _toml(items[0], flag, "[{key = value}]") if is_row else _word(items[0], arms)
+        value = read_value(cls, annotation, written, key, where=flag)
         if is_list and of_verb:
             value = given.get(key, ()) + value
         elif key in given and (is_list or of_verb):
@@ -317,21 +269,6 @@ def _annotation(cls: type, key: str) -> Any:
     annotation = field_types(cls).get(first)
     section = None if annotation is None else section_of(annotation)
     return _annotation(section, rest) if rest and section else None if rest else annotation
-
-
-def _as_written(annotation: Any, items: list[str], flag: str) -> Any:
-    """Return the value that the words behind a flag stand for, of a type that TOML could have given."""
-    arms = union_arms(annotation)
-    if get_origin(annotation) is tuple and not row_of(annotation):
-        if len(items) == 1 and items[0].startswith("[") and items[0].endswith("]"):
-            return _toml(items[0], flag, "['a', 'b']")
-        types = item_types(annotation, len(items)) or (str,) * len(items)
-        return [_word(item, union_arms(each)) for item, each in zip(items, types, strict=True)]
-    if not items or (not items[0] and str not in arms):
-        raise ConfigError(f"{flag} needs a value: {type_words(annotation)}")
-    if row_of(annotation):
-        return _toml(items[0], flag, "[{key = value}]")
-    return _word(items[0], arms)
 
 
 def _word(text: str, arms: Sequence[Any]) -> Any:

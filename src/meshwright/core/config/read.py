@@ -1,4 +1,4 @@
-"""Read a dict into a dataclass strictly: nothing is ignored or guessed, and an error states what to write."""
+"""Read a dict or TOML into a dataclass strictly: an error states place and repair; write what reads as the same."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import dataclasses
 import difflib
 import enum
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -18,6 +19,7 @@ from .schema import (
     field_types,
     is_fixed,
     is_section,
+    is_unset,
     item_types,
     join,
     row_of,
@@ -98,7 +100,13 @@ def toml_value(value: Any) -> str:
         case bool():
             return "true" if value else "false"
         case str():
-            return '"' + "".join(_escaped(char) for char in str(value)) + '"'
+            # ASCII controls, as TOML requires, and the characters that some editors take for an end of line
+            special = re.sub(
+                r"[\x00-\x1f\x7f-\x9f\u2028\u2029\\\"]",
+                lambda found: _ESCAPES.get(found.group(), f"\\u{ord(found.group()):04x}"),
+                str(value),
+            )
+            return f'"{special}"'
         case int():
             return str(int(value))
         case float():
@@ -108,13 +116,6 @@ def toml_value(value: Any) -> str:
         case Mapping():
             return "{" + ", ".join(f"{toml_key(key)} = {toml_value(item)}" for key, item in value.items()) + "}"
     raise TypeError(f"TOML has no spelling for {value!r}")
-
-
-def _escaped(char: str) -> str:
-    """Escape the ASCII controls, as TOML requires, and the characters that some editors take for an end of line."""
-    if char in _ESCAPES:
-        return _ESCAPES[char]
-    return f"\\u{ord(char):04x}" if ord(char) < 0x20 or 0x7F <= ord(char) < 0xA0 or char in "\u2028\u2029" else char
 
 
 # --- read a dict into a dataclass strictly
@@ -191,7 +192,9 @@ class _ConfigReader:
         types = field_types(cls)
         for name in data:
             if name not in types:
-                raise self._unknown(cls, str(name), key)
+                title, keys = f"Keys of [{key}]" if key else "Keys here", ", ".join(types)
+                place, repair = join(key, str(name)), _right_place(self.root, cls, str(name), key)
+                raise ConfigError(f"{self._at(place)}: unknown key '{place}'.{repair} {title}: {keys}.")
         for field in dataclasses.fields(cls):
             if field.init and field.name not in data and default_of(field) is dataclasses.MISSING:
                 wanted = type_words(types[field.name])
@@ -235,7 +238,20 @@ class _ConfigReader:
             if not isinstance(value, Mapping):
                 return _NO
             return {str(name): self._value(args[1], item, join(key, str(name))) for name, item in value.items()}
-        return value if arm is Any else _scalar(arm, value, key)
+        if arm is float and type(value) in (int, float):
+            try:
+                return float(value)
+            except OverflowError:
+                return _NO
+        if arm in (bool, int, float, type(None)):
+            return value if type(value) is arm else _NO
+        if arm in (str, Path):
+            return arm(value) if isinstance(value, str) else _NO
+        if isinstance(arm, type) and issubclass(arm, enum.Enum):
+            return next((member for member in arm if value is member or value == member.value), _NO)
+        if arm is not Any:
+            raise TypeError(f"{key}: a config field cannot have the type {arm}")
+        return value
 
     def _at(self, key: str) -> str:
         """Return the place of ``key``, or of the nearest enclosing table whose line is known."""
@@ -244,69 +260,24 @@ class _ConfigReader:
         return f"{self.where}:{self.lines[key]}" if key else self.where
 
     def _mismatch(self, wanted: Any, value: Any, key: str) -> ConfigError:
-        name = f"{key} = {shown(value)}" if key else shown(value)
-        return ConfigError(
-            f"{self._at(key)}: {name} is {kind_words(value)}; expected {type_words(wanted)}.{_hint(wanted, value, key)}"
-        )
-
-    def _unknown(self, cls: type, name: str, prefix: str) -> ConfigError:
-        title = f"Keys of [{prefix}]" if prefix else "Keys here"
-        keys = ", ".join(field_types(cls))
-        repair = _right_place(self.root, cls, name, prefix)
-        return ConfigError(
-            f"{self._at(join(prefix, name))}: unknown key '{join(prefix, name)}'.{repair} {title}: {keys}."
-        )
-
-
-def _scalar(arm: Any, value: Any, key: str) -> Any:
-    if arm is float:
-        return _as_float(value) if type(value) in (int, float) else _NO
-    if arm in (bool, int, type(None)):
-        return value if type(value) is arm else _NO
-    if arm in (str, Path):
-        return arm(value) if isinstance(value, str) else _NO
-    if isinstance(arm, type) and issubclass(arm, enum.Enum):
-        return next((member for member in arm if value is member or value == member.value), _NO)
-    raise TypeError(f"{key}: a config field cannot have the type {arm}")
-
-
-def _as_float(value: int | float) -> Any:
-    try:
-        return float(value)
-    except OverflowError:
-        return _NO
-
-
-def _hint(wanted: Any, value: Any, key: str) -> str:
-    leaf = key.rpartition(".")[2]
-    members = union_arms(wanted)
-    if isinstance(value, str):
-        if any(_reads_as(arm, value) for arm in members):
-            return f" Write it without quotes: {leaf} = {value.strip().lower()}"
-        return nearest(value, [choice for arm in members for choice in _choices(arm)])
-    if type(None) in members and value is None:
-        return ""
-    if any(row_of(arm) for arm in members):
-        return f" Write each as a table: [[{key}]]"
-    return ""
-
-
-def _reads_as(arm: Any, text: str) -> bool:
-    if arm is bool:
-        return text.strip().lower() in ("true", "false")
-    if arm in (int, float):
-        try:
-            arm(text)
-        except ValueError:
-            return False
-        return True
-    return False
-
-
-def _choices(arm: Any) -> list[str]:
-    if get_origin(arm) is Literal:
-        return [choice for choice in get_args(arm) if isinstance(choice, str)]
-    return [str(member.value) for member in arm] if isinstance(arm, type) and issubclass(arm, enum.Enum) else []
+        name, members, hint = f"{key} = {shown(value)}" if key else shown(value), union_arms(wanted), ""
+        if isinstance(value, str):
+            bare, choices = value.strip().lower(), []
+            for arm in members:
+                if arm is bool and bare in ("true", "false"):
+                    hint = f" Write it without quotes: {key.rpartition('.')[2]} = {bare}"
+                elif arm in (int, float):
+                    with suppress(ValueError):
+                        arm(value)
+                        hint = f" Write it without quotes: {key.rpartition('.')[2]} = {bare}"
+                elif get_origin(arm) is Literal:
+                    choices += [choice for choice in get_args(arm) if isinstance(choice, str)]
+                elif isinstance(arm, type) and issubclass(arm, enum.Enum):
+                    choices += [str(member.value) for member in arm]
+            hint = hint or nearest(value, choices)
+        elif any(map(row_of, members)) and not (type(None) in members and value is None):
+            hint = f" Write each as a table: [[{key}]]"
+        return ConfigError(f"{self._at(key)}: {name} is {kind_words(value)}; expected {type_words(wanted)}.{hint}")
 
 
 def _right_place(root: type, cls: type, name: str, prefix: str) -> str:
@@ -327,3 +298,135 @@ def _right_place(root: type, cls: type, name: str, prefix: str) -> str:
             scored.append((ratio + 0.1 * here - 0.05 * is_table, here, join(path, choice)))
     score, here, best = max(scored, key=lambda entry: entry[:2])
     return f" Did you mean '{best}'?" if score >= (0.6 if here else 0.75) else ""
+
+
+_PART = r"""(?:[A-Za-z0-9_-]+|"[^"\n]*"|'[^'\n]*')"""
+_KEY = rf"{_PART}(?:[ \t]*\.[ \t]*{_PART})*"
+_HEADER = re.compile(rf"\s*\[[ \t]*({_KEY})[ \t]*\]\s*(?:#.*)?$")
+_ROW = re.compile(rf"\s*\[\[[ \t]*({_KEY})[ \t]*\]\]\s*(?:#.*)?$")
+_ASSIGNMENT = re.compile(rf"\s*({_KEY})[ \t]*=")
+_QUOTED_OR_COMMENT = re.compile(r'"""|\'\'\'|"(?:[^"\\]|\\.)*"|\'[^\']*\'|#')
+
+
+def load_toml(cls: type[T], path: str | Path) -> T:
+    """Read a TOML file into a dataclass; see ``from_dict`` for what is accepted.
+
+    Raises:
+        ConfigError: no such file, not UTF-8, not TOML, an unknown key, or a value of the wrong type; the message
+            gives file and line.
+    """
+    import tomllib
+
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: byte {error.start} is not UTF-8, and TOML is; save the file as UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        found = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
+        line = found.group(1) if found else max(1, len(text.rstrip().split("\n")))
+        raise ConfigError(f"{path}:{line}: not valid TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: its lists or tables lie too deep in each other") from None
+    return from_dict(cls, data, where=str(path), lines=line_index(text))
+
+
+def line_index(text: str) -> dict[str, int]:
+    """Map each dotted key, tables included, to the line (from 1) that sets it; array-of-tables rows as ``key[0]``.
+
+    A key inside an inline table has no line of its own; the table's line stands for the key.
+    """
+    lines: dict[str, int] = {}
+    rows: dict[str, int] = {}
+    section, quote = "", ""
+    for number, line in enumerate(text.split("\n"), start=1):
+        was_inside, quote = quote, _open_quote(line, quote)
+        if was_inside:
+            continue
+        if found := _ROW.match(line):
+            key = _dotted(found.group(1), rows)
+            rows[key] = rows.get(key, -1) + 1
+            lines.setdefault(key, number)
+            section = f"{key}[{rows[key]}]"
+            lines.setdefault(section, number)
+        elif found := _HEADER.match(line):
+            section = _dotted(found.group(1), rows, last=True)
+            lines.setdefault(section, number)
+        elif found := _ASSIGNMENT.match(line):
+            lines.setdefault(join(section, _dotted(found.group(1), {})), number)
+    return lines
+
+
+def _open_quote(line: str, quote: str) -> str:
+    """Return the multi-line quote (three quote marks) that is open after ``line``; "" for none."""
+    at = 0
+    while at < len(line):
+        if quote:
+            end = line.find(quote, at)
+            if end < 0:
+                return quote
+            at, quote = end + len(quote), ""
+        else:
+            token = _QUOTED_OR_COMMENT.search(line, at)
+            if token is None or token.group() == "#":
+                return ""
+            at, quote = token.end(), token.group() if token.group() in ('"""', "'''") else ""
+    return quote
+
+
+def _dotted(key: str, rows: dict[str, int], last: bool = False) -> str:
+    """Return the key unquoted and dotted; a part that is an array of tables means its newest row."""
+    parts = [part.strip("\"'") for part in re.findall(_PART, key)]
+    path = ""
+    for i, part in enumerate(parts):
+        path = join(path, part)
+        if path in rows and (last or i < len(parts) - 1):
+            path = f"{path}[{rows[path]}]"
+    return path
+
+
+def to_toml(instance: Any) -> str:
+    """Write a dataclass as TOML text; ``from_dict(cls, tomllib.loads(text))`` equals the dataclass.
+
+    None has no spelling in TOML: its keys are left out, so a field that may be None must have None as its default.
+    Values that nobody chose are left out too, so that they are still to be chosen when the text is read.
+
+    Raises:
+        ConfigError: a value that TOML cannot hold.
+    """
+    return "\n".join(_table(instance, "")).strip("\n") + "\n"
+
+
+def _table(instance: Any, prefix: str) -> Iterator[str]:
+    """Yield a table's lines, scalars first: in TOML, a key below a [header] belongs to that header."""
+    tables = []
+    for field in dataclasses.fields(instance):
+        if not field.init:
+            continue
+        value, key = getattr(instance, field.name), join(prefix, field.name)
+        is_rows = isinstance(value, (tuple, list)) and len(value) > 0 and all(is_section(type(row)) for row in value)
+        if is_section(type(value)) or is_rows:
+            tables.append((key, value))
+        elif is_unset(value):
+            continue
+        elif value is not None:
+            try:
+                text = toml_value(plain(value))
+                text.encode()
+            except (TypeError, UnicodeEncodeError) as error:
+                raise ConfigError(f"{key}: {value!r} cannot be written to TOML: {error}") from None
+            yield f"{field.name} = {text}"
+        elif default_of(field) is not None:
+            raise ConfigError(
+                f"{key} = None cannot be written to TOML: a key left out means its default, {default_of(field)!r}"
+            )
+    for key, value in tables:
+        for row in value if isinstance(value, (tuple, list)) else (value,):
+            yield ""
+            yield f"[{key}]" if row is value else f"[[{key}]]"
+            yield from _table(row, key)

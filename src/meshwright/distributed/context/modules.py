@@ -23,12 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from meshwright.core.calls import argument, holding, with_arguments, without_values
 from meshwright.core.devices import to_device
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import owner
 from meshwright.core.parts import FusedPart, take
-from meshwright.core.record import wrap
+from meshwright.core.record import argument, holding, with_arguments, without_values, wrap
 from meshwright.core.torch_private import (
     has_no_values,
     tensors_by_path,

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.core.calls import argument, show_computed, with_arguments, without_values
 from meshwright.core.losses import cross_entropy_sum
-from meshwright.core.record import note, wrap
+from meshwright.core.record import argument, note, show_computed, with_arguments, without_values, wrap
 from meshwright.distributed.products import PLAIN
 from meshwright.distributed.torch_private import as_no_view
 from meshwright.introspection.deferred_logits import begin

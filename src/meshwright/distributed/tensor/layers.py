@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.core.calls import argument, holding, with_arguments, without_values
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.parts import FusedPart, ranges
-from meshwright.core.record import recall, wrap
+from meshwright.core.record import argument, holding, recall, with_arguments, without_values, wrap
 from meshwright.distributed.exchange import RankGroup, own_share
 from meshwright.distributed.nf4 import QuantizedLinear
 from meshwright.distributed.products import Products, agreed_linear, products_of

@@ -24,10 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from meshwright.core.calls import without_values
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean, is_within
-from meshwright.core.record import remember
+from meshwright.core.record import remember, without_values
 from meshwright.core.torch_private import EagerDispatchMode, tensors_by_path, tree_leaves, tree_map, tree_map_with_path
 from meshwright.introspection.calls import watching
 from meshwright.introspection.constructor import written

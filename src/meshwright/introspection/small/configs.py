@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from meshwright.core.config_keys import EXPERT_HIDDEN, EXPERTS, HEADS, HIDDEN, KEY_HEADS, LAYERS, TOP_K, WIDTH
+from meshwright.core.names import EXPERT_HIDDEN, EXPERTS, HEADS, HIDDEN, KEY_HEADS, LAYERS, TOP_K, WIDTH
 
 # --- shrink configs to models of the same structure, small enough to be measured in a moment
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from meshwright.core.calls import with_arguments
 from meshwright.core.names import is_within
 from meshwright.core.parts import take
+from meshwright.core.record import with_arguments
 from meshwright.introspection.calls import Call
 from meshwright.introspection.small.copies import copy_of
 

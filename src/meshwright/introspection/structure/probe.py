@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.core.calls import with_arguments
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import is_within
+from meshwright.core.record import with_arguments
 from meshwright.introspection.calls import Call, watching
 from meshwright.introspection.small.copies import copy_of
 

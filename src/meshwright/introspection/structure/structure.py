@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.core.calls import argument
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean, is_within, pattern
+from meshwright.core.record import argument
 from meshwright.introspection.blocks import hints_of, repeated_blocks
 from meshwright.introspection.calls import Call, watching
 from meshwright.introspection.deferred_logits import Tail, find_tail

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.checkpoint.base import differing
 from meshwright.checkpoint.export import MadeOf, code_to_read, export_adapter, export_merged, export_tensors
 from meshwright.checkpoint.folder import OLD, PARTIAL, beside
 from meshwright.checkpoint.huggingface import Pretrained, pretrained
 from meshwright.checkpoint.load import open_manifest
 from meshwright.checkpoint.manifest import NAME, Manifest
+from meshwright.checkpoint.save import differing
 from meshwright.checkpoint.tensor_files import holds_weights
 from meshwright.core.errors import ConfigError, IntegrityError, UnsupportedError
 from meshwright.core.files import inside, read_object, sync_folder

@@ -17,8 +17,8 @@ from meshwright.core.dtypes import bytes_text, count_text
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.core.files import read_object, replace_text
 from meshwright.data import SourceOptions, Tokenizer
-from meshwright.data.sources.scan import resolved
-from meshwright.data.text.tokenizers import BYTES
+from meshwright.data.scan import resolved
+from meshwright.data.tokenizers import BYTES
 from meshwright.introspection.facts import describe_model, describe_premises, describe_structure, model_facts
 from meshwright.introspection.source import as_module, read_causal_lm
 from meshwright.planning.plan import Plan

@@ -18,8 +18,8 @@ from meshwright.checkpoint.tensor_files import holds_weights
 from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError
 from meshwright.data import Tokenizer, load_tokenizer
-from meshwright.data.text.tokenizers import TEMPLATE, Unfolding, encode_prompt
-from meshwright.data.text.turns import ChatTemplate, Message, ends_of_turn, load_template
+from meshwright.data.tokenizers import TEMPLATE, Unfolding, encode_prompt
+from meshwright.data.turns import ChatTemplate, Message, ends_of_turn, load_template
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.process.world import get_world_info, ranks_per_node

@@ -17,13 +17,13 @@ from meshwright.core.config import to_dict
 from meshwright.core.dtypes import count_text, duration_text
 from meshwright.core.errors import MeshwrightError, command
 from meshwright.data import SourceOptions, Tokenizer, default_cache_dir, scan_sources
-from meshwright.data.corpus.account import account_of
-from meshwright.data.corpus.building import TokenisingRecipe
-from meshwright.data.corpus.corpus import TRAINING
-from meshwright.data.corpus.mapped import IndexingRecipe
-from meshwright.data.images.files import Vision
+from meshwright.data.building import TokenisingRecipe
+from meshwright.data.cache import account_of
+from meshwright.data.corpus import TRAINING
+from meshwright.data.images import Vision
+from meshwright.data.mapped import IndexingRecipe
 from meshwright.data.options import FARMYARD
-from meshwright.data.sources.scan import TOKEN_FORMATS, Scan
+from meshwright.data.scan import TOKEN_FORMATS, Scan
 from meshwright.distributed.experts import LayerLoad
 from meshwright.distributed.loss.preference import ACCURACIES, MARGINS
 from meshwright.distributed.optimizer.parameter_groups import trained_names

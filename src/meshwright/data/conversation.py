@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.core.errors import ConfigError
-from meshwright.data.sources.formats import BadRow, Record, column
-from meshwright.data.text.turns import Example, Message, Piece, Turns, messages_of, tools_of, with_system
 
-from .files import ANSWERS, COLUMNS, IMAGE_PARTS, PROMPTS, ImageFile, VisionProcessor, find_image
+from .formats import BadRow, Record, column
+from .images import ANSWERS, COLUMNS, IMAGE_PARTS, PROMPTS, ImageFile, VisionProcessor, find_image
+from .turns import Example, Message, Piece, Turns, messages_of, tools_of, with_system
 
 MARK = "<image>"
 """The placeholder of an image in plain text, whatever the model's own is, as LLaVA's data has it."""
@@ -58,7 +58,22 @@ class PicturedChat:
             BadRow: as ``Turns.examples``; also for an image that cannot be read, and for more or fewer places for
                 images than images.
         """
-        messages, names = with_parts(self._messages(record, where), _named_in_columns(record, where), where)
+        if self.column:
+            messages = messages_of(column(record, self.column, where), self.column, where)
+        else:
+            messages = []
+            for role, columns in (("user", PROMPTS), ("assistant", ANSWERS)):
+                name = next((name for name in columns if record.get(name) is not None), columns[0])
+                value = column(record, name, where)
+                is_text = isinstance(value, str)
+                messages += [{"role": role, "content": value}] if is_text else messages_of(value, name, where)
+        messages = with_system(messages, record, where)
+        given = [name for name in COLUMNS if record.get(name)]
+        if len(given) > 1:
+            raise BadRow(f"{where}: both columns {' and '.join(given)} name images: leave one of them out")
+        value = record[given[0]] if given else []
+        named = [_path_of(each) for each in (value if isinstance(value, list) else [value])]
+        messages, names = with_parts(messages, named, where)
         template = self.turns.template
         others = tools_of(record, template, where)
         examples = self.turns.examples(messages, others, where, parts=True)
@@ -68,27 +83,13 @@ class PicturedChat:
                 f"{where}: the conversation, as its chat template writes it, has {n} places for images ({mark}), and"
                 f" the record has {len(names)} images: give one image for each place, and write {mark} in no text"
             )
-        files = [self._file(folder, name, where) for name in names]
+        files = []
+        for name in names:
+            known = self._found.get((folder, name)) if isinstance(name, str) else None
+            files.append(known or find_image(folder, name, where))
+            if isinstance(name, str):
+                self._found[folder, name] = files[-1]
         return [self._pictured(example, files, where) for example in examples]
-
-    def _messages(self, record: Record, where: str) -> list[Message]:
-        if self.column:
-            messages = messages_of(column(record, self.column, where), self.column, where)
-            return with_system(messages, record, where)
-        turns: list[Message] = []
-        for role, names in (("user", PROMPTS), ("assistant", ANSWERS)):
-            name = next((name for name in names if record.get(name) is not None), names[0])
-            value = column(record, name, where)
-            is_text = isinstance(value, str)
-            turns += [{"role": role, "content": value}] if is_text else messages_of(value, name, where)
-        return with_system(turns, record, where)
-
-    def _file(self, folder: Path, name: Any, where: str) -> ImageFile:
-        if not isinstance(name, str):
-            return find_image(folder, name, where)
-        if (folder, name) not in self._found:
-            self._found[folder, name] = find_image(folder, name, where)
-        return self._found[folder, name]
 
     def _pictured(self, example: Example, files: list[ImageFile], where: str) -> PicturedExample:
         left = iter(files)
@@ -128,7 +129,8 @@ def with_parts(messages: list[Message], named: list[Any], where: str) -> tuple[l
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     is_marked = bool(named) and not any(_is_place(part) for part in parts)
-    if is_marked and not any(MARK in text for text in _texts(contents)):
+    every = [part for content in contents for part in _as_list(content) if isinstance(part, dict)]
+    if is_marked and not any(isinstance(part.get("text"), str) and MARK in part["text"] for part in every):
         first = next((i for i, message in enumerate(messages) if message.get("role") == "user"), 0)
         messages = [
             {**message, "content": [*({"type": "image"} for _ in named), *_as_list(message.get("content"))]}
@@ -143,8 +145,17 @@ def with_parts(messages: list[Message], named: list[Any], where: str) -> tuple[l
         new: list[Message] = []
         for part in _as_list(message.get("content")):
             for each in _marked(part) if is_marked else [part]:
-                new.append(_part(each, f"{where}, turn {turn}"))
-                if new[-1]["type"] == "image":
+                # as templates expect it: a text, or the place of an image without its path
+                kind = each.get("type") if isinstance(each, dict) else None
+                if kind == "text" and isinstance(each.get("text"), str):
+                    new.append({"type": "text", "text": each["text"]})
+                elif kind not in IMAGE_PARTS:
+                    raise BadRow(
+                        f"{where}, turn {turn}: a part of a content is a text ({{type: text, text: …}}) or an image"
+                        f" ({{type: image, image: path}}), and here is {str(each)[:60]!r}"
+                    )
+                else:
+                    new.append({"type": "image"})
                     is_place = _is_place(each)
                     n_places += is_place
                     images.append(next(left, None) if is_place else _path_in(each))
@@ -163,13 +174,6 @@ def _as_list(content: Any) -> list[Any]:
     return content if isinstance(content, list) else [{"type": "text", "text": content}]
 
 
-def _texts(contents: list[Any]) -> Iterator[str]:
-    for content in contents:
-        for part in _as_list(content):
-            if isinstance(part, dict) and isinstance(part.get("text"), str):
-                yield part["text"]
-
-
 def _marked(part: Any) -> Iterator[Any]:
     """Yield a text in pieces, with a place for an image at each mark; other parts as they are."""
     if not (isinstance(part, dict) and isinstance(part.get("text"), str) and MARK in part["text"]):
@@ -183,19 +187,6 @@ def _marked(part: Any) -> Iterator[Any]:
         text = text.removesuffix("\n") if number < len(pieces) - 1 else text
         if text:
             yield {"type": "text", "text": text}
-
-
-def _part(part: Any, where: str) -> Message:
-    """Return a part as templates expect it: a text, or the place of an image without its path."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "text" and isinstance(part.get("text"), str):
-        return {"type": "text", "text": part["text"]}
-    if kind in IMAGE_PARTS:
-        return {"type": "image"}
-    raise BadRow(
-        f"{where}: a part of a content is a text ({{type: text, text: …}}) or an image ({{type: image, image: path}}),"
-        f" and here is {str(part)[:60]!r}"
-    )
 
 
 def _path_in(part: Message) -> Any:
@@ -216,12 +207,3 @@ def _path_of(value: Any) -> Any:
     if isinstance(value, dict) and not value.get("bytes"):
         return next((value[key] for key in ("path", "url") if value.get(key)), value)
     return value
-
-
-def _named_in_columns(record: Record, where: str) -> list[Any]:
-    """Return the images that a record's columns name, in order."""
-    given = [name for name in COLUMNS if record.get(name)]
-    if len(given) > 1:
-        raise BadRow(f"{where}: both columns {' and '.join(given)} name images: leave one of them out")
-    value = record[given[0]] if given else []
-    return [_path_of(each) for each in (value if isinstance(value, list) else [value])]

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import sysconfig
 import time
 from collections import Counter
@@ -15,38 +16,133 @@ from pathlib import Path
 
 from meshwright.core.errors import ConfigError, IntegrityError, nearest
 from meshwright.core.files import inside, refuse_links_out, refuse_pointer, replace_text
-from meshwright.data.options import BUILT_IN, FARMYARD, STDLIB
 
 from .formats import MODULE, RECORD_FORMATS, SUFFIXES, UNPACKED, digest_of, is_saved_dataset, suffix_of
-from .hub import absence, in_cache, is_about, is_split, of_split
+from .options import BUILT_IN, FARMYARD, STDLIB
+
+CARD = "README.md"
+_ABOUT = re.compile(r"(readme|licen[cs]e|citation|notice|changelog|contributing)\b.*", re.IGNORECASE)
+_DESCRIPTIONS = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json"})
+_SPLITS = {
+    "train": "train",
+    "training": "train",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "test": "test",
+    "testing": "test",
+    "eval": "test",
+    "evaluation": "test",
+}
+"""The words in names of files and folders that stand for a split, as the hub reads them."""
+_SUBSET = re.compile(r"^\s*-?\s*config_name:\s*(.+?)\s*$", re.MULTILINE)
+
+
+_NAME = re.compile(r"(?P<owner>\w[\w.-]*)/(?P<name>\w[\w.-]*)(?:/(?P<rest>[^/].*?))?/?")
+"""A name on the hub, and what is named behind it."""
+_ENDINGS = (".txt", ".md", ".py", ".jsonl", ".json", ".ndjson", ".gz", ".parquet", ".npy", ".bin", ".toml", ".csv")
+"""Endings of files: whoever names one that is missing did not mean the hub."""
+
+
+def is_about(name: str) -> bool:
+    """Return whether a file describes the records beside it, by its name."""
+    return _ABOUT.fullmatch(name) is not None or name in _DESCRIPTIONS
+
+
+def split_of(name: str) -> str:
+    """Return the split that a file belongs to, by the last word of its path that stands for one; "" without one."""
+    words = re.split(r"[^a-z]+", name.lower())
+    return next((_SPLITS[word] for word in reversed(words) if word in _SPLITS), "")
+
+
+def is_split(name: str) -> bool:
+    return name.lower() in _SPLITS
+
+
+def of_split(files: list[tuple[str, Path]], split: str, root: Path) -> list[tuple[str, Path]]:
+    """Return the files of a split. With "" all of them, if they are of one.
+
+    Raises:
+        ConfigError: the folder has no such split, or its files are of several splits or subsets, and none is named.
+    """
+    splits = Counter(split_of(name) for name, _ in files)
+    named = ", ".join(f"{name} ({count} files)" for name, count in sorted(splits.items()) if name)
+    if split:
+        if chosen := [(name, path) for name, path in files if split_of(name) == _SPLITS[split.lower()]]:
+            return chosen
+        raise ConfigError(
+            f"data.source: {root / split} does not exist, and the folder {root} has no split of this name. By the names"
+            f" of its files it has: {named or 'none'}"
+        )
+    if len(set(splits) - {""}) > 1:
+        first = "train" if splits["train"] else min(set(splits) - {""})
+        raise ConfigError(
+            f"data.source: the folder {root} holds the splits {named}: name the one to train on, like {root / first}"
+        )
+    try:
+        card = (root / CARD).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        card = ""
+    front = card[3:].partition("\n---")[0] if card.startswith("---") else ""
+    subsets = list(dict.fromkeys(_SUBSET.findall(front)))
+    if len(subsets) > 1:
+        raise ConfigError(
+            f"data.source: {root / CARD} lists the subsets {', '.join(subsets)}, which may differ in their columns:"
+            f" name the folder or the files of one in data.source"
+        )
+    return files
+
+
+def cache() -> Path:
+    """Return the folder in which the hub's client keeps what it downloaded, as its environment variables say."""
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache/huggingface").expanduser()
+    return Path(os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or home / "hub").expanduser()
+
+
+def in_cache(source: str) -> Path | None:
+    """Return the place of ``owner/name``, or of a folder, file or split behind it, in the hub's cache, if it is there.
+
+    The snapshot is that of the branch ``main``, or where the cache does not say which that is, the newest.
+    """
+    if (found := _NAME.fullmatch(source)) is None:
+        return None
+    place = _folder_of(found["owner"], found["name"])
+    snapshots = sorted((place / "snapshots").glob("*/"), key=lambda path: path.stat().st_mtime)
+    if not snapshots:
+        return None
+    snapshot = snapshots[-1]
+    try:
+        named = place / "snapshots" / (place / "refs/main").read_text(encoding="utf-8").strip()
+        snapshot = named if named in snapshots else snapshot
+    except (OSError, ValueError):
+        pass
+    return inside(snapshot, found["rest"]) if found["rest"] else snapshot
+
+
+def absence(source: str) -> str:
+    """Say where a name of the hub was looked for, and how to get it; "" for a source that is no such name."""
+    if (found := _NAME.fullmatch(source)) is None or source.endswith(_ENDINGS):
+        return ""
+    name = f"{found['owner']}/{found['name']}"
+    held = [path.name.removeprefix("datasets--").replace("--", "/", 1) for path in cache().glob("datasets--*--*")]
+    return (
+        f" As a data set of the hub it was looked for in {_folder_of(found['owner'], found['name'])}, and is not"
+        f" there.{nearest(name, held)} Nothing is downloaded: fetch it with 'hf download --repo-type dataset {name}',"
+        f" and name it so again."
+    )
+
+
+def _folder_of(owner: str, name: str) -> Path:
+    return cache() / f"datasets--{owner}--{name}"
+
 
 # --- list the files that a user names, with their formats
 
 _WORDS = " or ".join(f"'{word}'" for word in BUILT_IN)
 
 _PROSE = frozenset({".txt", ".text", ".md", ".rst", ".org", ".tex"})
-_CODE = frozenset(
-    {
-        ".py",
-        ".pyi",
-        ".c",
-        ".h",
-        ".cc",
-        ".cpp",
-        ".hpp",
-        ".cu",
-        ".cuh",
-        ".java",
-        ".js",
-        ".ts",
-        ".go",
-        ".rs",
-        ".jl",
-        ".r",
-        ".sh",
-        ".sql",
-    }
-)
+_CODE = frozenset(".py .pyi .c .h .cc .cpp .hpp .cu .cuh .java .js .ts .go .rs .jl .r .sh .sql".split())
 TEXT_SUFFIXES = _PROSE | _CODE
 """Suffixes of files that count as text in a folder, in upper or lower case."""
 
@@ -63,7 +159,12 @@ def list_files(sources: tuple[str, ...], format: str) -> tuple[list[tuple[str, s
     listed, n_other = [], 0
     formats: dict[str, str] = {}
     for source in sources:
-        place, split = _place_of(source)
+        place, split, path = source, "", Path(source).expanduser()
+        if source not in BUILT_IN:
+            if not _is_here(path) and (cached := in_cache(source)) is not None:
+                place, path = str(cached), cached
+            if is_split(path.name) and not path.exists() and path.parent.is_dir():
+                place, split = str(path.parent), path.name  # a split named behind its folder
         formats[source] = _format_of(place, format)
         names, others = _files_of(place, formats[source], split)
         if source not in BUILT_IN:
@@ -139,18 +240,6 @@ def _refuse_foreign(source: str, paths: list[Path], format: str) -> None:
             )
 
 
-def _place_of(source: str) -> tuple[str, str]:
-    """Return the file or folder of a source and, where it is the name of a split behind a folder's, the split."""
-    path = Path(source).expanduser()
-    if source in BUILT_IN:
-        return source, ""
-    if not _is_here(path) and (found := in_cache(source)) is not None:
-        path, source = found, str(found)
-    if is_split(path.name) and not path.exists() and path.parent.is_dir():
-        return str(path.parent), path.name
-    return source, ""
-
-
 def _format_of(source: str, wanted: str) -> str:
     """Return the format of one source."""
     if source in BUILT_IN:
@@ -206,7 +295,7 @@ def _files_of(source: str, format: str, split: str) -> tuple[list[tuple[str, Pat
     if format == "dataset":
         refuse_links_out(root)
     if not root.is_dir() or format == "dataset":
-        return [(root.name, _index_of(root) if format == "megatron" else root)], 0
+        return [(root.name, root.with_suffix(".idx") if format == "megatron" else root)], 0
     every = [(path.relative_to(root).as_posix(), path) for path in _walk(root, frozenset({"__pycache__"}), source)]
     suffixes = TEXT_SUFFIXES if format == "text" else SUFFIXES[format]
     chosen = sorted((name, path) for name, path in every if suffix_of(path) in suffixes)
@@ -220,11 +309,6 @@ def _files_of(source: str, format: str, split: str) -> tuple[list[tuple[str, Pat
     if format in RECORD_FORMATS or split:
         chosen = of_split(chosen, split, root)
     return chosen, len(every) - len(chosen) - (len(chosen) if format == "megatron" else 0)
-
-
-def _index_of(path: Path) -> Path:
-    """Return the path of Megatron's index of a .bin file."""
-    return path.with_suffix(".idx")
 
 
 def _walk(root: Path, left_out: Iterable[str], source: str) -> Iterator[Path]:
@@ -310,8 +394,8 @@ class SourceFile:
             ConfigError: the file is not UTF-8.
         """
         data = self.path.read_bytes()
-        if problem := _utf8_problem(data):
-            raise ConfigError(_undecodable(self.path, problem))
+        if refusal := _undecodable(self.path, data):
+            raise refusal
         return data.decode("utf-8")
 
     def changed(self, n_bytes: int) -> IntegrityError:
@@ -399,9 +483,39 @@ def scan_sources(sources: str | Sequence[str], format: str = "auto", memory: Pat
     """
     listed, found, n_other = list_files((sources,) if isinstance(sources, str) else tuple(sources), format)
     known = memory and _memory_of(listed, found, memory)
-    if known and known.is_file() and (remembered := _recall(known)):
-        return remembered
-    scan = _read_all(listed, found, n_other)
+    if known and known.is_file():
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # else the scan is repeated
+            values = json.loads(known.read_text())
+            remembered = tuple(SourceFile(**{**file, "path": Path(file["path"])}) for file in values.pop("files"))
+            return Scan(remembered, **values)
+    files: list[SourceFile] = []
+    seen: set[Path] = set()
+    counts = {"n_empty": 0, "n_repeated": 0, "n_undecodable": 0}
+    for source, name, path in listed:
+        real, refusal = path.resolve(), None
+        if real in seen:
+            counts["n_repeated"] += 1
+            continue
+        seen.add(real)
+        try:
+            if found == "text":
+                data = path.read_bytes()
+                file, refusal = SourceFile(name, path, len(data), _digest(data)), _undecodable(path, data)
+            elif (size := _size(path)) and found not in TOKEN_FORMATS:
+                file = SourceFile(name, path, size, digest_of(path), RECORD_FORMATS[found].count(path))
+            else:  # ids are read and checked once, when they are indexed
+                file = SourceFile(name, path, size, "")
+        except OSError as error:
+            raise unreadable(source, error) from error
+        if refusal and source != STDLIB:
+            raise refusal
+        if refusal or not file.n_bytes:
+            counts["n_undecodable" if refusal else "n_empty"] += 1
+        else:
+            files.append(file)
+    if not files:
+        raise _nothing(listed)
+    scan = Scan(tuple(files), found, n_other=n_other, **counts)
     if known:
         # only a cache: if its folder cannot be written, the code that needs the folder reports it
         with contextlib.suppress(OSError):
@@ -410,50 +524,9 @@ def scan_sources(sources: str | Sequence[str], format: str = "auto", memory: Pat
     return scan
 
 
-def _read_all(listed: list[tuple[str, str, Path]], format: str, n_other: int) -> Scan:
-    files: list[SourceFile] = []
-    seen: set[Path] = set()
-    counts = {"n_empty": 0, "n_repeated": 0, "n_undecodable": 0}
-    for source, name, path in listed:
-        real = path.resolve()
-        if real in seen:
-            counts["n_repeated"] += 1
-            continue
-        seen.add(real)
-        try:
-            file, trouble = (
-                _read_text(name, path, source) if format == "text" else (_read_other(name, path, format), "")
-            )
-        except OSError as error:
-            raise unreadable(source, error) from error
-        if trouble or not file.n_bytes:
-            counts[trouble or "n_empty"] += 1
-        else:
-            files.append(file)
-    if not files:
-        raise _nothing(listed)
-    return Scan(tuple(files), format, n_other=n_other, **counts)
-
-
 def _nothing(listed: list[tuple[str, str, Path]]) -> ConfigError:
     sources = list(dict.fromkeys(source for source, _, _ in listed))
     return ConfigError(f"data.source = {sources}: {len(listed)} files, all of 0 bytes. Name files that hold text")
-
-
-def _read_text(name: str, path: Path, source: str) -> tuple[SourceFile, str]:
-    """Return the file, and the name of the count to raise if it is passed over, else an empty string."""
-    data = path.read_bytes()
-    problem = _utf8_problem(data)
-    if problem and source != STDLIB:
-        raise ConfigError(_undecodable(path, problem))
-    return SourceFile(name, path, len(data), _digest(data)), "n_undecodable" if problem else ""
-
-
-def _read_other(name: str, path: Path, format: str) -> SourceFile:
-    size = _size(path)
-    if not size or format in TOKEN_FORMATS:  # ids are read and checked once, when they are indexed
-        return SourceFile(name, path, size, "")
-    return SourceFile(name, path, size, digest_of(path), RECORD_FORMATS[format].count(path))
 
 
 def _size(path: Path) -> int:
@@ -477,30 +550,18 @@ def _memory_of(listed: list[tuple[str, str, Path]], format: str, folder: Path) -
     return folder / f"scan-{_digest(json.dumps(facts).encode('utf-8', 'surrogateescape'))}.json"
 
 
-def _recall(path: Path) -> Scan | None:
+def _undecodable(path: Path, data: bytes) -> ConfigError | None:
+    """Return the refusal of a file that is not UTF-8."""
     try:
-        values = json.loads(path.read_text())
-        files = tuple(SourceFile(**{**file, "path": Path(file["path"])}) for file in values.pop("files"))
-        return Scan(files, **values)
-    except (OSError, ValueError, TypeError, KeyError):
-        return None  # the scan is repeated
+        data.decode("utf-8")
+    except UnicodeDecodeError as problem:
+        return ConfigError(
+            f"data.source: {path} is not UTF-8: byte {data[problem.start]:#04x} at offset {problem.start}"
+            f" ({problem.reason}). Convert the file (for example: iconv -f latin1 -t utf-8 {path.name}), or leave it"
+            f" out of the sources"
+        )
+    return None
 
 
 def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def _utf8_problem(data: bytes) -> UnicodeDecodeError | None:
-    try:
-        data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return error
-    return None
-
-
-def _undecodable(path: Path, problem: UnicodeDecodeError) -> str:
-    return (
-        f"data.source: {path} is not UTF-8: byte {problem.object[problem.start]:#04x} at offset {problem.start}"
-        f" ({problem.reason}). Convert the file (for example: iconv -f latin1 -t utf-8 {path.name}), or leave it out"
-        f" of the sources"
-    )

@@ -14,17 +14,17 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from meshwright.cli.arguments import open_model, refuse_rest
 from meshwright.core.config import parse_flags, take_flags
 from meshwright.core.config.flags import flag_of
 from meshwright.core.config.ranges import FROM_0, FROM_1
 from meshwright.core.errors import ConfigError
-from meshwright.data.options import BUILT_IN
+from meshwright.data.options import BUILT_IN, SourceOptions
 from meshwright.distributed.process.world import is_rank_zero
 from meshwright.training.evaluation import DataOptions, EvaluationOptions, on_ranks, resolved_layout
 
+from .arguments import open_model, refuse_rest
+
 if TYPE_CHECKING:
-    from meshwright.data.options import SourceOptions
     from meshwright.training.evaluation import Evaluation, ModelOnRanks
 
 SECTIONS = ("--layout.", "--process.", "--data.")
@@ -63,9 +63,6 @@ class EvaluateOptions:
     """Run the model code that the folder keeps."""
 
 
-OPTIONS = (EvaluateOptions,)
-
-
 def run(argv: list[str]) -> int:
     """Evaluate, and print figures on rank 0."""
     options, argv = take_flags(EvaluateOptions, argv)
@@ -79,7 +76,7 @@ def run(argv: list[str]) -> int:
             " runs/demo-…"
         )
     refuse_rest(argv[1:], "meshwright evaluate", EvaluateOptions)
-    sections = parse_flags(EvaluationOptions, words, prog="meshwright evaluate", description=__doc__ or "")
+    sections = parse_flags(EvaluationOptions, words, prog="meshwright evaluate")
     is_open = not any(word.startswith(("--layout.dp_shard", "--layout.dp-shard")) for word in words)
     layout, count = resolved_layout(sections.layout, sections.process, is_open=is_open)
     if options.tasks is not None:
@@ -111,15 +108,6 @@ def _check(options: EvaluateOptions, sections: list[str]) -> None:
         raise ConfigError(f"{of_source[0]} says how a source is read: name the source with --data PATH")
 
 
-def _source(path: str | None, options: DataOptions) -> SourceOptions | None:
-    from meshwright.data.options import SourceOptions
-
-    if path is None:
-        return None
-    own = {field.name: getattr(options, field.name) for field in fields(SourceOptions)}
-    return SourceOptions(**{**own, "source": (path,)})
-
-
 def _loss(placed: ModelOnRanks, options: EvaluateOptions, data: DataOptions, count: int) -> int:
     from meshwright.training.evaluation import TextRequest, evaluate_loss
 
@@ -128,7 +116,11 @@ def _loss(placed: ModelOnRanks, options: EvaluateOptions, data: DataOptions, cou
         raise ConfigError(f"{opened.path} is a model without a run, so it has no validation part: give --data PATH")
     if path is not None and path not in BUILT_IN and not Path(path).expanduser().exists() and "://" not in path:
         raise ConfigError(f"--data {path} does not exist: give a file, a folder, or {' or '.join(BUILT_IN)}")
-    request = TextRequest(placed, _source(path, data), data.seq_len, data.cache, options.rows, options.batch)
+    source = None
+    if path is not None:
+        own = {field.name: getattr(data, field.name) for field in fields(SourceOptions)}
+        source = SourceOptions(**{**own, "source": (path,)})
+    request = TextRequest(placed, source, data.seq_len, data.cache, options.rows, options.batch)
     found = on_ranks(evaluate_loss, request, count, insists=bool(placed.process.count))
     if is_rank_zero():
         on = path or "the run's validation part"

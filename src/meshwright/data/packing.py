@@ -1,20 +1,21 @@
-"""Pack documents into samples of equal length, one behind the other or whole.
-
-Plain text is one stream, cut wherever a sample is full (``Stream``); conversations stay whole (see ``whole``).
-"""
+"""Pack documents into samples of equal length, one behind the other or whole, and end rows where the longest ends."""
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
 from meshwright.core.errors import ConfigError
 from meshwright.core.losses import PADDING
+
+if TYPE_CHECKING:
+    from meshwright.planning.plan import Plan
 
 # --- pack documents into samples of equal length that record where each document begins
 
@@ -121,7 +122,8 @@ class Stream:
             labels[row, : len(ahead)] = ahead  # the very last label, if missing, follows a document's end: masked below
         low = np.searchsorted(self.offsets, begins, side="right")
         counts = np.searchsorted(self.offsets, begins + seq_len, side="right") - low
-        row, which = _runs(low, counts)
+        row = np.repeat(np.arange(len(low)), counts)
+        which = np.arange(len(row)) + np.repeat(low - (np.cumsum(counts) - counts), counts)  # the documents of each
         starts = self.offsets[which] - begins[row]  # a document's start within its row, from 1 to seq_len
         labels[row, starts - 1] = IGNORE_INDEX
         inside = starts < seq_len
@@ -207,12 +209,6 @@ def checked(indexes: np.ndarray, n: int, name: str) -> np.ndarray:
             f"sample {indexes.min()} to {indexes.max()} of the {name} split, which has samples 0 to {n - 1}"
         )
     return indexes
-
-
-def _runs(low: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """List low[r], low[r] + 1, ..., low[r] + counts[r] - 1 for each r, with the r of each; vectorised."""
-    row = np.repeat(np.arange(len(low)), counts)
-    return row, np.arange(len(row)) + np.repeat(low - (np.cumsum(counts) - counts), counts)
 
 
 def number_documents(row: np.ndarray, starts: np.ndarray, documents: np.ndarray, positions: np.ndarray) -> None:
@@ -405,3 +401,53 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray
             bins_with.setdefault(left, []).append(number)
     bounds = np.cumsum([0, *map(len, members)], dtype=np.int64)
     return np.array([item for bin_ in members for item in bin_], dtype=np.int64), bounds
+
+
+MULTIPLE = 16
+"""Tokens that a row's length is a multiple of: matrix units work in tiles, and allocators like few shapes."""
+
+
+@dataclass(frozen=True)
+class RowEnds:
+    """Where rows end: lengths follow from the samples' indexes alone, so all ranks know them without messages.
+
+    Attributes:
+        microbatch: rows of a microbatch, which has a length of its own; 0: all rows of a step have one length.
+        multiple: a length is a multiple of this, unless it is that of a whole sample.
+        is_fixed: all lengths are that of the longest row of the data, as compiled graphs want it.
+    """
+
+    microbatch: int = 0
+    multiple: int = 1
+    is_fixed: bool = False
+
+    @classmethod
+    def of(cls, plan: Plan, microbatch: int, *, is_fixed: bool = False) -> RowEnds:
+        """Return where rows end on a layout: context ranks take two runs of a row each, and tensor ranks a part.
+
+        A pipeline's microbatches have one length; compiled blocks have one for a whole run.
+        """
+        multiple = math.lcm(MULTIPLE, 2 * plan.size("cp") * plan.size("tp"))
+        return cls(0 if plan.pipeline is not None else microbatch, multiple, is_fixed or bool(plan.compiled))
+
+    def length(self, splits: Iterable[Split], found: np.ndarray, seq_len: int) -> int:
+        """Return the length of rows that have ``found`` tokens (integers), of these splits (none: a stream)."""
+        if self.is_fixed:
+            found = np.array([row_lengths(split, seq_len).max() for split in splits] or [seq_len])
+        return min(-(-int(found.max()) // self.multiple) * self.multiple, seq_len)
+
+
+def row_lengths(split: Split, seq_len: int) -> np.ndarray:
+    """Return how many tokens each sample of a split has before its padding begins, or the same for all: int64."""
+    return split.row_lengths(seq_len) if isinstance(split, Whole) else np.array([seq_len])
+
+
+def lengths_at(split: Split, indexes: np.ndarray, seq_len: int) -> np.ndarray:
+    """Return the lengths of the samples at ``indexes``."""
+    lengths = row_lengths(split, seq_len)
+    return lengths[indexes] if len(lengths) > 1 else np.broadcast_to(lengths, indexes.shape)
+
+
+def ended(rows: Rows, length: int) -> Rows:
+    """Return rows that end after ``length`` tokens."""
+    return {key: values[:, :length] if values.ndim > 1 else values for key, values in rows.items()}

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from meshwright.cli.arguments import open_run, refuse_rest
 from meshwright.core.config import take_flags
 from meshwright.core.errors import ConfigError
 
-from .pages import check_page, write_page
+from .arguments import check_page, open_run, refuse_rest, write_page
 
 if TYPE_CHECKING:
     from meshwright.training.views.compared import ComparedRun
@@ -35,19 +34,29 @@ class CompareOptions:
     """The figures for programs, in nats, tokens, seconds and bytes."""
 
 
-OPTIONS = (CompareOptions,)
-
-
 def run(argv: list[str]) -> int:
     """Compare runs: print a table or JSON, and write the page."""
     options, argv = take_flags(CompareOptions, argv)
     refuse_rest([word for word in argv if word.startswith("-")], "meshwright compare", CompareOptions)
-    from meshwright.training.views.compared import comparison_page, to_dict
+    from meshwright.training.views.compared import FEWEST, MOST, ComparedRun, comparison_page, labels_of, to_dict
 
     by, html, as_json = options.by, options.html, options.json
     if html is not None:
         check_page(html)
-    runs = _read(argv)
+    if not FEWEST <= len(argv) <= MOST:
+        raise ConfigError(
+            f"meshwright compare takes {FEWEST} to {MOST} folders of runs, not {len(argv)}: meshwright compare"
+            " runs/demo-… runs/demo-…"
+        )
+    folders = [Path(name).expanduser() for name in argv]
+    places = [folder.resolve() for folder in folders]
+    for name, place in zip(argv, places, strict=True):
+        if places.count(place) > 1:
+            raise ConfigError(f"{name} is named twice: a run is compared with others")
+    opened = [open_run(str(folder)) for folder in folders]
+    runs = [ComparedRun.read(*each, label) for each, label in zip(opened, labels_of(folders), strict=True)]
+    if not any(one.history.series for one in runs):
+        raise ConfigError("none of these runs has figures yet: each writes its first line after its first step")
     if as_json:
         print(json.dumps(to_dict(runs, by), indent=1, allow_nan=False))
     else:
@@ -55,27 +64,6 @@ def run(argv: list[str]) -> int:
     if html is not None:
         print(write_page(html, comparison_page(runs, by)), file=sys.stderr if as_json else sys.stdout)
     return 0
-
-
-def _read(names: list[str]) -> list[ComparedRun]:
-    """Read the runs in the order in which they are named. Raises ConfigError where they cannot be compared."""
-    from meshwright.training.views.compared import FEWEST, MOST, ComparedRun, labels_of
-
-    if not FEWEST <= len(names) <= MOST:
-        raise ConfigError(
-            f"meshwright compare takes {FEWEST} to {MOST} folders of runs, not {len(names)}: meshwright compare"
-            " runs/demo-… runs/demo-…"
-        )
-    folders = [Path(name).expanduser() for name in names]
-    places = [folder.resolve() for folder in folders]
-    for name, place in zip(names, places, strict=True):
-        if places.count(place) > 1:
-            raise ConfigError(f"{name} is named twice: a run is compared with others")
-    opened = [open_run(str(folder)) for folder in folders]
-    runs = [ComparedRun.read(*each, label) for each, label in zip(opened, labels_of(folders), strict=True)]
-    if not any(one.history.series for one in runs):
-        raise ConfigError("none of these runs has figures yet: each writes its first line after its first step")
-    return runs
 
 
 def _print(runs: list[ComparedRun], by: str) -> None:

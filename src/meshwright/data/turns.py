@@ -11,8 +11,8 @@ from typing import Any
 
 from meshwright.core.errors import ConfigError, MissingExtraError, nearest
 from meshwright.core.files import refuse_pointer
-from meshwright.data.sources.formats import BadRow, Record, column
 
+from .formats import BadRow, Record, column
 from .tokenizers import Tokenizer, special_tokens, template_of
 
 # --- render a conversation as the text that a model reads, with its tokenizer's Jinja template
@@ -219,36 +219,35 @@ def checked(messages: list[Message], template: ChatTemplate, where: str, *, part
         BadRow: a role that the template does not name, a content that is neither text nor text parts, or calls of tools
             that the template does not write.
     """
-    return [_checked(message, template, f"{where}, turn {turn}", parts) for turn, message in enumerate(messages, 1)]
-
-
-def _checked(message: Message, template: ChatTemplate, where: str, parts: bool) -> Message:
-    role, content, calls = message["role"], message.get("content"), message.get("tool_calls")
-    others = _beside_content(message)
-    if role not in ROLES and not any(f"{quote}{role}{quote}" in template.text for quote in "'\""):
-        raise BadRow(
-            f"{where}: the role {role!r} is none of {', '.join(ROLES)}, and the chat template does not name it."
-            f"{nearest(str(role), ROLES)}"
-        )
-    if calls and "tool_calls" not in template.text:
-        raise BadRow(f"{where}: the turn has tool_calls, and the chat template writes none: use a template that does")
-    if (
-        isinstance(content, str)
-        or (content is None and any(key in template.text for key in others))
-        or (parts and isinstance(content, list))
-    ):
-        return message
-    if isinstance(content, list) and all(_is_text(part) for part in content):
-        return {**message, "content": "".join(part if isinstance(part, str) else part["text"] for part in content)}
-    raise BadRow(
-        f"{where}: the content must be text, or a list of parts of text, and is {str(content)[:60]!r}"
-        f" ({'null' if content is None else type(content).__name__})"
-    )
-
-
-def _is_text(part: Any) -> bool:
-    is_part = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-    return is_part or isinstance(part, str)
+    found = []
+    for turn, message in enumerate(messages, 1):
+        here, role, content = f"{where}, turn {turn}", message["role"], message.get("content")
+        if role not in ROLES and not any(f"{quote}{role}{quote}" in template.text for quote in "'\""):
+            raise BadRow(
+                f"{here}: the role {role!r} is none of {', '.join(ROLES)}, and the chat template does not name it."
+                f"{nearest(str(role), ROLES)}"
+            )
+        if message.get("tool_calls") and "tool_calls" not in template.text:
+            raise BadRow(
+                f"{here}: the turn has tool_calls, and the chat template writes none: use a template that does"
+            )
+        texts = []
+        for part in content if isinstance(content, list) else ():
+            is_part = isinstance(part, dict) and part.get("type") == "text"
+            texts.append(part.get("text") if is_part else part)
+        if isinstance(content, list) and not parts and all(isinstance(text, str) for text in texts):
+            message = {**message, "content": "".join(texts)}
+        elif not (
+            isinstance(content, str)
+            or (content is None and any(key in template.text for key in _beside_content(message)))
+            or (parts and isinstance(content, list))
+        ):
+            raise BadRow(
+                f"{here}: the content must be text, or a list of parts of text, and is {str(content)[:60]!r}"
+                f" ({'null' if content is None else type(content).__name__})"
+            )
+        found.append(message)
+    return found
 
 
 def is_learnt(message: Message, where: str) -> bool:
@@ -364,8 +363,13 @@ class Turns:
                 f" learnt{advice}"
             )
         try:
+            if self.learn == "all" and not all(marked):
+                raise BadRow(
+                    f"{where}: data.learn = 'all' learns every turn, and turn {marked.index(False) + 1} is marked not"
+                    f" to be learnt: set data.learn = 'answers'"
+                )
             if self.learn == "all":
-                examples = [self._whole(messages, marked, others, where)]
+                examples: list[Example] = [((self.template.render(messages, **others), True),)]
             else:
                 answers = [i for i in answers if i <= max(learnt)]  # what comes later is neither learnt nor context
                 messages = messages[: answers[-1] + 1]
@@ -378,14 +382,6 @@ class Turns:
         if not parts:
             check_context(messages, examples, where)
         return examples
-
-    def _whole(self, messages: list[Message], marked: list[bool], others: dict[str, Any], where: str) -> Example:
-        if not all(marked):
-            raise BadRow(
-                f"{where}: data.learn = 'all' learns every turn, and turn {marked.index(False) + 1} is marked not to be"
-                " learnt: set data.learn = 'answers'"
-            )
-        return ((self.template.render(messages, **others), True),)
 
     def _parted(
         self, messages: list[Message], answers: list[int], learnt: set[int], others: dict[str, Any], where: str

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -21,13 +21,12 @@ import numpy as np
 
 from meshwright.core.errors import ConfigError, IntegrityError, nearest
 from meshwright.core.files import inside
-from meshwright.data.options import SourceOptions
-from meshwright.data.sources.scan import Scan
-from meshwright.data.text.tokenizers import Tokenizer
 
-from .arrays import array_file
-from .corpus import META, TRAINING, VALIDATION, SplitSize, write_meta
+from .corpus import META, TRAINING, VALIDATION, SplitSize, array_file, write_meta
+from .options import SourceOptions
 from .packing import Corpus, Joined, Stream
+from .scan import Scan
+from .tokenizers import Tokenizer
 
 VERSION = 2
 PREFIX = "index-"
@@ -93,6 +92,32 @@ class Index:
         return SplitSize(n_tokens=self.n_tokens - self.n_training_tokens)
 
 
+def read_index(folder: Path) -> Index:
+    values = json.loads((folder / META).read_text(encoding="utf-8"))
+    values["files"] = tuple(MappedFile(**file) for file in values["files"])
+    return Index(**{field.name: values[field.name] for field in fields(Index)})
+
+
+def find_damage(folder: Path) -> str:
+    """Describe the damage to the index in ``folder``; return an empty string if it is intact and no file changed."""
+    try:
+        index = read_index(folder)
+        if index.version != VERSION:
+            return f"{META} is of version {index.version}, and this meshwright reads version {VERSION}"
+        for number, file in enumerate(index.files):
+            status = Path(file.path).stat()
+            if (status.st_size, status.st_mtime_ns) != (file.n_bytes, file.changed_ns):
+                return f"{file.path} changed"
+            size = (folder / f"{number}.offsets").stat().st_size
+            if size != (file.n_documents + 1) * 8:
+                return f"{number}.offsets has {size} bytes and {META} says {(file.n_documents + 1) * 8}"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (ValueError, TypeError, KeyError) as error:
+        return f"{META} cannot be read ({error})"
+    return ""
+
+
 class IndexingRecipe:
     """The recipe for the index of token id files.
 
@@ -111,9 +136,31 @@ class IndexingRecipe:
 
     def _look(self, path: Path, format: str, options: SourceOptions) -> MappedFile:
         if format == "npy":
-            return _npy(path)
+            try:
+                array = np.lib.format.open_memmap(path, mode="r")
+            except (ValueError, OSError, SyntaxError, RecursionError, MemoryError, OverflowError, TypeError) as error:
+                raise ConfigError(f"data.source: {path} is no .npy file that numpy reads: {error}") from error
+            if array.ndim != 1 or array.dtype.kind not in "ui":
+                raise ConfigError(
+                    f"data.source: {path} holds an array of shape {array.shape} and dtype {array.dtype}; it must be"
+                    f" 1-D, of whole numbers (numpy.save('{path.name}', array.reshape(-1).astype('uint16')))"
+                )
+            return _mapped(path, array.dtype.str, int(array.offset), len(array))
         if format == "bin":
-            return _flat(path, options.dtype)
+            dtype = options.dtype
+            if dtype not in DTYPES:
+                problem = f"data.dtype = {dtype!r} is none of them.{nearest(dtype, DTYPES)}"
+                raise ConfigError(
+                    f"data.source: {path} does not say of which dtype its ids are,"
+                    f" {problem if dtype else 'and data.dtype is empty.'} Legal: {', '.join(DTYPES)}"
+                )
+            size, width = path.stat().st_size, np.dtype(dtype).itemsize
+            if size % width:
+                raise ConfigError(
+                    f"data.source: {path} has {size} bytes, which are no whole number of ids of data.dtype = '{dtype}'"
+                    f" ({width} bytes each)"
+                )
+            return _mapped(path, np.dtype(dtype).newbyteorder("<").str, 0, size // width)
         file, documents = _megatron(path)
         self._documents[file.path] = documents
         return file
@@ -145,12 +192,8 @@ class IndexingRecipe:
         )
         return [part for part in np.split(ids, cuts) if len(part)]
 
-    def find_damage(self, folder: Path) -> str:
-        """Describe the damage in ``folder``; see the function of the same name."""
-        return find_damage(folder)
-
-    def read_meta(self, folder: Path) -> Index:
-        return read_index(folder)
+    find_damage = staticmethod(find_damage)
+    read_meta = staticmethod(read_index)
 
     def build(
         self, folder: Path, target: Path, say: Callable[[str], None], progress: Callable[[int, int], None]
@@ -168,7 +211,9 @@ class IndexingRecipe:
         )
         for number, file in enumerate(self.files):
             digest, ends = hashlib.blake2b(digest_size=16), []
-            for begin, ids in _chunks(file.open()):
+            every = file.open()
+            for begin in range(0, len(every), _CHUNK):
+                ids = every[begin : begin + _CHUNK]
                 self.check(file, begin, ids)
                 digest.update(np.ascontiguousarray(ids).view(np.uint8).data)
                 if file.path not in self._documents:
@@ -210,11 +255,6 @@ class IndexingRecipe:
         )
 
 
-def _chunks(ids: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    for begin in range(0, len(ids), _CHUNK):
-        yield begin, ids[begin : begin + _CHUNK]
-
-
 def _cut(offsets: list[np.ndarray], fraction: float) -> int:
     """Return (1 - fraction) of all tokens, rounded up to a document's end that leaves something to hold out."""
     total = sum(int(o[-1]) for o in offsets)
@@ -254,65 +294,9 @@ def open_index(folder: Path) -> Corpus:
     return Corpus(index, Joined(TRAINING, parts[TRAINING]), Joined(VALIDATION, parts[VALIDATION]))
 
 
-def find_damage(folder: Path) -> str:
-    """Describe the damage to the index in ``folder``; return an empty string if it is intact and no file changed."""
-    try:
-        index = read_index(folder)
-        if index.version != VERSION:
-            return f"{META} is of version {index.version}, and this meshwright reads version {VERSION}"
-        for number, file in enumerate(index.files):
-            status = Path(file.path).stat()
-            if (status.st_size, status.st_mtime_ns) != (file.n_bytes, file.changed_ns):
-                return f"{file.path} changed"
-            size = (folder / f"{number}.offsets").stat().st_size
-            if size != (file.n_documents + 1) * 8:
-                return f"{number}.offsets has {size} bytes and {META} says {(file.n_documents + 1) * 8}"
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
-    except (ValueError, TypeError, KeyError) as error:
-        return f"{META} cannot be read ({error})"
-    return ""
-
-
-def read_index(folder: Path) -> Index:
-    values = json.loads((folder / META).read_text(encoding="utf-8"))
-    values["files"] = tuple(MappedFile(**file) for file in values["files"])
-    return Index(**{field.name: values[field.name] for field in fields(Index)})
-
-
 def _mapped(path: Path, dtype: str, begin: int, n_tokens: int) -> MappedFile:
     status = path.stat()
     return MappedFile(str(path.absolute()), status.st_size, status.st_mtime_ns, dtype, begin, n_tokens, 0)
-
-
-def _npy(path: Path) -> MappedFile:
-    try:
-        array = np.lib.format.open_memmap(path, mode="r")
-    except (ValueError, OSError, SyntaxError, RecursionError, MemoryError, OverflowError, TypeError) as error:
-        raise ConfigError(f"data.source: {path} is no .npy file that numpy reads: {error}") from error
-    if array.ndim != 1 or array.dtype.kind not in "ui":
-        raise ConfigError(
-            f"data.source: {path} holds an array of shape {array.shape} and dtype {array.dtype}; it must be 1-D, of"
-            f" whole numbers (numpy.save('{path.name}', array.reshape(-1).astype('uint16')))"
-        )
-    return _mapped(path, array.dtype.str, int(array.offset), len(array))
-
-
-def _flat(path: Path, dtype: str) -> MappedFile:
-    if dtype not in DTYPES:
-        problem = (
-            f"data.dtype = {dtype!r} is none of them.{nearest(dtype, DTYPES)}" if dtype else "and data.dtype is empty."
-        )
-        raise ConfigError(
-            f"data.source: {path} does not say of which dtype its ids are, {problem} Legal: {', '.join(DTYPES)}"
-        )
-    size, width = path.stat().st_size, np.dtype(dtype).itemsize
-    if size % width:
-        raise ConfigError(
-            f"data.source: {path} has {size} bytes, which are no whole number of ids of data.dtype = '{dtype}'"
-            f" ({width} bytes each)"
-        )
-    return _mapped(path, np.dtype(dtype).newbyteorder("<").str, 0, size // width)
 
 
 def _megatron(index: Path) -> tuple[MappedFile, np.ndarray]:

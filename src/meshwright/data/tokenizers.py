@@ -83,25 +83,21 @@ def stated_end(folder: Path, id_of: Callable[[str], int | None], token_of: Calla
     Raises:
         ConfigError: they name a token that the tokenizer lacks.
     """
-    own = _end_of_tokenizer(folder, id_of)
+    own = None
+    for name in WITH_TOKENS:
+        if (own := special_tokens(folder, name).get(EOS)) is not None:
+            if id_of(own) is None:
+                raise ConfigError(
+                    f"data.tokenizer: {folder / name} has {EOS} = {own!r}, which tokenizer.json lacks: correct one of"
+                    f" the two"
+                )
+            break
     chosen = WITH_IDS[0]
     if not read_settings(folder, chosen).get(COPIED) and (stops := _ends_of_model(folder, chosen, token_of)):
         return own if own in stops else stops[0]
     if own is not None:
         return own
     return next((stops[0] for name in WITH_IDS if (stops := _ends_of_model(folder, name, token_of))), None)
-
-
-def _end_of_tokenizer(folder: Path, id_of: Callable[[str], int | None]) -> str | None:
-    for name in WITH_TOKENS:
-        if (text := special_tokens(folder, name).get(EOS)) is not None:
-            if id_of(text) is None:
-                raise ConfigError(
-                    f"data.tokenizer: {folder / name} has {EOS} = {text!r}, which tokenizer.json lacks: correct one"
-                    f" of the two"
-                )
-            return text
-    return None
 
 
 def _ends_of_model(folder: Path, name: str, token_of: Callable[[int], str | None]) -> list[str]:
@@ -344,15 +340,12 @@ class FileTokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.unknown: int | None = self._tokenizer.token_to_id(unknown) if unknown else None
         self._strips_behind = np.array([i for i, token in added.items() if token.rstrip], dtype=np.int64)
-        self.fingerprint: str = self._digest(content)
-
-    def _digest(self, content: bytes) -> str:
         rules = json.loads(self._tokenizer.to_str())
         rules["model"] = {key: value for key, value in rules["model"].items() if key not in ("vocab", "merges")}
         kept = [rules[name] for name in ("normalizer", "pre_tokenizer", "added_tokens", "model")]
         kept += [self.before, self.behind, self._tokenizer.encode_special_tokens]
         digest = hashlib.blake2b(content + json.dumps(kept, sort_keys=True).encode(), digest_size=16)
-        return f"file-{digest.hexdigest()}-end-{self.end_of_document}"
+        self.fingerprint = f"file-{digest.hexdigest()}-end-{self.end_of_document}"
 
     def _find_end(self, wanted: str | None, in_file: set[str]) -> int:
         special = self._special()
@@ -478,7 +471,13 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
     if name_or_path == BYTES:
         return ByteTokenizer()
     if name_or_path.startswith("ids:"):
-        return _id_tokenizer(name_or_path)
+        words = name_or_path.split(":")[1:]
+        if not all(word.isdecimal() for word in words) or len(words) != 2 or not int(words[1]) < int(words[0]):
+            raise ConfigError(
+                f"data.tokenizer = {name_or_path!r} must be ids:VOCABULARY:END, the number of ids and the id (below it)"
+                f" that ends a document, like ids:50257:50256"
+            )
+        return IdTokenizer(int(words[0]), int(words[1]))
     if name_or_path.strip() and Path(name_or_path).expanduser().exists():
         return FileTokenizer(name_or_path)
     raise ConfigError(
@@ -487,16 +486,6 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
         f" transformers.AutoTokenizer.from_pretrained({name_or_path!r}).save_pretrained('folder') and set"
         f" data.tokenizer = 'folder'"
     )
-
-
-def _id_tokenizer(name: str) -> IdTokenizer:
-    words = name.split(":")[1:]
-    if not all(word.isdecimal() for word in words) or len(words) != 2 or not int(words[1]) < int(words[0]):
-        raise ConfigError(
-            f"data.tokenizer = {name!r} must be ids:VOCABULARY:END, the number of ids and the id (below it) that ends"
-            f" a document, like ids:50257:50256"
-        )
-    return IdTokenizer(int(words[0]), int(words[1]))
 
 
 # --- turn ids into text as they come, without ever giving half a character

@@ -1,4 +1,4 @@
-"""Tokenise the files of a scan into the documents of a corpus, in batches over all processors."""
+"""Tokenise the files of a scan into the documents of a corpus, some of them held out for validation."""
 
 from __future__ import annotations
 
@@ -16,17 +16,89 @@ from typing import Any
 import numpy as np
 
 from meshwright.core.errors import ConfigError
-from meshwright.data.holdout import cut_point, hold_out, hold_out_rows
-from meshwright.data.images.files import NO_IMAGES, ImageFile, Vision
-from meshwright.data.options import SourceOptions
-from meshwright.data.sources.formats import RECORD_FORMATS, BadRow, Record, digest_of, first_record
-from meshwright.data.sources.scan import Scan, SourceFile
-from meshwright.data.text.tasks import Task, choose_task
-from meshwright.data.text.tokenizers import AligningTokenizer, Tokenizer, encode_batch, ids_before, template_of
-from meshwright.data.text.turns import Example, ends_of_turn, load_template
 
-from .arrays import changed_images
-from .corpus import MOST_FILES, TRAINING, VALIDATION, VERSION, Encoded, Meta, find_damage, read_meta, write_corpus
+from .corpus import (
+    MOST_FILES,
+    TRAINING,
+    VALIDATION,
+    VERSION,
+    Encoded,
+    changed_images,
+    find_damage,
+    read_meta,
+    write_corpus,
+)
+from .formats import RECORD_FORMATS, BadRow, Record, digest_of, first_record
+from .images import NO_IMAGES, ImageFile, Vision
+from .options import SourceOptions
+from .scan import Scan, SourceFile
+from .tasks import Task, choose_task
+from .tokenizers import AligningTokenizer, Tokenizer, encode_batch, ids_before, template_of
+from .turns import Example, ends_of_turn, load_template
+
+_KEY = b"meshwright held-out documents"
+
+
+def check_fraction(fraction: float) -> None:
+    """Raise ConfigError unless 0 <= ``fraction`` < 1."""
+    if not 0 <= fraction < 1:
+        raise ConfigError(
+            f"data.validation_fraction = {fraction}: the fraction of the bytes to hold out must be at least 0 (none)"
+            f" and below 1, like 0.01"
+        )
+
+
+def hold_out(names: Sequence[str], sizes: Sequence[int], fraction: float) -> np.ndarray:
+    """Choose documents whose sizes, in bytes, add up to about ``fraction`` of the total: bool (documents,).
+
+    In the order of a keyed hash of their names, each document that still fits into this size is held out. If none
+    fits, the smallest is held out, so that two or more documents always leave both parts non-empty. A single document
+    is not chosen: see ``cut_point``. Raises ConfigError for a fraction outside [0, 1).
+    """
+    check_fraction(fraction)
+    chosen = np.zeros(len(names), dtype=bool)
+    if fraction == 0 or len(names) < 2:
+        return chosen
+    wanted, held = fraction * sum(sizes), 0
+    # surrogateescape: a file name on disk need not be UTF-8
+    encoded = [name.encode("utf-8", "surrogateescape") for name in names]
+    ranks = [hashlib.blake2b(name, digest_size=16, key=_KEY).digest() for name in encoded]
+    for i in sorted(range(len(names)), key=lambda i: (ranks[i], i)):
+        if held + sizes[i] <= wanted:
+            chosen[i] = True
+            held += sizes[i]
+    if not held:
+        chosen[int(np.argmin(sizes))] = True
+    return chosen
+
+
+def hold_out_rows(digests: Sequence[str], counts: Sequence[int], fraction: float) -> list[np.ndarray]:
+    """Choose ``fraction`` of all rows of all files (at least one of two or more rows), by the smallest keyed hashes of
+    the files' digests: bool (rows,) for each file, never all True. Raises ConfigError for a fraction outside [0, 1).
+    """
+    check_fraction(fraction)
+    total = sum(counts)
+    if fraction == 0 or total < 2:
+        return [np.zeros(count, dtype=bool) for count in counts]
+    wanted = min(max(1, round(fraction * total)), total - 1)
+    hashes = [hashlib.blake2b(digest.encode(), digest_size=16, key=_KEY).digest() for digest in digests]
+    draws = [np.random.Philox(key=int.from_bytes(one, "little")) for one in hashes]
+    ranks = np.concatenate([draw.random_raw(count) for draw, count in zip(draws, counts, strict=True)])
+    chosen = np.zeros(total, dtype=bool)
+    chosen[np.argpartition(ranks, wanted - 1)[:wanted]] = True
+    return np.split(chosen, np.cumsum(counts)[:-1])
+
+
+def cut_point(n_characters: int, fraction: float) -> int:
+    """Return the index of the first held-out character of a corpus of one document.
+
+    At least one of two or more characters is held out, and at least one is not.
+    """
+    check_fraction(fraction)
+    if fraction == 0 or n_characters < 2:
+        return n_characters
+    return min(max(1, round(n_characters * (1 - fraction))), n_characters - 1)
+
 
 # --- turn examples into ids and a mask of the ids that are learnt, and count where a text and its tokens differ
 
@@ -184,9 +256,8 @@ def learnt_tokens(example: Example, ends: np.ndarray, is_special: np.ndarray) ->
 
 
 def places_of_images(example: Example, ends: np.ndarray) -> list[tuple[int, int, ImageFile]]:
-    """Return the first token of each image of an example, the token behind its last, and its file.
-
-    ``ends``: the index of the last character of each token.
+    """Return the first token of each image of an example, the token behind its last, and its file; ``ends`` has the
+    index of the last character of each token.
     """
     images = getattr(example, "images", ())
     if not images:
@@ -233,7 +304,16 @@ class TokenisingRecipe:
         self, scan: Scan, options: SourceOptions, tokenizer: Tokenizer, fraction: float, vision: Vision = NO_IMAGES
     ):
         self.scan, self.options, self.tokenizer, self.fraction, self.vision = scan, options, tokenizer, fraction, vision
-        self.task = self._choose_task()
+        if scan.format != "text":
+            sample = first_record([file.path for file in scan.files], scan.format)
+            self.task = choose_task(options, tokenizer, sample, vision)
+        elif options.task in ("auto", "text"):
+            self.task = choose_task(SourceOptions(task="text"), tokenizer, {})
+        else:
+            raise ConfigError(
+                f"data.task = '{options.task}' needs records (jsonl, parquet or a saved dataset), and these files are"
+                f" text"
+            )
         self.unread: Counter[str] = Counter()
         """Columns that the task does not read, and the number of records that have them."""
         self.ignored: set[str] = set()
@@ -243,20 +323,9 @@ class TokenisingRecipe:
         if self.task.is_whole and not isinstance(tokenizer, AligningTokenizer):
             raise ConfigError(
                 f"the task '{self.task.name}' must know which text each id stands for, and {tokenizer!r} has no"
-                f" encode_aligned (see meshwright.data.text.tokenizers.AligningTokenizer); 'bytes' and tokenizer.json"
+                f" encode_aligned (see meshwright.data.tokenizers.AligningTokenizer); 'bytes' and tokenizer.json"
                 f" files have it"
             )
-
-    def _choose_task(self) -> Task:
-        if self.scan.format == "text":
-            if self.options.task not in ("auto", "text"):
-                raise ConfigError(
-                    f"data.task = '{self.options.task}' needs records (jsonl, parquet or a saved dataset), and these"
-                    f" files are text"
-                )
-            return choose_task(SourceOptions(task="text"), self.tokenizer, {})
-        sample = first_record([file.path for file in self.scan.files], self.scan.format)
-        return choose_task(self.options, self.tokenizer, sample, self.vision)
 
     @property
     def key(self) -> str:
@@ -277,15 +346,14 @@ class TokenisingRecipe:
             made_of["left_out"] = list(own.ignore)
         return hashlib.blake2b(json.dumps(made_of).encode(), digest_size=16).hexdigest()
 
+    read_meta = staticmethod(read_meta)
+
     @property
     def folder_name(self) -> str:
         return f"corpus-{self.key}{'-skip' if self.options.on_bad_row == 'skip' else ''}"
 
     def find_damage(self, folder: Path) -> str:
-        """Describe the damage in ``folder``.
-
-        A corpus with another key counts as damaged (see ``corpus.find_damage``).
-        """
+        """Describe the damage in ``folder``; a corpus with another key counts as damaged."""
         if trouble := find_damage(folder, contents=True):
             return trouble
         meta = read_meta(folder)
@@ -293,9 +361,6 @@ class TokenisingRecipe:
             return f"it was made of something else, with the tokenizer {meta.tokenizer}"
         changed = changed_images(folder, image_folders(self.scan)) if meta.pictures else []
         return f"the image {changed[0].path} is not what it was" if changed else ""
-
-    def read_meta(self, folder: Path) -> Meta:
-        return read_meta(folder)
 
     def build(self, folder: Path, target: Path, say: Say, progress: Callable[[int, int], None]) -> None:
         """Tokenise the documents and write them to ``folder``.
@@ -305,11 +370,9 @@ class TokenisingRecipe:
             IntegrityError: a file changed since the scan.
         """
         n = len(self.scan.files)
-        what = (
-            f"{n} document{'s' * (n > 1)}"
-            if self.scan.format == "text"
-            else f"{n} {self.scan.format} file{'s' * (n > 1)} (task: {self.task.name})"
-        )
+        what = f"{n} document{'s' * (n > 1)}"
+        if self.scan.format != "text":
+            what = f"{n} {self.scan.format} file{'s' * (n > 1)} (task: {self.task.name})"
         say(f"tokenising {what} with {self.tokenizer!r} into {target}")
         skipped: dict[str, int] = {}
         notes: list[str] = []
@@ -328,7 +391,13 @@ class TokenisingRecipe:
         }
         examples = self._texts(progress) if self.scan.format == "text" else self._records(skipped, say, progress)
         folders = image_folders(self.scan) if self.task.pictured else None
-        meta = write_corpus(folder, self._encoded(examples, notes), facts, folders)
+
+        def encoded() -> Iterator[Encoded]:
+            encoder = self.encoder()
+            yield from encoder.encode(examples)
+            notes.extend([*encoder.notes(), *self.notes()])
+
+        meta = write_corpus(folder, encoded(), facts, folders)
         if not meta.training.n_learnt:
             why = f"{meta.validation.n_documents} held out (data.validation_fraction = {self.fraction})"
             n = meta.training.n_documents
@@ -337,12 +406,6 @@ class TokenisingRecipe:
             )
         learnt = f", {meta.training.n_learnt} of them to be learnt" if meta.is_whole else ""
         say(f"{meta.training.n_tokens} tokens to train on{learnt}, {meta.validation.n_tokens} held out")
-
-    def _encoded(self, examples: Examples, notes: list[str]) -> Iterator[Encoded]:
-        encoder = self.encoder()
-        yield from encoder.encode(examples)
-        notes += encoder.notes()
-        notes += self.notes()
 
     def notes(self) -> list[str]:
         """Name the columns not read or not there, and count the nulls left out, in a sentence each."""
@@ -420,13 +483,9 @@ class TokenisingRecipe:
                 say(f"skipped: {skipped[file.name]} of the {file.n_records} rows of {file.path}, in all")
 
     def examples_of(self, file: SourceFile, number: int, record: Record | BadRow) -> list[Example]:
-        """Return the examples of a record, and note the columns that are not read.
+        """Return the examples of a record, whose row counts from 1, and note the columns that are not read.
 
-        Args:
-            number: the record's row, from 1.
-
-        Raises:
-            BadRow: the record cannot be used.
+        Raises BadRow where the record cannot be used.
         """
         if isinstance(record, BadRow):
             raise record
@@ -435,7 +494,14 @@ class TokenisingRecipe:
         self.ignored.update(name for name in self.task.ignore if name in record)
         self.nulls += getattr(record, "nulls", 0)
         examples = self.task.examples_in(record, where, folder_of(file))
-        _check_text(examples, where)
+        for example in examples:
+            for text, _ in example:
+                try:
+                    text.encode("utf-8")
+                except UnicodeEncodeError as error:
+                    raise BadRow(
+                        f"{where}: the text holds half a character ({text[error.start]!r} at character {error.start})"
+                    ) from None
         return examples
 
     def _rows(self, file: SourceFile, skipped: dict[str, int], say: Say) -> Iterator[tuple[int, list[Example]]]:
@@ -498,18 +564,6 @@ def folder_of(file: SourceFile) -> Path:
 def image_folders(scan: Scan) -> list[Path]:
     """Return the folders of a scan's files, each once, in the order of the files."""
     return list(dict.fromkeys(map(folder_of, scan.files)))
-
-
-def _check_text(examples: list[Example], where: str) -> None:
-    """Raise BadRow for text that cannot be encoded as UTF-8."""
-    for example in examples:
-        for text, _ in example:
-            try:
-                text.encode("utf-8")
-            except UnicodeEncodeError as error:
-                raise BadRow(
-                    f"{where}: the text holds half a character ({text[error.start]!r} at character {error.start})"
-                ) from None
 
 
 def texts_of(scan: Scan, options: SourceOptions, tokenizer: Tokenizer) -> Iterator[str]:

@@ -18,14 +18,15 @@ import numpy as np
 
 from meshwright.core.errors import ConfigError, IntegrityError, MissingExtraError, UnsupportedError
 from meshwright.core.files import inside, read_json, refuse_links_out, refuse_pointer
-from meshwright.data.sources.formats import MEDIA_COLUMNS as COLUMNS
-from meshwright.data.sources.formats import BadRow, Record
-from meshwright.data.text.tokenizers import AligningTokenizer, Tokenizer
 from meshwright.introspection.source import KEY, TRUST, import_transformers
+
+from .formats import MEDIA_COLUMNS as COLUMNS
+from .formats import BadRow, Record, digest_of
+from .packing import Rows
+from .tokenizers import AligningTokenizer, Tokenizer
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
 
 # --- find and open the image files that records name, inside the folder of the data file
 
@@ -80,13 +81,36 @@ def find_image(folder: Path, name: Any, where: str) -> ImageFile:
     Raises:
         BadRow: no path, an address, a path out of ``folder``, a missing file, or one that is no image.
     """
-    path = _locate(folder, name, where)
+    if not isinstance(name, str) or not name:
+        kind = "an image inside the record" if isinstance(name, dict | bytes) else f"{str(name)[:60]!r}"
+        raise BadRow(
+            f"{where}: an image is named by its path, relative to the folder of the data file, and here is {kind}:"
+            f" write it to a file there, and name that"
+        )
+    if _ADDRESS.match(name):
+        raise BadRow(
+            f"{where}: the image {name[:80]!r} is an address, and nothing is downloaded: put the file beside the data,"
+            f" and name its path"
+        )
+    try:
+        path = inside(folder, name)
+    except ConfigError as error:
+        raise BadRow(
+            f"{where}: the image {name!r} is not in {folder}, the folder of the data file, and is not read: {error}"
+        ) from None
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise BadRow(f"{where}: the image {path} is no file")
         content = path.read_bytes()
-        size = _seen_size(path, content)
+        pillow = import_pillow(f"the image {path}")
+        with pillow.Image.open(io.BytesIO(content)) as opened:
+            opened.load()
+            size: tuple[int, int] = opened.size
+            if opened.format == "TIFF":  # whether its header is turned already differs between releases of Pillow
+                size = pillow.ImageOps.exif_transpose(opened).size
+            elif opened.getexif().get(_ORIENTATION) in _ON_ITS_SIDE:
+                size = (size[1], size[0])
     except FileNotFoundError:
         raise BadRow(
             f"{where}: the image {name!r} is missing (looked at {path}). Paths of images are relative to the folder of"
@@ -137,42 +161,9 @@ def has_changed(image: ImageFile) -> bool:
             return True
         if status.st_mtime_ns == image.mtime_ns:
             return False
-        with open(image.path, "rb") as file:
-            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest() != image.digest
+        return digest_of(image.path) != image.digest
     except OSError:
         return True
-
-
-def _locate(folder: Path, name: Any, where: str) -> Path:
-    if not isinstance(name, str) or not name:
-        kind = "an image inside the record" if isinstance(name, dict | bytes) else f"{str(name)[:60]!r}"
-        raise BadRow(
-            f"{where}: an image is named by its path, relative to the folder of the data file, and here is {kind}:"
-            f" write it to a file there, and name that"
-        )
-    if _ADDRESS.match(name):
-        raise BadRow(
-            f"{where}: the image {name[:80]!r} is an address, and nothing is downloaded: put the file beside the data,"
-            f" and name its path"
-        )
-    try:
-        return inside(folder, name)
-    except ConfigError as error:
-        raise BadRow(
-            f"{where}: the image {name!r} is not in {folder}, the folder of the data file, and is not read: {error}"
-        ) from None
-
-
-def _seen_size(path: Path, content: bytes) -> tuple[int, int]:
-    """Decode an image, and return its width and height as it is seen."""
-    pillow = import_pillow(f"the image {path}")
-    with pillow.Image.open(io.BytesIO(content)) as opened:
-        opened.load()
-        if opened.format == "TIFF":  # whether its header is turned already differs between releases of Pillow
-            return pillow.ImageOps.exif_transpose(opened).size
-        width, height = opened.size
-        is_on_its_side = opened.getexif().get(_ORIENTATION) in _ON_ITS_SIDE
-    return (height, width) if is_on_its_side else (width, height)
 
 
 def _unreadable() -> tuple[type[Exception], ...]:
@@ -229,11 +220,6 @@ class VisionProcessor:
                 f" Qwen2.5-VL and SmolVLM"
             )
         self.image_token_ids = np.array([int(i) for i in self._processor.image_token_ids], dtype=np.int64)
-        self._probe()
-        self._text_of = functools.lru_cache(_SIZES)(self._replacement)
-
-    def _probe(self) -> None:
-        """Learn from blank images which outputs mark tokens, and which have an entry for each row of a batch."""
         blank = _blank(*_PROBE)
         found = self._call([blank, blank])
         ids = np.asarray(found["input_ids"]).reshape(-1)
@@ -247,6 +233,13 @@ class VisionProcessor:
                     f" images ({self.image_token_ids.tolist()}), which meshwright does not compute"
                 )
         self._per_row = frozenset(key for key, value in self._pixels_in(found).items() if len(value) == 1)
+
+        @functools.lru_cache(_SIZES)
+        def text_of(width: int, height: int) -> str:
+            # a blank image of the size: no processor looks at its pixels to count tokens
+            return self._call([_blank(width, height)], **{f"return_{_REPLACED}": True})[_REPLACED][0][0]["replacement"]
+
+        self._text_of = text_of
 
     @property
     def template(self) -> str | None:
@@ -292,10 +285,6 @@ class VisionProcessor:
         """Return the text that stands for an image of this size where a template writes ``image_token``."""
         return self._text_of(width, height)
 
-    def _replacement(self, width: int, height: int) -> str:
-        # a blank image of the size: no processor looks at its pixels to count tokens
-        return self._call([_blank(width, height)], **{f"return_{_REPLACED}": True})[_REPLACED][0][0]["replacement"]
-
     def kinds_of(self, ids: np.ndarray) -> np.ndarray:
         """Return 1 for each token of an image and 0 for the others; int64 of the shape of ``ids``."""
         return np.isin(ids, self.image_token_ids).astype(np.int64)
@@ -331,19 +320,20 @@ class VisionProcessor:
             The number of each row's images, int64 (rows,); the parts that a processor cuts an image into count.
         """
         found = [self._pixels_in(self._call(images)) if images else {} for images in rows]
-        counts = np.array([self._number(each) for each in found], dtype=np.int64)
+        # a row's images are fewer than its patches, if it has any
+        lengths = [[value.shape[key in self._per_row] for key, value in each.items()] for each in found]
+        counts = np.array([min(each, default=0) for each in lengths], dtype=np.int64)
         joined = {}
         for key, example in next(filter(None, found), {}).items():
             if key in self._per_row:
                 parts = [each.get(key, np.zeros((1, 0, *example.shape[2:]), example.dtype)) for each in found]
             else:
                 parts = [each[key] for each in found if each]
-            joined[key] = _joined(parts)
+            largest = np.max([part.shape[1:] for part in parts], axis=0).tolist()
+            sides = [[(0, 0), *((0, n - own) for n, own in zip(largest, p.shape[1:], strict=True))] for p in parts]
+            filled = [np.pad(p, each) if np.any(each) else p for p, each in zip(parts, sides, strict=True)]
+            joined[key] = np.concatenate(filled)
         return joined, counts
-
-    def _number(self, row: dict[str, np.ndarray]) -> int:
-        """Return the number of a row's images: its patches, if it has any, are more."""
-        return min((value.shape[key in self._per_row] for key, value in row.items()), default=0)
 
     def _call(self, images: Sequence[Image], **options: Any) -> dict[str, Any]:
         text = self.image_token * len(images)
@@ -366,18 +356,6 @@ class VisionProcessor:
         return {key: np.asarray(value) for key, value in found.items() if key not in _OF_TEXT}
 
 
-def _joined(parts: list[np.ndarray]) -> np.ndarray:
-    """Join arrays along their first dim; fill their other dims up with zeros where they differ."""
-    largest = np.max([part.shape[1:] for part in parts], axis=0)
-    filled = [
-        np.pad(part, [(0, 0), *((0, int(most) - n) for most, n in zip(largest, part.shape[1:], strict=True))])
-        if tuple(largest) != part.shape[1:]
-        else part
-        for part in parts
-    ]
-    return np.concatenate(filled)
-
-
 def _blank(width: int, height: int) -> Image:
     return import_pillow().Image.new("RGB", (width, height))
 
@@ -387,7 +365,11 @@ def _load(folder: Path, transformers: Any, *, trust_remote_code: bool) -> Any:
     settings = {name: _settings(folder, name) for name in _NAMES_CLASS}
     code = next((name for name, keys in settings.items() if keys.get("auto_map")), "")
     name = next((str(keys["processor_class"]) for keys in settings.values() if keys.get("processor_class")), "")
-    kind = getattr(transformers, name, None) if name else _kind_of(folder, transformers)
+    if name:
+        kind = getattr(transformers, name, None)
+    else:
+        names = transformers.models.auto.processing_auto.PROCESSOR_MAPPING_NAMES
+        kind = getattr(transformers, str(names.get(_settings(folder, "config.json").get("model_type", ""))), None)
     options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     if kind is None and code and not trust_remote_code:
         raise ConfigError(
@@ -410,13 +392,6 @@ def _load(folder: Path, transformers: Any, *, trust_remote_code: bool) -> Any:
             f"{KEY} = {folder}: transformers {transformers.__version__} cannot load its processor"
             f" ({name or 'by its type'}): {' '.join(str(error).split())}"
         ) from error
-
-
-def _kind_of(folder: Path, transformers: Any) -> Any:
-    """Return the class of processor that transformers has for the folder's model type."""
-    kind = str(_settings(folder, "config.json").get("model_type", ""))
-    names = transformers.models.auto.processing_auto.PROCESSOR_MAPPING_NAMES
-    return getattr(transformers, str(names.get(kind)), None)
 
 
 def _without_videos(kind: Any, folder: Path, transformers: Any, options: dict[str, Any]) -> Any:
@@ -495,8 +470,11 @@ def vision_of(model: str, *, trust_remote_code: bool = False) -> Vision:
     folder = Path(model).expanduser() if model else None
     if folder is None:
         return Vision(refusal="and the run's model takes no images: name a vision-language model with model.hf")
-    keys = _keys(folder / CONFIG if folder.is_dir() else folder)
-    if not isinstance(keys.get(TOWER), dict):
+    try:
+        found = json.loads((folder / CONFIG if folder.is_dir() else folder).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):  # refused, with the reason, where the model is read
+        found = {}
+    if not (isinstance(found, dict) and isinstance(found.get(TOWER), dict)):
         return Vision(refusal=f"and the model of model.hf = {model} takes no images (its config has no {TOWER})")
     if not folder.is_dir() or not any((folder / name).is_file() for name in PROCESSOR_FILES):
         return Vision(
@@ -506,9 +484,35 @@ def vision_of(model: str, *, trust_remote_code: bool = False) -> Vision:
     return Vision(folder, "", trust_remote_code)
 
 
-def _keys(config: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # refused, with the reason, where the model is read
-        return {}
-    return found if isinstance(found, dict) else {}
+IMAGES = "images"
+"""The key of rows that holds a tuple of ``ImageFile`` for each row; an object array of shape (rows,)."""
+PER_ROW = "images_per_row"
+"""The key of a batch that holds the number of each row's images, int64 (rows,)."""
+
+
+_PACKED = ("positions", "document_ids")
+
+
+@dataclass(frozen=True)
+class PixelReader:
+    """Turns rows that name images into a batch with their pixels, by the model's own processor."""
+
+    processor: VisionProcessor
+
+    def __call__(self, rows: Rows) -> Rows:
+        """Return rows with ``images_per_row`` and the tensors of images under the names of the model's arguments.
+
+        The tensors are joined in the order of the rows, and left out where no row has an image. Positions and document
+        ids are left out too: each row holds one document, whose positions the model counts by its images.
+
+        Raises:
+            ConfigError: an image does not open, or the processor refuses it.
+            IntegrityError: an image is of another size than when the data was tokenised.
+        """
+        named = rows.get(IMAGES)  # absent where no row could be read
+        files = [()] * len(rows["tokens"]) if named is None else [images or () for images in named.tolist()]
+        batch = {key: values for key, values in rows.items() if key not in (IMAGES, *_PACKED)}
+        if self.processor.token_kinds:
+            batch[self.processor.token_kinds] = self.processor.kinds_of(batch["tokens"])
+        pixels, counts = self.processor.pixels([[open_image(image) for image in images] for images in files])
+        return batch | {PER_ROW: counts} | pixels

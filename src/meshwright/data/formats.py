@@ -13,14 +13,16 @@ import lzma
 import random
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from meshwright.core.errors import ConfigError, MissingExtraError, nearest
 from meshwright.core.files import inside
-from meshwright.data.options import FARMYARD
+
+from .options import FARMYARD
 
 # --- define records
 
@@ -44,16 +46,25 @@ class BadRow(ConfigError):
         self.columns = tuple(columns)
 
 
-class RecordFormat(Protocol):
-    """A kind of file that holds records. Rows are counted from 1, as editors do."""
+Rows = Iterator[tuple[int, Record | BadRow]]
+"""Numbers of rows, and their records."""
+
+
+@dataclass(frozen=True)
+class RecordFormat:
+    """A kind of file that holds records. Rows are counted from 1, as editors do.
+
+    Attributes:
+        records: yields every row that is not blank, with its number; an unusable row as a BadRow.
+        counted: counts these rows, where that is quicker than to read them.
+    """
+
+    records: Callable[[Path], Rows]
+    counted: Callable[[Path], int] | None = None
 
     def count(self, path: Path) -> int:
         """Count the rows that ``records`` yields."""
-        ...
-
-    def records(self, path: Path) -> Iterator[tuple[int, Record | BadRow]]:
-        """Yield every row that is not blank, with its number; an unusable row is yielded as a BadRow."""
-        ...
+        return self.counted(path) if self.counted else sum(1 for _ in self.records(path))
 
 
 def column(record: Record, name: str, where: str) -> Any:
@@ -98,15 +109,53 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
         ) from error
 
 
-class JsonLines:
-    """One JSON object per line; packed files are decompressed while they are read."""
+def json_lines(path: Path) -> Rows:
+    """Read one JSON object per line; packed files are decompressed while they are read."""
+    for number, line in _lines(path):
+        yield number, _parse(path, number, line)
 
-    def count(self, path: Path) -> int:
-        return sum(1 for _ in _lines(path))
 
-    def records(self, path: Path) -> Iterator[tuple[int, Record | BadRow]]:
-        for number, line in _lines(path):
-            yield number, _parse(path, number, line)
+def json_list(path: Path) -> Rows:
+    """Read one JSON document that is a list of objects; JSON lines in a file with the suffix ``.json`` are read too.
+
+    A row's number is its place in the list. Memory holds about the largest record, not the file.
+
+    Raises ConfigError where the text is no JSON: where the next record begins is unknown then.
+    """
+    with opened(path) as file:
+        text = _ListText(path, file)
+        is_list = text.next_sign() == "["
+        if is_list:
+            text.at += 1
+            number = 0
+            while (sign := text.next_sign()) != "]" or number:
+                number += 1
+                begins = text.line_of(text.at)
+                record = text.value(number)
+                if isinstance(record, dict):
+                    yield number, record
+                else:
+                    kind, where = type(record).__name__, f"{path}, record {number} (line {begins})"
+                    yield number, BadRow(f"{where} is a JSON {kind}, not an object. It must be like {_LIKE}")
+                sign = text.next_sign()
+                if sign != ",":
+                    break
+                text.at += 1
+            if sign != "]":
+                why = f"expected ',' or ']' after it, and found {sign!r}" if sign else "the file ends"
+                raise text.broken(number, why)
+            text.at += 1
+            if sign := text.next_sign():
+                raise text.broken(number, f"the list ends, and {sign!r} follows")
+    if not is_list:
+        number, line = next(_lines(path), (0, b"{}"))
+        if not isinstance(_parse(path, number, line), dict):
+            raise ConfigError(
+                f"data.source: {path} is one JSON document that is no list of records ([{_LIKE}, ...]), nor an object"
+                f" per line: write out the list that it holds (jq .KEY {path.name} > records.json), or set data.format"
+                f" = 'text' to train on its characters"
+            )
+        yield from json_lines(path)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -137,64 +186,6 @@ def _parse(path: Path, number: int, line: bytes) -> Record | BadRow:
 
 
 _LIKE = '{"text": "..."}'
-
-
-class JsonList:
-    """One JSON document that is a list of objects; JSON lines in a file with the suffix ``.json`` are read too.
-
-    A row's number is its place in the list. Memory holds about the largest record, not the file.
-    """
-
-    def count(self, path: Path) -> int:
-        return sum(1 for _ in self.records(path))
-
-    def records(self, path: Path) -> Iterator[tuple[int, Record | BadRow]]:
-        with opened(path) as file:
-            text = _ListText(path, file)
-            is_list = text.next_sign() == "["
-            if is_list:
-                yield from _items(text)
-        if not is_list:
-            _check_first_line(path)
-            yield from JsonLines().records(path)
-
-
-def _items(text: _ListText) -> Iterator[tuple[int, Record | BadRow]]:
-    """Yield the records of a list that begins where the text is.
-
-    Raises ConfigError where the text is no JSON: where the next record begins is unknown then.
-    """
-    text.at += 1
-    number = 0
-    while (sign := text.next_sign()) != "]" or number:
-        number += 1
-        begins = text.line_of(text.at)
-        record = text.value(number)
-        if isinstance(record, dict):
-            yield number, record
-        else:
-            kind, where = type(record).__name__, f"{text.path}, record {number} (line {begins})"
-            yield number, BadRow(f"{where} is a JSON {kind}, not an object. It must be like {_LIKE}")
-        sign = text.next_sign()
-        if sign != ",":
-            break
-        text.at += 1
-    if sign != "]":
-        raise text.broken(number, f"expected ',' or ']' after it, and found {sign!r}" if sign else "the file ends")
-    text.at += 1
-    if sign := text.next_sign():
-        raise text.broken(number, f"the list ends, and {sign!r} follows")
-
-
-def _check_first_line(path: Path) -> None:
-    """Raise ConfigError for a document that is neither a list nor lines of objects."""
-    number, line = next(_lines(path), (0, b"{}"))
-    if not isinstance(_parse(path, number, line), dict):
-        raise ConfigError(
-            f"data.source: {path} is one JSON document that is no list of records ([{_LIKE}, ...]), nor an object per"
-            f" line: write out the list that it holds (jq .KEY {path.name} > records.json), or set data.format = 'text'"
-            f" to train on its characters"
-        )
 
 
 class _ListText:
@@ -282,16 +273,11 @@ ANIMALS = {
 ADJECTIVES = ("old", "young", "big", "small", "happy", "sleepy")
 
 
-class Farmyard:
-    """A record format whose one file is this module; its records are the same on every machine."""
-
-    def count(self, path: Path) -> int:
-        return DOCUMENTS
-
-    def records(self, path: Path) -> Iterator[tuple[int, Record | BadRow]]:
-        draw = random.Random(0)
-        for number in range(1, DOCUMENTS + 1):
-            yield number, {"text": "\n".join(draw_sentence(draw) for _ in range(SENTENCES))}
+def farmyard(path: Path) -> Rows:
+    """Yield the records of the demo, whose one file is this module; they are the same on every machine."""
+    draw = random.Random(0)
+    for number in range(1, DOCUMENTS + 1):
+        yield number, {"text": "\n".join(draw_sentence(draw) for _ in range(SENTENCES))}
 
 
 def draw_sentence(draw: random.Random) -> str:
@@ -347,112 +333,81 @@ def _nulls(value: Any, is_argument: bool = False) -> int:
     return own + sum(_nulls(item, is_argument or key == "arguments") for key, item in value.items())
 
 
-class Parquet:
-    """A Parquet file, read in batches of rows (needs pyarrow, which the extra hf installs)."""
-
-    def count(self, path: Path) -> int:
-        return self._open(path).metadata.num_rows
-
-    def records(self, path: Path) -> Iterator[tuple[int, Record | BadRow]]:
-        number = 0
-        for batch in self._open(path).iter_batches(batch_size=1024):
-            for record in batch.to_pylist():
-                number += 1
-                yield number, ArrowRecord(record)
-
-    def _open(self, path: Path):
-        try:
-            import pyarrow
-            import pyarrow.parquet
-        except ImportError as error:
-            raise MissingExtraError(f"the Parquet file {path}", "pyarrow", "hf") from error
-        try:
-            return pyarrow.parquet.ParquetFile(path)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise ConfigError(
-                f"data.source: {path} is no Parquet file that pyarrow {pyarrow.__version__} reads: {error}"
-            ) from error
+def parquet_rows(path: Path) -> Rows:
+    """Read a Parquet file in batches of rows (needs pyarrow, which the extra hf installs)."""
+    batches = _open_parquet(path).iter_batches(batch_size=1024)
+    yield from enumerate((ArrowRecord(row) for batch in batches for row in batch.to_pylist()), 1)
 
 
-class Table:
-    """A CSV file (RFC 4180) or, by its suffix, one of tab-separated values; its first row names the columns.
+def _open_parquet(path: Path) -> Any:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise MissingExtraError(f"the Parquet file {path}", "pyarrow", "hf") from error
+    try:
+        return pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(
+            f"data.source: {path} is no Parquet file that pyarrow {pyarrow.__version__} reads: {error}"
+        ) from error
+
+
+def table_rows(path: Path) -> Rows:
+    """Read a CSV file (RFC 4180) or, by its suffix, one of tab-separated values; its first row names the columns.
 
     All values are text, empty ones too; a row's number is its place below the first row.
     """
-
-    def count(self, path: Path) -> int:
-        return sum(1 for _ in self.records(path))
-
-    def records(self, path: Path) -> Iterator[tuple[int, Record | BadRow]]:
-        csv.field_size_limit(1 << 30)
-        with opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
-            rows = csv.reader(text, delimiter="\t" if ".tsv" in suffix_of(path) else ",", strict=True)
-            try:
-                names = next(rows, [])
-                if "" in names or len(set(names)) != len(names):
-                    raise ConfigError(
-                        f"data.source: the first row of {path} must name the columns, each by a name of its own, and is"
-                        f" {str(names)[:60]}"
-                    )
-                for number, row in enumerate((row for row in rows if row), 1):
-                    if len(row) == len(names):
-                        yield number, dict(zip(names, row, strict=True))
-                    else:
-                        yield (
-                            number,
-                            BadRow(
-                                f"{path}, row {number} (up to line {rows.line_num}) has {len(row)} values, and the"
-                                f" first row names {len(names)} columns"
-                            ),
-                        )
-            except (csv.Error, UnicodeDecodeError) as error:
+    csv.field_size_limit(1 << 30)
+    with opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
+        rows = csv.reader(text, delimiter="\t" if ".tsv" in suffix_of(path) else ",", strict=True)
+        try:
+            names = next(rows, [])
+            if "" in names or len(set(names)) != len(names):
                 raise ConfigError(
-                    f"data.source: {path} is no table of UTF-8 text behind line {rows.line_num} ({error})."
-                    f" Repair it, write the rows as JSON lines, or set data.format = 'text' to train on its characters"
-                ) from None
+                    f"data.source: the first row of {path} must name the columns, each by a name of its own, and is"
+                    f" {str(names)[:60]}"
+                )
+            for number, row in enumerate((row for row in rows if row), 1):
+                if len(row) == len(names):
+                    yield number, dict(zip(names, row, strict=True))
+                    continue
+                where = f"{path}, row {number} (up to line {rows.line_num})"
+                yield number, BadRow(f"{where} has {len(row)} values, and the first row names {len(names)} columns")
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"data.source: {path} is no table of UTF-8 text behind line {rows.line_num} ({error})."
+                f" Repair it, write the rows as JSON lines, or set data.format = 'text' to train on its characters"
+            ) from None
 
 
-class SavedDataset:
-    """A folder written by ``Dataset.save_to_disk`` of Hugging Face datasets."""
+def saved_rows(path: Path) -> Rows:
+    """Read a folder written by ``Dataset.save_to_disk`` of Hugging Face datasets; images inside it are not read."""
+    dataset = _open_saved(path)
+    named = json.loads((path / "dataset_info.json").read_text(encoding="utf-8")).get("features") or {}
+    unread = [name for name in MEDIA_COLUMNS if name in named and name not in dataset.features]
+    for begin in range(0, len(dataset), 1024):
+        columns = dict(dataset[begin : begin + 1024]) | {name: [_INSIDE] * 1024 for name in unread}
+        for i in range(min(1024, len(dataset) - begin)):
+            yield begin + i + 1, ArrowRecord({name: values[i] for name, values in columns.items()})
 
-    def count(self, path: Path) -> int:
-        return len(self._open(path))
 
-    def records(self, path: Path) -> Iterator[tuple[int, Record | BadRow]]:
-        dataset = self._open(path)
-        for begin in range(0, len(dataset), 1024):
-            columns = dict(dataset[begin : begin + 1024])
-            columns |= {name: [_INSIDE] * 1024 for name in self._images(path)}
-            for i in range(min(1024, len(dataset) - begin)):
-                yield begin + i + 1, ArrowRecord({name: values[i] for name, values in columns.items()})
-
-    def _images(self, path: Path) -> tuple[str, ...]:
-        """Return the columns that name images in records, and hold them here, where they are not read."""
-        kept = set(self._open(path).features)
-        names = json.loads((path / "dataset_info.json").read_text(encoding="utf-8")).get("features") or {}
-        return tuple(name for name in MEDIA_COLUMNS if name in names and name not in kept)
-
-    def _open(self, path: Path) -> Any:
-        try:
-            import datasets
-        except ImportError as error:
-            raise MissingExtraError(f"the dataset {path}", "datasets", "hf") from error
-        try:
-            for row in json.loads((path / "state.json").read_text(encoding="utf-8"))["_data_files"]:
-                inside(path, row["filename"], "state.json")
-            found: Any = datasets.load_from_disk(str(path))
-            return found.remove_columns(
-                [
-                    name
-                    for name, feature in found.features.items()
-                    if _opens_files(feature, getattr(datasets, "Json", ()))
-                ]
-            )
-        except ConfigError:
-            raise
-        except Exception as error:
-            why = f"{type(error).__name__}: {error}"
-            raise ConfigError(f"data.source: datasets {datasets.__version__} cannot read {path}: {why}") from error
+def _open_saved(path: Path) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise MissingExtraError(f"the dataset {path}", "datasets", "hf") from error
+    try:
+        for row in json.loads((path / "state.json").read_text(encoding="utf-8"))["_data_files"]:
+            inside(path, row["filename"], "state.json")
+        found: Any = datasets.load_from_disk(str(path))
+        json_kind = getattr(datasets, "Json", ())
+        return found.remove_columns([name for name, kind in found.features.items() if _opens_files(kind, json_kind)])
+    except ConfigError:
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"data.source: datasets {datasets.__version__} cannot read {path}: {why}") from error
 
 
 def _opens_files(feature: Any, harmless: Any) -> bool:
@@ -467,12 +422,12 @@ def _opens_files(feature: Any, harmless: Any) -> bool:
 
 
 RECORD_FORMATS: dict[str, RecordFormat] = {
-    "jsonl": JsonLines(),
-    "json": JsonList(),
-    "parquet": Parquet(),
-    "csv": Table(),
-    "dataset": SavedDataset(),
-    FARMYARD: Farmyard(),
+    "jsonl": RecordFormat(json_lines, lambda path: sum(1 for _ in _lines(path))),
+    "json": RecordFormat(json_list),
+    "parquet": RecordFormat(parquet_rows, lambda path: _open_parquet(path).metadata.num_rows),
+    "csv": RecordFormat(table_rows),
+    "dataset": RecordFormat(saved_rows, lambda path: len(_open_saved(path))),
+    FARMYARD: RecordFormat(farmyard, lambda path: DOCUMENTS),
 }
 
 
@@ -512,9 +467,9 @@ def is_saved_dataset(path: Path) -> bool:
             raise ConfigError(
                 f"data.source: {splits} does not list the splits of a dataset ({type(error).__name__}: {error})"
             ) from None
+        like = path / (names or ["train"])[0]
         raise ConfigError(
-            f"data.source: {path} holds a dataset for each of {', '.join(names)}: name the one to train on, like"
-            f" {path / (names or ['train'])[0]}"
+            f"data.source: {path} holds a dataset for each of {', '.join(names)}: name the one to train on, like {like}"
         )
     return path.is_dir() and (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
 

@@ -7,7 +7,6 @@ import shutil
 import textwrap
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 FLAGS = ("-h", "--help")
 KEYS = "[--key=value …]"
@@ -17,23 +16,14 @@ LISTING = ("train", "launch")
 WIDEST, NARROWEST = 100, 40
 
 
-def asked(argv: list[str]) -> bool:
-    """Return whether the words of a verb ask for its help."""
-    return any(word in FLAGS or word.startswith("--help=") for word in argv)
-
-
 def verb_help(verb: str, target: str, argv: list[str]) -> str:
-    """Return the help of a verb, or of the section or key that follows ``--help``.
+    """Return the help of a verb (``target``: its module:function), or of the section or key that follows ``--help``.
 
-    Args:
-        verb: as typed.
-        target: module:function of the verb.
-        argv: the words behind the verb. A config file or a run's folder in front adds its values to those shown.
-
-    Raises:
-        ConfigError: no section and no key is called so, or the config cannot be read.
+    A config file or a run's folder in front of the flags adds its values to those shown. Raises ConfigError where
+    no section and no key is called so, or the config cannot be read.
     """
     from meshwright.core.config.flags import keys_text, options_text
+    from meshwright.core.config.schema import sections
 
     width = min(max(shutil.get_terminal_size().columns, NARROWEST), WIDEST)
     usage, text = described(verb, target)
@@ -43,10 +33,21 @@ def verb_help(verb: str, target: str, argv: list[str]) -> str:
         text += f"\n\n{about}{options_text(cls, width)}"
     if KEYS not in usage:
         return f"usage: {usage}\n\n{text}"
-    cls, instance = config_of(verb), _given(verb, argv)
+    cls, instance = config_of(verb), None
+    if argv and not argv[0].startswith("-"):
+        from .arguments import config_at
+
+        found = config_at(Path(argv[0]))
+        instance = found if verb == "launch" else found.without_job()
     if wanted := _wanted(argv):
         return f"usage: {usage}\n\n{keys_text(cls, instance, wanted=wanted, width=width)}"
-    parts = [f"usage: {usage}", text, folded(sections_text(verb, cls), width)]
+    names = [path for path, _ in sections(cls) if path and "." not in path and "[]" not in path]
+    whole = "" if verb in LISTING else "; 'meshwright train --help' lists all keys"
+    one = (
+        f"Sections: {', '.join(names)}.\n\n'meshwright {verb} --help layout' prints one section, '--help optimizer.lr'"
+        f" one key{whole}."
+    )
+    parts = [f"usage: {usage}", text, folded(one, width)]
     return "\n\n".join([*parts, *([keys_text(cls, instance, width=width)] if verb in LISTING else [])])
 
 
@@ -60,8 +61,10 @@ def described(verb: str, target: str) -> tuple[str, str]:
 
 
 def options_of(target: str) -> tuple[type, ...]:
-    """Return the dataclasses of a verb's own flags."""
-    return import_module(target.partition(":")[0]).OPTIONS
+    """Return the dataclasses of a verb's own flags: those of its file whose names end in ``Options``."""
+    module = import_module(target.partition(":")[0])
+    named = [kind for name, kind in vars(module).items() if name.endswith("Options")]
+    return tuple(kind for kind in named if kind.__module__ == module.__name__)
 
 
 def folded(text: str, width: int) -> str:
@@ -75,18 +78,6 @@ def folded(text: str, width: int) -> str:
     )
 
 
-def sections_text(verb: str, cls: type) -> str:
-    """Return the names of the config's sections, and how to see one."""
-    from meshwright.core.config.schema import sections
-
-    names = [path for path, _ in sections(cls) if path and "." not in path and "[]" not in path]
-    whole = "" if verb in LISTING else "; 'meshwright train --help' lists all keys"
-    return (
-        f"Sections: {', '.join(names)}.\n\n'meshwright {verb} --help layout' prints one section, '--help optimizer.lr'"
-        f" one key{whole}."
-    )
-
-
 def config_of(verb: str) -> type:
     """Return the config whose keys a verb takes."""
     if verb == "launch":
@@ -96,16 +87,6 @@ def config_of(verb: str) -> type:
     from meshwright.training.config import Config
 
     return Config
-
-
-def _given(verb: str, argv: list[str]) -> Any:
-    """Return the config that stands in front of the flags; None where there is none."""
-    if not argv or argv[0].startswith("-"):
-        return None
-    from meshwright.cli.arguments import config_at
-
-    config = config_at(Path(argv[0]))
-    return config if verb == "launch" else config.without_job()
 
 
 def _wanted(argv: list[str]) -> str:

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from meshwright.cli.arguments import open_model, refuse_rest
 from meshwright.core.config import take_flags
 from meshwright.core.config.ranges import FROM_0, FROM_1, SEED, Range
 from meshwright.core.errors import ConfigError
 
+from .arguments import open_model, refuse_rest
+
 if TYPE_CHECKING:
-    from meshwright.data.text.turns import ChatTemplate
+    from meshwright.data.turns import ChatTemplate
     from meshwright.training.run.opened import Sampler
 
 
@@ -54,9 +55,6 @@ class GenerateOptions:
     """Run the model code that the folder keeps."""
 
 
-OPTIONS = (GenerateOptions,)
-
-
 def run(argv: list[str]) -> int:
     """Print prompt and continuation."""
     options, argv = take_flags(GenerateOptions, argv)
@@ -69,14 +67,8 @@ def run(argv: list[str]) -> int:
     refuse_rest(argv[1:], "meshwright generate", GenerateOptions)
     if options.template is not None and not options.chat:
         raise ConfigError("--template is for --chat: add --chat, or leave it out")
-    opened = open_model(
-        argv[0],
-        step=options.step,
-        base=options.base,
-        tokenizer=options.tokenizer,
-        dtype=options.dtype,
-        trusted=options.trust,
-    )
+    names = ("step", "base", "tokenizer", "dtype")
+    opened = open_model(argv[0], trusted=options.trust, **{name: getattr(options, name) for name in names})
     from meshwright.training.run.opened import Sampler
 
     s = opened.config.sample
@@ -127,18 +119,15 @@ def _converse(sampler: Sampler, template: ChatTemplate, prompt: str | None, toke
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         print(f"{conversation.sampler.opened.words}. A line is a question; /exit or Ctrl-D ends.", file=sys.stderr)
-    while (line := _line(is_terminal)) is not None:
+    while True:
+        try:
+            line = input("> " if is_terminal else "")
+        except EOFError:
+            if is_terminal:
+                _write("\n")
+            return
+        if line.strip() == "/exit":
+            return
         if line.strip():
             conversation.ask(line, tokens, _write)
             _write("\n")
-
-
-def _line(is_terminal: bool) -> str | None:
-    """Read a question; None at the end of the conversation."""
-    try:
-        line = input("> " if is_terminal else "")
-    except EOFError:
-        if is_terminal:
-            _write("\n")
-        return None
-    return None if line.strip() == "/exit" else line

@@ -1,1 +1,0 @@
-"""Use a trained model: evaluate it, write with it."""

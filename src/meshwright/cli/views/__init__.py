@@ -1,1 +1,0 @@
-"""Show what runs wrote: several beside each other, and the pages that verbs write."""

@@ -1,1 +1,0 @@
-"""Build, cache and open corpora of token ids."""

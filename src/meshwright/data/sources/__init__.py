@@ -1,1 +1,0 @@
-"""Find and read the files that a user names."""

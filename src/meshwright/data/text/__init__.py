@@ -1,1 +1,0 @@
-"""Turn text into tokens: tokenizers, chat templates, and the learnt parts of a record."""
