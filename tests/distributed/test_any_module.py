@@ -103,6 +103,7 @@ TENSOR, SHARDED = {"tp": 2, "dp_shard": 1}, {"tp": 2, "dp_shard": 2}
 FULL = {"activation_checkpointing": "full"}
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("sizes", "options"), [(TENSOR, {}), (SHARDED, {}), (SHARDED, FULL)], ids=["tp", "fsdp and tp", "recomputed"]
 )

@@ -219,6 +219,7 @@ def applied(edits: dict, layout: Layout):
     return gathers, runs, gradients(model), {name for name, p in model.named_parameters() if not p.requires_grad}
 
 
+@pytest.mark.all
 def test_editing_one_field_of_a_plan_changes_the_applied_model(spmd):
     gathers, runs, whole_gradients, frozen = spmd(2, applied, {}, FSDP2)[0]
     assert (gathers, set(runs.values()), frozen) == (4 + 2, {1}, set())

@@ -98,6 +98,7 @@ def compared(
     return float(torch.stack(errors).amax()), calls
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("kind", "layout", "techniques"),
     [
@@ -114,6 +115,7 @@ def test_fused_products_give_what_messages_and_products_give_one_after_the_other
         assert error <= 1e-10 and calls["gather"] and calls["scatter"]
 
 
+@pytest.mark.all
 def test_every_product_beside_a_message_is_fused(spmd):
     layers = UNTIED.n_layers
     for _, calls in spmd(2, compared, "decoder", TP2, 12, {}):
@@ -122,6 +124,7 @@ def test_every_product_beside_a_message_is_fused(spmd):
         )
 
 
+@pytest.mark.all
 def test_lengths_that_do_not_divide_travel_as_without(spmd):
     for error, calls in spmd(2, compared, "decoder", TP2, 11, {}):
         assert error == 0 and not calls
@@ -145,6 +148,7 @@ def test_a_plan_for_gpus_is_refused_where_there_are_none(spmd):
     )
 
 
+@pytest.mark.all
 def test_on_cuda_it_is_planned_said_and_bound_to_lengths_that_divide():
     request = {"async_tensor_parallel": True}
     made = make_plan(UNTIED, TP2, cluster=Cluster(2, device="cuda"), techniques=request, batch=Batch(4, 12))

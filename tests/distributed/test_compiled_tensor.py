@@ -60,6 +60,7 @@ def graphs(
     return found
 
 
+@pytest.mark.all
 def test_equal_blocks_share_a_graph_that_nothing_breaks_and_other_shapes_cost_what_they_cost_without(spmd):
     found = spmd(1, graphs, "decoder", 10, 2, SHAPES + UNEVEN, timeout=300.0)[0]
     plain = spmd(1, graphs, "decoder", 1, 1, SHAPES, timeout=300.0)[0]
@@ -70,10 +71,12 @@ def test_equal_blocks_share_a_graph_that_nothing_breaks_and_other_shapes_cost_wh
     )
 
 
+@pytest.mark.all
 def test_blocks_of_transformers_share_a_graph_too(spmd):
     assert spmd(1, graphs, "llama", 10, 2, SHAPES[:2], timeout=300.0)[0] == [(1, {}), (1, {})]
 
 
+@pytest.mark.first("selective-3")
 @pytest.mark.parametrize(("recompute", "count"), [("full", 0), ("selective", 3)])
 def test_what_is_recomputed_is_not_compiled_and_the_plan_says_so(spmd, recompute, count):
     _, (found, breaks) = spmd(1, graphs, "decoder", 2, 2, SHAPES[:2], "", recompute, timeout=300.0)[0]
@@ -109,6 +112,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_would_compile_more_is_seen(spmd, name):
     _, kind, layers, shapes = FAULTS[name]

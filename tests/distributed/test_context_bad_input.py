@@ -273,6 +273,7 @@ def encoded(padded: bool) -> float:
     return worst(model, expected)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("padded", [False, True])
 def test_an_encoder_that_sees_both_ways_is_equal(spmd, padded):
     assert max(spmd(3, encoded, padded)) < 1e-6, "transformers computes in fp32 inside"

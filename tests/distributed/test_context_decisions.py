@@ -40,6 +40,7 @@ def line_of(words):
     return LINES.read_text(encoding="utf-8").splitlines()[int(found[1]) - 1]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("kind", REFUSED, ids=named)
 def test_a_decision_by_the_tokens_of_a_part_is_refused_with_its_line(kind):
     words = refusals(kind)["plain"]
@@ -51,6 +52,7 @@ def test_tensors_of_all_tokens_are_refused():
     assert "set layout.cp = 1" in refusals(BY_TENSORS)["plain"].lower()
 
 
+@pytest.mark.all
 def test_a_decision_by_padding_is_refused_for_padded_batches_alone():
     found = {kind: why for kind, why in refusals(Masked).items() if why}
     assert found.keys() == {"padded behind", "padded before"}
@@ -68,6 +70,7 @@ def carried(kind):
     return max(errors(lambda: kind().double(), CUT, {}, 19, one_expert_left_out()).values())
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("kind", CARRIED, ids=named)
 def test_decisions_that_concern_their_own_tokens_are_those_of_one_process(kind, spmd):
     assert max(spmd(2, carried, kind)) <= EXACT

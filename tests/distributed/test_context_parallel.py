@@ -60,6 +60,7 @@ CASES = {
 }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", CASES)
 def test_a_layout_with_cut_rows_is_equal(pool, name):
     model, layout, techniques = CASES[name]
@@ -81,12 +82,14 @@ def step_on_the_wire(techniques: dict, tp: int, cp: int = 2) -> tuple:
     return estimated(model.plan, Batch(2, 24)), counted(wire)
 
 
+@pytest.mark.first("full")
 @pytest.mark.parametrize("mode", ["none", "full", "selective_op"])
 def test_what_travels_is_what_the_plan_says(spmd, mode):
     for said, found in spmd(2, step_on_the_wire, {"activation_checkpointing": mode}, 1):
         assert_estimated(said, found)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("method", ["ring", "ulysses", "ulysses_ring"])
 @pytest.mark.parametrize("mode", ["none", "full", "selective_op"])
 def test_what_each_method_sends_is_what_the_plan_says(spmd, method, mode):
@@ -95,6 +98,7 @@ def test_what_each_method_sends_is_what_the_plan_says(spmd, method, mode):
         assert_estimated(said, found)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("method", ["all_gather", "ring", "ulysses_ring"])
 @pytest.mark.parametrize("keep", [("attention", "matmuls"), ("collectives",), ("matmuls",)], ids="-".join)
 def test_what_a_recomputation_sends_again_is_what_the_plan_says(spmd, method, keep):
@@ -115,6 +119,7 @@ def window_on_the_wire() -> tuple[float, float, float]:
     return planned, sum(sent), len(sent)
 
 
+@pytest.mark.all
 def test_a_window_moves_what_the_plan_says_and_no_more(spmd):
     found = spmd(4, window_on_the_wire)
     planned = found[0][0]
@@ -136,11 +141,13 @@ def causal_halo_on_the_wire() -> tuple[float, float]:
     return planned, sum(sent.bytes for sent in wire.sent if sent.op == "all_to_all")
 
 
+@pytest.mark.all
 def test_a_halo_of_whole_rows_moves_what_the_plan_says(spmd):
     found = spmd(4, causal_halo_on_the_wire)
     assert max(sent for _, sent in found) == pytest.approx(found[0][0], rel=1e-12)
 
 
+@pytest.mark.all
 def test_what_travels_beside_the_tensor_axis_is_what_the_plan_says(spmd):
     for said, found in spmd(4, step_on_the_wire, {}, 2):
         assert_estimated(said, found)
@@ -171,6 +178,7 @@ def rows_beyond_a_window(length: int) -> str:
     return ""
 
 
+@pytest.mark.all
 def test_rows_in_which_a_mask_turns_out_to_be_another_are_refused(spmd):
     assert spmd(2, rows_beyond_a_window, 60) == ["", ""]
     for said in spmd(2, rows_beyond_a_window, 100):
@@ -222,6 +230,7 @@ def flex_losses(cp: int) -> list[float]:
     return found
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("cp", [2, 4])
 def test_steps_with_flex_attention_are_those_of_one_process_with_plain_torch(spmd, cp):
     torch.manual_seed(0)

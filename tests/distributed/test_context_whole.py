@@ -49,6 +49,7 @@ CASES = {
 }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", CASES)
 def test_a_layout_with_whole_parameters_and_cut_rows_is_equal(pool, name):
     model, layout, techniques = CASES[name]
@@ -77,6 +78,7 @@ WIRES = {
 }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", WIRES)
 def test_what_travels_is_what_the_plan_says(spmd, name):
     for said, found in spmd(4, step_on_the_wire, *WIRES[name]):
@@ -109,6 +111,7 @@ def gradient_error(axes: tuple[Axis, ...] | None) -> float:
         return max(float((p.grad - expected[n]).norm() / expected[n].norm()) for n, p in model.named_parameters())
 
 
+@pytest.mark.all
 def test_gradients_are_summed_over_all_copies(spmd):
     assert max(spmd(4, gradient_error, None)) < 1e-10
 
@@ -149,6 +152,7 @@ def resumed(folder: str, techniques: dict, layout: Layout) -> tuple[bool, bool]:
     return found == expected, max(abs(a - b) for a, b in zip(elsewhere, expected, strict=True)) < 1e-5
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", ["ddp", "stage 0"])
 def test_a_checkpoint_of_whole_parameters_goes_on(spmd, tmp_path, name):
     layout = Layout(dp_replicate=2, dp_shard=1, cp=2) if name == "ddp" else Layout(dp_shard=1, cp=2, tp=2)

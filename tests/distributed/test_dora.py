@@ -144,6 +144,7 @@ def farthest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     return max(float((ours[name] - p).norm()) / max(float(p.norm()), scale) for name, p in theirs.items())
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_computes_what_peft_computes_in_one_process(spmd, tmp_path, name):
     family, layout, adapters = LAYOUTS[name]
@@ -165,6 +166,7 @@ def test_a_layout_computes_what_peft_computes_in_one_process(spmd, tmp_path, nam
     assert farthest(ours["end"], reference["end"]) <= 1e-10
 
 
+@pytest.mark.all
 def test_the_plan_estimates_every_byte(spmd):
     """Magnitudes are begun by messages of their own, which no step has."""
     counted = spmd(2, one_warm_step, config_of("llama"), Way(DATA2, (("adapters", DORA),)), families.VOCABULARY)
@@ -174,6 +176,7 @@ def test_the_plan_estimates_every_byte(spmd):
 # --- how magnitudes begin
 
 
+@pytest.mark.all
 def test_beside_drawn_weights_magnitudes_are_those_of_the_constructor_and_peft(spmd, monkeypatch):
     """Also where the model is so large that each parameter has a stream of its own."""
     adapters = as_techniques({"adapters": DORA}).adapters
@@ -184,6 +187,7 @@ def test_beside_drawn_weights_magnitudes_are_those_of_the_constructor_and_peft(s
     assert_magnitudes_are_lengths(drawn("llama", Layout(dp_shard=1)))
 
 
+@pytest.mark.all
 def test_beside_weights_by_a_law_magnitudes_are_the_lengths_of_their_rows(spmd):
     for begun in spmd(2, drawn, None, DATA2):
         assert_magnitudes_are_lengths(begun)
@@ -222,6 +226,7 @@ def loaded(layout: Layout, folder: str) -> dict[str, Tensor]:
     return {name: whole(p) for name, p in model.named_parameters() if p.requires_grad}
 
 
+@pytest.mark.all
 def test_a_checkpoint_is_read_by_another_layout(spmd, tmp_path):
     folder = str(tmp_path / "checkpoint")
     written = spmd(2, trained_and_saved, DATA2, folder)[0]
@@ -233,6 +238,7 @@ def test_a_checkpoint_is_read_by_another_layout(spmd, tmp_path):
 # --- refusals
 
 
+@pytest.mark.all
 def test_tensor_parallelism_is_refused_by_name():
     with pytest.raises(UnsupportedError, match=r"set layout\.tp = 1, adapters\.kind = lora, or adapters\.targets"):
         plan(config_of("llama"), TP2, techniques={"adapters": DORA})
@@ -243,6 +249,7 @@ def test_tables_that_are_cut_take_no_lengths_of_whole_rows():
         plan(config_of("llama"), TP2, techniques={"adapters": DORA | {"targets": ["lm_head"]}})
 
 
+@pytest.mark.all
 def test_weights_in_4_bits_have_no_dora_beside_them():
     wide = families.config_of("llama", use_cache=False, hidden_size=64)
     with pytest.raises(UnsupportedError, match=r"quantize_frozen = nf4 does not go with adapters\.kind = dora"):

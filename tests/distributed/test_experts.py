@@ -130,6 +130,7 @@ IN_FLOAT32 = ("compiled, whole stacks", "softmax, ep2", "halves", "tensor, ep2",
 """Products are grouped there."""
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", WAYS)
 def test_experts_are_equal_to_one_process(pool, measured, name):
     model, layout, techniques = WAYS[name]
@@ -141,12 +142,14 @@ def test_experts_are_equal_to_one_process(pool, measured, name):
     assert report, str(report)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("layout", [EP2, TENSOR], ids=str)
 def test_bf16_costs_no_more_than_the_dtype_does(pool, layout):
     report = verify(SIGMOID, layout, BATCHES, dtypes=("bfloat16",), steps=2, pool=pool)
     assert report, str(report)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("layout", [HALVES, TENSOR], ids=str)
 def test_bf16_costs_a_family_no_more_either(pool, layout):
     """In its third step rounding sends some tokens to other experts."""
@@ -158,6 +161,7 @@ def test_bf16_costs_a_family_no_more_either(pool, layout):
 SPARSE = ["gpt_oss", "mixtral", "qwen3_moe", *families.SPARSE]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", SPARSE)
 def test_a_family_is_equal_to_one_process(pool, name):
     batches = RandomBatches(families.VOCABULARY, rows=8, seq_len=9, keys=())
@@ -165,6 +169,7 @@ def test_a_family_is_equal_to_one_process(pool, name):
     assert report, str(report)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("layout", [TENSOR, STAGED], ids=str)
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v2", "deepseek_v3", "qwen2_moe"])
 def test_a_family_is_equal_beside_other_axes(pool, name, layout):
@@ -185,6 +190,7 @@ BALANCED_WAYS: dict[str, tuple[str, Layout, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", BALANCED_WAYS)
 def test_the_loss_of_a_familys_own_routers_is_that_of_one_process(pool, name):
     family, layout, techniques = BALANCED_WAYS[name]
@@ -225,6 +231,7 @@ def beside_transformers(layout: Layout) -> float:
     return max(relative_errors(found, wanted).values()) if found else 0.0
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("layout", [Layout(dp_replicate=2, dp_shard=2), TENSOR], ids=str)
 def test_the_loss_of_a_familys_own_routers_is_transformers_own_and_counts_no_padding(spmd, layout):
     """Which transformers computes in float32."""
@@ -241,6 +248,7 @@ def sent_for_routers(layout: Layout) -> tuple[Figures, Figures]:
     return estimated(laid.plan, Batch(8, 9)), counted(wire)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("layout", [Layout(dp_replicate=2, dp_shard=2), Layout(dp_shard=2, tp=2)], ids=str)
 def test_what_travels_for_a_familys_own_routers_is_what_the_plan_said(spmd, layout):
     for planned, sent in spmd(layout.world, sent_for_routers, layout):
@@ -274,6 +282,7 @@ def with_its_own_kernel(name: str) -> tuple[str, float]:
     return laid.config._experts_implementation, max(errors)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe"])
 def test_a_familys_experts_train_with_the_kernel_that_they_come_with_and_verify_runs_that_one(spmd, pool, name):
     for kernel, error in spmd(2, with_its_own_kernel, name):
@@ -360,6 +369,7 @@ def routings(ranks: int) -> st.SearchStrategy[list[list[int]]]:
     return st.one_of(one, same)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_any_routing_ends_and_makes_no_difference(spmd, ranks):
     """500 routings in all: skewed, empty, all to one. Nothing travels but the rows that must."""
@@ -424,6 +434,7 @@ WIRE = {
 }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", WIRE)
 def test_what_travels_is_what_the_plan_said(spmd, name):
     model, layout, techniques = WIRE[name]
@@ -473,6 +484,7 @@ def gathered_ahead(techniques: dict[str, Any]) -> tuple[Figures, Figures, bool]:
     return estimated(laid.plan, Batch(8, 9)), counted(wire), same
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("recomputed", ["none", "full"])
 def test_what_an_accelerator_gathers_ahead_is_needed(spmd, recomputed):
     """A recomputed forward calls the hooks of the stacks inside a block, and must gather no block that is done."""
@@ -492,6 +504,7 @@ FROZEN = {
 }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize("name", FROZEN)
 def test_no_gradient_travels_where_nothing_in_front_is_trained(spmd, name, mode):
@@ -521,6 +534,7 @@ def order_of_a_layer() -> list[str]:
     return said
 
 
+@pytest.mark.all
 def test_a_shared_expert_computes_while_rows_travel(spmd):
     there = ["begin", "shared", "end"]
     back = ["begin", "end"]
@@ -542,6 +556,7 @@ def bias_after(layout: Layout, steps: int, fault: str = "") -> list[Tensor]:
     return [buffer.clone() for name, buffer in laid.named_buffers() if name.endswith("router.bias")]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("layout", [EP2, HYBRID, ACROSS, STAGED], ids=str)
 def test_the_bias_is_bitwise_that_of_one_process_after_20_steps(spmd, layout):
     wanted = spmd(1, bias_after, ONE, 20)[0]
@@ -586,6 +601,7 @@ def by_the_doors(layout: Layout) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return whole_on_first(found), wanted
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", DOOR_LAYOUTS)
 def test_the_public_functions_average_as_torch_does(spmd, name):
     found, wanted = spmd(4, by_the_doors, DOOR_LAYOUTS[name])[0]
@@ -618,6 +634,7 @@ def warned_of() -> list[str]:
     return [text for text in said if "Router" in text]
 
 
+@pytest.mark.all
 def test_what_functions_leave_to_the_users_loop_is_said(spmd):
     for said in spmd(2, warned_of):
         assert len(said) == 1 and said[0].startswith(
@@ -687,6 +704,7 @@ def read(layout: Layout, folder: str, onto: str) -> Held:
     return held(model, optimizer)
 
 
+@pytest.mark.all
 def test_a_checkpoint_is_read_by_every_other_layout_and_back_bit_by_bit(spmd, tmp_path):
     folder = str(tmp_path / "first")
     written = spmd(4, trained, EP4, folder)[0]
@@ -723,6 +741,7 @@ def trained_and_lost(folder: str) -> None:
         trained(EP2, folder)
 
 
+@pytest.mark.all
 def test_a_checkpoint_that_would_lose_an_expert_is_not_written(spmd, tmp_path):
     with pytest.raises(WorkerFailed, match=r"experts\.w_"):
         spmd(2, trained_and_lost, str(tmp_path / "lost"))
@@ -735,6 +754,7 @@ def read_with_more_experts(folder: str) -> None:
     load(parallelize(SIGMOID, EP2, seed=4), folder)
 
 
+@pytest.mark.all
 def test_a_checkpoint_with_fewer_experts_is_not_read(spmd, tmp_path):
     folder = str(tmp_path / "fewer")
     spmd(2, trained_fewer, folder)

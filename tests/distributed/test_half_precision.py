@@ -46,6 +46,7 @@ WAYS: dict[str, tuple[DecoderConfig, Layout, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", WAYS)
 def test_float16_costs_no_more_than_the_dtype_does(pool, name):
     model, layout, techniques = WAYS[name]
@@ -64,6 +65,7 @@ def keep_scaled(problem: Any, layout: Layout, parallelize_fn: Any) -> Any:
         return candidate(problem, layout, parallelize_fn)
 
 
+@pytest.mark.all
 def test_gradients_that_stay_scaled_are_found(pool, monkeypatch):
     monkeypatch.setattr(verifying, "candidate", keep_scaled)
     (found,) = verifying.verify(DENSE, SHARDED, BATCHES, steps=2, dtypes=("float16",), pool=pool).comparisons
@@ -96,6 +98,7 @@ def steps_of(
     return told, weights
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("layout", [SHARDED, STAGED], ids=str)
 def test_an_overflow_is_skipped_by_all_and_halves_the_scale(spmd, layout):
     said = spmd(layout.world, steps_of, layout, 2.0**24, 16)
@@ -111,6 +114,7 @@ def test_an_overflow_is_skipped_by_all_and_halves_the_scale(spmd, layout):
         assert same is skips
 
 
+@pytest.mark.all
 def test_finite_steps_double_the_scale(spmd):
     told, _ = spmd(2, steps_of, SHARDED, 8.0, 5, 2)[0]
     assert told == [(8.0, False), (8.0, False), (16.0, False), (16.0, False), (32.0, False)]
@@ -133,6 +137,7 @@ def read(folder: str, compute: str) -> tuple[dict[str, Any], dict[str, Any] | No
     return extra, None if laid.loss_scale is None else laid.loss_scale.state()
 
 
+@pytest.mark.all
 def test_a_checkpoint_keeps_the_scale(spmd, tmp_path):
     folder = str(tmp_path / "checkpoint")
     spmd(2, kept, folder)
@@ -148,6 +153,7 @@ def gradients_of(*steps: int) -> dict[str, Tensor]:
     return whole_on_first({name: p.grad for name, p in laid.named_parameters() if p.grad is not None})
 
 
+@pytest.mark.all
 def test_gradients_of_two_calls_add_up(spmd):
     first, second, both = (spmd(2, gradients_of, *steps)[0] for steps in ((0,), (1,), (0, 1)))
     assert max(relative_errors(both, {name: first[name] + second[name] for name in first}).values()) < 1e-6

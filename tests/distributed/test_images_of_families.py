@@ -156,6 +156,7 @@ def assert_equal(found, wanted):
         assert {name: error for name, error in errors.items() if not error <= BOUND} == {}
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("axis", LAYOUTS)
 @pytest.mark.parametrize("family", ["llava_next", "mistral3", "aya_vision"])
 def test_two_axes_are_one_process(spmd, family, axis):

@@ -237,6 +237,7 @@ def test_one_process_holds_what_was_estimated(measured, name):
     measured(name, "foreseen of found", {"together": foreseen.total / found.total})
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", [*SHARDED, *CUT, *OF_FOUR])
 def test_ranks_hold_what_was_estimated(spmd, measured, name):
     case = (SHARDED | CUT | OF_FOUR)[name]
@@ -344,6 +345,7 @@ def test_a_forecast_that_ignores_what_ranks_share_is_seen(spmd, mutant, name):
 # --- what it costs, and what it leaves alone
 
 
+@pytest.mark.all
 def test_a_large_model_takes_no_memory_and_seconds():
     facts = model_facts(as_module(SIZES["8B"]))
     batch = Batch(64, 4096, 1)
@@ -356,6 +358,7 @@ def test_a_large_model_takes_no_memory_and_seconds():
     assert held.most[MemoryUse.OPTIMIZER] == pytest.approx(plan_memory(made).optimizer, rel=1e-5)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved_1f1b", "zbv_zero_bubble"])
 def test_a_long_pipeline_is_known_from_a_few_ranks_and_microbatches(schedule, monkeypatch):
     """Run as it is, rank by rank with all its microbatches, it holds the same."""
@@ -374,6 +377,7 @@ def test_a_long_pipeline_is_known_from_a_few_ranks_and_microbatches(schedule, mo
     assert [memory.total for memory in few] == pytest.approx([memory.total for memory in every], rel=TOGETHER)
 
 
+@pytest.mark.all
 def test_a_compiled_models_memory_is_a_range_with_its_reason():
     estimate = estimated((MODEL, ONE, {"compile": True}, 1))[2]
     assert estimate.of().total == estimated((MODEL, ONE, {}, 1))[2].of().total
@@ -387,6 +391,7 @@ def on_gpus(techniques: dict[str, Any]) -> MemoryEstimate:
     return estimate_memory(facts, made, Batch(2 * ROWS, SEQ, ROWS))
 
 
+@pytest.mark.all
 def test_host_memory_is_no_part_of_a_gpus_peak():
     whole = on_gpus({}).of()
     states = sum(whole.most[kind] for kind in (MemoryUse.OPTIMIZER,)) + plan_memory(on_gpus_plan()).parameters
@@ -411,6 +416,7 @@ def test_low_bit_states_have_their_bytes(bits):
     assert estimate.of().most[MemoryUse.OPTIMIZER] == pytest.approx(plan_memory(made).optimizer, rel=1e-3)
 
 
+@pytest.mark.all
 def test_the_model_is_left_as_it_is():
     model = as_module(MODEL)
     made = plan(model, TENSOR, techniques=FULL)

@@ -27,6 +27,7 @@ REPLICAS, STAGES, BOTH = (
 SHARDS = Layout(dp_shard=2)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("layout", [REPLICAS, STAGES], ids=str)
 def test_adafactor_is_equal_where_parameters_are_whole(pool, layout):
     report = verify(DEEP, layout, BATCHES, steps=2, pool=pool, techniques={"optimizer": "adafactor"})
@@ -35,11 +36,13 @@ def test_adafactor_is_equal_where_parameters_are_whole(pool, layout):
     assert {"row_var", "col_var", "variance"} <= seen, seen
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("layout", [SHARDS, BOTH], ids=str)
 def test_sgd_is_equal_where_it_is_asked_for(pool, layout):
     assert verify(DEEP, layout, BATCHES, steps=2, pool=pool, dtypes=("float64",), techniques={"optimizer": "sgd"})
 
 
+@pytest.mark.first("muon-FSDP2")
 @pytest.mark.parametrize("place", ["DDP", "FSDP2", "FSDP2 + TP", "PP, tied", "EP"])
 @pytest.mark.parametrize("word", ["adafactor", "adam", "lion", "muon", "schedule_free_adamw"])
 def test_a_word_is_equal_on_every_cut(pool, word, place):
@@ -63,6 +66,7 @@ def _stepped(layout: Layout, word: str) -> str:
     return built.implementation
 
 
+@pytest.mark.first("adafactor-dp_shard=2")
 @pytest.mark.parametrize("layout", [SHARDS, Layout(dp_shard=2, tp=2)], ids=str)
 @pytest.mark.parametrize("word", KINDS)
 def test_the_kernel_that_is_chosen_steps_sharded_parameters(spmd, layout, word):
@@ -115,6 +119,7 @@ def _second_step(layout: Layout, folder: str, word: str, *, first: bool) -> dict
     return {name: to_cpu(parameter.detach()) for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("word", ["adafactor", "adam", "lion", "muon", "schedule_free_adamw", "sgd"])
 def test_a_run_goes_on_with_another_layout(spmd, tmp_path, word):
     folder = str(tmp_path / "at")

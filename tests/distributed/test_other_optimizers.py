@@ -93,6 +93,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", ["Adafactor", "ByOwnShare", "ByTheWhole", "Muon", "Signed", "TakesMore"])
 def test_an_optimizer_updates_as_in_one_process_or_is_refused(spmd, name):
     wanted = spmd(1, stepped, name, "one")[0]
@@ -171,6 +172,7 @@ OF_LOOPS = {
 }
 
 
+@pytest.mark.first("Rprop")
 @pytest.mark.parametrize("name", OF_LOOPS)
 def test_a_loop_of_ones_own_is_told_before_a_weight_changes(spmd, name):
     for words in spmd(2, _in_a_loop_of_ones_own, name):

@@ -83,6 +83,7 @@ WAYS: dict[str, tuple[DecoderConfig, Layout, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", WAYS)
 def test_a_pipeline_is_equal_to_one_process(pool, measured, name):
     model, layout, techniques = WAYS[name]
@@ -101,6 +102,7 @@ def test_a_pipeline_is_equal_to_one_process(pool, measured, name):
     )
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("layout", [SHARDED, TENSOR], ids=str)
 def test_bf16_costs_no_more_than_the_dtype_does(pool, layout):
     requested = {"pipeline_schedule": "interleaved_1f1b"}
@@ -124,6 +126,7 @@ def family(name: str) -> Any:
     return families.config_of(name, **(SLIDING if name.startswith("gemma") else {}))
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("layout", [PP2, TENSOR], ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_is_equal_to_one_process(pool, name, layout):
@@ -158,6 +161,7 @@ def recomputed_how_often(schedule: str) -> tuple[int, int]:
     return counted.number, len(model.parts)
 
 
+@pytest.mark.first("zbv_zero_bubble")
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"])
 def test_a_block_is_recomputed_once_for_each_microbatch(spmd, schedule):
     for forwards, stages in spmd(2, recomputed_how_often, schedule):
@@ -206,6 +210,7 @@ def by_one_process(pool):
     return pool.run(used, ONE, world=1, timeout=120)[0]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("layout", "schedule"),
     [(PP2, "1f1b"), (PP2, "zbv_zero_bubble"), (PP4, "1f1b"), (REPLICATED, "dualpipe_v"), (TENSOR, "interleaved_1f1b")],
@@ -320,6 +325,7 @@ def one_step(
     return estimated(plan, Batch(8, seq)), counted(wire), peak_live(order)[rank], runner.most_kept
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", WIRE)
 def test_what_travels_and_what_is_kept_is_what_the_plan_said(spmd, name):
     model, layout, techniques = WIRE[name]
@@ -328,6 +334,7 @@ def test_what_travels_and_what_is_kept_is_what_the_plan_said(spmd, name):
         assert kept == promised
 
 
+@pytest.mark.all
 def test_a_boundary_carries_the_hidden_states_of_a_microbatch(spmd):
     """bytes per element · ⌈seq / tp⌉ · rows · features, each way."""
     for layout, share in ((PP2, 9), (TENSOR, 5)):
@@ -358,6 +365,7 @@ def read(layout: Layout, schedule: str, folder: str, onto: str) -> Held:
     return held(model, optimizer)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv_zero_bubble"])
 def test_a_checkpoint_is_read_by_every_other_layout_and_back_bit_by_bit(spmd, tmp_path, schedule):
     folder = str(tmp_path / "first")
@@ -373,6 +381,7 @@ def test_a_checkpoint_is_read_by_every_other_layout_and_back_bit_by_bit(spmd, tm
 # --- a schedule of the user's own; what is refused; ends
 
 
+@pytest.mark.all
 def test_a_schedule_from_a_table_runs(pool, tmp_path):
     kind = KINDS["zbv_zero_bubble"]
     write_schedule(kind.build(2, 4, 2), tmp_path / "mine.csv")
@@ -405,6 +414,7 @@ def raises_and_goes_on() -> tuple[float, float]:
     return expected, float(model.forward_backward(batch))
 
 
+@pytest.mark.all
 def test_two_steps_without_learning_give_one_loss(spmd):
     for expected, again in spmd(2, raises_and_goes_on):
         assert expected == again
@@ -463,6 +473,7 @@ def proved(layout: Layout) -> tuple[list[Any], list[Any]]:
     return before, [plan.tensor, (plan.pipeline, layout.tp)]
 
 
+@pytest.mark.all
 def test_the_plan_that_is_laid_out_is_the_one_that_was_proved(spmd):
     (before, laid_out), *others = spmd(4, proved, TENSOR)
     assert all(plan in before for plan in laid_out) and None not in laid_out

@@ -71,6 +71,7 @@ def all_of(results: list) -> dict[str, torch.Tensor]:
     return {name: value for _, found in results for name, value in found.items()}
 
 
+@pytest.mark.first("stacks of experts, FSDP 2")
 @pytest.mark.parametrize("name", WAYS)
 def test_the_reference_without_adapters_is_the_one_computed_before(spmd, name):
     layout, family, adapters = WAYS[name]
@@ -85,6 +86,7 @@ def test_the_reference_without_adapters_is_the_one_computed_before(spmd, name):
     assert max(errors.values()) <= EXACT, errors
 
 
+@pytest.mark.all
 def test_the_first_weights_are_those_of_transformers_without_peft():
     """The reference that a step uses is what plain torch computes from the base alone."""
     from transformers import AutoModelForCausalLM
@@ -107,6 +109,7 @@ def test_the_first_weights_are_those_of_transformers_without_peft():
     assert float(model.forward_backward(batch)) == pytest.approx(float(loss), rel=1e-6)  # fp32 inside its norms
 
 
+@pytest.mark.all
 def test_adapters_that_stay_on_are_caught(monkeypatch):
     from contextlib import nullcontext
 
@@ -117,6 +120,7 @@ def test_adapters_that_stay_on_are_caught(monkeypatch):
     assert abs(steps(ONE, "llama", False)[0][2]["loss"] - right[2]["loss"]) > 1e-3
 
 
+@pytest.mark.all
 def test_switching_leaves_no_trace():
     model = model_of(ONE, "llama", LORA)
     layers = peft_private.adapted_layers(list(model.parts))
@@ -127,6 +131,7 @@ def test_switching_leaves_no_trace():
     assert before == [(name, p.requires_grad) for name, p in model.named_parameters()]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("adapters", "techniques", "reason"),
     [
@@ -152,6 +157,7 @@ def some_bring() -> str:
     return str(refused.value)
 
 
+@pytest.mark.all
 def test_ranks_and_microbatches_bring_a_reference_alike(spmd):
     for said in spmd(2, some_bring):
         assert "1 of 2 data ranks bring no batch['reference_log_probs']: all bring it, or none" in said

@@ -47,6 +47,7 @@ def reading(folder, layout):
     return collect(dict(made.named_parameters())), weights.bytes_read, own
 
 
+@pytest.mark.first("dp_replicate=2-qwen3_moe")
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize("layout", [FSDP4, DDP2, HSDP, meshwright.Layout(dp_shard=2, tp=2)], ids=str)
 def test_each_rank_reads_its_own_share(spmd, folders, family, layout):
@@ -67,6 +68,7 @@ def refused(folders):
         return type(error), str(error)
 
 
+@pytest.mark.all
 def test_what_one_rank_cannot_read_nobody_loads(spmd, folders, tmp_path):
     good = folders["llama"]
     cut, other = shutil.copytree(good, tmp_path / "cut"), shutil.copytree(good, tmp_path / "other")
@@ -94,6 +96,7 @@ def checkpointed(folder, place):
     meshwright.save(made, place)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("transforms", [{"fully_shard": {}}, {"ddp": {}}], ids=lambda chain: next(iter(chain)))
 @pytest.mark.parametrize("kind", ["folder", "checkpoint"])
 def test_load_weights_is_a_transform_of_the_chain(spmd, folders, tmp_path, transforms, kind):
@@ -107,6 +110,7 @@ def test_load_weights_is_a_transform_of_the_chain(spmd, folders, tmp_path, trans
     assert [name for name, value in one.items() if not torch.equal(found[name], value)] == []
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("is_restart", [True, False])
 def test_load_weights_leaves_a_restart_alone(spmd, folders, is_restart):
     folder = folders["qwen3_moe"]
@@ -127,10 +131,12 @@ def missing(path):
         return str(error)
 
 
+@pytest.mark.all
 def test_load_weights_needs_a_folder(spmd, folders):
     assert "load_weights.checkpoint_path = 'nowhere' is no folder" in spmd(2, missing, folders["llama"])[0]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("family", ["gemma2", "qwen3_moe"])
 def test_a_frozen_part_is_equal_to_one_process(pool, family):
     config = config_of(family, num_hidden_layers=2)
@@ -172,6 +178,7 @@ def packed(model, layout):
     return float(together), sum(float(loss) * loss.tokens for loss in alone) / together.tokens
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_documents_that_positions_part_are_trained_as_if_alone(spmd, family):
     together, alone = spmd(2, packed, config_of(family), FSDP2)[0]

@@ -73,6 +73,7 @@ WAYS: dict[str, tuple[Layout, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", WAYS)
 def test_a_mode_is_equal_to_one_process(pool, name):
     layout, techniques = WAYS[name]
@@ -135,6 +136,7 @@ def assert_sent(planned: Figures, sent: Figures) -> None:
     assert_estimated(planned, alike)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", WIRE)
 def test_what_travels_is_what_the_plan_said(spmd, name):
     model, layout, techniques = WIRE[name]
@@ -142,6 +144,7 @@ def test_what_travels_is_what_the_plan_said(spmd, name):
         assert_sent(planned, sent)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(("model", "layout"), [(DENSE, TP2), (SPARSE, EP2)], ids=["tp2", "ep2"])
 def test_what_is_kept_is_not_sent_again(spmd, model, layout):
     plain, by_operator = (spmd(layout.world, one_step, model, layout, requested) for requested in ({}, BY_OPERATOR))
@@ -151,6 +154,7 @@ def test_what_is_kept_is_not_sent_again(spmd, model, layout):
         assert sum(moved for _, moved in most.values()) > sum(moved for _, moved in other.values())
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(("model", "layout"), [(DENSE, TP2), (SPARSE, EP2)], ids=["tp2", "ep2"])
 def test_a_kept_exchange_that_is_sent_again_is_seen(spmd, model, layout):
     for planned, sent in spmd(layout.world, one_step, model, layout, BY_OPERATOR, "sends again"):
@@ -166,6 +170,7 @@ PRODUCTS = 7
 """Of a block: q, k, v, o; gate, up, down."""
 
 
+@pytest.mark.first("{'activation_checkpointing': 'every_n', 'checkpoint_every': 3}-6-1")
 @pytest.mark.parametrize(
     ("techniques", "products", "attentions"),
     [
@@ -226,6 +231,7 @@ def chosen_otherwise_when_recomputed() -> Any:
     return patch.object(Router, "_choose", lambda self, scores: choose(self, -scores if is_recomputing() else scores))
 
 
+@pytest.mark.all
 def test_recomputed_tokens_go_to_the_same_experts():
     wanted = gradients(SPARSE, {})
     with chosen_otherwise_when_recomputed():
@@ -409,6 +415,7 @@ def of_a_block(techniques: dict[str, Any]) -> float:
     return (deep - flat) / (more - fewer)
 
 
+@pytest.mark.all
 def test_a_mode_keeps_what_it_promises(measured):
     found = {mode: of_a_block(requested) for mode, requested in MODES.items()}
     found |= {mode: of_a_block({"activation_checkpointing": mode}) for mode in ("none", "full", "selective")}
@@ -470,6 +477,7 @@ def within(budget: float | None) -> int:
     return saved_bytes(apply_model_transforms(built(DENSE, {}), {"compile": options}))
 
 
+@pytest.mark.all
 def test_a_smaller_budget_keeps_less():
     free, most, some, least = (within(budget) for budget in (None, 0.9, 0.5, 0.1))
     assert free > most > some > least
@@ -486,6 +494,7 @@ class Dropping(nn.Module):
         return x + F.dropout(torch.tanh(self.linear(x)), 0.5, self.training)
 
 
+@pytest.mark.all
 def test_a_budget_refuses_a_block_that_draws_before_anything_is_trained():
     torch._dynamo.reset()
     model = nn.Sequential(nn.ModuleList(Dropping() for _ in range(2)))

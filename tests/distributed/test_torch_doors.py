@@ -350,12 +350,14 @@ def _check(spmd, doors, name, layout, one_model):
         assert {door: off for door, off in said.items() if not off < 1e-10} == {}
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("at", LAYOUTS)
 @pytest.mark.parametrize("name", DENSE)
 def test_what_went_in_comes_out(spmd, name, at):
     _check(spmd, READING, name, LAYOUTS[at], one_model=True)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("at", LAYOUTS)
 @pytest.mark.parametrize("name", DENSE)
 def test_what_torch_writes_arrives(spmd, name, at):
@@ -366,6 +368,7 @@ ACROSS_MESHES = (vector, averaged)
 """torch computes with no list of tensors of several meshes, and experts have one of their own."""
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("shards", (2, 4))
 def test_experts_that_went_in_come_out(spmd, shards):
     layout = Layout(dp_shard=shards, ep=2)

@@ -80,6 +80,7 @@ WAYS = {
 }
 
 
+@pytest.mark.first("ddp2, partly frozen")
 @pytest.mark.parametrize("name", WAYS)
 def test_the_plan_estimates_every_byte(spmd, name):
     model, way = WAYS[name]
@@ -112,6 +113,7 @@ def drawn(draw):
     return Problem(model, dtype="float32", data=data), Way(layout, techniques, draw(st.sampled_from(["one", "rows"])))
 
 
+@pytest.mark.all
 @given(drawn())
 @settings(
     max_examples=10,
@@ -143,6 +145,7 @@ def even_sizes() -> tuple[int, int, int]:
     )
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("layout", "microbatches"),
     [(DDP2, "rows"), (DDP4, "one"), (FSDP2, "one"), (FSDP2, "rows"), (FSDP4, "one"), (HSDP, "one"), (HSDP, "rows")],
@@ -176,6 +179,7 @@ def loss_that_talks(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return cross_entropy_sum(logits, labels)
 
 
+@pytest.mark.all
 def test_a_collective_that_no_plan_lists_is_seen(spmd):
     planned, sent = spmd(2, one_warm_step, Problem(dtype="float32"), Way(FSDP2), loss_that_talks)[0]
     with pytest.raises(AssertionError, match="all_reduce"):

@@ -64,6 +64,7 @@ COMPANIONS = {
 }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("name", COMPANIONS)
 def test_stages_keep_company(spmd, reference, name, stage):
@@ -77,6 +78,7 @@ def test_stages_keep_company(spmd, reference, name, stage):
 CUT = DecoderConfig(257, 16, 4, n_heads=4, n_kv_heads=2, hidden_dim=20, max_seq_len=16, tied_embeddings=True)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(
     "layout",
@@ -100,6 +102,7 @@ WIRE = {
 }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("microbatches", ["one", "rows"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("name", WIRE)
@@ -117,6 +120,7 @@ FORMULAS = {
 """Stage -> what is gathered and what is reduced in a step, of so many bytes of parameters."""
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("microbatches", ["one", "rows"])
 @pytest.mark.parametrize("stage", FORMULAS)
 def test_even_shapes_move_what_the_paper_says(spmd, stage, microbatches):
@@ -130,6 +134,7 @@ def test_even_shapes_move_what_the_paper_says(spmd, stage, microbatches):
 PIPELINE = Layout(pp=2, dp_shard=2)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_pipeline_of_stages_moves_what_the_plan_says(spmd, stage):
     for planned, sent, *_ in spmd(4, one_step, replace(CUT, tied_embeddings=False), PIPELINE, {"zero_stage": stage}, 9):
@@ -182,12 +187,14 @@ def by_hand(stage: int) -> tuple[list[str], bool]:
     return gathered, all(torch.allclose(found[0][name], found[1][name], rtol=0, atol=1e-13) for name in found[0])
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("stage", [1, 2])
 def test_nothing_is_gathered_between_steps(spmd, stage):
     for gathered, agree in spmd(2, by_hand, stage):
         assert gathered == [] and agree
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_disturbed_run_ends_like_an_undisturbed_one(spmd, reference, stage):
     way = Way(FSDP2, (("zero_stage", stage),), "list")
@@ -213,6 +220,7 @@ def loaded(stage: int, folder: str) -> list[float]:
     return [*losses, float(model.forward_backward(batch))]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("stage", [1, 2])
 def test_what_is_loaded_between_steps_is_used(spmd, tmp_path, stage):
     for before, stepped, back in spmd(2, loaded, stage, str(tmp_path / "saved")):

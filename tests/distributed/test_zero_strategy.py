@@ -130,6 +130,7 @@ WAYS: list[tuple[Layout, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(("layout", "options"), WAYS, ids=str)
 def test_two_steps_equal_one_process(spmd, measured, layout, options):
     for error in spmd(layout.world, worst_error, layout, options):
@@ -217,6 +218,7 @@ def applications() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.all
 def test_what_is_applied(spmd):
     for found in spmd(2, applications):
         assert found["no_shard"][0] == 1.0 and found["no_shard"][3]["dp_replicate"] == 2
@@ -268,6 +270,7 @@ def on_meta() -> tuple[bool, list[dict[str, Any]], int]:
     return moved, plain, sharded * 2 - sum(p.numel() for p in laid.parameters())
 
 
+@pytest.mark.all
 def test_a_model_on_meta_gets_weights_and_the_optimizer_its_shards(spmd):
     for moved, plain, extra in spmd(2, on_meta):
         assert moved and extra == 0
@@ -334,6 +337,7 @@ def test_a_gradient_that_is_not_finite_is_named_on_all_ranks(spmd, layout, strat
         assert not moved and healthy == "" and all(finite)
 
 
+@pytest.mark.all
 def test_the_check_can_be_switched_off(spmd):
     for said, moved, *_ in spmd(2, checked, DP2, {"check_for_nan_in_grad": False}):
         assert said == "" and moved
@@ -435,6 +439,7 @@ def cut_by_module() -> list[str]:
     ]
 
 
+@pytest.mark.all
 def test_units_of_single_modules_do_not_go_with_a_tensor_axis(spmd):
     assert spmd(4, cut_by_module)[0][0].startswith(
         "UnsupportedError: disable_bucketing: beside tensor or expert parallelism the units are"

@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 
+import pytest
+
 from meshwright.data.sources.formats import ANIMALS
+
+pytestmark = pytest.mark.all
 
 
 def is_true(sentence: str) -> bool:

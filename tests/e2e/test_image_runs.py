@@ -78,6 +78,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_prints_the_losses_of_one_process(train, told, one, layout):
     world, changes = LAYOUTS[layout]
@@ -92,6 +93,7 @@ def test_every_layout_prints_the_losses_of_one_process(train, told, one, layout)
         assert rows_of_step(seen, step) == rows_of_step([one], step)
 
 
+@pytest.mark.all
 def test_the_first_loss_is_that_of_transformers_on_the_processors_own_batches(one, model, data):
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -121,6 +123,7 @@ def test_the_first_loss_is_that_of_transformers_on_the_processors_own_batches(on
     assert losses(one.folder)[0] == pytest.approx(float(torch.cat(losses_of_rows).mean()), rel=1e-5)
 
 
+@pytest.mark.all
 def test_a_run_goes_on_bit_by_bit_with_the_tower_frozen_and_the_models_folder_gone(train, told, model, tmp_path):
     folder = shutil.copytree(model, tmp_path / "model")
     told = told | {"model.hf": str(folder), "techniques.freeze": ["vision_tower"]}
@@ -137,6 +140,7 @@ def test_a_run_goes_on_bit_by_bit_with_the_tower_frozen_and_the_models_folder_go
         assert [key for key in one if not torch.equal(one[key], other[key])] == []
 
 
+@pytest.mark.all
 def test_another_image_is_another_run(train, told, data, tmp_path):
     own = shutil.copytree(data, tmp_path / "own")
     told = told | {"data.source": [str(own / "rows.jsonl")]}
@@ -182,6 +186,7 @@ def test_a_picture_lost_between_two_sittings_is_left_out_as_the_message_says(
     assert 0 < empty < 8
 
 
+@pytest.mark.all
 def test_a_run_is_exported_with_its_processor_and_generates(train, told, ask, tmp_path, data):
     from PIL import Image
     from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -210,6 +215,7 @@ def test_a_run_is_evaluated_on_the_images_that_it_held_out(ask, one, tmp_path, d
     assert (status, err) == (0, "") and json.loads(said)["rows"] == 20
 
 
+@pytest.mark.all
 def test_data_is_shown_with_its_images(ask, model, data):
     status, said, err = ask("inspect", data / "rows.jsonl", "--model.hf", model)
     assert (status, err) == (0, "") and "document 3: " in said and "learnt, 2 images" in said

@@ -141,6 +141,7 @@ def assert_stopped_cleanly(done: Ended, number: int, run: Path) -> int:
     return state["step"]
 
 
+@pytest.mark.all
 def test_interrupt_terminate_and_user_signal_each_save_and_the_run_goes_on(begin, flags, tmp_path, train):
     endless = ENDLESS | {"techniques.precision.master": "float64"}
     command = begin(*flags(endless | {"out": "runs"}))
@@ -185,6 +186,7 @@ def test_a_signal_to_every_process_or_to_one_worker_saves_too(begin, flags, tmp_
         assert_stopped_cleanly(command.ended(), number, only_run(tmp_path / f"runs{place}"))
 
 
+@pytest.mark.all
 def test_a_signal_while_starting_ends_at_once_without_a_trace(begin, flags, tmp_path):
     (tmp_path / "large.txt").write_text("a text that takes a while to read\n" * 1_500_000)
     large = {"data.source": [str(tmp_path / "large.txt")], "data.cache": str(tmp_path / "cache")}
@@ -219,6 +221,7 @@ def test_a_signal_while_starting_ends_at_once_without_a_trace(begin, flags, tmp_
             assert not runs.exists()
 
 
+@pytest.mark.all
 def test_a_rank_that_waits_for_the_others_ends_at_once(environment, flags, tmp_path):
     port = free_port()
     task = {"SLURM_JOB_ID": str(port - 20_000), "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2"}
@@ -230,6 +233,7 @@ def test_a_rank_that_waits_for_the_others_ends_at_once(environment, flags, tmp_p
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.all
 def test_ctrl_c_twice_ends_at_once_and_the_run_can_be_continued(begin, flags, tmp_path, train):
     command = begin(*flags(ENDLESS | {"out": "runs", "process.count": 2, "checkpoint.every": 1}))
     command.steps_taken(tmp_path / "runs", more_than=2)
@@ -246,6 +250,7 @@ def test_ctrl_c_twice_ends_at_once_and_the_run_can_be_continued(begin, flags, tm
     assert again.status == 0 and [row["step"] for row in metrics(run)] == list(range(1, step + 2))
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("layout", "part"),
     [({}, ""), ({"layout.pp": 2, "layout.dp_shard": 1}, r", stage [01] of 2: layers\.\d( to layers\.\d)?")],

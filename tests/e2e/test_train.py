@@ -26,7 +26,7 @@ HSDP = {"layout.dp_replicate": 2, "layout.dp_shard": 2}
 FSDP: dict = {}
 
 
-@pytest.mark.every_case
+@pytest.mark.fast
 def test_the_default_run_on_four_processes_leaves_all_that_it_promises(
     meshwright, flags, corpus, cache, tmp_path, capsys, train, spmd
 ):
@@ -131,6 +131,7 @@ def known():
     return {}
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("world", "changes"),
     [
@@ -159,6 +160,7 @@ def test_every_layout_takes_the_steps_of_one_process(both, known, world, changes
     assert ours[-1]["validation_loss"] == pytest.approx(theirs[-1]["validation_loss"], rel=1e-6)
 
 
+@pytest.mark.all
 def test_three_processes_over_nine_rows(flags, tmp_path):
     assert main(["train", *flags({"process.count": 3, "batch.global_batch": 9, "steps": 2})]) == 0
     run = only_run(tmp_path / "runs")
@@ -182,6 +184,7 @@ for number in range(2):  # a notebook runs its cell again
 """
 
 
+@pytest.mark.all
 def test_a_plain_script_trains_on_a_few_words_in_one_process(meshwright, tmp_path):
     (tmp_path / "few words.txt").write_text("a mesh of one rank\n")
     (tmp_path / "script.py").write_text(PLAIN_SCRIPT)
@@ -193,6 +196,7 @@ def test_a_plain_script_trains_on_a_few_words_in_one_process(meshwright, tmp_pat
     assert sorted(path.name for path in (first / "checkpoints").iterdir()) == ["latest", "step-00000001"]
 
 
+@pytest.mark.all
 def test_what_is_switched_off_does_not_happen_and_what_cannot_happen_is_said(train):
     off = train(2, {"steps": 2})[0]
     assert [("validation_loss" in row) for row in metrics(off.folder)] == [False, False]
@@ -239,6 +243,7 @@ def under_slurm(environment, cwd, words):
     ]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("launcher", [under_torchrun, under_slurm])
 def test_under_a_launcher_each_process_is_a_rank_and_one_speaks(launcher, environment, flags, tmp_path, train):
     ended = launcher(
@@ -252,6 +257,7 @@ def test_under_a_launcher_each_process_is_a_rank_and_one_speaks(launcher, enviro
     assert losses(run) == pytest.approx(losses(pool.folder), rel=1e-6)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(("limit", "taken"), [(3, 3), (0, 1)])
 def test_a_run_that_diverges_skips_and_then_stops(train, limit, taken):
     hopeless = {

@@ -40,6 +40,7 @@ def run(told, tmp_path):
     return shutil.copytree(told.folder, tmp_path / "a run")
 
 
+@pytest.mark.all
 def test_generate_repeats_the_sample_of_the_run_and_follows_seed_and_temperature(ask, run, told):
     before = tree(run)
 
@@ -62,6 +63,7 @@ def test_generate_repeats_the_sample_of_the_run_and_follows_seed_and_temperature
     assert tree(run) == before
 
 
+@pytest.mark.first('words6-tokens = "many" is text; expected a whole number')
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
@@ -85,6 +87,7 @@ def test_generate_refuses_what_it_cannot_do(ask, run, words, complaint):
     )
 
 
+@pytest.mark.all
 def test_a_run_without_a_checkpoint_or_a_config_is_refused(ask, run):
     shutil.rmtree(run / "checkpoints")
     assert ask("generate", run) == (2, "", f"meshwright: {run} has no checkpoint; steps that are there: none\n")
@@ -94,6 +97,7 @@ def test_a_run_without_a_checkpoint_or_a_config_is_refused(ask, run):
         assert status == 2 and "without a config.toml, so it is no run" in err
 
 
+@pytest.mark.all
 def test_inspect_tells_what_a_run_holds_and_what_is_wrong_with_it(ask, run):
     before = tree(run)
     status, out, _ = ask("inspect", run)
@@ -118,6 +122,7 @@ def test_inspect_tells_what_a_run_holds_and_what_is_wrong_with_it(ask, run):
     )
 
 
+@pytest.mark.all
 def test_inspect_knows_the_sizes_and_nothing_else(ask):
     status, out, _ = ask("inspect", "8B")
     assert status == 0 and "8,030,261,248 parameters" in out and "layers.* (32)" in out
@@ -126,6 +131,7 @@ def test_inspect_knows_the_sizes_and_nothing_else(ask):
     assert ask("inspect", "nonsense")[0] == 2
 
 
+@pytest.mark.all
 def test_plan_needs_no_gpu_no_process_group_and_no_data(ask):
     words = [
         "plan",
@@ -155,6 +161,7 @@ def test_plan_needs_no_gpu_no_process_group_and_no_data(ask):
     )
 
 
+@pytest.mark.all
 def test_plan_of_a_run_is_the_plan_that_the_run_wrote(ask, run):
     status, out, _ = ask("plan", run, "--world=2", "--json")
     assert status == 0 and Plan.from_json(out).diff(Plan.from_json((run / "plan.json").read_text())) == []

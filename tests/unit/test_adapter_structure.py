@@ -39,6 +39,7 @@ def errors_of(facts: ModelFacts, **requested: Any) -> dict[str, float]:
     return found
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("whole", [False, True], ids=["cut", "whole"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_beside_all_linear_layers_are_equal_to_one_process(family, whole):
@@ -49,6 +50,7 @@ def test_adapters_beside_all_linear_layers_are_equal_to_one_process(family, whol
     assert max(errors.values()) <= EXACT, sorted(errors.items(), key=lambda e: -e[1])[:3]
 
 
+@pytest.mark.all
 def test_an_adapter_lies_as_its_host_does():
     plan, notes = cut(model_facts(adapted("phi3")))
     block = "base_model.model.model.layers.0"
@@ -72,6 +74,7 @@ def test_the_wrapper_takes_what_the_model_inside_takes():
     assert takes["tokens"] == "input_ids" and takes["positions"] == "position_ids"
 
 
+@pytest.mark.all
 def test_a_large_model_is_measured_on_a_small_copy_with_small_adapters():
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -127,6 +130,7 @@ def test_broken_sums_are_refused(fault: Callable[[TensorPlan], Any]):
     parallel.prove(facts, plan)
 
 
+@pytest.mark.all
 def test_a_second_matrix_that_is_cut_by_other_rows_than_its_host_is_refused():
     right = regions._cuts_of_adapters
 
@@ -143,6 +147,7 @@ def test_a_second_matrix_that_is_cut_by_other_rows_than_its_host_is_refused():
 # --- what cannot be cut is named
 
 
+@pytest.mark.all
 def test_an_adapter_with_parameters_of_its_own_is_refused_by_name():
     facts = model_facts(adapted("llama", ["q_proj", "down_proj"], use_dora=True))
     with pytest.raises(
@@ -151,6 +156,7 @@ def test_an_adapter_with_parameters_of_its_own_is_refused_by_name():
         cut(facts)
 
 
+@pytest.mark.all
 def test_an_adapter_beside_the_head_leaves_it_whole_and_says_so():
     facts = model_facts(adapted("llama", ["lm_head", "q_proj"]))
     plan, notes = cut(facts)

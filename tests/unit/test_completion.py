@@ -230,6 +230,7 @@ class Terminal:
         os.waitpid(self.pid, 0)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("words", "setup"),
     [

@@ -184,12 +184,14 @@ CASES = {
 }
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("case", CASES)
 def test_four_ranks_compute_what_one_does(case, method):
     assert error(CASES[case], 4, METHODS[method]) < 1e-13
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("cut", ["head_tail", "contiguous"])
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("kind", ["all_gather", "ring", "halo"])
@@ -198,6 +200,7 @@ def test_other_numbers_of_ranks_compute_what_one_does(mask, kind, ranks, cut):
     assert error(Case(mask, "alike"), ranks, Method(kind), cut) < 1e-13
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("method", [*METHODS, "all_gather, halo for documents"])
 @pytest.mark.parametrize("mask", ["documents", "full documents", "windows by position"])
 def test_rows_that_are_cut_by_their_documents_compute_what_one_process_does(mask, method):

@@ -98,6 +98,7 @@ def errors(model: nn.Module, ranks: int) -> dict[str, float]:
     return {kind: max(rehearse(small, of_small, batch).values()) for kind, batch in rehearsed(small).items()}
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_mixers_are_found_and_computed_on_whole_rows(name, ranks):
@@ -108,6 +109,7 @@ def test_mixers_are_found_and_computed_on_whole_rows(name, ranks):
     assert {"plain", "packed"} <= set(found) and max(found.values()) < 1e-10, found
 
 
+@pytest.mark.first("llama-2")
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_mixers_of_families_share_their_heads_out_or_compute_whole_rows(name, ranks):
@@ -198,6 +200,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(("fault", "family"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
 def test_a_broken_mixer_is_refused_by_the_rehearsal(monkeypatch, fault, family):
     if fault is heads_of_the_next_rank and TRANSFORMERS == (5, 17):

@@ -119,6 +119,7 @@ def test_a_packed_batch_can_be_put_together_again(given_batch, options):
 # --- reaches
 
 
+@pytest.mark.all
 @FEW
 @given(st.data(), batches())
 def test_a_reach_is_the_mask_wherever_it_is_taken(data, given_batch):
@@ -151,6 +152,7 @@ def painted(tiles: list[Any], reach: KeyRanges, keys: int) -> Tensor:
     return times
 
 
+@pytest.mark.all
 @FEW
 @given(st.data(), batches(), st.integers(1, 7), st.integers(1, 7))
 def test_blocks_and_segments_have_every_pair_once(data, given_batch, queries, keys):
@@ -189,12 +191,14 @@ def every_key_is_fetched(data: st.DataObject, given_batch: tuple[dict[str, Tenso
         assert bool((found.places.diff(dim=1) >= 0).all())
 
 
+@pytest.mark.all
 @FEW
 @given(st.data(), batches())
 def test_a_halo_is_what_queries_reach_and_no_more(data, given_batch):
     every_key_is_fetched(data, given_batch)
 
 
+@pytest.mark.all
 @FEW
 @given(batches(6), OPTIONS, st.sampled_from([1, 2, 3, 6]))
 def test_members_know_their_tokens_among_all(given_batch, options, count):

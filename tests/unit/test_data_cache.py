@@ -248,6 +248,7 @@ def let_go(folder: Path, *processes: subprocess.Popen) -> list[list[str]]:
     return [process.communicate(timeout=30)[0].splitlines() for process in processes]
 
 
+@pytest.mark.first("no locks")
 @pytest.mark.parametrize("mode", ["", "no locks"])
 def test_three_processes_at_once_get_one_whole_corpus(texts, tmp_path, mode):
     folder = tmp_path / "cache"

@@ -42,6 +42,7 @@ def global_batches(consumed: int, steps: int, batch: int, world: int, workers: i
     return rows, states.pop()
 
 
+@pytest.mark.all
 @settings(max_examples=40, deadline=None)
 @given(
     start=st.integers(0, 10**9),

@@ -45,6 +45,7 @@ def test_epochs_and_seeds_differ(n, seed, epoch):
         assert (here == other).sum() <= 12
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("n", [2, 3, 5, 16, 17, 40])
 def test_every_sample_comes_about_equally_often_at_every_place(n):
     epochs = 4000

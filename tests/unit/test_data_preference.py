@@ -97,6 +97,7 @@ def test_a_pair_that_is_none_is_named_with_its_row(tmp_path, row, words):
     assert answers(kept.rows(np.arange(4), SEQ)) == ["good0", "bad0", "good1", "bad1"]
 
 
+@pytest.mark.first("row1-'chosen' must .*adds assistant, user, assistant")
 @pytest.mark.parametrize(
     ("row", "words"),
     [

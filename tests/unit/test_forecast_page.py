@@ -169,6 +169,7 @@ def test_ranks_links_and_bytes_are_those_of_the_mesh():
         assert f"{row.op} " in text and f"({row.ranks})" in text
 
 
+@pytest.mark.all
 def test_the_command_writes_the_page_beside_its_answer(tmp_path, capsys):
     config, target = tmp_path / "c.toml", tmp_path / "a.html"
     config.write_text(CONFIG)

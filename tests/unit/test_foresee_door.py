@@ -27,6 +27,7 @@ def searched():
     return foresee(MODEL, batch=BATCH, cluster=H100, pins=("pp=1", "cp=1", "recompute=full"))
 
 
+@pytest.mark.all
 def test_a_stated_layout_is_planned_for_the_card_and_judged():
     layout = Layout(dp_shard=4, tp=2)
     made = meshwright.plan(MODEL, layout, batch=BATCH, cluster=H100)
@@ -38,6 +39,7 @@ def test_a_stated_layout_is_planned_for_the_card_and_judged():
     assert judged.chosen is not None and judged.chosen.plan == made and judged.candidates == (judged.chosen,)
 
 
+@pytest.mark.all
 def test_techniques_choose_the_dtype_to_compute_in():
     in_float32 = meshwright.plan(
         MODEL,
@@ -58,6 +60,7 @@ def test_techniques_choose_the_dtype_to_compute_in():
     assert on_v100.precision.compute == "float16"
 
 
+@pytest.mark.all
 def test_an_open_layout_is_searched_and_the_plan_is_the_chosen_ones(searched):
     chosen = searched.chosen
     for one in (*searched.candidates, *searched.front):
@@ -97,6 +100,7 @@ def test_attributes_are_the_documented_figures(searched):
     assert Layout(**answer["chosen"]["layout"]) == chosen.layout
 
 
+@pytest.mark.all
 def test_the_command_prints_what_the_function_returns(tmp_path, capsys):
     flags = ["--model.size=debug", "--data.tokenizer=ids:300:0", "--data.seq_len=64", "--batch.global_batch=16"]
     asked = ["plan", *flags, "--gpus", "2", "--gpu", "h100", "--pin", "pp=1"]
@@ -112,6 +116,7 @@ def test_the_command_prints_what_the_function_returns(tmp_path, capsys):
     assert printed == f"{found}\n"
 
 
+@pytest.mark.all
 def test_a_layout_that_does_not_fit_is_no_choice():
     large = replace(SIZES["8B"], n_layers=8)
     judged = foresee(
@@ -163,6 +168,7 @@ def test_clusters_without_a_card_are_planned_as_before():
     assert meshwright.plan(MODEL, layout, cluster=Cluster(4)) == build_plan(MODEL, layout, cluster=Cluster(4))
 
 
+@pytest.mark.all
 def test_uneven_experts_and_slow_ranks_make_a_step_longer():
     layout, batch, cluster = Layout(dp_shard=8, ep=8), Batch(32, 2048, 4), Cluster(8, gpu="h100")
     model = replace(SIZES["1B"], n_layers=2, vocab_size=300, moe=MoEConfig(n_experts=8, hidden_dim=4096))

@@ -48,6 +48,7 @@ def parts_of(model, ranks: int) -> dict[str, list[tuple[int, int]]]:
     return {cut.name: [(part.size, part.groups) for part in cut.parts] for kind in made.kinds for cut in kind.cuts()}
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(("size", "ranks"), [("8B", 8), ("70B", 16), ("1B", 4), ("125M", 3)])
 def test_our_sizes(size, ranks):
     c = SIZES[size]
@@ -57,6 +58,7 @@ def test_our_sizes(size, ranks):
     assert found["feed_forward.w_down.weight"] == [(c.hidden_dim, c.hidden_dim)]
 
 
+@pytest.mark.first("phi3-2-self_attn.qkv_proj.weight-parts3")
 @pytest.mark.parametrize(
     ("family", "ranks", "name", "parts"),
     [
@@ -71,6 +73,7 @@ def test_families(family, ranks, name, parts):
     assert parts_of(large(family), ranks)[name] == parts
 
 
+@pytest.mark.all
 def test_one_key_head_stays_one_where_the_config_counts_more():
     """Its proportions are not those of a smaller one: that is seen, and a larger copy is measured."""
     model = large("falcon", hidden_size=4096, num_attention_heads=64)
@@ -125,6 +128,7 @@ class Deep(nn.Module):
         return x @ self.embedding.weight.T
 
 
+@pytest.mark.all
 def test_what_would_take_minutes_to_measure_is_refused_with_the_layer_that_takes_long():
     facts = model_facts(as_module(Deep))
     with pytest.raises(
@@ -148,6 +152,7 @@ def test_blocks_that_hand_on_several_streams_are_refused_before_they_are_measure
         facts.measurements.structure(2)
 
 
+@pytest.mark.all
 def test_heads_of_linear_attention_of_full_size_are_shared_out():
     """Measured on few and small ones; numbers for each head (gates, decays) stay as many as heads.
 
@@ -163,6 +168,7 @@ def test_heads_of_linear_attention_of_full_size_are_shared_out():
     ]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("family", ["deepseek_v3", "ernie4_5_moe", "glm4_moe", "mixtral", "olmoe", "qwen3_moe"])
 def test_mixtures_of_experts_of_full_size_are_planned(family):
     """As transformers' own configs have them: hundreds of billions of parameters, many experts, heads in parts."""
@@ -180,6 +186,7 @@ def test_mixtures_of_experts_of_full_size_are_planned(family):
     assert not [note for note in made.notes if ".experts" in note], "every rank has its share of them"
 
 
+@pytest.mark.all
 def test_as_many_groups_of_experts_as_a_small_copy_would_have_experts():
     """Routers that add up the two best of a group need two."""
     from transformers import AutoConfig
@@ -190,6 +197,7 @@ def test_as_many_groups_of_experts_as_a_small_copy_would_have_experts():
     assert made.tensor is not None and made.tensor.sequence_parallel
 
 
+@pytest.mark.all
 def test_latent_attention_of_full_size_is_cut_by_its_heads():
     from transformers import AutoConfig
 

@@ -93,6 +93,7 @@ def test_offloading_is_said():
     assert "at rest in host memory" in table(offloaded, Batch(8, 8, 2))
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(("state", "of_each"), [("8bit", 1 + 4 / 256), ("4bit", 0.5 + 4 / 128)])
 def test_moments_in_few_bits_take_a_byte_or_half_of_one_and_their_scales(state, of_each):
     """Of parameters that are large enough on a rank; others keep 8 bytes an element in fp32."""

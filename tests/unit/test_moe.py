@@ -76,6 +76,7 @@ ROUTINGS = st.lists(st.lists(st.integers(0, EXPERTS), min_size=2, max_size=2), m
 """Experts of each token; EXPERTS stands for nowhere."""
 
 
+@pytest.mark.all
 @settings(max_examples=60, deadline=None)
 @given(ROUTINGS)
 def test_stacked_experts_give_what_a_loop_gives_and_the_same_gradients(routing):
@@ -328,6 +329,7 @@ def test_dense_layers_must_leave_some():
 SPARSE = ["gpt_oss", "mixtral", "qwen3_moe", *families.SPARSE]
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", SPARSE)
 def test_stacks_are_found_in_a_family_and_compute_alone(name):
     facts = model_facts(as_module(CausalLM(families.config_of(name))))

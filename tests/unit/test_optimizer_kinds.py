@@ -68,6 +68,7 @@ def test_the_update_of_an_element_depends_on_others_where_the_row_says_so(word):
     assert (kind_of(word).sums_parts or kind_of(word).by_role) != torch.equal(whole[:2], half)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("word", KINDS)
 def test_memory_is_that_of_the_row(word):
     facts = model_facts(as_module(MODEL))

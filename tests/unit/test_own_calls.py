@@ -57,6 +57,7 @@ def test_a_text_has_the_ids_of_the_own_call_and_one_end(way, tmp_path):
     assert found == [ended(own(way), own(way)(text)["input_ids"]) for text in texts] and said(notes) == []
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("task", ["completion", "alpaca", "preference"])
 def test_a_prompt_and_its_answer_have_the_ids_of_the_own_call_of_both(way, tmp_path, task):
     prompt, answers = "Two and two?", [" Four, I say"]

@@ -65,6 +65,7 @@ def seen(model: torch.nn.Module) -> dict[str, str]:
     return {key: str(value) for key, value in found.items()}
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", MODELS)
 def test_what_a_forward_does_is_seen(name):
     found, wanted = seen(MODELS[name]()), SEEN.get(name, {})
@@ -72,6 +73,7 @@ def test_what_a_forward_does_is_seen(name):
     assert found.keys() - wanted.keys() <= ({"unused", "conditional"} if "conditional" in wanted else set()), found
 
 
+@pytest.mark.first("mpt")
 @pytest.mark.parametrize(
     "family", ["bloom", "deepseek_v3", "falcon", "gemma2", "gpt2", "gpt_oss", "llama", "mixtral", "mpt", "olmo2"]
 )
@@ -151,6 +153,7 @@ REFUSED: dict[str, str] = {
 """The layouts that the rules of premises refuse; all others are planned."""
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", MODELS)
 def test_what_a_layout_would_change_is_refused_and_nothing_else(name):
     from meshwright.introspection.facts import model_facts

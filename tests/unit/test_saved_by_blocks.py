@@ -116,6 +116,7 @@ def of_dry_run(name: str) -> float:
     return (memory.total - memory.context - memory.fragmented) / dry.total
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", CASES)
 def test_a_forecast_counts_about_what_the_dry_run_finds(name, measured):
     share = of_dry_run(name)

@@ -73,6 +73,7 @@ REGIONS = {
 """Family -> (container, producers, consumer, groups) of its attention and of its feed-forward."""
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", REGIONS)
 def test_attention_and_feed_forward_are_found(name):
     found = kind(family(name)).regions
@@ -85,6 +86,7 @@ def test_attention_and_feed_forward_are_found(name):
     assert told == expected and [r.kind for r in found] == ["attention", "feed_forward"]
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("name", "tensor", "expected"),
     [
@@ -118,11 +120,13 @@ def test_a_tensor_falls_into_parts(name, tensor, expected):
     assert parts(region(family(name)), tensor) == expected
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(("name", "expected"), [("phi3", "64/64 + 64/64, 0"), ("glm4", "64/64 + 64/64, 0")])
 def test_gate_and_up_in_one_weight_are_two_parts(name, expected):
     assert parts(region(family(name), "feed_forward"), "mlp.gate_up_proj.weight") == expected
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", ["olmo2", "olmo3"])
 def test_norms_over_all_heads_are_found(name):
     found = region(family(name))
@@ -130,6 +134,7 @@ def test_norms_over_all_heads_are_found(name):
     assert parts(found, "self_attn.q_norm.weight") == "32/4, 0" and parts(found, "self_attn.k_norm.weight") == "16/2, 0"
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("name", "shared"),
     [
@@ -144,6 +149,7 @@ def test_parameters_that_all_heads_share_are_found(name, shared):
     assert region(family(name)).shared == tuple(f"self_attn.{path}" for path in shared)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", ["cohere", "phi", "gptj", "gpt_neox", "falcon", "falcon_grouped", "stablelm_parallel"])
 def test_parallel_branches_are_reduced_together(name):
     attention, feed_forward = kind(family(name)).regions
@@ -193,6 +199,7 @@ def form(name: str, ranks: int):
     return found.forms[found.structure.kinds[0].blocks[0], region(family(name)).consumer]
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("name", "ranks", "numbers", "arguments"),
     [
@@ -237,6 +244,7 @@ BEFORE_HEADS = {
 """Attention whose heads are made from a few features."""
 
 
+@pytest.mark.first("latent")
 @pytest.mark.parametrize("name", BEFORE_HEADS)
 def test_what_all_heads_come_from_stays_whole_and_is_shared(name):
     facts = user(name) if name == "latent" else family(name)

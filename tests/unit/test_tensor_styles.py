@@ -96,6 +96,7 @@ def test_a_tied_weight_is_cut_at_both_ends_or_at_none():
         planned(facts, ATTENTION | {"lm_head": "colwise", "model.embed_tokens": "replicate"})
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("at_once", [False, True])
 def test_the_rehearsal_sums_as_it_will_be_applied(at_once):
     """A tied weight has two names, and the plan must know both: found wrong in either way."""
@@ -180,6 +181,7 @@ def test_a_plan_that_does_not_fit_is_refused(llama, words, kind, text):
         planned(llama, words)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("style", ["colwise", "rowwise"])
 def test_what_all_heads_are_made_from_is_not_cut(style):
     latent = family("deepseek_v3")
@@ -202,6 +204,7 @@ def test_names_alone_need_no_model():
     }
 
 
+@pytest.mark.all
 def test_where_a_models_own_plan_names_less_or_more_it_is_said():
     facts = family("gpt_neox")
     assert plan(facts, TP2).notes == (

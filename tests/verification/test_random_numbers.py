@@ -26,6 +26,7 @@ EVALUATED = (
 )
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("layout", [DDP, FSDP, HSDP], ids=str)
 @pytest.mark.parametrize("techniques", [{}, CHECKPOINTED], ids=["", "checkpointed"])
 def test_our_layouts_draw_what_they_should(pool, layout, techniques):
@@ -53,6 +54,7 @@ def test_a_fault_is_found_where_it_is(spmd, name, place):
     assert len({d.stage for d in found.differences if d.is_beyond}) == 1, found.lines()
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("model", "layout", "composition", "said"),
     [
@@ -81,6 +83,7 @@ def test_somebody_elses_composition_is_judged_by_what_it_draws(pool, model, layo
     assert bool(report) is not bool(said) and said in str(report), report
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("composition", [None, "torchs_ddp"])
 def test_dropout_that_no_layer_owns_is_compared_in_evaluation_mode_and_drawn_in_training_mode(pool, composition):
     theirs = getattr(composed, composition) if composition else None
@@ -105,6 +108,7 @@ class Uncopied(composed.Dropping):
         self.kept = 2 * self.head.weight
 
 
+@pytest.mark.all
 def test_a_model_that_cannot_be_copied_is_looked_at_too(pool):
     report = verify(Uncopied, DDP, even, steps=1, dtypes=("float64",), pool=pool)
     assert report and "random     equal" in str(report), report

@@ -31,6 +31,7 @@ DDP, FSDP, HSDP = Layout(dp_replicate=2, dp_shard=1), Layout(dp_shard=2), Layout
 BATCHES = RandomBatches(257, rows=8, seq_len=10)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("layout", [DDP, FSDP, HSDP], ids=str)
 @pytest.mark.parametrize(
     "changes", [{}, {"microbatch_rows": 1}, {"techniques": {"activation_checkpointing": "full"}}], ids=str
@@ -48,6 +49,7 @@ def test_a_layout_that_is_equal_is_called_equal(pool, layout, changes):
     assert {"layers.0.attention", "layers.2.feed_forward.w_down", "head", ""} <= modules
 
 
+@pytest.mark.all
 def test_the_report_says_it_to_people_and_to_machines(pool):
     report = verify(UNTIED, FSDP, BATCHES, steps=1, dtypes=("float64",), pool=pool)
     assert str(report).startswith("dp_shard=2: equal within rounding (") and "gradient   equal" in str(report)
@@ -132,6 +134,7 @@ def off_by_a_little(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, init_sync=False)
 
 
+@pytest.mark.all
 def test_somebody_elses_composition_is_judged_by_what_it_computes(pool):
     report = verify(UNTIED, DDP, even, parallelize_fn=torchs_ddp, steps=2, pool=pool)
     assert report, report
@@ -228,6 +231,7 @@ def cases(draw):
     return draw(st.sampled_from([DDP, FSDP, HSDP])), model, batches, draw(st.sampled_from([0, 1])), techniques
 
 
+@pytest.mark.all
 @settings(
     max_examples=8,
     derandomize=True,
@@ -289,6 +293,7 @@ def bent(model: Any, mesh: DeviceMesh) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model)
 
 
+@pytest.mark.all
 def test_a_module_called_twice_is_compared_call_by_call(pool):
     report = verify(Odd, DDP, even, steps=1, pool=pool)
     assert report, report
@@ -319,6 +324,7 @@ def test_what_is_missing_is_null_in_json_and_first_in_the_table():
     )
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("layout", [DDP, FSDP, HSDP], ids=str)
 @pytest.mark.parametrize("model", [TIED, UNTIED], ids=["tied", "untied"])
 def test_bfloat16_is_compared_with_bfloat16_by_what_it_loses(pool, layout, model):
@@ -329,6 +335,7 @@ def test_bfloat16_is_compared_with_bfloat16_by_what_it_loses(pool, layout, model
         assert statistics.median(bounds) < 0.03, "bounds that wide catch nothing"
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     "name", ["per_rank_mean", "averaged_gradients", "documents_mixed", "padding_counted", "clipped_by_the_local_norm"]
 )
