@@ -27,7 +27,6 @@ from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.models.moe import Router, is_recomputing
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
-from meshwright.planning.pipeline.stages import pipeline_collectives
 from meshwright.planning.values import Batch
 from meshwright.verification.problem import RandomBatches
 from meshwright.verification.verify import verify
@@ -37,7 +36,7 @@ DENSE = DecoderConfig(VOCABULARY, 16, 4, n_heads=4, n_kv_heads=2, hidden_dim=24,
 SPARSE = replace(DENSE, moe=MoEConfig(n_experts=8, hidden_dim=12, sequence_loss=0.05, z_loss=0.01, batch_loss=0.1))
 BATCHES = RandomBatches(VOCABULARY, rows=8, seq_len=9)
 FSDP2, HSDP, TP2 = Layout(dp_shard=2), Layout(dp_replicate=2, dp_shard=2), Layout(dp_shard=1, tp=2)
-PP2, EP2, TENSOR = Layout(pp=2, dp_shard=1), Layout(dp_shard=2, ep=2), Layout(dp_shard=2, tp=2, ep=2)
+PP2, EP2 = Layout(pp=2, dp_shard=1), Layout(dp_shard=2, ep=2)
 LAYOUTS = {"fsdp2": FSDP2, "hsdp": HSDP, "tp2": TP2, "pp2": PP2, "ep2": EP2}
 
 EVERY_N: dict[str, Any] = {"activation_checkpointing": "every_n"}
@@ -48,28 +47,14 @@ OFFLOAD: dict[str, Any] = {"activation_checkpointing": "offload"}
 COMPILED: dict[str, Any] = {"compile": True, "compile_backend": "aot_eager"}
 BUDGET: dict[str, Any] = {**COMPILED, "activation_checkpointing": "memory_budget"}
 SPLIT: dict[str, Any] = {"pipeline_schedule": "zbv_zero_bubble"}
+
 MODES = {"every_n": EVERY_N, "modules": MODULES, "selective_op": BY_OPERATOR, "offload": OFFLOAD}
 
 WAYS: dict[str, tuple[Layout, dict[str, Any]]] = {
-    **{
-        f"{mode}, {name}": (layout, requested)
-        for mode, requested in MODES.items()
-        for name, layout in LAYOUTS.items()
-        if name != "pp2"
-    },
-    **{f"{mode}, pp2, split backward": (PP2, requested | SPLIT) for mode, requested in MODES.items()},
     **{f"memory_budget, {name}": (LAYOUTS[name], BUDGET) for name in ("fsdp2", "pp2", "ep2")},
     "selective_op, what is sent is sent again": (TP2, NOT_SENT),
-    "selective_op, compiled": (FSDP2, BY_OPERATOR | COMPILED),
     "selective_op, compiled, tp2": (TP2, BY_OPERATOR | COMPILED),
     "selective_op, compiled, ep2": (EP2, BY_OPERATOR | COMPILED),
-    "selective_op, whole sequences": (TP2, BY_OPERATOR | {"sequence_parallel": False}),
-    "selective_op, tensor and experts": (TENSOR, BY_OPERATOR),
-    "selective_op, partly frozen": (TP2, BY_OPERATOR | {"freeze": ("embedding", r"layers\.0")}),
-    "offload, parameters too, partly frozen": (
-        FSDP2,
-        OFFLOAD | {"cpu_offload": True, "freeze": ("embedding", r"layers\.0")},
-    ),
 }
 
 
@@ -99,11 +84,7 @@ def one_step(
             with wire:
                 laid.forward_backward(own_rows(laid, dict(RandomBatches(VOCABULARY, 8, 9)(step))))
                 laid.optimizer_step(optimizer, 1.0)
-    made = laid.plan
-    if made.pipeline is not None:
-        assert laid.mesh is not None
-        made = replace(made, collectives=pipeline_collectives(laid.facts, made, laid.mesh.get_local_rank("pp")))
-    return estimated(made, Batch(8, 9)), counted(counters[-1])
+    return estimated(laid.plan, Batch(8, 9)), counted(counters[-1])
 
 
 def sends_again() -> Any:
@@ -113,20 +94,9 @@ def sends_again() -> Any:
 FAULTS = {"sends again": sends_again}
 
 WIRE: dict[str, tuple[DecoderConfig, Layout, dict[str, Any]]] = {
-    "every_n": (DENSE, TP2, EVERY_N),
-    "modules": (DENSE, TP2, MODULES),
-    "modules, ep2": (SPARSE, EP2, MODULES),
-    "selective_op": (DENSE, TP2, BY_OPERATOR),
     "selective_op, compiled": (DENSE, TP2, BY_OPERATOR | COMPILED),
-    "selective_op, gathered kept": (DENSE, TP2, BY_OPERATOR | {"regather": False}),
-    "selective_op, whole sequences": (DENSE, TP2, BY_OPERATOR | {"sequence_parallel": False}),
     "selective_op, what is sent is sent again": (DENSE, TP2, NOT_SENT),
     "selective_op, ep2, what is sent is sent again": (SPARSE, EP2, NOT_SENT),
-    "selective_op, fsdp2": (DENSE, FSDP2, BY_OPERATOR),
-    "selective_op, tensor and experts": (SPARSE, TENSOR, BY_OPERATOR),
-    "selective_op, tensor in a split pipeline": (DENSE, Layout(pp=2, dp_shard=1, tp=2), BY_OPERATOR | SPLIT),
-    "offload": (DENSE, TP2, OFFLOAD),
-    "offload, ep2": (SPARSE, EP2, OFFLOAD),
 }
 
 

@@ -293,9 +293,6 @@ def test_a_stream_that_meets_a_long_conversation_goes_on_as_its_message_says(tra
     assert third.status == 2 and "too_long was skip and is now truncate" in str(third.error)
 
 
-ONE_STEP = {"steps": 1, "validation.every": 1}
-
-
 @pytest.mark.all
 def test_a_held_out_conversation_that_is_too_long_does_not_switch_validation_off(train, tmp_path):
     rows = [{"prompt": "?" * (40 if i == 3 else 2), "completion": "yes"} for i in range(30)]

@@ -24,11 +24,9 @@ from meshwright.introspection.mixing.arithmetic import formula
 from meshwright.introspection.mixing.interception import AttentionCall
 from meshwright.introspection.mixing.reach import KeyRanges, RowMask, fingerprint, is_reach, rule_of, search
 from meshwright.introspection.mixing.values import Arithmetic, Caller, MaskRule, Sizes
-from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.context.plan import KINDS, Bytes, Method, choose, cut_row, fetched_tokens, given
 
 ROWS, LENGTH, WHOLE = 2, 29, Arithmetic()
-DECODER = DecoderConfig(vocab_size=61, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=24, max_seq_len=64)
 
 
 @pytest.fixture(autouse=True, params=["segments", "blocks"])

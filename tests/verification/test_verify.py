@@ -168,10 +168,6 @@ class Unseeded(nn.Module):
         return self.embedding(tokens) @ self.embedding.weight.T
 
 
-def endless(step: int):
-    return even(step) | {"labels": torch.full((4, 8), -100)} if step else even(step)
-
-
 class Infinite(Unseeded):
     def __init__(self):
         super().__init__()
