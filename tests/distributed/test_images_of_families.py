@@ -164,6 +164,7 @@ def test_two_axes_are_one_process(spmd, family, axis):
     assert_equal(spmd(2, laid_out, family, LAYOUTS[axis], counts)[0], alone(family, counts))
 
 
+@pytest.mark.all
 def test_a_model_that_requires_images_is_one_process_on_data_ranks(spmd):
     counts = EACH_ROW["one"]
     assert_equal(spmd(2, laid_out, "blip_2", LAYOUTS["dp_shard"], counts)[0], alone("blip_2", counts))

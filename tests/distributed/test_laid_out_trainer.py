@@ -118,6 +118,7 @@ def test_a_layout_trains_as_one_process(spmd, tmp_path, name):
         assert found["tokens"] == tokens
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", ["dp_shard=2", "dp_shard=2,tp=2", "dp_replicate=2,cp=2"])
 @pytest.mark.parametrize("count", [11, 13, 15])
 def test_rows_that_do_not_fill_the_last_step_are_learnt_once(spmd, tmp_path, name, count):

@@ -123,5 +123,6 @@ def _verdict_of_one_rank() -> tuple[bool, bool, float]:
     return found[0], found[1], model.loss_scale.value
 
 
+@pytest.mark.all
 def test_one_ranks_verdict_is_followed_by_all_and_is_no_overflow(spmd):
     assert spmd(2, _verdict_of_one_rank) == [(True, False, 1024.0)] * 2

@@ -26,6 +26,7 @@ def doctor(tmp_path: Path, *words: str, **environment: str) -> subprocess.Comple
     return subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False)
 
 
+@pytest.mark.all
 def test_two_processes_exchange_data_and_each_axis_equals_one_process(tmp_path):
     done = doctor(tmp_path, "--json", RANK="3", WORLD_SIZE="8")  # as under torchrun, whose ranks these are not
     told = json.loads(done.stdout)

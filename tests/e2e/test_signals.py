@@ -173,6 +173,7 @@ def test_interrupt_terminate_and_user_signal_each_save_and_the_run_goes_on(begin
         assert losses(copy) == pytest.approx(losses(straight.folder)[: further[number]], rel=1e-7)
 
 
+@pytest.mark.all
 def test_a_signal_to_every_process_or_to_one_worker_saves_too(begin, flags, tmp_path):
     """As ``timeout``, systemd and PBS send TERM, and a terminal that closes sends HUP: the fork server gets it as
     well.
@@ -274,6 +275,7 @@ def test_a_killed_worker_ends_the_run_with_its_rank_and_its_part_of_the_model(be
     assert CheckpointFolder(run / "checkpoints").latest() is not None and tree(run) == before
 
 
+@pytest.mark.all
 def test_the_command_of_a_killed_ranks_message_ends_the_run_as_if_nothing_had_happened(
     begin, spmd, flags, tmp_path, environment, train
 ):

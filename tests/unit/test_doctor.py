@@ -308,6 +308,7 @@ def test_a_torch_that_cannot_be_imported_is_a_sentence(code, words, tmp_path):
     assert "2 folders" in told["versions"]["torch, twice"]["text"]
 
 
+@pytest.mark.all
 def test_a_torch_whose_import_hangs_is_given_up(tmp_path):
     told = told_with(copy_of_torch(tmp_path, "2.13.0", "import time; time.sleep(600)"))
     assert "no answer within" in told["torch"]["import"]["text"] and told["seconds"] < 40

@@ -205,11 +205,13 @@ def skipping(coin):
     return play(Skipping())
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("coin", COINS)
 def test_a_coin_is_seen_whatever_it_is_tossed_by(coin):
     assert "layers.1.first.weight" in skipping(COINS[coin]).conditional
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("coin", NEVER)
 def test_a_coin_that_never_falls_is_none(coin):
     assert skipping(NEVER[coin]) == Premises()
