@@ -261,6 +261,7 @@ def beside(sizes, options):
     return found
 
 
+@pytest.mark.first("zbv")
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [

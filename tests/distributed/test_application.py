@@ -107,6 +107,7 @@ def told(layout: Layout, techniques: tuple) -> tuple[str, list[str]]:
     return said, heard
 
 
+@pytest.mark.first("fsdp2")
 @EVERY_KIND
 def test_a_model_says_what_is_and_the_audit_compares_it_with_the_plan(spmd, layout):
     shards = layout.dp_shard

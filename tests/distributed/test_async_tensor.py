@@ -130,6 +130,7 @@ def test_lengths_that_do_not_divide_travel_as_without(spmd):
         assert error == 0 and not calls
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("operators", [summands_left_alone, parts_in_another_order])
 def test_operators_that_do_something_else_are_seen(spmd, operators):
     for error, _ in spmd(2, compared, "decoder", TP2, 12, {}, operators):

@@ -241,6 +241,7 @@ def again(method: str) -> tuple[float, str]:
     return (0.0, words) if words else (worst(made.parts[0], expected), "")
 
 
+@pytest.mark.all
 def test_documents_that_come_again_are_carried_or_refused(spmd):
     for error, words in spmd(2, again, "auto"):
         assert words == "" and error < 1e-10

@@ -48,6 +48,7 @@ def test_a_decision_by_the_tokens_of_a_part_is_refused_with_its_line(kind):
     assert re.search(r"\.(max|min|any|all|sum|mean|norm|unique)\(|torch\.(any|equal)\(", line_of(words)), words
 
 
+@pytest.mark.all
 def test_tensors_of_all_tokens_are_refused():
     assert "set layout.cp = 1" in refusals(BY_TENSORS)["plain"].lower()
 

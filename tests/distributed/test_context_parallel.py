@@ -133,6 +133,7 @@ def evaluated() -> tuple[float, list[int]]:
     return float(model.evaluate(batch)), model.generate([3, 1, 4], 6, seed=1)
 
 
+@pytest.mark.all
 def test_evaluation_and_generation_are_those_of_one_process(spmd):
     (loss, text), *_ = spmd(1, evaluated)
     for found, ids in spmd(2, evaluated):

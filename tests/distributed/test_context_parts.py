@@ -61,6 +61,7 @@ def by_hand(name: str) -> float:
     return worst(model, expected)
 
 
+@pytest.mark.first("2-documents")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_loop_with_parts_gives_the_gradients_of_one_process(spmd, name, ranks):

@@ -85,6 +85,7 @@ def test_what_travels_is_what_the_plan_says(spmd, name):
         assert_estimated(said, found)
 
 
+@pytest.mark.all
 def test_a_stage_says_who_has_which_part_of_the_parameters():
     layouts = {0: (1, 2), 1: (2, 1), 2: (2, 1), 3: (2, 1)}
     for stage, (shards, replicas) in layouts.items():

@@ -626,6 +626,7 @@ def test_what_functions_leave_to_the_users_loop_is_said(spmd):
         )
 
 
+@pytest.mark.all
 def test_functions_in_another_order_are_refused(spmd):
     for whole, sliced in spmd(2, refused_doors):
         assert "ep = 2, and the experts of layers." in whole and "feed_forward.experts are whole on every rank" in whole

@@ -191,6 +191,7 @@ def gathered_weights(layout: Layout) -> list[str]:
     return wrong
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("layout", [SHARDED, BOTH], ids=str)
 def test_what_is_gathered_is_the_whole_weight_rounded(spmd, layout):
     assert spmd(layout.world, gathered_weights, layout) == [[]] * layout.world

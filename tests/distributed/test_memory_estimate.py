@@ -229,6 +229,7 @@ def fullest_of_each_row(found: list[tuple[RankMemory, RankMemory]], ranks: int) 
     return [max(group, key=lambda pair: pair[0].total) for group in groups]
 
 
+@pytest.mark.first("start frozen")
 @pytest.mark.parametrize("name", ALONE)
 def test_one_process_holds_what_was_estimated(measured, name):
     found, foreseen = compared(ALONE[name])

@@ -123,6 +123,7 @@ def experts():
     return furthest(alone.state_dict(), state), abs(losses[0] - losses[1]), furthest(mean.state_dict(), state)
 
 
+@pytest.mark.all
 def test_experts_have_whole_state_dicts(spmd):
     for error, loss, copied in spmd(2, experts):
         assert error == copied == 0 and loss < 1e-5
@@ -220,6 +221,7 @@ def frozen(sizes):
     return told, furthest(model.state_dict(), plain.state_dict()) if told is None else None
 
 
+@pytest.mark.all
 def test_freezing_behind_the_layout_is_followed_or_refused(spmd):
     for told, error in spmd(2, frozen, FSDP):
         assert told is None and error < 1e-10

@@ -96,6 +96,7 @@ def _resumed(layout: Layout, folder: str) -> tuple[float, float, int]:
     return moved, apart, sum(len(state) for state in other.state.values())
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("layout", [REPLICAS, STAGES], ids=str)
 def test_what_is_shaped_like_a_row_of_the_parameter_is_saved_and_continued(spmd, tmp_path, layout):
     for moved, apart, tensors in spmd(layout.world, _resumed, layout, str(tmp_path / "at")):

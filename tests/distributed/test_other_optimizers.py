@@ -125,6 +125,7 @@ def _never(name: str, layout: str) -> str:
     return str(refused.value)
 
 
+@pytest.mark.first("SparseAdam-ddp2")
 @pytest.mark.parametrize("layout", ["ddp2", "fsdp2"])
 @pytest.mark.parametrize("name", NEVER)
 def test_what_no_trial_can_judge_is_refused_by_name_on_every_layout(spmd, name, layout):

@@ -409,6 +409,7 @@ def end_connections() -> None:
                 found.shutdown(socket.SHUT_RDWR)
 
 
+@pytest.mark.all
 def test_when_a_stage_is_lost_the_others_stop_in_seconds_and_say_which(spmd):
     begun = time.monotonic()
     heard, _ = spmd(2, hear_of_a_loss)

@@ -170,6 +170,7 @@ def test_adapters_begin_as_the_constructor_and_peft_make_them(spmd):
         assert torch.equal(ours[name], parameter), name
 
 
+@pytest.mark.first("pp 2")
 @pytest.mark.parametrize("layout", [TP2, PP2], ids=["tp 2", "pp 2"])
 def test_beside_weights_from_files_adapters_begin_as_peft_makes_them_from_the_seed(spmd, tmp_path, layout):
     from peft import LoraConfig, get_peft_model

@@ -203,5 +203,6 @@ def _other_weights() -> tuple[bool, bool, bool]:
     return is_copy and is_left, is_loaded, all(map(torch.equal, first, held(fresh, other)))
 
 
+@pytest.mark.all
 def test_loaded_weights_begin_anew_and_copies_are_averages(spmd):
     assert spmd(2, _other_weights) == [(True, True, True)] * 2

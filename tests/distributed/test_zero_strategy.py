@@ -324,6 +324,7 @@ def checked(layout: Layout, options: dict[str, Any]) -> tuple[str, bool, str, li
     return said, moved, healthy, [bool(p.grad._local_tensor.isfinite().all()) for p in model.parameters()]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("layout", "strategy"),
     [(DP2, "optim_grads_params"), (DP2, "no_shard"), (HSDP, "optim"), (CUT, "optim_grads_params")],
@@ -424,6 +425,7 @@ WORDS = {
 }
 
 
+@pytest.mark.all
 def test_what_cannot_be_is_refused_in_words(spmd):
     for found in spmd(2, refused):
         assert found.keys() == WORDS.keys()

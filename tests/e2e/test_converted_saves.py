@@ -194,6 +194,7 @@ def test_one_changed_number_of_a_frozen_weight_is_another_base(ask, adapters, ba
     assert status == 2 and "layers.1.mlp.up_proj.weight holds other numbers (1 of" in complaint
 
 
+@pytest.mark.all
 def test_a_base_in_another_dtype_or_other_files_is_the_same_base(ask, spmd, tmp_path):
     half, again, folder = tmp_path / "half", tmp_path / "again", tmp_path / "saved"
     model: Any = saved(half, "llama").bfloat16()

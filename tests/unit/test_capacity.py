@@ -181,6 +181,7 @@ def test_a_rank_is_judged_by_its_own_device():
     assert states_on(pipeline, replace(small, rank=1 - small.rank)) is Fit.TOO_LARGE
 
 
+@pytest.mark.all
 def test_verdicts():
     sure = judged(planned(), on_host(1 << 40), fully=True)
     assert sure.verdict is Fit.FITS and sure.most is not None and sure.least.bytes < sure.most.bytes

@@ -350,6 +350,7 @@ def test_flags_change_only_what_they_name():
     )
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("words", "want"),
     [

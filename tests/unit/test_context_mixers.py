@@ -123,6 +123,7 @@ def test_mixers_of_families_share_their_heads_out_or_compute_whole_rows(name, ra
     assert max(error for kind, error in errors(model, ranks).items() if not kind.startswith("padded")) < 1e-6
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "default"])
 def test_tables_that_depend_on_the_farthest_position_are_computed_for_whole_rows(kind):
     """Ranks whose last token lies before the limit would take the table of short rows."""
@@ -154,6 +155,7 @@ def test_a_model_without_mixing_is_refused():
         plan(Alone(), Layout(dp_shard=1, cp=2))
 
 
+@pytest.mark.all
 @not_of_517
 def test_parts_of_whole_rows_on_tensor_ranks_are_refused():
     model = families.on_cpu(families.config_of("mamba2"))

@@ -105,6 +105,7 @@ def test_every_token_is_on_one_rank_in_its_order(given_batch, options):
     no_token_is_lost(given_batch, options)
 
 
+@pytest.mark.all
 @FEW
 @given(batches(), OPTIONS)
 def test_a_packed_batch_can_be_put_together_again(given_batch, options):

@@ -298,6 +298,7 @@ def test_a_photograph_that_lies_on_its_side_is_stood_up(tmp_path, kind):
     assert np.array_equal(batch["pixel_values"], wanted["pixel_values"].numpy())
 
 
+@pytest.mark.all
 def test_a_long_conversation_is_never_cut_within_an_image(llava, data):
     split, pixels = opened(data, llava, conversations()[1:3], too_long="truncate")
     whole = [split.rows(np.array([index]), SEQ) for index in (0, 1)]

@@ -56,6 +56,7 @@ def test_a_pair_is_two_rows_of_one_document_whose_prompt_is_not_learnt(tmp_path)
     assert rows["document_ids"][1].tolist() == [0] * 7 + [-1] * (SEQ - 7)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     "row",
     [

@@ -101,6 +101,7 @@ def test_cut_rows_compute_what_one_process_does(name, ranks):
     assert set(found) == {"plain", "packed", "without positions"} and max(found.values()) < 1e-12, found
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("kind", ["ring", "ulysses", "halo"])
 def test_documents_go_by_every_method(kind):
     assert max(errors(EQUAL["windows in documents"], 2, kind).values()) < 1e-12

@@ -170,6 +170,7 @@ def test_parts_on_the_tensor_axis_must_divide_too():
         planned(DENSE, layout=Layout(dp_shard=1, tp=2))
 
 
+@pytest.mark.all
 def test_a_pipeline_stage_has_its_own():
     from meshwright.planning.pipeline.stages import plan_of_stage
 

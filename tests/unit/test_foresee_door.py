@@ -82,6 +82,7 @@ def test_an_open_layout_is_searched_and_the_plan_is_the_chosen_ones(searched):
     assert times == sorted(times)
 
 
+@pytest.mark.all
 def test_an_open_layout_gives_the_plan_that_foresee_chooses():
     cluster = Cluster(2, gpu="h100")
     chosen = foresee(MODEL, batch=BATCH, cluster=cluster).chosen

@@ -80,6 +80,7 @@ def test_one_key_head_stays_one_where_the_config_counts_more():
     assert parts_of(model, 4)["self_attention.query_key_value.weight"] == [(4096, 64), (128, 1)]
 
 
+@pytest.mark.all
 def test_a_degree_that_does_not_divide_is_refused_with_those_that_do():
     with pytest.raises(ConfigError, match=r"has 25 heads, which 4 ranks cannot share\. Legal: 1, 5, 25\."):
         plan(large("gpt2"), Layout(dp_shard=1, tp=4))

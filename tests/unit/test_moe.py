@@ -441,6 +441,7 @@ CASES = {
 }
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", CASES)
 def test_what_cannot_be_shared_out_is_refused(name):
     model, layout, techniques, kind, words = CASES[name]
@@ -481,6 +482,7 @@ def test_where_the_loss_of_a_familys_own_routers_would_be_another_it_is_refused(
         plan(CausalLM(BALANCED()), layout, reduction=reduction)
 
 
+@pytest.mark.all
 def test_a_plan_says_that_experts_are_not_tensor_sharded_and_what_would_share_them_out():
     made = plan(replace(CONFIG, moe=SOFTMAX), Layout(dp_shard=1, tp=2))
     (said,) = [note for note in made.notes if "experts" in note]

@@ -102,6 +102,7 @@ def test_values_that_an_optimizer_does_not_read_are_refused():
         )
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     "asked", [{"optimizer_state": "8bit"}, {"stochastic_rounding": True, "precision": {"master": "bfloat16"}}], ids=str
 )

@@ -72,6 +72,7 @@ def every_cut(blocks: int, stages: int):
             yield [*cut, (rest, blocks)]
 
 
+@pytest.mark.all
 def test_the_stage_of_a_large_head_gets_fewer_blocks():
     assert balanced([1.0] * 10, 4, head=2.0) == [(0, 3), (3, 6), (6, 9), (9, 10)]
     made = plan(replace(DEBUG, vocab_size=8192, dim=64), PP2).pipeline
@@ -87,6 +88,7 @@ def test_given_cuts_rise():
         given_cuts((3, 1), 4, 3)
 
 
+@pytest.mark.all
 def test_the_plan_says_who_has_what_and_survives_json():
     made = plan(replace(DEBUG, tied_embeddings=True), PP2, techniques={"pipeline_schedule": "zbv_zero_bubble"})
     pipeline = made.pipeline
