@@ -28,6 +28,8 @@ from meshwright.planning.tensor.plan import TensorPlan
 from meshwright.verification.problem import RandomBatches
 from meshwright.verification.verify import verify
 
+pytestmark = pytest.mark.all
+
 QV = ["q_proj", "v_proj"]
 
 
@@ -110,7 +112,6 @@ WAYS: dict[str, tuple[Any, Layout, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("name", WAYS)
 def test_adapters_are_equal_to_one_process(pool, name):
     factory, layout, techniques = WAYS[name]
@@ -121,7 +122,6 @@ def test_adapters_are_equal_to_one_process(pool, name):
     assert 0 < max(d.error for d in compared) <= 1e-10
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("name", WAYS)
 def test_the_plan_estimates_every_byte(spmd, name):
     factory, layout, techniques = WAYS[name]
@@ -140,7 +140,6 @@ def by_transforms(model: torch.nn.Module, mesh: Any) -> torch.nn.Module:
     return apply_model_transforms(model, {"fully_shard": {}, "tensor_parallel": {}}, device_mesh=mesh)
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("door", [by_one_call, by_transforms], ids=lambda door: door.__name__)
 @pytest.mark.parametrize("factory", [llama, gpt2], ids=lambda factory: factory.__name__)
 def test_other_doors_take_the_wrapper_too(pool, door, factory):
@@ -207,7 +206,6 @@ def loaded(layout: Layout, folder: str) -> Held:
     return held(model, optimizer)
 
 
-@pytest.mark.all
 @pytest.mark.parametrize(("wrote", "reads"), [(SHARDED, (DATA4, TP4)), (DATA4, (SHARDED,))], ids=["sharded", "data"])
 def test_a_checkpoint_with_adapters_is_read_by_every_other_layout_bit_by_bit(spmd, tmp_path, wrote, reads):
     written = spmd(wrote.world, trained, wrote, str(tmp_path / "checkpoint"))[0]
@@ -229,7 +227,6 @@ def on_meta() -> str:
     return str(refused.value)
 
 
-@pytest.mark.all
 def test_adapters_without_weights_are_refused_by_name(spmd):
     for said in spmd(2, on_meta):
         assert (

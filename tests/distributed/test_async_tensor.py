@@ -20,6 +20,8 @@ from meshwright.introspection.cluster import Cluster
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.values import Batch
 
+pytestmark = pytest.mark.all
+
 TP2, TP4 = Layout(dp_shard=1, tp=2), Layout(dp_shard=1, tp=4)
 UNTIED = DecoderConfig(257, 16, 3, n_heads=4, n_kv_heads=2, hidden_dim=24, max_seq_len=16, qk_norm=True)
 TIED = replace(UNTIED, tied_embeddings=True)
@@ -98,7 +100,6 @@ def compared(
     return float(torch.stack(errors).amax()), calls
 
 
-@pytest.mark.all
 @pytest.mark.parametrize(
     ("kind", "layout", "techniques"),
     [
@@ -115,7 +116,6 @@ def test_fused_products_give_what_messages_and_products_give_one_after_the_other
         assert error <= 1e-10 and calls["gather"] and calls["scatter"]
 
 
-@pytest.mark.all
 def test_every_product_beside_a_message_is_fused(spmd):
     layers = UNTIED.n_layers
     for _, calls in spmd(2, compared, "decoder", TP2, 12, {}):
@@ -124,13 +124,11 @@ def test_every_product_beside_a_message_is_fused(spmd):
         )
 
 
-@pytest.mark.all
 def test_lengths_that_do_not_divide_travel_as_without(spmd):
     for error, calls in spmd(2, compared, "decoder", TP2, 11, {}):
         assert error == 0 and not calls
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("operators", [summands_left_alone, parts_in_another_order])
 def test_operators_that_do_something_else_are_seen(spmd, operators):
     for error, _ in spmd(2, compared, "decoder", TP2, 12, {}, operators):
@@ -143,13 +141,13 @@ def refused() -> str:
     return str(caught.value)
 
 
+@pytest.mark.first
 def test_a_plan_for_gpus_is_refused_where_there_are_none(spmd):
     assert all(
         "techniques.async_tensor_parallel needs CUDA, which is not available" in text for text in spmd(2, refused)
     )
 
 
-@pytest.mark.all
 def test_on_cuda_it_is_planned_said_and_bound_to_lengths_that_divide():
     request = {"async_tensor_parallel": True}
     made = make_plan(UNTIED, TP2, cluster=Cluster(2, device="cuda"), techniques=request, batch=Batch(4, 12))

@@ -18,6 +18,8 @@ from meshwright.distributed.tensor.functions import TokenSequence
 from meshwright.introspection import signature
 from meshwright.models.decoder_config import DecoderConfig
 
+pytestmark = pytest.mark.all
+
 SHAPES = [(4, 16), (4, 16), (2, 24), (3, 40)]
 """Rows and tokens of each step: the same twice, then others."""
 UNEVEN = [(3, 39), (2, 23)]
@@ -60,7 +62,6 @@ def graphs(
     return found
 
 
-@pytest.mark.all
 def test_equal_blocks_share_a_graph_that_nothing_breaks_and_other_shapes_cost_what_they_cost_without(spmd):
     found = spmd(1, graphs, "decoder", 10, 2, SHAPES + UNEVEN, timeout=300.0)[0]
     plain = spmd(1, graphs, "decoder", 1, 1, SHAPES, timeout=300.0)[0]
@@ -71,7 +72,6 @@ def test_equal_blocks_share_a_graph_that_nothing_breaks_and_other_shapes_cost_wh
     )
 
 
-@pytest.mark.all
 def test_blocks_of_transformers_share_a_graph_too(spmd):
     assert spmd(1, graphs, "llama", 10, 2, SHAPES[:2], timeout=300.0)[0] == [(1, {}), (1, {})]
 
@@ -112,7 +112,6 @@ FAULTS = {
 }
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_would_compile_more_is_seen(spmd, name):
     _, kind, layers, shapes = FAULTS[name]

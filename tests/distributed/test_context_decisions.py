@@ -16,6 +16,8 @@ from meshwright.distributed.context import proof
 from meshwright.distributed.context.proof import Reads, prove
 from meshwright.introspection.facts import model_facts
 
+pytestmark = pytest.mark.all
+
 CUT = {"cp": 2, "dp_shard": 1}
 LINES = Path(__file__).parents[1] / "support" / "deciding.py"
 
@@ -40,7 +42,6 @@ def line_of(words):
     return LINES.read_text(encoding="utf-8").splitlines()[int(found[1]) - 1]
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("kind", REFUSED, ids=named)
 def test_a_decision_by_the_tokens_of_a_part_is_refused_with_its_line(kind):
     words = refusals(kind)["plain"]
@@ -48,12 +49,10 @@ def test_a_decision_by_the_tokens_of_a_part_is_refused_with_its_line(kind):
     assert re.search(r"\.(max|min|any|all|sum|mean|norm|unique)\(|torch\.(any|equal)\(", line_of(words)), words
 
 
-@pytest.mark.all
 def test_tensors_of_all_tokens_are_refused():
     assert "set layout.cp = 1" in refusals(BY_TENSORS)["plain"].lower()
 
 
-@pytest.mark.all
 def test_a_decision_by_padding_is_refused_for_padded_batches_alone():
     found = {kind: why for kind, why in refusals(Masked).items() if why}
     assert found.keys() == {"padded behind", "padded before"}
@@ -71,7 +70,6 @@ def carried(kind):
     return max(errors(lambda: kind().double(), CUT, {}, 19, one_expert_left_out()).values())
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("kind", CARRIED, ids=named)
 def test_decisions_that_concern_their_own_tokens_are_those_of_one_process(kind, spmd):
     assert max(spmd(2, carried, kind)) <= EXACT

@@ -33,11 +33,12 @@ from meshwright.distributed.context import positions
 from meshwright.distributed.context.proof import prove
 from meshwright.introspection.facts import model_facts
 
+pytestmark = pytest.mark.all
+
 NO_STAGES = (MinGPT, OfWeight)
 """Models whose forward reads a parameter outside of the modules that it calls."""
 
 
-@pytest.mark.all
 @pytest.mark.parametrize(
     ("way", "kind"),
     [(way, kind) for way in WAYS for kind in CARRIED if not ("pp" in WAYS[way][1] and kind in NO_STAGES)],
@@ -60,7 +61,6 @@ def refused(kind, length):
 DECIDING = [ShortRows, ShorterThanAttribute, OfMiddleLength, OfHalfTheLength, OfAllTokens]
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("kind", DECIDING, ids=lambda kind: kind.__name__)
 def test_a_decision_by_the_length_is_refused_where_a_part_of_a_row_is_another_case(kind, spmd):
     for length, words in {
@@ -72,7 +72,6 @@ def test_a_decision_by_the_length_is_refused_where_a_part_of_a_row_is_another_ca
             assert bool(found) == bool(words) and re.search(words, found), found
 
 
-@pytest.mark.all
 def test_a_factor_of_the_length_is_refused_with_its_line(spmd):
     for found in spmd(2, refused, ScaledByLength, 19):
         assert re.search(r"computes with the number of a row's tokens at counting.py:\d+, 'return .*\*\* -0.5'", found)
@@ -86,13 +85,11 @@ def too_long():
         return str(error)
 
 
-@pytest.mark.all
 def test_a_row_that_is_longer_than_a_table_is_refused(spmd):
     for found in spmd(2, too_long):
         assert "a table of 64 positions is read for rows of 70 tokens at counting.py" in found
 
 
-@pytest.mark.all
 def test_without_the_places_the_rehearsal_refuses(monkeypatch):
     monkeypatch.setattr(positions._OwnPlaces, "_places", lambda self, device: torch.arange(self.own))
     facts = model_facts(counting(CARRIED[0]))
@@ -118,19 +115,18 @@ def brought(kind, differs):
         return str(error)
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("kind", [Range, OfWeight, Scan, BegunAtTwo], ids=lambda kind: kind.__name__)
 def test_tokens_that_ranks_bring_are_counted_by_their_places(kind, spmd):
     assert all(error <= EXACT for error in spmd(2, brought, kind, False))
 
 
-@pytest.mark.all
 def test_places_that_differ_from_row_to_row_are_refused_where_a_model_counts_all_rows_alike(spmd):
     for found in spmd(2, brought, Range, True):
         assert re.search(r"batch\['places'\] differs from row to row.*counting.py:\d+, .*arange", found)
     assert all(error <= EXACT for error in spmd(2, brought, Scan, True))
 
 
+@pytest.mark.first
 def test_a_decision_by_the_length_is_refused_of_tokens_that_ranks_bring(spmd):
     for found in spmd(2, brought, ShortRows, False):
         assert re.search("decides by the length of a row .*the 9 tokens of a rank instead of 18", found)

@@ -30,8 +30,9 @@ from meshwright.distributed.context.rows import cut_rows
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.mixing.whole import copy_without_values
 
+pytestmark = pytest.mark.all
 
-@pytest.mark.all
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", CARRIED, ids=lambda kind: kind.__name__)
 def test_pairs_of_whole_rows(way, kind, spmd):
@@ -53,7 +54,6 @@ def padding(rows, length):
     return {"attention_mask": mask}
 
 
-@pytest.mark.all
 @pytest.mark.parametrize(("kind", "more"), [(Documents, documents), (WithPadding, padding)])
 def test_pairs_that_follow_from_the_batch(kind, more, spmd):
     """The padding's labels count here as all others: what pads sees is the model's own affair."""
@@ -76,7 +76,6 @@ def several_steps(kinds):
     return found
 
 
-@pytest.mark.all
 def test_each_step_has_its_own_pairs(spmd):
     other = padding(4, 19)["attention_mask"].flip(0)
     kinds = [(19, None), (19, padding(4, 19)["attention_mask"]), (19, other), (12, None), (19, None)]
@@ -101,7 +100,6 @@ def changed_between_steps():
     return found
 
 
-@pytest.mark.all
 def test_attributes_and_buffers_may_change_between_steps(spmd):
     for found in spmd(2, changed_between_steps):
         assert max(found) <= EXACT
@@ -128,12 +126,12 @@ def in_a_pipeline():
     return found
 
 
-@pytest.mark.all
 def test_microbatches_of_a_pipeline_have_their_own_pairs(spmd):
     for found in spmd(4, in_a_pipeline):
         assert max(found) <= EXACT
 
 
+@pytest.mark.first
 def test_draws_of_the_copy_are_none_of_the_runs(monkeypatch):
     model = paired(Distances)
     of = pairs.PairArguments(copy_without_values(model), plan(model, Layout(dp_shard=1, cp=2)).context)
@@ -143,7 +141,6 @@ def test_draws_of_the_copy_are_none_of_the_runs(monkeypatch):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.all
 def test_heads_are_shared_out_where_they_were_measured_apart():
     for kind in (Beginning, Distances):
         made = plan(paired(kind), Layout(dp_shard=1, cp=2)).context
@@ -152,6 +149,7 @@ def test_heads_are_shared_out_where_they_were_measured_apart():
         )
 
 
+@pytest.mark.first
 def test_a_mask_in_float32_does_not_make_a_rehearsal_wrong():
     """torch's attention reads such a mask wrongly beside queries in float64, in which small copies are rehearsed."""
     facts = model_facts(TriangleInFloat32())
@@ -166,7 +164,6 @@ def with_kinds():
         return str(error)
 
 
-@pytest.mark.all
 def test_other_tensors_that_pairs_may_follow_from_are_refused(spmd):
     for found in spmd(2, with_kinds):
         assert "made of positions, documents and padding alone, while the batch has 'kinds' too" in found
@@ -178,7 +175,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
 def test_pairs_that_follow_from_weights_or_tokens_are_refused(kind):
     with pytest.raises(UnsupportedError, match=REFUSED[kind]):

@@ -16,6 +16,8 @@ from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.collectives import step_traffic
 from meshwright.planning.values import Batch
 
+pytestmark = pytest.mark.all
+
 DECODER = DecoderConfig(vocab_size=61, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=24, max_seq_len=64)
 
 
@@ -34,7 +36,6 @@ def step_on_the_wire(techniques: dict) -> tuple:
     return estimated(model.plan, Batch(2, 24)), counted(wire)
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("method", ["ring", "ulysses", "ulysses_ring"])
 @pytest.mark.parametrize("mode", ["none", "full", "selective_op"])
 def test_what_each_method_sends_is_what_the_plan_says(spmd, method, mode):
@@ -43,7 +44,6 @@ def test_what_each_method_sends_is_what_the_plan_says(spmd, method, mode):
         assert_estimated(said, found)
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("method", ["all_gather", "ring", "ulysses_ring"])
 @pytest.mark.parametrize("keep", [("attention", "matmuls"), ("collectives",), ("matmuls",)], ids="-".join)
 def test_what_a_recomputation_sends_again_is_what_the_plan_says(spmd, method, keep):
@@ -64,7 +64,6 @@ def window_on_the_wire() -> tuple[float, float, float]:
     return planned, sum(sent), len(sent)
 
 
-@pytest.mark.all
 def test_a_window_moves_what_the_plan_says_and_no_more(spmd):
     found = spmd(4, window_on_the_wire)
     planned = found[0][0]
@@ -86,7 +85,6 @@ def causal_halo_on_the_wire() -> tuple[float, float]:
     return planned, sum(sent.bytes for sent in wire.sent if sent.op == "all_to_all")
 
 
-@pytest.mark.all
 def test_a_halo_of_whole_rows_moves_what_the_plan_says(spmd):
     found = spmd(4, causal_halo_on_the_wire)
     assert max(sent for _, sent in found) == pytest.approx(found[0][0], rel=1e-12)
@@ -102,6 +100,7 @@ def other_rows() -> str:
     return ""
 
 
+@pytest.mark.first
 def test_ranks_of_the_axis_that_bring_other_rows_are_refused(spmd):
     assert all("ranks of the cp axis brought different rows" in said for said in spmd(2, other_rows))
 
@@ -117,7 +116,6 @@ def rows_beyond_a_window(length: int) -> str:
     return ""
 
 
-@pytest.mark.all
 def test_rows_in_which_a_mask_turns_out_to_be_another_are_refused(spmd):
     assert spmd(2, rows_beyond_a_window, 60) == ["", ""]
     for said in spmd(2, rows_beyond_a_window, 100):
@@ -133,7 +131,6 @@ def evaluated() -> tuple[float, list[int]]:
     return float(model.evaluate(batch)), model.generate([3, 1, 4], 6, seed=1)
 
 
-@pytest.mark.all
 def test_evaluation_and_generation_are_those_of_one_process(spmd):
     (loss, text), *_ = spmd(1, evaluated)
     for found, ids in spmd(2, evaluated):
@@ -170,7 +167,6 @@ def flex_losses(cp: int) -> list[float]:
     return found
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("cp", [2, 4])
 def test_steps_with_flex_attention_are_those_of_one_process_with_plain_torch(spmd, cp):
     torch.manual_seed(0)

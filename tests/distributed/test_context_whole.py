@@ -21,6 +21,8 @@ from meshwright.planning.layout import Shares
 from meshwright.planning.values import Batch
 from meshwright.verification.problem import RandomBatches
 
+pytestmark = pytest.mark.all
+
 DECODER = DecoderConfig(vocab_size=64, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=24, max_seq_len=64)
 EXPERTS = replace(DECODER, moe=MoEConfig(n_experts=4, top_k=2))
 BATCHES = RandomBatches(DECODER.vocab_size, rows=8, seq_len=22)
@@ -49,7 +51,6 @@ CASES = {
 }
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("name", CASES)
 def test_a_layout_with_whole_parameters_and_cut_rows_is_equal(pool, name):
     model, layout, techniques = CASES[name]
@@ -78,14 +79,12 @@ WIRES = {
 }
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("name", WIRES)
 def test_what_travels_is_what_the_plan_says(spmd, name):
     for said, found in spmd(4, step_on_the_wire, *WIRES[name]):
         assert_estimated(said, found)
 
 
-@pytest.mark.all
 def test_a_stage_says_who_has_which_part_of_the_parameters():
     layouts = {0: (1, 2), 1: (2, 1), 2: (2, 1), 3: (2, 1)}
     for stage, (shards, replicas) in layouts.items():
@@ -112,7 +111,6 @@ def gradient_error(axes: tuple[Axis, ...] | None) -> float:
         return max(float((p.grad - expected[n]).norm() / expected[n].norm()) for n, p in model.named_parameters())
 
 
-@pytest.mark.all
 def test_gradients_are_summed_over_all_copies(spmd):
     assert max(spmd(4, gradient_error, None)) < 1e-10
 
@@ -153,7 +151,6 @@ def resumed(folder: str, techniques: dict, layout: Layout) -> tuple[bool, bool]:
     return found == expected, max(abs(a - b) for a, b in zip(elsewhere, expected, strict=True)) < 1e-5
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("name", ["ddp", "stage 0"])
 def test_a_checkpoint_of_whole_parameters_goes_on(spmd, tmp_path, name):
     layout = Layout(dp_replicate=2, dp_shard=1, cp=2) if name == "ddp" else Layout(dp_shard=1, cp=2, tp=2)

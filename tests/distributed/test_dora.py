@@ -27,6 +27,8 @@ from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import as_techniques
 
+pytestmark = pytest.mark.all
+
 DORA: dict[str, Any] = {"kind": "dora", "rank": 4, "alpha": 6.0}
 EXACT = {"precision": {"master": "float64", "compute": "float64", "reduce": "float64"}}
 DATA2, TP2, PP2 = Layout(dp_shard=2), Layout(dp_shard=1, tp=2), Layout(dp_shard=1, pp=2)
@@ -144,7 +146,6 @@ def farthest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     return max(float((ours[name] - p).norm()) / max(float(p.norm()), scale) for name, p in theirs.items())
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_computes_what_peft_computes_in_one_process(spmd, tmp_path, name):
     family, layout, adapters = LAYOUTS[name]
@@ -166,7 +167,6 @@ def test_a_layout_computes_what_peft_computes_in_one_process(spmd, tmp_path, nam
     assert farthest(ours["end"], reference["end"]) <= 1e-10
 
 
-@pytest.mark.all
 def test_the_plan_estimates_every_byte(spmd):
     """Magnitudes are begun by messages of their own, which no step has."""
     counted = spmd(2, one_warm_step, config_of("llama"), Way(DATA2, (("adapters", DORA),)), families.VOCABULARY)
@@ -176,7 +176,6 @@ def test_the_plan_estimates_every_byte(spmd):
 # --- how magnitudes begin
 
 
-@pytest.mark.all
 def test_beside_drawn_weights_magnitudes_are_those_of_the_constructor_and_peft(spmd, monkeypatch):
     """Also where the model is so large that each parameter has a stream of its own."""
     adapters = as_techniques({"adapters": DORA}).adapters
@@ -187,7 +186,6 @@ def test_beside_drawn_weights_magnitudes_are_those_of_the_constructor_and_peft(s
     assert_magnitudes_are_lengths(drawn("llama", Layout(dp_shard=1)))
 
 
-@pytest.mark.all
 def test_beside_weights_by_a_law_magnitudes_are_the_lengths_of_their_rows(spmd):
     for begun in spmd(2, drawn, None, DATA2):
         assert_magnitudes_are_lengths(begun)
@@ -226,7 +224,6 @@ def loaded(layout: Layout, folder: str) -> dict[str, Tensor]:
     return {name: whole(p) for name, p in model.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.all
 def test_a_checkpoint_is_read_by_another_layout(spmd, tmp_path):
     folder = str(tmp_path / "checkpoint")
     written = spmd(2, trained_and_saved, DATA2, folder)[0]
@@ -238,24 +235,24 @@ def test_a_checkpoint_is_read_by_another_layout(spmd, tmp_path):
 # --- refusals
 
 
-@pytest.mark.all
 def test_tensor_parallelism_is_refused_by_name():
     with pytest.raises(UnsupportedError, match=r"set layout\.tp = 1, adapters\.kind = lora, or adapters\.targets"):
         plan(config_of("llama"), TP2, techniques={"adapters": DORA})
 
 
+@pytest.mark.first
 def test_tables_that_are_cut_take_no_lengths_of_whole_rows():
     with pytest.raises(UnsupportedError, match=r"layout\.tp = 2 cuts lm_head, and adapters\.kind = dora"):
         plan(config_of("llama"), TP2, techniques={"adapters": DORA | {"targets": ["lm_head"]}})
 
 
-@pytest.mark.all
 def test_weights_in_4_bits_have_no_dora_beside_them():
     wide = families.config_of("llama", use_cache=False, hidden_size=64)
     with pytest.raises(UnsupportedError, match=r"quantize_frozen = nf4 does not go with adapters\.kind = dora"):
         plan(wide, DATA2, techniques={"adapters": DORA, "quantize_frozen": "nf4"})
 
 
+@pytest.mark.first
 def test_a_kind_that_is_not_there_is_named():
     with pytest.raises(ConfigError, match=r"Did you mean 'dora'"):
         plan(config_of("llama"), DATA2, techniques={"adapters": {"kind": "dorra"}})

@@ -47,6 +47,8 @@ from meshwright.planning.values import Batch
 from meshwright.verification.problem import RandomBatches
 from meshwright.verification.verify import verify
 
+pytestmark = pytest.mark.all
+
 VOCABULARY = 61
 DENSE = DecoderConfig(VOCABULARY, 16, 4, n_heads=4, n_kv_heads=2, hidden_dim=20, max_seq_len=20, qk_norm=True)
 SOFTMAX = replace(DENSE, moe=MoEConfig(n_experts=8, hidden_dim=12, sequence_loss=0.05, z_loss=0.01))
@@ -114,7 +116,6 @@ IN_FLOAT32 = ("compiled, whole stacks", "softmax, ep2", "halves", "tensor, ep2",
 """Products are grouped there."""
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("name", WAYS)
 def test_experts_are_equal_to_one_process(pool, measured, name):
     model, layout, techniques = WAYS[name]
@@ -126,14 +127,12 @@ def test_experts_are_equal_to_one_process(pool, measured, name):
     assert report, str(report)
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("layout", [EP2, TENSOR], ids=str)
 def test_bf16_costs_no_more_than_the_dtype_does(pool, layout):
     report = verify(SIGMOID, layout, BATCHES, dtypes=("bfloat16",), steps=2, pool=pool)
     assert report, str(report)
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("layout", [HALVES, TENSOR], ids=str)
 def test_bf16_costs_a_family_no_more_either(pool, layout):
     """In its third step rounding sends some tokens to other experts."""
@@ -145,7 +144,6 @@ def test_bf16_costs_a_family_no_more_either(pool, layout):
 SPARSE = ["gpt_oss", "mixtral", "qwen3_moe", *families.SPARSE]
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("name", SPARSE)
 def test_a_family_is_equal_to_one_process(pool, name):
     batches = RandomBatches(families.VOCABULARY, rows=8, seq_len=9, keys=())
@@ -153,7 +151,6 @@ def test_a_family_is_equal_to_one_process(pool, name):
     assert report, str(report)
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("layout", [TENSOR, STAGED], ids=str)
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v2", "deepseek_v3", "qwen2_moe"])
 def test_a_family_is_equal_beside_other_axes(pool, name, layout):
@@ -174,7 +171,6 @@ BALANCED_WAYS: dict[str, tuple[str, Layout, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("name", BALANCED_WAYS)
 def test_the_loss_of_a_familys_own_routers_is_that_of_one_process(pool, name):
     family, layout, techniques = BALANCED_WAYS[name]
@@ -215,7 +211,6 @@ def beside_transformers(layout: Layout) -> float:
     return max(relative_errors(found, wanted).values()) if found else 0.0
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("layout", [Layout(dp_replicate=2, dp_shard=2), TENSOR], ids=str)
 def test_the_loss_of_a_familys_own_routers_is_transformers_own_and_counts_no_padding(spmd, layout):
     """Which transformers computes in float32."""
@@ -232,7 +227,6 @@ def sent_for_routers(layout: Layout) -> tuple[Figures, Figures]:
     return estimated(laid.plan, Batch(8, 9)), counted(wire)
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("layout", [Layout(dp_replicate=2, dp_shard=2), Layout(dp_shard=2, tp=2)], ids=str)
 def test_what_travels_for_a_familys_own_routers_is_what_the_plan_said(spmd, layout):
     for planned, sent in spmd(layout.world, sent_for_routers, layout):
@@ -266,7 +260,6 @@ def with_its_own_kernel(name: str) -> tuple[str, float]:
     return laid.config._experts_implementation, max(errors)
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe"])
 def test_a_familys_experts_train_with_the_kernel_that_they_come_with_and_verify_runs_that_one(spmd, pool, name):
     for kernel, error in spmd(2, with_its_own_kernel, name):
@@ -353,7 +346,6 @@ def routings(ranks: int) -> st.SearchStrategy[list[list[int]]]:
     return st.one_of(one, same)
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_any_routing_ends_and_makes_no_difference(spmd, ranks):
     """500 routings in all: skewed, empty, all to one. Nothing travels but the rows that must."""
@@ -418,7 +410,6 @@ WIRE = {
 }
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("name", WIRE)
 def test_what_travels_is_what_the_plan_said(spmd, name):
     model, layout, techniques = WIRE[name]
@@ -468,7 +459,6 @@ def gathered_ahead(techniques: dict[str, Any]) -> tuple[Figures, Figures, bool]:
     return estimated(laid.plan, Batch(8, 9)), counted(wire), same
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("recomputed", ["none", "full"])
 def test_what_an_accelerator_gathers_ahead_is_needed(spmd, recomputed):
     """A recomputed forward calls the hooks of the stacks inside a block, and must gather no block that is done."""
@@ -488,7 +478,6 @@ FROZEN = {
 }
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize("name", FROZEN)
 def test_no_gradient_travels_where_nothing_in_front_is_trained(spmd, name, mode):
@@ -518,7 +507,6 @@ def order_of_a_layer() -> list[str]:
     return said
 
 
-@pytest.mark.all
 def test_a_shared_expert_computes_while_rows_travel(spmd):
     there = ["begin", "shared", "end"]
     back = ["begin", "end"]
@@ -540,7 +528,6 @@ def bias_after(layout: Layout, steps: int, fault: str = "") -> list[Tensor]:
     return [buffer.clone() for name, buffer in laid.named_buffers() if name.endswith("router.bias")]
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("layout", [EP2, HYBRID, ACROSS, STAGED], ids=str)
 def test_the_bias_is_bitwise_that_of_one_process_after_20_steps(spmd, layout):
     wanted = spmd(1, bias_after, ONE, 20)[0]
@@ -585,7 +572,6 @@ def by_the_doors(layout: Layout) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return whole_on_first(found), wanted
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("name", DOOR_LAYOUTS)
 def test_the_public_functions_average_as_torch_does(spmd, name):
     found, wanted = spmd(4, by_the_doors, DOOR_LAYOUTS[name])[0]
@@ -618,7 +604,6 @@ def warned_of() -> list[str]:
     return [text for text in said if "Router" in text]
 
 
-@pytest.mark.all
 def test_what_functions_leave_to_the_users_loop_is_said(spmd):
     for said in spmd(2, warned_of):
         assert len(said) == 1 and said[0].startswith(
@@ -626,7 +611,6 @@ def test_what_functions_leave_to_the_users_loop_is_said(spmd):
         )
 
 
-@pytest.mark.all
 def test_functions_in_another_order_are_refused(spmd):
     for whole, sliced in spmd(2, refused_doors):
         assert "ep = 2, and the experts of layers." in whole and "feed_forward.experts are whole on every rank" in whole
@@ -658,6 +642,7 @@ def bias_of_a_failed_step() -> list[Tensor]:
     return [router.bias.clone() for router in routers if router.bias is not None]
 
 
+@pytest.mark.first
 def test_failed_steps_and_frozen_layers_move_no_bias(spmd):
     frozen, *moved = spmd(1, bias_of_a_failed_step)[0]
     assert not frozen.any() and all(bias.any() for bias in moved)
@@ -689,7 +674,6 @@ def read(layout: Layout, folder: str, onto: str) -> Held:
     return held(model, optimizer)
 
 
-@pytest.mark.all
 def test_a_checkpoint_is_read_by_every_other_layout_and_back_bit_by_bit(spmd, tmp_path):
     folder = str(tmp_path / "first")
     written = spmd(4, trained, EP4, folder)[0]
@@ -726,7 +710,6 @@ def trained_and_lost(folder: str) -> None:
         trained(EP2, folder)
 
 
-@pytest.mark.all
 def test_a_checkpoint_that_would_lose_an_expert_is_not_written(spmd, tmp_path):
     with pytest.raises(WorkerFailed, match=r"experts\.w_"):
         spmd(2, trained_and_lost, str(tmp_path / "lost"))
@@ -739,7 +722,6 @@ def read_with_more_experts(folder: str) -> None:
     load(parallelize(SIGMOID, EP2, seed=4), folder)
 
 
-@pytest.mark.all
 def test_a_checkpoint_with_fewer_experts_is_not_read(spmd, tmp_path):
     folder = str(tmp_path / "fewer")
     spmd(2, trained_fewer, folder)

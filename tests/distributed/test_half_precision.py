@@ -24,6 +24,8 @@ from meshwright.verification import verify as verifying
 from meshwright.verification.outcome import candidate
 from meshwright.verification.problem import RandomBatches
 
+pytestmark = pytest.mark.all
+
 DENSE = DecoderConfig(61, 16, 2, n_heads=4, n_kv_heads=2, hidden_dim=20, max_seq_len=20, qk_norm=True)
 SPARSE = replace(
     DENSE,
@@ -46,7 +48,6 @@ WAYS: dict[str, tuple[DecoderConfig, Layout, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("name", WAYS)
 def test_float16_costs_no_more_than_the_dtype_does(pool, name):
     model, layout, techniques = WAYS[name]
@@ -65,7 +66,6 @@ def keep_scaled(problem: Any, layout: Layout, parallelize_fn: Any) -> Any:
         return candidate(problem, layout, parallelize_fn)
 
 
-@pytest.mark.all
 def test_gradients_that_stay_scaled_are_found(pool, monkeypatch):
     monkeypatch.setattr(verifying, "candidate", keep_scaled)
     (found,) = verifying.verify(DENSE, SHARDED, BATCHES, steps=2, dtypes=("float16",), pool=pool).comparisons
@@ -98,7 +98,6 @@ def steps_of(
     return told, weights
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("layout", [SHARDED, STAGED], ids=str)
 def test_an_overflow_is_skipped_by_all_and_halves_the_scale(spmd, layout):
     said = spmd(layout.world, steps_of, layout, 2.0**24, 16)
@@ -114,7 +113,6 @@ def test_an_overflow_is_skipped_by_all_and_halves_the_scale(spmd, layout):
         assert same is skips
 
 
-@pytest.mark.all
 def test_finite_steps_double_the_scale(spmd):
     told, _ = spmd(2, steps_of, SHARDED, 8.0, 5, 2)[0]
     assert told == [(8.0, False), (8.0, False), (16.0, False), (16.0, False), (32.0, False)]
@@ -137,7 +135,6 @@ def read(folder: str, compute: str) -> tuple[dict[str, Any], dict[str, Any] | No
     return extra, None if laid.loss_scale is None else laid.loss_scale.state()
 
 
-@pytest.mark.all
 def test_a_checkpoint_keeps_the_scale(spmd, tmp_path):
     folder = str(tmp_path / "checkpoint")
     spmd(2, kept, folder)
@@ -153,7 +150,6 @@ def gradients_of(*steps: int) -> dict[str, Tensor]:
     return whole_on_first({name: p.grad for name, p in laid.named_parameters() if p.grad is not None})
 
 
-@pytest.mark.all
 def test_gradients_of_two_calls_add_up(spmd):
     first, second, both = (spmd(2, gradients_of, *steps)[0] for steps in ((0,), (1,), (0, 1)))
     assert max(relative_errors(both, {name: first[name] + second[name] for name in first}).values()) < 1e-6
@@ -178,6 +174,7 @@ def grown_by_a_failure() -> tuple[float, float]:
     return before, largest()
 
 
+@pytest.mark.first
 def test_a_call_that_fails_leaves_the_gradients_of_the_one_before_as_they_were(spmd):
     for before, after in spmd(2, grown_by_a_failure):
         assert after == before > 0

@@ -17,6 +17,8 @@ from meshwright.distributed.weights.whole_state import whole_on_first
 from meshwright.planning.layout import Layout
 from meshwright.planning.values import Batch
 
+pytestmark = pytest.mark.all
+
 STEPS, BOUND = 2, 1e-6
 """The towers and the text models compute norms and rotary tables in float32."""
 
@@ -57,7 +59,6 @@ def assert_equal(found, wanted, bound=BOUND):
         assert {name: error for name, error in errors.items() if not error <= bound} == {}
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_and_microbatches_without_images(spmd, family):
     found = spmd(2, trained, family, {"dp_shard": 2}, ROWS, 1, {})[0]
@@ -88,13 +89,13 @@ def test_layouts(spmd, family, name):
 TOWERS = {"llava": "model.vision_tower", "qwen2_5_vl": "model.visual"}
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("family", TOWERS)
 def test_a_frozen_tower(spmd, family):
     found = spmd(4, trained, family, {"dp_shard": 2, "tp": 2}, ROWS, 1, {"freeze": [TOWERS[family] + r"\."]})[0]
     assert_equal(found, oracle(family, ROWS, TOWERS[family]))
 
 
+@pytest.mark.first
 def test_a_frozen_tower_on_a_first_stage(spmd):
     found = spmd(2, trained, "smolvlm", {"dp_shard": 1, "pp": 2}, ROWS, 1, {"freeze": [r"model\.vision_model\."]})[0]
     assert_equal(found, oracle("smolvlm", ROWS, "model.vision_model"))
@@ -106,7 +107,6 @@ FROZEN = {
 }
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("images", [(2, 1, 0, 0), (2, 0, 1, 0)], ids=["one rank has all", "microbatches without"])
 @pytest.mark.parametrize("frozen", FROZEN)
 def test_ranks_with_and_without_images_end_backward_alike(spmd, frozen, images):
@@ -115,7 +115,6 @@ def test_ranks_with_and_without_images_end_backward_alike(spmd, frozen, images):
     assert_equal(found, oracle("llava", images, FROZEN[frozen]))
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("sizes", [{"dp_shard": 2, "tp": 2}, {"dp_shard": 2, "pp": 2}], ids=["tp", "pp"])
 @pytest.mark.parametrize("images", [(2, 1, 0, 0), (0, 0, 0, 0)], ids=["one rank has all", "none has any"])
 def test_a_rank_without_any_image(spmd, images, sizes):
@@ -130,7 +129,6 @@ def test_rows_of_images_are_found_by_their_tokens(spmd, family):
     assert_equal(found, oracle(family))
 
 
-@pytest.mark.all
 def test_several_blocks_in_a_stage_and_the_schedules_of_several_stages(spmd):
     techniques = {"pipeline_schedule": "interleaved_1f1b"}
     changes = {"num_hidden_layers": 4}
@@ -152,7 +150,6 @@ def refused(family, sizes, wrong_rank):
     return ""
 
 
-@pytest.mark.all
 def test_a_row_of_one_rank_is_refused_on_all(spmd):
     said = spmd(4, refused, "llava", {"dp_shard": 2, "tp": 2}, 1)
     assert all("row 1 of the batch has 8 image tokens (id 100)" in text for text in said), said
@@ -167,7 +164,6 @@ def evaluated(family):
     return float(laid_out.evaluate(pieces).loss), float(laid_out.forward_backward(pieces).loss)
 
 
-@pytest.mark.all
 def test_lists_of_microbatches_and_evaluation(spmd):
     wanted = oracle("gemma3")[0][0]
     assert spmd(2, evaluated, "gemma3")[0] == pytest.approx((wanted, wanted), rel=BOUND)
@@ -195,7 +191,6 @@ def test_the_plan_estimates_every_byte_of_steps_with_images(spmd, family, sizes)
         assert_estimated(planned, sent)
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("family", FAMILIES)
 def test_verify_makes_images_itself(pool, family):
     """By ``meshwright verify``'s own batches, with microbatches and ranks without any image."""
@@ -204,7 +199,6 @@ def test_verify_makes_images_itself(pool, family):
     assert "pixel_values" in report.coverage
 
 
-@pytest.mark.all
 def test_adapters_beside_language_blocks(pool):
     """Beside frozen weights, rows without an image give no gradient to what lies before the first adapter."""
     adapters = {

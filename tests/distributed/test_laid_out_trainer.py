@@ -13,6 +13,8 @@ from support.tools import fresh_accelerate
 
 from meshwright import ConfigError, Layout, UnsupportedError
 
+pytestmark = pytest.mark.all
+
 CLOSE = 1e-6
 
 
@@ -101,7 +103,6 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_trains_as_one_process(spmd, tmp_path, name):
     layout = LAYOUTS[name]
@@ -118,7 +119,6 @@ def test_a_layout_trains_as_one_process(spmd, tmp_path, name):
         assert found["tokens"] == tokens
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("name", ["dp_shard=2", "dp_shard=2,tp=2", "dp_replicate=2,cp=2"])
 @pytest.mark.parametrize("count", [11, 13, 15])
 def test_rows_that_do_not_fill_the_last_step_are_learnt_once(spmd, tmp_path, name, count):
@@ -149,7 +149,6 @@ def whole_run(folder: str, layout: Layout, options: dict[str, Any], given: dict[
         return losses(trainer), [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.all
 def test_a_flag_of_precision_is_the_plans(spmd, tmp_path):
     """bf16: weights stay float32, and losses those of bfloat16."""
     found = spmd(2, run, str(tmp_path), Layout(dp_shard=2), {"bf16": True})
@@ -158,7 +157,6 @@ def test_a_flag_of_precision_is_the_plans(spmd, tmp_path):
     assert {tensor.dtype for tensor in found[0]["weights"].values()} == {torch.float32}
 
 
-@pytest.mark.all
 def test_a_run_goes_on_in_another_layout_and_its_folders_are_transformers(spmd, tmp_path):
     """Saved on dp_shard 2 at step 2 of 4; resumed on tp 2; from_pretrained reads checkpoint and model, as trained."""
     from transformers import AutoModelForCausalLM
@@ -183,7 +181,6 @@ def test_a_run_goes_on_in_another_layout_and_its_folders_are_transformers(spmd, 
     assert (logits[0] - logits[1]).abs().max() <= 1e-5 < (logits[0] - logits[2]).abs().max()
 
 
-@pytest.mark.all
 def test_a_model_is_read_from_its_folder(spmd, tmp_path):
     """Each rank reads its slices: the same losses as of the module with weights."""
     function_of("yours", "your_model")().save_pretrained(tmp_path / "model")
@@ -227,6 +224,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_be_ignored_is_refused_by_name(spmd, tmp_path, name):
     options, given, environment, remedy = REFUSED[name]
@@ -251,6 +249,7 @@ def overriding(folder: str) -> str:
     return ""
 
 
+@pytest.mark.first
 def test_a_loss_that_is_overridden_is_refused(spmd, tmp_path):
     said = spmd(1, overriding, str(tmp_path))[0]
     assert "Mine.compute_loss" in said and "loss_fn=" in said
@@ -276,7 +275,6 @@ def predicted(folder: str, layout: Layout) -> dict[str, Any]:
         return seen | {"losses": losses_seen, "after": after, "state": trainer.parallel.state_dict()}
 
 
-@pytest.mark.all
 def test_metrics_see_every_row_once_and_the_best_checkpoint_is_read(spmd, tmp_path):
     """The worst, as it is asked for: the first."""
     ranks = spmd(4, predicted, str(tmp_path), Layout(dp_shard=2, tp=2))
@@ -319,7 +317,6 @@ def classified(folder: str, layout: Layout | None) -> list[float]:
         return losses(trainer)
 
 
-@pytest.mark.all
 def test_a_model_with_another_loss_trains_its_own(spmd, tmp_path):
     theirs = spmd(1, classified, str(tmp_path), None)[0]
     assert furthest(spmd(2, classified, str(tmp_path), Layout(dp_shard=2))[0], theirs) <= CLOSE
@@ -336,7 +333,6 @@ def adapted(folder: str) -> tuple[list[float], list[str]]:
         return losses(trainer), [name for name, p in trainer.parallel.named_parameters() if p.requires_grad]
 
 
-@pytest.mark.all
 def test_adapters_are_trained_and_written_as_peft_reads_them(spmd, tmp_path):
     from peft import PeftModel
 

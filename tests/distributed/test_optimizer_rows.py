@@ -18,6 +18,8 @@ from meshwright.training.optim.build import BuiltOptimizer, make_optimizer
 from meshwright.verification.problem import RandomBatches
 from meshwright.verification.verify import verify
 
+pytestmark = pytest.mark.all
+
 BATCHES = RandomBatches(256, rows=8, seq_len=8)
 REPLICAS, STAGES, BOTH = (
     Layout(dp_replicate=2, dp_shard=1),
@@ -27,7 +29,6 @@ REPLICAS, STAGES, BOTH = (
 SHARDS = Layout(dp_shard=2)
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("layout", [REPLICAS, STAGES], ids=str)
 def test_adafactor_is_equal_where_parameters_are_whole(pool, layout):
     report = verify(DEEP, layout, BATCHES, steps=2, pool=pool, techniques={"optimizer": "adafactor"})
@@ -36,7 +37,6 @@ def test_adafactor_is_equal_where_parameters_are_whole(pool, layout):
     assert {"row_var", "col_var", "variance"} <= seen, seen
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("layout", [SHARDS, BOTH], ids=str)
 def test_sgd_is_equal_where_it_is_asked_for(pool, layout):
     assert verify(DEEP, layout, BATCHES, steps=2, pool=pool, dtypes=("float64",), techniques={"optimizer": "sgd"})
@@ -96,7 +96,6 @@ def _resumed(layout: Layout, folder: str) -> tuple[float, float, int]:
     return moved, apart, sum(len(state) for state in other.state.values())
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("layout", [REPLICAS, STAGES], ids=str)
 def test_what_is_shaped_like_a_row_of_the_parameter_is_saved_and_continued(spmd, tmp_path, layout):
     for moved, apart, tensors in spmd(layout.world, _resumed, layout, str(tmp_path / "at")):
@@ -120,7 +119,6 @@ def _second_step(layout: Layout, folder: str, word: str, *, first: bool) -> dict
     return {name: to_cpu(parameter.detach()) for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("word", ["adafactor", "adam", "lion", "muon", "schedule_free_adamw", "sgd"])
 def test_a_run_goes_on_with_another_layout(spmd, tmp_path, word):
     folder = str(tmp_path / "at")

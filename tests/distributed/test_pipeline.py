@@ -41,6 +41,8 @@ from meshwright.planning.values import Batch
 from meshwright.verification.problem import RandomBatches
 from meshwright.verification.verify import verify
 
+pytestmark = pytest.mark.all
+
 VOCABULARY = 64
 UNTIED = DecoderConfig(VOCABULARY, 16, 4, n_heads=4, n_kv_heads=2, hidden_dim=24, max_seq_len=20)
 TIED = replace(UNTIED, tied_embeddings=True)
@@ -63,7 +65,6 @@ WAYS: dict[str, tuple[DecoderConfig, Layout, dict[str, Any]]] = {
 """Not in the array (test_ways): four stages, and requests that it has no factor for."""
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("name", WAYS)
 def test_a_pipeline_is_equal_to_one_process(pool, measured, name):
     model, layout, techniques = WAYS[name]
@@ -79,7 +80,6 @@ def test_a_pipeline_is_equal_to_one_process(pool, measured, name):
     )
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("layout", [SHARDED, TENSOR], ids=str)
 def test_bf16_costs_no_more_than_the_dtype_does(pool, layout):
     requested = {"pipeline_schedule": "interleaved_1f1b"}
@@ -103,7 +103,6 @@ def family(name: str) -> Any:
     return families.config_of(name, **(SLIDING if name.startswith("gemma") else {}))
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("layout", [PP2, TENSOR], ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_is_equal_to_one_process(pool, name, layout):
@@ -187,7 +186,6 @@ def by_one_process(pool):
     return pool.run(used, ONE, world=1, timeout=120)[0]
 
 
-@pytest.mark.all
 @pytest.mark.parametrize(
     ("layout", "schedule"),
     [(PP2, "1f1b"), (PP2, "zbv_zero_bubble"), (PP4, "1f1b"), (REPLICATED, "dualpipe_v"), (TENSOR, "interleaved_1f1b")],
@@ -295,7 +293,6 @@ def one_step(
     return estimated(plan, Batch(8, seq)), counted(wire), peak_live(order)[rank], runner.most_kept
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("name", WIRE)
 def test_what_travels_and_what_is_kept_is_what_the_plan_said(spmd, name):
     model, layout, techniques = WIRE[name]
@@ -304,7 +301,6 @@ def test_what_travels_and_what_is_kept_is_what_the_plan_said(spmd, name):
         assert kept == promised
 
 
-@pytest.mark.all
 def test_a_boundary_carries_the_hidden_states_of_a_microbatch(spmd):
     """bytes per element · ⌈seq / tp⌉ · rows · features, each way."""
     for layout, share in ((PP2, 9), (TENSOR, 5)):
@@ -335,7 +331,6 @@ def read(layout: Layout, schedule: str, folder: str, onto: str) -> Held:
     return held(model, optimizer)
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv_zero_bubble"])
 def test_a_checkpoint_is_read_by_every_other_layout_and_back_bit_by_bit(spmd, tmp_path, schedule):
     folder = str(tmp_path / "first")
@@ -351,7 +346,6 @@ def test_a_checkpoint_is_read_by_every_other_layout_and_back_bit_by_bit(spmd, tm
 # --- a schedule of the user's own; what is refused; ends
 
 
-@pytest.mark.all
 def test_a_schedule_from_a_table_runs(pool, tmp_path):
     kind = KINDS["zbv_zero_bubble"]
     write_schedule(kind.build(2, 4, 2), tmp_path / "mine.csv")
@@ -369,6 +363,7 @@ def too_many(path: str) -> str:
     return str(found.value)
 
 
+@pytest.mark.first
 def test_a_step_that_a_table_has_no_actions_for_is_refused_on_all_ranks(spmd, tmp_path):
     write_schedule(KINDS["1f1b"].build(2, 4, 1), tmp_path / "mine.csv")
     for text in spmd(2, too_many, str(tmp_path / "mine.csv")):
@@ -384,7 +379,6 @@ def raises_and_goes_on() -> tuple[float, float]:
     return expected, float(model.forward_backward(batch))
 
 
-@pytest.mark.all
 def test_two_steps_without_learning_give_one_loss(spmd):
     for expected, again in spmd(2, raises_and_goes_on):
         assert expected == again
@@ -409,7 +403,6 @@ def end_connections() -> None:
                 found.shutdown(socket.SHUT_RDWR)
 
 
-@pytest.mark.all
 def test_when_a_stage_is_lost_the_others_stop_in_seconds_and_say_which(spmd):
     begun = time.monotonic()
     heard, _ = spmd(2, hear_of_a_loss)
@@ -444,7 +437,6 @@ def proved(layout: Layout) -> tuple[list[Any], list[Any]]:
     return before, [plan.tensor, (plan.pipeline, layout.tp)]
 
 
-@pytest.mark.all
 def test_the_plan_that_is_laid_out_is_the_one_that_was_proved(spmd):
     (before, laid_out), *others = spmd(4, proved, TENSOR)
     assert all(plan in before for plan in laid_out) and None not in laid_out
@@ -464,5 +456,6 @@ def unproved() -> bool:
     return laid_out.called
 
 
+@pytest.mark.first
 def test_what_is_refuted_is_not_laid_out(spmd):
     assert spmd(2, unproved) == [False, False]

@@ -21,6 +21,8 @@ from meshwright.distributed.loss import peft_private
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process.world import get_world_info
 
+pytestmark = pytest.mark.all
+
 EXACT, BETA, RATE = 1e-10, 0.3, 20.0
 LORA = {"rank": 4, "alpha": 6.0}
 ONE = Layout(dp_shard=1)
@@ -86,7 +88,6 @@ def test_the_reference_without_adapters_is_the_one_computed_before(spmd, name):
     assert max(errors.values()) <= EXACT, errors
 
 
-@pytest.mark.all
 def test_the_first_weights_are_those_of_transformers_without_peft():
     """The reference that a step uses is what plain torch computes from the base alone."""
     from transformers import AutoModelForCausalLM
@@ -109,7 +110,6 @@ def test_the_first_weights_are_those_of_transformers_without_peft():
     assert float(model.forward_backward(batch)) == pytest.approx(float(loss), rel=1e-6)  # fp32 inside its norms
 
 
-@pytest.mark.all
 def test_adapters_that_stay_on_are_caught(monkeypatch):
     from contextlib import nullcontext
 
@@ -120,7 +120,6 @@ def test_adapters_that_stay_on_are_caught(monkeypatch):
     assert abs(steps(ONE, "llama", False)[0][2]["loss"] - right[2]["loss"]) > 1e-3
 
 
-@pytest.mark.all
 def test_switching_leaves_no_trace():
     model = model_of(ONE, "llama", LORA)
     layers = peft_private.adapted_layers(list(model.parts))
@@ -131,7 +130,6 @@ def test_switching_leaves_no_trace():
     assert before == [(name, p.requires_grad) for name, p in model.named_parameters()]
 
 
-@pytest.mark.all
 @pytest.mark.parametrize(
     ("adapters", "techniques", "reason"),
     [
@@ -157,7 +155,6 @@ def some_bring() -> str:
     return str(refused.value)
 
 
-@pytest.mark.all
 def test_ranks_and_microbatches_bring_a_reference_alike(spmd):
     for said in spmd(2, some_bring):
         assert "1 of 2 data ranks bring no batch['reference_log_probs']: all bring it, or none" in said

@@ -25,6 +25,8 @@ from meshwright.distributed.transforms import apply_model_transforms
 from meshwright.distributed.weights.shards import pieces
 from meshwright.introspection.source import as_module, read_causal_lm
 
+pytestmark = pytest.mark.all
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
@@ -68,7 +70,6 @@ def refused(folders):
         return type(error), str(error)
 
 
-@pytest.mark.all
 def test_what_one_rank_cannot_read_nobody_loads(spmd, folders, tmp_path):
     good = folders["llama"]
     cut, other = shutil.copytree(good, tmp_path / "cut"), shutil.copytree(good, tmp_path / "other")
@@ -96,7 +97,6 @@ def checkpointed(folder, place):
     meshwright.save(made, place)
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("transforms", [{"fully_shard": {}}, {"ddp": {}}], ids=lambda chain: next(iter(chain)))
 @pytest.mark.parametrize("kind", ["folder", "checkpoint"])
 def test_load_weights_is_a_transform_of_the_chain(spmd, folders, tmp_path, transforms, kind):
@@ -110,7 +110,6 @@ def test_load_weights_is_a_transform_of_the_chain(spmd, folders, tmp_path, trans
     assert [name for name, value in one.items() if not torch.equal(found[name], value)] == []
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("is_restart", [True, False])
 def test_load_weights_leaves_a_restart_alone(spmd, folders, is_restart):
     folder = folders["qwen3_moe"]
@@ -131,12 +130,10 @@ def missing(path):
         return str(error)
 
 
-@pytest.mark.all
 def test_load_weights_needs_a_folder(spmd, folders):
     assert "load_weights.checkpoint_path = 'nowhere' is no folder" in spmd(2, missing, folders["llama"])[0]
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("family", ["gemma2", "qwen3_moe"])
 def test_a_frozen_part_is_equal_to_one_process(pool, family):
     config = config_of(family, num_hidden_layers=2)
@@ -178,12 +175,12 @@ def packed(model, layout):
     return float(together), sum(float(loss) * loss.tokens for loss in alone) / together.tokens
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_documents_that_positions_part_are_trained_as_if_alone(spmd, family):
     together, alone = spmd(2, packed, config_of(family), FSDP2)[0]
     assert together == pytest.approx(alone, rel=1e-7)
 
 
+@pytest.mark.first
 def test_a_model_in_which_documents_meet_is_refused(spmd):
     assert "tokens would attend across documents" in spmd(2, packed, Crossing, FSDP2)[0]

@@ -19,6 +19,8 @@ from meshwright.training import rehearsal
 from meshwright.training.config import Config
 from meshwright.training.rehearsal import Rehearsal, read, rehearse
 
+pytestmark = pytest.mark.all
+
 LLAMA = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -120,7 +122,6 @@ def config(tmp_path):
     return of
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_rank_of_eight_rehearses_what_it_does(eight, config, name):
     found = eight.run(beside, config(LAYOUTS[name]), timeout=300)
@@ -136,7 +137,6 @@ def test_a_rehearsal_of_something_else_is_caught(spmd, config, mutant):
         assert rank.differences == [] and rank.mutated != []
 
 
-@pytest.mark.all
 def test_a_rehearsal_takes_the_steps_of_a_trainer(spmd, config):
     assert spmd(4, beside_training, config({"layout": {"dp_shard": 2, "tp": 2}})) == [[]] * 4
 
@@ -146,7 +146,6 @@ def compiled_anew(config: dict[str, Any]) -> Rehearsal:
     return rehearse(Config.from_dict(config), 1, 2)
 
 
-@pytest.mark.all
 def test_compiled_blocks_are_rehearsed_compiled(spmd, config):
     """What they send is seen in operators of their own; the first step is longer by their compilation."""
     techniques = {"compile": True, "compile_backend": "aot_eager"}
@@ -157,7 +156,6 @@ def test_compiled_blocks_are_rehearsed_compiled(spmd, config):
     assert {(row.op, row.axis) for row in found.messages} >= {("reduce_scatter", "tp"), ("all_gather", "tp")}
 
 
-@pytest.mark.all
 def test_a_model_of_transformers_is_rehearsed(spmd, config, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     model = {"hf": str(tmp_path / "config.json")}
@@ -165,7 +163,6 @@ def test_a_model_of_transformers_is_rehearsed(spmd, config, tmp_path):
     assert [rank.differences for rank in found] == [[]] * 4
 
 
-@pytest.mark.all
 def test_one_rank_of_each_kind_is_rehearsed_in_a_process_of_its_own(pool, config, tmp_path, capfd):
     given = config({"layout": {"dp_shard": 4, "pp": 2}})
     file, written = tmp_path / "run.toml", tmp_path / "found.json"
@@ -181,6 +178,7 @@ def test_one_rank_of_each_kind_is_rehearsed_in_a_process_of_its_own(pool, config
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.first
 def test_an_error_of_the_run_is_the_ranks_result(config, monkeypatch):
     def fail(*given, **verdict):
         raise ZeroDivisionError("on this rank\nalone")
@@ -197,6 +195,7 @@ def die(*given: Any, **named: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.first
 def test_the_death_of_a_rank_is_its_result(pool, config, monkeypatch):
     monkeypatch.setattr(rehearsal, "rehearse", die)
     parts = rehearsal.cast(Config.from_dict(config({"layout": {"dp_shard": 2}})), 2)
@@ -205,7 +204,6 @@ def test_the_death_of_a_rank_is_its_result(pool, config, monkeypatch):
     assert (found[0].rank, found[0].exit_status) == (1, 1)
 
 
-@pytest.mark.all
 def test_messages_take_the_time_that_is_foreseen(config):
     given = Config.from_dict(config({"layout": {"dp_shard": 2}}))
     slow = Link("slow", 1e6, 1e-3)

@@ -31,6 +31,8 @@ from meshwright.planning.values import Batch
 from meshwright.verification.problem import RandomBatches
 from meshwright.verification.verify import verify
 
+pytestmark = pytest.mark.all
+
 # 257 tokens, 12 hidden features, two key heads (on four ranks each is held twice), heads of six features.
 UNTIED = DecoderConfig(257, 24, 3, n_heads=4, n_kv_heads=2, hidden_dim=12, max_seq_len=20, qk_norm=True)
 TIED = replace(UNTIED, tied_embeddings=True)
@@ -78,7 +80,6 @@ WAYS = {
 """Not in the array (test_ways): four ranks of the axis, and other parts of the model frozen."""
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("name", WAYS)
 def test_our_decoder_is_equal_to_one_process(pool, measured, name):
     way = WAYS[name]
@@ -101,7 +102,6 @@ def test_our_decoder_is_equal_to_one_process(pool, measured, name):
     measured(f"{way.layout}: {name}", "tensor parallel, decoder", {"gradient": worst})
 
 
-@pytest.mark.all
 @pytest.mark.parametrize(("layout", "model"), [(TP4, TIED), (SHARDED, UNTIED)], ids=str)
 def test_bf16_costs_no_more_than_the_dtype_does(pool, layout, model):
     report = verify(model, layout, RandomBatches(257, rows=4, seq_len=11), steps=1, dtypes=("bfloat16",), pool=pool)
@@ -148,7 +148,6 @@ def falcon_two_norms() -> torch.nn.Module:
     return family("falcon_grouped", use_cache=False, num_kv_heads=4)
 
 
-@pytest.mark.all
 @pytest.mark.parametrize(
     ("factory", "layout", "techniques"),
     [
@@ -208,14 +207,12 @@ def assert_all_estimated(ranks: list[tuple[Figures, Figures]], tp: int) -> None:
             assert all(0 < moved <= planned[key][1] for key, (_, moved) in sent.items())
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("name", WAYS)
 def test_the_plan_estimates_every_byte(spmd, name):
     way = WAYS[name]
     assert_all_estimated(spmd(way.layout.world, one_warm_step, way.model, way, 257), way.layout.tp)
 
 
-@pytest.mark.all
 @pytest.mark.parametrize(
     ("factory", "way"),
     [
@@ -235,7 +232,6 @@ def test_the_plan_estimates_every_byte_of_a_family(spmd, factory, way):
     assert_all_estimated(spmd(way.layout.world, one_warm_step, factory, way, families.VOCABULARY), way.layout.tp)
 
 
-@pytest.mark.all
 def test_branches_behind_two_norms_gather_their_input_once(spmd):
     """Forward 1 all-gather and 1 reduce-scatter in each of two blocks, backward 2 and 1.
 
@@ -245,7 +241,6 @@ def test_branches_behind_two_norms_gather_their_input_once(spmd):
         assert (sent["all_gather", 2][0], sent["reduce_scatter", 2][0]) == (2 * (1 + 2) + 3, 2 * (1 + 1) + 2)
 
 
-@pytest.mark.all
 def test_a_collective_that_is_not_in_the_plan_is_seen(spmd):
     planned, sent = spmd(2, one_warm_step, UNTIED, Way(TP2), 257)[0]
     planned["all_reduce", 2] = (planned["all_reduce", 2][0] - 1, planned["all_reduce", 2][1])  # type: ignore[operator]
@@ -292,7 +287,6 @@ def by_one_process(pool):
     return pool.run(used, ONE, world=1, timeout=120)[0]
 
 
-@pytest.mark.all
 @pytest.mark.parametrize(("layout", "cut"), [(TP2, True), (TP4, True), (SHARDED, True), (TP4, False)], ids=str)
 def test_evaluation_generation_clipping_and_ones_own_loss_are_those_of_one_process(spmd, by_one_process, layout, cut):
     runs = spmd(layout.world, used, layout, cut)
@@ -347,7 +341,6 @@ def gradients_of_parts(layout: Layout) -> list[tuple[str, bool]]:
     return found
 
 
-@pytest.mark.all
 def test_a_part_has_the_gradient_that_torch_would_give_it(spmd):
     for found in spmd(4, gradients_of_parts, TP4):  # four ranks: key heads lie on two
         assert len(found) > 50 and [name for name, same in found if not same] == []
@@ -392,7 +385,6 @@ def passed_on(kind: str, layout: Layout, folders: list[str], onto: str = "") -> 
     return found
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("kind", BUILDERS)
 def test_a_checkpoint_is_read_by_every_other_layout_bit_by_bit(spmd, tmp_path, kind):
     """Tensor-parallel shards to data-parallel ones and to another tensor axis, and what those save back again."""
@@ -465,7 +457,6 @@ def numbers_seen(name: str) -> tuple[list[dict[str, Any]], bool]:
     return seen, unchanged
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("name", ["gpt2", "phi3", "bloom", "falcon_alibi"])
 def test_nobody_outside_sees_another_number_of_heads(spmd, name):
     for seen, unchanged in spmd(2, numbers_seen, name):
@@ -493,6 +484,7 @@ def after_an_error(name: str) -> bool:
     return False
 
 
+@pytest.mark.first
 def test_numbers_are_whole_again_after_an_error(spmd):
     assert spmd(2, after_an_error, "gpt2") == [True, True]
 
@@ -505,7 +497,6 @@ def placed(layout: Layout) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {name: (str(p.placements), tuple(p.to_local().shape)) for name, p in model.named_parameters()}  # type: ignore[union-attr]
 
 
-@pytest.mark.all
 def test_ranks_hold_their_parts_alone(spmd):
     ranks = spmd(4, placed, TP4)
     assert [r["layers.0.attention.wq.weight"][1] for r in ranks] == [(6, 24)] * 4
@@ -520,7 +511,6 @@ def user_model(name: str) -> torch.nn.Module:
     return users.build(name)
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("name", ["no module of its own", "norms over all heads", "low rank", "tied and scaled"])
 def test_a_model_of_a_user_is_equal_to_one_process(pool, name):
     batches = RandomBatches(users.VOCABULARY, rows=4, seq_len=7, keys=())
@@ -528,7 +518,6 @@ def test_a_model_of_a_user_is_equal_to_one_process(pool, name):
     assert report, report
 
 
-@pytest.mark.all
 def test_a_plan_that_is_changed_is_another_model(spmd):
     """The plan is read, and not the wish: without its sequences cut, activations between blocks are whole."""
     assert spmd(2, shapes_between_blocks, True) == [(2, 6, 24)] * 2

@@ -41,6 +41,8 @@ from meshwright.distributed.parallelizer import to_cpu
 from meshwright.distributed.weights import parts_tensor, whole_state
 from meshwright.distributed.weights.shards import pieces
 
+pytestmark = pytest.mark.all
+
 TOKENS = torch.arange(24).reshape(4, 6) % 37
 SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -350,14 +352,12 @@ def _check(spmd, doors, name, layout, one_model):
         assert {door: off for door, off in said.items() if not off < 1e-10} == {}
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("at", LAYOUTS)
 @pytest.mark.parametrize("name", DENSE)
 def test_what_went_in_comes_out(spmd, name, at):
     _check(spmd, READING, name, LAYOUTS[at], one_model=True)
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("at", LAYOUTS)
 @pytest.mark.parametrize("name", DENSE)
 def test_what_torch_writes_arrives(spmd, name, at):
@@ -368,7 +368,6 @@ ACROSS_MESHES = (vector, averaged)
 """torch computes with no list of tensors of several meshes, and experts have one of their own."""
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("shards", (2, 4))
 def test_experts_that_went_in_come_out(spmd, shards):
     layout = Layout(dp_shard=shards, ep=2)

@@ -39,6 +39,8 @@ from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.values import Batch
 
+pytestmark = pytest.mark.all
+
 
 def one_warm_step(problem: Problem, way: Way, loss_fn: LossFunction | None = None) -> tuple[Figures, Figures]:
     """What the plan foresees for a step, and what the third step does (DDP settles its buckets in the first two)."""
@@ -102,7 +104,6 @@ def drawn(draw):
     return Problem(model, dtype="float32", data=data), Way(layout, techniques, draw(st.sampled_from(["one", "rows"])))
 
 
-@pytest.mark.all
 @given(drawn())
 @settings(
     max_examples=10,
@@ -134,7 +135,6 @@ def even_sizes() -> tuple[int, int, int]:
     )
 
 
-@pytest.mark.all
 @pytest.mark.parametrize(
     ("layout", "microbatches"),
     [(DDP2, "rows"), (DDP4, "one"), (FSDP2, "one"), (FSDP2, "rows"), (FSDP4, "one"), (HSDP, "one"), (HSDP, "rows")],
@@ -168,7 +168,6 @@ def loss_that_talks(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return cross_entropy_sum(logits, labels)
 
 
-@pytest.mark.all
 def test_a_collective_that_no_plan_lists_is_seen(spmd):
     planned, sent = spmd(2, one_warm_step, Problem(dtype="float32"), Way(FSDP2), loss_that_talks)[0]
     with pytest.raises(AssertionError, match="all_reduce"):

@@ -27,6 +27,8 @@ from meshwright.distributed.data import fully_sharded
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process.world import get_world_info
 
+pytestmark = pytest.mark.all
+
 EXACT = 1e-10
 STAGES = (0, 1, 2, 3)
 BF16 = ("precision", {"master": "float32", "compute": "bfloat16", "reduce": "float32"})
@@ -39,6 +41,7 @@ def layout_of(stage: int, ranks: int) -> Layout:
 # --- equal to one process
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_stage_equals_one_process(spmd, reference, measured, stage):
     """By lists of microbatches; the array (test_ways) has the others."""
@@ -51,7 +54,6 @@ def test_every_stage_equals_one_process(spmd, reference, measured, stage):
 # --- what travels
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("microbatches", ["one", "rows"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_plan_estimates_every_byte(spmd, stage, microbatches):
@@ -68,7 +70,6 @@ FORMULAS = {
 """Stage -> what is gathered and what is reduced in a step, of so many bytes of parameters."""
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("microbatches", ["one", "rows"])
 @pytest.mark.parametrize("stage", FORMULAS)
 def test_even_shapes_move_what_the_paper_says(spmd, stage, microbatches):
@@ -125,14 +126,12 @@ def by_hand(stage: int) -> tuple[list[str], bool]:
     return gathered, all(torch.allclose(found[0][name], found[1][name], rtol=0, atol=1e-13) for name in found[0])
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("stage", [1, 2])
 def test_nothing_is_gathered_between_steps(spmd, stage):
     for gathered, agree in spmd(2, by_hand, stage):
         assert gathered == [] and agree
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_disturbed_run_ends_like_an_undisturbed_one(spmd, reference, stage):
     way = Way(FSDP2, (("zero_stage", stage),), "list")
@@ -158,7 +157,6 @@ def loaded(stage: int, folder: str) -> list[float]:
     return [*losses, float(model.forward_backward(batch))]
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("stage", [1, 2])
 def test_what_is_loaded_between_steps_is_used(spmd, tmp_path, stage):
     for before, stepped, back in spmd(2, loaded, stage, str(tmp_path / "saved")):

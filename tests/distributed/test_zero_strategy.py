@@ -28,6 +28,8 @@ from meshwright.distributed.parallelizer import nvfsdp_strategy_parallelize, to_
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig
 
+pytestmark = pytest.mark.all
+
 FP32_INSIDE = 1e-6
 """Their norms compute in fp32 whatever the dtype."""
 
@@ -52,6 +54,7 @@ DEFAULTS = {
 DP2, HSDP, CUT = Layout(dp_shard=2), Layout(dp_replicate=2, dp_shard=2), Layout(dp_shard=2, tp=2)
 
 
+@pytest.mark.first
 def test_the_signature_is_the_published_one():
     found = inspect.signature(nvfsdp_strategy_parallelize).parameters
     assert list(found) == ["model", "device_mesh", *DEFAULTS]
@@ -130,7 +133,6 @@ WAYS: list[tuple[Layout, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.all
 @pytest.mark.parametrize(("layout", "options"), WAYS, ids=str)
 def test_two_steps_equal_one_process(spmd, measured, layout, options):
     for error in spmd(layout.world, worst_error, layout, options):
@@ -218,7 +220,6 @@ def applications() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.all
 def test_what_is_applied(spmd):
     for found in spmd(2, applications):
         assert found["no_shard"][0] == 1.0 and found["no_shard"][3]["dp_replicate"] == 2
@@ -270,7 +271,6 @@ def on_meta() -> tuple[bool, list[dict[str, Any]], int]:
     return moved, plain, sharded * 2 - sum(p.numel() for p in laid.parameters())
 
 
-@pytest.mark.all
 def test_a_model_on_meta_gets_weights_and_the_optimizer_its_shards(spmd):
     for moved, plain, extra in spmd(2, on_meta):
         assert moved and extra == 0
@@ -324,7 +324,6 @@ def checked(layout: Layout, options: dict[str, Any]) -> tuple[str, bool, str, li
     return said, moved, healthy, [bool(p.grad._local_tensor.isfinite().all()) for p in model.parameters()]
 
 
-@pytest.mark.all
 @pytest.mark.parametrize(
     ("layout", "strategy"),
     [(DP2, "optim_grads_params"), (DP2, "no_shard"), (HSDP, "optim"), (CUT, "optim_grads_params")],
@@ -338,7 +337,6 @@ def test_a_gradient_that_is_not_finite_is_named_on_all_ranks(spmd, layout, strat
         assert not moved and healthy == "" and all(finite)
 
 
-@pytest.mark.all
 def test_the_check_can_be_switched_off(spmd):
     for said, moved, *_ in spmd(2, checked, DP2, {"check_for_nan_in_grad": False}):
         assert said == "" and moved
@@ -425,7 +423,6 @@ WORDS = {
 }
 
 
-@pytest.mark.all
 def test_what_cannot_be_is_refused_in_words(spmd):
     for found in spmd(2, refused):
         assert found.keys() == WORDS.keys()
@@ -441,7 +438,6 @@ def cut_by_module() -> list[str]:
     ]
 
 
-@pytest.mark.all
 def test_units_of_single_modules_do_not_go_with_a_tensor_axis(spmd):
     assert spmd(4, cut_by_module)[0][0].startswith(
         "UnsupportedError: disable_bucketing: beside tensor or expert parallelism the units are"
@@ -469,6 +465,7 @@ def alone() -> tuple[list[str], bool, str]:
     return said, same, raised
 
 
+@pytest.mark.first
 def test_one_process_says_that_nothing_is_sharded_and_does_the_rest(spmd):
     ((said, same, raised),) = spmd(1, alone)
     assert any("there is one data rank, so optim_grads shards nothing" in line for line in said)
@@ -490,6 +487,7 @@ def in_the_older_order():
     return isinstance(next(model.parameters()), torch.distributed.tensor.DTensor), said
 
 
+@pytest.mark.first
 def test_the_older_order_is_read_whole(spmd):
     for is_sharded, said in spmd(2, in_the_older_order):
         assert isinstance(is_sharded, bool) and len(said) == 3

@@ -17,6 +17,8 @@ from meshwright.checkpoint.manifest import Manifest
 from meshwright.training.config import Config
 from meshwright.training.run.folder import RunFolder
 
+pytestmark = pytest.mark.all
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
@@ -62,7 +64,6 @@ def by_transformers(folder: Path):
     return AutoModelForCausalLM.from_pretrained(folder)
 
 
-@pytest.mark.all
 def test_checkpoints_hold_the_adapters_alone(told):
     assert told.status == 0 and "adapters drawn from seed 0" in told.out
     manifest = Manifest.read(RunFolder(told.folder).checkpoint())
@@ -72,6 +73,7 @@ def test_checkpoints_hold_the_adapters_alone(told):
     assert "model.embed_tokens.weight" in manifest.left_out
 
 
+@pytest.mark.first
 def test_a_frozen_parameter_counts_four_flops_of_six(pool, base, tmp_path):
     per_token = []
     whole = {key: value for key, value in base.items() if not key.startswith("adapters")}
@@ -83,7 +85,6 @@ def test_a_frozen_parameter_counts_four_flops_of_six(pool, base, tmp_path):
     assert per_token[0] < 0.9 * per_token[1]
 
 
-@pytest.mark.all
 def test_the_merged_model_and_the_adapter_compute_the_same_elsewhere(told, model, tmp_path, ask):
     from peft import PeftModel
 
@@ -102,6 +103,7 @@ def test_the_merged_model_and_the_adapter_compute_the_same_elsewhere(told, model
     assert (merged / "tokenizer.json").is_file() and (adapter / "tokenizer.json").is_file()
 
 
+@pytest.mark.first
 def test_adapters_of_a_base_in_4_bits_are_read_beside_it_by_the_code_that_is_printed(pool, base, model, tmp_path, ask):
     import transformers
     from peft import PeftModel
@@ -134,7 +136,6 @@ def test_adapters_of_a_base_in_4_bits_are_read_beside_it_by_the_code_that_is_pri
     assert (one - two).abs().max() < 1e-5 < 1e-3 < (one - plain).abs().max()
 
 
-@pytest.mark.all
 def test_lengths_of_rows_are_trained_resumed_and_merged(pool, base, model, tmp_path, ask):
     """kind = dora, begun on data ranks, gone on with on a pipeline."""
     from peft import PeftModel
@@ -156,7 +157,6 @@ def test_lengths_of_rows_are_trained_resumed_and_merged(pool, base, model, tmp_p
     assert (one - other).abs().max() < 1e-5 < 1e-2 < (one - before).abs().max()
 
 
-@pytest.mark.all
 def test_a_run_goes_on_on_another_layout_from_its_adapters(pool, told, base, tmp_path):
     whole = losses(told.folder)
     run = shutil.copytree(told.folder, tmp_path / "run")
@@ -167,7 +167,6 @@ def test_a_run_goes_on_on_another_layout_from_its_adapters(pool, told, base, tmp
     assert losses(run)[-2:] == pytest.approx(whole[-2:], rel=1e-4)
 
 
-@pytest.mark.all
 def test_a_text_is_continued_beside_the_base_alone(told, model, tmp_path, ask):
     status, said, _ = ask("generate", told.folder, "--prompt", "a", "--tokens", "3", "--base", model)
     assert status == 0 and said.startswith("a")
@@ -179,7 +178,6 @@ def test_a_text_is_continued_beside_the_base_alone(told, model, tmp_path, ask):
     assert status == 2 and "not the weights beside which" in complaint
 
 
-@pytest.mark.all
 def test_an_adapter_is_not_trained_on_beside_another_base(pool, told, base, tmp_path):
     other, run = tmp_path / "other", shutil.copytree(told.folder, tmp_path / "run")
     saved(other, "llama", seed=5)
@@ -188,7 +186,6 @@ def test_an_adapter_is_not_trained_on_beside_another_base(pool, told, base, tmp_
     assert answer.status == 2 and "holds another run: model.base" in str(answer.error)
 
 
-@pytest.mark.all
 def test_other_forms_are_refused_by_name(told, model, tmp_path, ask):
     for words, said in (
         (("--to", "hf", tmp_path / "x"), "--to merged writes the model"),
@@ -201,6 +198,7 @@ def test_other_forms_are_refused_by_name(told, model, tmp_path, ask):
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -218,6 +216,7 @@ def test_values_out_of_range_are_refused_by_name(changes, words):
     assert words in str(refused.value)
 
 
+@pytest.mark.first
 def test_adapters_need_a_model_with_weights(tmp_path, base, pool):
     with pytest.raises(ConfigError, match=r"set model\.hf"):
         Config.from_dict({"adapters": {"rank": 8}})

@@ -11,6 +11,8 @@ from e2e_runs import Job, tree
 from meshwright.cli.main import main
 from meshwright.training.run.occupancy import occupied
 
+pytestmark = pytest.mark.all
+
 CONFIG, REFUSED = 2, 3
 MOE = {"model.moe.n_experts": 4, "model.moe.top_k": 2}
 
@@ -61,7 +63,6 @@ def refused(flags, tmp_path, run, capsys, monkeypatch):
     return attempt
 
 
-@pytest.mark.all
 def test_a_file_with_a_mistake_is_refused_by_line(refused, tmp_path):
     unknown = write(tmp_path / "unknown.toml", "steps = 2\n[data]\nseqlen = 32\n")
     refused(CONFIG, None, f"{unknown}:3", "'data.seqlen'", "Did you mean 'data.seq_len'?", argv=["train", unknown])
@@ -74,7 +75,6 @@ def test_a_file_with_a_mistake_is_refused_by_line(refused, tmp_path):
     refused(CONFIG, None, "none.toml: no such file", argv=["train", "none.toml"])
 
 
-@pytest.mark.all
 @pytest.mark.parametrize(
     ("flag", "words"),
     [
@@ -88,6 +88,7 @@ def test_an_unknown_flag_is_refused_with_the_nearest(refused, flag, words):
     refused(CONFIG, None, *words, argv=["train", flag])
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("flag", "word"), [("--steps=many", "--steps"), ("--schedule.kind=cosin", "'cosine'"), ("--layout.tp", "tp")]
 )
@@ -162,7 +163,6 @@ def test_a_value_that_cannot_be_is_refused(refused, status, changes, words):
     refused(status, changes, *words)
 
 
-@pytest.mark.all
 def test_text_that_cannot_be_trained_on_is_refused(refused, tmp_path):
     (tmp_path / "empty folder").mkdir()
     refused(CONFIG, {"data.source": ["empty folder"]}, "data.source", "empty folder holds no text file")
@@ -175,7 +175,6 @@ def test_text_that_cannot_be_trained_on_is_refused(refused, tmp_path):
     )
 
 
-@pytest.mark.all
 def test_a_tokenizer_that_does_not_fit_the_model_is_refused(refused, tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     vocabulary = {"<|endoftext|>": 0, **{f"w{i}": i for i in range(1, 300)}}
@@ -193,7 +192,6 @@ def test_a_tokenizer_that_does_not_fit_the_model_is_refused(refused, tmp_path):
     )
 
 
-@pytest.mark.all
 def test_a_loss_of_pairs_needs_pairs_and_whole_ones(refused, tmp_path):
     refused(CONFIG, {"dpo.beta": 0.5}, "dpo.beta = 0.5", "give records with the columns chosen and rejected")
     refused(CONFIG, {"dpo.label_smoothing": 0.5}, "dpo.label_smoothing = 0.5", "0 or more and below 0.5")
@@ -208,7 +206,6 @@ def test_a_loss_of_pairs_needs_pairs_and_whole_ones(refused, tmp_path):
     refused(CONFIG, {"data.source": [torn]}, "b.jsonl, row 2: the column 'rejected' is missing")
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("key", ["out", "run"])
 def test_a_file_in_the_place_of_the_folder_is_refused_and_kept(flags, tmp_path, capsys, key):
     taken = write(tmp_path / "taken", "years of work")
@@ -218,7 +215,6 @@ def test_a_file_in_the_place_of_the_folder_is_refused_and_kept(flags, tmp_path, 
     assert Path(taken).read_text() == "years of work"
 
 
-@pytest.mark.all
 def test_the_refusal_of_a_worker_reaches_the_terminal_as_a_sentence_and_a_status(meshwright, flags, tmp_path):
     asked = flags({"process.count": 2, "layout.dp_shard": 2, "techniques.reshard_after_forward": 7})
     done = meshwright("train", *asked)
@@ -227,7 +223,6 @@ def test_the_refusal_of_a_worker_reaches_the_terminal_as_a_sentence_and_a_status
     assert not (tmp_path / "runs").exists() and not list((tmp_path / "tmp").glob("meshwright-*"))
 
 
-@pytest.mark.all
 def test_a_second_job_in_a_runs_folder_is_refused_and_harms_nothing(refused, run, monkeypatch):
     monkeypatch.setattr("meshwright.training.run.occupancy._PATIENCE_SEC", 0.1)
     with occupied(run):

@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from meshwright.data.text.tokenizers import FileTokenizer
 from meshwright.training.run.occupancy import occupied
 
+pytestmark = pytest.mark.all
+
 
 @pytest.fixture(scope="module")
 def ran(pool, corpus, cache, tmp_path_factory):
@@ -46,7 +48,6 @@ def figures(ask, *words):
     return json.loads(out)
 
 
-@pytest.mark.all
 def test_a_runs_validation_part_gives_the_loss_of_its_own_validation(ask, run):
     validated = {row["step"]: row["validation_loss"] for row in metrics(run) if "validation_loss" in row}
     for words, step in (((), 4), (("--step=2",), 2)):
@@ -58,14 +59,12 @@ def test_a_runs_validation_part_gives_the_loss_of_its_own_validation(ask, run):
     assert status == 0 and f"{run}, step 4, float32, one process, on the run's validation part" in out
 
 
-@pytest.mark.all
 def test_a_run_that_is_being_trained_is_evaluated_by_its_latest_checkpoint(ask, run):
     (run / "checkpoints" / "step-00000006.partial").mkdir()
     with occupied(run):
         assert figures(ask, run, "--rows=2")["step"] == 4
 
 
-@pytest.mark.all
 def test_layouts_agree_with_one_process_through_worker_processes(ask, run):
     one = figures(ask, run, "--rows=7")
     for flags, layout in (
@@ -78,6 +77,7 @@ def test_layouts_agree_with_one_process_through_worker_processes(ask, run):
         assert (found["tokens"], found["rows"]) == (one["tokens"], one["rows"])
 
 
+@pytest.mark.first
 def test_a_folder_of_transformers_is_evaluated_as_transformers_computes(ask, hf, tmp_path, cache):
     from transformers import AutoModelForCausalLM
 
@@ -97,7 +97,6 @@ def test_a_folder_of_transformers_is_evaluated_as_transformers_computes(ask, hf,
     assert found["step"] is None and found["dtype"] == "float32"
 
 
-@pytest.mark.all
 def test_tasks_print_what_lm_eval_finds(ask, hf, tmp_path):
     (tmp_path / "texts.json").write_text('{"text": "loss of a mesh"}\n{"text": "rank"}\n')
     (tmp_path / "ours.yaml").write_text(
@@ -111,7 +110,6 @@ def test_tasks_print_what_lm_eval_finds(ask, hf, tmp_path):
     assert next(float(line[1]) for line in lines if line[0] == "byte_perplexity") > 1
 
 
-@pytest.mark.all
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
@@ -141,7 +139,6 @@ def test_bad_requests_are_refused_in_a_sentence(ask, run, hf, tmp_path, words, c
     assert (status, out) == (2, "") and complaint in err and len(err.splitlines()) == 1, err
 
 
-@pytest.mark.all
 def test_a_run_without_anything_held_out_says_how_to_go_on(ask, run):
     config = (run / "config.toml").read_text().replace("validation_fraction = 0.05", "validation_fraction = 0.0")
     (run / "config.toml").write_text(config)
@@ -149,7 +146,6 @@ def test_a_run_without_anything_held_out_says_how_to_go_on(ask, run):
     assert status == 2 and "name a source with --data" in err and len(err.splitlines()) == 1
 
 
-@pytest.mark.all
 def test_a_missing_harness_names_the_extra(ask, run, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.delitem(sys.modules, "meshwright.integrations.lm_eval", raising=False)

@@ -8,11 +8,12 @@ from support.tools import with_accelerate, with_its_fsdp
 
 from meshwright import Layout
 
+pytestmark = pytest.mark.all
+
 CLOSE = 1e-6
 STEPS = 20
 
 
-@pytest.mark.all
 def test_trainer_trains_as_with_its_own_fsdp(spmd, measured):
     theirs = spmd(2, with_its_fsdp, "trainer_before")
     ours = spmd(2, with_accelerate, "trainer_after")
@@ -23,7 +24,6 @@ def test_trainer_trains_as_with_its_own_fsdp(spmd, measured):
     assert ours[0][-1] < ours[0][0]
 
 
-@pytest.mark.all
 def test_sft_trainer_trains_as_with_its_own_fsdp(spmd, measured):
     theirs = spmd(2, with_its_fsdp, "sft_before")
     ours = spmd(2, with_accelerate, "sft_after")
@@ -33,7 +33,6 @@ def test_sft_trainer_trains_as_with_its_own_fsdp(spmd, measured):
     assert worst <= CLOSE
 
 
-@pytest.mark.all
 def test_fabric_trains_as_with_its_own_fsdp(spmd, measured):
     theirs = spmd(2, losses_of, "fabric_before")
     ours = spmd(2, losses_of, "fabric_after")
@@ -43,7 +42,6 @@ def test_fabric_trains_as_with_its_own_fsdp(spmd, measured):
     assert worst <= CLOSE
 
 
-@pytest.mark.all
 def test_fabric_with_a_tensor_axis_beside_trains_alike(spmd, measured):
     """FSDP 2 × tp 2, which Fabric's strategy leaves to its users; and the mean of rank means of two data ranks."""
     theirs = spmd(2, losses_of, "fabric_before")
@@ -53,7 +51,6 @@ def test_fabric_with_a_tensor_axis_beside_trains_alike(spmd, measured):
     assert worst <= CLOSE
 
 
-@pytest.mark.all
 def test_accelerate_trains_as_with_its_own_fsdp(spmd, measured):
     theirs = spmd(2, with_its_fsdp, "accelerate_before")
     ours = spmd(2, with_accelerate, "accelerate_after")
@@ -63,7 +60,6 @@ def test_accelerate_trains_as_with_its_own_fsdp(spmd, measured):
     assert worst <= CLOSE
 
 
-@pytest.mark.all
 def test_accelerate_with_a_pipeline_trains_as_one_process(spmd, measured):
     """pp 2 × dp_shard 2, as theirs on two data ranks."""
     theirs = spmd(2, with_accelerate, "accelerate_before")
@@ -77,7 +73,6 @@ BEYOND = {"FSDP 2, tp 2": Layout(dp_shard=2, tp=2), "pp 2": Layout(pp=2, dp_shar
 """Layouts that the tools' own strategies do not have."""
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("layout", BEYOND)
 @pytest.mark.parametrize("pair", ["trainer", "sft"])
 def test_other_layouts_train_as_one_process(spmd, measured, pair, layout):
@@ -96,18 +91,19 @@ def test_other_layouts_train_as_one_process(spmd, measured, pair, layout):
 PAGES_OF = {"trainer": ["trainer", "sft"], "accelerate": ["accelerate"], "fabric": ["fabric"]}
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("page", PAGES_OF)
 def test_a_page_prints_what_differs_between_its_scripts(page):
     assert page_diffs(page) == [script_diff(pair) for pair in PAGES_OF[page]]
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(("pair", "added"), [("trainer", 3), ("sft", 3), ("fabric", 3), ("accelerate", 6)])
 def test_a_script_changes_in_few_lines(pair, added):
     """Beside imports; one of them is the argument by which the tests choose the layout."""
     assert changed_lines(pair)[1] == added
 
 
-@pytest.mark.all
 def test_packed_rows_are_trained_as_theirs(spmd, measured):
     """Documents side by side in a row, kept apart by positions."""
     packed = {"packing": True, "max_length": 24, "max_steps": 4, "per_device_train_batch_size": 1}

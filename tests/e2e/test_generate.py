@@ -23,6 +23,8 @@ from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.training.run.occupancy import occupied
 from meshwright.training.run.opened import Conversation, Opened, Sampler, ends_of_turn
 
+pytestmark = pytest.mark.all
+
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>"
     "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
@@ -71,7 +73,6 @@ def of_template(folder, messages):
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
 
 
-@pytest.mark.all
 def test_a_text_comes_in_parts_and_is_whole_in_the_end(ask, run):
     sampler = Sampler.of(Opened.of_run(*open_run(str(run))), 1, temperature=0.8, seed=3)
     parts = []
@@ -82,7 +83,6 @@ def test_a_text_comes_in_parts_and_is_whole_in_the_end(ask, run):
     assert ask("generate", run, *words) == (0, "".join(parts) + "\n", "")
 
 
-@pytest.mark.all
 def test_a_folder_of_transformers_is_continued_as_transformers_does(ask, hf):
     ids = FileTokenizer(hf).encode("loss(a)").tolist()
     expected = FileTokenizer(hf).decode([*ids, *generated(hf, ids, 12)])
@@ -104,7 +104,6 @@ def asked(monkeypatch):
     return found
 
 
-@pytest.mark.all
 def test_a_question_goes_through_the_chat_template_once(ask, hf, asked):
     ids = of_template(hf, [{"role": "user", "content": "sum"}])
     expected = FileTokenizer(hf).decode(generated(hf, ids, 10))
@@ -112,7 +111,6 @@ def test_a_question_goes_through_the_chat_template_once(ask, hf, asked):
     assert asked == [ids]
 
 
-@pytest.mark.all
 def test_a_conversation_keeps_its_turns(ask, hf, asked, monkeypatch):
     messages, expected, prompts = [], "", []
     for question in ("sum", "axis"):
@@ -126,7 +124,6 @@ def test_a_conversation_keeps_its_turns(ask, hf, asked, monkeypatch):
     assert asked == prompts
 
 
-@pytest.mark.all
 def test_an_answer_ends_with_its_turn(hf, tmp_path):
     folder = shutil.copytree(hf, tmp_path / "hf")
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
@@ -173,7 +170,6 @@ def test_bad_requests_are_refused_in_a_sentence(ask, run, hf, tmp_path, words, c
     assert (status, out) == (2, "") and complaint.format(**places) in err and len(err.splitlines()) == 1
 
 
-@pytest.mark.all
 def test_a_template_outside_a_run_is_not_opened_unasked(ask, run, tmp_path):
     named = tmp_path / "chat.jinja"
     named.write_text("{{ messages[-1].content }}")
@@ -184,7 +180,6 @@ def test_a_template_outside_a_run_is_not_opened_unasked(ask, run, tmp_path):
     assert ask("generate", run, "--chat", "--prompt=the", "--tokens=3", f"--template={named}")[0] == 0
 
 
-@pytest.mark.all
 def test_a_run_says_why_it_has_no_checkpoint_yet(ask, run):
     shutil.rmtree(run / "checkpoints")
     (run / "checkpoints" / "step-00000002.partial").mkdir(parents=True)
@@ -195,7 +190,6 @@ def test_a_run_says_why_it_has_no_checkpoint_yet(ask, run):
     assert status == 2 and f"is being trained by another job (process {os.getpid()} on" in err and "wait" in err
 
 
-@pytest.mark.all
 def test_a_run_that_is_being_trained_says_which_step_writes(ask, run):
     with occupied(run):
         status, out, err = ask("generate", run, "--tokens=2")
@@ -205,7 +199,6 @@ def test_a_run_that_is_being_trained_says_which_step_writes(ask, run):
     assert ask("generate", run, "--tokens=2") == (0, out, "")
 
 
-@pytest.mark.all
 def test_a_closed_pipe_and_ctrl_c_end_it_cleanly(environment, run):
     words = [sys.executable, "-m", "meshwright", "generate", str(run), "--tokens=1000000"]
     started = [subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in "ab"]

@@ -18,6 +18,8 @@ from meshwright.checkpoint.tensor_files import INDEX, TensorFiles
 from meshwright.cli.arguments import open_run
 from meshwright.training.run.opened import Opened
 
+pytestmark = pytest.mark.all
+
 
 @pytest.fixture(scope="module")
 def base(corpus, cache) -> dict:
@@ -102,7 +104,6 @@ def theirs(folder: Path) -> tuple[torch.Tensor, torch.dtype]:
         return model(input_ids=some_tokens()).logits, model.dtype
 
 
-@pytest.mark.all
 def test_a_run_begins_from_the_weights_and_the_tokenizer_of_the_folder(told, model):
     assert told.status == 0 and f"weights  read from {model}" in told.out and "vocabulary 96" in told.out
     text = (told.folder / "config.toml").read_text()
@@ -110,7 +111,6 @@ def test_a_run_begins_from_the_weights_and_the_tokenizer_of_the_folder(told, mod
     assert losses(told.folder)[0] > losses(told.folder)[-1]
 
 
-@pytest.mark.all
 def test_what_is_converted_is_what_was_trained(ask, run, tmp_path, model):
     out = tmp_path / "out"
     status, said, err = ask("convert", run, "--to", "hf", out)
@@ -126,6 +126,7 @@ def test_what_is_converted_is_what_was_trained(ask, run, tmp_path, model):
     assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
 
 
+@pytest.mark.first
 def test_a_run_and_its_export_have_the_chat_template_that_it_trained_with(pool, base, model, tmp_path, ask):
     from transformers import AutoTokenizer
 
@@ -150,7 +151,6 @@ def own_ids(folder: Path, text: str) -> list[int]:
     return AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
 
 
-@pytest.mark.all
 def test_other_steps_and_dtypes_can_be_converted(ask, run, tmp_path):
     (tmp_path / "early").mkdir()  # an empty folder is as good as none
     assert ask("convert", run, "--to=hf", tmp_path / "early", "--step", "2")[0] == 0
@@ -161,7 +161,6 @@ def test_other_steps_and_dtypes_can_be_converted(ask, run, tmp_path):
     assert dtype == torch.bfloat16 and torch.allclose(logits.float(), ours(run), atol=0.1, rtol=0.1)
 
 
-@pytest.mark.all
 def test_a_large_model_is_written_into_several_files(run, tmp_path, monkeypatch):
     from meshwright.training.run import convert
 
@@ -206,7 +205,6 @@ def test_convert_refuses_what_it_cannot_do(ask, run, decoders, tmp_path, words, 
     assert tree(tmp_path) == before
 
 
-@pytest.mark.all
 def test_a_damaged_checkpoint_is_not_converted(ask, run, tmp_path):
     file = next((run / "checkpoints" / "step-00000003").glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1])
@@ -235,6 +233,7 @@ def stored(folder: Path) -> dict[str, tuple]:
     return {name: (tensor.shape, tensor.dtype) for name, tensor in TensorFiles(folder).tensors.items()}
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(("name", "like"), [("softmax", "qwen3_moe"), ("sigmoid", "glm4_moe"), ("biased", "glm4_moe")])
 def test_mixtures_of_experts_are_converted_as_transformers_saves_them(ask, decoders, tmp_path, monkeypatch, name, like):
     monkeypatch.setattr("meshwright.checkpoint.export.CHUNK_BYTES", 50_000)
@@ -245,7 +244,6 @@ def test_mixtures_of_experts_are_converted_as_transformers_saves_them(ask, decod
     assert stored(tmp_path / "out") == saved_again(tmp_path / "out", tmp_path / "again")
 
 
-@pytest.mark.all
 def test_a_routers_bias_is_as_wide_as_it_was_trained_in_files_of_any_dtype(ask, decoders, tmp_path):
     for dtype in ("float32", "bfloat16"):
         assert (
@@ -261,6 +259,7 @@ def test_a_routers_bias_is_as_wide_as_it_was_trained_in_files_of_any_dtype(ask, 
     assert theirs(tmp_path / "bfloat16")[1] == torch.bfloat16
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("name", "like", "status", "complaint"),
     [
@@ -285,7 +284,6 @@ def test_a_model_that_computes_something_else_is_refused(
     assert found == status and complaint in err and not list(tmp_path.glob("out*"))
 
 
-@pytest.mark.all
 def test_a_run_goes_on_and_writes_without_the_folder_that_it_began_from(train, base, ask, tmp_path, spmd):
     gone = beginning(tmp_path / "gone")
     config = base | {"model.hf": str(gone), "out": str(tmp_path / "runs"), "steps": 2}
@@ -299,7 +297,6 @@ def test_a_run_goes_on_and_writes_without_the_folder_that_it_began_from(train, b
     assert torch.equal(theirs(tmp_path / "out")[0], ours(folder))
 
 
-@pytest.mark.all
 def test_another_model_does_not_continue_a_run(train, run, tmp_path):
     saved(tmp_path / "other", "qwen3_moe", num_experts=2)
     save_tokenizer(tmp_path / "other")
@@ -307,6 +304,7 @@ def test_another_model_does_not_continue_a_run(train, run, tmp_path):
     assert isinstance(result.error, ConfigError) and "model.num_local_experts was 4 and is now 2" in str(result.error)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -337,7 +335,6 @@ def test_runs_that_cannot_begin(train, model, tmp_path, changes, complaint):
     assert isinstance(error, ConfigError) and complaint in str(error) and not (tmp_path / "runs").exists()
 
 
-@pytest.mark.all
 def test_a_config_alone_is_trained_from_drawn_weights_with_bytes(train, tmp_path):
     saved(tmp_path / "model", "llama", vocab_size=257)
     config = {"model.hf": str(tmp_path / "model" / "config.json"), "model.size": "demo", "steps": 1}
@@ -345,7 +342,6 @@ def test_a_config_alone_is_trained_from_drawn_weights_with_bytes(train, tmp_path
     assert result.status == 0 and "weights  drawn from seed 0" in result.out and "vocabulary 257" in result.out
 
 
-@pytest.mark.all
 def test_plan_inspect_and_verify_take_the_model_too(ask, model, base):
     status, said, _ = ask("plan", f"--model.hf={model}", "--world=8", "--data.seq_len=32")
     assert status == 0 and "model.layers.*.mlp.experts.gate_up_proj" in said

@@ -15,6 +15,8 @@ from e2e_runs import Job, Result, losses, metrics, rows_of_step
 from safetensors.torch import load_file
 from support.vision_models import COLOURS, asks, draw_image, model_folder, write_rows
 
+pytestmark = pytest.mark.all
+
 SEQ = 48
 
 
@@ -78,7 +80,6 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_prints_the_losses_of_one_process(train, told, one, layout):
     world, changes = LAYOUTS[layout]
@@ -93,7 +94,6 @@ def test_every_layout_prints_the_losses_of_one_process(train, told, one, layout)
         assert rows_of_step(seen, step) == rows_of_step([one], step)
 
 
-@pytest.mark.all
 def test_the_first_loss_is_that_of_transformers_on_the_processors_own_batches(one, model, data):
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -123,7 +123,6 @@ def test_the_first_loss_is_that_of_transformers_on_the_processors_own_batches(on
     assert losses(one.folder)[0] == pytest.approx(float(torch.cat(losses_of_rows).mean()), rel=1e-5)
 
 
-@pytest.mark.all
 def test_a_run_goes_on_bit_by_bit_with_the_tower_frozen_and_the_models_folder_gone(train, told, model, tmp_path):
     folder = shutil.copytree(model, tmp_path / "model")
     told = told | {"model.hf": str(folder), "techniques.freeze": ["vision_tower"]}
@@ -140,7 +139,6 @@ def test_a_run_goes_on_bit_by_bit_with_the_tower_frozen_and_the_models_folder_go
         assert [key for key in one if not torch.equal(one[key], other[key])] == []
 
 
-@pytest.mark.all
 def test_another_image_is_another_run(train, told, data, tmp_path):
     own = shutil.copytree(data, tmp_path / "own")
     told = told | {"data.source": [str(own / "rows.jsonl")]}
@@ -152,6 +150,7 @@ def test_another_image_is_another_run(train, told, data, tmp_path):
     assert f"{own}/pictures/3.png is not as at the start of the run. Put that back, or leave out the rows" in said
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("kind", ["damaged", "gone", "another"])
 @pytest.mark.parametrize("began_with", ["refuse", "skip"])
 def test_a_picture_lost_between_two_sittings_is_left_out_as_the_message_says(
@@ -186,7 +185,6 @@ def test_a_picture_lost_between_two_sittings_is_left_out_as_the_message_says(
     assert 0 < empty < 8
 
 
-@pytest.mark.all
 def test_a_run_is_exported_with_its_processor_and_generates(train, told, ask, tmp_path, data):
     from PIL import Image
     from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -205,6 +203,7 @@ def test_a_run_is_exported_with_its_processor_and_generates(train, told, ask, tm
         read(**processor(text=["user: <image>what?"], images=[[image]], return_tensors="pt"))
 
 
+@pytest.mark.first
 def test_a_run_is_evaluated_on_the_images_that_it_held_out(ask, one, tmp_path, data):
     run = shutil.copytree(one.folder, tmp_path / "run")
     (validated,) = (row["validation_loss"] for row in metrics(run) if row.get("step") == 4 and "validation_loss" in row)
@@ -215,13 +214,13 @@ def test_a_run_is_evaluated_on_the_images_that_it_held_out(ask, one, tmp_path, d
     assert (status, err) == (0, "") and json.loads(said)["rows"] == 20
 
 
-@pytest.mark.all
 def test_data_is_shown_with_its_images(ask, model, data):
     status, said, err = ask("inspect", data / "rows.jsonl", "--model.hf", model)
     assert (status, err) == (0, "") and "document 3: " in said and "learnt, 2 images" in said
     assert "<pictures/3.png 31 x 38: 4 tokens>" in said
 
 
+@pytest.mark.first
 def test_a_row_with_a_lost_image_stops_the_run_before_it_starts(train, told, tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", [asks(about="none"), asks("lost.png")])
     ran = train(1, told | {"data.source": [str(rows)]})[0]

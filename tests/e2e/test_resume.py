@@ -13,11 +13,12 @@ from meshwright.cli.main import main
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.training.trainer import Trainer
 
+pytestmark = pytest.mark.all
+
 STEADY = {"schedule.kind": "constant", "validation.every": 3, "validation.samples": 5}
 DDP2 = {"layout.dp_replicate": 2, "layout.dp_shard": 1}
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("layout", [{}, DDP2], ids=["fsdp2", "ddp2"])
 def test_stopped_and_continued_is_bit_by_bit_the_run_that_was_not(train, spmd, layout):
     straight = train(2, STEADY | layout)[0].folder
@@ -34,7 +35,6 @@ def test_stopped_and_continued_is_bit_by_bit_the_run_that_was_not(train, spmd, l
     )
 
 
-@pytest.mark.all
 @pytest.mark.parametrize(
     ("world", "changes"),
     [
@@ -59,7 +59,6 @@ def complete(train):
     return train(1, {"steps": 2, "checkpoint.every": 1})[0].folder
 
 
-@pytest.mark.all
 def test_a_complete_run_says_so_and_is_left_as_it_is(train, complete):
     before = tree(complete)
     for flags in ({}, {"steps": 1, "optimizer.lr": 0.5}):
@@ -70,7 +69,6 @@ def test_a_complete_run_says_so_and_is_left_as_it_is(train, complete):
         assert tree(complete) == before
 
 
-@pytest.mark.all
 def test_a_run_is_continued_from_another_folder(train, small, tmp_path, monkeypatch, corpus):
     (tmp_path / "here").mkdir()
     (tmp_path / "elsewhere").mkdir()
@@ -83,6 +81,7 @@ def test_a_run_is_continued_from_another_folder(train, small, tmp_path, monkeypa
     assert not any((tmp_path / "elsewhere").iterdir())
 
 
+@pytest.mark.first
 def test_a_run_continued_on_another_layout_shows_each_with_its_steps(train, complete, capsys, tmp_path):
     page_of = ["inspect", str(complete), "--html", str(tmp_path / "page.html")]
     assert train(2, {"steps": 3, "layout.dp_shard": 1, "layout.tp": 2}, folder=complete)[0].status == 0
@@ -134,7 +133,6 @@ def write_tokenizer(path):
     path.with_name("tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
 
 
-@pytest.mark.all
 def test_another_run_is_not_continued_by_name_and_nothing_is_touched(spmd, small, complete, corpus, tmp_path):
     write_tokenizer(tmp_path / "tokenizer.json")
     (tmp_path / "no-run").mkdir()
@@ -162,7 +160,6 @@ def test_another_run_is_not_continued_by_name_and_nothing_is_touched(spmd, small
     assert tree(tmp_path) == before
 
 
-@pytest.mark.all
 def test_what_was_never_finished_is_said_and_not_read(train, complete):
     checkpoints = complete / "checkpoints"
     whole = tree(checkpoints / "step-00000002")
@@ -182,7 +179,6 @@ def test_what_was_never_finished_is_said_and_not_read(train, complete):
     assert tree(complete) == before
 
 
-@pytest.mark.all
 def test_a_truncated_checkpoint_is_refused_on_every_rank_and_nothing_is_lost(train, complete):
     (shard,) = (complete / "checkpoints/step-00000002").glob("*.safetensors")
     content = shard.read_bytes()
@@ -199,7 +195,6 @@ def test_a_truncated_checkpoint_is_refused_on_every_rank_and_nothing_is_lost(tra
     assert older.status == 0 and "step-00000001 (step 1," in older.out and len(losses(complete)) == 3
 
 
-@pytest.mark.all
 def test_a_run_that_died_before_its_first_checkpoint_begins_again(train, complete):
     taken = losses(complete)
     shutil.rmtree(complete / "checkpoints")

@@ -38,6 +38,8 @@ from meshwright.training.health.heartbeat import FOLDER as HEARTBEATS
 from meshwright.training.health.heartbeat import file_of, read_record, read_records
 from meshwright.training.run.occupancy import latest_checkpoint
 
+pytestmark = pytest.mark.all
+
 ENDLESS = {"steps": 1_000_000, "checkpoint.every": 0, "schedule.kind": "constant", "schedule.warmup_steps": 0}
 
 
@@ -141,7 +143,6 @@ def assert_stopped_cleanly(done: Ended, number: int, run: Path) -> int:
     return state["step"]
 
 
-@pytest.mark.all
 def test_interrupt_terminate_and_user_signal_each_save_and_the_run_goes_on(begin, flags, tmp_path, train):
     endless = ENDLESS | {"techniques.precision.master": "float64"}
     command = begin(*flags(endless | {"out": "runs"}))
@@ -173,7 +174,6 @@ def test_interrupt_terminate_and_user_signal_each_save_and_the_run_goes_on(begin
         assert losses(copy) == pytest.approx(losses(straight.folder)[: further[number]], rel=1e-7)
 
 
-@pytest.mark.all
 def test_a_signal_to_every_process_or_to_one_worker_saves_too(begin, flags, tmp_path):
     """As ``timeout``, systemd and PBS send TERM, and a terminal that closes sends HUP: the fork server gets it as
     well.
@@ -187,7 +187,6 @@ def test_a_signal_to_every_process_or_to_one_worker_saves_too(begin, flags, tmp_
         assert_stopped_cleanly(command.ended(), number, only_run(tmp_path / f"runs{place}"))
 
 
-@pytest.mark.all
 def test_a_signal_while_starting_ends_at_once_without_a_trace(begin, flags, tmp_path):
     (tmp_path / "large.txt").write_text("a text that takes a while to read\n" * 1_500_000)
     large = {"data.source": [str(tmp_path / "large.txt")], "data.cache": str(tmp_path / "cache")}
@@ -222,7 +221,6 @@ def test_a_signal_while_starting_ends_at_once_without_a_trace(begin, flags, tmp_
             assert not runs.exists()
 
 
-@pytest.mark.all
 def test_a_rank_that_waits_for_the_others_ends_at_once(environment, flags, tmp_path):
     port = free_port()
     task = {"SLURM_JOB_ID": str(port - 20_000), "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2"}
@@ -234,7 +232,6 @@ def test_a_rank_that_waits_for_the_others_ends_at_once(environment, flags, tmp_p
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.all
 def test_ctrl_c_twice_ends_at_once_and_the_run_can_be_continued(begin, flags, tmp_path, train):
     command = begin(*flags(ENDLESS | {"out": "runs", "process.count": 2, "checkpoint.every": 1}))
     command.steps_taken(tmp_path / "runs", more_than=2)
@@ -251,7 +248,6 @@ def test_ctrl_c_twice_ends_at_once_and_the_run_can_be_continued(begin, flags, tm
     assert again.status == 0 and [row["step"] for row in metrics(run)] == list(range(1, step + 2))
 
 
-@pytest.mark.all
 @pytest.mark.parametrize(
     ("layout", "part"),
     [({}, ""), ({"layout.pp": 2, "layout.dp_shard": 1}, r", stage [01] of 2: layers\.\d( to layers\.\d)?")],
@@ -275,7 +271,6 @@ def test_a_killed_worker_ends_the_run_with_its_rank_and_its_part_of_the_model(be
     assert CheckpointFolder(run / "checkpoints").latest() is not None and tree(run) == before
 
 
-@pytest.mark.all
 def test_the_command_of_a_killed_ranks_message_ends_the_run_as_if_nothing_had_happened(
     begin, spmd, flags, tmp_path, environment, train
 ):

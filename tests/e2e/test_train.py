@@ -19,6 +19,8 @@ from meshwright.planning.plan import Plan
 from meshwright.training.config import Config
 from meshwright.training.views.page.history import read_history
 
+pytestmark = pytest.mark.all
+
 ONE = {"layout.dp_shard": 1}
 DDP2 = {"layout.dp_replicate": 2, "layout.dp_shard": 1}
 DDP4 = {"layout.dp_replicate": 4, "layout.dp_shard": 1}
@@ -131,7 +133,6 @@ def known():
     return {}
 
 
-@pytest.mark.all
 @pytest.mark.parametrize(
     ("world", "changes"),
     [
@@ -160,7 +161,6 @@ def test_every_layout_takes_the_steps_of_one_process(both, known, world, changes
     assert ours[-1]["validation_loss"] == pytest.approx(theirs[-1]["validation_loss"], rel=1e-6)
 
 
-@pytest.mark.all
 def test_three_processes_over_nine_rows(flags, tmp_path):
     assert main(["train", *flags({"process.count": 3, "batch.global_batch": 9, "steps": 2})]) == 0
     run = only_run(tmp_path / "runs")
@@ -184,7 +184,6 @@ for number in range(2):  # a notebook runs its cell again
 """
 
 
-@pytest.mark.all
 def test_a_plain_script_trains_on_a_few_words_in_one_process(meshwright, tmp_path):
     (tmp_path / "few words.txt").write_text("a mesh of one rank\n")
     (tmp_path / "script.py").write_text(PLAIN_SCRIPT)
@@ -196,7 +195,6 @@ def test_a_plain_script_trains_on_a_few_words_in_one_process(meshwright, tmp_pat
     assert sorted(path.name for path in (first / "checkpoints").iterdir()) == ["latest", "step-00000001"]
 
 
-@pytest.mark.all
 def test_what_is_switched_off_does_not_happen_and_what_cannot_happen_is_said(train):
     off = train(2, {"steps": 2})[0]
     assert [("validation_loss" in row) for row in metrics(off.folder)] == [False, False]
@@ -243,7 +241,6 @@ def under_slurm(environment, cwd, words):
     ]
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("launcher", [under_torchrun, under_slurm])
 def test_under_a_launcher_each_process_is_a_rank_and_one_speaks(launcher, environment, flags, tmp_path, train):
     ended = launcher(
@@ -257,7 +254,6 @@ def test_under_a_launcher_each_process_is_a_rank_and_one_speaks(launcher, enviro
     assert losses(run) == pytest.approx(losses(pool.folder), rel=1e-6)
 
 
-@pytest.mark.all
 @pytest.mark.parametrize(("limit", "taken"), [(3, 3), (0, 1)])
 def test_a_run_that_diverges_skips_and_then_stops(train, limit, taken):
     hopeless = {
@@ -276,6 +272,7 @@ def test_a_run_that_diverges_skips_and_then_stops(train, limit, taken):
     assert f"the last is step {len(rows)}" in str(problem) and f"from sample {8 * len(finite)} on" in str(problem)
 
 
+@pytest.mark.first
 def test_tensorboard_that_is_asked_for_and_missing_is_refused_before_a_folder_is_made(
     flags, tmp_path, monkeypatch, capsys
 ):

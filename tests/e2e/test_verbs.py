@@ -12,6 +12,8 @@ from e2e_runs import Job, metrics, tree
 from meshwright.planning.plan import Plan
 from meshwright.training.views.telling import ClosingReport
 
+pytestmark = pytest.mark.all
+
 
 @pytest.fixture(scope="module")
 def told(pool, corpus, cache, tmp_path_factory):
@@ -40,7 +42,6 @@ def run(told, tmp_path):
     return shutil.copytree(told.folder, tmp_path / "a run")
 
 
-@pytest.mark.all
 def test_generate_repeats_the_sample_of_the_run_and_follows_seed_and_temperature(ask, run, told):
     before = tree(run)
 
@@ -87,7 +88,6 @@ def test_generate_refuses_what_it_cannot_do(ask, run, words, complaint):
     )
 
 
-@pytest.mark.all
 def test_a_run_without_a_checkpoint_or_a_config_is_refused(ask, run):
     shutil.rmtree(run / "checkpoints")
     assert ask("generate", run) == (2, "", f"meshwright: {run} has no checkpoint; steps that are there: none\n")
@@ -97,7 +97,6 @@ def test_a_run_without_a_checkpoint_or_a_config_is_refused(ask, run):
         assert status == 2 and "without a config.toml, so it is no run" in err
 
 
-@pytest.mark.all
 def test_inspect_tells_what_a_run_holds_and_what_is_wrong_with_it(ask, run):
     before = tree(run)
     status, out, _ = ask("inspect", run)
@@ -122,7 +121,6 @@ def test_inspect_tells_what_a_run_holds_and_what_is_wrong_with_it(ask, run):
     )
 
 
-@pytest.mark.all
 def test_inspect_knows_the_sizes_and_nothing_else(ask):
     status, out, _ = ask("inspect", "8B")
     assert status == 0 and "8,030,261,248 parameters" in out and "layers.* (32)" in out
@@ -131,7 +129,6 @@ def test_inspect_knows_the_sizes_and_nothing_else(ask):
     assert ask("inspect", "nonsense")[0] == 2
 
 
-@pytest.mark.all
 def test_plan_needs_no_gpu_no_process_group_and_no_data(ask):
     words = [
         "plan",
@@ -161,7 +158,6 @@ def test_plan_needs_no_gpu_no_process_group_and_no_data(ask):
     )
 
 
-@pytest.mark.all
 def test_plan_of_a_run_is_the_plan_that_the_run_wrote(ask, run):
     status, out, _ = ask("plan", run, "--world=2", "--json")
     assert status == 0 and Plan.from_json(out).diff(Plan.from_json((run / "plan.json").read_text())) == []
@@ -169,6 +165,7 @@ def test_plan_of_a_run_is_the_plan_that_the_run_wrote(ask, run):
     assert "mesh[2][1]: 4 -> 2" in Plan.from_json(out).diff(Plan.from_json((run / "plan.json").read_text()))
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [

@@ -24,6 +24,8 @@ from meshwright.introspection.signature import Signature
 from meshwright.introspection.structure import regions
 from meshwright.planning.tensor.plan import TensorPlan
 
+pytestmark = pytest.mark.all
+
 EXACT = 1e-10
 FAMILIES = ["llama", "gpt2", "phi3", "gpt_neox", "opt"]
 
@@ -39,7 +41,6 @@ def errors_of(facts: ModelFacts, **requested: Any) -> dict[str, float]:
     return found
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("whole", [False, True], ids=["cut", "whole"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_beside_all_linear_layers_are_equal_to_one_process(family, whole):
@@ -50,7 +51,6 @@ def test_adapters_beside_all_linear_layers_are_equal_to_one_process(family, whol
     assert max(errors.values()) <= EXACT, sorted(errors.items(), key=lambda e: -e[1])[:3]
 
 
-@pytest.mark.all
 def test_an_adapter_lies_as_its_host_does():
     plan, notes = cut(model_facts(adapted("phi3")))
     block = "base_model.model.model.layers.0"
@@ -69,12 +69,12 @@ def test_an_adapter_lies_as_its_host_does():
     assert not [note for note in notes if "own plan" in note and "proj" in note]
 
 
+@pytest.mark.fast
 def test_the_wrapper_takes_what_the_model_inside_takes():
     takes = Signature.of(adapted("llama")).takes
     assert takes["tokens"] == "input_ids" and takes["positions"] == "position_ids"
 
 
-@pytest.mark.all
 def test_a_large_model_is_measured_on_a_small_copy_with_small_adapters():
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -130,7 +130,6 @@ def test_broken_sums_are_refused(fault: Callable[[TensorPlan], Any]):
     parallel.prove(facts, plan)
 
 
-@pytest.mark.all
 def test_a_second_matrix_that_is_cut_by_other_rows_than_its_host_is_refused():
     right = regions._cuts_of_adapters
 
@@ -147,7 +146,6 @@ def test_a_second_matrix_that_is_cut_by_other_rows_than_its_host_is_refused():
 # --- what cannot be cut is named
 
 
-@pytest.mark.all
 def test_an_adapter_with_parameters_of_its_own_is_refused_by_name():
     facts = model_facts(adapted("llama", ["q_proj", "down_proj"], use_dora=True))
     with pytest.raises(
@@ -156,7 +154,6 @@ def test_an_adapter_with_parameters_of_its_own_is_refused_by_name():
         cut(facts)
 
 
-@pytest.mark.all
 def test_an_adapter_beside_the_head_leaves_it_whole_and_says_so():
     facts = model_facts(adapted("llama", ["lm_head", "q_proj"]))
     plan, notes = cut(facts)
@@ -164,6 +161,7 @@ def test_an_adapter_beside_the_head_leaves_it_whole_and_says_so():
     assert plan.head == "" and "the head was not recognised and stays whole on every rank" in notes
 
 
+@pytest.mark.fast
 def test_an_adapter_that_was_switched_off_cannot_be_used_later():
     host, idle = nn.Linear(2, 2), nn.Linear(2, 2)
     running.refuse_idle(idle, "layers.0.q_proj.other")

@@ -20,6 +20,8 @@ from meshwright.introspection.mixing import reach as reaches
 from meshwright.introspection.mixing.masks import causal, everything, in_chunks, shorter_than
 from meshwright.introspection.mixing.reach import KeyRanges, RowMask, search
 
+pytestmark = pytest.mark.all
+
 ROWS = 3
 FEW = settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.generate], report_multiple_bugs=False)
 """Rows are short, so that examples need not be shrunk: the faults below fail often."""
@@ -99,13 +101,13 @@ def no_token_is_lost(given_batch: tuple[dict[str, Tensor], int], options: dict[s
     assert torch.equal(everywhere, torch.arange(length).expand_as(everywhere))
 
 
+@pytest.mark.fast
 @FEW
 @given(batches(), OPTIONS)
 def test_every_token_is_on_one_rank_in_its_order(given_batch, options):
     no_token_is_lost(given_batch, options)
 
 
-@pytest.mark.all
 @FEW
 @given(batches(), OPTIONS)
 def test_a_packed_batch_can_be_put_together_again(given_batch, options):
@@ -120,7 +122,6 @@ def test_a_packed_batch_can_be_put_together_again(given_batch, options):
 # --- reaches
 
 
-@pytest.mark.all
 @FEW
 @given(st.data(), batches())
 def test_a_reach_is_the_mask_wherever_it_is_taken(data, given_batch):
@@ -153,7 +154,6 @@ def painted(tiles: list[Any], reach: KeyRanges, keys: int) -> Tensor:
     return times
 
 
-@pytest.mark.all
 @FEW
 @given(st.data(), batches(), st.integers(1, 7), st.integers(1, 7))
 def test_blocks_and_segments_have_every_pair_once(data, given_batch, queries, keys):
@@ -192,14 +192,12 @@ def every_key_is_fetched(data: st.DataObject, given_batch: tuple[dict[str, Tenso
         assert bool((found.places.diff(dim=1) >= 0).all())
 
 
-@pytest.mark.all
 @FEW
 @given(st.data(), batches())
 def test_a_halo_is_what_queries_reach_and_no_more(data, given_batch):
     every_key_is_fetched(data, given_batch)
 
 
-@pytest.mark.all
 @FEW
 @given(batches(6), OPTIONS, st.sampled_from([1, 2, 3, 6]))
 def test_members_know_their_tokens_among_all(given_batch, options, count):
@@ -214,6 +212,7 @@ def test_members_know_their_tokens_among_all(given_batch, options, count):
         assert members.sizes([7] * count) == [7 * (first <= rank < first + count) for rank in range(ranks)]
 
 
+@pytest.mark.fast
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
 def test_heads_are_shared_out_with_their_key_heads(ranks, own, groups):
     for heads_, key_heads in ((ranks * own * groups, ranks * groups), (ranks * own, 1), (ranks * own, ranks)):

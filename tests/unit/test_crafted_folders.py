@@ -26,6 +26,8 @@ from meshwright.data.text.tokenizers import FileTokenizer
 from meshwright.training.run.trust import RUNS_CODE
 from meshwright.training.slurm import LaunchConfig
 
+pytestmark = pytest.mark.all
+
 pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors")
 
@@ -129,7 +131,6 @@ def trouble(place: Place, name: str, capfd) -> str:
     return "" if status != 0 and len(said) == 1 and sentence in said[0] else f"status {status}: {said}"
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("name", CRAFTS)
 def test_a_crafted_folder_is_answered_by_a_sentence_and_reaches_nothing(name, place, capfd):
     assert trouble(place, name, capfd) == ""
@@ -177,7 +178,6 @@ def test_without_its_guard_a_crafted_folder_reaches_something(guards, name, said
     assert said in trouble(place, name, capfd)
 
 
-@pytest.mark.all
 @pytest.mark.parametrize(
     ("words", "allowed"),
     [
@@ -193,12 +193,10 @@ def test_code_runs_where_this_command_line_allows_it(words, allowed, place):
     assert met(place, [*map(str, words(place)), *allowed])[2]
 
 
-@pytest.mark.all
 def test_a_value_that_runs_no_code_needs_no_trust(place):
     assert met(place, ["plan", str(own_function(place)), "--techniques.checkpoint_keep=matmuls"]) == (0, [], False)
 
 
-@pytest.mark.all
 def test_a_job_takes_the_trust_of_its_launch_along(place, capsys):
     pytest.importorskip("submitit")
     assert met(place, ["launch", str(own_function(place)), "--dry-run", "--trust"])[0] == 0
@@ -207,14 +205,12 @@ def test_a_job_takes_the_trust_of_its_launch_along(place, capsys):
     assert "--trust" not in capsys.readouterr().out
 
 
-@pytest.mark.all
 def test_code_beside_a_model_that_transformers_knows_is_passed_over(place):
     (place.hf / "own.py").write_text(OWN_MODEL)
     place.edit_json(place.hf / "config.json", auto_map=AUTO_MAP)
     assert met(place, ["inspect", str(place.hf)]) == (0, [], False)
 
 
-@pytest.mark.all
 def test_links_of_hugging_faces_cache_and_links_inside_a_folder_are_followed(place):
     repository = place.data / "models--who--model"
     snapshot = repository / "snapshots" / ("0" * 40)
@@ -231,7 +227,6 @@ def test_links_of_hugging_faces_cache_and_links_inside_a_folder_are_followed(pla
     assert main(["inspect", str(place.root / "linked")]) == 0
 
 
-@pytest.mark.all
 def test_a_checkpoint_that_is_read_by_itself_follows_no_link(place):
     """Where no run is opened, each of its files is looked at alone."""
     checkpoint = place.checkpoint()
@@ -240,13 +235,13 @@ def test_a_checkpoint_that_is_read_by_itself_follows_no_link(place):
         load_model_tensors({}, checkpoint)
 
 
+@pytest.mark.fast
 def test_the_boxes_that_are_read_cover_a_tensor():
     whole = [((0, 2), (0, 3)), ((2, 4), (0, 1)), ((2, 4), (1, 3))]
     assert covers(whole, (4, 3)) and covers([()], ()) and covers([], (0, 3))
     assert not covers(whole[:2], (4, 3)) and not covers([], ()) and not covers([((0, 2), (0, 3))] * 2, (4, 3))
 
 
-@pytest.mark.all
 def test_a_picture_that_names_a_file_elsewhere_is_not_opened(place, monkeypatch):
     datasets = pytest.importorskip("datasets")
     (place.outside / "secret.png").write_bytes(b"SECRET")
@@ -260,7 +255,6 @@ def test_a_picture_that_names_a_file_elsewhere_is_not_opened(place, monkeypatch)
         main(["inspect", str(place.data), "--data.tokenizer=bytes"])
 
 
-@pytest.mark.all
 def test_a_page_shows_names_as_text(place):
     with open(place.run / "metrics.jsonl", "a") as file:
         file.write(
@@ -271,6 +265,7 @@ def test_a_page_shows_names_as_text(place):
     assert "<script>alert" not in page and "<img src=x" not in page
 
 
+@pytest.mark.fast
 def test_every_door_that_imports_by_name_is_known():
     """A new one needs its key in ``training.trust``, or its name from the command line."""
     house = Path(meshwright.__file__).parent
@@ -305,7 +300,6 @@ class OwnModel(PreTrainedModel):
 """
 
 
-@pytest.mark.all
 def test_a_run_with_code_of_its_own_asks_for_trust_each_time(place, capsys):
     (place.hf / "own.py").write_text(MODEL)
     (place.hf / "model.safetensors").unlink()

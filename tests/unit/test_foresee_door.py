@@ -16,6 +16,8 @@ from meshwright.models.decoder_config import SIZES, MoEConfig
 from meshwright.planning.build import plan as build_plan
 from meshwright.simulation.search.answer import Proposal
 
+pytestmark = pytest.mark.all
+
 MODEL = replace(SIZES["debug"], n_layers=4)
 BATCH = Batch(16, 64, 2)
 H100 = Cluster(8, gpu="h100")
@@ -27,7 +29,6 @@ def searched():
     return foresee(MODEL, batch=BATCH, cluster=H100, pins=("pp=1", "cp=1", "recompute=full"))
 
 
-@pytest.mark.all
 def test_a_stated_layout_is_planned_for_the_card_and_judged():
     layout = Layout(dp_shard=4, tp=2)
     made = meshwright.plan(MODEL, layout, batch=BATCH, cluster=H100)
@@ -39,7 +40,6 @@ def test_a_stated_layout_is_planned_for_the_card_and_judged():
     assert judged.chosen is not None and judged.chosen.plan == made and judged.candidates == (judged.chosen,)
 
 
-@pytest.mark.all
 def test_techniques_choose_the_dtype_to_compute_in():
     in_float32 = meshwright.plan(
         MODEL,
@@ -60,7 +60,6 @@ def test_techniques_choose_the_dtype_to_compute_in():
     assert on_v100.precision.compute == "float16"
 
 
-@pytest.mark.all
 def test_an_open_layout_is_searched_and_the_plan_is_the_chosen_ones(searched):
     chosen = searched.chosen
     for one in (*searched.candidates, *searched.front):
@@ -82,13 +81,13 @@ def test_an_open_layout_is_searched_and_the_plan_is_the_chosen_ones(searched):
     assert times == sorted(times)
 
 
-@pytest.mark.all
 def test_an_open_layout_gives_the_plan_that_foresee_chooses():
     cluster = Cluster(2, gpu="h100")
     chosen = foresee(MODEL, batch=BATCH, cluster=cluster).chosen
     assert chosen is not None and meshwright.plan(MODEL, Layout(), batch=BATCH, cluster=cluster) == chosen.plan
 
 
+@pytest.mark.fast
 def test_attributes_are_the_documented_figures(searched):
     chosen = searched.chosen
     documented = re.findall(r"`(\w+)`", PAGE.read_text().partition("Keys of the JSON: ")[2].partition("\n\n")[0])
@@ -101,7 +100,6 @@ def test_attributes_are_the_documented_figures(searched):
     assert Layout(**answer["chosen"]["layout"]) == chosen.layout
 
 
-@pytest.mark.all
 def test_the_command_prints_what_the_function_returns(tmp_path, capsys):
     flags = ["--model.size=debug", "--data.tokenizer=ids:300:0", "--data.seq_len=64", "--batch.global_batch=16"]
     asked = ["plan", *flags, "--gpus", "2", "--gpu", "h100", "--pin", "pp=1"]
@@ -117,7 +115,6 @@ def test_the_command_prints_what_the_function_returns(tmp_path, capsys):
     assert printed == f"{found}\n"
 
 
-@pytest.mark.all
 def test_a_layout_that_does_not_fit_is_no_choice():
     large = replace(SIZES["8B"], n_layers=8)
     judged = foresee(
@@ -131,6 +128,7 @@ def test_a_layout_that_does_not_fit_is_no_choice():
         foresee(SIZES["8B"], batch=Batch(64, 4096), cluster=Cluster(1, gpu="rtx4090"))
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("ask", "words"),
     [
@@ -162,6 +160,7 @@ def ask(**changes):
     return foresee(MODEL, **{"batch": BATCH, "cluster": H100, **changes})
 
 
+@pytest.mark.fast
 def test_clusters_without_a_card_are_planned_as_before():
     assert [(field.name, field.default) for field in fields(Cluster)][:2] == [("world", 1), ("ranks_per_node", 0)]
     assert Cluster(4).device == "cpu" and Cluster(4, gpu="a100").device == "cuda"
@@ -169,7 +168,6 @@ def test_clusters_without_a_card_are_planned_as_before():
     assert meshwright.plan(MODEL, layout, cluster=Cluster(4)) == build_plan(MODEL, layout, cluster=Cluster(4))
 
 
-@pytest.mark.all
 def test_uneven_experts_and_slow_ranks_make_a_step_longer():
     layout, batch, cluster = Layout(dp_shard=8, ep=8), Batch(32, 2048, 4), Cluster(8, gpu="h100")
     model = replace(SIZES["1B"], n_layers=2, vocab_size=300, moe=MoEConfig(n_experts=8, hidden_dim=4096))
@@ -181,6 +179,7 @@ def test_uneven_experts_and_slow_ranks_make_a_step_longer():
     assert slow.step_s == pytest.approx(1.5 * even.step_s) and slow.mem_gb == even.mem_gb
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("given", [{"imbalance": 0.9}, {"straggler": float("nan")}])
 def test_nothing_is_faster_than_the_mean(given):
     with pytest.raises(ConfigError, match="is 1 or more"):

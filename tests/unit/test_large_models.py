@@ -15,6 +15,8 @@ from meshwright.models.decoder_config import SIZES
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
 
+pytestmark = pytest.mark.all
+
 FAMILIES = {
     "llama": {
         "hidden_size": 4096,
@@ -48,7 +50,6 @@ def parts_of(model, ranks: int) -> dict[str, list[tuple[int, int]]]:
     return {cut.name: [(part.size, part.groups) for part in cut.parts] for kind in made.kinds for cut in kind.cuts()}
 
 
-@pytest.mark.all
 @pytest.mark.parametrize(("size", "ranks"), [("8B", 8), ("70B", 16), ("1B", 4), ("125M", 3)])
 def test_our_sizes(size, ranks):
     c = SIZES[size]
@@ -73,14 +74,12 @@ def test_families(family, ranks, name, parts):
     assert parts_of(large(family), ranks)[name] == parts
 
 
-@pytest.mark.all
 def test_one_key_head_stays_one_where_the_config_counts_more():
     """Its proportions are not those of a smaller one: that is seen, and a larger copy is measured."""
     model = large("falcon", hidden_size=4096, num_attention_heads=64)
     assert parts_of(model, 4)["self_attention.query_key_value.weight"] == [(4096, 64), (128, 1)]
 
 
-@pytest.mark.all
 def test_a_degree_that_does_not_divide_is_refused_with_those_that_do():
     with pytest.raises(ConfigError, match=r"has 25 heads, which 4 ranks cannot share\. Legal: 1, 5, 25\."):
         plan(large("gpt2"), Layout(dp_shard=1, tp=4))
@@ -103,6 +102,7 @@ class Wide(nn.Module):
         return x
 
 
+@pytest.mark.fast
 def test_a_large_model_without_a_config_is_refused():
     facts = model_facts(as_module(Wide))
     with pytest.raises(
@@ -129,7 +129,6 @@ class Deep(nn.Module):
         return x @ self.embedding.weight.T
 
 
-@pytest.mark.all
 def test_what_would_take_minutes_to_measure_is_refused_with_the_layer_that_takes_long():
     facts = model_facts(as_module(Deep))
     with pytest.raises(
@@ -138,6 +137,7 @@ def test_what_would_take_minutes_to_measure_is_refused_with_the_layer_that_takes
         facts.measurements.structure(2)
 
 
+@pytest.mark.fast
 def test_blocks_that_hand_on_several_streams_are_refused_before_they_are_measured():
     from transformers import AutoConfig
 
@@ -153,7 +153,6 @@ def test_blocks_that_hand_on_several_streams_are_refused_before_they_are_measure
         facts.measurements.structure(2)
 
 
-@pytest.mark.all
 def test_heads_of_linear_attention_of_full_size_are_shared_out():
     """Measured on few and small ones; numbers for each head (gates, decays) stay as many as heads.
 
@@ -169,7 +168,6 @@ def test_heads_of_linear_attention_of_full_size_are_shared_out():
     ]
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("family", ["deepseek_v3", "ernie4_5_moe", "glm4_moe", "mixtral", "olmoe", "qwen3_moe"])
 def test_mixtures_of_experts_of_full_size_are_planned(family):
     """As transformers' own configs have them: hundreds of billions of parameters, many experts, heads in parts."""
@@ -187,7 +185,6 @@ def test_mixtures_of_experts_of_full_size_are_planned(family):
     assert not [note for note in made.notes if ".experts" in note], "every rank has its share of them"
 
 
-@pytest.mark.all
 def test_as_many_groups_of_experts_as_a_small_copy_would_have_experts():
     """Routers that add up the two best of a group need two."""
     from transformers import AutoConfig
@@ -198,7 +195,6 @@ def test_as_many_groups_of_experts_as_a_small_copy_would_have_experts():
     assert made.tensor is not None and made.tensor.sequence_parallel
 
 
-@pytest.mark.all
 def test_latent_attention_of_full_size_is_cut_by_its_heads():
     from transformers import AutoConfig
 

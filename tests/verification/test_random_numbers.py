@@ -17,6 +17,8 @@ from meshwright.verification.aspects.sight import nature, random_differences
 from meshwright.verification.problem import Problem
 from meshwright.verification.verify import verify
 
+pytestmark = pytest.mark.all
+
 TP = Layout(dp_shard=1, tp=2)
 CHECKPOINTED = {"activation_checkpointing": "full"}
 EVALUATED = (
@@ -26,7 +28,6 @@ EVALUATED = (
 )
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("layout", [DDP, FSDP, HSDP], ids=str)
 @pytest.mark.parametrize("techniques", [{}, CHECKPOINTED], ids=["", "checkpointed"])
 def test_our_layouts_draw_what_they_should(pool, layout, techniques):
@@ -54,7 +55,6 @@ def test_a_fault_is_found_where_it_is(spmd, name, place):
     assert len({d.stage for d in found.differences if d.is_beyond}) == 1, found.lines()
 
 
-@pytest.mark.all
 @pytest.mark.parametrize(
     ("model", "layout", "composition", "said"),
     [
@@ -83,7 +83,6 @@ def test_somebody_elses_composition_is_judged_by_what_it_draws(pool, model, layo
     assert bool(report) is not bool(said) and said in str(report), report
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("composition", [None, "torchs_ddp"])
 def test_dropout_that_no_layer_owns_is_compared_in_evaluation_mode_and_drawn_in_training_mode(pool, composition):
     theirs = getattr(composed, composition) if composition else None
@@ -93,6 +92,7 @@ def test_dropout_that_no_layer_owns_is_compared_in_evaluation_mode_and_drawn_in_
     assert json.loads(report.to_json())["comparisons"][0]["notes"] == list(EVALUATED)
 
 
+@pytest.mark.first
 def test_a_model_that_always_draws_is_refused_with_the_place(pool):
     with pytest.raises(
         IntegrityError, match=r"in evaluation mode too \(first: the output of blocks.1.inner\).*Draw them only where"
@@ -108,7 +108,6 @@ class Uncopied(composed.Dropping):
         self.kept = 2 * self.head.weight
 
 
-@pytest.mark.all
 def test_a_model_that_cannot_be_copied_is_looked_at_too(pool):
     report = verify(Uncopied, DDP, even, steps=1, dtypes=("float64",), pool=pool)
     assert report and "random     equal" in str(report), report

@@ -27,11 +27,12 @@ from meshwright.verification.problem import Problem, RandomBatches
 from meshwright.verification.report import Report
 from meshwright.verification.verify import default_batches, verify
 
+pytestmark = pytest.mark.all
+
 DDP, FSDP, HSDP = Layout(dp_replicate=2, dp_shard=1), Layout(dp_shard=2), Layout(dp_replicate=2, dp_shard=2)
 BATCHES = RandomBatches(257, rows=8, seq_len=10)
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("layout", [DDP, FSDP, HSDP], ids=str)
 @pytest.mark.parametrize(
     "changes", [{}, {"microbatch_rows": 1}, {"techniques": {"activation_checkpointing": "full"}}], ids=str
@@ -49,7 +50,6 @@ def test_a_layout_that_is_equal_is_called_equal(pool, layout, changes):
     assert {"layers.0.attention", "layers.2.feed_forward.w_down", "head", ""} <= modules
 
 
-@pytest.mark.all
 def test_the_report_says_it_to_people_and_to_machines(pool):
     report = verify(UNTIED, FSDP, BATCHES, steps=1, dtypes=("float64",), pool=pool)
     assert str(report).startswith("dp_shard=2: equal within rounding (") and "gradient   equal" in str(report)
@@ -134,7 +134,6 @@ def off_by_a_little(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, init_sync=False)
 
 
-@pytest.mark.all
 def test_somebody_elses_composition_is_judged_by_what_it_computes(pool):
     report = verify(UNTIED, DDP, even, parallelize_fn=torchs_ddp, steps=2, pool=pool)
     assert report, report
@@ -174,6 +173,7 @@ class Infinite(Unseeded):
         self.embedding.weight.data.fill_(float("inf"))
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("model", "layout", "batches", "error", "words"),
     [
@@ -227,7 +227,6 @@ def cases(draw):
     return draw(st.sampled_from([DDP, FSDP, HSDP])), model, batches, draw(st.sampled_from([0, 1])), techniques
 
 
-@pytest.mark.all
 @settings(
     max_examples=8,
     derandomize=True,
@@ -289,7 +288,6 @@ def bent(model: Any, mesh: DeviceMesh) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model)
 
 
-@pytest.mark.all
 def test_a_module_called_twice_is_compared_call_by_call(pool):
     report = verify(Odd, DDP, even, steps=1, pool=pool)
     assert report, report
@@ -300,11 +298,13 @@ def test_a_module_called_twice_is_compared_call_by_call(pool):
     assert json.loads(report.to_json())["comparisons"][0]["first"]["name"] == "twice (call 2)"
 
 
+@pytest.mark.first
 def test_a_model_whose_rows_depend_on_each_other_is_refused_and_not_called_equal(pool):
     with pytest.raises(ConfigError, match="rows depend on each other, as a batch norm makes them"):
         verify(Centred, DDP, even, steps=1, pool=pool)
 
 
+@pytest.mark.first
 def test_what_is_missing_is_null_in_json_and_first_in_the_table():
     inf = float("inf")
     found = (
@@ -320,7 +320,6 @@ def test_what_is_missing_is_null_in_json_and_first_in_the_table():
     )
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("layout", [DDP, FSDP, HSDP], ids=str)
 @pytest.mark.parametrize("model", [TIED, UNTIED], ids=["tied", "untied"])
 def test_bfloat16_is_compared_with_bfloat16_by_what_it_loses(pool, layout, model):
@@ -331,7 +330,6 @@ def test_bfloat16_is_compared_with_bfloat16_by_what_it_loses(pool, layout, model
         assert statistics.median(bounds) < 0.03, "bounds that wide catch nothing"
 
 
-@pytest.mark.all
 @pytest.mark.parametrize(
     "name", ["per_rank_mean", "averaged_gradients", "documents_mixed", "padding_counted", "clipped_by_the_local_norm"]
 )
@@ -350,6 +348,7 @@ def with_window(size: int) -> nn.Module:
     return AutoModelForCausalLM.from_config(config)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(("size", "tokens", "said"), [(20, 28, ""), (4096, 16, "; not reached: sliding_window = 4096")])
 def test_rows_reach_beyond_a_window_or_it_is_said(size, tokens, said):
     factory = partial(with_window, size)
