@@ -1,8 +1,9 @@
 """How far are forecasts from measurements that other people published?
 
-    python benchmarks/foresight.py [FILE] [--json OUT] [--rows] [--fit] [--hold-out]
+    python benchmarks/foresight.py [FILE…] [--json OUT] [--rows] [--fit] [--hold-out]
 
-FILE has the columns of ``benchmarks/published/published.csv``, which is the default. Each row becomes a job of
+A FILE has the columns of ``published/published.csv``; the default are this one, which constants of time were fitted to,
+and ``published/states.csv``, whose rows were read for what systems hold in memory. Each row becomes a job of
 ``meshwright.simulation``, or is excluded by a rule that does not look at its forecast (``published/rows.py``). The
 median and 90th percentile of the absolute error are printed by source and by class, with Kendall's tau within a source,
 model and number of GPUs, and the errors of memory. ``--rows`` lists every row; ``--json`` writes what is foreseen of
@@ -22,13 +23,13 @@ from itertools import combinations
 from pathlib import Path
 
 from published.fit import Measured, fitted, held_out
-from published.rows import HERE, Excluded, Row, job_of, number, read_rows
+from published.rows import HERE, Excluded, Row, job_of, number, read_rows, same_quantity
 
 from meshwright.simulation.workload.execution import Job
-from meshwright.simulation.workload.step_memory import step_memory
+from meshwright.simulation.workload.step_memory import StepMemory, step_memory
 from meshwright.simulation.workload.step_time import StepTime, step_time
 
-GB, GIB = 1e9, 2**30
+GB = 1e9
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Foreseen:
     row: Row
     job: Job
     time: StepTime
-    mem_bytes: float
+    memory: StepMemory
     measured_s: float
 
     @property
@@ -51,12 +52,12 @@ class Foreseen:
 
     @property
     def memory_error(self) -> float:
-        unit = GIB if "smi" in self.row["mem_unit"] else GB
-        return self.mem_bytes / (number(self.row["mem_per_gpu"]) * unit) - 1
+        found, measured = same_quantity(self.row, self.memory)
+        return found / measured - 1
 
     @property
     def fits(self) -> bool:
-        return self.mem_bytes <= self.job.machines.device.memory_bytes
+        return self.memory.total <= self.job.machines.device.memory_bytes
 
     @property
     def kind(self) -> str:
@@ -72,7 +73,7 @@ class Foreseen:
             "step_s": self.time.seconds,
             "tok_s_gpu": tokens / self.time.seconds,
             "tflops_gpu": _flops_per_token(self) * tokens / self.time.seconds / 1e12,
-            "mem_gb": self.mem_bytes / GB,
+            "mem_gb": same_quantity(self.row, self.memory)[0] / GB,
             "fits": self.fits,
         }
 
@@ -85,7 +86,7 @@ def foresee(row: Row) -> Foreseen | Excluded:
     measured = number(row["step_s"])
     if not measured and number(row["tok_s_gpu"]):
         measured = job.rows * job.seq_len / job.layout.world / number(row["tok_s_gpu"])
-    found = Foreseen(row, job, step_time(job), step_memory(job).total, measured)
+    found = Foreseen(row, job, step_time(job), step_memory(job), measured)
     if not measured and number(row["tflops_gpu"]) and row["fits"] == "yes":
         tokens = job.rows * job.seq_len / job.layout.world
         found = replace(found, measured_s=_flops_per_token(found) * tokens / number(row["tflops_gpu"]) / 1e12)
@@ -106,13 +107,13 @@ def _flops_per_token(found: Foreseen) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", nargs="?", type=Path, default=HERE / "published.csv")
+    parser.add_argument("files", nargs="*", type=Path, default=[HERE / "published.csv", HERE / "states.csv"])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rows", action="store_true")
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--hold-out", action="store_true")
     asked = parser.parse_args()
-    rows = read_rows(asked.file)
+    rows = [row for file in asked.files for row in read_rows(file)]
     found = [foresee(row) for row in rows]
     if asked.json:
         asked.json.write_text(json.dumps([_as_json(row, one) for row, one in zip(rows, found, strict=True)], indent=1))
@@ -123,6 +124,15 @@ def main() -> int:
     _print_errors("class", timed, lambda one: one.kind)
     _print_ranking(timed)
     _print_memory(whole)
+    if asked.rows:
+        for one in whole:
+            if number(one.row["mem_per_gpu"]):
+                found, measured = same_quantity(one.row, one.memory)
+                parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in one.memory.parts().items())
+                print(
+                    f"{one.row['id']} {one.row['source'][:20]:20} {one.row['model']:<16} {measured / GB:6.1f} GB"
+                    f" {found / GB:6.1f} GB {one.memory_error:+6.1%}  {one.job.layout}; {parts}"
+                )
     if asked.rows:
         for one in timed:
             bound = ", ".join(f"{cost} {share:.0%}" for cost, share in one.time.bound_by()[:4])

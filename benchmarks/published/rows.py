@@ -14,14 +14,33 @@ from meshwright.planning.layout import Layout
 from meshwright.simulation.hardware.cards import Machines, device, link, sheets
 from meshwright.simulation.workload.architecture import Architecture, decoder_block
 from meshwright.simulation.workload.execution import Execution, Job, MixtureRun, blocks_of_size
-from meshwright.simulation.workload.step_memory import step_memory
+from meshwright.simulation.workload.step_memory import StepMemory, step_memory
 
 from .recipes import with_recipe
 from .shapes import public_shape
 
 HERE = Path(__file__).parent
 Row = Mapping[str, str]
-CARDS = ("GB300", "GB200", "B300", "B200", "H200", "H100", "H800", "A100", "A800", "V100", "L40S", "4090")
+CARDS = (
+    *("GB300", "GB200", "B300", "B200", "H200", "H100", "H800", "A100", "A800", "V100", "L40S", "A6000", "A10G", "L4"),
+    *("5090", "4090", "3090", "MI300X"),
+)
+
+
+def same_quantity(row: Row, foreseen: StepMemory) -> tuple[float, float]:
+    """Return the bytes of a GPU as foreseen and as measured, of what the row measured.
+
+    nvidia-smi counts everything; the reserve of the allocator leaves out the driver's memory, and what is allocated the
+    allocator's fragments too.
+    """
+    unit, size = row["mem_unit"].lower(), number(row["mem_per_gpu"])
+    giga = 2**30 if "smi" in unit or "gib" in unit or "kempner" in row["source"].lower() else 1e9
+    found = foreseen.total
+    if re.search("peak|alloc|active|reserve", unit):
+        found -= foreseen.context
+    if re.search("peak|alloc|active", unit):
+        found -= foreseen.fragmented
+    return found, size * giga
 
 
 @dataclass(frozen=True)
@@ -31,7 +50,7 @@ class Excluded:
     reason: str
 
 
-def read_rows(path: Path = HERE / "published.csv") -> list[dict[str, str]]:
+def read_rows(path: Path) -> list[dict[str, str]]:
     """Read a file of published measurements."""
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
@@ -43,6 +62,18 @@ def number(text: str, default: float = 0.0) -> float:
     if not found:
         return default
     return float(found[1].replace(",", "")) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[found[2]]
+
+
+def seq_len(row: Row) -> float:
+    """Return the tokens of a row's sequences, which some sources state beside their table; 0 where none does."""
+    text = f"{row['other']} {row['note']}".lower()
+    found = re.search(r"seq(?:uence)?[- _]?len(?:gth)?\D{0,40}?(\d[\d,]{2,})", text)
+    return number(row["seq"]) or (number(found[1]) if found else 0.0)
+
+
+def words(row: Row) -> str:
+    """Return what a row says of its run, in lower case."""
+    return " ".join(row[key] for key in ("source", "task", "precision", "zero", "ac", "other", "note")).lower()
 
 
 def job_of(row: Row) -> Job | Excluded:
@@ -61,10 +92,10 @@ def job_of(row: Row) -> Job | Excluded:
     data = layout.dp_replicate * layout.dp_shard
     microbatch = number(row["mbs"])
     rows = number(row["gbs_seqs"]) or microbatch * number(row["grad_accum"], 1) * data
-    length = number(row["seq"])
+    length = seq_len(row)
     if not (microbatch and rows and length):
         return Excluded("the batch is not stated")
-    run = _execution(row, layout)
+    run = _with_model(row, _execution(row, layout), architecture)
     run = replace(run, cuts=_cuts(row, len(architecture.blocks), layout.pp * run.stages_per_rank))
     try:
         machines.device.speed(run.products)
@@ -74,7 +105,7 @@ def job_of(row: Row) -> Job | Excluded:
     if mixed:
         run = with_recipe(run, row, machines.device, microbatch)
     job = Job(architecture, layout, int(length), int(rows), microbatch, run, machines)
-    return job if row["ac"] or mixed else with_least_recomputation(job)
+    return job if row["ac"] or mixed or "torchtune" in row["source"].lower() else with_least_recomputation(job)
 
 
 def _cuts(row: Row, blocks: int, stages: int) -> tuple[tuple[int, int], ...]:
@@ -105,15 +136,15 @@ def _left_out(row: Row) -> str:
     text = " ".join((row["model"], row["other"], row["note"], row["task"])).lower()
     if re.search(r"nemotron.?(3|h)|mamba|jamba|hybrid", row["model"].lower()):
         return "blocks of state-space layers, which the forecast does not know"
-    if "quantization bnb" in text:
+    if "-dq" in text or "bnb.int8" in text:
         return "frozen weights in a quantised storage that the library does not have"
     if "unpadded" in text:
         return "the lengths of the sequences are not stated (unpadded)"
     if _contradicts_itself(row):
         return "its step time and its TFLOP/s differ by more than 1.5 times, by its own formula"
-    if not number(row["seq"]):
+    if not seq_len(row):
         return "the length of the sequences is not stated"
-    if re.search(r"o(pt|ptimizer) offl y|par offl y|offload true", text):
+    if re.search(r"o(pt|ptimizer) offl y|par offl y|offload true|cpu offload of (param|opt)", text):
         return "state or parameters in host memory, over a link that the source does not state"
     return ""
 
@@ -136,7 +167,7 @@ def _architecture(row: Row) -> Architecture | None:
         layers = round((params - 51200 * hidden) / (12 * hidden**2))
     if not (layers and hidden):
         return known
-    if known is not None and any(block.experts for block in known.blocks):
+    if known is not None and (any(block.experts for block in known.blocks) or len(known.blocks) == layers):
         return known
     heads = int(number(row["heads"])) or _heads(hidden)
     kv_heads = int(number(row["kv_heads"])) or heads
@@ -183,6 +214,8 @@ def _machines(row: Row) -> Machines | None:
     if card is None:
         return None
     of = device(card)
+    if (stated := number(row["gpu_mem_gb"]) * 2**30 * 0.985) > 1.1 * of.memory_bytes:  # a larger kind of the card
+        of = replace(of, memory_bytes=stated)
     sheet = sheets()[of.name]
     per_node = int(number(found[1])) if (found := re.search(r"(\d+) per node", text)) else sheet["domain"]
     kind, bandwidth = "infiniband", sheet["network"]
@@ -234,14 +267,8 @@ def _execution(row: Row, layout: Layout) -> Execution:
     run = Execution(products=_products(row), recompute=_recompute(row), fused=bool(row["compile"]), balances_ends=False)
     zero = int(number(row["zero"])) if row["zero"] else 3 if "fsdp" in other else 1
     run = replace(run, zero=zero)
-    if "fsdp" in other or "foundry" in source or "titan" in source or "torchtune" in source:
-        pure = "pure" in row["precision"].lower()
-        reduced = 2.0 if pure else 4.0
-        flash = "flash1" if "foundry" in source else "flash2"  # Triton's kernel of FlashAttention (attn_impl: triton)
-        # llm-foundry's default loss reads half-precision logits (mpt/modeling_mpt.py: fused_crossentropy)
-        copies = 1.0 if "foundry" in source else 2.0
-        run = replace(run, reduce_bytes=reduced, gradient_bytes=4.0, logits_copies=copies)
-        return replace(run, attention=flash, reduces_each=True)
+    if "fsdp" in other or re.search("foundry|titan|torchtune|litgpt|kempner", source):
+        return _of_torch(row, run, layout)
     if _is_old_gpt(row):
         return _megatron_2021(row, run)
     if "megatron" in source or "nemo" in source:
@@ -257,7 +284,6 @@ def _execution(row: Row, layout: Layout) -> Execution:
             reduce_bytes=4.0 if run.products == "bfloat16" else 2.0,
             reduces_each=zero == 3,
             mixture=MixtureRun(_dispatch(row), grouped=False, weighs_inside=True),
-            trained=0.003 if "lora" in row["task"].lower() else 1.0,
         )
     if "internevo" in source:
         owners = int(number(found[1])) if (found := re.search(r"over (\d+) ranks", row["zero"])) else 0
@@ -274,10 +300,63 @@ def _execution(row: Row, layout: Layout) -> Execution:
         run,
         attention="flash2" if "H100" in row["system"] or "A100" in row["system"] else "fused",
         copy_bytes=2.0 if zero < 3 else 0.0,
+        # nanotron keeps bf16 gradients beside the sums in fp32, and its loss computes in fp32
+        gradient_bytes=6.0 if "nanotron" in source else run.gradient_bytes,
+        logits_copies=3.0 if "nanotron" in source else run.logits_copies,
         stages_per_rank=_stages_per_rank(row, layout),
         sequence_parallel=row["sp"].lower() not in ("0", "no", "false", "off"),
         fused=True,
     )
+
+
+def _of_torch(row: Row, run: Execution, layout: Layout) -> Execution:
+    """Return how a system that leaves the loss to torch, and mostly FSDP, holds its state.
+
+    Torch's cross entropy of half-precision logits has four tensors of their size at its backward's peak: the logits
+    themselves, and log-probabilities and two gradients in fp32; 14 bytes a logit.
+    """
+    text, foundry = words(row), "foundry" in row["source"]
+    reduced = 2.0 if "pure" in text else 4.0
+    # llm-foundry's default loss reads half-precision logits (mpt/modeling_mpt.py: fused_crossentropy)
+    copies = 1.0 if foundry else 14 / 4
+    flash = "flash1" if foundry else "flash2"  # Triton's kernel of FlashAttention (attn_impl: triton)
+    run = replace(run, reduce_bytes=reduced, gradient_bytes=4.0, logits_copies=copies, attention=flash)
+    run = replace(run, frees_gradients=True)
+    run = replace(run, reduces_each="accumulate whole" not in text and layout.pp == 1, gathers_each=layout.pp == 1)
+    run = replace(run, offloads="activation offload" in text)
+    if run.recompute == "full" and "selective" in text:  # every second product is kept, and attention
+        run = replace(run, recomputed=0.5)
+    if "cross entropy of bf16 logits" in text or "kempner" in text:  # the log-probabilities and both gradients too
+        run = replace(run, logits_copies=2.0 * layout.tp)  # gathered over tp
+    if re.search(r"bf16[- ](true|states)", text):  # nothing is kept in fp32
+        run = replace(run, master_bytes=2.0, gradient_bytes=2.0, optimizer_bytes=4.0, casts_weights=False)
+        run = replace(run, zero=0 if layout.world == 1 else run.zero)
+    if "accumulate whole" in text:  # FSDP2 sums unsharded gradients in the dtype that it reduces in
+        run = replace(run, gradient_bytes=max(run.gradient_bytes, 4.0))
+    if re.search("8.?bit", text):
+        run = replace(run, optimizer_bytes=0.0 if "paged" in text else 2.0)  # paged state is not the allocator's
+    if "chunks of whole logits" in text:  # they stay in half precision, the rest is of one chunk in eight
+        run = replace(run, logits_copies=(2 + 12 / 8) / 4)
+    elif "in chunks" in text:
+        run = replace(run, loss_chunks=8)
+    return run
+
+
+def _with_model(row: Row, run: Execution, model: Architecture) -> Execution:
+    """Return the execution with what depends on the model: which weights are trained, and how the others rest."""
+    text = words(row)
+    if "step in backward" in text:  # one gradient at a time, the largest of them the embedding's
+        run = replace(run, gradient_bytes=0.0, buffers_bytes=model.embedding_elements * run.compute_bytes)
+    if not re.search("lora|adapter", text):
+        return run
+    stated = re.search(r"trainable ([\d,]+)", text)
+    run = replace(run, trained=number(stated[1]) / model.elements if stated else 0.003)
+    if "nf4" in text:  # 4 bits, and an fp32 scale for 64 of them, which is itself in 8 bits where scales are quantized
+        ends = model.embedding_elements + (0 if model.tied else model.head_elements)
+        packed = 0.5 + (1 if "torchtune" in text else 4) / 64
+        mean = (packed * (model.elements - ends) + 2 * ends) / model.elements
+        run = replace(run, weight_bytes=mean, gather_bytes=mean)
+    return run
 
 
 def _dispatch(row: Row) -> Literal["copies", "tokens"]:
@@ -315,7 +394,9 @@ def _stages_per_rank(row: Row, layout: Layout) -> int:
 
 
 def _recompute(row: Row):
-    text = row["ac"].lower()
+    text = row["ac"].lower() or ("full, by its configs" if "torchtune" in row["source"].lower() else "")
     if "full" in text or text in ("1", "yes", "true"):
         return "full"
+    if "per operator" in text or ("titan" in row["source"].lower() and "selective" in text):
+        return "full"  # of every second product
     return "core" if "selective" in text else "none"

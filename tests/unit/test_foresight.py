@@ -44,7 +44,9 @@ def test_every_card_has_a_source_and_all_figures():
         assert card.source and card.memory_bytes > 1e10 and card.bandwidth > 1e11 and card.speed(card.half) > 1e13
 
 
-@pytest.mark.parametrize("name", ["V100", "A100", "H100", "H200", "B200", "GB200", "L40S"])
+@pytest.mark.parametrize(
+    "name", ["V100", "A100", "H100", "H100 PCIe", "H100 NVL", "H200", "B200", "GB200", "L4", "L40S", "MI300X"]
+)
 def test_cards_have_the_peaks_by_which_runs_are_judged(name):
     card = device(name)
     assert card.flops[card.half] == peak_flops(f"NVIDIA {name}", card.half)
@@ -171,14 +173,24 @@ def test_pins_hold_in_everything_that_a_search_returns():
 
 
 @pytest.fixture(scope="module")
-def published():
+def foreseen():
+    """``foreseen(file)``: the rows of a file of published measurements that are forecast."""
     sys.path.insert(0, str(BENCHMARKS))
     try:
         foresight = importlib.import_module("foresight")
-        rows = foresight.read_rows()
-        yield [one for one in map(foresight.foresee, rows) if isinstance(one, foresight.Foreseen)]
+
+        def read(file):
+            rows = foresight.read_rows(BENCHMARKS / "published" / file)
+            return [one for one in map(foresight.foresee, rows) if isinstance(one, foresight.Foreseen)]
+
+        yield read
     finally:
         sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture(scope="module")
+def published(foreseen):
+    return foreseen("published.csv")
 
 
 @pytest.mark.all
@@ -199,6 +211,15 @@ def test_memory_that_others_measured_is_foreseen(published):
     assert len(errors) > 50 and statistics.median(errors) <= 0.03
     ran = [one for one in published if one.row["fits"] == "yes"]
     assert sum(not one.fits for one in ran) / len(ran) <= 0.01
+
+
+@pytest.mark.parametrize(
+    ("source", "median", "most"),
+    [("torchtune README", 0.08, 0.9), ("KempnerForge MFU scaling", 0.05, 0.1), ("torchtitan", 0.08, 0.4)],
+)
+def test_what_systems_hold_in_memory_is_foreseen_by_what_they_do(foreseen, source, median, most):
+    errors = [abs(one.memory_error) for one in foreseen("states.csv") if one.row["source"] == source]
+    assert len(errors) > 10 and statistics.median(errors) <= median and max(errors) <= most
 
 
 @pytest.mark.all

@@ -47,6 +47,7 @@ class Execution:
         master_bytes: bytes of a parameter at rest, in its owner's shard.
         copy_bytes: bytes of a further copy in the compute dtype that every rank keeps at rest (Megatron, DeepSpeed).
         gradient_bytes: bytes of an accumulated gradient.
+        frees_gradients: whether gradients go with each optimizer step, so that a step of one microbatch begins without.
         reduce_bytes: bytes of a gradient in messages.
         optimizer_bytes: bytes of optimizer state per element of its owner's shard, master copy left out.
         zero: what is sharded over the data ranks (arXiv 1910.02054), 0 to 3.
@@ -58,6 +59,7 @@ class Execution:
             products of queries, keys and values (core), attention modules with their linear layers (selective), whole
             blocks (full).
         recomputed: fraction of the blocks that ``recompute`` is about.
+        offloads: whether what blocks save rests in host memory until their backward.
         balances_ends: whether stages with embedding or head get fewer blocks, as in this library's plans.
         loss_chunks: chunks of tokens in which head and loss are computed.
         logits_copies, chunk_copies: fp32 copies of a microbatch's logits at the loss, such as log-probabilities; and
@@ -92,6 +94,7 @@ class Execution:
     master_bytes: float = 4.0
     copy_bytes: float = 0.0
     gradient_bytes: float = 4.0
+    frees_gradients: bool = False
     reduce_bytes: float = 4.0
     optimizer_bytes: float = 8.0
     zero: int = 3
@@ -101,6 +104,7 @@ class Execution:
     fused_rotary: bool = True
     recompute: Literal["none", "modules", "latents", "core", "selective", "full"] = "none"
     recomputed: float = 1.0
+    offloads: bool = False
     balances_ends: bool = True
     loss_chunks: int = 1
     logits_copies: float = 2.0

@@ -144,6 +144,12 @@ def rank_memory(job: Job, rank: int, saved: SavedBytes) -> StepMemory:
         gradients = (owned if run.zero == 2 and job.microbatches == 1 else elements) * run.gradient_bytes * trained
     held = HeldBytes.of(job, rank, saved)
     activations, logits = max((held.at(moment) for moment in held_on(job, rank)), key=sum)
+    if run.frees_gradients and job.microbatches == 1 and layout.pp == 1:
+        # gradients grow as activations go, from the loss to the first block: the peak is at one of the two ends
+        if activations + logits > gradients + held.working:
+            gradients = 0.0
+        else:
+            activations, logits = held.working, 0.0
     gathered = _gathered(job, part)
     used = parameters + gradients + owned * run.optimizer_bytes * trained + activations + logits + gathered
     return StepMemory(
@@ -187,7 +193,7 @@ class HeldBytes:
         # fp32 copies of them; in chunks, none outlives the loss
         logits = job.tokens / run.loss_chunks * model.vocab / job.layout.tp * 4 if job.rank_of[-1] == rank else 0.0
         return cls(
-            tuple(saved.kept[b] - saved.kept[a] + buffers for a, b in bounds),
+            tuple((saved.kept[b] - saved.kept[a]) * (not run.offloads) + buffers for a, b in bounds),
             tuple(saved.deferred[b] - saved.deferred[a] for a, b in bounds),
             working,
             run.copies_of_logits * logits,
