@@ -247,6 +247,7 @@ def test_ranks_hold_what_was_estimated(spmd, measured, name):
         measured(name, "foreseen of found", {"together": foreseen.total / found.total})
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(("name", "biases"), [("bloom", 4 * SEQ), ("gptj", 0)])
 def test_masks_of_whole_rows_are_foreseen(spmd, name, biases):
     """They are kept from one microbatch to the next, so that an account of one step does not see them."""

@@ -103,7 +103,6 @@ def test_the_merged_model_and_the_adapter_compute_the_same_elsewhere(told, model
     assert (merged / "tokenizer.json").is_file() and (adapter / "tokenizer.json").is_file()
 
 
-@pytest.mark.first
 def test_adapters_of_a_base_in_4_bits_are_read_beside_it_by_the_code_that_is_printed(pool, base, model, tmp_path, ask):
     import transformers
     from peft import PeftModel

@@ -249,6 +249,7 @@ def test_a_run_that_stops_over_a_bad_line_has_saved_and_goes_on_as_its_message_s
     assert losses(first.folder) == pytest.approx(losses(whole.folder), rel=1e-6)
 
 
+@pytest.mark.all
 def test_a_record_damaged_between_two_sittings_stays_as_it_was_and_other_changes_are_said(train, small, tmp_path):
     file, rows = tmp_path / "a.jsonl", [json.dumps({"prompt": f"{i}?", "completion": "yes" * 4}) for i in range(60)]
     told = small({"data.source": [str(file)], "schedule.kind": "constant"})
@@ -269,6 +270,7 @@ def test_a_record_damaged_between_two_sittings_stays_as_it_was_and_other_changes
     assert train(1, {"steps": 8}, folder=first)[0].status == 0
 
 
+@pytest.mark.all
 def test_rows_of_a_stream_that_end_early_have_the_losses_of_whole_rows(questions, tmp_path, monkeypatch):
     changes = {"data.source": [questions], "data.streaming": True, "data.seq_len": 20, "steps": 3}
     changes |= {"batch.global_batch": 8, "batch.microbatch": 2, "sample.tokens": 0, "logging.tensorboard": "off"}
@@ -281,6 +283,7 @@ def test_rows_of_a_stream_that_end_early_have_the_losses_of_whole_rows(questions
     assert losses(tmp_path / "early") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
 
 
+@pytest.mark.all
 def test_a_stream_that_meets_a_long_conversation_goes_on_as_its_message_says(train, small, tmp_path):
     rows = [{"prompt": "?" * 20, "completion": "yes" * (40 if i == 300 else 6)} for i in range(500)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

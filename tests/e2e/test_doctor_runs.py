@@ -74,6 +74,7 @@ OF_DTENSOR = """
 """
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("code", "path", "needed_by", "equal"),
     [
@@ -102,6 +103,7 @@ def test_a_private_name_that_is_gone_is_named_and_the_axes_without_it_are_equal(
     assert all(path.rpartition(".")[2] in verdict for axis, verdict in told["verdicts"].items() if axis not in equal)
 
 
+@pytest.mark.all
 def test_four_ranks_warn_once_of_a_release_that_is_newer_than_the_tested(tmp_path):
     info = tmp_path / "torch-2.99.0.dist-info"
     info.mkdir()

@@ -135,6 +135,7 @@ def test_a_fine_tuning_says_what_it_chose_and_goes_on_with_it(pool, files, tmp_p
     assert tomllib.loads((ran.folder / "config.toml").read_text()) == config | {"steps": steps + 1}
 
 
+@pytest.mark.all
 def test_a_run_with_a_base_in_4_bits_is_sampled_by_the_model_that_it_trained(pool, files, tmp_path):
     """The merged folder has it too: adapters beside the rounded weights."""
     from transformers import AutoModelForCausalLM

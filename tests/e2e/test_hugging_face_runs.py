@@ -126,7 +126,6 @@ def test_what_is_converted_is_what_was_trained(ask, run, tmp_path, model):
     assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
 
 
-@pytest.mark.first
 def test_a_run_and_its_export_have_the_chat_template_that_it_trained_with(pool, base, model, tmp_path, ask):
     from transformers import AutoTokenizer
 

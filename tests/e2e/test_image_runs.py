@@ -150,7 +150,6 @@ def test_another_image_is_another_run(train, told, data, tmp_path):
     assert f"{own}/pictures/3.png is not as at the start of the run. Put that back, or leave out the rows" in said
 
 
-@pytest.mark.first
 @pytest.mark.parametrize("kind", ["damaged", "gone", "another"])
 @pytest.mark.parametrize("began_with", ["refuse", "skip"])
 def test_a_picture_lost_between_two_sittings_is_left_out_as_the_message_says(

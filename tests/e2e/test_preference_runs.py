@@ -83,6 +83,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_long_rows_cost_what_short_answers_cost_and_give_the_same_losses(train, told, layout):
     told |= {"model.max_seq_len": 512, "validation.every": 4}

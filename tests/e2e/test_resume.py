@@ -81,7 +81,6 @@ def test_a_run_is_continued_from_another_folder(train, small, tmp_path, monkeypa
     assert not any((tmp_path / "elsewhere").iterdir())
 
 
-@pytest.mark.first
 def test_a_run_continued_on_another_layout_shows_each_with_its_steps(train, complete, capsys, tmp_path):
     page_of = ["inspect", str(complete), "--html", str(tmp_path / "page.html")]
     assert train(2, {"steps": 3, "layout.dp_shard": 1, "layout.tp": 2}, folder=complete)[0].status == 0

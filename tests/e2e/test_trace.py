@@ -101,6 +101,7 @@ def test_a_sound_run_is_equal_and_trains_on(spmd, small, written, changes):
     assert len(metrics(done.folder)) == 6 and Config.from_toml(done.folder / "config.toml").check_trace == ""
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("changes", [FSDP, TENSOR], ids=str)
 def test_a_trace_is_of_the_optimizer_that_is_asked_for(spmd, small, written, changes):
     sgd = {"optimizer.kind": "sgd", "optimizer.lr": 0.05}

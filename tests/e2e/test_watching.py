@@ -12,6 +12,7 @@ from e2e_runs import Job
 HSDP = {"layout.dp_replicate": 2, "layout.dp_shard": 2}
 
 
+@pytest.mark.all
 def test_a_profile_of_a_run_speaks_of_modules_and_axes(train, small):
     told = train(4, job=Job(small({"steps": 10, "logging.profile": "2:4", **HSDP})))
     folder = told[0].folder / "profile"
