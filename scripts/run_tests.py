@@ -3,11 +3,9 @@
     python scripts/run_tests.py [pytest arguments]
         what make test has; without arguments the checks of the code too
     python scripts/run_tests.py --all [--piece K/N]
-        every test, or one of N pieces; writes tests/costs.txt when all are green
-    python scripts/run_tests.py --measure FILE...
-        every test of new or changed files; writes their lines of tests/costs.txt when all are green
-    python scripts/run_tests.py --touched [--minutes M]
-        what make test leaves out and the changes since the last whole run touch
+        every test, or one of N pieces
+    python scripts/run_tests.py --touched COMMIT [--minutes M]
+        what make test leaves out and the changes since a commit touch, as far as M minutes reach
 
 Two pytest processes share the tests out, each with a pool of workers of its own; the checks of the code run beside
 them.
@@ -16,28 +14,25 @@ them.
 from __future__ import annotations
 
 import argparse
-import json
+import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
 import threading
 import time
-from datetime import date
 from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
-
-from support.suite import Cost, files_with, lines_of  # noqa: E402
-
-COSTS, TOUCHED = ROOT / ".cache" / "costs.txt", ROOT / ".cache" / "touched.txt"
 PIECES = 3
 """Of make test-all; each ends within an hour on two cores."""
 CI_MINUTES = 5.0
 """For what is touched."""
 MOST_PROCESSES = 8
+NONE_CHOSEN = 5
+"""Pytest's exit status."""
 BIN = Path(sys.executable).parent
 CHECKS = {
     "lint": [BIN / "ruff", "check", "."],
@@ -81,6 +76,7 @@ def pytest(*arguments: str) -> int:
         str(processes),
         "--dist",
         "worksteal",
+        "--durations=10",
         *ignored(),
         *arguments,
     ]
@@ -88,6 +84,35 @@ def pytest(*arguments: str) -> int:
         words = [after for before, after in pairwise(arguments) if before == "-k"]
         command += (files_with(words[0]) if len(words) == 1 else []) or ["tests"]
     return subprocess.run(command, cwd=ROOT, env=environment(), check=False).returncode
+
+
+def files_with(expression: str) -> list[str]:
+    """Return the test files in which ``-k`` may find something, by their names, their tests' names, and the text of
+    their cases; none where that cannot be told.
+    """
+    words = {word.lower() for word in re.findall(r"\w+", expression)} - {"and", "or"}
+    return (
+        []
+        if "not" in words
+        else [file for file in test_files() if any(word in names_in(file, words) for word in words)]
+    )
+
+
+def names_in(file: str, words: set[str]) -> str:
+    """Return a test file's name, its tests' names, and the text in its decorators and its module's constants."""
+    text = (ROOT / file).read_text(encoding="utf-8")
+    if not any(word in text.lower() for word in words):
+        return file.lower()
+    nodes = ast.parse(text).body
+    tests = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    said = [node for node in nodes if isinstance(node, (ast.Assign, ast.AnnAssign))]
+    said += [decorator for node in tests for decorator in node.decorator_list]
+    texts = [part.value for node in said for part in ast.walk(node) if isinstance(part, ast.Constant)]
+    return "\n".join([file, *(node.name for node in tests), *map(str, texts)]).lower()
+
+
+def test_files() -> list[str]:
+    return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").glob("*/test_*.py"))
 
 
 def ignored() -> list[str]:
@@ -123,115 +148,57 @@ def test(arguments: list[str]) -> int:
 
 
 def test_all(piece: str, arguments: list[str]) -> int:
-    """All pieces, or one; behind all of them the files are compared that were computed once (the ways, and what kills
-    which mutant), and costs are kept.
+    """Run all pieces, or one; behind all of them compare the files that were computed once (the ways, and what kills
+    which mutant).
     """
     wanted = [piece] if piece else [f"{number}/{PIECES}" for number in range(1, PIECES + 1)]
-    COSTS.parent.mkdir(exist_ok=True)
-    COSTS.unlink(missing_ok=True)
     failed = []
     for one in wanted:
         begin = time.monotonic()
-        status = pytest(f"--piece={one}", f"--costs={COSTS}", *arguments)
-        print(
-            f"piece {one}: {'failed' if status else 'passed'}, {(time.monotonic() - begin) / 60:.0f} minutes",
-            flush=True,
-        )
+        status = pytest(f"--piece={one}", *arguments)
+        minutes = (time.monotonic() - begin) / 60
+        print(f"piece {one}: {'failed' if status else 'passed'}, {minutes:.0f} minutes", flush=True)
         failed += [f"piece {one}"] * (status != 0)
-    if not piece:
-        for script in ("ways.py", "mutants.py"):
-            done = subprocess.run([sys.executable, str(ROOT / "scripts" / script), "--check"], cwd=ROOT, check=False)
-            failed += [script] * (done.returncode != 0)
-        if not failed and not arguments:
-            keep_costs()
-            # what another test had computed before is paid by whoever comes first: so those of make test are measured
-            # by themselves too
-            if pytest("--tier=test", f"--costs={COSTS}") == 0:
-                keep_costs()
-            else:
-                failed.append("the tests of make test by themselves")
+    for script in () if piece else ("ways.py", "mutants.py"):
+        done = subprocess.run([sys.executable, str(ROOT / "scripts" / script), "--check"], cwd=ROOT, check=False)
+        failed += [script] * (done.returncode != 0)
     print(f"failed: {', '.join(failed)}" if failed else "all passed")
     return bool(failed)
 
 
-def keep_costs() -> None:
-    """Write tests/costs.txt: what each test costs, and which tests make test has."""
-    from touched import BASE, FILE
+def touched(base: str) -> list[str]:
+    """Return the test files that changed since a commit, then those that import from a folder in which a source
+    changed, or from a changed file of tests/support.
+    """
+    command = ["git", "diff", "--name-only", base]
+    changed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    folders = {".".join(Path(file).parts[1:-1]) for file in changed if file.startswith("src/")}
+    support = {Path(file).stem for file in changed if file.startswith("tests/support/")}
+    names = "|".join(sorted(map(re.escape, folders))) or "-", "|".join(sorted(support)) or "-"
+    imports = re.compile(rf"^from (?:(?:{names[0]})(?:\.\w+)? import|support\.(?:{names[1]}) import)", re.MULTILINE)
+    own = [file for file in changed if re.fullmatch(r"tests/\w+/test_\w+\.py", file) and (ROOT / file).exists()]
+    others = [file for file in test_files() if imports.search((ROOT / file).read_text(encoding="utf-8"))]
+    return list(dict.fromkeys([*own, *others]))
 
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.strip()
-    head = [
-        "# Written by make test-all: CPU seconds; which has it, make test or make test-all; the test.",
-        f"{BASE}{commit}, on {date.today()}",
+
+def test_touched(base: str, minutes: float) -> int:
+    files = [
+        file for file in touched(base) if not file.startswith(("tests/slurm", *([] if has_gpu() else ["tests/gpu"])))
     ]
-    FILE.write_text("\n".join([*head, *lines_of(found_costs())]) + "\n", encoding="utf-8")
-
-
-def measure(files: list[str]) -> int:
-    """Run every test of some files, and replace their lines of tests/costs.txt."""
-    from touched import FILE
-
-    COSTS.parent.mkdir(exist_ok=True)
-    COSTS.unlink(missing_ok=True)
-    status = pytest("--tier=all", f"--costs={COSTS}", *files)
-    if status == 0:
-        others = [
-            line
-            for line in FILE.read_text(encoding="utf-8").splitlines()
-            if not line.split("::")[0].endswith(tuple(files))
-        ]
-        head = [line for line in others if line.startswith("#")]
-        lines = [*others[len(head) :], *lines_of(found_costs())]
-        FILE.write_text(
-            "\n".join([*head, *sorted(lines, key=lambda line: line.split(" ", 2)[2])]) + "\n", encoding="utf-8"
-        )
-    return status
-
-
-def found_costs() -> list[Cost]:
-    """The costs of the tests that ran, of those that ran twice the larger."""
-    found = [json.loads(line) for line in COSTS.read_text(encoding="utf-8").splitlines()]
-    costs: dict[str, Cost] = {}
-    for cost in (Cost(**one | {"covers": tuple(one["covers"])}) for one in found):
-        if cost.test not in costs or cost.seconds > costs[cost.test].seconds:
-            costs[cost.test] = cost
-    return list(costs.values())
-
-
-def test_touched(minutes: float) -> int:
-    """What make test leaves to make test-all, as far as it is touched by changes and fits into the time."""
-    from touched import FILE, touched
-
-    if not FILE.exists():
-        print("make test-all has recorded no whole run yet (tests/costs.txt): nothing tells what changed since")
-        return 0
-    command = [sys.executable, "-m", "pytest", "tests", "--tier=rest", "--collect-only", "-q", *ignored()]
-    listed = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True).stdout
-    chosen, left = touched([line for line in listed.splitlines() if "::" in line], 60 * minutes * 2)
-    print(
-        f"{len(chosen)} tests of make test-all are touched by what changed since it was last green; {left} more do"
-        f" not fit into the time"
-    )
-    if not chosen:
-        return 0
-    TOUCHED.parent.mkdir(exist_ok=True)
-    TOUCHED.write_text("\n".join(chosen), encoding="utf-8")
-    return pytest("--tier=rest", f"--only={TOUCHED}")
+    print(f"{len(files)} test files are touched by what changed since {base}; what make test leaves out of them:")
+    status = pytest("--tier=rest", f"--minutes={minutes}", *files) if files else 0
+    return 0 if status == NONE_CHOSEN else status
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--piece", default="")
-    parser.add_argument("--measure", action="store_true")
-    parser.add_argument("--touched", action="store_true")
+    parser.add_argument("--touched", metavar="COMMIT")
     parser.add_argument("--minutes", type=float, default=CI_MINUTES)
     options, arguments = parser.parse_known_args()
     if options.touched:
-        return test_touched(options.minutes)
-    if options.measure:
-        return measure(arguments)
+        return test_touched(options.touched, options.minutes)
     return test_all(options.piece, arguments) if options.all else test(arguments)
 
 

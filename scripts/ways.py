@@ -86,13 +86,6 @@ def pairs_of(way: Way) -> frozenset[Pair]:
     return frozenset(pair for pair in combinations(chosen, 2) if is_wanted(pair))
 
 
-@cache
-def price(way: Way) -> float:
-    """About the CPU seconds of it; each rank compiles for itself, and the more pieces, the more."""
-    ranks = way.layout.world
-    return ranks * (3 * ranks if way.compile == "yes" else 1) * (1 if way.pp == way.tp == way.cp == "1" else 1.5)
-
-
 def completed(given: dict[str, str], missing: set[Pair], draw: random.Random, plain: float) -> Way | None:
     """A way with the given values; None where no axes have them.
 
@@ -179,7 +172,7 @@ def covering(draw: random.Random, rules: Rules, fixed: list[Way]) -> tuple[list[
             if len(legal) == CANDIDATES:
                 break
         if legal := legal or [way for way in rules.legal() if pair in pairs_of(way)]:
-            found.append(max(legal, key=lambda way: len(pairs_of(way) & missing) / price(way)))
+            found.append(max(legal, key=lambda way: len(pairs_of(way) & missing) / way.price))
             missing -= pairs_of(found[-1])
         else:
             missing.discard(pair)
@@ -206,7 +199,7 @@ def pruned(found: list[Way], rules: Rules, fixed: list[Way]) -> list[Way]:
     kept = list(found)
     while True:
         covered = _counted(kept)
-        candidates = sorted(set(kept) - {*fixed}, key=lambda way: (len(_own(way, covered)) / price(way), str(way)))
+        candidates = sorted(set(kept) - {*fixed}, key=lambda way: (len(_own(way, covered)) / way.price, str(way)))
         without = next((rest for way in candidates if (rest := _taken_over(way, kept, rules, fixed)) is not None), None)
         if without is None:
             return sorted(cheapened(kept, rules, fixed), key=str)
@@ -220,7 +213,7 @@ def cheapened(found: list[Way], rules: Rules, fixed: list[Way]) -> list[Way]:
         for name in (*MESH, "compile"):
             old, covered = kept[number], _counted(kept)
             new = None if old in fixed else _kept(old, {name: FACTORS[name][0]}, covered, rules)
-            if new is not None and price(new) < price(old):
+            if new is not None and new.price < old.price:
                 kept[number] = new
     return kept
 
@@ -263,7 +256,7 @@ def _kept(old: Way, change: dict[str, str], covered: Counter[Pair], rules: Rules
         **change,
         **{said: "-" for said, axis in SAID_OF.items() if change.get(axis) == "1"},
     )
-    if price(new) > price(old) or not _own(old, covered) <= pairs_of(new):
+    if new.price > old.price or not _own(old, covered) <= pairs_of(new):
         return None
     return None if rules.refusal(new) else new
 
@@ -275,7 +268,7 @@ def text(known: list[Way]) -> str:
         (pruned(found, rules, fixed), refused)
         for found, refused in (covering(random.Random(seed), rules, fixed) for seed in range(STARTS))
     ]
-    found, refused = min(arrays, key=lambda array: (len(array[1]), sum(map(price, array[0]))))
+    found, refused = min(arrays, key=lambda array: (len(array[1]), sum(way.price for way in array[0])))
     refused = {pair: reason(pair, rules) for pair in refused}
     covered = set().union(*map(pairs_of, found))
     assert covered | set(refused) == set(all_pairs()) and not covered & set(refused)

@@ -109,17 +109,16 @@ def floor(reference):
 
 
 def pytest_addoption(parser):
-    group = parser.getgroup("the suite", "which tests run, and what they cost (tests/README.md)")
-    tiers = "test: without what tests/costs.txt leaves to make test-all; rest: that alone"
-    group.addoption("--tier", choices=("test", "rest", "all"), default="all", help=tiers)
-    group.addoption("--piece", metavar="K/N", help="the K-th of N pieces of about equal cost")
-    group.addoption("--only", metavar="FILE", help="tests that a line of FILE names")
-    group.addoption("--costs", metavar="FILE", type=Path, help="add the cost of each test to FILE")
+    group = parser.getgroup("the suite", "which tests run (tests/README.md)")
+    group.addoption(
+        "--tier", choices=("test", "rest", "all"), default="all", help="what make test has, the rest, or all"
+    )
+    group.addoption("--piece", metavar="K/N", default="", help="the K-th of N pieces")
+    group.addoption("--minutes", type=float, help="skip the tests that begin later")
 
 
 def pytest_configure(config):
-    runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
-    config.pluginmanager.register(Suite(config.getoption("costs") if runs_tests else None), "suite")
+    config.pluginmanager.register(Suite(config.getoption("minutes")), "suite")
 
 
 FIGURES = pytest.StashKey[dict]()

@@ -43,6 +43,7 @@ def step_aside_and_return() -> None:
     assert whole.tolist() == [2, 2]
 
 
+@pytest.mark.all
 def test_a_worlds_own_groups_survive_a_world_of_absent_peers(pool):
     pool.run(step_aside_and_return, world=2)
 

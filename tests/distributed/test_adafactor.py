@@ -85,6 +85,7 @@ MUTANTS = {
 """Ranks use their own sums: all of them, or those of updates. (Copies that are counted twice cancel out.)"""
 
 
+@pytest.mark.first("FSDP2")
 @pytest.mark.parametrize("place", PLACES)
 def test_a_step_is_that_of_torch_in_one_process_and_sends_what_is_planned(spmd, place):
     runs = spmd(PLACES[place][0], _train, place)

@@ -28,6 +28,8 @@ from meshwright.planning.tensor.plan import TensorPlan
 from meshwright.verification.problem import RandomBatches
 from meshwright.verification.verify import verify
 
+pytestmark = pytest.mark.all
+
 QV = ["q_proj", "v_proj"]
 
 

@@ -261,6 +261,7 @@ def beside(sizes, options):
     return found
 
 
+@pytest.mark.first("zbv")
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
@@ -275,6 +276,7 @@ def test_declared_losses_beside_axes_that_cut_the_model(sizes, options, spmd):
         assert {how: error for how, error in found.items() if not error[0] <= EXACT} == {}
 
 
+@pytest.mark.all
 def test_an_encoder_classifier_on_the_tensor_axis(spmd):
     layouts = {"tp": ({"tp": 2, "dp_shard": 1}, {}, 3)}
     for found in spmd(2, errors, "bert", layouts):
@@ -292,6 +294,7 @@ def classifier_in_stages():
     return found, said(lambda: laid_out(kind.make, {"cp": 2, "dp_shard": 1}, {}, None))
 
 
+@pytest.mark.all
 def test_an_encoder_classifier_in_stages(spmd):
     for found, told in spmd(2, classifier_in_stages):
         assert {how: error for how, error in found.items() if not error[0] <= EXACT} == {}

@@ -103,6 +103,7 @@ TENSOR, SHARDED = {"tp": 2, "dp_shard": 1}, {"tp": 2, "dp_shard": 2}
 FULL = {"activation_checkpointing": "full"}
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("sizes", "options"), [(TENSOR, {}), (SHARDED, {}), (SHARDED, FULL)], ids=["tp", "fsdp and tp", "recomputed"]
 )
@@ -112,6 +113,7 @@ def test_modules_read_the_weights_of_others(name, sizes, options, spmd):
     assert_equal(found, 1e-10 if name in ("lfm2", "bert") else 1e-6)  # the others compute in float32 inside
 
 
+@pytest.mark.first("pp")
 @pytest.mark.parametrize(
     "sizes", [{"dp_shard": 2}, TENSOR, {"pp": 2, "dp_shard": 1}, SHARDED], ids=["fsdp", "tp", "pp", "fsdp and tp"]
 )
@@ -120,6 +122,7 @@ def test_a_model_in_a_module_dict_is_equal_to_one_process(sizes, spmd):
     assert_equal(spmd(world, errors, gpt, sizes, FULL))
 
 
+@pytest.mark.first("tp-dict")
 @pytest.mark.parametrize("returns", ["tuple", "dict"])
 @pytest.mark.parametrize("sizes", [{"dp_shard": 2}, TENSOR, {"pp": 2, "dp_shard": 1}], ids=["fsdp", "tp", "pp"])
 def test_logits_are_found_in_what_a_forward_returns(sizes, returns, spmd):

@@ -107,6 +107,7 @@ def told(layout: Layout, techniques: tuple) -> tuple[str, list[str]]:
     return said, heard
 
 
+@pytest.mark.first("fsdp2")
 @EVERY_KIND
 def test_a_model_says_what_is_and_the_audit_compares_it_with_the_plan(spmd, layout):
     shards = layout.dp_shard
@@ -219,6 +220,7 @@ def applied(edits: dict, layout: Layout):
     return gathers, runs, gradients(model), {name for name, p in model.named_parameters() if not p.requires_grad}
 
 
+@pytest.mark.all
 def test_editing_one_field_of_a_plan_changes_the_applied_model(spmd):
     gathers, runs, whole_gradients, frozen = spmd(2, applied, {}, FSDP2)[0]
     assert (gathers, set(runs.values()), frozen) == (4 + 2, {1}, set())

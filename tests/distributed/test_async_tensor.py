@@ -20,6 +20,8 @@ from meshwright.introspection.cluster import Cluster
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.values import Batch
 
+pytestmark = pytest.mark.all
+
 TP2, TP4 = Layout(dp_shard=1, tp=2), Layout(dp_shard=1, tp=4)
 UNTIED = DecoderConfig(257, 16, 3, n_heads=4, n_kv_heads=2, hidden_dim=24, max_seq_len=16, qk_norm=True)
 TIED = replace(UNTIED, tied_embeddings=True)
@@ -139,6 +141,7 @@ def refused() -> str:
     return str(caught.value)
 
 
+@pytest.mark.first
 def test_a_plan_for_gpus_is_refused_where_there_are_none(spmd):
     assert all(
         "techniques.async_tensor_parallel needs CUDA, which is not available" in text for text in spmd(2, refused)

@@ -148,6 +148,7 @@ def narrow_job(layout: str, folder: str, writes: bool) -> dict:
     return weights(model) | moments(model, optimizer)
 
 
+@pytest.mark.all
 def test_narrow_dtypes_survive(spmd, tmp_path):
     written = spmd(4, narrow_job, "fsdp4", str(tmp_path / "c"), True)[0]
     assert written["embed.weight"].dtype == torch.bfloat16 and len(written) == 30
@@ -300,6 +301,7 @@ def write_plain_job(layout: str, folder: str) -> None:
     save(model, folder, optimizer=optimizer)
 
 
+@pytest.mark.all
 def test_damage_is_named_and_changes_nothing(spmd, tmp_path):
     spmd(2, write_plain_job, "fsdp2", str(tmp_path / "whole"))
     folders = {}
@@ -495,6 +497,7 @@ def one_rank_job(folder: str) -> list[tuple[str, list[str], str]]:
     return found
 
 
+@pytest.mark.all
 def test_a_rank_that_cannot_write_fails_the_save_on_every_rank_and_spoils_nothing(spmd, tmp_path):
     results = spmd(2, one_rank_job, str(tmp_path))
     assert results[0] == results[1]
@@ -544,6 +547,7 @@ def disk_job(folder: str) -> tuple[list[str], list[str]]:
     return changes, seen
 
 
+@pytest.mark.all
 def test_a_disk_that_fails_at_any_change_leaves_the_older_checkpoint(spmd, tmp_path):
     ((failed, done),) = spmd(1, disk_job, str(tmp_path))
     assert " ".join(done) == "mkdir mkdir write fsync write fsync fsync rename rename fsync", (
@@ -578,6 +582,7 @@ def crash_job(folder: str) -> list[str]:
     return found
 
 
+@pytest.mark.all
 def test_a_crash_at_any_change_leaves_the_older_checkpoint_or_the_new_one(spmd, tmp_path):
     (found,) = spmd(1, crash_job, str(tmp_path / "runs"))
     olds = found.count("old")

@@ -31,6 +31,7 @@ def chosen_logits(layout: Layout) -> float:
     return largest
 
 
+@pytest.mark.first("dp_shard=2")
 @pytest.mark.parametrize("layout", [Layout(tp=2, dp_shard=1), Layout(dp_shard=2)], ids=str)
 def test_logits_of_chosen_tokens_are_those_of_the_whole_sequence(spmd, layout):
     assert max(spmd(2, chosen_logits, layout)) < 1e-6
@@ -47,6 +48,7 @@ def chosen_of_parts() -> str:
     return str(refused.value)
 
 
+@pytest.mark.all
 def test_a_part_of_each_row_chooses_no_tokens(spmd):
     assert all("logits_to_keep = 1 with a part of each row" in said for said in spmd(2, chosen_of_parts))
 
@@ -68,6 +70,7 @@ def trained_on_embeddings(layout: Layout) -> list[float]:
     return losses
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(tp=2, dp_shard=1)], ids=str)
 def test_batches_of_embeddings_train_as_in_one_process(spmd, layout):
     plain, batch, wanted = llama(), embeddings(), []

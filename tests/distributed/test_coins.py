@@ -52,6 +52,7 @@ def trained(coin, blocks, sizes):
     return losses
 
 
+@pytest.mark.first("torch-2-{'dp_replicate': 2, 'dp_shard': 1}")
 @pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1}], ids=str)
 @pytest.mark.parametrize("blocks", [2, 6])
 @pytest.mark.parametrize("coin", COINS)
@@ -60,6 +61,7 @@ def test_nothing_hangs(coin, blocks, sizes, spmd):
     assert first == second and all(0 < loss < 10 for loss in first)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("sizes", [{"tp": 2, "dp_shard": 1}, {"pp": 2, "dp_shard": 1}], ids=str)
 @pytest.mark.parametrize("coin", COINS)
 def test_cut_stages_and_tokens_are_refused(coin, sizes):
@@ -67,6 +69,7 @@ def test_cut_stages_and_tokens_are_refused(coin, sizes):
         plan(Skips(coin, 6), Layout(**sizes))
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("coin", COINS)
 def test_cut_rows_are_refused(coin):
     """Ranks with parts of one row would toss for themselves, and wait in attention for each other."""
@@ -121,6 +124,7 @@ def test_ranks_toss_for_their_own_rows_as_one_process_does(coin, blocks, sizes, 
         assert found == {}
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("coin", COINS)
 def test_a_coin_without_a_chance_skips_nothing(coin):
     assert plan(Skips(coin, 2, chance=0.0), Layout(tp=2, dp_shard=1)).tensor is not None

@@ -18,6 +18,8 @@ from meshwright.distributed.tensor.functions import TokenSequence
 from meshwright.introspection import signature
 from meshwright.models.decoder_config import DecoderConfig
 
+pytestmark = pytest.mark.all
+
 SHAPES = [(4, 16), (4, 16), (2, 24), (3, 40)]
 """Rows and tokens of each step: the same twice, then others."""
 UNEVEN = [(3, 39), (2, 23)]
@@ -74,6 +76,7 @@ def test_blocks_of_transformers_share_a_graph_too(spmd):
     assert spmd(1, graphs, "llama", 10, 2, SHAPES[:2], timeout=300.0)[0] == [(1, {}), (1, {})]
 
 
+@pytest.mark.first("selective-3")
 @pytest.mark.parametrize(("recompute", "count"), [("full", 0), ("selective", 3)])
 def test_what_is_recomputed_is_not_compiled_and_the_plan_says_so(spmd, recompute, count):
     _, (found, breaks) = spmd(1, graphs, "decoder", 2, 2, SHAPES[:2], "", recompute, timeout=300.0)[0]

@@ -97,6 +97,7 @@ def test_a_fault_shows(spmd, fault):
     assert differences(found, plain(build), layout)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("model", ["Applied", "TiedBefore", "Truncated", "Tables", "gpt2"])
 def test_beyond_the_limit_every_layout_begins_alike_and_by_the_same_laws(spmd, model):
     """A constant is that constant; of drawn values the spread is the constructor's."""

@@ -64,6 +64,7 @@ def assert_equal(found: list[Found], reference: Found, bound: float) -> None:
     assert max(errors.values()) <= bound, max(errors.items(), key=lambda item: item[1])
 
 
+@pytest.mark.first("mask documents, method halo")
 @pytest.mark.parametrize("name", CASES)
 def test_rows_that_are_cut_compute_what_one_process_does(pool, name):
     case = CASES[name]
@@ -79,6 +80,7 @@ def test_every_two_values_meet():
             assert apart or ((one, x), (other, y)) in met, (x, y)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("method", ["ulysses_ring", "auto"])
 def test_eight_ranks_compute_what_one_does(pool, method):
     with WorkerPool(8, threads=1) as eight:

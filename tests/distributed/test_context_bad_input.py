@@ -241,6 +241,7 @@ def again(method: str) -> tuple[float, str]:
     return (0.0, words) if words else (worst(made.parts[0], expected), "")
 
 
+@pytest.mark.all
 def test_documents_that_come_again_are_carried_or_refused(spmd):
     for error, words in spmd(2, again, "auto"):
         assert words == "" and error < 1e-10
@@ -273,6 +274,7 @@ def encoded(padded: bool) -> float:
     return worst(model, expected)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("padded", [False, True])
 def test_an_encoder_that_sees_both_ways_is_equal(spmd, padded):
     assert max(spmd(3, encoded, padded)) < 1e-6, "transformers computes in fp32 inside"

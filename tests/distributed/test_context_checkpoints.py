@@ -62,6 +62,7 @@ def loaded(name: str, folder: str, again: str):
 WAYS = [("cp 2", other) for other in ("one", "tp 2", "dp 4", "cp 4", "cp 2, tp 2", "cp 2, pp 2")]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(("one", "other"), WAYS)
 def test_a_checkpoint_goes_to_another_layout_and_back(spmd, tmp_path, one, other):
     here, there, back = (str(tmp_path / name) for name in ("here", "there", "back"))

@@ -16,6 +16,8 @@ from meshwright.distributed.context import proof
 from meshwright.distributed.context.proof import Reads, prove
 from meshwright.introspection.facts import model_facts
 
+pytestmark = pytest.mark.all
+
 CUT = {"cp": 2, "dp_shard": 1}
 LINES = Path(__file__).parents[1] / "support" / "deciding.py"
 

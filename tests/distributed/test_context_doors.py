@@ -116,6 +116,7 @@ def transformed(layout: Layout, names: tuple[str, ...]) -> float:
     return loop(DECODER, layout, chain(*names), by_sum, False)
 
 
+@pytest.mark.first("ddp on one replica")
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms_and_a_loop_give_the_gradients_of_one_process(spmd, name):
     layout, names = TRANSFORMS[name]
@@ -215,6 +216,7 @@ def automodel(name: str) -> float:
     return worst(model, expected)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", HUGGING_FACE)
 def test_a_mesh_and_a_loop_of_automodel_give_the_gradients_of_one_process(spmd, name):
     assert max(spmd(math.prod(HUGGING_FACE[name][1]), automodel, name)) < 1e-6, "computed in fp32 inside"
@@ -237,6 +239,7 @@ def composed() -> float:
     return worst(model, expected)
 
 
+@pytest.mark.all
 def test_the_whole_composition_gives_the_gradients_of_one_process(spmd):
     assert max(spmd(4, composed)) < 1e-6, "parameters rest in fp32"
 
@@ -268,6 +271,7 @@ def test_meshes_of_such_a_layout(spmd):
 # --- the loss
 
 
+@pytest.mark.all
 def test_the_mean_of_means_is_the_mean_where_every_rank_has_as_many_labels(spmd):
     case = (DECODER, Layout(dp_shard=1, cp=2), fsdp2)
     assert max(spmd(2, loop, *case, by_mean, True)) > 1e-3, "the last token of a row has no label"
@@ -285,6 +289,7 @@ def mean_of_all(config: DecoderConfig, layout: Layout, lay_out: Callable) -> flo
     return worst(model, expected)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("length", [22, 23])
 def test_rows_that_do_not_divide_are_weighed_by_their_labels(spmd, length):
     assert max(spmd(4, uneven, length)) < 1e-10
@@ -307,6 +312,7 @@ def in_float8() -> tuple[float, int]:
     return worst(model, expected), sum(type(module).__name__ == "Float8Linear" for module in model.modules())
 
 
+@pytest.mark.all
 def test_float8_comes_before_rows_are_cut(spmd):
     for error, layers in spmd(2, in_float8):
         assert 1e-4 < error < 0.5 and layers == 14

@@ -33,6 +33,8 @@ from meshwright.distributed.context import modules
 from meshwright.distributed.context.proof import prove
 from meshwright.introspection.facts import model_facts
 
+pytestmark = pytest.mark.all
+
 NO_STAGES = (MinGPT, OfWeight)
 """Models whose forward reads a parameter outside of the modules that it calls."""
 
@@ -124,6 +126,7 @@ def test_places_that_differ_from_row_to_row_are_refused_where_a_model_counts_all
     assert all(error <= EXACT for error in spmd(2, brought, Scan, True))
 
 
+@pytest.mark.first
 def test_a_decision_by_the_length_is_refused_of_tokens_that_ranks_bring(spmd):
     for found in spmd(2, brought, ShortRows, False):
         assert re.search("decides by the length of a row .*the 9 tokens of a rank instead of 18", found)

@@ -169,6 +169,7 @@ def trained(case: Case, broken: str = "") -> Found:
     return Found(error, reads, [read for read in reads if "distributed/context/" in read], seen.faults())
 
 
+@pytest.mark.first("ulysses")
 @pytest.mark.parametrize("name", CASES)
 def test_cut_rows_on_a_device_are_equal_and_nothing_waits(on_device, name):
     case = CASES[name]
@@ -306,6 +307,7 @@ def loop_of_ones_own(device: str) -> list[list[str]]:
     return found
 
 
+@pytest.mark.all
 def test_a_loop_of_ones_own_reads_a_batch_on_the_device_once(on_device):
     for found in on_device(2, loop_of_ones_own, "cpu"):
         assert [len(reads) for reads in found] == [0, 0], found

@@ -75,6 +75,7 @@ def refused(name: str) -> str:
     return entered(REFUSED[name][0])
 
 
+@pytest.mark.first("tokens of three dims")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_cut_is_refused_on_all_ranks(spmd, name):
     for said in spmd(2, refused, name):
@@ -85,6 +86,7 @@ def labels_inside() -> str:
     return entered(lambda: batch_of(61, key="input_ids"), llama)
 
 
+@pytest.mark.all
 def test_labels_that_the_model_would_shift_within_a_part_are_refused(spmd):
     for said in spmd(2, labels_inside):
         assert "LlamaForCausalLM" in said and "is given labels with a part of each row" in said
@@ -95,6 +97,7 @@ def cached() -> str:
     return entered(lambda: {"input_ids": TOKENS, "use_cache": True}, llama)
 
 
+@pytest.mark.all
 def test_a_cache_is_refused(spmd):
     for said in spmd(2, cached):
         assert "is given use_cache = True, and keys and values of a part of each row continue nothing" in said
@@ -134,6 +137,7 @@ def together(mode: str) -> str:
     return ""
 
 
+@pytest.mark.all
 def test_one_backward_for_several_microbatches_is_refused_where_it_recomputes(spmd):
     assert spmd(2, together, "none") == ["", ""]
     for said in spmd(2, together, "full"):

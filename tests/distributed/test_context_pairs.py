@@ -30,6 +30,8 @@ from meshwright.distributed.context.rows import cut_rows
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.mixing.whole import copy_without_values
 
+pytestmark = pytest.mark.all
+
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", CARRIED, ids=lambda kind: kind.__name__)
@@ -129,6 +131,7 @@ def test_microbatches_of_a_pipeline_have_their_own_pairs(spmd):
         assert max(found) <= EXACT
 
 
+@pytest.mark.first
 def test_draws_of_the_copy_are_none_of_the_runs(monkeypatch):
     model = paired(Distances)
     of = pairs.PairArguments(copy_without_values(model), plan(model, Layout(dp_shard=1, cp=2)).context)
@@ -146,6 +149,7 @@ def test_heads_are_shared_out_where_they_were_measured_apart():
         )
 
 
+@pytest.mark.first
 def test_a_mask_in_float32_does_not_make_a_rehearsal_wrong():
     """torch's attention reads such a mask wrongly beside queries in float64, in which small copies are rehearsed."""
     facts = model_facts(TriangleInFloat32())

@@ -61,6 +61,7 @@ def by_hand(name: str) -> float:
     return worst(model, expected)
 
 
+@pytest.mark.first("2-documents")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_loop_with_parts_gives_the_gradients_of_one_process(spmd, name, ranks):
@@ -91,6 +92,7 @@ def test_a_step_with_parts_gives_the_gradients_of_one_process(spmd, method):
         assert error < 1e-10 and evaluated < 1e-12
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("layout", [Layout(dp_replicate=2, dp_shard=1, cp=2), Layout(dp_shard=1, cp=2, tp=2)], ids=str)
 def test_parts_go_with_other_axes(spmd, layout):
     for error, evaluated in spmd(4, laid_out, layout, "auto"):
@@ -156,6 +158,7 @@ def step_refused(change: str, layout: Layout) -> str:
     return ""
 
 
+@pytest.mark.first("other shape")
 @pytest.mark.parametrize("change", REFUSED)
 def test_a_step_is_refused_on_all_ranks(spmd, change):
     """Also on those of the other rows, whose parts are in order."""

@@ -36,6 +36,7 @@ CASES = {
 }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", CASES)
 def test_a_layout_with_routers_of_cut_rows_is_equal(pool, name):
     moe, layout, techniques = CASES[name]
@@ -76,6 +77,7 @@ def step_on_the_wire(moe: MoEConfig, layout: Layout, techniques: dict) -> tuple:
     return estimated(model.plan, Batch(2, 24)), counted(wire)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(("tp", "mode"), [(1, "none"), (1, "full"), (2, "none")])
 def test_what_travels_is_what_the_plan_says(spmd, tp, mode):
     layout, techniques = Layout(dp_shard=1, cp=2, tp=tp), {"activation_checkpointing": mode}

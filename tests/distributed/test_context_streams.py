@@ -50,6 +50,7 @@ def left_by_dropout(mutant: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
     return model.parts[0].left[-2:], torch.rand(3)
 
 
+@pytest.mark.all
 def test_ranks_draw_other_numbers_for_their_tokens_and_the_same_behind_them(spmd):
     (mine, behind), (others, too) = spmd(2, left_by_dropout, False)
     assert torch.equal(behind, too)

@@ -21,6 +21,8 @@ from meshwright.planning.layout import Shares
 from meshwright.planning.values import Batch
 from meshwright.verification.problem import RandomBatches
 
+pytestmark = pytest.mark.all
+
 DECODER = DecoderConfig(vocab_size=64, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=24, max_seq_len=64)
 EXPERTS = replace(DECODER, moe=MoEConfig(n_experts=4, top_k=2))
 BATCHES = RandomBatches(DECODER.vocab_size, rows=8, seq_len=22)

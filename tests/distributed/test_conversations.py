@@ -79,6 +79,7 @@ def broken(batch: dict[str, torch.Tensor], mutant: str) -> dict[str, torch.Tenso
     return batch
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("layout", [ONE, DDP2, FSDP2, HSDP], ids=str)
 def test_packed_conversations_teach_what_each_teaches_alone(spmd, layout):
     expected, gradient = spmd(1, one_by_one)[0]

@@ -63,6 +63,7 @@ def staged(layout: Layout, mode: str):
     return relative_errors(found, {name: truth[name] for name in found}), len(found), len(truth)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("mode", ("none", "full"))
 def test_every_stage_can_be_cut(spmd, mode):
     """A later stage takes hidden states, and shows by itself nothing that could be measured."""
@@ -89,6 +90,7 @@ def test_a_middle_stage_takes_and_gives_whole_sequences(spmd):
     assert max(spmd(2, between)) < 1e-10
 
 
+@pytest.mark.all
 def test_a_stage_multiplies_in_float8_with_the_scales_of_the_whole(spmd):
     wide = replace(SMALL, dim=64, n_heads=4, n_kv_heads=4, hidden_dim=64)
     worst = max(spmd(2, between, wide, True))

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import pytest
 import test_context_on_device
 import torch
 from support.branches import branches, spying
@@ -161,6 +162,7 @@ def job_stall(folder):
     return taken
 
 
+@pytest.mark.all
 def test_a_run_trains_saves_and_resumes_on_a_device(on_device, tmp_path):
     _, status, metrics = on_device(1, job_run, str(tmp_path))[0]
     assert status == [0, 0]
@@ -173,6 +175,7 @@ def test_a_plan_for_a_device_says_where_the_host_waits(on_device):
     assert "the host waits for the device in a step\n  loss, gradient norm" in text
 
 
+@pytest.mark.all
 def test_each_branch_is_taken_or_listed(device_pool, on_device, tmp_path):
     taken: set[str] = set()
     for number, text in enumerate(LAID_OUT):

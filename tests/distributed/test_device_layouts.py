@@ -11,17 +11,17 @@ import pytest
 from support.asked import answers
 from support.device_asked import device_faults
 from support.pretend import watched_record
-from support.ways import FACTORS, Way, ways
+from support.ways import of_make_test, ways
 
 # torch's compiler traces no device that is written in Python
 WAYS = [way for way in ways() if way.compile == "no"]
+FOR_DEVICES = ("dp", "tp", "pp", "ep", "cp", "method", "shards", "recompute", "memory", "dtypes")
+"""Factors whose values copy, send or wait in their own way: `make test` has each value."""
 
 
-def covered(way: Way) -> list[str]:
-    return [f"device {name}={getattr(way, name)}" for name in FACTORS]
-
-
-@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.covers(*covered(way))) for way in WAYS], ids=str)
+@pytest.mark.parametrize(
+    "way", of_make_test(WAYS, lambda way: [f"{name}={getattr(way, name)}" for name in FOR_DEVICES]), ids=str
+)
 def test_a_way_keeps_every_promise_on_a_device(device_pool, reference, tmp_path, way):
     found = answers(way, device_pool, reference(way.problem), tmp_path, job=watched_record, more=device_faults)
     assert not found.faults, found.text()

@@ -37,7 +37,7 @@ def mutated_record(way, folder, mutant):
         return watched_record(way, folder)
 
 
-@pytest.mark.every_case
+@pytest.mark.fast
 @pytest.mark.parametrize("name", DIES)
 def test_a_fault_that_only_a_device_shows_is_found_at_its_line(device_pool, reference, tmp_path, name):
     text, question, place = DIES[name]

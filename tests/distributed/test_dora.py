@@ -27,6 +27,8 @@ from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import as_techniques
 
+pytestmark = pytest.mark.all
+
 DORA: dict[str, Any] = {"kind": "dora", "rank": 4, "alpha": 6.0}
 EXACT = {"precision": {"master": "float64", "compute": "float64", "reduce": "float64"}}
 DATA2, TP2, PP2 = Layout(dp_shard=2), Layout(dp_shard=1, tp=2), Layout(dp_shard=1, pp=2)
@@ -238,6 +240,7 @@ def test_tensor_parallelism_is_refused_by_name():
         plan(config_of("llama"), TP2, techniques={"adapters": DORA})
 
 
+@pytest.mark.first
 def test_tables_that_are_cut_take_no_lengths_of_whole_rows():
     with pytest.raises(UnsupportedError, match=r"layout\.tp = 2 cuts lm_head, and adapters\.kind = dora"):
         plan(config_of("llama"), TP2, techniques={"adapters": DORA | {"targets": ["lm_head"]}})
@@ -249,6 +252,7 @@ def test_weights_in_4_bits_have_no_dora_beside_them():
         plan(wide, DATA2, techniques={"adapters": DORA, "quantize_frozen": "nf4"})
 
 
+@pytest.mark.first
 def test_a_kind_that_is_not_there_is_named():
     with pytest.raises(ConfigError, match=r"Did you mean 'dora'"):
         plan(config_of("llama"), DATA2, techniques={"adapters": {"kind": "dorra"}})

@@ -72,6 +72,7 @@ def by_plain_torch() -> tuple[float, int, int, float]:
     return sum(losses) / len(losses), len(losses), size, sum(means) / len(means)
 
 
+@pytest.mark.first("4-one")
 @pytest.mark.parametrize("name", LAID_OUT)
 @pytest.mark.parametrize("rows", [1, 4])
 def test_every_layout_computes_the_mean_over_all_tokens(spmd, name, rows):

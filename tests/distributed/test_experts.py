@@ -47,6 +47,8 @@ from meshwright.planning.values import Batch
 from meshwright.verification.problem import RandomBatches
 from meshwright.verification.verify import verify
 
+pytestmark = pytest.mark.all
+
 VOCABULARY = 61
 DENSE = DecoderConfig(VOCABULARY, 16, 4, n_heads=4, n_kv_heads=2, hidden_dim=20, max_seq_len=20, qk_norm=True)
 SOFTMAX = replace(DENSE, moe=MoEConfig(n_experts=8, hidden_dim=12, sequence_loss=0.05, z_loss=0.01))
@@ -81,30 +83,16 @@ TENSOR, ALL_TENSOR, ACROSS = (
 STAGED = Layout(pp=2, dp_shard=2, ep=2)
 
 WAYS: dict[str, tuple[DecoderConfig, Layout, dict[str, Any]]] = {
-    "replicated": (SIGMOID, Layout(dp_replicate=2, dp_shard=1), {}),
-    "sharded": (SIGMOID, Layout(dp_shard=4), {}),
     "tensor": (SIGMOID, Layout(dp_shard=1, tp=4), {}),
-    "tensor, whole sequences": (SIGMOID, Layout(dp_shard=1, tp=2), {"sequence_parallel": False}),
-    "pipeline": (SIGMOID, Layout(pp=2, dp_shard=1), {"pipeline_schedule": "dualpipe_v"}),
-    **{
-        f"{name}, ep2": (model, EP2, {})
-        for name, model in (("softmax", SOFTMAX), ("sigmoid", SIGMOID), ("capped", CAPPED))
-    },
+    "softmax, ep2": (SOFTMAX, EP2, {}),
+    "capped, ep2": (CAPPED, EP2, {}),
     **{f"ep4, {name}": (model, EP4, {}) for name, model in (("softmax", SOFTMAX), ("sigmoid", SIGMOID))},
     "halves": (SIGMOID, HALVES, {}),
-    "hybrid": (SIGMOID, HYBRID, {}),
     "tensor, ep2": (SIGMOID, TENSOR, {}),
     "tensor alone, ep4": (SOFTMAX, ALL_TENSOR, {}),
     "tensor, ep4": (SIGMOID, ACROSS, {}),
     "1f1b": (SIGMOID, STAGED, {}),
-    "zbv": (SOFTMAX, STAGED, {"pipeline_schedule": "zbv_zero_bubble"}),
-    "tensor in a pipeline": (SIGMOID, Layout(pp=2, dp_shard=1, tp=2, ep=2), {"pipeline_schedule": "zbv_zero_bubble"}),
-    "recomputed": (SIGMOID, EP2, {"activation_checkpointing": "full"}),
-    "attention recomputed": (SIGMOID, HALVES, {"activation_checkpointing": "selective"}),
-    "kept gathered": (SOFTMAX, HALVES, {"reshard_after_forward": False}),
     "resharded to 2": (SOFTMAX, HALVES, {"reshard_after_forward": 2}),
-    "every microbatch": (SOFTMAX, HYBRID, {"sync_grad_accum": True}),
-    "all-reduce postponed": (SOFTMAX, HYBRID, {"sync_grad_accum": "shard"}),
     "balanced by batch": (BATCHED, EP2, {}),
     "balanced by microbatch": (BATCHED, HYBRID, {}),
     "balanced by microbatch, replicas": (
@@ -118,8 +106,6 @@ WAYS: dict[str, tuple[DecoderConfig, Layout, dict[str, Any]]] = {
     "balanced, compiled": (BATCHED, EP2, {"compile": True, "compile_backend": "aot_eager"}),
     "compiled": (SOFTMAX, EP2, {"compile": True, "compile_backend": "aot_eager"}),
     "compiled, whole stacks": (SIGMOID, Layout(dp_shard=2), {"compile": True, "compile_backend": "aot_eager"}),
-    "offloaded": (SIGMOID, HALVES, {"cpu_offload": True}),
-    "offloaded, tensor alone": (SOFTMAX, Layout(dp_shard=1, tp=2, ep=2), {"cpu_offload": True}),
     "experts frozen": (SIGMOID, EP2, {"freeze": (r"experts",)}),
     "all but experts frozen": (SIGMOID, EP2, {"freeze": (r"^(?!.*experts)",)}),
     "one expert for each rank": (replace(SOFTMAX, moe=MoEConfig(n_experts=4, top_k=1, hidden_dim=12)), EP4, {}),
@@ -133,7 +119,7 @@ IN_FLOAT32 = ("compiled, whole stacks", "softmax, ep2", "halves", "tensor, ep2",
 @pytest.mark.parametrize("name", WAYS)
 def test_experts_are_equal_to_one_process(pool, measured, name):
     model, layout, techniques = WAYS[name]
-    rows = 2 if "microbatch" in name or "postponed" in name else 0
+    rows = 2 if "microbatch" in name else 0
     dtypes = ("float64", "float32") if name in IN_FLOAT32 else ("float64",)
     report = verify(
         model, layout, BATCHES, techniques=techniques, steps=2, dtypes=dtypes, microbatch_rows=rows, pool=pool
@@ -656,6 +642,7 @@ def bias_of_a_failed_step() -> list[Tensor]:
     return [router.bias.clone() for router in routers if router.bias is not None]
 
 
+@pytest.mark.first
 def test_failed_steps_and_frozen_layers_move_no_bias(spmd):
     frozen, *moved = spmd(1, bias_of_a_failed_step)[0]
     assert not frozen.any() and all(bias.any() for bias in moved)

@@ -70,6 +70,7 @@ def by_hand(count: int) -> list[float]:
     return found
 
 
+@pytest.mark.all
 def test_steps_are_those_of_one_process_and_go_on_in_another_layout(spmd, tmp_path):
     """Two on FSDP, two on tp from the folder that those wrote. A sampler deals rows in turn, so a step has the same."""
     folder, expected = str(tmp_path / "state"), spmd(1, by_hand, 4)[0]
@@ -121,6 +122,7 @@ def two_optimizers(layout: Layout | None) -> list[float]:
     return [float(norm) for norm in norms]
 
 
+@pytest.mark.first("tp")
 @pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(dp_shard=1, tp=2)], ids=["dp_shard", "tp"])
 def test_each_optimizer_is_clipped_by_the_norm_of_its_own_gradients(spmd, layout):
     expected = two_optimizers(None)
@@ -136,6 +138,7 @@ def plain_weights(layout: Layout, folder: str) -> dict[str, Any]:
     return fabric.strategy.parallel(model).state_dict(rank0_only=True)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(dp_shard=1, tp=2)], ids=["dp_shard", "tp"])
 def test_whole_weights_are_read_and_returned(spmd, tmp_path, layout):
     given = {name: torch.randn_like(value) for name, value in function_of("yours", "your_model")().state_dict().items()}

@@ -49,6 +49,7 @@ def as_torchao_rounds(word: str, values: torch.Tensor, signed: bool) -> torch.Te
     return made.copy_(values)
 
 
+@pytest.mark.first("4bit-False")
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("word", BLOCK)
 def test_what_was_rounded_is_found_again_to_the_last_bit(word, signed):
@@ -61,6 +62,7 @@ def test_what_was_rounded_is_found_again_to_the_last_bit(word, signed):
     )
 
 
+@pytest.mark.first("4bit")
 @pytest.mark.parametrize("word", BLOCK)
 def test_new_values_are_rounded_as_torchao_rounds_them(word):
     for signed in (True, False):
@@ -102,6 +104,7 @@ def write_and_resume(layout: str, word: str, folder: str) -> tuple[list[str], di
         )
 
 
+@pytest.mark.first("4bit-one")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("word", BLOCK)
 def test_a_resumed_run_is_the_undisturbed_one(spmd, tmp_path, layout, word):
@@ -165,6 +168,7 @@ def test_other_bits_are_read_and_said(spmd, tmp_path):
     assert len(said) == 1 and any((got[name] != kept[name]).any() for name in kept)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("writer", "reader", "changes"),
     [
@@ -216,6 +220,7 @@ def go_on(place: tuple, word: str, folder: str, *, writes: bool) -> tuple[dict, 
         return moments(model, optimizer), said, train(model, optimizer, range(2, 4))
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("places", [OF_STAGES, OF_EXPERTS], ids=("pp", "ep"))
 @pytest.mark.parametrize("word", BLOCK)
 def test_stages_and_experts_go_on_where_they_are_whole_and_back(spmd, tmp_path, word, places):

@@ -109,6 +109,7 @@ def verified(
     )
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", WAYS)
 def test_float8_costs_no_more_than_it_does_in_one_process(pool, name):
     model, layout, techniques, dtype = WAYS[name]
@@ -138,6 +139,7 @@ EXACT_WAYS = {
 }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", EXACT_WAYS)
 def test_scales_that_are_powers_of_two_round_alike_however_operands_are_cut(pool, name):
     """So what differs are sums in another order, and a few roundings that those tip over: far less than rounding to
@@ -149,6 +151,7 @@ def test_scales_that_are_powers_of_two_round_alike_however_operands_are_cut(pool
     assert max(d.error for d in report.comparisons[0].of("gradient")) < 5e-3
 
 
+@pytest.mark.all
 def test_a_model_of_transformers(pool):
     from transformers import Qwen2Config
 
@@ -218,6 +221,7 @@ def test_tensor_parallelism_that_drops_float8_is_found(pool, monkeypatch):
     assert not report and {d.stage for d in report.comparisons[0].differences if d.is_beyond} == {"products"}
 
 
+@pytest.mark.first("rowwise_with_gw_hp")
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_products_alone_are_those_of_torchao(recipe):
     generator = torch.Generator().manual_seed(1)
@@ -298,6 +302,7 @@ def read(folder: str, techniques: dict[str, Any]) -> dict[str, Tensor]:
     return whole_on_first(dict(laid.named_parameters()), differ=True)
 
 
+@pytest.mark.all
 def test_a_checkpoint_does_not_know_of_float8(spmd, tmp_path):
     folder = str(tmp_path / "checkpoint")
     written = spmd(2, kept, folder)[0]
@@ -312,6 +317,7 @@ def initial(techniques: dict[str, Any]) -> dict[str, Tensor]:
     return whole_on_first(dict(parallelize(DENSE, SHARDED, techniques=techniques, seed=3).named_parameters()))
 
 
+@pytest.mark.all
 def test_initial_weights_are_those_without_float8(spmd):
     with_it, without = (spmd(2, initial, techniques)[0] for techniques in ({"float8": "rowwise"}, {}))
     assert with_it.keys() == without.keys() and all(
@@ -338,6 +344,7 @@ def losses_by_doors() -> dict[str, float]:
     return {name: F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).item() for name, model in made.items()}
 
 
+@pytest.mark.all
 def test_every_door_gives_the_same(spmd):
     for found in spmd(2, losses_by_doors):
         assert found["built"] == found["by hand"] == found["chained"] != found["high"]
@@ -375,6 +382,7 @@ def cut_by_hand() -> tuple[float, float]:
     return tuple(F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).item() for model in (cut, whole))  # type: ignore[return-value]
 
 
+@pytest.mark.all
 def test_tensor_parallelism_after_it_keeps_it(spmd):
     for cut, whole in spmd(2, cut_by_hand):
         assert cut == pytest.approx(whole, rel=1e-6)
@@ -387,6 +395,7 @@ def refused_after_tensor_parallel() -> str:
     return str(caught.value)
 
 
+@pytest.mark.all
 def test_after_tensor_parallelism_it_is_refused(spmd):
     assert all("float8 must come before tensor_parallel" in said for said in spmd(2, refused_after_tensor_parallel))
 

@@ -99,6 +99,7 @@ def assert_equal(found: tuple[list[float], dict[str, Tensor]], expected: tuple[l
     assert all(torch.equal(found[1][name], tensor) for name, tensor in expected[1].items())
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", WAYS)
 def test_gathering_in_float8_changes_nothing_at_all(spmd, name):
     model, layout, techniques, rows = WAYS[name]
@@ -116,6 +117,7 @@ VERIFIED: dict[str, tuple[Any, Layout, dict[str, Any], str, int]] = {
 }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", VERIFIED)
 def test_it_costs_no_more_than_float8_does_in_one_process(pool, name):
     model, layout, techniques, dtype, rows = VERIFIED[name]
@@ -149,6 +151,7 @@ def of_a_part(options: dict[str, bool]) -> str:
     return str(caught.value)
 
 
+@pytest.mark.first("{'fused': True}")
 @pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
 def test_a_part_of_a_model_is_not_gathered_with_a_stale_scale(spmd, options):
     assert all("Call the whole model." in said and "layers.0" in said for said in spmd(2, of_a_part, options))
@@ -188,6 +191,7 @@ def gathered_weights(layout: Layout) -> list[str]:
     return wrong
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("layout", [SHARDED, BOTH], ids=str)
 def test_what_is_gathered_is_the_whole_weight_rounded(spmd, layout):
     assert spmd(layout.world, gathered_weights, layout) == [[]] * layout.world
@@ -213,6 +217,7 @@ def resumed(folder: str, techniques: dict[str, Any]) -> tuple[list[float], dict[
     return [loss], whole_on_first(dict(laid.named_parameters()))
 
 
+@pytest.mark.all
 def test_a_checkpoint_does_not_know_of_it(spmd, tmp_path):
     folder = str(tmp_path / "checkpoint")
     spmd(2, kept, folder)
@@ -230,6 +235,7 @@ COUNTED = {
 }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", COUNTED)
 def test_the_plan_estimates_every_byte(spmd, name):
     way = COUNTED[name]
@@ -252,6 +258,7 @@ STAGES = {
 }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", STAGES)
 def test_the_plan_estimates_every_byte_of_a_stage(spmd, name):
     layout, techniques = STAGES[name]
@@ -284,6 +291,7 @@ def by_doors() -> list[list[str]]:
     return gathered
 
 
+@pytest.mark.all
 def test_every_door_gathers_in_float8(spmd):
     expected = [f"layers.{number}.feed_forward.w_up" for number in range(2)]
     assert spmd(2, by_doors) == [[expected] * 3] * 2

@@ -49,6 +49,7 @@ EXACT_WAYS: dict[str, tuple[Any, Layout, dict[str, Any], int]] = {
 }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", EXACT_WAYS)
 def test_parts_are_rounded_as_the_whole_is_in_one_process(pool, name):
     """What differs are sums in another order, and a few roundings that those tip over: far less than rounding to
@@ -70,6 +71,7 @@ def disagree(problem: Any, layout: Layout, parallelize_fn: Any) -> Any:
         return candidate(problem, layout, parallelize_fn)
 
 
+@pytest.mark.all
 def test_without_agreement_parts_are_rounded_otherwise(pool, monkeypatch):
     monkeypatch.setattr(verifying, "candidate", disagree)
     report = verified(pool, WIDE, TENSOR, ONE_SCALE)
@@ -100,6 +102,7 @@ def scales(layout: Layout, techniques: dict[str, Any], agrees: bool = True) -> d
     return {what: sorted(found) for what, found in observed.seen.items()}
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("techniques", [{}, {"sequence_parallel": False}], ids=["cut sequences", "whole sequences"])
 def test_the_scales_are_those_of_one_process(spmd, techniques):
     """Of weights bit by bit; of activations and gradients up to what sums in another order tip over."""
@@ -199,6 +202,7 @@ COUNTED: dict[str, tuple[Any, Way]] = {
 }
 
 
+@pytest.mark.first("frozen")
 @pytest.mark.parametrize("name", COUNTED)
 def test_the_plan_estimates_every_message(spmd, name):
     source, way = COUNTED[name]
@@ -209,6 +213,7 @@ def test_the_plan_estimates_every_message(spmd, name):
     assert_all_estimated(ranks, way.layout.tp)
 
 
+@pytest.mark.all
 def test_whole_layers_between_cost_no_more_than_float8_does(pool):
     batches = replace(BATCHES, keys=())
     report = verifying.verify(mixing, TENSOR, batches, techniques=ONE_SCALE, steps=1, dtypes=("float32",), pool=pool)
@@ -238,6 +243,7 @@ def called_by_one(technique: str) -> float:
     return float(laid.evaluate(dict(replace(BATCHES, keys=())(0))))
 
 
+@pytest.mark.all
 def test_a_layer_that_some_ranks_do_not_call_keeps_nobody_waiting(spmd):
     one, other = spmd(2, called_by_one, "tensorwise", timeout=60)
     assert one == other

@@ -94,12 +94,14 @@ def test_torchtitans_keys_have_counterparts():
     assert len(named) > 20 and set(named) <= set(public_keys(Config))
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("page", PAGES)
 def test_a_changed_script_gives_the_losses_of_one_process(spmd, page):
     ranks, model, _ = PAGES[page]
     check(spmd(ranks, printed_by, f"{page}_after")[0], model)
 
 
+@pytest.mark.first("torchtitan")
 @pytest.mark.parametrize("page", PAGES)
 def test_the_other_system_gives_the_same_losses(spmd, page):
     ranks, model, package = PAGES[page]

@@ -184,6 +184,7 @@ def average_job(layout: str, reshard: bool | int) -> dict:
     }
 
 
+@pytest.mark.first("fsdp2-False-wire1")
 @pytest.mark.parametrize(
     ("layout", "reshard", "wire"),
     [
@@ -271,6 +272,7 @@ def refused_job() -> dict[str, str]:
     return found | {"untouched": str(all(untouched))}
 
 
+@pytest.mark.all
 def test_refusals_leave_the_model_as_it_was(spmd):
     for found in spmd(4, refused_job):
         assert "reshard_after_forward = 3: as a number it must divide layout.dp_shard = 4" in found["reshard"]
@@ -496,6 +498,7 @@ def compose_job(layout: str) -> dict:
     return found
 
 
+@pytest.mark.all
 def test_the_whole_composition(spmd):
     every = {layout: spmd(LAYOUTS[layout][0], compose_job, layout) for layout in ("one", "fsdp2", "hsdp2x2")}
     one = every["one"][0]

@@ -42,6 +42,7 @@ def forwards(model, ids, tokens, window):
     return ids[-tokens:]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", LAID_OUT)
 def test_the_decoder_writes_the_same_text_on_every_layout(spmd, name):
     (alone, reason, hooks), *_ = spmd(1, texts, DECODER, ONE)
@@ -86,6 +87,7 @@ def of_folder(folder, layout):
     return texts(read_causal_lm(folder, dtype="float64"), layout, folder)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe", "gpt2"])
 @pytest.mark.parametrize("name", ["one", "fsdp", "tp", "pp"])
 def test_models_of_transformers_write_what_transformers_generates(spmd, folders, family, name):
@@ -135,6 +137,7 @@ def reasons():
     return found
 
 
+@pytest.mark.all
 def test_models_without_a_cache_say_so_and_compute_whole_windows(spmd):
     ((plain, is_equal), (capacity, is_same)), *_ = spmd(1, reasons)
     assert (

@@ -15,6 +15,8 @@ from meshwright.planning.collectives import step_traffic
 from meshwright.planning.techniques import TensorStyleRequest
 from meshwright.planning.values import Batch
 
+pytestmark = pytest.mark.all
+
 SMALL = DecoderConfig(
     vocab_size=33, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=24, max_seq_len=16, qk_norm=True
 )

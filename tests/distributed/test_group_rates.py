@@ -77,6 +77,7 @@ def test_groups_of_adamw_are_those_that_are_written_out(spmd, place):
     assert max(errors.values()) <= 1e-10, errors
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("place", [place for place in PLACES if place != "one"])
 @pytest.mark.parametrize("word", [word for word in KINDS if word != "adamw"])
 def test_every_optimizer_has_the_groups_of_one_process(spmd, word, place):

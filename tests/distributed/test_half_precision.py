@@ -24,6 +24,8 @@ from meshwright.verification import verify as verifying
 from meshwright.verification.outcome import candidate
 from meshwright.verification.problem import RandomBatches
 
+pytestmark = pytest.mark.all
+
 DENSE = DecoderConfig(61, 16, 2, n_heads=4, n_kv_heads=2, hidden_dim=20, max_seq_len=20, qk_norm=True)
 SPARSE = replace(
     DENSE,
@@ -172,6 +174,7 @@ def grown_by_a_failure() -> tuple[float, float]:
     return before, largest()
 
 
+@pytest.mark.first
 def test_a_call_that_fails_leaves_the_gradients_of_the_one_before_as_they_were(spmd):
     for before, after in spmd(2, grown_by_a_failure):
         assert after == before > 0

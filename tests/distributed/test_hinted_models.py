@@ -8,6 +8,8 @@ from support.hinted import REMIXED, UNROLLED, VOCABULARY, Remixed, Unrolled
 from meshwright import ConfigError, Layout, UnsupportedError, verify
 from meshwright.verification.problem import RandomBatches
 
+pytestmark = pytest.mark.all
+
 BATCHES = RandomBatches(VOCABULARY, rows=4, seq_len=6, keys=())
 TP, PP, MIXED = Layout(dp_shard=1, tp=2), Layout(dp_shard=1, pp=2), Layout(dp_shard=2, tp=2)
 CASES = [(Unrolled, UNROLLED, TP), (Unrolled, UNROLLED, PP), (Unrolled, UNROLLED, MIXED), (Remixed, REMIXED, PP)]

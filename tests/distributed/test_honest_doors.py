@@ -107,6 +107,7 @@ def through(door, seed):
     return sum(float(getattr(p, "full_tensor", lambda p=p: p)().detach().double().sum()) for p in found.parameters())
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("door", DOORS)
 def test_ranks_that_bring_different_weights_do_not_train_different_models(spmd, door):
     equal = spmd(4, through, door, 3)
@@ -125,6 +126,7 @@ def tensor_ranks():
     return said(lambda: apply_tensor_parallel(model, mesh))
 
 
+@pytest.mark.all
 def test_ranks_of_the_tensor_axis_must_bring_one_model(spmd):
     assert all("the ranks bring different models" in text for text in spmd(4, tensor_ranks))
 
@@ -185,6 +187,7 @@ def axes():
     return {key: text if isinstance(text, str) else type(text).__name__ for key, text in found.items()}
 
 
+@pytest.mark.all
 def test_an_axis_that_is_not_ours_is_an_error_and_never_ignored(spmd):
     for found in spmd(4, axes):
         for (door, name), text in found.items():
@@ -234,6 +237,7 @@ def nemo_job():
     return found
 
 
+@pytest.mark.all
 def test_calls_with_nemos_axes_and_in_the_older_order(spmd):
     for found in spmd(4, nemo_job):
         assert found.pop("twice").startswith("ConfigError: the unit modules were given twice")
@@ -261,6 +265,7 @@ def options():
     }
 
 
+@pytest.mark.all
 def test_an_option_acts_or_is_refused(spmd):
     for found in spmd(4, options):
         assert found["hybrid"].startswith(
@@ -312,6 +317,7 @@ def ordered(order, model):
     return worst(made, plain)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("mode", ("full", "selective"))
 @pytest.mark.parametrize("order", (("tp", "ac"), ("tp", "ac", "fsdp"), ("tp", "fsdp"), ("ac", "fsdp")))
 def test_techniques_in_the_orders_that_kempnerforge_documents(spmd, order, mode):
@@ -401,6 +407,7 @@ def whole_weights(seed):
     return {n: p.detach() for n, p in parallelize(SMALL, None, seed=seed).named_parameters()}
 
 
+@pytest.mark.all
 def test_stage_modules_begin_with_the_whole_models_weights(spmd):
     (whole,) = spmd(1, whole_weights, 4)
     stages = spmd(4, stage_weights, 4)

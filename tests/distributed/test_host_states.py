@@ -89,6 +89,7 @@ def test_steps_are_those_of_state_that_stays(spmd, tmp_path, case):
         assert other.differs_from(one) == []
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("layout", ["FSDP2", "FSDP2 + TP", "PP + FSDP2"])
 @pytest.mark.parametrize("kind", ["adafactor", "adam", "lion", "schedule_free_adamw", "sgd"])
 def test_parameters_in_host_memory_are_stepped_alike(spmd, tmp_path, kind, layout):

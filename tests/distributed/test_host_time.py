@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from support.host_time import AXES, laid_out, own_calls
 
+pytestmark = pytest.mark.all
+
 
 def calls_of(axis, blocks):
     return own_calls(laid_out(axis, blocks))

@@ -97,6 +97,7 @@ def of_the_public_call(token):
     return bool(model(tokens).isnan().any())
 
 
+@pytest.mark.all
 def test_a_cut_embedding_gives_no_zeros_for_an_id_that_nobody_has(spmd):
     for token, expected in ((3, False), (-1, True), (VOCABULARY, True)):
         assert spmd(2, of_the_public_call, token) == [expected, expected]

@@ -17,6 +17,8 @@ from meshwright.distributed.weights.shards import whole_on_first
 from meshwright.planning.layout import Layout
 from meshwright.planning.values import Batch
 
+pytestmark = pytest.mark.all
+
 STEPS, BOUND = 2, 1e-6
 """The towers and the text models compute norms and rotary tables in float32."""
 
@@ -75,6 +77,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.first("qwen2_5_vl-ddp 2")
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layouts(spmd, family, name):
@@ -92,6 +95,7 @@ def test_a_frozen_tower(spmd, family):
     assert_equal(found, oracle(family, ROWS, TOWERS[family]))
 
 
+@pytest.mark.first
 def test_a_frozen_tower_on_a_first_stage(spmd):
     found = spmd(2, trained, "smolvlm", {"dp_shard": 1, "pp": 2}, ROWS, 1, {"freeze": [r"model\.vision_model\."]})[0]
     assert_equal(found, oracle("smolvlm", ROWS, "model.vision_model"))
@@ -118,6 +122,7 @@ def test_a_rank_without_any_image(spmd, images, sizes):
     assert_equal(found, oracle("qwen2_5_vl", images))
 
 
+@pytest.mark.first("smolvlm")
 @pytest.mark.parametrize("family", ["llava", "smolvlm"])
 def test_rows_of_images_are_found_by_their_tokens(spmd, family):
     found = spmd(2, trained, family, {"dp_shard": 2}, ROWS, 1, {}, False)[0]
@@ -178,6 +183,7 @@ def one_step(family, sizes):
     return estimated(laid_out.plan, Batch(4, SEQ, 1)), counted(wire)
 
 
+@pytest.mark.first("qwen2_5_vl-dp_shard 2")
 @pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"dp_shard": 2, "tp": 2}], ids=["dp_shard 2", "dp_shard 2, tp 2"])
 @pytest.mark.parametrize("family", ["smolvlm", "qwen2_5_vl"])  # LLaVA's last layer of the tower gets no gradient
 def test_the_plan_estimates_every_byte_of_steps_with_images(spmd, family, sizes):
@@ -219,6 +225,7 @@ def declared(family):
     return float(laid_out.forward_backward({key: batch[key] for key in reversed(batch)}).loss)
 
 
+@pytest.mark.first("smolvlm")
 @pytest.mark.parametrize("family", ["llava", "smolvlm"])
 def test_a_declared_loss_is_checked_on_rows_with_their_images(spmd, family):
     assert spmd(2, declared, family)[0] == pytest.approx(oracle(family)[0][0], rel=BOUND)

@@ -156,6 +156,7 @@ def assert_equal(found, wanted):
         assert {name: error for name, error in errors.items() if not error <= BOUND} == {}
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("axis", LAYOUTS)
 @pytest.mark.parametrize("family", ["llava_next", "mistral3", "aya_vision"])
 def test_two_axes_are_one_process(spmd, family, axis):
@@ -163,6 +164,7 @@ def test_two_axes_are_one_process(spmd, family, axis):
     assert_equal(spmd(2, laid_out, family, LAYOUTS[axis], counts)[0], alone(family, counts))
 
 
+@pytest.mark.all
 def test_a_model_that_requires_images_is_one_process_on_data_ranks(spmd):
     counts = EACH_ROW["one"]
     assert_equal(spmd(2, laid_out, "blip_2", LAYOUTS["dp_shard"], counts)[0], alone("blip_2", counts))

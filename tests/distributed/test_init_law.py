@@ -55,6 +55,7 @@ def initial(model, layout, seed):
     return values, tied
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", MODELS)
 def test_every_layout_starts_bitwise_equal(spmd, name):
     (one, tied), *_ = spmd(1, initial, MODELS[name], ONE, SEED)
@@ -213,6 +214,7 @@ def status(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
+@pytest.mark.all
 @pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason=f"no high-water mark of memory on {sys.platform}"
 )

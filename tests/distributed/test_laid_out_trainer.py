@@ -13,6 +13,8 @@ from support.tools import fresh_accelerate
 
 from meshwright import ConfigError, Layout, UnsupportedError
 
+pytestmark = pytest.mark.all
+
 CLOSE = 1e-6
 
 
@@ -222,6 +224,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_be_ignored_is_refused_by_name(spmd, tmp_path, name):
     options, given, environment, remedy = REFUSED[name]
@@ -246,6 +249,7 @@ def overriding(folder: str) -> str:
     return ""
 
 
+@pytest.mark.first
 def test_a_loss_that_is_overridden_is_refused(spmd, tmp_path):
     said = spmd(1, overriding, str(tmp_path))[0]
     assert "Mine.compute_loss" in said and "loss_fn=" in said

@@ -14,6 +14,8 @@ from meshwright.core.errors import MeshwrightError
 from meshwright.data.tokenizers import FileTokenizer
 from meshwright.training.config import ProcessConfig
 
+pytestmark = pytest.mark.all
+
 CHOICES = """
 task: ours_choices
 dataset_path: json

@@ -91,6 +91,7 @@ def goes_on(two):
     assert two.run(meet, world=1, timeout=30) == [1]
 
 
+@pytest.mark.first("exit-rank 1 exited with status 7")
 @pytest.mark.parametrize(
     ("what", "words"),
     [
@@ -113,6 +114,7 @@ def test_a_worker_that_died_between_jobs_is_replaced(two):
     assert two.run(meet, timeout=30) == [3, 3]
 
 
+@pytest.mark.all
 def test_a_rank_that_hangs_ends_at_the_limit(two):
     two.run(meet)
     with within(8), pytest.raises(WorkerTimeout, match=r"did not end within 1.0 s on ranks \[0, 1\]"):
@@ -180,6 +182,7 @@ def test_large_arguments_and_results_travel(two):
     assert [(len(result), result[:1]) for result in results] == [(size, b"0"), (size, b"1")]
 
 
+@pytest.mark.all
 def test_what_cannot_travel_is_an_error_and_no_silence(two):
     with pytest.raises(WorkerFailed, match="pickle"):
         two.run(give, "lambda", timeout=30)
@@ -234,6 +237,7 @@ def gone(pids: list[int], seconds: float) -> list[int]:
     ]
 
 
+@pytest.mark.all
 def test_nothing_is_left_and_the_parent_stays_free_of_torch(tmp_path):
     """Neither after close, nor when the parent is killed in the middle of a job."""
     path = tmp_path / "script.py"

@@ -106,6 +106,7 @@ def of_own_models(names, sizes, chunks):
     return found
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_treatment_is_that_of_its_own_step(layout, chunks, spmd):
@@ -117,11 +118,13 @@ def test_every_treatment_is_that_of_its_own_step(layout, chunks, spmd):
         assert {name: value for name, value in found.items() if not (value <= bounds[name])} == {}
 
 
+@pytest.mark.all
 def test_what_a_stage_without_the_head_lacks_is_refused_or_moved(spmd):
     for found in spmd(2, of_own_models, OF_ONE_STAGE, {"pp": 2, "dp_shard": 1}, 1):
         assert all(isinstance(value, str) or value <= EXACT for value in found.values()), found
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("layout", ["tp", "cp"])
 def test_what_needs_the_whole_vocabulary_is_given_it(layout, spmd):
     world, sizes = LAYOUTS[layout]
@@ -129,6 +132,7 @@ def test_what_needs_the_whole_vocabulary_is_given_it(layout, spmd):
         assert {name: value for name, value in found.items() if not (value <= EXACT)} == {}
 
 
+@pytest.mark.all
 def test_what_was_not_seen_before_the_first_step_is_refused_in_the_step(spmd):
     for chunks, instead in ((1, "loss_fn=lambda logits"), (3, "techniques.loss_chunks = 1")):
         for found in spmd(2, of_one_model, ["centred"], {"tp": 2, "dp_shard": 1}, chunks):

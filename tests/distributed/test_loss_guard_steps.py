@@ -94,6 +94,7 @@ def _remembering(guard: LossGuard, loss: float) -> str:
     return found if guard.losses.count(loss) < 2 else ""
 
 
+@pytest.mark.first("DDP")
 @pytest.mark.parametrize("place", PLACES)
 def test_a_bad_batch_leaves_no_trace_on_any_layout(spmd, place):
     runs = spmd(LAYOUTS[place][0], _train, place)
@@ -102,6 +103,7 @@ def test_a_bad_batch_leaves_no_trace_on_any_layout(spmd, place):
     assert max(errors.values()) <= 1e-10, errors
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_faults_are_seen(spmd, mutant):
     whole, skipped, _ = spmd(2, _train, "FSDP2", mutant)[0]
@@ -121,5 +123,6 @@ def _verdict_of_one_rank() -> tuple[bool, bool, float]:
     return found[0], found[1], model.loss_scale.value
 
 
+@pytest.mark.all
 def test_one_ranks_verdict_is_followed_by_all_and_is_no_overflow(spmd):
     assert spmd(2, _verdict_of_one_rank) == [(True, False, 1024.0)] * 2

@@ -25,6 +25,8 @@ from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.planning.memory import plan_memory
 from meshwright.verification.problem import RandomBatches
 
+pytestmark = pytest.mark.all
+
 MODEL = DecoderConfig(256, 64, 4, 4, 2, 128, 64)
 SPARSE = DecoderConfig(256, 64, 3, 4, 2, 128, 64, moe=MoEConfig(n_experts=8))
 FSDP4, DDP4, HSDP = Layout(dp_shard=4), Layout(dp_replicate=4, dp_shard=1), Layout(dp_replicate=2, dp_shard=2)

@@ -57,6 +57,7 @@ def test_states_are_what_the_plan_said(spmd, name):
         assert 0.9 * planned[MemoryUse.GRADIENTS] <= found[MemoryUse.GRADIENTS] <= planned[MemoryUse.GRADIENTS]
 
 
+@pytest.mark.all
 def test_switches_change_what_they_are_about(spmd):
     plain, recomputed, chunked = (
         spmd(2, accounted, FSDP2, techniques, 4)[0][0]

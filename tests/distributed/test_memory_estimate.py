@@ -228,6 +228,7 @@ def fullest_of_each_row(found: list[tuple[RankMemory, RankMemory]], ranks: int) 
     return [max(group, key=lambda pair: pair[0].total) for group in groups]
 
 
+@pytest.mark.first("start frozen")
 @pytest.mark.parametrize("name", ALONE)
 def test_one_process_holds_what_was_estimated(measured, name):
     found, foreseen = compared(ALONE[name])
@@ -236,6 +237,7 @@ def test_one_process_holds_what_was_estimated(measured, name):
     measured(name, "foreseen of found", {"together": foreseen.total / found.total})
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", [*SHARDED, *CUT, *OF_FOUR])
 def test_ranks_hold_what_was_estimated(spmd, measured, name):
     case = (SHARDED | CUT | OF_FOUR)[name]
@@ -244,6 +246,7 @@ def test_ranks_hold_what_was_estimated(spmd, measured, name):
         measured(name, "foreseen of found", {"together": foreseen.total / found.total})
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(("name", "biases"), [("bloom", 4 * SEQ), ("gptj", 0)])
 def test_masks_of_whole_rows_are_foreseen(spmd, name, biases):
     """They are kept from one microbatch to the next, so that an account of one step does not see them."""
@@ -343,6 +346,7 @@ def test_a_forecast_that_ignores_what_ranks_share_is_seen(spmd, mutant, name):
 # --- what it costs, and what it leaves alone
 
 
+@pytest.mark.all
 def test_a_large_model_takes_no_memory_and_seconds():
     facts = model_facts(as_module(SIZES["8B"]))
     batch = Batch(64, 4096, 1)
@@ -355,6 +359,7 @@ def test_a_large_model_takes_no_memory_and_seconds():
     assert held.most[MemoryUse.OPTIMIZER] == pytest.approx(plan_memory(made).optimizer, rel=1e-5)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved_1f1b", "zbv_zero_bubble"])
 def test_a_long_pipeline_is_known_from_a_few_ranks_and_microbatches(schedule, monkeypatch):
     """Run as it is, rank by rank with all its microbatches, it holds the same."""
@@ -373,6 +378,7 @@ def test_a_long_pipeline_is_known_from_a_few_ranks_and_microbatches(schedule, mo
     assert [memory.total for memory in few] == pytest.approx([memory.total for memory in every], rel=TOGETHER)
 
 
+@pytest.mark.all
 def test_a_compiled_models_memory_is_a_range_with_its_reason():
     estimate = estimated((MODEL, ONE, {"compile": True}, 1))[2]
     assert estimate.of().total == estimated((MODEL, ONE, {}, 1))[2].of().total
@@ -386,6 +392,7 @@ def on_gpus(techniques: dict[str, Any]) -> MemoryEstimate:
     return estimate_memory(facts, made, Batch(2 * ROWS, SEQ, ROWS))
 
 
+@pytest.mark.all
 def test_host_memory_is_no_part_of_a_gpus_peak():
     whole = on_gpus({}).of()
     states = sum(whole.most[kind] for kind in (MemoryUse.OPTIMIZER,)) + plan_memory(on_gpus_plan()).parameters
@@ -410,6 +417,7 @@ def test_low_bit_states_have_their_bytes(bits):
     assert estimate.of().most[MemoryUse.OPTIMIZER] == pytest.approx(plan_memory(made).optimizer, rel=1e-3)
 
 
+@pytest.mark.all
 def test_the_model_is_left_as_it_is():
     model = as_module(MODEL)
     made = plan(model, TENSOR, techniques=FULL)

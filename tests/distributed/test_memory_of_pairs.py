@@ -84,12 +84,14 @@ def compared(name: str) -> tuple[RankMemory, RankMemory]:
     return RankMemory(*least_of(watches)), estimate.of(rank)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_on_pairs_holds_what_was_estimated(spmd, name):
     for found, estimate in spmd(CASES[name][1].world, compared, name):
         assert not off(found, estimate)
 
 
+@pytest.mark.all
 def test_an_estimate_that_parts_the_pairs_is_caught(spmd):
     name = "pipeline, rows by default"
     found, _ = spmd(2, compared, name)[0]

@@ -47,6 +47,7 @@ def made(family: str) -> torch.nn.Module:
     return families.on_cpu(config)
 
 
+@pytest.mark.first("bloom, cp 2, fsdp 2, recomputed")
 @pytest.mark.parametrize("name", CASES)
 def test_a_layout_with_mixers_is_equal(pool, name):
     family, layout, techniques = CASES[name]
@@ -74,6 +75,7 @@ def step_on_the_wire(family: str, techniques: dict) -> tuple:
     return estimated(model.plan, Batch(2, 24)), counted(wire)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize("family", ["lfm2", "jamba", "mamba2", "bloom", "gptj"])
 def test_what_mixers_send_is_what_the_plan_says(spmd, family, mode):
@@ -81,6 +83,7 @@ def test_what_mixers_send_is_what_the_plan_says(spmd, family, mode):
         assert_estimated(said, found)
 
 
+@pytest.mark.all
 def test_traded_bytes_are_those_of_the_formula(spmd):
     """Each rank sends (S / C) (C - 1) / C of what the first layers give and the last takes, both ways."""
     (planned, _), *_ = spmd(2, lfm2_bytes)

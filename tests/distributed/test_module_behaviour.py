@@ -100,6 +100,7 @@ def test_state_dicts_are_whole_and_those_of_one_process(sizes, spmd):
         assert first == ([] if rank else ["a.lm_head.weight"])
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     "sizes",
     [{"dp_replicate": 2, "dp_shard": 2}, {"tp": 2, "dp_shard": 2}, {"pp": 2, "dp_shard": 2}],
@@ -122,6 +123,7 @@ def experts():
     return furthest(alone.state_dict(), state), abs(losses[0] - losses[1]), furthest(mean.state_dict(), state)
 
 
+@pytest.mark.all
 def test_experts_have_whole_state_dicts(spmd):
     for error, loss, copied in spmd(2, experts):
         assert error == copied == 0 and loss < 1e-5
@@ -219,6 +221,7 @@ def frozen(sizes):
     return told, furthest(model.state_dict(), plain.state_dict()) if told is None else None
 
 
+@pytest.mark.all
 def test_freezing_behind_the_layout_is_followed_or_refused(spmd):
     for told, error in spmd(2, frozen, FSDP):
         assert told is None and error < 1e-10
@@ -265,6 +268,7 @@ def test_averaged_models_are_those_of_one_process(sizes, spmd):
         assert error < 1e-10 and loss < 1e-10 and changed == 0 and named
 
 
+@pytest.mark.all
 def test_weights_that_are_not_lent_are_seen(spmd):
     for error, loss, _, _ in spmd(2, averaged, FSDP, True):
         assert error > 1e-6 and loss > 1e-6
@@ -278,6 +282,7 @@ def averages_saved():
     return furthest(other.state_dict(), mean.state_dict()), said(lambda: parallelize(model, Layout()))
 
 
+@pytest.mark.all
 def test_averages_are_saved_and_loaded(spmd):
     for error, again in spmd(2, averages_saved):
         assert error == 0 and "is laid out already" in again

@@ -38,6 +38,7 @@ def errors(runs: list[Run], place: str) -> dict[str, float]:
     return relative_errors(runs[0].parameters, reference(place))
 
 
+@pytest.mark.first("FSDP2")
 @pytest.mark.parametrize("place", PLACES)
 def test_a_step_is_that_of_one_process_and_sends_what_is_planned(spmd, place):
     world, layout, model = PLACES[place]

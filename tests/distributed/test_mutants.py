@@ -41,6 +41,7 @@ def test_a_mutant_dies_in_a_way(pool, reference, tmp_path, measured, name):
     measured(name, "mutant", found.worst)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("disturbances", dict.fromkeys(DISTURBANCES.values()), ids=str)
 def test_the_original_passes(spmd, reference, disturbances):
     assert not faults(spmd(2, train, Problem(), Way(FSDP2), disturbances), reference(Problem()), EXACT)

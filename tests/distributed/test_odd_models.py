@@ -159,6 +159,7 @@ SOUND = (
 SOUND += ("Pads", "Reads", "Sound", "Spare", "Table", "Tied", "WeightNormed")
 
 
+@pytest.mark.first("WithLoss")
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in BY_CHANCE])
 def test_an_odd_model_is_equal_to_one_process_or_refused(spmd, name):
     for found in spmd(2, tried, name):
@@ -172,6 +173,7 @@ def trains_by_chance(name: str) -> bool:
     return all(torch.tensor(losses).isfinite())
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", BY_CHANCE)
 def test_ranks_that_draw_other_layers_do_not_wait_for_each_other(spmd, name):
     assert all(spmd(2, trains_by_chance, name))

@@ -18,6 +18,8 @@ from meshwright.training.optimizer import BuiltOptimizer, make_optimizer
 from meshwright.verification.problem import RandomBatches
 from meshwright.verification.verify import verify
 
+pytestmark = pytest.mark.all
+
 BATCHES = RandomBatches(256, rows=8, seq_len=8)
 REPLICAS, STAGES, BOTH = (
     Layout(dp_replicate=2, dp_shard=1),
@@ -40,6 +42,7 @@ def test_sgd_is_equal_where_it_is_asked_for(pool, layout):
     assert verify(DEEP, layout, BATCHES, steps=2, pool=pool, dtypes=("float64",), techniques={"optimizer": "sgd"})
 
 
+@pytest.mark.first("muon-FSDP2")
 @pytest.mark.parametrize("place", ["DDP", "FSDP2", "FSDP2 + TP", "PP, tied", "EP"])
 @pytest.mark.parametrize("word", ["adafactor", "adam", "lion", "muon", "schedule_free_adamw"])
 def test_a_word_is_equal_on_every_cut(pool, word, place):
@@ -63,6 +66,7 @@ def _stepped(layout: Layout, word: str) -> str:
     return built.implementation
 
 
+@pytest.mark.first("adafactor-dp_shard=2")
 @pytest.mark.parametrize("layout", [SHARDS, Layout(dp_shard=2, tp=2)], ids=str)
 @pytest.mark.parametrize("word", KINDS)
 def test_the_kernel_that_is_chosen_steps_sharded_parameters(spmd, layout, word):

@@ -54,6 +54,7 @@ def first_step(layout: str, word: str) -> tuple[dict[str, Tensor], dict[str, Ten
         }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("word", ["8bit", "4bit"])
 def test_a_layout_is_as_far_from_one_process_in_full_precision_as_codes_lie_apart(spmd, word):
     """The first update is computed before its moments are rounded: groups, rates, decay and clipping are AdamW's own.
@@ -109,6 +110,7 @@ def compiled_or_not(word: str) -> tuple[list[str], list[str]]:
     return [str(n) for n, (p, q) in enumerate(zip(mine, theirs, strict=True)) if not torch.equal(p, q)], states
 
 
+@pytest.mark.all
 def test_what_is_compiled_is_what_torchao_compiles(spmd):
     assert spmd(1, compiled_or_not, "8bit", timeout=300.0) == [([], [])]
 
@@ -120,6 +122,7 @@ def parameters_elsewhere(offloads: bool) -> Held:
         return held(model, optimizer, train(model, optimizer, range(3)))
 
 
+@pytest.mark.all
 def test_parameters_in_host_memory_change_nothing(spmd):
     for one, other in zip(*(spmd(2, parameters_elsewhere, offloads) for offloads in (False, True)), strict=True):
         assert other.differs_from(one) == [] and other.losses == one.losses

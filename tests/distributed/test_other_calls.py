@@ -90,6 +90,7 @@ def misordered():
     )
 
 
+@pytest.mark.all
 def test_a_technique_that_comes_too_late_is_named(spmd):
     """FSDP2 cannot be copied, so the order is looked at before the model is measured."""
     for found in spmd(2, misordered):
@@ -139,6 +140,7 @@ def forge_config(**changes):
     return types.SimpleNamespace(**fields | changes)
 
 
+@pytest.mark.all
 def test_a_model_config_of_kempnerforge_is_read():
     assert build_stage_module(forge_config(), 0, 2).config == SMALL
     tied = PipelineStageModule(forge_config(tie_embeddings=True), 0, 1, (0, 3))
@@ -207,6 +209,7 @@ def by_own_plan():
     return found
 
 
+@pytest.mark.all
 def test_a_models_own_plan_names_layers_with_adapters(spmd):
     for found in spmd(2, by_own_plan):
         for error, placements in found.values():
@@ -234,6 +237,7 @@ def one_dtype():
     return found
 
 
+@pytest.mark.all
 def test_a_call_without_a_policy_computes_in_one_dtype_however_many_data_ranks(spmd):
     for found in spmd(2, one_dtype):
         assert [dtype for dtype, _ in found] == ["torch.bfloat16"] * 2
@@ -290,6 +294,7 @@ def flattened():
     return max(errors.values()), tuple(dict(model.named_parameters())["head.weight"].to_local().shape), ranks
 
 
+@pytest.mark.all
 def test_a_collective_with_replicas_is_flattened_where_asked(spmd):
     for error, shape, ranks in spmd(4, flattened):
         assert error < 1e-5 and shape[0] <= -(-VOCAB // 4) and ranks == 4

@@ -93,6 +93,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", ["Adafactor", "ByOwnShare", "ByTheWhole", "Muon", "Signed", "TakesMore"])
 def test_an_optimizer_updates_as_in_one_process_or_is_refused(spmd, name):
     wanted = spmd(1, stepped, name, "one")[0]
@@ -124,6 +125,7 @@ def _never(name: str, layout: str) -> str:
     return str(refused.value)
 
 
+@pytest.mark.first("SparseAdam-ddp2")
 @pytest.mark.parametrize("layout", ["ddp2", "fsdp2"])
 @pytest.mark.parametrize("name", NEVER)
 def test_what_no_trial_can_judge_is_refused_by_name_on_every_layout(spmd, name, layout):
@@ -171,6 +173,7 @@ OF_LOOPS = {
 }
 
 
+@pytest.mark.first("Rprop")
 @pytest.mark.parametrize("name", OF_LOOPS)
 def test_a_loop_of_ones_own_is_told_before_a_weight_changes(spmd, name):
     for words in spmd(2, _in_a_loop_of_ones_own, name):

@@ -23,6 +23,7 @@ def trained(name):
     return result if isinstance(result, tuple) else (result, None)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", SHRUNK)
 def test_an_example_learns_and_ranks_agree(name, spmd):
     first, second = spmd(2, trained, name)

@@ -160,6 +160,7 @@ def errors_of(way: str, family: str, layout: str) -> dict[str, float]:
     return errors(family, WAYS[way], LAYOUTS[layout])
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(("way", "family", "layout"), CASES)
 def test_gradients_are_those_of_one_process_after_one_backward(spmd, way, family, layout):
     for found in spmd(LAYOUTS[layout].world, errors_of, way, family, layout):
@@ -216,6 +217,7 @@ def applications() -> dict[str, object]:
     return found
 
 
+@pytest.mark.all
 def test_what_is_applied(spmd):
     for found in spmd(4, applications):
         both = ("tensor_parallel", "fully_shard")
@@ -270,6 +272,7 @@ def refusals() -> dict[str, tuple[str, str]]:
     return found
 
 
+@pytest.mark.all
 def test_a_plan_that_does_not_fit_is_refused_before_anything_is_changed(spmd):
     for found in spmd(2, refusals):
         for pattern, (_, kind, words) in REFUSED.items():
@@ -280,6 +283,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_changed(spmd):
 # --- plans that models bring along
 
 
+@pytest.mark.all
 def test_the_plan_of_a_model_has_its_names():
     plan = get_hf_tp_shard_plan(on_cpu(config_of("llama")))
     assert plan["model.layers.*.self_attn.q_proj"].word == "colwise" and plan["lm_head"].word == "colwise_gather_output"

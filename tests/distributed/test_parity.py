@@ -95,6 +95,7 @@ def test_fp64_equals_one_process(spmd, reference, measured, c):
     measured(c["layout"], "fp64", assert_equal(runs, reference(problem), EXACT))
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("c", IN_FP32, ids=label)
 def test_fp32_stays_within_the_noise_of_one_process(spmd, reference, floor, measured, c):
     problem, way = problem_and_way(c, dtype="float32", optimizer="sgd")
@@ -154,6 +155,7 @@ def shapes(draw):
     )
 
 
+@pytest.mark.all
 @given(problem=shapes(), layout=st.sampled_from([FSDP2, HSDP]), microbatches=st.sampled_from(["one", "rows"]))
 @settings(
     max_examples=10,
@@ -180,6 +182,7 @@ FOREIGN = {
 }
 
 
+@pytest.mark.first("without blocks, returns an object-ddp2")
 @pytest.mark.parametrize("layout", [DDP2, FSDP2], ids=["ddp2", "fsdp2"])
 @pytest.mark.parametrize("name", FOREIGN)
 def test_foreign_models_equal_one_process(spmd, reference, measured, name, layout):

@@ -132,6 +132,7 @@ def by_torch(schedule: str, microbatches: int) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.first("1f1b")
 @pytest.mark.parametrize("schedule", KINDS)
 def test_every_schedule_of_torch_gives_the_gradients_of_one_process(spmd, schedule):
     expected = spmd(1, by_one_process)[0]

@@ -254,6 +254,7 @@ def bring(changed: str, value: torch.Tensor | int | None) -> None:
     model.forward_backward(batch)
 
 
+@pytest.mark.first("reference_log_probs-value2-a finite log-probability for each of 16 rows")
 @pytest.mark.parametrize(
     ("changed", "value", "words"),
     [

@@ -21,6 +21,8 @@ from meshwright.distributed.loss import peft_private
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process.world import get_world_info
 
+pytestmark = pytest.mark.all
+
 EXACT, BETA, RATE = 1e-10, 0.3, 20.0
 LORA = {"rank": 4, "alpha": 6.0}
 ONE = Layout(dp_shard=1)
@@ -71,6 +73,7 @@ def all_of(results: list) -> dict[str, torch.Tensor]:
     return {name: value for _, found in results for name, value in found.items()}
 
 
+@pytest.mark.first("stacks of experts, FSDP 2")
 @pytest.mark.parametrize("name", WAYS)
 def test_the_reference_without_adapters_is_the_one_computed_before(spmd, name):
     layout, family, adapters = WAYS[name]

@@ -25,6 +25,8 @@ from meshwright.distributed.transforms import apply_model_transforms
 from meshwright.distributed.weights.shards import pieces
 from meshwright.introspection.source import as_module, read_causal_lm
 
+pytestmark = pytest.mark.all
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
@@ -47,6 +49,7 @@ def reading(folder, layout):
     return collect(dict(made.named_parameters())), weights.bytes_read, own
 
 
+@pytest.mark.first("dp_replicate=2-qwen3_moe")
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize("layout", [FSDP4, DDP2, HSDP, meshwright.Layout(dp_shard=2, tp=2)], ids=str)
 def test_each_rank_reads_its_own_share(spmd, folders, family, layout):
@@ -178,5 +181,6 @@ def test_documents_that_positions_part_are_trained_as_if_alone(spmd, family):
     assert together == pytest.approx(alone, rel=1e-7)
 
 
+@pytest.mark.first
 def test_a_model_in_which_documents_meet_is_refused(spmd):
     assert "tokens would attend across documents" in spmd(2, packed, Crossing, FSDP2)[0]

@@ -156,6 +156,7 @@ WAYS: dict[str, tuple[Any, Layout, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", WAYS)
 def test_a_layout_is_equal_to_one_process_with_the_plain_rounded_weights(pool, name):
     source, layout, others = WAYS[name]
@@ -165,6 +166,7 @@ def test_a_layout_is_equal_to_one_process_with_the_plain_rounded_weights(pool, n
     assert max(d.error for d in report.comparisons[0].of("gradient")) <= 1e-10
 
 
+@pytest.mark.all
 def test_in_bfloat16_a_layout_differs_no_more_than_one_process(pool):
     report = verify(config(), SHARDED, steps=2, dtypes=("bfloat16",), techniques=QLORA, pool=pool)
     assert report, report
@@ -242,6 +244,7 @@ def base(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("layout", [DATA2, TP2], ids=["FSDP 2", "tp 2"])
 def test_weights_from_files_compute_as_those_rounded_by_definition(spmd, base, layout):
     assert_as_by_hand(spmd(2, losses_and_gradients, layout, str(base))[0], base)
@@ -293,6 +296,7 @@ def gradient_of_plain_rounding():
 MUTANTS = [scale_of_the_next_block, halves_swapped, never_packed, gradient_of_plain_rounding]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_mutants_differ_from_what_is_computed_by_hand(base, mutant):
     with mutant():
@@ -304,6 +308,7 @@ def test_mutants_differ_from_what_is_computed_by_hand(base, mutant):
 # --- bytes
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("layout", [DATA2, SHARDED], ids=["FSDP 2", "FSDP 2 x tp 2"])
 def test_the_plan_estimates_every_byte_on_the_wire(spmd, layout):
     """Codes travel, not weights: the gathered bytes are those of the plan, a fraction of the plain ones."""
@@ -340,6 +345,7 @@ def test_at_rest_a_weight_takes_four_and_a_half_bits_and_the_plan_says_so(spmd, 
         assert whole == foreseen
 
 
+@pytest.mark.all
 def test_the_plan_names_the_layers_and_their_bytes():
     text = str(planned())
     assert "4-bit weights   nf4, 4.5 bits each, 14 frozen linear layers" in text
@@ -366,6 +372,7 @@ def continued(layout: Layout, folder: str) -> Tensor:
     return model(torch.arange(8)[None]).logits.detach()
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("only_trained", [True, False], ids=["adapters alone", "bytes too"])
 def test_another_layout_reads_it_and_the_merged_model_computes_the_same(spmd, base, tmp_path, only_trained):
     """Adapters are merged with the rounded weights, beside which they were trained."""
@@ -381,6 +388,7 @@ def test_another_layout_reads_it_and_the_merged_model_computes_the_same(spmd, ba
     torch.testing.assert_close(merged(torch.arange(8)[None]).logits, ours, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.all
 def test_bytes_are_not_read_into_plain_weights(spmd, base, tmp_path):
     (tmp_path / "base").symlink_to(base)
     spmd(2, trained_and_saved, DATA2, str(tmp_path), False)
@@ -586,6 +594,7 @@ def test_an_average_computes_with_the_frozen_bytes_and_not_with_their_mean(spmd,
 # --- refusals
 
 
+@pytest.mark.first("float8")
 @pytest.mark.parametrize(
     ("source", "layout", "techniques", "error", "words"),
     [

@@ -19,6 +19,8 @@ from meshwright.training import rehearsal
 from meshwright.training.config import Config
 from meshwright.training.rehearsal import Rehearsal, read, rehearse
 
+pytestmark = pytest.mark.all
+
 LLAMA = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -176,6 +178,7 @@ def test_one_rank_of_each_kind_is_rehearsed_in_a_process_of_its_own(pool, config
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.first
 def test_an_error_of_the_run_is_the_ranks_result(config, monkeypatch):
     def fail(*given, **verdict):
         raise ZeroDivisionError("on this rank\nalone")
@@ -192,6 +195,7 @@ def die(*given: Any, **named: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.first
 def test_the_death_of_a_rank_is_its_result(pool, config, monkeypatch):
     monkeypatch.setattr(rehearsal, "rehearse", die)
     parts = rehearsal.cast(Config.from_dict(config({"layout": {"dp_shard": 2}})), 2)

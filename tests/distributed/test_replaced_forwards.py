@@ -56,10 +56,6 @@ def halved(x):
     return 0.5 * x
 
 
-def doubled_by_a_coin(x):
-    return x * 2 if random.random() < 0.5 else x
-
-
 def mixed(x):
     return x + x.cumsum(1) / x.shape[1]
 

@@ -54,6 +54,7 @@ WAYS = {
 }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", WAYS)
 def test_a_request_is_equal_to_one_process(pool, name):
     factory, layout, adapters = WAYS[name]
@@ -64,6 +65,7 @@ def test_a_request_is_equal_to_one_process(pool, name):
     assert max(d.error for d in compared) <= 1e-10
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("layout", [DATA2, SHARDED], ids=["FSDP 2", "FSDP 2 x tp 2"])
 def test_the_plan_estimates_every_byte(spmd, layout):
     """Frozen weights are gathered and never reduced: what is reduced is as large as the adapters."""
@@ -125,6 +127,7 @@ def whole(model: Any, what: str) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(("kind", "factor"), [("lora", 6 / 4), ("rslora", 6 / math.sqrt(4))])
 def test_losses_and_gradients_are_those_of_lora_by_hand(spmd, kind, factor):
     adapters, gradients, loss = spmd(2, laid_out_gradients, DATA2, kind)[0]
@@ -156,6 +159,7 @@ def begun(layout: Layout, adapters: dict[str, Any], folder: str | None) -> dict[
     }
 
 
+@pytest.mark.all
 def test_adapters_begin_as_the_constructor_and_peft_make_them(spmd):
     reference = built(
         with_adapters(llama(), Adapters(rank=4, targets=("q_proj", "v_proj"), modules_to_save=("lm_head",))), 3
@@ -166,6 +170,7 @@ def test_adapters_begin_as_the_constructor_and_peft_make_them(spmd):
         assert torch.equal(ours[name], parameter), name
 
 
+@pytest.mark.first("pp 2")
 @pytest.mark.parametrize("layout", [TP2, PP2], ids=["tp 2", "pp 2"])
 def test_beside_weights_from_files_adapters_begin_as_peft_makes_them_from_the_seed(spmd, tmp_path, layout):
     from peft import LoraConfig, get_peft_model
@@ -201,6 +206,7 @@ def loaded(layout: Layout, folder: str, seed: int, adapters: dict[str, Any] | No
     return whole(model, "value")
 
 
+@pytest.mark.all
 def test_what_is_trained_is_saved_alone_and_read_by_another_layout(spmd, tmp_path):
     folder = tmp_path / "checkpoint"
     written = spmd(2, trained_and_saved, DATA2, str(folder))[0]

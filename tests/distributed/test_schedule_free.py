@@ -149,6 +149,7 @@ def test_a_run_is_the_papers_and_its_average_is_what_is_evaluated_gathered_and_s
     assert max(relative_errors(averages, trained).values()) > 1e-4
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_faults_are_seen(spmd, tmp_path, mutant):
     whole, gathered, *_ = spmd(2, _train, "FSDP2", str(tmp_path / "at"), mutant)[0]
@@ -175,6 +176,7 @@ def _resumed(place: str, folder: str) -> tuple[bool, bool]:
     return all(map(torch.equal, mine, held(again, other))), all(map(torch.equal, mine, held(plain, unsaved)))
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("place", ["FSDP2", "FSDP2 + TP", "PP, tied", "EP"])
 def test_a_resumed_run_is_the_undisturbed_one_bit_by_bit(spmd, tmp_path, place):
     assert spmd(PLACES[place][0], _resumed, place, str(tmp_path / "at")) == [(True, True)] * PLACES[place][0]
@@ -201,5 +203,6 @@ def _other_weights() -> tuple[bool, bool, bool]:
     return is_copy and is_left, is_loaded, all(map(torch.equal, first, held(fresh, other)))
 
 
+@pytest.mark.all
 def test_loaded_weights_begin_anew_and_copies_are_averages(spmd):
     assert spmd(2, _other_weights) == [(True, True, True)] * 2

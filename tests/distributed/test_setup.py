@@ -152,6 +152,7 @@ def stream_job(layout: Layout, seed: int) -> list[float]:
     return torch.rand(2).tolist()
 
 
+@pytest.mark.all
 def test_streams_differ_where_samples_do_and_only_there(spmd):
     data = spmd(2, stream_job, Layout(dp_shard=2), 7)
     tensor = spmd(2, stream_job, Layout(tp=2, dp_shard=1), 7)
@@ -335,6 +336,7 @@ def meshes_job(number: int) -> float:
     return parameter.detach().full_tensor().sum().item()
 
 
+@pytest.mark.all
 def test_a_second_group_does_not_meet_the_meshes_of_the_first(spmd):
     assert spmd(4, meshes_job, 3) == spmd(4, meshes_job, 1) == [4.0] * 4
 
@@ -365,6 +367,7 @@ def threads_left(source: Any) -> tuple[int, int, int]:
     return before, meanwhile, listening()
 
 
+@pytest.mark.all
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads have names under /proc only")
 @pytest.mark.parametrize("name", ["decoder", "gpt_neox"])
 def test_the_end_leaves_no_thread(spmd, name):
@@ -445,6 +448,7 @@ def limit_job(folder: str) -> list:
     return found
 
 
+@pytest.mark.all
 def test_a_collective_that_a_rank_never_joins_fails_in_time(spmd, tmp_path):
     found = spmd(4, limit_job, str(tmp_path))[0]
     assert len(found) == 2
@@ -471,6 +475,7 @@ def test_the_end_after_an_exception_does_not_hang(spmd):
         assert seconds < 10 and not up
 
 
+@pytest.mark.all
 def test_the_end_gives_up_waiting_and_says_so(monkeypatch, caplog):
     destroy_distributed()  # without a group: nothing to do
     monkeypatch.setattr(floor.dist, "is_initialized", lambda: True)

@@ -109,6 +109,7 @@ def farthest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     return max(float((ours[name] - p).norm()) / max(float(p.norm()), scale) for name, p in theirs.items())
 
 
+@pytest.mark.first("qwen3_moe, DDP")
 @pytest.mark.parametrize("name", WAYS)
 def test_a_layout_computes_what_peft_computes_in_one_process(spmd, tmp_path, name):
     family, layout, _ = WAYS[name]
@@ -129,6 +130,7 @@ def test_a_layout_computes_what_peft_computes_in_one_process(spmd, tmp_path, nam
     assert farthest(ours["end"], reference["end"]) <= 1e-10
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("layout", [DATA2, PP2], ids=["FSDP 2", "pp 2"])
 def test_the_plan_estimates_every_byte(spmd, layout):
     counted = spmd(2, one_warm_step, config_of("qwen3_moe"), Way(layout, (("adapters", LORA),)), families.VOCABULARY)
@@ -171,6 +173,7 @@ EXPORTED = {
 }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", EXPORTED)
 def test_what_is_written_computes_the_same_elsewhere(spmd, tmp_path, name):
     from peft import PeftModel
@@ -195,6 +198,7 @@ def test_what_is_written_computes_the_same_elsewhere(spmd, tmp_path, name):
     assert (one - beside).abs().max() < 1e-6 < 1e-3 < (one - before).abs().max()
 
 
+@pytest.mark.all
 def test_layers_that_peft_takes_for_stacks_have_no_dora_in_its_words(tmp_path, spmd):
     base, checkpoint = tmp_path / "base", tmp_path / "checkpoint"
     families.on_cpu(config_of("glm4_moe"), seed=7).save_pretrained(base)  # type: ignore[operator]
@@ -222,6 +226,7 @@ def test_all_linear_is_every_linear_layer_of_the_blocks_and_nothing_else(family)
     assert all("lora_" in n for n, p in model.named_parameters() if p.requires_grad)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("changes", "layout", "error", "words"),
     [

@@ -52,6 +52,7 @@ def poisoned_steps(layout: Layout, poisons: list[str]):
     return seen, model.skipped_steps
 
 
+@pytest.mark.all
 @EVERY_KIND
 def test_what_is_not_finite_on_one_rank_is_skipped_by_all(spmd, layout):
     good, bad = (False, False, 0), (True, True, 0)
@@ -150,6 +151,7 @@ def test_unequal_numbers_of_microbatches_are_refused_on_every_rank(spmd, layout)
 # --- what must not disturb a step
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("layout", "disturbances"),
     [(DDP2, DISTURBANCES), (HSDP, DISTURBANCES), *((FSDP2, (disturbance,)) for disturbance in DISTURBANCES)],
@@ -160,6 +162,7 @@ def test_a_disturbed_run_ends_like_an_undisturbed_one(spmd, reference, layout, d
     assert not found, found[:8]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("layout", [FSDP2, HSDP], ids=["fsdp2", "hsdp2x2"])
 def test_a_broken_backward_in_bf16_leaves_nothing_behind(spmd, layout):
     """Mixed precision keeps what a microbatch accumulated in a place of its own."""
@@ -259,6 +262,7 @@ def greedy(problem: Problem) -> list[int]:
     return ids[len(PROMPT) :]
 
 
+@pytest.mark.all
 def test_every_layout_generates_the_same_text(spmd, reference):
     alone = spmd(1, generated, ONE)[0]
     assert alone[0] == reference(Problem(dtype="float32"), greedy)

@@ -126,6 +126,7 @@ def rounded_on(layout: str, mutated: bool) -> tuple[str, dict[str, torch.Tensor]
         return said, {name: local(p.detach()).view(torch.int16).clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("layout", ["DDP", "HSDP", "TP", "TP, copies of key heads", "FSDP2 + TP", "EP", "PP + FSDP2"])
 def test_replicas_are_rounded_alike(spmd, layout):
     assert {said for said, _ in spmd(LAYOUTS[layout][0], rounded_on, layout, False)} == {""}
@@ -137,6 +138,7 @@ def test_ranks_that_draw_from_their_own_streams_are_caught(spmd, layout):
     assert all(said for said, _ in spmd(LAYOUTS[layout][0], rounded_on, layout, True))
 
 
+@pytest.mark.all
 def test_copies_of_key_heads_are_rounded_alike(spmd):
     name = "layers.0.attention.wk.weight"
     for mutated in (False, True):
@@ -145,6 +147,7 @@ def test_copies_of_key_heads_are_rounded_alike(spmd):
         assert not torch.equal(keys[0], keys[2])
 
 
+@pytest.mark.all
 def test_both_ends_of_a_pipeline_round_what_they_share_alike(spmd):
     for mutated in (False, True):
         first, last = (here["embedding.weight"] for _, here in spmd(2, rounded_on, "PP, tied", mutated))
@@ -171,6 +174,7 @@ def resumed(layout: str, word: str, folder: str) -> list[str]:
         return cut.differs_from(whole)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("word", ["full", "8bit"])
 @pytest.mark.parametrize("layout", ["HSDP", "PP, tied"])
 def test_a_resumed_run_is_the_undisturbed_one(spmd, tmp_path, layout, word):

@@ -265,6 +265,7 @@ def compare(ranks: int) -> dict[str, dict[str, float]]:
     return errors
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_styles_compute_what_one_process_computes(spmd, ranks):
     for errors in spmd(ranks, compare, ranks):

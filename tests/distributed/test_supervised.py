@@ -160,6 +160,7 @@ def all_of(results: list, which: int) -> dict[str, Tensor]:
     return {name: value for result in results for name, value in result[which].items()}
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", WAYS)
 def test_conversations_teach_what_plain_transformers_learns_from_them(spmd, folders, name):
     layout, family, bound = WAYS[name]

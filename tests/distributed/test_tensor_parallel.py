@@ -32,12 +32,14 @@ from meshwright.planning.values import Batch
 from meshwright.verification.problem import RandomBatches
 from meshwright.verification.verify import verify
 
+pytestmark = pytest.mark.all
+
 # 257 tokens, 12 hidden features, two key heads (on four ranks each is held twice), heads of six features.
 UNTIED = DecoderConfig(257, 24, 3, n_heads=4, n_kv_heads=2, hidden_dim=12, max_seq_len=20, qk_norm=True)
 TIED = replace(UNTIED, tied_embeddings=True)
 ONE = Layout(dp_shard=1)
 TP2, TP4 = Layout(dp_shard=1, tp=2), Layout(dp_shard=1, tp=4)
-SHARDED, REPLICATED = Layout(dp_shard=2, tp=2), Layout(dp_replicate=2, dp_shard=1, tp=2)
+SHARDED = Layout(dp_shard=2, tp=2)
 DATA4 = Layout(dp_shard=4)
 
 
@@ -63,26 +65,10 @@ ALL_AT_ONCE = (
     ("freeze", (r"layers\.0", "embedding")),
 )
 WAYS = {
-    "tp2": Way(TP2),
     "tp4, tied": Way(TP4, model=TIED),
     "tp4, fewer tokens than ranks": Way(TP4, seq=3),
-    "sharded, microbatches": Way(SHARDED, rows=1),
-    "sharded, tied": Way(SHARDED, model=TIED),
-    "sharded, synced": Way(SHARDED, (("sync_grad_accum", True),), 1),
-    "replicated": Way(REPLICATED),
-    "replicated, all-reduce postponed": Way(REPLICATED, (("sync_grad_accum", "shard"),), 1),
-    "recomputed": Way(TP2, (("activation_checkpointing", "full"),), 2),
-    "attention recomputed": Way(SHARDED, (("activation_checkpointing", "selective"),)),
-    "offloaded": Way(SHARDED, (("cpu_offload", True),)),
-    "gathered tensors kept": Way(TP2, (("regather", False),)),
     "whole sequences": Way(TP4, (("sequence_parallel", False),)),
-    "whole sequences, sharded, recomputed": Way(
-        SHARDED, (("sequence_parallel", False), ("activation_checkpointing", "full")), 1, TIED
-    ),
-    "loss in chunks": Way(TP2, (("loss_chunks", 3),), 1),
-    "loss in chunks, tied, sharded": Way(SHARDED, (("loss_chunks", 3),), model=TIED),
     "first block frozen": Way(TP2, (("freeze", (r"layers\.0",)),)),
-    "start frozen": Way(SHARDED, (("freeze", ("embedding", r"layers\.0")),), 1),
     "norms frozen": Way(TP4, (("freeze", ("norm",)),)),
     "norms trained": Way(SHARDED, (("freeze", (r"^(?!.*norm)",)),), 1),
     "norms trained, whole sequences": Way(TP4, (("freeze", (r"^(?!.*norm)",)), ("sequence_parallel", False))),
@@ -92,13 +78,14 @@ WAYS = {
     ),
     "all at once": Way(SHARDED, ALL_AT_ONCE, 1),
 }
+"""Not in the array (test_ways): four ranks of the axis, and other parts of the model frozen."""
 
 
 @pytest.mark.parametrize("name", WAYS)
 def test_our_decoder_is_equal_to_one_process(pool, measured, name):
     way = WAYS[name]
     batches = RandomBatches(257, rows=4, seq_len=way.seq)
-    dtypes = ("float64", "float32") if name in ("tp2", "sharded, microbatches") else ("float64",)
+    dtypes = ("float64", "float32") if name == "tp4, tied" else ("float64",)
     report = verify(
         way.model,
         way.layout,
@@ -130,24 +117,12 @@ def family(name: str, **changes: Any) -> torch.nn.Module:
         return families.on_cpu(families.config_of(name, **changes))
 
 
-def gpt2() -> torch.nn.Module:
-    return family("gpt2", resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False)
-
-
-def phi3() -> torch.nn.Module:
-    return family("phi3", use_cache=False)
-
-
 def olmo2() -> torch.nn.Module:
     return family("olmo2", use_cache=False)
 
 
 def falcon() -> torch.nn.Module:
     return family("falcon", use_cache=False)
-
-
-def gemma2() -> torch.nn.Module:
-    return family("gemma2", use_cache=False, final_logit_softcapping=0.7)
 
 
 def gpt_oss() -> torch.nn.Module:
@@ -174,22 +149,17 @@ def falcon_two_norms() -> torch.nn.Module:
     return family("falcon_grouped", use_cache=False, num_kv_heads=4)
 
 
-SOFTCAPPED = {"loss_chunks": 3}
-
-
 @pytest.mark.parametrize(
     ("factory", "layout", "techniques"),
     [
-        (gpt2, SHARDED, {}),
-        (phi3, SHARDED, {}),
         (olmo2, TP4, {}),
         (falcon, TP4, {}),
-        (gemma2, SHARDED, SOFTCAPPED),
-        *((factory, layout, {}) for factory in (latent, latent_keys_alone) for layout in (TP4, SHARDED)),
+        (latent, TP4, {}),
+        (latent_keys_alone, TP4, {}),
+        (latent_keys_alone, SHARDED, {}),
         (latent_keys_alone, TP2, {"sequence_parallel": False}),
-        (latent, TP2, {"sequence_parallel": False, "activation_checkpointing": "full"}),
-        *((factory, layout, {}) for factory in (gpt_neox, falcon_two_norms) for layout in (TP2, TP4, SHARDED)),
-        (gpt_neox, SHARDED, {"activation_checkpointing": "full", "regather": False}),
+        (gpt_neox, TP4, {}),
+        *((falcon_two_norms, layout, {}) for layout in (TP2, TP4, SHARDED)),
         *((factory, TP2, {"activation_checkpointing": "selective"}) for factory in (falcon, falcon_two_norms)),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
@@ -247,18 +217,12 @@ def test_the_plan_estimates_every_byte(spmd, name):
 @pytest.mark.parametrize(
     ("factory", "way"),
     [
-        (gpt2, Way(TP2)),
-        (phi3, Way(SHARDED, rows=1)),
         (olmo2, Way(TP4)),
         (falcon, Way(TP4)),
-        (gemma2, Way(TP2, tuple(SOFTCAPPED.items()))),
-        (latent, Way(SHARDED, rows=1)),
         (latent_keys_alone, Way(TP2, (("sequence_parallel", False),))),
         (latent, Way(TP2, (("freeze", (r"embed_tokens", r"layers\.0\.", r"q_b_proj")),))),
-        *((factory, Way(layout)) for factory in (gpt_neox, falcon_two_norms) for layout in (TP2, TP4, SHARDED)),
-        (gpt_neox, Way(TP2, (("regather", False),))),
-        (gpt_neox, Way(TP2, (("sequence_parallel", False),))),
-        (gpt_neox, Way(SHARDED, (("activation_checkpointing", "full"),), 1)),
+        (gpt_neox, Way(TP4)),
+        *((falcon_two_norms, Way(layout)) for layout in (TP2, TP4, SHARDED)),
         (falcon_two_norms, Way(TP2, (("activation_checkpointing", "selective"),))),
         (gpt_neox, Way(TP2, (("freeze", (r"embed_in", r"layers\.0\.", r"query_key_value", "dense")),))),
         (gpt_neox, Way(TP2, (("freeze", (r"embed_in", "norm")),))),
@@ -521,6 +485,7 @@ def after_an_error(name: str) -> bool:
     return False
 
 
+@pytest.mark.first
 def test_numbers_are_whole_again_after_an_error(spmd):
     assert spmd(2, after_an_error, "gpt2") == [True, True]
 

@@ -41,6 +41,8 @@ from meshwright.distributed.parallelizer import to_cpu
 from meshwright.distributed.weights import parts_tensor, shards
 from meshwright.distributed.weights.shards import pieces
 
+pytestmark = pytest.mark.all
+
 TOKENS = torch.arange(24).reshape(4, 6) % 37
 SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 

@@ -6,6 +6,7 @@ import contextlib
 import io
 from typing import Any
 
+import pytest
 import torch
 from support.from_pages import function_of, furthest, meet
 from support.tools import fresh_accelerate
@@ -56,6 +57,7 @@ def answers(folder: str, layout: Layout | None) -> dict[str, Any]:
         return {"loss": trainer.evaluate()["eval_loss"], **seen}
 
 
+@pytest.mark.all
 def test_outputs_and_labels_of_several_tensors_are_handed_over(spmd, tmp_path):
     theirs = spmd(1, answers, str(tmp_path), None)[0]
     for ours in spmd(2, answers, str(tmp_path), Layout(dp_shard=2)):
@@ -88,6 +90,7 @@ def test_a_language_model_of_gpt2_trains_the_causal_loss_over_padded_rows(spmd, 
     assert furthest(spmd(2, gpt2, str(tmp_path), Layout(dp_shard=2))[0], theirs) <= CLOSE
 
 
+@pytest.mark.all
 def test_a_model_that_computes_its_own_loss_is_not_taken_for_a_causal_one():
     """Its property says the causal loss too, since its class's name tells none."""
     from transformers import BertConfig, BertForMultipleChoice, BertLMHeadModel, T5Config, T5ForConditionalGeneration

@@ -405,6 +405,7 @@ def first_piece() -> dict[str, torch.Tensor]:
     return gradients(model)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(("layout", "name"), [("ddp2", "ddp"), ("fsdp2", "fully_shard"), ("hsdp2x2", "fully_shard")])
 def test_all_is_restored_after_an_exception(spmd, layout, name):
     for errors in spmd(LAYOUTS[layout][0], broken_job, layout, name):
@@ -427,6 +428,7 @@ def hybrid_job(per_node: str | None, config: dict, layout: Layout | None) -> tup
     return axis_sizes(weight.device_mesh), weight.to_local().numel() < weight.numel()
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("per_node", "config", "layout", "sizes"),
     [
@@ -576,6 +578,7 @@ def unequal_job() -> dict:
     }
 
 
+@pytest.mark.all
 def test_unequal_weights_are_made_equal_by_ddp_and_refused_on_sharded_replicas(spmd):
     for found in spmd(2, unequal_job):
         assert found["ddp"], "those of the first replica, as torch does"

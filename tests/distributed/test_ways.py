@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import pytest
 from support.asked import answers
-from support.ways import FACTORS, Way, ways
+from support.ways import FACTORS, Way, of_make_test, ways
 
 WAYS = ways()
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.covers(*way.meetings)) for way in WAYS], ids=str)
+@pytest.mark.parametrize("way", of_make_test(WAYS, lambda way: way.meetings), ids=str)
 def test_a_way_keeps_every_promise(pool, reference, tmp_path, measured, way):
     """Equal to one process; sends and holds what the plan says.
 

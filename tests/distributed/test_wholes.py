@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -67,6 +68,7 @@ def is_same(found: Tensor, there: Tensor) -> bool:
     )
 
 
+@pytest.mark.all
 def test_whole_tensors_come_to_the_first_rank_and_few_collectives_carry_them(spmd):
     number = 2 * (len(SHAPES) * len(PLACEMENTS) - 2)
     for elements, collectives in ((1, None), (50, None), (2**20, 2)):

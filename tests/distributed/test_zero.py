@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from support.laid_out import assert_estimated
@@ -11,10 +9,6 @@ from support.oracle import differences, faults, worst
 from support.problems import (
     FSDP2,
     FSDP4,
-    HSDP,
-    PARTLY_FROZEN,
-    TIED,
-    UNTIED,
     Data,
     Problem,
     Way,
@@ -23,18 +17,17 @@ from support.problems import (
     share,
 )
 from support.train import DISTURBANCES, lay_out, local, train
-from test_pipeline import one_step
 from test_wire import EVEN, even_sizes, one_warm_step
 from torch.distributed.fsdp import FSDPModule
 
-from benchmarks.survey.matrix import BATCHES, SOFTMAX
-from meshwright import Layout, verify
+from meshwright import Layout
 from meshwright.checkpoint import load, save
 from meshwright.core.losses import cross_entropy_sum
 from meshwright.distributed.data import fully_sharded
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process.world import get_world_info
-from meshwright.models.decoder_config import DecoderConfig
+
+pytestmark = pytest.mark.all
 
 EXACT = 1e-10
 STAGES = (0, 1, 2, 3)
@@ -48,65 +41,25 @@ def layout_of(stage: int, ranks: int) -> Layout:
 # --- equal to one process
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("microbatches", ["one", "list"])
-def test_every_stage_equals_one_process(spmd, reference, measured, stage, microbatches):
-    way = Way(layout_of(stage, 2), (("zero_stage", stage),), microbatches)
+def test_every_stage_equals_one_process(spmd, reference, measured, stage):
+    """By lists of microbatches; the array (test_ways) has the others."""
+    way = Way(layout_of(stage, 2), (("zero_stage", stage),), "list")
     runs = spmd(2, train, Problem(), way)
     assert not faults(runs, reference(Problem()), EXACT)
-    measured(f"ZeRO-{stage}, {microbatches}", "fp64", worst(differences(runs[0], reference(Problem()))))
-
-
-COMPANIONS = {
-    "tied, frozen": (FSDP4, {"activation_checkpointing": "full"}, PARTLY_FROZEN),
-    "hybrid": (HSDP, {}, ()),
-    "offloaded": (FSDP2, {"cpu_offload": True}, ()),
-}
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("name", COMPANIONS)
-def test_stages_keep_company(spmd, reference, name, stage):
-    layout, techniques, freeze = COMPANIONS[name]
-    problem = Problem(TIED if freeze else UNTIED, freeze=freeze)
-    way = Way(layout, tuple({**techniques, "zero_stage": stage}.items()), "list")
-    found = faults(spmd(layout.world, train, problem, way), reference(problem), EXACT)
-    assert not found, found[:8]
-
-
-CUT = DecoderConfig(257, 16, 4, n_heads=4, n_kv_heads=2, hidden_dim=20, max_seq_len=16, tied_embeddings=True)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize(
-    "layout",
-    [Layout(dp_shard=2, tp=2), Layout(pp=2, dp_shard=2), Layout(dp_shard=2, ep=2)],
-    ids=["tensor", "pipeline", "experts"],
-)
-def test_stages_beside_other_axes(pool, stage, layout):
-    model = replace(UNTIED, n_layers=2, moe=SOFTMAX) if layout.ep > 1 else CUT
-    changes = {"techniques": {"zero_stage": stage}, "max_norm": 0.03, "microbatch_rows": 2}
-    report = verify(model, layout, BATCHES, steps=2, dtypes=("float64",), pool=pool, **changes)
-    assert report, str(report)
+    measured(f"ZeRO-{stage}", "fp64", worst(differences(runs[0], reference(Problem()))))
 
 
 # --- what travels
 
-WIRE = {
-    "two ranks": (FSDP2, UNTIED, ()),
-    "hybrid": (HSDP, TIED, ()),
-    "four ranks, bf16": (FSDP4, UNTIED, (BF16,)),
-    "start frozen": (FSDP2, UNTIED, (("freeze", PARTLY_FROZEN),)),
-}
-
 
 @pytest.mark.parametrize("microbatches", ["one", "rows"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("name", WIRE)
-def test_the_plan_estimates_every_byte(spmd, name, stage, microbatches):
-    layout, model, techniques = WIRE[name]
-    way = Way(layout, (("zero_stage", stage), *techniques), microbatches)
-    for planned, sent in spmd(layout.world, one_warm_step, Problem(model, dtype="float32"), way):
+def test_the_plan_estimates_every_byte(spmd, stage, microbatches):
+    """In bfloat16, on four ranks; the array (test_ways) has the stages beside all else."""
+    way = Way(FSDP4, (("zero_stage", stage), BF16), microbatches)
+    for planned, sent in spmd(4, one_warm_step, Problem(dtype="float32"), way):
         assert_estimated(planned, sent)
 
 
@@ -125,15 +78,6 @@ def test_even_shapes_move_what_the_paper_says(spmd, stage, microbatches):
     every, times = even_sizes()[0], 3 if microbatches == "rows" else 1
     gathered, reduced = FORMULAS[stage](every / 2, times)
     assert sent["all_gather", 2][1] == gathered and sent["reduce_scatter", 2][1] == reduced
-
-
-PIPELINE = Layout(pp=2, dp_shard=2)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_pipeline_of_stages_moves_what_the_plan_says(spmd, stage):
-    for planned, sent, *_ in spmd(4, one_step, replace(CUT, tied_embeddings=False), PIPELINE, {"zero_stage": stage}, 9):
-        assert_estimated(planned, sent)
 
 
 # --- nothing gathered goes stale

@@ -28,6 +28,8 @@ from meshwright.distributed.parallelizer import nvfsdp_strategy_parallelize, to_
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig
 
+pytestmark = pytest.mark.all
+
 FP32_INSIDE = 1e-6
 """Their norms compute in fp32 whatever the dtype."""
 
@@ -52,6 +54,7 @@ DEFAULTS = {
 DP2, HSDP, CUT = Layout(dp_shard=2), Layout(dp_replicate=2, dp_shard=2), Layout(dp_shard=2, tp=2)
 
 
+@pytest.mark.first
 def test_the_signature_is_the_published_one():
     found = inspect.signature(nvfsdp_strategy_parallelize).parameters
     assert list(found) == ["model", "device_mesh", *DEFAULTS]
@@ -462,6 +465,7 @@ def alone() -> tuple[list[str], bool, str]:
     return said, same, raised
 
 
+@pytest.mark.first
 def test_one_process_says_that_nothing_is_sharded_and_does_the_rest(spmd):
     ((said, same, raised),) = spmd(1, alone)
     assert any("there is one data rank, so optim_grads shards nothing" in line for line in said)
@@ -483,6 +487,7 @@ def in_the_older_order():
     return isinstance(next(model.parameters()), torch.distributed.tensor.DTensor), said
 
 
+@pytest.mark.first
 def test_the_older_order_is_read_whole(spmd):
     for is_sharded, said in spmd(2, in_the_older_order):
         assert isinstance(is_sharded, bool) and len(said) == 3

@@ -108,6 +108,7 @@ def evaluated(ask, base: dict, *words: object) -> float:
     return json.loads(said)["loss"]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -132,6 +133,7 @@ def test_logits_beside_the_base_are_those_of_peft(family, options, tmp_path):
     assert (found - plain).abs().max() > 1e-3, "the adapters change something"
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("layout", [{}, {"layout.tp": 2, "layout.dp_shard": 1}, {"layout.pp": 2, "layout.dp_shard": 1}])
 def test_a_run_from_a_folder_goes_on_as_the_run_that_made_it(pool, base, model, whole, adapter, layout, tmp_path):
     run = tmp_path / "run"
@@ -142,6 +144,7 @@ def test_a_run_from_a_folder_goes_on_as_the_run_that_made_it(pool, base, model, 
     assert abs(losses(whole)[2] - losses(whole)[0]) > 1e-3, "two steps change the loss"
 
 
+@pytest.mark.all
 def test_a_run_from_a_folder_goes_on_without_it_and_is_written_and_read_again(
     pool, base, model, adapter, tmp_path, ask
 ):
@@ -175,6 +178,7 @@ def test_a_run_from_a_folder_goes_on_without_it_and_is_written_and_read_again(
     assert len(texts) == 1
 
 
+@pytest.mark.all
 def test_adapters_beside_a_base_in_4_bits_are_evaluated_and_trained_on_beside_it(pool, base, model, tmp_path, ask):
     run, folder = tmp_path / "run", tmp_path / "adapter"
     bits = {"techniques.quantize_frozen": "nf4", "adapters.rank": 4, "adapters.targets": ["q_proj"]}
@@ -191,6 +195,7 @@ def test_adapters_beside_a_base_in_4_bits_are_evaluated_and_trained_on_beside_it
     assert losses(tmp_path / "on")[0] == pytest.approx(found[1], rel=1e-5)
 
 
+@pytest.mark.all
 def test_pairs_are_held_to_the_adapters_that_a_run_begins_from(pool, base, adapter, tmp_path):
     pairs = [{"prompt": f"{i}", "chosen": f"yes{i}", "rejected": f"no{i}"} for i in range(ROWS // 2)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))

@@ -17,6 +17,8 @@ from meshwright.checkpoint.manifest import Manifest
 from meshwright.training.config import Config
 from meshwright.training.run.folder import RunFolder
 
+pytestmark = pytest.mark.all
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
@@ -71,6 +73,7 @@ def test_checkpoints_hold_the_adapters_alone(told):
     assert "model.embed_tokens.weight" in manifest.left_out
 
 
+@pytest.mark.first
 def test_a_frozen_parameter_counts_four_flops_of_six(pool, base, tmp_path):
     per_token = []
     whole = {key: value for key, value in base.items() if not key.startswith("adapters")}
@@ -194,6 +197,7 @@ def test_other_forms_are_refused_by_name(told, model, tmp_path, ask):
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -211,6 +215,7 @@ def test_values_out_of_range_are_refused_by_name(changes, words):
     assert words in str(refused.value)
 
 
+@pytest.mark.first
 def test_adapters_need_a_model_with_weights(tmp_path, base, pool):
     with pytest.raises(ConfigError, match=r"set model\.hf"):
         Config.from_dict({"adapters": {"rank": 8}})

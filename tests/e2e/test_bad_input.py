@@ -11,6 +11,8 @@ from e2e_runs import Job, tree
 from meshwright.cli.main import main
 from meshwright.training.run.occupancy import occupied
 
+pytestmark = pytest.mark.all
+
 CONFIG, REFUSED = 2, 3
 MOE = {"model.moe.n_experts": 4, "model.moe.top_k": 2}
 
@@ -86,6 +88,7 @@ def test_an_unknown_flag_is_refused_with_the_nearest(refused, flag, words):
     refused(CONFIG, None, *words, argv=["train", flag])
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("flag", "word"), [("--steps=many", "--steps"), ("--schedule.kind=cosin", "'cosine'"), ("--layout.tp", "tp")]
 )
@@ -97,6 +100,7 @@ HALF = "techniques.precision.compute"
 SUMS = "techniques.precision.reduce"
 
 
+@pytest.mark.first("2-changes19-words19")
 @pytest.mark.parametrize(
     ("status", "changes", "words"),
     [

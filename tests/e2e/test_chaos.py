@@ -5,9 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from chaos import Event, Weather  # pyright: ignore[reportMissingImports]
+
+pytestmark = pytest.mark.all
 
 
 def test_killed_signalled_and_out_of_disk_it_is_the_run_that_nothing_happened_to(tmp_path):

@@ -32,6 +32,7 @@ def ids(tmp_path) -> str:
     return str(tmp_path / "ids.npy")
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("streaming", [False, True])
 def test_fine_tuning_learns_answers_and_goes_on_with_exactly_the_next_samples(train, questions, streaming):
     told = {
@@ -50,6 +51,7 @@ def test_fine_tuning_learns_answers_and_goes_on_with_exactly_the_next_samples(tr
     assert losses(first[0].folder) == pytest.approx(losses(straight[0].folder), rel=1e-5)
 
 
+@pytest.mark.all
 def test_a_mixture_is_the_same_on_every_layout_and_says_its_epochs(train, questions, ids, corpus):
     parts = [
         {"name": "prose", "source": [str(corpus)], "weight": 2.0},
@@ -86,6 +88,7 @@ def test_a_mixture_is_the_same_on_every_layout_and_says_its_epochs(train, questi
     assert changed.status == 2 and "mixture was" in str(changed.error)
 
 
+@pytest.mark.all
 def test_a_tokenizer_trained_on_the_spot_stays_with_the_run(train, corpus, tmp_path, monkeypatch, capsys):
     told = {"data.tokenizer": "bpe:300", "data.cache": str(tmp_path / "cache"), "steps": 2, "sample.tokens": 5}
     first = train(2, told)[0]
@@ -199,6 +202,7 @@ class Unreadable(Job):
             Stream.rows = rows
 
 
+@pytest.mark.all
 def test_what_one_rank_cannot_read_ends_all_in_its_words_or_is_left_out_by_all(train, small):
     told = small({"data.workers": 0, "validation.every": 0, "checkpoint.every": 3})
     results = train(2, job=Unreadable(told))
@@ -245,6 +249,7 @@ def test_a_run_that_stops_over_a_bad_line_has_saved_and_goes_on_as_its_message_s
     assert losses(first.folder) == pytest.approx(losses(whole.folder), rel=1e-6)
 
 
+@pytest.mark.all
 def test_a_record_damaged_between_two_sittings_stays_as_it_was_and_other_changes_are_said(train, small, tmp_path):
     file, rows = tmp_path / "a.jsonl", [json.dumps({"prompt": f"{i}?", "completion": "yes" * 4}) for i in range(60)]
     told = small({"data.source": [str(file)], "schedule.kind": "constant"})
@@ -265,6 +270,7 @@ def test_a_record_damaged_between_two_sittings_stays_as_it_was_and_other_changes
     assert train(1, {"steps": 8}, folder=first)[0].status == 0
 
 
+@pytest.mark.all
 def test_rows_of_a_stream_that_end_early_have_the_losses_of_whole_rows(questions, tmp_path, monkeypatch):
     changes = {"data.source": [questions], "data.streaming": True, "data.seq_len": 20, "steps": 3}
     changes |= {"batch.global_batch": 8, "batch.microbatch": 2, "sample.tokens": 0, "logging.tensorboard": "off"}
@@ -277,6 +283,7 @@ def test_rows_of_a_stream_that_end_early_have_the_losses_of_whole_rows(questions
     assert losses(tmp_path / "early") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
 
 
+@pytest.mark.all
 def test_a_stream_that_meets_a_long_conversation_goes_on_as_its_message_says(train, small, tmp_path):
     rows = [{"prompt": "?" * 20, "completion": "yes" * (40 if i == 300 else 6)} for i in range(500)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -289,9 +296,7 @@ def test_a_stream_that_meets_a_long_conversation_goes_on_as_its_message_says(tra
     assert third.status == 2 and "too_long was skip and is now truncate" in str(third.error)
 
 
-ONE_STEP = {"steps": 1, "validation.every": 1}
-
-
+@pytest.mark.all
 def test_a_held_out_conversation_that_is_too_long_does_not_switch_validation_off(train, tmp_path):
     rows = [{"prompt": "?" * (40 if i == 3 else 2), "completion": "yes"} for i in range(30)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -308,6 +313,7 @@ def test_a_held_out_conversation_that_is_too_long_does_not_switch_validation_off
     assert kept.status == 0 and "validation_loss" in metrics(kept.folder)[0]
 
 
+@pytest.mark.all
 def test_inspect_tells_each_source_of_a_mixture(train, questions, corpus, capsys):
     parts = [{"name": "prose", "source": [str(corpus)]}, {"name": "sums", "source": [questions], "weight": 2.0}]
     run = train(1, {"data.mixture": parts, "data.source": ["farmyard"], "steps": 1, "layout.dp_shard": 1})[0].folder

@@ -2,6 +2,10 @@
 
 import os
 
+import pytest
+
+pytestmark = pytest.mark.all
+
 
 def test_a_run_starts_under_a_deep_temporary_folder(meshwright, flags, tmp_path, monkeypatch):
     deep = tmp_path / ("d" * 60) / ("e" * 60)

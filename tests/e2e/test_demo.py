@@ -7,6 +7,8 @@ import subprocess
 
 from meshwright.data.formats import ANIMALS
 
+pytestmark = pytest.mark.all
+
 
 def is_true(sentence: str) -> bool:
     """Whether a sentence is of the grammar, and right about its animal."""

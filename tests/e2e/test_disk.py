@@ -110,6 +110,7 @@ def sweep_job(changes: dict, rank: int, fault: str, moves_latest_first: bool = F
     return [*found, ("", "", "no save passed untouched")]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("rank", "fault", "words"), [(0, "full", "No space left on device"), (1, "broken", "Input/output error")]
 )
@@ -149,6 +150,7 @@ class FullAtStep(Job):
             MetricsWriter._write = write
 
 
+@pytest.mark.all
 def test_figures_that_cannot_be_written_end_the_run_on_every_rank(train, small):
     results = train(2, job=FullAtStep(small({"checkpoint.every": 2})))
     for result in results:

@@ -26,6 +26,7 @@ def doctor(tmp_path: Path, *words: str, **environment: str) -> subprocess.Comple
     return subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False)
 
 
+@pytest.mark.all
 def test_two_processes_exchange_data_and_each_axis_equals_one_process(tmp_path):
     done = doctor(tmp_path, "--json", RANK="3", WORLD_SIZE="8")  # as under torchrun, whose ranks these are not
     told = json.loads(done.stdout)
@@ -73,6 +74,7 @@ OF_DTENSOR = """
 """
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("code", "path", "needed_by", "equal"),
     [
@@ -101,6 +103,7 @@ def test_a_private_name_that_is_gone_is_named_and_the_axes_without_it_are_equal(
     assert all(path.rpartition(".")[2] in verdict for axis, verdict in told["verdicts"].items() if axis not in equal)
 
 
+@pytest.mark.all
 def test_four_ranks_warn_once_of_a_release_that_is_newer_than_the_tested(tmp_path):
     info = tmp_path / "torch-2.99.0.dist-info"
     info.mkdir()

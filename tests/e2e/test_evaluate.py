@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from meshwright.data.tokenizers import FileTokenizer
 from meshwright.training.run.occupancy import occupied
 
+pytestmark = pytest.mark.all
+
 
 @pytest.fixture(scope="module")
 def ran(pool, corpus, cache, tmp_path_factory):
@@ -75,6 +77,7 @@ def test_layouts_agree_with_one_process_through_worker_processes(ask, run):
         assert (found["tokens"], found["rows"]) == (one["tokens"], one["rows"])
 
 
+@pytest.mark.first
 def test_a_folder_of_transformers_is_evaluated_as_transformers_computes(ask, hf, tmp_path, cache):
     from transformers import AutoModelForCausalLM
 

@@ -87,6 +87,7 @@ def test_every_example_is_a_config_of_few_lines(name):
     assert to_dict(Config.from_dict(tomllib.loads(text)))["name"] == name.replace("_", "-")
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", NAMES)
 def test_every_example_trains_when_it_is_shrunk(pool, files, name):
     ran = pool.run(Job(shrunk(name, files, **CHANGES.get(name, {}))), world=2, timeout=90)[0]
@@ -97,6 +98,7 @@ def test_every_example_trains_when_it_is_shrunk(pool, files, name):
         assert not (ran.folder / "reference").exists()
 
 
+@pytest.mark.all
 def test_a_folder_and_conversations_become_a_merged_model(pool, files, tmp_path, capsys):
     """The fine-tuner's way: train, merge, and read the result."""
     from transformers import AutoModelForCausalLM
@@ -114,6 +116,7 @@ def test_a_folder_and_conversations_become_a_merged_model(pool, files, tmp_path,
     assert moved > 1e-3 and "from_pretrained" in capsys.readouterr().out
 
 
+@pytest.mark.all
 def test_a_fine_tuning_says_what_it_chose_and_goes_on_with_it(pool, files, tmp_path):
     """Rate, rows, length and prompt are a fine-tuner's, printed, and in the run's config, which a flag overrides."""
     written = shrunk("lora", files) | {"out": str(tmp_path)}
@@ -132,6 +135,7 @@ def test_a_fine_tuning_says_what_it_chose_and_goes_on_with_it(pool, files, tmp_p
     assert tomllib.loads((ran.folder / "config.toml").read_text()) == config | {"steps": steps + 1}
 
 
+@pytest.mark.all
 def test_a_run_with_a_base_in_4_bits_is_sampled_by_the_model_that_it_trained(pool, files, tmp_path):
     """The merged folder has it too: adapters beside the rounded weights."""
     from transformers import AutoModelForCausalLM

@@ -8,6 +8,8 @@ from support.tools import with_accelerate, with_its_fsdp
 
 from meshwright import Layout
 
+pytestmark = pytest.mark.all
+
 CLOSE = 1e-6
 STEPS = 20
 
@@ -89,11 +91,13 @@ def test_other_layouts_train_as_one_process(spmd, measured, pair, layout):
 PAGES_OF = {"trainer": ["trainer", "sft"], "accelerate": ["accelerate"], "fabric": ["fabric"]}
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("page", PAGES_OF)
 def test_a_page_prints_what_differs_between_its_scripts(page):
     assert page_diffs(page) == [script_diff(pair) for pair in PAGES_OF[page]]
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(("pair", "added"), [("trainer", 3), ("sft", 3), ("fabric", 3), ("accelerate", 6)])
 def test_a_script_changes_in_few_lines(pair, added):
     """Beside imports; one of them is the argument by which the tests choose the layout."""

@@ -54,6 +54,7 @@ class AtStep(Job):
             WholeModel._loss_sum = forward
 
 
+@pytest.mark.all
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(train, small):
     straight = train(2, {"steps": 4})[0].folder
     results = train(2, job=AtStep(small({"steps": 4}), 1, 3, "nan"))
@@ -69,6 +70,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(train, small):
     assert CheckpointFolder(run / "checkpoints").latest() == run / "checkpoints/step-00000004"
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("what", "says"),
     [
@@ -113,6 +115,7 @@ ELASTIC = [
 ]
 
 
+@pytest.mark.all
 def test_torchrun_restarts_find_the_run_again_and_survivors_say_who_was_lost(environment, flags, tmp_path):
     words = flags(ENDLESS | {"out": "runs", "checkpoint.every": 3})
     process = start([sys.executable, *ELASTIC, "-m", "meshwright", "train", *words], environment, tmp_path)

@@ -18,6 +18,8 @@ from meshwright.checkpoint.tensor_files import INDEX, TensorFiles
 from meshwright.cli.arguments import open_run
 from meshwright.training.run.opened import Opened
 
+pytestmark = pytest.mark.all
+
 
 @pytest.fixture(scope="module")
 def base(corpus, cache) -> dict:
@@ -174,6 +176,7 @@ def test_a_large_model_is_written_into_several_files(run, tmp_path, monkeypatch)
     assert torch.equal(theirs(tmp_path / "several")[0], theirs(tmp_path / "one")[0])
 
 
+@pytest.mark.first('words1-expected one of "hf", "merged", "adapter"')
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
@@ -209,6 +212,7 @@ def test_a_damaged_checkpoint_is_not_converted(ask, run, tmp_path):
     assert status == 1 and "the checkpoint is damaged" in err and not list(tmp_path.glob("out*"))
 
 
+@pytest.mark.first("scaled-llama")
 @pytest.mark.parametrize(("name", "like"), [("debug", "qwen3"), ("scaled", "llama"), ("scaled", "mistral")])
 def test_our_decoder_is_converted_into_a_proven_counterpart(ask, decoders, tmp_path, name, like):
     status, said, err = ask("convert", decoders[name], "--to=hf", tmp_path / "out", "--like", like)
@@ -229,6 +233,7 @@ def stored(folder: Path) -> dict[str, tuple]:
     return {name: (tensor.shape, tensor.dtype) for name, tensor in TensorFiles(folder).tensors.items()}
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(("name", "like"), [("softmax", "qwen3_moe"), ("sigmoid", "glm4_moe"), ("biased", "glm4_moe")])
 def test_mixtures_of_experts_are_converted_as_transformers_saves_them(ask, decoders, tmp_path, monkeypatch, name, like):
     monkeypatch.setattr("meshwright.checkpoint.export.CHUNK_BYTES", 50_000)
@@ -254,6 +259,7 @@ def test_a_routers_bias_is_as_wide_as_it_was_trained_in_files_of_any_dtype(ask, 
     assert theirs(tmp_path / "bfloat16")[1] == torch.bfloat16
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("name", "like", "status", "complaint"),
     [
@@ -298,6 +304,7 @@ def test_another_model_does_not_continue_a_run(train, run, tmp_path):
     assert isinstance(result.error, ConfigError) and "model.num_local_experts was 4 and is now 2" in str(result.error)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [

@@ -15,6 +15,8 @@ from e2e_runs import Job, Result, losses, metrics, rows_of_step
 from safetensors.torch import load_file
 from support.vision_models import COLOURS, asks, draw_image, model_folder, write_rows
 
+pytestmark = pytest.mark.all
+
 SEQ = 48
 
 
@@ -200,6 +202,7 @@ def test_a_run_is_exported_with_its_processor_and_generates(train, told, ask, tm
         read(**processor(text=["user: <image>what?"], images=[[image]], return_tensors="pt"))
 
 
+@pytest.mark.first
 def test_a_run_is_evaluated_on_the_images_that_it_held_out(ask, one, tmp_path, data):
     run = shutil.copytree(one.folder, tmp_path / "run")
     (validated,) = (row["validation_loss"] for row in metrics(run) if row.get("step") == 4 and "validation_loss" in row)
@@ -216,6 +219,7 @@ def test_data_is_shown_with_its_images(ask, model, data):
     assert "<pictures/3.png 31 x 38: 4 tokens>" in said
 
 
+@pytest.mark.first
 def test_a_row_with_a_lost_image_stops_the_run_before_it_starts(train, told, tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", [asks(about="none"), asks("lost.png")])
     ran = train(1, told | {"data.source": [str(rows)]})[0]

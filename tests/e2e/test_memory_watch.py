@@ -18,6 +18,7 @@ TABLE = re.compile(
 )
 
 
+@pytest.mark.all
 def test_the_first_step_is_accounted_for_once(train):
     first, *others = train(2, {"steps": 2})
     ((found, unit, estimated, its_unit),) = TABLE.findall(first.out)
@@ -29,6 +30,7 @@ def test_the_first_step_is_accounted_for_once(train):
     assert "fall apart into several graphs" not in compiled
 
 
+@pytest.mark.all
 def test_graph_breaks_are_said_once_in_words(train):
     compiled = {"techniques.compile": True, "techniques.compile_backend": "eager"}
     changes = {

@@ -33,6 +33,7 @@ def told(tmp_path) -> dict:
     }
 
 
+@pytest.mark.all
 def test_a_run_on_pairs_is_the_same_on_other_ranks_and_goes_on_from_the_same_reference(train, told):
     straight = train(2, told)
     folder = straight[0].folder
@@ -82,6 +83,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_long_rows_cost_what_short_answers_cost_and_give_the_same_losses(train, told, layout):
     told |= {"model.max_seq_len": 512, "validation.every": 4}

@@ -38,6 +38,7 @@ def guarded(small, corpus, tmp_path):
     }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("changes", [{}, SCHEDULE_FREE], ids=("adamw", "schedule-free"))
 def test_a_resumed_run_skips_the_same_step_and_has_the_same_rates(train, guarded, tmp_path, changes):
     config = {**guarded, **changes}

@@ -13,10 +13,13 @@ from meshwright.cli.main import main
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.training.trainer import Trainer
 
+pytestmark = pytest.mark.all
+
 STEADY = {"schedule.kind": "constant", "validation.every": 3, "validation.samples": 5}
 DDP2 = {"layout.dp_replicate": 2, "layout.dp_shard": 1}
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("layout", [{}, DDP2], ids=["fsdp2", "ddp2"])
 def test_stopped_and_continued_is_bit_by_bit_the_run_that_was_not(train, spmd, layout):
     straight = train(2, STEADY | layout)[0].folder
@@ -130,6 +133,7 @@ def write_tokenizer(path):
     path.with_name("tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
 
 
+@pytest.mark.first
 def test_another_run_is_not_continued_by_name_and_nothing_is_touched(spmd, small, complete, corpus, tmp_path):
     write_tokenizer(tmp_path / "tokenizer.json")
     (tmp_path / "no-run").mkdir()

@@ -53,6 +53,7 @@ def test_what_cannot_be_drawn_is_refused(words, said, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.all
 def test_a_run_shows_its_last_step_as_it_was(flags, tmp_path, capsys, meshwright):
     done = meshwright("train", *flags({"layout.pp": 2, "process.count": 2, "steps": 2}), cwd=tmp_path)
     assert done.status == 0, done.err

@@ -38,6 +38,8 @@ from meshwright.training.health.heartbeat import FOLDER as HEARTBEATS
 from meshwright.training.health.heartbeat import file_of, read_record, read_records
 from meshwright.training.run.occupancy import latest_checkpoint
 
+pytestmark = pytest.mark.all
+
 ENDLESS = {"steps": 1_000_000, "checkpoint.every": 0, "schedule.kind": "constant", "schedule.warmup_steps": 0}
 
 

@@ -65,6 +65,7 @@ def small(small, tmp_path_factory):
     return lambda changes=None: small({"data.source": [str(path)], **(changes or {})})
 
 
+@pytest.mark.first("{'layout.dp_shard': 2, 'layout.cp': 2}")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -100,6 +101,7 @@ def test_a_sound_run_is_equal_and_trains_on(spmd, small, written, changes):
     assert len(metrics(done.folder)) == 6 and Config.from_toml(done.folder / "config.toml").check_trace == ""
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("changes", [FSDP, TENSOR], ids=str)
 def test_a_trace_is_of_the_optimizer_that_is_asked_for(spmd, small, written, changes):
     sgd = {"optimizer.kind": "sgd", "optimizer.lr": 0.05}
@@ -168,6 +170,7 @@ def hooks(changes: dict) -> list[int]:
     return counts
 
 
+@pytest.mark.all
 def test_afterwards_nothing_is_left_of_it(spmd, small, written):
     trace = written(small(CONFIG))
     plain, checked = (spmd(2, hooks, small(CONFIG | FSDP | more))[0] for more in ({}, {"check_trace": trace}))
@@ -212,6 +215,7 @@ def test_a_file_that_is_no_trace_is_refused(spmd, small, tmp_path):
         )
 
 
+@pytest.mark.all
 def test_a_run_that_goes_on_is_not_compared_again_and_one_that_never_was_is_refused(spmd, small, written):
     trace = written(small(CONFIG))
     first = spmd(2, Job(small(CONFIG | FSDP | {"steps": 6, "check_trace": trace})))[0]
@@ -264,6 +268,7 @@ def test_what_cannot_be_written_is_refused(flags, capsys, tmp_path, words, statu
     assert not path.exists() and not list(tmp_path.glob("*.new-*"))
 
 
+@pytest.mark.all
 def test_the_commands_write_a_trace_and_check_a_run(meshwright, flags, tmp_path):
     path = tmp_path / "reference.trace"
     done = meshwright("verify", *flags(), "--write-trace", path, "--trace-steps", "2")

@@ -19,6 +19,8 @@ from meshwright.planning.plan import Plan
 from meshwright.training.config import Config
 from meshwright.training.views.page import read_history
 
+pytestmark = pytest.mark.all
+
 ONE = {"layout.dp_shard": 1}
 DDP2 = {"layout.dp_replicate": 2, "layout.dp_shard": 1}
 DDP4 = {"layout.dp_replicate": 4, "layout.dp_shard": 1}
@@ -26,7 +28,7 @@ HSDP = {"layout.dp_replicate": 2, "layout.dp_shard": 2}
 FSDP: dict = {}
 
 
-@pytest.mark.every_case
+@pytest.mark.fast
 def test_the_default_run_on_four_processes_leaves_all_that_it_promises(
     meshwright, flags, corpus, cache, tmp_path, capsys, train, spmd
 ):
@@ -270,6 +272,7 @@ def test_a_run_that_diverges_skips_and_then_stops(train, limit, taken):
     assert f"the last is step {len(rows)}" in str(problem) and f"from sample {8 * len(finite)} on" in str(problem)
 
 
+@pytest.mark.first
 def test_tensorboard_that_is_asked_for_and_missing_is_refused_before_a_folder_is_made(
     flags, tmp_path, monkeypatch, capsys
 ):

@@ -12,6 +12,7 @@ from e2e_runs import Job
 HSDP = {"layout.dp_replicate": 2, "layout.dp_shard": 2}
 
 
+@pytest.mark.all
 def test_a_profile_of_a_run_speaks_of_modules_and_axes(train, small):
     told = train(4, job=Job(small({"steps": 10, "logging.profile": "2:4", **HSDP})))
     folder = told[0].folder / "profile"
@@ -35,6 +36,7 @@ def test_a_profile_of_a_run_speaks_of_modules_and_axes(train, small):
         assert not [name for name in names if name.startswith("c10d::")]
 
 
+@pytest.mark.all
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs the extra 'track'")
 def test_a_continued_run_goes_on_in_its_wandb_run(train):
     first = train(2, {"logging.wandb": "offline", "steps": 2})[0]

@@ -10,6 +10,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -40,6 +41,7 @@ from meshwright.planning.plan import Plan
 from meshwright.planning.values import Batch
 
 from . import families
+from .covering import cheapest_cover
 from .laid_out import Figures, counted, estimated, own_rows
 from .oracle import Outcome
 from .problems import SEED, Data, Problem, make_optimizer
@@ -196,17 +198,17 @@ class Way:
 
     @property
     def meetings(self) -> list[str]:
-        """Values of tp, pp and ep with values of anything, and of cp with the axes and its methods: `make test` has
-        each in some way, and `make test-all` all other pairs too.
-        """
-        said = [(name, value) for name, value in asdict(self).items() if value != "-"]
-        own = said if self.is_ours else [pair for pair in said if pair[0] in ("dp", *AXES)]
-        of_cp = {"dp", *AXES, "method", "recompute"}
-        return [
-            f"{a}={x} {b}={y}"
-            for (a, x), (b, y) in combinations(own, 2)
-            if {a, b} & {"tp", "pp", "ep"} or ("cp" in (a, b) and {a, b} <= of_cp)
-        ]
+        """Every value, and every two axes: `make test` has each in some way, `make test-all` all other pairs too."""
+        values = [f"{name}={value}" for name, value in asdict(self).items()]
+        axes = [f"{name}={getattr(self, name)}" for name in ("dp", "tp", "pp", "ep", "cp")]
+        return [*values, *map(" ".join, combinations(axes, 2))]
+
+    @property
+    def price(self) -> float:
+        """About the CPU seconds of it; each rank compiles for itself, and the more pieces, the more."""
+        ranks = self.layout.world
+        compiling = 3 * ranks if self.compile == "yes" else 1
+        return ranks * compiling * (1 if self.pp == self.tp == self.cp == "1" else 1.5)
 
     @property
     def source(self) -> Any:
@@ -309,6 +311,12 @@ def facts_of(model: str, pp: str, dtypes: str) -> ModelFacts:
 
 def ways() -> list[Way]:
     return [Way.of(line) for line in FILE.read_text(encoding="utf-8").splitlines() if line and line[0] != "#"]
+
+
+def of_make_test(known: list[Way], things: Callable[[Way], list[str]]) -> list[Any]:
+    """Return the ways as cases: `make test` has a cheapest cover of their things, `make test-all` has all."""
+    kept = cheapest_cover(known, lambda way: way.price, things)
+    return [pytest.param(way, marks=pytest.mark.fast if way in kept else pytest.mark.all) for way in known]
 
 
 # --- what a way comes to

@@ -24,6 +24,8 @@ from meshwright.introspection.signature import Signature
 from meshwright.introspection.structure import regions
 from meshwright.planning.tensor.plan import TensorPlan
 
+pytestmark = pytest.mark.all
+
 EXACT = 1e-10
 FAMILIES = ["llama", "gpt2", "phi3", "gpt_neox", "opt"]
 
@@ -67,6 +69,7 @@ def test_an_adapter_lies_as_its_host_does():
     assert not [note for note in notes if "own plan" in note and "proj" in note]
 
 
+@pytest.mark.fast
 def test_the_wrapper_takes_what_the_model_inside_takes():
     takes = Signature.of(adapted("llama")).takes
     assert takes["tokens"] == "input_ids" and takes["positions"] == "position_ids"
@@ -158,6 +161,7 @@ def test_an_adapter_beside_the_head_leaves_it_whole_and_says_so():
     assert plan.head == "" and "the head was not recognised and stays whole on every rank" in notes
 
 
+@pytest.mark.fast
 def test_an_adapter_that_was_switched_off_cannot_be_used_later():
     host, idle = nn.Linear(2, 2), nn.Linear(2, 2)
     running.refuse_idle(idle, "layers.0.q_proj.other")

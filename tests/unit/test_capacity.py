@@ -186,6 +186,7 @@ def test_a_rank_is_judged_by_its_own_device():
     assert states_on(pipeline, replace(small, rank=1 - small.rank)) is Fit.TOO_LARGE
 
 
+@pytest.mark.all
 def test_verdicts():
     sure = judged(planned(), on_host(1 << 40), fully=True)
     assert sure.verdict is Fit.FITS and sure.most is not None and sure.least.bytes < sure.most.bytes
@@ -230,6 +231,7 @@ def config(layout: Layout, **changes: object) -> Config:
     return replace(made, layout=layout, techniques=techniques, batch=replace(made.batch, global_batch=16))
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("layout", "device", "share", "proposed"),
     [
@@ -253,6 +255,7 @@ def test_the_nearest_change_is_legal_and_fits(layout, device, share, proposed, m
     assert found.flags == proposed and found.ranks == 0
 
 
+@pytest.mark.all
 def test_more_ranks_are_proposed_where_nothing_else_fits_and_nothing_where_they_do_not():
     made, cluster = planned(), Cluster(1)
     asked = replace(config(Layout(dp_shard=1)), batch=replace(config(Layout()).batch, global_batch=16))
@@ -277,6 +280,7 @@ def refused(monkeypatch, capsys, tmp_path):
     return train
 
 
+@pytest.mark.all
 def test_a_run_that_cannot_fit_is_refused_before_anything_starts(refused, tmp_path):
     status, error = refused(32e6)
     assert status == 2 and not list(tmp_path.iterdir()) and "Traceback" not in error
@@ -332,6 +336,7 @@ def planned_line(monkeypatch, capsys):
     return line
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("size", "flags", "says"),
     [

@@ -18,6 +18,7 @@ from meshwright.core.errors import ConfigError
 from meshwright.core.files import replacing
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("shape", [(4, 30), (4, 1, 6), (4, 7, 5), (4, 3, 11, 8), (4, 200, 16)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_sketches_of_rows_keep_distances_and_rows_apart(shape, dtype):

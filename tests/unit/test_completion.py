@@ -123,6 +123,7 @@ complete -p meshwright
 """
 
 
+@pytest.mark.all
 def test_bash_completes(environment):
     """With = among the word breaks, as bash has it, a reply holds only what stands behind the =."""
     lines = asked("bash", BASH, environment).splitlines()
@@ -143,12 +144,14 @@ complete -C 'meshwright train --schedule.kind=w'
 """
 
 
+@pytest.mark.all
 @pytest.mark.skipif(shutil.which("fish") is None, reason=f"no fish {HOW}")
 def test_fish_completes(environment):
     lines = asked("fish", FISH, environment).split()
     assert lines == ["train", "--layout.tp=", "--schedule.kind=wsd"]
 
 
+@pytest.mark.all
 @pytest.mark.skipif(shutil.which("zsh") is None, reason=f"no zsh {HOW}")
 def test_zsh_completes(environment):
     """compadd is replaced by one that prints: a real line editor needs a terminal."""
@@ -230,6 +233,7 @@ class Terminal:
         os.waitpid(self.pid, 0)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("words", "setup"),
     [

@@ -121,6 +121,7 @@ def same(left: Any, right: Any) -> bool:
     return left == right and repr(left) == repr(right)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("cls", [Tree, Config])
 def test_every_value_survives_a_dict_and_toml(cls):
     @settings(max_examples=60, deadline=None)
@@ -343,6 +344,7 @@ def flags_of(config: Any, prefix: str = "") -> list[str]:
 FLAG_TEXT = st.text().filter(lambda text: text[:1] not in ("-", "[") and text not in ("none", "None"))
 
 
+@pytest.mark.all
 @settings(max_examples=25, deadline=None, phases=[Phase.generate])  # to shrink a failure would take minutes
 @given(instances(Config, FLAG_TEXT))
 def test_every_key_is_a_flag_that_means_what_toml_means(config):
@@ -357,6 +359,7 @@ def test_flags_change_only_what_they_name():
     )
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("words", "want"),
     [

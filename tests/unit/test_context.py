@@ -123,6 +123,7 @@ def errors(build, ranks: int) -> dict[str, float]:
     return {kind: max(rehearse(model, made, batch).values()) for kind, batch in rehearsed(model).items()}
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("name", EQUAL)
 def test_cut_rows_compute_what_one_process_does(name, ranks):
@@ -387,6 +388,7 @@ def test_a_window_beyond_the_measured_rows_is_seen_in_rows_that_are_longer():
         refuse_length(facts, made, 10_000)
 
 
+@pytest.mark.all
 def test_a_stated_rule_is_taken_where_it_was_measured():
     dense = {rule: measure_mixing(StatedRule(rule)).callers[0].is_dense for rule in ("causal", "causal window 70", "")}
     assert dense == {"causal": False, "causal window 70": True, "": True}

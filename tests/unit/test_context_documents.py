@@ -44,6 +44,7 @@ def test_every_token_is_on_one_rank_and_ranks_have_as_many(sizes, ranks):
     assert sum(work_of_ranks(sizes, cut)) == sum(work_of(0, size) for size in sizes)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("deviation", [1.5, 2.0, 2.5])
 @pytest.mark.parametrize("ranks", [4, 8, 16])
 def test_work_is_balanced(ranks, deviation):

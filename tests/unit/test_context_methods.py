@@ -24,11 +24,9 @@ from meshwright.introspection.mixing.arithmetic import Arithmetic, formula
 from meshwright.introspection.mixing.interception import AttentionCall
 from meshwright.introspection.mixing.masks import KeyRanges, MaskRule, RowMask, fingerprint, is_reach, rule_of, search
 from meshwright.introspection.mixing.values import Caller, Sizes
-from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.context.plan import KINDS, Method, choose, cut_row, fetched_tokens, given
 
 ROWS, LENGTH, WHOLE = 2, 29, Arithmetic()
-DECODER = DecoderConfig(vocab_size=61, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=24, max_seq_len=64)
 
 
 @pytest.fixture(autouse=True, params=["segments", "blocks"])
@@ -184,12 +182,14 @@ CASES = {
 }
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("case", CASES)
 def test_four_ranks_compute_what_one_does(case, method):
     assert error(CASES[case], 4, METHODS[method]) < 1e-13
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("cut", ["head_tail", "contiguous"])
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("kind", ["all_gather", "ring", "halo"])
@@ -198,6 +198,7 @@ def test_other_numbers_of_ranks_compute_what_one_does(mask, kind, ranks, cut):
     assert error(Case(mask, "alike"), ranks, Method(kind), cut) < 1e-13
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("method", [*METHODS, "all_gather, halo for documents"])
 @pytest.mark.parametrize("mask", ["documents", "full documents", "windows by position"])
 def test_rows_that_are_cut_by_their_documents_compute_what_one_process_does(mask, method):

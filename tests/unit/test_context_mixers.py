@@ -99,6 +99,7 @@ def errors(model: nn.Module, ranks: int) -> dict[str, float]:
     return {kind: max(rehearse(small, of_small, batch).values()) for kind, batch in rehearsed(small).items()}
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_mixers_are_found_and_computed_on_whole_rows(name, ranks):
@@ -109,6 +110,7 @@ def test_mixers_are_found_and_computed_on_whole_rows(name, ranks):
     assert {"plain", "packed"} <= set(found) and max(found.values()) < 1e-10, found
 
 
+@pytest.mark.first("llama-2")
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_mixers_of_families_share_their_heads_out_or_compute_whole_rows(name, ranks):
@@ -122,6 +124,7 @@ def test_mixers_of_families_share_their_heads_out_or_compute_whole_rows(name, ra
     assert max(error for kind, error in errors(model, ranks).items() if not kind.startswith("padded")) < 1e-6
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "default"])
 def test_tables_that_depend_on_the_farthest_position_are_computed_for_whole_rows(kind):
     """Ranks whose last token lies before the limit would take the table of short rows."""
@@ -153,6 +156,7 @@ def test_a_model_without_mixing_is_refused():
         plan(Alone(), Layout(dp_shard=1, cp=2))
 
 
+@pytest.mark.all
 @not_of_517
 def test_parts_of_whole_rows_on_tensor_ranks_are_refused():
     model = families.on_cpu(families.config_of("mamba2"))
@@ -197,6 +201,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(("fault", "family"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
 def test_a_broken_mixer_is_refused_by_the_rehearsal(monkeypatch, fault, family):
     if fault is heads_of_the_next_rank and TRANSFORMERS == (5, 17):

@@ -191,6 +191,7 @@ class RecomputesBlocks(Model):
         return self.head(x)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("method", ["all_gather", "ring", "halo", "auto"])
 @pytest.mark.parametrize(
     "build",

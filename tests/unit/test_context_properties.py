@@ -27,6 +27,8 @@ from meshwright.introspection.mixing.masks import (
     shorter_than,
 )
 
+pytestmark = pytest.mark.all
+
 ROWS = 3
 FEW = settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.generate], report_multiple_bugs=False)
 """Rows are short, so that examples need not be shrunk: the faults below fail often."""
@@ -106,6 +108,7 @@ def no_token_is_lost(given_batch: tuple[dict[str, Tensor], int], options: dict[s
     assert torch.equal(everywhere, torch.arange(length).expand_as(everywhere))
 
 
+@pytest.mark.fast
 @FEW
 @given(batches(), OPTIONS)
 def test_every_token_is_on_one_rank_in_its_order(given_batch, options):
@@ -216,6 +219,7 @@ def test_members_know_their_tokens_among_all(given_batch, options, count):
         assert members.sizes([7] * count) == [7 * (first <= rank < first + count) for rank in range(ranks)]
 
 
+@pytest.mark.fast
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
 def test_heads_are_shared_out_with_their_key_heads(ranks, own, groups):
     for heads_, key_heads in ((ranks * own * groups, ranks * groups), (ranks * own, 1), (ranks * own, ranks)):

@@ -25,6 +25,8 @@ from meshwright.data.tokenizers import FileTokenizer
 from meshwright.training.run.request import RUNS_CODE
 from meshwright.training.slurm import LaunchConfig
 
+pytestmark = pytest.mark.all
+
 pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors")
 
@@ -164,6 +166,7 @@ MUTANTS: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
+@pytest.mark.first("a_text_that_is_a_link-meshwright.data.scan._inside_source")
 @pytest.mark.parametrize(
     ("guards", "name", "said"), MUTANTS, ids=[f"{name}-{next(iter(guards))}" for guards, name, _ in MUTANTS]
 )
@@ -230,6 +233,7 @@ def test_a_checkpoint_that_is_read_by_itself_follows_no_link(place):
         load_model_tensors({}, checkpoint)
 
 
+@pytest.mark.fast
 def test_the_boxes_that_are_read_cover_a_tensor():
     whole = [((0, 2), (0, 3)), ((2, 4), (0, 1)), ((2, 4), (1, 3))]
     assert covers(whole, (4, 3)) and covers([()], ()) and covers([], (0, 3))
@@ -259,6 +263,7 @@ def test_a_page_shows_names_as_text(place):
     assert "<script>alert" not in page and "<img src=x" not in page
 
 
+@pytest.mark.fast
 def test_every_door_that_imports_by_name_is_known():
     """A new one needs its key in ``training.trust``, or its name from the command line."""
     house = Path(meshwright.__file__).parent
@@ -331,6 +336,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.first("local._not_from_the_current_folder = nullcontext")
 @pytest.mark.parametrize("guard", ["", "local._not_from_the_current_folder = nullcontext"])
 def test_processes_import_nothing_from_the_current_folder(guard, tmp_path):
     (tmp_path / "here").mkdir()

@@ -248,6 +248,7 @@ def let_go(folder: Path, *processes: subprocess.Popen) -> list[list[str]]:
     return [process.communicate(timeout=30)[0].splitlines() for process in processes]
 
 
+@pytest.mark.first("no locks")
 @pytest.mark.parametrize("mode", ["", "no locks"])
 def test_three_processes_at_once_get_one_whole_corpus(texts, tmp_path, mode):
     folder = tmp_path / "cache"
@@ -282,6 +283,7 @@ def test_who_waits_for_another_says_so_and_for_which_file(texts, tmp_path):
     assert not other.is_alive() and any("made anew" in line for line in said)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("mode", ["kill", "kill late"])
 def test_a_build_that_was_killed_is_not_taken_for_a_corpus_and_holds_nobody_up(texts, tmp_path, mode):
     folder = tmp_path / "cache"

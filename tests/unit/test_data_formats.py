@@ -81,6 +81,7 @@ def texts(split) -> list[str]:
     return [ByteTokenizer().decode(split.tokens[begin : end - 1]) for begin, end in bounds]
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", WRITERS)
 def test_every_format_gives_the_same_documents(tmp_path, name):
     path = WRITERS[name](tmp_path / name)
@@ -203,6 +204,7 @@ def not_parquet(root: Path) -> str:
     return str(root / "a.parquet")
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("write", "words"),
     [

@@ -83,6 +83,7 @@ def family_of(folder: Path) -> str:
     )
 
 
+@pytest.mark.first("gemma3")
 def test_each_row_has_the_processors_own_ids_and_pixels(model, data):
     split, pixels = opened(data, model, conversations())
     for index, row in enumerate(conversations()):
@@ -100,6 +101,7 @@ def test_each_row_has_the_processors_own_ids_and_pixels(model, data):
             assert not batch[key][0, len(ids) :].any()
 
 
+@pytest.mark.first("gemma3")
 def test_only_answers_are_learnt_and_never_an_image(model, data):
     split, pixels = opened(data, model, conversations())
     answers = [" it is red", " green", " it is red blue", " white"]  # a token joins the space before an answer
@@ -112,6 +114,7 @@ def test_only_answers_are_learnt_and_never_an_image(model, data):
         assert (batch["tokens"][0, 1:][batch["labels"][0, :-1] != -100] == learnt).all()
 
 
+@pytest.mark.first("gemma3")
 def test_a_batch_is_its_rows_one_after_the_other(model, data):
     split, pixels = opened(data, model, conversations())
     batch = pixels(split.rows(np.arange(4), SEQ))
@@ -130,6 +133,7 @@ def test_a_batch_is_its_rows_one_after_the_other(model, data):
             assert np.array_equal(batch[key], np.concatenate(rows)), key
 
 
+@pytest.mark.first("gemma3")
 def test_every_rank_gets_its_rows_of_the_same_global_batch(model, data):
     split, pixels = opened(data, model, conversations())
 
@@ -221,6 +225,7 @@ FORMS = {
 }
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_a_record_is_the_same_row(llava, data, form):
     (row, _), (first, _) = (opened(data, llava, [FORMS[name]]) for name in (form, "OpenAI's parts"))
@@ -292,6 +297,7 @@ def test_a_photograph_that_lies_on_its_side_is_stood_up(tmp_path, kind):
     assert np.array_equal(batch["pixel_values"], wanted["pixel_values"].numpy())
 
 
+@pytest.mark.all
 def test_a_long_conversation_is_never_cut_within_an_image(llava, data):
     split, pixels = opened(data, llava, conversations()[1:3], too_long="truncate")
     whole = [split.rows(np.array([index]), SEQ) for index in (0, 1)]
@@ -418,6 +424,7 @@ REFUSALS = {
 }
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("what", REFUSALS)
 def test_what_is_wrong_with_a_row_is_said_with_file_and_row(llava, data, what):
     (data.parent / "secret.png").write_bytes((data / picture("wide.png")).read_bytes())
@@ -435,6 +442,7 @@ def test_a_token_of_images_in_a_text_is_refused(tmp_path, data):
         opened(data, folder, [asks(picture("small.png"), about="<image_soft_token>")])
 
 
+@pytest.mark.all
 def test_other_models_and_tasks_refuse_images(llava, data, tmp_path):
     text, blind = tmp_path / "text_model", model_folder("llava", tmp_path / "blind")
     text.mkdir()
@@ -462,6 +470,7 @@ def test_without_a_template_there_is_no_conversation(tmp_path, data):
         opened(data, folder, conversations())
 
 
+@pytest.mark.all
 def test_another_tokenizer_than_the_processors_is_refused(tmp_path, llava, data):
     other = model_folder("qwen2_5_vl", tmp_path / "other")
     source = write_rows(data / "rows.jsonl", conversations())
@@ -469,6 +478,7 @@ def test_another_tokenizer_than_the_processors_is_refused(tmp_path, llava, data)
         prepare(str(source), FileTokenizer(other), cache_dir=tmp_path / "cache", vision=vision_of(str(llava)))
 
 
+@pytest.mark.all
 def test_without_pillow_the_extra_is_named(monkeypatch, llava, data):
     import sys
 
@@ -479,6 +489,7 @@ def test_without_pillow_the_extra_is_named(monkeypatch, llava, data):
         opened(data, llava, conversations())
 
 
+@pytest.mark.all
 def test_parquet_names_its_images_and_those_inside_it_are_refused(llava, data):
     pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     vision, cache = vision_of(str(llava)), data.parent / "cache"
@@ -495,6 +506,7 @@ def test_parquet_names_its_images_and_those_inside_it_are_refused(llava, data):
         prepare(str(data / "rows.parquet"), FileTokenizer(llava), cache_dir=cache, vision=vision)
 
 
+@pytest.mark.all
 def test_images_inside_a_saved_dataset_are_refused_and_not_left_out(llava, data):
     datasets = pytest.importorskip("datasets")
     messages = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "red"}]

@@ -30,6 +30,7 @@ def read(path: Path) -> list:
     return list(RECORD_FORMATS["json"].records(path))
 
 
+@pytest.mark.all
 @settings(deadline=None, max_examples=40)
 @given(
     records=st.lists(st.dictionaries(st.text(max_size=5), VALUES, max_size=4), max_size=6),

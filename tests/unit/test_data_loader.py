@@ -42,6 +42,7 @@ def global_batches(consumed: int, steps: int, batch: int, world: int, workers: i
     return rows, states.pop()
 
 
+@pytest.mark.all
 @settings(max_examples=40, deadline=None)
 @given(
     start=st.integers(0, 10**9),
@@ -180,6 +181,7 @@ def test_refusals_teach(change, words):
         Loader(SAMPLES, 8).seek(-1)
 
 
+@pytest.mark.all
 @settings(max_examples=60, deadline=None)
 @given(samples=st.integers(1, 150), rows=st.integers(1, 7), world=st.sampled_from([1, 2, 3, 4]))
 def test_validation_is_the_same_set_for_every_number_of_ranks(samples, rows, world):

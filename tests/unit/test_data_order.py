@@ -32,6 +32,7 @@ def test_one_index_alone_gives_what_it_gives_among_others(n, seed, indexes):
     assert all(0 <= order[index] < n and order.epoch(index) == index // n for index in indexes)
 
 
+@pytest.mark.all
 @settings(max_examples=50, deadline=None)
 @given(n=st.integers(50, 2000), seed=seeds, epoch=st.integers(0, 1000))
 def test_epochs_and_seeds_differ(n, seed, epoch):
@@ -45,6 +46,7 @@ def test_epochs_and_seeds_differ(n, seed, epoch):
         assert (here == other).sum() <= 12
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("n", [2, 3, 5, 16, 17, 40])
 def test_every_sample_comes_about_equally_often_at_every_place(n):
     epochs = 4000

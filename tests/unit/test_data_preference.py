@@ -54,6 +54,7 @@ def test_a_pair_is_two_rows_of_one_document_whose_prompt_is_not_learnt(tmp_path)
     assert rows["document_ids"][1].tolist() == [0] * 7 + [-1] * (SEQ - 7)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     "row",
     [
@@ -95,6 +96,7 @@ def test_a_pair_that_is_none_is_named_with_its_row(tmp_path, row, words):
     assert answers(kept.rows(np.arange(4), SEQ)) == ["good0", "bad0", "good1", "bad1"]
 
 
+@pytest.mark.first("row1-'chosen' must .*adds assistant, user, assistant")
 @pytest.mark.parametrize(
     ("row", "words"),
     [

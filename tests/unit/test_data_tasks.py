@@ -93,6 +93,7 @@ def test_alpaca_columns_become_its_prompt(tmp_path):
     assert text.count("### Input:") == 1 and text.count("Below is an instruction that describes a task") == 2
 
 
+@pytest.mark.all
 def test_the_assistants_turns_are_learnt_with_the_tokens_that_end_them(tmp_path, chat_folder):
     tokenizer = FileTokenizer(chat_folder)
     split = built(tmp_path, [{"messages": TALK}], tokenizer)

@@ -50,6 +50,7 @@ def test_a_decoder_on_a_real_device_begins_by_its_law(config):
     assert all(torch.equal(a, b) for a, b in zip(Decoder(config).parameters(), model.parameters(), strict=True))
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("size", SIZES)
 def test_sizes_have_the_published_number_of_parameters(size):
     with torch.device("meta"):

@@ -290,6 +290,7 @@ def told_with(folder: Path, **environment: str) -> dict:
     return json.loads(done.stdout)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("code", "words"),
     [
@@ -305,6 +306,7 @@ def test_a_torch_that_cannot_be_imported_is_a_sentence(code, words, tmp_path):
     assert "2 folders" in told["versions"]["torch, twice"]["text"]
 
 
+@pytest.mark.all
 def test_a_torch_whose_import_hangs_is_given_up(tmp_path):
     told = told_with(copy_of_torch(tmp_path, "2.13.0", "import time; time.sleep(600)"))
     assert "no answer within" in told["torch"]["import"]["text"] and told["seconds"] < 40
@@ -321,12 +323,14 @@ sys.modules["torch.distributed"] = distributed
 """
 
 
+@pytest.mark.all
 def test_a_torch_without_its_distributed_package_is_a_sentence(tmp_path):
     told = told_with(copy_of_torch(tmp_path, "2.13.0", NO_DISTRIBUTED))
     assert "was built without torch.distributed" in told["torch"]["distributed"]["text"]
     assert all("refused: this torch (2.13.0 in " in verdict for verdict in told["verdicts"].values())
 
 
+@pytest.mark.all
 def test_an_older_torch_is_a_sentence_for_the_doctor_and_for_whoever_imports(tmp_path):
     older = copy_of_torch(tmp_path, "2.9.1", NO_DISTRIBUTED)
     told = told_with(older)

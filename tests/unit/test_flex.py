@@ -93,6 +93,7 @@ def errors(attend: Callable[..., Tensor], ranks: int, kind: str = "auto") -> dic
     return {kind: max(rehearse(model, made, batch).values()) for kind, batch in rehearsed(model).items()}
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", EQUAL)
 def test_cut_rows_compute_what_one_process_does(name, ranks):
@@ -100,11 +101,13 @@ def test_cut_rows_compute_what_one_process_does(name, ranks):
     assert set(found) == {"plain", "packed", "without positions"} and max(found.values()) < 1e-12, found
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("kind", ["ring", "ulysses", "halo"])
 def test_documents_go_by_every_method(kind):
     assert max(errors(EQUAL["windows in documents"], 2, kind).values()) < 1e-12
 
 
+@pytest.mark.first("documents-packed")
 @pytest.mark.parametrize(
     ("of_flex", "of_sdpa"), [("causal", causal), ("documents", packed), ("windows in documents", windowed)]
 )
@@ -133,6 +136,7 @@ def of_transformers(window: int | None) -> torch.nn.Module:
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="flex_attention")
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("method", ["all_gather", "ring"])
 @pytest.mark.parametrize("window", [None, 5])
 def test_a_model_of_transformers_that_computes_by_flex_attention_is_intercepted(window, method):
@@ -151,6 +155,7 @@ def test_outside_nothing_is_changed():
         flex_attention(q, q, q)
 
 
+@pytest.mark.all
 def test_rules_of_masks_are_measured():
     rules = {name: str(measure_mixing(Model(attend)).callers[0].rule) for name, attend in EQUAL.items()}
     assert rules == {
@@ -212,6 +217,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_computed_is_refused(name):
     attend, words = REFUSED[name]

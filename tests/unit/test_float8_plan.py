@@ -158,6 +158,7 @@ def test_a_class_of_its_own_is_no_linear_layer():
     )
 
 
+@pytest.mark.all
 def test_parts_on_the_tensor_axis_must_divide_too():
     wide = replace(DENSE, dim=64, hidden_dim=96)
     assert len(converted(planned(wide, layout=Layout(dp_shard=1, tp=2)))) == 14
@@ -169,6 +170,7 @@ def test_parts_on_the_tensor_axis_must_divide_too():
         planned(DENSE, layout=Layout(dp_shard=1, tp=2))
 
 
+@pytest.mark.all
 def test_a_pipeline_stage_has_its_own():
     from meshwright.planning.pipeline.stages import plan_of_stage
 
@@ -228,6 +230,7 @@ def test_verify_refuses_what_it_cannot_see():
         refuse_unseen(seen)
 
 
+@pytest.mark.all
 def test_activations_of_a_plan_for_gpus_are_estimated_where_there_are_none():
     pytest.importorskip("torchao", reason="float8 is torchao's: make setup")
     made = planned(DENSE, "cuda", float8="tensorwise")

@@ -559,6 +559,7 @@ def made_by(text: str, model, check: bool = False) -> None:
         check_optimizer(optimizer, model.plan.optimizer)
 
 
+@pytest.mark.first("logging.memory_snapshot, by 'it'")
 @pytest.mark.parametrize(("names", "before", "after"), CALLS, ids=[", ".join(names) for names, *_ in CALLS])
 def test_advice_of_a_call_is_followed(names, before, after, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

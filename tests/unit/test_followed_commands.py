@@ -178,6 +178,7 @@ def folder(tmp_path_factory):
         yield made
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("words", "followed", "names", "stop"),
     COMMANDS,

@@ -16,6 +16,8 @@ from meshwright.models.decoder_config import SIZES, MoEConfig
 from meshwright.planning.build import plan as build_plan
 from meshwright.simulation.answer import Proposal
 
+pytestmark = pytest.mark.all
+
 MODEL = replace(SIZES["debug"], n_layers=4)
 BATCH = Batch(16, 64, 2)
 H100 = Cluster(8, gpu="h100")
@@ -85,6 +87,7 @@ def test_an_open_layout_gives_the_plan_that_foresee_chooses():
     assert chosen is not None and meshwright.plan(MODEL, Layout(), batch=BATCH, cluster=cluster) == chosen.plan
 
 
+@pytest.mark.fast
 def test_attributes_are_the_documented_figures(searched):
     chosen = searched.chosen
     documented = re.findall(r"`(\w+)`", PAGE.read_text().partition("Keys of the JSON: ")[2].partition("\n\n")[0])
@@ -125,6 +128,7 @@ def test_a_layout_that_does_not_fit_is_no_choice():
         foresee(SIZES["8B"], batch=Batch(64, 4096), cluster=Cluster(1, gpu="rtx4090"))
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("ask", "words"),
     [
@@ -156,6 +160,7 @@ def ask(**changes):
     return foresee(MODEL, **{"batch": BATCH, "cluster": H100, **changes})
 
 
+@pytest.mark.fast
 def test_clusters_without_a_card_are_planned_as_before():
     assert [(field.name, field.default) for field in fields(Cluster)][:2] == [("world", 1), ("ranks_per_node", 0)]
     assert Cluster(4).device == "cpu" and Cluster(4, gpu="a100").device == "cuda"
@@ -174,6 +179,7 @@ def test_uneven_experts_and_slow_ranks_make_a_step_longer():
     assert slow.step_s == pytest.approx(1.5 * even.step_s) and slow.mem_gb == even.mem_gb
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("given", [{"imbalance": 0.9}, {"straggler": float("nan")}])
 def test_nothing_is_faster_than_the_mean(given):
     with pytest.raises(ConfigError, match="is 1 or more"):

@@ -147,6 +147,7 @@ def every_candidate(base: Job):
                             yield replace(base, layout=layout, microbatch=rows, execution=changed)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("gpu", ["h100", "rtx4090"])
 def test_a_search_finds_what_enumeration_finds(gpu):
     base = replace(job(8), machines=machines(gpu, 8))
@@ -192,6 +193,7 @@ def published(foreseen):
     return foreseen("published.csv")
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("kind", "median", "ninetieth"),
     [("dense, one node", 0.05, 0.14), ("dense, many nodes", 0.075, 0.19), ("mixture", 0.09, 0.24)],
@@ -203,6 +205,7 @@ def test_steps_that_others_measured_are_foreseen(published, kind, median, nineti
     assert errors[int(0.9 * len(errors))] <= ninetieth
 
 
+@pytest.mark.all
 def test_memory_that_others_measured_is_foreseen(published):
     errors = [abs(one.memory_error) for one in published if one.row["mem_per_gpu"]]
     assert len(errors) > 50 and statistics.median(errors) <= 0.03
@@ -219,6 +222,7 @@ def test_what_systems_hold_in_memory_is_foreseen_by_what_they_do(foreseen, sourc
     assert len(errors) > 10 and statistics.median(errors) <= median and max(errors) <= most
 
 
+@pytest.mark.all
 def test_descriptions_of_published_mixtures_look_at_no_measured_figure(published):
     rows = importlib.import_module("published.rows")
     blank = dict.fromkeys(("tok_s_gpu", "tok_s_total", "tflops_gpu", "mfu_pct", "hfu_pct", "step_s", "mem_per_gpu"), "")
@@ -228,6 +232,7 @@ def test_descriptions_of_published_mixtures_look_at_no_measured_figure(published
         assert rows.job_of({**one.row, **blank}).execution == one.job.execution
 
 
+@pytest.mark.all
 def test_a_group_held_out_is_scored_by_what_the_others_were_fitted_to(published):
     fit = importlib.import_module("published.fit")  # on the path while rows are
     some = [one for one in published if one.row["source"].startswith("InternEvo") and one.measured_s][:5]
@@ -241,6 +246,7 @@ def test_a_group_held_out_is_scored_by_what_the_others_were_fitted_to(published)
     assert all(one < -0.1 for one in errors["a"]) and all(one > 0.1 for one in errors["b"])  # by each other's fits
 
 
+@pytest.mark.all
 def test_plan_answers_which_layout_with_stable_keys(tmp_path, capsys):
     (tmp_path / "c.toml").write_text(CONFIG)
     assert main(["plan", str(tmp_path / "c.toml"), "--gpus", "8", "--gpu", "h100", "--pin", "tp=1", "--json"]) == 0
@@ -251,6 +257,7 @@ def test_plan_answers_which_layout_with_stable_keys(tmp_path, capsys):
     assert sum(chosen["step_parts_s"].values()) == pytest.approx(chosen["step_s"])
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("kind", ["adamw", "muon", "sgd"])
 def test_the_config_that_plan_prints_is_one(tmp_path, capsys, kind):
     (tmp_path / "c.toml").write_text(CONFIG)
@@ -261,6 +268,7 @@ def test_the_config_that_plan_prints_is_one(tmp_path, capsys, kind):
     assert config.optimizer.kind == kind and config.layout.world == 8
 
 
+@pytest.mark.all
 def test_plan_judges_a_layout_that_is_given_and_refuses_what_fits_nowhere(tmp_path, capsys):
     (tmp_path / "c.toml").write_text(CONFIG)
     given = ["plan", str(tmp_path / "c.toml"), "--gpus", "8", "--layout.dp_replicate", "8", "--layout.dp_shard", "1"]
@@ -276,6 +284,7 @@ def test_plan_judges_a_layout_that_is_given_and_refuses_what_fits_nowhere(tmp_pa
     assert "states one" in capsys.readouterr().err
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("count", "pins"), [(37, ()), (38, ("tp=1", "pp=1")), (11, ("pp=3",)), (13, ("cp=16",)), (5, ()), (9, ())]
 )
@@ -308,6 +317,7 @@ def test_counts_that_rules_refuse_are_passed_over():
     assert nearest_counts(33, works)[0] == 16
 
 
+@pytest.mark.first("flags5-Start 8 processes")
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

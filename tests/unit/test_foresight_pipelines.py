@@ -173,6 +173,7 @@ def ask(capsys, *words: str) -> dict:
     return json.loads(capsys.readouterr().out)["candidates"][0]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zbv_zero_bubble"])
 def test_a_layout_that_was_found_is_judged_as_it_was_found(tmp_path, capsys, schedule):
     config = tmp_path / "c.toml"
@@ -200,6 +201,7 @@ def test_a_search_tries_zero_bubbles_where_the_rules_allow_them():
         Pin.parse("schedule=fast")
 
 
+@pytest.mark.all
 def test_a_schedule_of_ones_own_is_judged_as_the_known_one_with_its_order(tmp_path, capsys):
     config, table = tmp_path / "c.toml", tmp_path / "order.csv"
     config.write_text(CONFIG)

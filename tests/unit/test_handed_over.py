@@ -31,6 +31,7 @@ def test_every_field_of_training_arguments_has_a_decision():
     assert set(TRAINING_ARGUMENTS) - ARGUMENTS - NOT_YET == set()
 
 
+@pytest.mark.all
 def test_every_field_of_sft_config_has_a_decision():
     trl = pytest.importorskip("trl")
     names = {field.name for field in fields(trl.SFTConfig)}

@@ -29,6 +29,7 @@ def keys_in(text: str) -> list[str]:
     return [flag or of_table for flag, of_table in found]
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("verb", cli.VERBS)
 def test_every_verb_begins_with_its_usage_and_says_what_it_does(verb, capsys):
     for flag in ("--help", "-h"):

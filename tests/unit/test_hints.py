@@ -41,6 +41,7 @@ def test_the_residual_stream_is_named_or_counted(residual):
     assert other.measurements.structure(1).structure.kinds[0].hidden == 0
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("layout", [TP, Layout(dp_shard=1, pp=2)], ids=str)
 def test_without_hints_both_models_are_refused(layout):
     with pytest.raises(ConfigError, match=r"none was found in Unrolled: .* hints=meshwright\.Hints\(blocks="):

@@ -6,6 +6,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import grimp
@@ -24,6 +25,11 @@ FILES = {path.relative_to(HOUSE).as_posix(): path for path in sorted(HOUSE.rglob
 LONGEST = 600
 LONGEST_FUNCTION = 80
 """Lines, without the docstring."""
+
+
+@cache
+def parsed(code: str) -> ast.Module:
+    return ast.parse(code)
 
 
 def reached(tree: ast.AST, package: str = "") -> Iterator[str]:
@@ -47,7 +53,7 @@ def reached(tree: ast.AST, package: str = "") -> Iterator[str]:
 
 def names_in(place: str) -> set[str]:
     package = ".".join(["meshwright", *Path(place).parts[:-1]])
-    return set(reached(ast.parse(FILES[place].read_text(encoding="utf-8")), package))
+    return set(reached(parsed(FILES[place].read_text(encoding="utf-8")), package))
 
 
 def is_under(name: str, module: str) -> bool:
@@ -58,7 +64,7 @@ def techniques() -> list[str]:
     """The files that order imports and that have an ``apply`` of their own."""
     ordered = names_in("distributed/order.py")
     found = (place for place in FILES if "meshwright." + place.removesuffix(".py").replace("/", ".") in ordered)
-    bodies = {place: ast.parse(FILES[place].read_text(encoding="utf-8")).body for place in found}
+    bodies = {place: parsed(FILES[place].read_text(encoding="utf-8")).body for place in found}
     return [
         place
         for place, body in bodies.items()
@@ -100,7 +106,7 @@ def test_no_room_grows_beyond_its_budget():
     spent: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
     for place, path in FILES.items():
         text = path.read_text(encoding="utf-8")
-        nodes = list(ast.walk(ast.parse(text)))
+        nodes = list(ast.walk(parsed(text)))
         named = [n.id if isinstance(n, ast.Name) else n.attr for n in nodes if isinstance(n, ast.Name | ast.Attribute)]
         private = [n.name for n in nodes if isinstance(n, ast.FunctionDef) and re.match("_[^_]", n.name)]
         once = sum(named.count(name) == 1 for name in private)
@@ -118,7 +124,7 @@ def test_no_file_outgrows_its_reader():
 def test_functions_are_short():
     lengths = {}
     for place, path in FILES.items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 said = node.body[0] if ast.get_docstring(node) else None
                 lengths[f"{place}:{node.name}"] = (
@@ -130,7 +136,7 @@ def test_functions_are_short():
 def test_a_class_name_stands_once_in_a_room():
     homes = defaultdict(list)
     for place, path in FILES.items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 homes[Path(place).parent.as_posix(), node.name].append(place)
     assert {name: places for name, places in homes.items() if len(places) > 1} == {}
@@ -220,12 +226,12 @@ def test_techniques_do_not_know_each_other():
     ],
 )
 def test_every_way_to_import_is_seen(code, name):
-    assert name in set(reached(ast.parse(code), "house.floor"))
+    assert name in set(reached(parsed(code), "house.floor"))
 
 
 def test_imports_for_annotations_are_not_seen():
     code = "if TYPE_CHECKING:\n    from torch.distributed import DeviceMesh\nelse:\n    import json"
-    assert set(reached(ast.parse(code))) == {"json"}
+    assert set(reached(parsed(code))) == {"json"}
 
 
 DEVICES = "core/devices.py"
@@ -234,7 +240,7 @@ DEVICES = "core/devices.py"
 
 def words_of_cuda(code: str) -> Iterator[str]:
     """Where code says the lower-case word: names, attributes, keywords, strings (docstrings excepted)."""
-    tree = ast.parse(code)
+    tree = parsed(code)
     loose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         said = {
@@ -252,7 +258,7 @@ def words_of_cuda(code: str) -> Iterator[str]:
 
 def asks_a_tensor_for_cuda(code: str) -> Iterator[str]:
     """Uses of tensors' and modules' own ways to CUDA, which no other accelerator has."""
-    nodes = list(ast.walk(ast.parse(code)))
+    nodes = list(ast.walk(parsed(code)))
     calls = [node.func for node in nodes if isinstance(node, ast.Call)]
     for node in nodes:
         if isinstance(node, ast.Attribute) and (node.attr == "is_cuda" or (node.attr == "cuda" and node in calls)):
@@ -323,7 +329,7 @@ def own_names() -> set[str]:
     """Names that the package gives to anything of its own."""
     found = set()
     for path in FILES.values():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 found.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -345,7 +351,7 @@ def private_uses(code: str, own: set[str]) -> Iterator[str]:
     def is_private(name: str) -> bool:
         return name.startswith("_") and not name.startswith("__") and name not in REGISTRIES | OF_PYTHON
 
-    for node in ast.walk(ast.parse(code)):
+    for node in ast.walk(parsed(code)):
         if (
             isinstance(node, ast.ImportFrom)
             and node.module
@@ -387,7 +393,7 @@ def test_what_others_keep_private_is_reached_in_one_file_for_each_library():
 def words_of(code: str) -> set[str]:
     """Names that code imports, reads, defines or writes as a string; of a path also its last part."""
     found = set()
-    for node in ast.walk(ast.parse(code)):
+    for node in ast.walk(parsed(code)):
         names = {
             ast.alias: "name",
             ast.Attribute: "attr",

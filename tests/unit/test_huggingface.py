@@ -45,6 +45,7 @@ def folder(plain, tmp_path) -> Path:
     return shutil.copytree(plain, tmp_path / "model")
 
 
+@pytest.mark.all
 def test_a_folder_its_file_and_its_config_are_the_same_model(plain):
     of_folder, of_file = read_causal_lm(plain), read_causal_lm(plain / "config.json")
     assert (
@@ -53,6 +54,7 @@ def test_a_folder_its_file_and_its_config_are_the_same_model(plain):
     assert all(p.is_meta for p in as_module(of_folder.config).parameters())
 
 
+@pytest.mark.all
 def test_what_a_model_is_does_not_change_with_the_version_that_reads_it(plain):
     said = json.loads((plain / "config.json").read_text())
     assert (
@@ -70,6 +72,7 @@ def test_sizes_are_found_in_the_part_of_a_config_that_is_about_text():
     assert (facts.vocab_size, facts.max_seq_len) == (96, 64)
 
 
+@pytest.mark.all
 def test_parameters_are_float32_whatever_the_config_stores(folder):
     said = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(said | {"dtype": "bfloat16"}))
@@ -77,6 +80,7 @@ def test_parameters_are_float32_whatever_the_config_stores(folder):
     assert {p.dtype for p in as_module(read_causal_lm(folder, dtype="bfloat16")).parameters()} == {torch.bfloat16}
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("changes", "error", "says"),
     [
@@ -97,6 +101,7 @@ def test_configs_that_are_none(folder, changes, error, says):
     assert says in str(caught.value)
 
 
+@pytest.mark.first("[1]-holds a list, and an object with keys was expected")
 @pytest.mark.parametrize(
     ("text", "says"), [("{", "is no JSON"), ("[1]", "holds a list, and an object with keys was expected")]
 )
@@ -106,6 +111,7 @@ def test_files_that_are_no_config(folder, text, says):
         read_causal_lm(folder)
 
 
+@pytest.mark.all
 def test_names_that_are_no_files_are_refused_without_a_network(folder, monkeypatch):
     monkeypatch.setattr("socket.socket.connect", lambda *args: pytest.fail("went to the network"))
     with pytest.raises(
@@ -119,12 +125,14 @@ def test_names_that_are_no_files_are_refused_without_a_network(folder, monkeypat
         read_causal_lm(folder)
 
 
+@pytest.mark.all
 def test_without_transformers_the_extra_is_named(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(MissingExtraError, match=r"pip install .*transformers"):
         read_causal_lm(folder)
 
 
+@pytest.mark.all
 def test_a_config_without_a_causal_language_model_is_refused():
     from transformers import CLIPConfig
 
@@ -132,6 +140,7 @@ def test_a_config_without_a_causal_language_model_is_refused():
         as_module(CLIPConfig())
 
 
+@pytest.mark.all
 def test_no_family_is_known_by_name():
     """Everything is done by facts: no string and no name in the code is a model type or a class of transformers."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as families
@@ -146,6 +155,7 @@ def test_no_family_is_known_by_name():
 # --- construction
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("family", OWN)
 def test_tables_and_forward_are_those_of_a_model_built_on_the_cpu(family):
     config = config_of(family)
@@ -216,6 +226,7 @@ def test_what_only_a_constructor_knows_is_taken_from_it(kind):
     assert all(torch.equal(made.get_buffer(name), value) for name, value in wanted.named_buffers())
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("family", [*OWN, *MORE])
 def test_a_family_begins_as_transformers_makes_it(family):
     """To the last bit, under the same seed; buffers too, and what no state dict holds."""
@@ -241,6 +252,7 @@ def loaded(folder: Path, config=None) -> nn.Module:
     return parallelize(config or read_causal_lm(folder), ONE, weights=pretrained(folder)).parts[0].eval()
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("family", OWN)
 def test_what_transformers_saves_is_loaded(family, tmp_path):
     """Renamed keys, experts stored one by one, ties that the file leaves out."""
@@ -264,6 +276,7 @@ def rewritten(folder: Path, change) -> None:
     save_file(change(load_file(folder / SINGLE)), folder / SINGLE, {"format": "pt"})
 
 
+@pytest.mark.all
 def test_files_of_the_base_model_alone_and_old_tables_are_understood(folder):
     """The head's own weight stays; a rotary table of each layer, as older files hold them, is left to the model."""
     table = {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
@@ -311,6 +324,7 @@ def _without(*names):
     return lambda tensors: {name: value for name, value in tensors.items() if name not in names}
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -344,6 +358,7 @@ def _cut(path: Path, size: int) -> None:
     path.write_bytes(path.read_bytes()[:size])
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
@@ -379,6 +394,7 @@ def test_an_index_must_be_true(tmp_path):
         TensorFiles(tmp_path)
 
 
+@pytest.mark.all
 def test_pickled_weights_are_not_taken_for_none(folder):
     (folder / SINGLE).rename(folder / "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"has weights in pytorch_model\.bin.*pickled weights are not read"):
@@ -402,6 +418,7 @@ def test_a_conversion_that_slices_cannot_do_is_refused(tmp_path, monkeypatch):
         loaded(tmp_path)
 
 
+@pytest.mark.all
 def test_weights_are_not_written_over_a_model_that_has_some(folder):
     with pytest.raises(ConfigError, match="the model has weights"):
         parallelize(on_cpu(config_of("llama")), ONE, weights=pretrained(folder))
@@ -411,6 +428,7 @@ def test_experts_in_float64_are_computed_one_by_one():
     assert CausalLM(config_of("qwen3_moe"), "float64")().config._experts_implementation == "eager"
 
 
+@pytest.mark.all
 def test_weights_that_are_not_all_are_refused(folder):
     with pytest.raises(
         ConfigError, match=r"weights= wrote no model\.embed_tokens\.weight, .* \(21 parameters in all\)"

@@ -23,6 +23,7 @@ def images_of(family):
     return FACTS[family][1]
 
 
+@pytest.mark.first("qwen2_5_vl")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_config_and_its_folder_build_the_class_of_images_and_text(family, tmp_path):
     images_of(family)
@@ -139,6 +140,7 @@ class NormedOverImages(nn.Module):
         return self.inner(self.norm(x.transpose(1, 2)).transpose(1, 2))
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("is_normed", [False, True])
 def test_images_that_depend_on_those_of_other_rows_are_seen(is_normed):
     model = plain("llava")
@@ -147,6 +149,7 @@ def test_images_that_depend_on_those_of_other_rows_are_seen(is_normed):
     assert bool(play(model).mixes_rows) is is_normed
 
 
+@pytest.mark.all
 def test_a_large_model_is_cut_as_its_small_copy_with_images_is():
     """The sizes of LLaVA-1.5 7B: all 24 blocks of its tower lie on the first stage, before its 32 language blocks."""
     import transformers

@@ -15,6 +15,8 @@ from meshwright.models.decoder_config import SIZES
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
 
+pytestmark = pytest.mark.all
+
 FAMILIES = {
     "llama": {
         "hidden_size": 4096,
@@ -57,6 +59,7 @@ def test_our_sizes(size, ranks):
     assert found["feed_forward.w_down.weight"] == [(c.hidden_dim, c.hidden_dim)]
 
 
+@pytest.mark.first("phi3-2-self_attn.qkv_proj.weight-parts3")
 @pytest.mark.parametrize(
     ("family", "ranks", "name", "parts"),
     [
@@ -99,6 +102,7 @@ class Wide(nn.Module):
         return x
 
 
+@pytest.mark.fast
 def test_a_large_model_without_a_config_is_refused():
     facts = model_facts(as_module(Wide))
     with pytest.raises(
@@ -133,6 +137,7 @@ def test_what_would_take_minutes_to_measure_is_refused_with_the_layer_that_takes
         facts.measurements.structure(2)
 
 
+@pytest.mark.fast
 def test_blocks_that_hand_on_several_streams_are_refused_before_they_are_measured():
     from transformers import AutoConfig
 

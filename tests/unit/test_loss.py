@@ -148,6 +148,7 @@ def test_a_shared_vocabulary_gives_what_a_whole_one_gives(name):
     assert found[0][1].dtype == case.dtype
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", CASES)
 def test_a_head_in_chunks_gives_what_whole_logits_give(name):
     case = CASES[name]

@@ -174,6 +174,7 @@ def test_several_devices_need_messages():
     assert measured_machines(made_up(1), 1).gpus == 1
 
 
+@pytest.mark.all
 def test_plan_forecasts_with_a_profile(tmp_path, capsys):
     path = tmp_path / "machine.json"
     path.write_text(to_json(made_up()))
@@ -226,10 +227,12 @@ def check_whole(profile: MachineProfile, ranks: int) -> None:
     assert min(figures) > 0
 
 
+@pytest.mark.all
 def test_one_process_measures_everything():
     check_whole(measure(SHORTEST), 1)
 
 
+@pytest.mark.all
 def test_two_ranks_measure_their_messages_too():
     check_whole(measure_here(2, SHORTEST), 2)
 
@@ -248,6 +251,7 @@ def test_more_ranks_than_a_host_starts_are_refused(tmp_path, capsys, monkeypatch
     assert "a launcher has started 2 ranks already" in capsys.readouterr().err
 
 
+@pytest.mark.all
 def test_the_profile_that_comes_along_forecasts(capsys):
     flags = ["--model.size=debug", "--data.seq_len=32", "--batch.global_batch=8", "--layout.dp_shard=4", "--json"]
     assert cli.main(["plan", "--gpus", "4", "--profile", "xeon-2-cores", *flags]) == 0

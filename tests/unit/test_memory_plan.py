@@ -29,6 +29,7 @@ def size(model: DecoderConfig = MODEL) -> int:
     return sum(p.numel for p in model_facts(as_module(model)).parameters)
 
 
+@pytest.mark.all
 def test_stages_keep_what_the_paper_says():
     """fp32 and AdamW: 16 bytes for each of P elements, of which a stage shards 0, 8 (with the weights at rest 12), 12
     (16) or 16.
@@ -63,6 +64,7 @@ def test_gradients_in_bf16_accumulate_in_the_dtype_of_their_reduction():
     assert several.gradients_at_peak > 4 * size() > one.gradients_at_peak
 
 
+@pytest.mark.all
 def test_the_figures_of_a_pipeline_are_those_of_its_largest_stage():
     uneven = made(Layout(pp=2, dp_shard=2), pipeline_cuts=(3,))
     blocks = [unit.elements for unit in uneven.units if unit.name]
@@ -93,6 +95,7 @@ def test_offloading_is_said():
     assert "at rest in host memory" in table(offloaded, Batch(8, 8, 2))
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(("state", "of_each"), [("8bit", 1 + 4 / 256), ("4bit", 0.5 + 4 / 128)])
 def test_moments_in_few_bits_take_a_byte_or_half_of_one_and_their_scales(state, of_each):
     """Of parameters that are large enough on a rank; others keep 8 bytes an element in fp32."""

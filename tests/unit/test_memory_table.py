@@ -13,7 +13,6 @@ from meshwright.training.memory import MemoryShares, is_out_of_memory, memory_ta
 MODEL = DecoderConfig(256, 64, 4, 4, 2, 128, 64)
 MIB = 1 << 20
 SHARDED = plan(MODEL, Layout(dp_shard=4))
-GATHERED = plan(MODEL, Layout(dp_shard=4), techniques={"zero_stage": 1})
 REPLICATED = plan(MODEL, Layout(dp_replicate=4, dp_shard=1))
 
 

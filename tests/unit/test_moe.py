@@ -76,6 +76,7 @@ ROUTINGS = st.lists(st.lists(st.integers(0, EXPERTS), min_size=2, max_size=2), m
 """Experts of each token; EXPERTS stands for nowhere."""
 
 
+@pytest.mark.all
 @settings(max_examples=60, deadline=None)
 @given(ROUTINGS)
 def test_stacked_experts_give_what_a_loop_gives_and_the_same_gradients(routing):
@@ -328,6 +329,7 @@ def test_dense_layers_must_leave_some():
 SPARSE = ["gpt_oss", "mixtral", "qwen3_moe", *families.SPARSE]
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", SPARSE)
 def test_stacks_are_found_in_a_family_and_compute_alone(name):
     facts = model_facts(as_module(CausalLM(families.config_of(name))))
@@ -439,6 +441,7 @@ CASES = {
 }
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", CASES)
 def test_what_cannot_be_shared_out_is_refused(name):
     model, layout, techniques, kind, words = CASES[name]
@@ -479,6 +482,7 @@ def test_where_the_loss_of_a_familys_own_routers_would_be_another_it_is_refused(
         plan(CausalLM(BALANCED()), layout, reduction=reduction)
 
 
+@pytest.mark.all
 def test_a_plan_says_that_experts_are_not_tensor_sharded_and_what_would_share_them_out():
     made = plan(replace(CONFIG, moe=SOFTMAX), Layout(dp_shard=1, tp=2))
     (said,) = [note for note in made.notes if "experts" in note]

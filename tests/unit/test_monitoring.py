@@ -432,6 +432,7 @@ def test_the_closing_report_says_what_came_of_it_and_where_everything_is():
     assert "\x1b" not in text
 
 
+@pytest.mark.all
 def test_behind_the_demo_stands_what_the_model_wrote_before_and_what_to_try():
     report = ClosingReport(Path("r"), step=1, total_steps=1, loss=1.0, sample="The cow", untrained="The x").text()
     assert report.endswith("\n\nsample before training\n  The x\n\nsample after training\n  The cow")

@@ -58,6 +58,7 @@ def test_those_of_our_decoder():
     assert hidden == of_attention | of_experts
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("asked", "words"),
     [

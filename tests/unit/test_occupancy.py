@@ -95,6 +95,7 @@ def ended(tmp_path):
     return tmp_path
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("flags", [[], ["--process.count=2"], ["--steps=3"], ["--optimizer.lr=0.5"]])
 def test_a_complete_run_says_so_before_torch_is_imported_or_a_process_started(ended, flags):
     words = [sys.executable, "-c", ENDED, str(ended), *flags]

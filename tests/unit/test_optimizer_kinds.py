@@ -67,6 +67,7 @@ def test_the_update_of_an_element_depends_on_others_where_the_row_says_so(word):
     assert (kind_of(word).sums_parts or kind_of(word).by_role) != torch.equal(whole[:2], half)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("word", KINDS)
 def test_memory_is_that_of_the_row(word):
     facts = model_facts(as_module(MODEL))
@@ -100,6 +101,7 @@ def test_values_that_an_optimizer_does_not_read_are_refused():
         )
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     "asked", [{"optimizer_state": "8bit"}, {"stochastic_rounding": True, "precision": {"master": "bfloat16"}}], ids=str
 )

@@ -51,12 +51,14 @@ def said(notes: list[str]) -> list[str]:
     return [note for note in notes if "cannot spell" not in note and "in a form of its own" not in note]
 
 
+@pytest.mark.first
 def test_a_text_has_the_ids_of_the_own_call_and_one_end(way, tmp_path):
     texts = ["Two and two? é\U0001f642", " Four,  I say\n", "brief <think> user"]
     found, _, notes = documents(tmp_path, way, [{"text": text} for text in texts])
     assert found == [ended(own(way), own(way)(text)["input_ids"]) for text in texts] and said(notes) == []
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("task", ["completion", "alpaca", "preference"])
 def test_a_prompt_and_its_answer_have_the_ids_of_the_own_call_of_both(way, tmp_path, task):
     prompt, answers = "Two and two?", [" Four, I say"]
@@ -77,6 +79,7 @@ def test_a_prompt_and_its_answer_have_the_ids_of_the_own_call_of_both(way, tmp_p
         assert ids[: len(asked)] != asked or mask.index(True) == len(asked), "what does not merge is the prompt's"
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("tools", [None, TOOLS])
 def test_a_conversation_has_the_ids_and_the_mask_of_its_chat_template(way, tmp_path, tools):
     row = {"messages": TALK} | ({"tools": tools} if tools else {})

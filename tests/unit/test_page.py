@@ -223,6 +223,7 @@ def test_many_sources_and_events_are_counted_and_not_drawn(tmp_path):
     assert "losses of 28 more sources" in text and "200 earlier ones" in text
 
 
+@pytest.mark.all
 def test_a_long_run_is_thinned_without_losing_its_peaks(tmp_path):
     with (tmp_path / "metrics.jsonl").open("w") as file:
         for step in range(1, 50_001):
@@ -289,6 +290,7 @@ def browse(path: Path, folder: Path, *flags) -> tuple[str, list[str]]:
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 
+@pytest.mark.all
 @pytest.mark.skipif(BROWSER is None, reason=WHY_NOT)
 def test_a_browser_draws_every_curve_and_tells_values_without_an_error(run, tmp_path):
     text = page(run, Config.from_toml(run / "config.toml"))

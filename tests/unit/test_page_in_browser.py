@@ -120,6 +120,7 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     return found
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", ["ended", "live", "compared", "by seconds"])
 def test_a_page_fits_its_window_and_breaks_no_word(browser, pages, name, width):
@@ -148,6 +149,7 @@ EVIL_RANGES = [
 ]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("form", ["plain", "count", "bytes", "GB", "seconds", "percent", "steps"])
 def test_an_axis_holds_its_values_and_its_ticks_whatever_they_are(browser, pages, form):
     """Places of values and ticks lie on the axis, and the texts of ticks can be told apart."""
@@ -183,6 +185,7 @@ def test_a_name_of_the_legend_hides_its_curve_and_a_drag_shows_a_part(browser, p
     assert browser.value(ticks) == first and browser.console == []
 
 
+@pytest.mark.all
 def test_every_value_of_a_run_has_its_unit(browser, pages):
     browser.show(pages["ended"], 390)
     values = browser.value(JUDGE)["values"]
@@ -196,6 +199,7 @@ def test_a_live_page_is_read_again_and_an_ended_one_is_not(pages):
     assert refresh not in pages["ended"].read_text() and "complete, 40 steps" in pages["ended"].read_text()
 
 
+@pytest.mark.all
 def test_a_browser_reads_a_live_page_again_until_it_is_told_no_longer(browser, pages, tmp_path):
     live, ended = pages["live"].read_text(), pages["ended"].read_text()
     file = tmp_path / "page.html"
@@ -212,6 +216,7 @@ def test_a_browser_reads_a_live_page_again_until_it_is_told_no_longer(browser, p
     assert browser.value("document.querySelector('meta[http-equiv=refresh]')") is None
 
 
+@pytest.mark.all
 def test_judging_sees_what_it_is_there_for(browser, tmp_path):
     """Each fault that a page could have is put into a page of its own, and is seen."""
     long = "x" * 200

@@ -73,6 +73,7 @@ def every_cut(blocks: int, stages: int):
             yield [*cut, (rest, blocks)]
 
 
+@pytest.mark.all
 def test_the_stage_of_a_large_head_gets_fewer_blocks():
     assert balanced([1.0] * 10, 4, head=2.0) == [(0, 3), (3, 6), (6, 9), (9, 10)]
     made = plan(replace(DEBUG, vocab_size=8192, dim=64), PP2).pipeline
@@ -88,6 +89,7 @@ def test_given_cuts_rise():
         given_cuts((3, 1), 4, 3)
 
 
+@pytest.mark.all
 def test_the_plan_says_who_has_what_and_survives_json():
     made = plan(replace(DEBUG, tied_embeddings=True), PP2, techniques={"pipeline_schedule": "zbv_zero_bubble"})
     pipeline = made.pipeline
@@ -99,6 +101,7 @@ def test_the_plan_says_who_has_what_and_survives_json():
     assert Plan.from_json(made.to_json()) == made
 
 
+@pytest.mark.all
 def test_requested_decide_the_stages():
     def blocks(**techniques: Any) -> list[int]:
         made = plan(replace(DEBUG, n_layers=8), PP2, techniques=techniques).pipeline
@@ -123,6 +126,7 @@ def test_a_schedule_that_comes_with_the_layout_is_that_of_the_plan():
         plan(DEBUG, config, techniques={"pipeline_schedule": "gpipe"})
 
 
+@pytest.mark.all
 def test_what_a_rank_has_is_said_in_words():
     def said(**requested: Any) -> list[str]:
         made = plan(replace(DEBUG, n_layers=5), PP2, techniques=requested).pipeline
@@ -134,6 +138,7 @@ def test_what_a_rank_has_is_said_in_words():
     assert said(pipeline_schedule="zbv_zero_bubble", pipeline_cuts=(1, 2, 3)) == both
 
 
+@pytest.mark.all
 def test_parameters_stay_gathered_in_a_pipeline_unless_somebody_says_otherwise():
     layout = Layout(pp=2, dp_shard=2)
     said = {
@@ -144,6 +149,7 @@ def test_parameters_stay_gathered_in_a_pipeline_unless_somebody_says_otherwise()
     assert plan(DEBUG, Layout(dp_shard=2)).units[1].reshard_after_forward is True
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("schedule", "rows", "microbatch", "words"),
     [
@@ -162,6 +168,7 @@ def test_microbatches_that_cannot_be_scheduled_are_refused_with_both_numbers(sch
     assert words in str(found.value)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(("rows", "expected"), [(8, 2), (4, 1), (6, 2), (3, 1), (12, 3), (1, 1)])
 def test_without_a_word_about_microbatches_a_step_has_two_for_each_rank(rows, expected):
     made = plan(DEBUG, PP2).pipeline
@@ -169,6 +176,7 @@ def test_without_a_word_about_microbatches_a_step_has_two_for_each_rank(rows, ex
     assert made.rows_per_microbatch(rows) == expected
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("requested", "words"),
     [
@@ -208,6 +216,7 @@ def pipeline_of(facts: ModelFacts, schedule: str = "1f1b") -> PipelinePlan:
     return replace(made, schedule=schedule)
 
 
+@pytest.mark.first("bloom-zbv_zero_bubble")
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv_zero_bubble"])
 @pytest.mark.parametrize("name", [*OWN, *MORE])
 def test_every_family_goes_through_stages(monkeypatch, name, schedule):
@@ -243,6 +252,7 @@ CANNOT = {
 """Models of users whose stages would need more than one block's output."""
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", users.MODELS)
 def test_a_users_model_goes_through_stages_or_is_refused(name):
     facts = cutting.user(name)

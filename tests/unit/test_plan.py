@@ -7,6 +7,7 @@ import json
 import re
 import time
 from dataclasses import FrozenInstanceError, replace
+from functools import cache
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 from meshwright import ConfigError, Layout, Plan, Techniques, plan
 from meshwright.core.names import pattern
 from meshwright.introspection.cluster import Cluster
-from meshwright.introspection.facts import model_facts
+from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import SIZES, DecoderConfig, MoEConfig, parameter_count
 from meshwright.planning.explain import table
@@ -54,27 +55,36 @@ WISHES = [
 ]
 
 
+@cache
+def facts() -> ModelFacts:
+    """Of one module for all plans, which is measured once."""
+    with torch.device("meta"):
+        return model_facts(Decoder(DEBUG))
+
+
 def make(layout: Layout, requested: dict, **options) -> Plan:
-    return plan(DEBUG, layout, cluster=Cluster(layout.world), techniques=requested, **options)
+    return plan(facts(), layout, cluster=Cluster(layout.world), techniques=requested, **options)
 
 
-EVERY = [make(layout, requested) for layout, requested in itertools.product(LAYOUTS, WISHES)]
-EVERY += [
-    make(Layout(dp_shard=4), {"reshard_after_forward": 2}),
-    make(Layout(dp_replicate=2, dp_shard=2), {"sync_grad_accum": "shard"}),
-    make(Layout(dp_replicate=2, dp_shard=1), {}, reduction="mean"),
-]
+@pytest.fixture(scope="module")
+def every() -> list[Plan]:
+    made = [make(layout, requested) for layout, requested in itertools.product(LAYOUTS, WISHES)]
+    return made + [
+        make(Layout(dp_shard=4), {"reshard_after_forward": 2}),
+        make(Layout(dp_replicate=2, dp_shard=2), {"sync_grad_accum": "shard"}),
+        make(Layout(dp_replicate=2, dp_shard=1), {}, reduction="mean"),
+    ]
 
 
-@pytest.mark.parametrize("made", EVERY)
-def test_a_plan_survives_json(made):
-    again = Plan.from_json(made.to_json())
-    assert again == made and hash(again) == hash(made) and again.diff(made) == [] and str(again) == str(made)
-    json.loads(made.to_json())
+def test_a_plan_survives_json(every):
+    for made in every:
+        again = Plan.from_json(made.to_json())
+        assert again == made and hash(again) == hash(made) and again.diff(made) == [] and str(again) == str(made)
+        json.loads(made.to_json())
 
 
 def test_a_plan_is_frozen_and_two_of_equal_facts_are_equal():
-    made = EVERY[0]
+    made = make(LAYOUTS[0], {})
     with pytest.raises(FrozenInstanceError):
         made.device = "cuda"  # type: ignore[misc]
     with torch.device("meta"):
@@ -93,19 +103,17 @@ def test_a_plan_is_frozen_and_two_of_equal_facts_are_equal():
         ("{}", "'model' is missing"),
         ("[1]", "plan"),
         ("not json", "not a plan"),
-        (EVERY[0].to_json().replace('"device"', '"devise"'), "unknown key 'devise'"),
-        (
-            EVERY[0].to_json().replace('"frozen": []', '"frozen": 3'),
-            "frozen = 3 is a whole number; expected a list of text",
-        ),
+        (('"device"', '"devise"'), "unknown key 'devise'"),
+        (('"frozen": []', '"frozen": 3'), "frozen = 3 is a whole number; expected a list of text"),
     ],
 )
 def test_what_is_no_plan_is_refused(text, words):
+    """A text, or what is replaced in a plan's own."""
     with pytest.raises(ConfigError, match=re.escape(words)):
-        Plan.from_json(text)
+        Plan.from_json(text if isinstance(text, str) else make(LAYOUTS[0], {}).to_json().replace(*text))
 
 
-def test_a_difference_names_path_and_both_values():
+def test_a_difference_names_path_and_both_values(every):
     made = make(Layout(dp_shard=4), {})
     other = replace(
         made, data=replace(made.data, sync_grad_accum=True), units=(replace(made.units[0], elements=1), *made.units[1:])
@@ -120,7 +128,7 @@ def test_a_difference_names_path_and_both_values():
     ]
     longer = replace(made, notes=(*made.notes, "more"))
     assert made.diff(longer) == [f"notes: {[*made.notes]} -> {[*longer.notes]}"]
-    for one, another in itertools.combinations(EVERY, 2):
+    for one, another in itertools.pairwise(every):
         assert bool(one.diff(another)) == (one != another)
 
 
@@ -128,47 +136,47 @@ def section(text: str, head: str) -> list[str]:
     return next(part for part in text.split("\n\n") if part.startswith(head)).splitlines()[1:]
 
 
-@pytest.mark.parametrize("made", EVERY)
-def test_the_table_tells_every_collective(made):
-    rows = section(str(made), "collectives of a step")
-    if not made.collectives:
-        assert rows == ["  none"] and made.world == 1
-        return
-    told = [re.split(r" {2,}", row.strip()) for row in rows[1:]]
-    calls: dict[tuple, int] = {}
-    for c in made.collectives:
-        key = (c.op, f"{c.axis} ({c.ranks})", pattern(c.unit), c.dtype, c.per)
-        calls[key] = calls.get(key, 0) + (c.calls or 0)
-    found: dict[tuple, int] = {}
-    for op, axis, what, number, elements, per in told:
-        key = (op, axis, what, elements.split()[-1], per)
-        found[key] = found.get(key, 0) + (0 if number == "in buckets" else int(number))
-    assert found == calls
+def test_the_table_tells_every_collective(every):
+    for made in every:
+        rows = section(str(made), "collectives of a step")
+        if not made.collectives:
+            assert rows == ["  none"] and made.world == 1
+            continue
+        told = [re.split(r" {2,}", row.strip()) for row in rows[1:]]
+        calls: dict[tuple, int] = {}
+        for c in made.collectives:
+            key = (c.op, f"{c.axis} ({c.ranks})", pattern(c.unit), c.dtype, c.per)
+            calls[key] = calls.get(key, 0) + (c.calls or 0)
+        found: dict[tuple, int] = {}
+        for op, axis, what, number, elements, per in told:
+            key = (op, axis, what, elements.split()[-1], per)
+            found[key] = found.get(key, 0) + (0 if number == "in buckets" else int(number))
+        assert found == calls
 
 
-@pytest.mark.parametrize("made", EVERY)
-def test_the_table_tells_every_parameter_and_every_request(made):
-    text = str(made)
-    rows = section(text, "parameters")[1:]
-    assert len(rows) == len(made.parameters) and sum(
-        p.count * torch.Size(p.shape).numel() for p in made.parameters
-    ) == parameter_count(DEBUG)
-    for row, p in zip(rows, made.parameters, strict=True):
-        assert row.split()[0] == p.pattern and ("(frozen)" in row) == (not p.trainable)
-        assert all(f"{axis}: {where}" in row for axis, where in p.placements)
-    for axis, size in made.mesh:
-        assert (f"{axis}={size}" in text.splitlines()[0]) == (size > 1)
-    for word in (
-        made.data.technique,
-        made.precision.compute,
-        made.precision.reduce,
-        made.activation_checkpointing,
-        *made.notes,
-    ):
-        assert word in text
-    assert ("host memory" in text) == (made.data.cpu_offload or made.optimizer.in_host_memory)
-    assert (f"state in {made.optimizer.state} of" in text) == (made.optimizer.state != "full")
-    assert ("rounded stochastically" in text) == made.optimizer.stochastic_rounding
+def test_the_table_tells_every_parameter_and_every_request(every):
+    for made in every:
+        text = str(made)
+        rows = section(text, "parameters")[1:]
+        assert len(rows) == len(made.parameters) and sum(
+            p.count * torch.Size(p.shape).numel() for p in made.parameters
+        ) == parameter_count(DEBUG)
+        for row, p in zip(rows, made.parameters, strict=True):
+            assert row.split()[0] == p.pattern and ("(frozen)" in row) == (not p.trainable)
+            assert all(f"{axis}: {where}" in row for axis, where in p.placements)
+        for axis, size in made.mesh:
+            assert (f"{axis}={size}" in text.splitlines()[0]) == (size > 1)
+        for word in (
+            made.data.technique,
+            made.precision.compute,
+            made.precision.reduce,
+            made.activation_checkpointing,
+            *made.notes,
+        ):
+            assert word in text
+        assert ("host memory" in text) == (made.data.cpu_offload or made.optimizer.in_host_memory)
+        assert (f"state in {made.optimizer.state} of" in text) == (made.optimizer.state != "full")
+        assert ("rounded stochastically" in text) == made.optimizer.stochastic_rounding
 
 
 def test_the_table_with_a_batch_tells_its_bytes():

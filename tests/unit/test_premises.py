@@ -88,6 +88,7 @@ def seen(model: torch.nn.Module) -> dict[str, str]:
     return {key: str(value) for key, value in found.items()}
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", MODELS)
 def test_what_a_forward_does_is_seen(name):
     found, wanted = seen(MODELS[name]()), SEEN.get(name, {})
@@ -95,6 +96,7 @@ def test_what_a_forward_does_is_seen(name):
     assert found.keys() - wanted.keys() <= ({"unused", "conditional"} if "conditional" in wanted else set()), found
 
 
+@pytest.mark.first("mpt")
 @pytest.mark.parametrize(
     "family", ["bloom", "deepseek_v3", "falcon", "gemma2", "gpt2", "gpt_oss", "llama", "mixtral", "mpt", "olmo2"]
 )
@@ -175,6 +177,7 @@ REFUSED: dict[str, str] = {
 """The layouts that the rules of premises refuse; all others are planned."""
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", MODELS)
 def test_what_a_layout_would_change_is_refused_and_nothing_else(name):
     from meshwright.introspection.facts import model_facts
@@ -226,11 +229,13 @@ def skipping(coin):
     return play(Skipping())
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("coin", COINS)
 def test_a_coin_is_seen_whatever_it_is_tossed_by(coin):
     assert "layers.1.first.weight" in skipping(COINS[coin]).conditional
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("coin", NEVER)
 def test_a_coin_that_never_falls_is_none(coin):
     assert skipping(NEVER[coin]) == Premises()

@@ -59,6 +59,7 @@ def errors_of(facts: ModelFacts, ranks: int, cut_sequences: bool, which: slice =
     return found
 
 
+@pytest.mark.first("granite-whole")
 @pytest.mark.parametrize("cut_sequences", [True, False], ids=["cut", "whole"])
 @pytest.mark.parametrize("name", [*OWN, *MORE])
 def test_every_family_is_equal_to_one_process(measured_errors, name, cut_sequences):
@@ -99,6 +100,7 @@ REFUSED_WHOLE = {
 }
 
 
+@pytest.mark.first("fixed slopes-cut")
 @pytest.mark.parametrize("cut_sequences", [True, False], ids=["cut", "whole"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_of_a_user_is_proved_or_refused_in_words(name, cut_sequences):
@@ -442,6 +444,7 @@ def test_threads_carry_what_process_groups_carry():
         assert torch.equal(features, whole[..., 0].expand(4, 2, 7)) and torch.equal(largest, 3 * whole[0, 0])
 
 
+@pytest.mark.all
 def test_a_forgotten_soft_cap_is_refused(monkeypatch):
     """The model's operations behind its head are computed by the tape alone, and nothing else would notice."""
     facts = family("gemma2")

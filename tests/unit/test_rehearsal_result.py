@@ -90,6 +90,7 @@ def file(tmp_path):
     return str(path)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("words", "refusal"),
     [

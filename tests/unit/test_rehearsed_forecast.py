@@ -131,6 +131,7 @@ def rehearsed(tmp_path):
     return write
 
 
+@pytest.mark.all
 def test_a_rehearsal_replaces_what_is_foreseen(rehearsed, capsys):
     assert main(["plan", *FLAGS, *ASKED, rehearsed()]) == 0
     found = json.loads(capsys.readouterr().out)["candidates"][0]
@@ -141,6 +142,7 @@ def test_a_rehearsal_replaces_what_is_foreseen(rehearsed, capsys):
     assert later["step_s"] == pytest.approx(5.0 + later["step_parts_s"]["data messages"])
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("changed", "flags", "says"),
     [

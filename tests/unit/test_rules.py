@@ -759,6 +759,7 @@ def attempt(model, layout: Layout, techniques) -> Plan:
     return plan(model, layout, cluster=Cluster(layout.world), techniques=techniques)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(("rule", "model", "layout", "techniques", "kind", "words"), CASES)
 def test_a_rule_refuses_in_the_words_of_the_config(rule, model, layout, techniques, kind, words, monkeypatch):
     with pytest.raises(kind, match=re.escape(words)):
@@ -801,6 +802,7 @@ LEGAL = [
 ]
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(("model", "layout", "techniques"), LEGAL)
 def test_what_is_legal_is_planned(model, layout, techniques):
     assert attempt(model, layout, techniques).world == layout.world

@@ -116,6 +116,7 @@ def of_dry_run(name: str) -> float:
     return (memory.total - memory.context - memory.fragmented) / dry.total
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", CASES)
 def test_a_forecast_counts_about_what_the_dry_run_finds(name, measured):
     share = of_dry_run(name)
@@ -123,6 +124,7 @@ def test_a_forecast_counts_about_what_the_dry_run_finds(name, measured):
     assert 0.85 < share < 1.2
 
 
+@pytest.mark.all
 def test_arithmetic_alone_would_count_too_little(monkeypatch):
     monkeypatch.setattr(foresee_module, "saved_by_blocks", lambda *_: ())
     assert of_dry_run("accumulated") < 0.8

@@ -60,6 +60,7 @@ def stepped(*, foreach: bool = True, steps: int = STEPS) -> tuple[ScheduleFreeAd
     return optimizer, parameters
 
 
+@pytest.mark.first("foreach")
 @pytest.mark.parametrize("foreach", [False, True], ids=("each", "foreach"))
 def test_both_points_are_those_of_the_paper(foreach):
     optimizer, parameters = stepped(foreach=foreach)

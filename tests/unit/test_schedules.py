@@ -41,6 +41,7 @@ def build(name: str, ranks: int, microbatches: int, per_rank: int = 0) -> Pipeli
     return kind.build(ranks, kind.legal(microbatches, ranks), per_rank or kind.per_rank(99, ranks))
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", KINDS)
 @settings(max_examples=40, deadline=None)
 @given(ranks=RANKS, microbatches=MICROBATCHES, data=st.data())
@@ -49,6 +50,7 @@ def test_every_stage_does_every_microbatch_once_and_nobody_waits_for_ever(name, 
     check_whole(build(name, ranks, microbatches, per_rank))
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", KINDS)
 @settings(max_examples=25, deadline=None)
 @given(ranks=RANKS, microbatches=MICROBATCHES)

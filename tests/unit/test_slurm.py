@@ -39,6 +39,7 @@ def test_the_keys_are_these_and_each_has_its_doc():
     assert all(field_doc(SlurmConfig, key) for key in KEYS)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

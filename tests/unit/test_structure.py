@@ -73,6 +73,7 @@ REGIONS = {
 """Family -> (container, producers, consumer, groups) of its attention and of its feed-forward."""
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", REGIONS)
 def test_attention_and_feed_forward_are_found(name):
     found = kind(family(name)).regions
@@ -85,6 +86,7 @@ def test_attention_and_feed_forward_are_found(name):
     assert told == expected and [r.kind for r in found] == ["attention", "feed_forward"]
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("name", "tensor", "expected"),
     [
@@ -118,11 +120,13 @@ def test_a_tensor_falls_into_parts(name, tensor, expected):
     assert parts(region(family(name)), tensor) == expected
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(("name", "expected"), [("phi3", "64/64 + 64/64, 0"), ("glm4", "64/64 + 64/64, 0")])
 def test_gate_and_up_in_one_weight_are_two_parts(name, expected):
     assert parts(region(family(name), "feed_forward"), "mlp.gate_up_proj.weight") == expected
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", ["olmo2", "olmo3"])
 def test_norms_over_all_heads_are_found(name):
     found = region(family(name))
@@ -130,6 +134,7 @@ def test_norms_over_all_heads_are_found(name):
     assert parts(found, "self_attn.q_norm.weight") == "32/4, 0" and parts(found, "self_attn.k_norm.weight") == "16/2, 0"
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("name", "shared"),
     [
@@ -144,6 +149,7 @@ def test_parameters_that_all_heads_share_are_found(name, shared):
     assert region(family(name)).shared == tuple(f"self_attn.{path}" for path in shared)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", ["cohere", "phi", "gptj", "gpt_neox", "falcon", "falcon_grouped", "stablelm_parallel"])
 def test_parallel_branches_are_reduced_together(name):
     attention, feed_forward = kind(family(name)).regions
@@ -174,11 +180,13 @@ def test_norms_that_somebody_else_reads_or_that_draw_or_of_several_inputs_do_not
     assert kind(user(name)).norms == ()
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "olmo2", "bloom", "stablelm", "falcon_alibi"])
 def test_branches_one_after_the_other_are_reduced_apart(name):
     assert kind(family(name)).summed == () and len(kind(family(name)).gathers) == 2
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_experts_stay_whole_and_mix_no_tokens(name):
     assert [r.kind for r in kind(family(name)).regions] == ["attention"]
@@ -193,6 +201,7 @@ def form(name: str, ranks: int):
     return found.forms[found.structure.kinds[0].blocks[0], region(family(name)).consumer]
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("name", "ranks", "numbers", "arguments"),
     [
@@ -237,6 +246,7 @@ BEFORE_HEADS = {
 """Attention whose heads are made from a few features."""
 
 
+@pytest.mark.first("latent")
 @pytest.mark.parametrize("name", BEFORE_HEADS)
 def test_what_all_heads_come_from_stays_whole_and_is_shared(name):
     facts = user(name) if name == "latent" else family(name)
@@ -265,6 +275,7 @@ def test_latent_attention_beside_a_norm_of_its_own_gathers_what_norms_give():
     )
 
 
+@pytest.mark.all
 def test_a_group_that_does_not_divide_has_no_form():
     assert region(family("falcon_grouped")).groups == 2 and form("falcon_grouped", 4) is None
 
@@ -272,6 +283,7 @@ def test_a_group_that_does_not_divide_has_no_form():
 # --- before and behind the blocks
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("name", "embedding", "is_hidden", "before"),
     [
@@ -363,6 +375,7 @@ def test_a_region_that_has_no_local_form_stays_whole_and_says_so():
     assert notes[0].startswith(said)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("name", "producers", "consumer"),
     [
@@ -375,6 +388,7 @@ def test_no_layer_begins_one_region_and_ends_another(name, producers, consumer):
     assert (tuple(sorted(found.producers)), found.consumer) == (producers, consumer)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("name", "tensor", "expected"),
     [("gated by head", "attention.gate.bias", "4/4, 0"), ("sinks", "attention.sinks", "4/4, 0")],
@@ -412,6 +426,7 @@ def test_blocks_that_compute_twice_are_refused():
         cut(user("repeated"))
 
 
+@pytest.mark.first("<lambda>-3-layers.*.attention has 4 heads, which 3 ranks cannot share. Legal: 1, 2, 4.")
 @pytest.mark.parametrize(
     ("facts", "ranks", "words"),
     [

@@ -1,119 +1,108 @@
-"""Which tests `make test` has: computed from what they cost (support/suite)."""
+"""Which tests `make test` has, chosen by markers (support/suite), and which a change touches (scripts/run_tests)."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from support import suite
-from support.suite import (
-    ALONE_SEC,
-    FILE,
-    SHARE_SEC,
-    Cost,
-    digest_of_tests,
-    files_with,
-    left_to_all,
-    lines_of,
-    pieces,
-    read_costs,
+from support.suite import FAST, KILLS, TIERS, Suite, in_make_test, is_chosen
+
+HOUSE = Path(__file__).resolve().parents[2]
+
+
+def case(name: str, *marks: str | pytest.MarkDecorator, of_case: str = "", kills: str = "", folder: str = "e2e"):
+    """A collected test, as far as the suite asks it; ``marks`` from the nearest to the file's."""
+    made = [mark.mark if isinstance(mark, pytest.MarkDecorator) else getattr(pytest.mark, mark).mark for mark in marks]
+    killing = pytest.mark.kills("gallery", "mutant").mark if kills else None
+    return SimpleNamespace(
+        nodeid=f"tests/{folder}/test_a.py::{name}",
+        callspec=SimpleNamespace(
+            id=name.partition("[")[2].rstrip("]"),
+            marks=[getattr(pytest.mark, of_case).mark] if of_case else [],
+            params={"mutant": kills},
+        ),
+        iter_markers=lambda: iter(made),
+        get_closest_marker=lambda wanted: killing if wanted == KILLS else None,
+    )
+
+
+def short(names: set[str]) -> set[str]:
+    return {name.rpartition("::")[2] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("marks", "folder", "kept"),
+    [
+        ((), "e2e", {"f[0]"}),
+        ((), "unit", {"f[0]", "f[1]", "f[2]"}),
+        (("fast",), "e2e", {"f[0]", "f[1]", "f[2]"}),
+        (("first",), "unit", {"f[0]"}),
+        ((pytest.mark.first("1"),), "unit", {"f[1]"}),
+        (("all",), "unit", set()),
+        (("fast", "all"), "e2e", {"f[0]", "f[1]", "f[2]"}),
+    ],
 )
+def test_the_nearest_marker_tells_which_cases_make_test_has(marks, folder, kept):
+    assert short(in_make_test(case(f"f[{n}]", *marks, folder=folder) for n in range(3))) == kept
 
 
-def cases(function: str, *seconds: float, **more) -> list[Cost]:
-    return [Cost(f"tests/unit/test_a.py::{function}[{number}]", sec, **more) for number, sec in enumerate(seconds)]
+def test_a_cases_own_marker_wins():
+    assert short(in_make_test([case("f[0]", "all"), case("f[1]", "all", of_case="fast")])) == {"f[1]"}
+    assert short(in_make_test([case("f[0]", of_case="all"), case("f[1]"), case("f[2]")])) == {"f[1]"}
 
 
-def short(left: set[str]) -> set[str]:
-    return {test.rpartition("::")[2] for test in left}
+def test_each_mutant_keeps_a_first_case_whatever_the_markers():
+    assert short(in_make_test([case("f", "all", kills="one")])) == {"f"}
+    cases = [case("f[0]", kills="one"), case("f[1]", kills="one"), case("f[2]", kills="another")]
+    assert short(in_make_test(cases)) == {"f[0]", "f[2]"}
 
 
-def test_of_each_function_the_cheapest_cases_stay_as_far_as_its_share_reaches():
-    third = SHARE_SEC / 3
-    assert short(left_to_all(cases("f", 3 * third, third, third) + cases("g", third))) == {"f[0]"}
+def test_tiers_and_pieces_have_every_test_once():
+    cases = [case(f"{name}[{n}]") for name in "fgh" for n in range(5)]
+    assert sum(is_chosen(cases, "test", "")) == 3
+    assert [a != b for a, b in zip(is_chosen(cases, "test", ""), is_chosen(cases, "rest", ""), strict=True)] == [
+        True
+    ] * 15
+    pieces = [is_chosen(cases, "all", f"{number}/4") for number in range(1, 5)]
+    assert [sum(chosen) for chosen in zip(*pieces, strict=True)] == [1] * 15
 
 
-def test_one_case_may_take_more_than_the_share_and_not_any_amount():
-    assert short(left_to_all(cases("f", ALONE_SEC, ALONE_SEC + 1) + cases("g", ALONE_SEC + 1))) == {"f[1]", "g[0]"}
-
-
-def test_a_test_that_alone_kills_a_mutant_never_leaves():
-    dear = 10 * ALONE_SEC
-    costs = [*cases("f", dear, dear + 1, covers=("verify: one",)), *cases("g", dear, covers=("verify: another",))]
-    assert short(left_to_all(costs)) == {"f[1]"}
-    assert not left_to_all(cases("f", dear, dear, is_kept=True))
-
-
-def test_what_is_covered_by_any_test_stays_covered_by_the_cheapest_for_what_they_add():
-    one, two, both = (
-        cases(name, 10 * ALONE_SEC, covers=covers)[0] for name, covers in (("a", "x"), ("b", "y"), ("c", "xy"))
-    )
-    assert short(left_to_all([one, two, both])) == {"a[0]", "b[0]"}
-    assert short(left_to_all([one, two])) == set()
-
-
-def test_a_file_of_costs_is_read_back_and_new_tests_are_not_in_it(tmp_path):
-    (tmp_path / "costs.txt").write_text(
-        "# a head\n" + "\n".join(lines_of(cases("f, g [1 / 2]", 0.01, SHARE_SEC / 2, 7.0))), encoding="utf-8"
-    )
-    name = "tests/unit/test_a.py::f, g [1 / 2]"
-    assert read_costs(tmp_path / "costs.txt") == {f"{name}[1]": (SHARE_SEC / 2, "test"), f"{name}[2]": (7.0, "all")}
-
-
-def test_pieces_have_every_test_once_and_cost_about_the_same():
-    costs = {f"tests/a.py::f[{number:02}]": (1.0 + number % 3, "all") for number in range(60)}
-    found = pieces(costs, 3, costs)
-    assert sorted(test for piece in found for test in piece) == sorted(costs)
-    spent = [sum(costs[test][0] for test in piece) for piece in found]
-    assert max(spent) - min(spent) <= 3
-
-
-@pytest.mark.skipif(not FILE.exists(), reason="make test-all has recorded no costs yet")
-def test_what_is_left_to_make_test_all_is_listed_with_its_cost():
-    left = [seconds for seconds, tier in read_costs().values() if tier == "all"]
-    assert left and min(left) > 0
-
-
-def test_files_are_chosen_by_names_only_while_no_test_changed(tmp_path, monkeypatch):
-    monkeypatch.setattr(suite, "NAMES", tmp_path / "names.json")
-    assert files_with("pipeline") == [], "nothing was collected yet"
-    files = {"tests/a.py": ["test_x[1F1B]"], "tests/b.py": ["test_pipelines_end"], "tests/pipeline.py": ["test_z"]}
-
-    def collected(tests):
-        suite.NAMES.write_text(json.dumps({"tests": tests, "files": files}), encoding="utf-8")
-
-    collected(digest_of_tests())
-    assert files_with("pipeline") == ["tests/b.py", "tests/pipeline.py"]
-    assert files_with("1f1b or test_z") == ["tests/a.py", "tests/pipeline.py"]
-    assert files_with("not pipeline") == []
-    collected("other tests")
-    assert files_with("pipeline") == []
+def test_what_begins_after_the_time_is_skipped():
+    Suite(None).pytest_runtest_setup(None)
+    with pytest.raises(pytest.skip.Exception, match="minutes of this run are over"):
+        Suite(-1.0).pytest_runtest_setup(None)
 
 
 @pytest.fixture(scope="module")
-def touching():
-    path = Path(__file__).resolve().parents[2] / "scripts" / "touched.py"
-    spec = importlib.util.spec_from_file_location("touched", path)
+def run_tests():
+    spec = importlib.util.spec_from_file_location("run_tests", HOUSE / "scripts" / "run_tests.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def test_a_change_touches_the_tests_that_import_it_at_any_remove(touching):
-    near = touching.distances_of(["src/meshwright/checkpoint/save.py"])
-    assert near["tests/distributed/test_checkpoint.py"] <= near["tests/e2e/test_resume.py"]
-    assert "tests/unit/test_loss.py" not in near
-    assert touching.distances_of(["tests/unit/test_loss.py"]) == {"tests/unit/test_loss.py": 0}
-    assert touching.distances_of(["README.md"]) == {}
+def test_a_change_touches_itself_and_the_tests_that_import_from_its_folder(run_tests, monkeypatch):
+    def touched(*changed):
+        monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="\n".join(changed)))
+        return run_tests.touched("HEAD~1")
+
+    near = touched("src/meshwright/checkpoint/save.py")
+    assert "tests/distributed/test_checkpoint.py" in near and "tests/unit/test_loss.py" not in near
+    assert touched("tests/unit/test_loss.py", "README.md", "tests/unit/test_gone.py") == ["tests/unit/test_loss.py"]
+    assert "tests/distributed/test_ways.py" in touched("tests/support/ways.py")
 
 
-def test_the_nearest_tests_come_first_and_only_what_fits(touching, monkeypatch):
-    monkeypatch.setattr(touching, "changed_files", lambda: ["tests/unit/test_loss.py"])
-    monkeypatch.setattr(
-        touching, "read_costs", lambda: {f"tests/unit/test_loss.py::f[{n}]": (2.0, "all") for n in range(4)}
-    )
-    tests = [f"tests/unit/test_loss.py::f[{n}]" for n in range(4)]
-    assert touching.touched([*tests, "tests/unit/test_moe.py::g"], 5.0) == (tests[:2], 2)
+def test_files_are_found_by_the_names_in_them(run_tests):
+    assert "tests/distributed/test_pipeline.py" in (found := run_tests.files_with("pipeline"))
+    assert "tests/unit/test_loss.py" not in found
+    assert run_tests.files_with("not pipeline") == [] == run_tests.files_with("zzzz")
+    assert "tests/unit/test_suite.py" in run_tests.files_with("zzzz or a_cases_own_marker_wins")
+
+
+def test_the_markers_are_declared(pytestconfig):
+    assert {*TIERS, KILLS} <= {line.partition("(")[0].partition(":")[0] for line in pytestconfig.getini("markers")}
+    assert FAST == "fast"

@@ -50,6 +50,7 @@ FEED_FORWARD = {f"{BLOCK}mlp.{name}_proj": "colwise" for name in ("gate", "up")}
 ENDS = {"model.embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output"}
 
 
+@pytest.mark.all
 def test_a_plan_that_names_everything_cuts_as_measured(llama):
     given, measured = planned(llama, ATTENTION | FEED_FORWARD | ENDS), plan(llama, TP2)
     assert given.parameters == measured.parameters and given.collectives == measured.collectives
@@ -59,6 +60,7 @@ def test_a_plan_that_names_everything_cuts_as_measured(llama):
     assert json.loads(given.to_json())["tensor"]["source"] == "given"
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("words", "is_cut_along_sequence"),
     [
@@ -85,6 +87,7 @@ def test_replicate_is_as_not_named(llama):
     assert planned(llama, ATTENTION | whole) == planned(llama, ATTENTION)
 
 
+@pytest.mark.all
 def test_a_tied_weight_is_cut_at_both_ends_or_at_none():
     facts = family("llama", tie_word_embeddings=True)
     made = planned(facts, ATTENTION | FEED_FORWARD | {"lm_head": "colwise"})
@@ -96,6 +99,7 @@ def test_a_tied_weight_is_cut_at_both_ends_or_at_none():
         planned(facts, ATTENTION | {"lm_head": "colwise", "model.embed_tokens": "replicate"})
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("at_once", [False, True])
 def test_the_rehearsal_sums_as_it_will_be_applied(at_once):
     """A tied weight has two names, and the plan must know both: found wrong in either way."""
@@ -111,6 +115,7 @@ def test_the_rehearsal_sums_as_it_will_be_applied(at_once):
         )
 
 
+@pytest.mark.all
 def test_heads_that_ranks_cannot_share_may_stay_whole():
     facts = family("llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=24)
     with pytest.raises(ConfigError, match="has 3 heads, which 2 ranks cannot share"):
@@ -180,6 +185,7 @@ def test_a_plan_that_does_not_fit_is_refused(llama, words, kind, text):
         planned(llama, words)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("style", ["colwise", "rowwise"])
 def test_what_all_heads_are_made_from_is_not_cut(style):
     latent = family("deepseek_v3")
@@ -202,6 +208,7 @@ def test_names_alone_need_no_model():
     }
 
 
+@pytest.mark.all
 def test_where_a_models_own_plan_names_less_or_more_it_is_said():
     facts = family("gpt_neox")
     assert plan(facts, TP2).notes == (

@@ -58,6 +58,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.all
 def test_collections_in_the_looking_thread_let_the_other_go_on_without_harm():
     """Frame objects made one by one end this in a SIGSEGV, or a SystemError, under Python 3.11."""
     code = RACE.format(source=str(Path(meshwright.__file__).parents[1]), seconds=1.5)

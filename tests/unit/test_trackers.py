@@ -257,6 +257,7 @@ trackers.close()
 """
 
 
+@pytest.mark.all
 @needs_wandb
 def test_the_real_wandb_keeps_the_steps_of_a_continued_run_under_one_id(tmp_path, monkeypatch):
     """Each part in a process of its own, as runs are: W&B's service, one for each process, ends with all that it was

@@ -43,11 +43,13 @@ def outcomes(pool):
     return pool.run(graphs, [compiled_problem(), compiled_problem("float32")], world=2, timeout=120)
 
 
+@pytest.mark.all
 def test_observing_leaves_a_compiled_block_in_one_piece_and_what_was_compiled_before_does_not_count(outcomes):
     for _, found in outcomes:
         assert found == [(1, {}), (1, {})], "three equal blocks share a graph, in both steps"
 
 
+@pytest.mark.all
 def test_what_a_compiled_block_returns_is_compared_and_nothing_inside(outcomes, spmd):
     found = outcomes[0][0][0]
     one, floor = spmd(1, references, compiled_problem())[0]

@@ -20,6 +20,7 @@ def as_allowed() -> str:
     return page({one: refusal(one) for one in (*singles(), *drawn())}, day, torch.split(":", 1)[0])
 
 
+@pytest.mark.all
 def test_the_page_is_what_the_rules_say_and_all_that_they_allow_was_equal():
     assert PAGE.read_text(encoding="utf-8") == as_allowed(), "run make composition, and commit its file"
 
@@ -33,6 +34,7 @@ def test_every_switch_meets_every_axis_and_60_combinations_are_drawn():
     assert all(2 <= len(one.switches) <= 4 for one in drawn()) and len(pairs()) > 100
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("number", range(0, DRAWN, 13))
 def test_some_of_what_was_drawn_is_equal_again(pool, number):
     """Each the first from there on that the rules allow."""

@@ -57,6 +57,7 @@ BROKEN = {
 """Composition -> the same, and where it first shows."""
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", SOUND)
 def test_a_sound_composition_is_called_equal(pool, name):
     model, layout, batches = SOUND[name]

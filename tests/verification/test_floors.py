@@ -41,6 +41,7 @@ def of_bfloat16(one: Reference, noise: float) -> list[dict[str, float]]:
     return [relative_errors(exact.gradients, run.gradients) for run in runs]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("problem", "runs", "are_features_cut", "noise"),
     [
@@ -86,6 +87,7 @@ def test_in_float64_more_runs_are_made_only_where_something_rounds(monkeypatch, 
     assert floors.round_inside is (model is Narrow)
 
 
+@pytest.mark.all
 def test_a_loss_in_chunks_is_equal_in_float32_by_more_than_a_hair(pool):
     report = verify(UNTIED, FSDP, BATCHES, steps=2, dtypes=("float32",), techniques={"loss_chunks": 3}, pool=pool)
     assert report, report

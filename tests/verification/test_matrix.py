@@ -96,6 +96,7 @@ def computed_cover() -> list[Cell]:
     return sorted(map(cell_of, cover), key=lambda cell: COLUMNS.index(cell.column))
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", COVER)
 def test_a_cell_is_equal(pool, measured, name):
     cell = SMALL[name]
@@ -105,6 +106,7 @@ def test_a_cell_is_equal(pool, measured, name):
     measured(cell.row.name, f"matrix, {cell.column.name}", dict(zip(cell.errors, judged.errors, strict=True)))
 
 
+@pytest.mark.all
 def test_the_cover_is_the_cheapest_that_was_found():
     names = [cell.name for cell in computed_cover()]
     assert names == COVER, f"matrix_cover.txt should have these lines:\n{chr(10).join(names)}"
@@ -189,6 +191,7 @@ def as_planned(cell: Cell) -> Judged:
     return judge(cell, None) if is_refused(cell) else Judged("equal", errors=(1e-16,) * 2, day="2026-01-01")  # type: ignore[arg-type]
 
 
+@pytest.mark.all
 def test_the_page_shows_the_matrix_that_the_code_has():
     now = page({cell: as_planned(cell) for cell in cells()})
     committed = PAGE.read_text(encoding="utf-8")
@@ -198,6 +201,7 @@ def test_the_page_shows_the_matrix_that_the_code_has():
     assert "**DIFFERS** (" not in committed and ", 0 differ." in committed
 
 
+@pytest.mark.all
 def test_a_page_with_another_matrix_is_seen(monkeypatch):
     now = page({cell: as_planned(cell) for cell in cells()})
     assert len(skeleton(now)) > len(rows()) and ("plain",) in skeleton(now)
@@ -242,6 +246,7 @@ def test_a_cell_is_judged_once_and_again_when_something_changes_that_it_depends_
         assert run_all(Cache(tmp_path / "cache", "other sources"), chosen) == first and judged == chosen
 
 
+@pytest.mark.all
 def test_every_cell_has_a_file_of_its_own(tmp_path, monkeypatch):
     counting(monkeypatch)
     run_all(Cache(tmp_path, "these sources"), cells())
@@ -285,6 +290,7 @@ def command(tmp_path, monkeypatch):
     return partial(judge_matrix, root=tmp_path)
 
 
+@pytest.mark.all
 def test_the_command_writes_the_page_and_says_what_it_found(command, tmp_path, monkeypatch, capsys):
     judged = counting(monkeypatch)
     assert command([]) == 0 and len(judged) == len(cells())

@@ -17,6 +17,8 @@ from meshwright.verification.problem import Problem
 from meshwright.verification.sight import nature, random_differences
 from meshwright.verification.verify import verify
 
+pytestmark = pytest.mark.all
+
 TP = Layout(dp_shard=1, tp=2)
 CHECKPOINTED = {"activation_checkpointing": "full"}
 EVALUATED = (
@@ -90,6 +92,7 @@ def test_dropout_that_no_layer_owns_is_compared_in_evaluation_mode_and_drawn_in_
     assert json.loads(report.to_json())["comparisons"][0]["notes"] == list(EVALUATED)
 
 
+@pytest.mark.first
 def test_a_model_that_always_draws_is_refused_with_the_place(pool):
     with pytest.raises(
         IntegrityError, match=r"in evaluation mode too \(first: the output of blocks.1.inner\).*Draw them only where"

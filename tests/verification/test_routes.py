@@ -23,6 +23,7 @@ BATCHES = RandomBatches(VOCABULARY, rows=8, seq_len=9)
 LAYOUTS = [Layout(dp_shard=2, tp=2, ep=4), Layout(pp=2, dp_shard=1, tp=2, ep=2)]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_tokens_that_rounding_sends_elsewhere_make_no_difference(pool, layout):
     report = verify(near_ties, layout, BATCHES, steps=2, dtypes=("float32",), max_norm=None, pool=pool)
@@ -54,6 +55,7 @@ def choosing(wrongly, *args):
         return candidate(*args)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("wrongly", [without_the_best, the_best_twice], ids=lambda fault: fault.__name__)
 @pytest.mark.parametrize("model", [clear_choices, saturated], ids=lambda model: model.__name__)
 def test_a_wrong_choice_is_a_difference(pool, monkeypatch, wrongly, model):
@@ -66,6 +68,7 @@ def test_a_wrong_choice_is_a_difference(pool, monkeypatch, wrongly, model):
     assert comparison.first is not None and comparison.first.place.startswith("the output of layers.0.feed_forward")
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("model", [capped_near_ties, called_twice], ids=lambda model: model.__name__)
 def test_what_cannot_be_replayed_is_compared_as_it_is(pool, model):
     """Choices that a capacity dropped, and stacks that a forward meets twice."""

@@ -77,6 +77,7 @@ def laid_out_with(fault: Callable[[], Fault] | None, made: Problem) -> Sight:
         return sight_laid_out(made, Layout(dp_shard=1, cp=2))
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("method", ["all_gather", "ring", "halo"])
 @pytest.mark.parametrize("model", [Packed, Windowed])
 def test_on_a_layout_tokens_see_what_they_see_in_one_process(spmd, model, method):

@@ -25,6 +25,8 @@ from meshwright.planning.layout import Layout
 from meshwright.verification.problem import Problem, RandomBatches
 from meshwright.verification.verify import Report, coverage_of, default_batches, verify
 
+pytestmark = pytest.mark.all
+
 DDP, FSDP, HSDP = Layout(dp_replicate=2, dp_shard=1), Layout(dp_shard=2), Layout(dp_replicate=2, dp_shard=2)
 BATCHES = RandomBatches(257, rows=8, seq_len=10)
 
@@ -163,16 +165,13 @@ class Unseeded(nn.Module):
         return self.embedding(tokens) @ self.embedding.weight.T
 
 
-def endless(step: int):
-    return even(step) | {"labels": torch.full((4, 8), -100)} if step else even(step)
-
-
 class Infinite(Unseeded):
     def __init__(self):
         super().__init__()
         self.embedding.weight.data.fill_(float("inf"))
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("model", "layout", "batches", "error", "words"),
     [
@@ -297,11 +296,13 @@ def test_a_module_called_twice_is_compared_call_by_call(pool):
     assert json.loads(report.to_json())["comparisons"][0]["first"]["name"] == "twice (call 2)"
 
 
+@pytest.mark.first
 def test_a_model_whose_rows_depend_on_each_other_is_refused_and_not_called_equal(pool):
     with pytest.raises(ConfigError, match="rows depend on each other, as a batch norm makes them"):
         verify(Centred, DDP, even, steps=1, pool=pool)
 
 
+@pytest.mark.first
 def test_what_is_missing_is_null_in_json_and_first_in_the_table():
     inf = float("inf")
     found = (
@@ -345,6 +346,7 @@ def with_window(size: int) -> nn.Module:
     return AutoModelForCausalLM.from_config(config)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(("size", "tokens", "said"), [(20, 28, ""), (4096, 16, "; not reached: sliding_window = 4096")])
 def test_rows_reach_beyond_a_window_or_it_is_said(size, tokens, said):
     factory = partial(with_window, size)

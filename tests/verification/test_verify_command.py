@@ -28,6 +28,7 @@ def ask(capsys):
     return command
 
 
+@pytest.mark.all
 def test_several_layouts_are_verified_in_one_go(ask):
     status, out, err = ask(*SMALL, "--layout", "dp_shard=2", "--layout=dp_replicate=3", "--json")
     told = json.loads(out)
@@ -56,6 +57,7 @@ def test_a_shrunk_mixture_keeps_its_experts_a_dense_layer_and_their_widths_in_pr
     assert shrunk(replace(SIZES["8B"], moe=replace(moe, hidden_dim=0))).expert_dim == small.hidden_dim
 
 
+@pytest.mark.all
 def test_a_shrunk_model_is_verified_in_the_words_of_people(ask):
     status, out, _ = ask("--model.size=70B", "--shrink", "--batch.global_batch=2", "--steps=1", "--layout=dp_shard=2")
     assert status == 0 and out.startswith("dp_shard=2: equal within rounding") and "float32  gradient   equal" in out
@@ -83,6 +85,7 @@ def test_refusals_teach(ask, words, status, said):
     assert found == status and said in err and "Traceback" not in err and not out
 
 
+@pytest.mark.all
 def test_the_assertion_for_other_peoples_tests_fails_with_the_report(pool):
     assert_layout_equals_single_process(UNTIED, Layout(dp_shard=2), even, steps=1, pool=pool)
     with pytest.raises(
