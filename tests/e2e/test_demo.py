@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 
+import pytest
+
 from meshwright.data.formats import ANIMALS
 
 pytestmark = pytest.mark.all

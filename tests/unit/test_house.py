@@ -80,19 +80,19 @@ def test_the_tests_import_this_checkout():
 
 
 BUDGET: dict[str, tuple[int, int, int]] = {
-    ".": (2, 125, 0),
-    "checkpoint": (9, 2210, 10),
-    "cli": (17, 2100, 17),
+    ".": (2, 130, 0),
+    "checkpoint": (9, 2200, 10),
+    "cli": (17, 2080, 16),
     "comparison": (4, 800, 0),
-    "core": (18, 3190, 6),
-    "data": (16, 6520, 40),
-    "distributed": (90, 21700, 120),
+    "core": (18, 3200, 6),
+    "data": (16, 6470, 40),
+    "distributed": (88, 21700, 116),
     "integrations": (9, 1650, 11),
-    "introspection": (39, 10680, 72),
+    "introspection": (39, 10670, 72),
     "models": (4, 720, 5),
-    "planning": (34, 8540, 42),
-    "simulation": (13, 4120, 23),
-    "training": (41, 10350, 46),
+    "planning": (34, 8550, 42),
+    "simulation": (13, 4230, 25),
+    "training": (41, 10340, 46),
     "verification": (15, 3850, 10),
 }
 """By room: files, lines, and private functions that are named once in their file.
