@@ -101,7 +101,7 @@ def test_code_between_blocks_that_concerns_rare_tokens_is_refused(kind):
     assert "Set layout.pp = 1" in refusal(kind)
 
 
-@pytest.mark.kills("stages", "conditions are played as they are")
+@pytest.mark.kills("stages", mutant="conditions are played as they are")
 def test_a_cut_that_is_rehearsed_without_its_branches_is_caught():
     def first_alone(sample):
         return [stages.Branch(sample.inputs[0])]
