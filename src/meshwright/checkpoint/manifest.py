@@ -46,7 +46,7 @@ class Manifest:
             rest.
         left_out: names of frozen parameters that were not saved.
         model: what the model is (``ModelOrigin``), as JSON values; empty in older checkpoints.
-        base: name of a parameter that was left out -> a run of its numbers (``base.run_of``).
+        base: name of a parameter that was left out -> a run of its numbers (``save.run_of``).
         in_4_bits: name of a frozen weight that the model held in 4 bits -> dtype in which it was rounded.
     """
 

@@ -25,8 +25,8 @@ from meshwright.planning.values import Batch, Collective, DataParallel, Precisio
 COUNT_ELEMENTS = 8
 """Number of float64 values in the all-reduce that opens a step.
 
-They are: real tokens, their weight, routed tokens, microbatches, their square, ranks with a bad batch; where rows are
-cut, one more: ranks that bring their own tokens alone.
+They are those of ``distributed/step/opening.py:StepCounts``; where rows are cut, one more: ranks that bring their own
+tokens alone.
 """
 
 

@@ -109,7 +109,7 @@ def verify(
         IntegrityError: two one-process runs begin with different weights, are given different batches, or compute
             different things.
         UnsupportedError: a layout that is refused, or float8 in which rounding reroutes tokens unseen (see
-            ``float8.refuse_unseen``).
+            ``routes.refuse_unseen``).
     """
     begun = time.monotonic()
     optimizer = _optimizer(techniques or {})
