@@ -23,7 +23,7 @@ OFFLOADED, EXPERTS = "dp=fsdp recompute=offload", "dp=fsdp ep=2 model=softmax"
 DIES = {
     "copies_not_waited_for": (OFFLOADED, "streams", "recompute.py"),
     "activations_freed_in_flight": (OFFLOADED, "streams", "recompute.py"),
-    "messages_not_waited_for": ("cp=2 method=all_gather", "streams", "ranks.py"),
+    "messages_not_waited_for": ("cp=2 method=all_gather", "streams", "exchange.py"),
     "rows_of_experts_not_waited_for": (EXPERTS, "streams", "experts.py"),
     "norm_read_in_a_hook": ("dp=fsdp", "waits", "output.norm().item()"),
     "pageable_batch": ("dp=fsdp", "streams", "pageable memory"),

@@ -39,6 +39,8 @@ def said(call: Callable[[], Any], *stops: str) -> str:
         stack.callback(logging.getLogger("meshwright").removeHandler, handler)
         heard = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
+        for where, *_ in VERBS.values():
+            import_module(where.partition(":")[0])  # a verb that is read under a patch would keep it
         for stop in stops:
             stack.enter_context(patch(f"meshwright.{stop}", _begin))
         try:

@@ -24,7 +24,7 @@ from meshwright.distributed.optimizer import grad_clip
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process import agree
 from meshwright.distributed.step import batch as step_batch
-from meshwright.distributed.step import whole_model
+from meshwright.distributed.step import objective, whole_model
 from meshwright.distributed.step.whole_model import WholeModel
 from meshwright.distributed.weights import constructed
 from meshwright.models import decoder
@@ -144,8 +144,11 @@ def positions_dropped():
     return patch.object(decoder, "rotary_tables", from_zero)
 
 
+@contextmanager
 def loss_mask_dropped():
-    return patch.object(step_batch, "labels_of", lambda batch: batch["labels"])
+    made = {"labels_of": lambda batch: batch["labels"]}
+    with patch.multiple(step_batch, **made), patch.multiple(objective, **made):
+        yield
 
 
 def padding_counted():

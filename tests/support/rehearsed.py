@@ -79,18 +79,18 @@ def settled() -> Iterator[None]:
     def later(name: str) -> Any:
         whole = getattr(MemoryAccount, name)
 
-        def call(self: MemoryAccount) -> None:
+        def call(self: MemoryAccount, **options: bool) -> None:
             held = self._storages.bytes
             while held.total() > self._highest or any(size > self.most[kind] for kind, size in held.items()):
                 before = Counter(held)
                 time.sleep(0.003)
                 if held == before:
                     break
-            whole(self)
+            whole(self, **options)
 
         return patch.object(MemoryAccount, name, call)
 
-    with later("_compare"), later("look"):
+    with later("_take_peak"), later("look"):
         yield
 
 

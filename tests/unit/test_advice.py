@@ -443,6 +443,11 @@ NOT_HERE: dict[str, set[str]] = {
     "needs a forward that reads the bytes of a weight in 4 bits: tests/distributed/test_quantized_weights.py": {
         "state_dict()",
     },
+    "of a stream of preference pairs, which is opened by a run alone: tests/unit/test_data_preference.py": {
+        "data.column = chosen",
+        "data.streaming",
+        "data.task = chat",
+    },
     "needs images beside text in a mixture: tests/unit/test_images.py": {
         "data.mixture, by 'it'",
     },

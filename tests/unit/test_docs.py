@@ -156,7 +156,7 @@ def test_definitions_that_extend_names_are_there():
 
 
 def tracked() -> list[Path]:
-    skipped = {".git", ".venv", ".cache", "build", "dist", "runs", "node_modules"}
+    skipped = {".git", ".venv", ".cache", ".pytest_cache", "build", "dist", "runs", "node_modules"}
     return [path for path in ROOT.rglob("*.md") if not skipped & set(path.relative_to(ROOT).parts)]
 
 

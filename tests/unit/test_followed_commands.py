@@ -27,7 +27,7 @@ COMMANDS = [
         "verify --trace-steps=2",
         "verify --trace-steps=2 --write-trace=t",
         ["--write-trace"],
-        "verification.trace_writer.write_trace",
+        "verification.of_config.write_trace",
     ),
     (
         "generate run --template=t.jinja",
@@ -131,7 +131,7 @@ COMMANDS = [
         "verify --write-trace=t --techniques.float8=tensorwise",
         "verify --write-trace=t --techniques.float8=none",
         ["techniques.float8, by 'it'"],
-        "verification.trace_writer.model_source",
+        "verification.of_config.model_source",
     ),
     (
         f"plan --gpu=v100 --gpus=1 --layout.dp_shard=1 --techniques.precision.compute=bfloat16 {SMALL}",
@@ -211,7 +211,7 @@ def test_too_many_processes_are_planned_rehearsed_launched_or_insisted_on(folder
     for verb, more, stop in (
         ("plan", "", "training.build.plan_run"),
         ("rehearse", "--rank=0", "training.rehearsal.rehearse_each"),
-        ("launch", f"--dry-run {job}", "training.slurm.batch_script"),
+        ("launch", f"--dry-run {job}", "cli.launch.batch_script"),
     ):
         assert f"'meshwright {verb}'" in text
         assert said(command(f"{verb} {many} {more}"), stop) == ""
@@ -224,4 +224,4 @@ def test_too_many_processes_are_planned_rehearsed_launched_or_insisted_on(folder
 def test_a_trace_that_cannot_be_read_is_written_as_its_message_says(folder):
     text = said(lambda: TraceFile("none.json"))
     assert "meshwright verify" in advices(text)
-    assert said(command(printed("{verify}", text)), "verification.trace_writer.write_trace") == ""
+    assert said(command(printed("{verify}", text)), "verification.of_config.write_trace") == ""

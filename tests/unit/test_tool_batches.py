@@ -65,6 +65,8 @@ def test_one_process_of_each_place_is_taken():
 )
 def test_a_tool_that_is_not_installed_is_named_with_the_command_that_installs_it(monkeypatch, tool, package, installed):
     name = f"meshwright.integrations.{tool}"
+    for module in [name for name in sys.modules if name.partition(".")[0] == package.partition(".")[0]]:
+        monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(MissingExtraError, match=rf"pip install .*{installed}"):

@@ -328,7 +328,7 @@ def _sign(name: str, given: list[int], args: Sequence[Any]) -> int:
         given: the signs of its tensors.
         args: its arguments.
     """
-    if name in ("mean", "sum") and not args[0].is_complex():
+    if name in ("mean", "sum") and not (args[0].is_complex() or args[0].is_meta):
         return 0 if bool((args[0] < 0).any()) else SHARE if name == "mean" else 1
     if given[:1] == [SHARE] and name in COMPARISONS:
         return COMPARISONS[name] if type(args[1]) in (int, float) and args[1] == 0 else 0
