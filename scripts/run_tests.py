@@ -170,8 +170,11 @@ def touched(base: str) -> list[str]:
     """Return the test files that changed since a commit, then those that import from a folder in which a source
     changed, or from a changed file of tests/support.
     """
-    command = ["git", "diff", "--name-only", base]
-    changed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    command = ["git", "diff", "--name-only", base, "--"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"no commit {base} is in this checkout, so nothing is known of what changed: {done.stderr.strip()}")
+    changed = done.stdout.split()
     folders = {".".join(Path(file).parts[1:-1]) for file in changed if file.startswith("src/")}
     support = {Path(file).stem for file in changed if file.startswith("tests/support/")}
     names = "|".join(sorted(map(re.escape, folders))) or "-", "|".join(sorted(support)) or "-"
