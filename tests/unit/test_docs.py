@@ -140,11 +140,12 @@ def named_in(page: str) -> list[tuple[str, str]]:
 
 def test_definitions_that_the_spine_walks_are_there_and_can_be_read_in_an_hour():
     named, total = named_in("docs/spine.md"), 0
+    changed = (ROOT / "docs/spine.md").read_text(encoding="utf-8").partition("## To change something")[2]
     for file, name in named:
         found = definitions(ast.parse((HOUSE / file).read_text(encoding="utf-8")))
         assert name in found, f"docs/spine.md: {file} defines no {name}"
         within = (file, name.partition(".")[0]) in named and "." in name
-        total += 0 if within else found[name]
+        total += 0 if within or f"`{file}:{name}`" in changed else found[name]
     assert len(named) > 40 and total < 3_000
 
 

@@ -244,3 +244,21 @@ def test_frozen_weights_have_no_weight_gradients_in_mfu():
     )
     flops = [one.candidates[0].mfu * one.candidates[0].step_s for one in (whole, frozen)]
     assert 0.6 < flops[1] / flops[0] < 0.95
+
+
+def test_a_run_is_priced_by_its_tokens(capsys):
+    flags = ["--model.size=debug", "--data.tokenizer=ids:300:0", "--batch.global_batch=16", "--steps=1000"]
+    asked = ["plan", *flags, "--gpus", "2", "--gpu", "h100", "--layout.dp_shard=2", "--json"]
+    priced = {}
+    for more in (["--tokens=2.5B", "--price=3"], ["--price=3"], ["--tokens=2.5B"]):
+        assert main([*asked, *more]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        priced[tuple(more)] = run = answer["run"]
+        assert run["gpu_hours"] == pytest.approx(run["tokens"] / answer["chosen"]["tok_s_gpu"] / 3600)
+        assert run["days"] == pytest.approx(run["gpu_hours"] / 2 / 24)
+    whole, of_steps, free = priced.values()
+    assert whole["tokens"] == 2.5e9 and whole["cost"] == pytest.approx(3 * whole["gpu_hours"]) and "cost" not in free
+    assert of_steps["tokens"] == 1000 * 16 * 128
+    assert main([*asked[:-1], "--tokens=1T", "--price=2.5"]) == 0
+    assert " at 2.5 for a GPU hour" in capsys.readouterr().out
+    assert main([*asked, "--tokens=many"]) and "300M, 2.5B or 15T" in capsys.readouterr().err

@@ -82,7 +82,7 @@ def test_the_tests_import_this_checkout():
 BUDGET: dict[str, tuple[int, int, int]] = {
     ".": (2, 130, 0),
     "checkpoint": (9, 2200, 10),
-    "cli": (17, 2080, 16),
+    "cli": (17, 2100, 16),
     "comparison": (4, 800, 0),
     "core": (18, 3200, 6),
     "data": (16, 6470, 40),
@@ -92,7 +92,7 @@ BUDGET: dict[str, tuple[int, int, int]] = {
     "models": (4, 720, 5),
     "planning": (34, 8550, 42),
     "simulation": (13, 4230, 25),
-    "training": (41, 10340, 46),
+    "training": (41, 10350, 46),
     "verification": (15, 3850, 10),
 }
 """By room: files, lines, and private functions that are named once in their file.

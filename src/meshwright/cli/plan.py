@@ -9,6 +9,7 @@ best of all layouts and the TOML to train with. More: docs/rent.md.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from meshwright.core.config import take_flags
 from meshwright.core.config.flags import flag_of
-from meshwright.core.config.ranges import FROM_1
+from meshwright.core.config.ranges import ABOVE_0, FROM_1
 from meshwright.core.devices import check_device_type, device_memory, local_device
 from meshwright.core.errors import ConfigError
 from meshwright.introspection.cluster import Cluster
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from meshwright.training.config import Config
 
 PATIENCE_S = 2.0
+TOKENS, UNITS = re.compile(r"(\d+\.?\d*)([KMBT]?)"), {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,10 @@ class PlanOptions:
     """Tokens of the fullest expert rank over the mean, such as 1.3."""
     straggler: float = 1.0
     """Time of the slowest rank over the others', such as 1.1."""
+    price: Annotated[float | None, ABOVE_0] = None
+    """Price of a GPU hour, such as 2.5: what the run costs."""
+    tokens: str = ""
+    """Tokens to train on, such as 15T (default: what the config's steps read)."""
     with_: Path | None = None
     """Figures of ``meshwright rehearse``, in place of those foreseen."""
     dry_run: bool = False
@@ -65,7 +71,7 @@ class PlanOptions:
     """Run code that the config names."""
 
 
-ABOUT_GPUS = ("link", "profile", "pin", "html", "with_", "imbalance", "straggler", "dry_run")
+ABOUT_GPUS = ("link", "profile", "pin", "html", "with_", "imbalance", "straggler", "price", "tokens", "dry_run")
 """Options of a forecast, besides --gpus and --gpu."""
 
 
@@ -86,6 +92,8 @@ def is_asked(options: PlanOptions) -> bool:
         raise ConfigError(
             "--gpus N and --gpu CARD (or --profile FILE) go together: how many, and which, such as --gpus 64 --gpu h100"
         )
+    if options.tokens and TOKENS.fullmatch(options.tokens) is None:
+        raise ConfigError(f"--tokens={options.tokens}: a number of tokens is written as 300M, 2.5B or 15T")
     if options.html is not None:
         if options.with_ is not None:
             raise ConfigError("--html draws what is foreseen, and --with has what was rehearsed: leave one out")
@@ -125,6 +133,17 @@ def forecast(config: Config, options: PlanOptions) -> int:
     drawn = replace(batch, microbatch_rows=first.microbatch)
     values: dict[str, Any] = {}
     paragraphs = [] if options.profile is None else [" ".join(notes(profile_of(str(options.profile)), cluster.world))]
+    if options.price is not None or options.tokens:
+        count, unit = TOKENS.fullmatch(options.tokens).groups() if options.tokens else ("0", "")  # type: ignore[union-attr]
+        tokens = float(count) * UNITS[unit] or config.steps * batch.global_rows * batch.seq_len
+        hours = tokens / first.tok_s_gpu / 3600
+        values["run"] = {"tokens": tokens, "gpu_hours": hours, "days": hours / cluster.world / 24}
+        words = f"{tokens / 1e9:,.4g} billion tokens{' (those of the steps)' * (not options.tokens)}:"
+        words += f" {hours:,.1f} GPU hours, {hours / cluster.world / 24:,.2f} days"
+        if options.price is not None:
+            values["run"]["cost"] = options.price * hours
+            words += f", {options.price * hours:,.2f} at {options.price:g} for a GPU hour"
+        paragraphs.append(words)
     if options.dry_run:
         estimate = estimated_memory(replace(config, techniques=first.techniques), facts, first.plan, drawn)
         found: dict[str, Any] = {"why_not": estimate.why_not}

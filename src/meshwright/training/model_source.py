@@ -305,7 +305,14 @@ def run_tokenizer(config: Config, say: Callable[[str], None] = print) -> Tokeniz
 def planned_tokenizer(config: Config) -> Tokenizer:
     """Return a tokenizer for planning: one that is yet to be trained has only a vocabulary size."""
     name = tokenizer_name(config)
-    return IdTokenizer(vocabulary_of(name), 0) if name.startswith(BPE) else load_tokenizer(name)
+    if name.startswith(BPE):
+        return IdTokenizer(vocabulary_of(name), 0)
+    try:
+        return load_tokenizer(name)
+    except ConfigError as error:
+        if config.model.vocab_size is not None:
+            return IdTokenizer(config.model.vocab_size, 0)
+        raise ConfigError(f"{error}. To plan, the number of its ids will do: --model.vocab_size=N") from None
 
 
 def kept_tokenizer(run: Path) -> FileTokenizer | None:
