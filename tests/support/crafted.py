@@ -316,7 +316,6 @@ several(
     "is damaged",
     an_index_that_is_a_list=lambda at: without_index(at, ["a"]),
     an_index_of_numbers=lambda at: without_index(at, {"lm_head.weight": 7}),
-    a_deep_index=lambda at: done((at.hf / INDEX).write_text('{"weight_map":' + DEEP), "inspect", at.hf),
     a_shape_below_zero=lambda at: weights(at, lambda said: said["lm_head.weight"].update(shape=[-8, -(10**6)])),
     a_shape_that_is_text=lambda at: weights(at, lambda said: said["lm_head.weight"].update(shape="no")),
     a_tensor_without_a_dtype=lambda at: weights(at, lambda said: said["lm_head.weight"].pop("dtype")),
@@ -337,9 +336,13 @@ several(
         at.hf,
     ),
 )
-several("is no JSON", a_deep_config=lambda at: done((at.hf / "config.json").write_text(DEEP), "inspect", at.hf))
 several(
-    "not the keys of a model's config",
+    "is no JSON",
+    a_deep_config=lambda at: done((at.hf / "config.json").write_text(DEEP), "inspect", at.hf),
+    a_deep_index=lambda at: done((at.hf / INDEX).write_text('{"weight_map":' + DEEP), "inspect", at.hf),
+)
+several(
+    "an object with keys was expected",
     a_config_that_is_a_list=lambda at: done((at.hf / "config.json").write_text("[]"), "inspect", at.hf),
 )
 
@@ -395,7 +398,7 @@ several(
 )
 several("chat_template that is a int", a_template_that_is_a_number=lambda at: chat(at, chat_template=7))
 several(
-    "settings by name were expected",
+    "an object with keys was expected",
     settings_of_a_tokenizer_that_are_a_list=lambda at: done(
         (at.hf / "tokenizer_config.json").write_text("[1]"), *chat(at)
     ),

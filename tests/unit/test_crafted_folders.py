@@ -4,6 +4,7 @@ read.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -172,7 +173,8 @@ MUTANTS: list[tuple[dict[str, Any], str, str]] = [
 )
 def test_without_its_guard_a_crafted_folder_reaches_something(guards, name, said, place, capfd, monkeypatch):
     for guard, broken in guards.items():
-        monkeypatch.setattr(guard, broken)
+        module, _, attribute = guard.rpartition(".")
+        monkeypatch.setattr(importlib.import_module(module), attribute, broken)
     assert said in trouble(place, name, capfd)
 
 

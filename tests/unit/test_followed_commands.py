@@ -78,7 +78,7 @@ COMMANDS = [
         "inspect code",
         "inspect code --trust",
         ["--trust", "--model.trust_remote_code"],
-        "training.run.inspection.describe_model",
+        "training.run.folder.describe_model",
     ),
     (
         "plan --model.hf=code",
@@ -181,6 +181,7 @@ def folder(tmp_path_factory):
         here.chdir(made)
         here.setattr("meshwright.training.rehearsal.local_device", lambda: "cpu")
         here.setattr("meshwright.training.run.opened.checkpoint_of", lambda run, *rest: run / "step-1")
+        here.setattr("meshwright.training.run.folder.RunFolder.checkpoint", lambda self, *rest: self.path / "step-1")
         yield made
 
 

@@ -522,12 +522,12 @@ class TokenisingRecipe:
         self, file: SourceFile, number: int, first: BadRow, behind: Iterable[tuple[int, Record | BadRow]]
     ) -> str:
         """Describe each kind of problem of a file's rows once, with the rows that have it, by the file's order."""
-        rows, texts = {(kind := _kind_of(first)): [number]}, {kind: str(first)}
+        rows, texts = {(kind := kind_of(first)): [number]}, {kind: str(first)}
         for row, record in behind:
             try:
                 self.examples_of(file, row, record)
             except BadRow as bad:
-                kind = _kind_of(bad)
+                kind = kind_of(bad)
                 rows.setdefault(kind, []).append(row)
                 texts.setdefault(kind, str(bad))
         way = (
@@ -546,7 +546,7 @@ class TokenisingRecipe:
         return "\n- ".join([head, *listed, *more]) + f"\n{way}"
 
 
-def _kind_of(bad: BadRow) -> str:
+def kind_of(bad: object) -> str:
     """Return the text of a bad row without what differs from row to row: quoted words and numbers."""
     return re.sub(r" Did you mean .*\?|'[^']*'|\"[^\"]*\"|\d+", "…", str(bad)).strip(".…")
 

@@ -25,7 +25,7 @@ from meshwright.core.errors import ConfigError, MissingExtraError
 from meshwright.core.files import sync_folder
 from meshwright.core.host import default_cache_dir
 
-from .building import TokenisingRecipe, check_fraction, files_of, image_folders, texts_of
+from .building import TokenisingRecipe, check_fraction, files_of, image_folders, kind_of, texts_of
 from .corpus import (
     TRAINING,
     Meta,
@@ -273,8 +273,8 @@ def open_parts(
 
 MOST = 10_000
 """Records that are counted of a source."""
-_NAMED = 3
-"""Records that cannot be used and are named with the reason."""
+_NAMED = 10
+"""Kinds of records that cannot be used and are named, each by its first."""
 
 
 @dataclass(frozen=True)
@@ -303,9 +303,15 @@ class Account:
         among = "" if self.records == self.all_records else f", the first of {self.all_records:,}"
         bad = f"; {len(self.unusable):,} of them cannot be used:" if self.unusable else ", all of which can be used"
         yield "records", f"{self.records:,}{among}{bad}"
-        yield from (("", reason) for reason in self.unusable[:_NAMED])
-        if (more := len(self.unusable) - _NAMED) > 0:
-            yield "", f"and {more:,} more"
+        kinds: dict[str, list[str]] = {}
+        for reason in self.unusable:
+            kinds.setdefault(kind_of(reason), []).append(reason)
+        for first, *others in [*kinds.values()][:_NAMED]:
+            yield "", first.rstrip(".") + f" (and {len(others):,} alike)" * bool(others)
+        if (more := len(kinds) - _NAMED) > 0:
+            yield "", f"and {more:,} more kinds"
+        if self.unusable:
+            yield "", "training leaves them out with --data.on_bad_row=skip"
         tokens, learnt = self.tokens, self.learnt
         if self.split is not None and self.split.too_long != "refuse":
             tokens, learnt = self.split.n_kept(seq_len)
@@ -317,7 +323,8 @@ class Account:
             )
             yield (
                 "rows",
-                f"{n:,} of {self.split.n_documents:,} documents are longer than data.seq_len = {seq_len}: {fate}",
+                f"{n:,} of {self.split.n_documents:,} documents are longer than data.seq_len = {seq_len}: {fate}"
+                + "; --data.too_long=skip leaves them out, truncate cuts their ends off" * (fate == "refused"),
             )
         yield from (("note", note) for note in self.notes)
 

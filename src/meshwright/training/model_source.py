@@ -312,7 +312,7 @@ def planned_tokenizer(config: Config) -> Tokenizer:
     except ConfigError as error:
         if config.model.vocab_size is not None:
             return IdTokenizer(config.model.vocab_size, 0)
-        raise ConfigError(f"{error}. To plan, the number of its ids will do: --model.vocab_size=N") from None
+        raise ConfigError(f"{error}. To plan without it, give --model.vocab_size=N") from None
 
 
 def kept_tokenizer(run: Path) -> FileTokenizer | None:

@@ -170,6 +170,8 @@ class ClosingReport:
     total_steps: int
     loss: float | None
     """Training loss of the last step."""
+    first_loss: float | None = None
+    """Of the first step that this process took."""
     validation_loss: float | None = None
     tokens: int | None = None
     """Tokens trained on, all ranks together."""
@@ -190,13 +192,14 @@ class ClosingReport:
         """Format the outcome, the places (those inside the run folder relative to it), and the sample, folded at
         ``width``.
         """
+        begun = f"{self.first_loss:.4f} → " if self.first_loss is not None and self.step > 1 else ""
         parts = [
             f"done: {self.step:,} step{'s' * (self.step > 1)}"
             if self.step >= self.total_steps
             else f"stopped at step {self.step:,} of {self.total_steps:,}",
             f"{count_text(self.tokens)} tokens" if self.tokens is not None else "",
             duration_text(self.seconds) if self.seconds is not None else "",
-            f"loss {self.loss:.4f}" if self.loss is not None else "",
+            "" if self.loss is None else f"loss {begun}{self.loss:.4f}",
             f"validation loss {self.validation_loss:.4f}" if self.validation_loss is not None else "",
             f"{self.skipped} steps skipped" if self.skipped else "",
         ]
@@ -313,6 +316,7 @@ class Teller:
         self.throughput = Throughput()
         self.trouble: OSError | None = None
         self.begun: tuple[dict[str, str], int] | None = None
+        self.first_loss: float | None = None
         self.last_loss: float | None = None
         self.last_validation: float | None = None
         self.expert_figures: dict[str, float] = {}
@@ -400,6 +404,7 @@ class Teller:
         """Return the figures of the step that was just taken; ``loads`` are its experts' loads, if reported."""
         self.expert_figures = figures_of_experts(loads)
         self.last_loss = float(loss)
+        self.first_loss = self.last_loss if self.first_loss is None else self.first_loss
         self.pair_figures = {name: float(value) for name, value in loss.figures.items()}
         self.throughput.add(self.r.feed.row_lengths().tolist(), seconds)
         c = self.r.shape
@@ -494,6 +499,7 @@ class Teller:
             step=self.at.step,
             total_steps=self.config.steps,
             loss=self.last_loss,
+            first_loss=self.first_loss,
             validation_loss=self.last_validation,
             tokens=self.at.tokens,
             seconds=seconds,
