@@ -142,12 +142,14 @@ def test_a_config_without_a_causal_language_model_is_refused():
 
 @pytest.mark.all
 def test_no_family_is_known_by_name():
-    """Everything is done by facts: no string and no name in the code is a model type or a class of transformers."""
+    """Everything is done by facts: no string and no name in the code is a model type or a class of transformers, but
+    for the types that our own decoder is written as (``convert --like``).
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as families
 
     known = {*families, *families.values()}
     for path in Path(meshwright.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(path.read_text())) if path.name != "counterpart.py" else ():
             words = [getattr(node, key, None) for key in ("id", "attr", "name", "arg", "value")]
             assert not known & {word for word in words if isinstance(word, str)}, f"{path}: {ast.dump(node)[:100]}"
 
