@@ -75,18 +75,18 @@ TENSOR = [
     ),
     Fault(
         "gradients of whole norms are a rank's summands",
-        T + "sums.py",
-        "    _sum(places, group)\n    for parameter, earlier",
-        "    for parameter, earlier",
+        T + "parallel.py",
+        "for p in (*sums.whole, *sums.alike) if",
+        "for p in sums.alike if",
         CUT,
         TP_FSDP,
         rf"{GRADIENT}(norm|layers\.\d\.\w+_norm|layers\.\d\.attention\.[qk]_norm)\.weight",
     ),
     Fault(
         "gradients of copied key heads are not summed",
-        T + "sums.py",
-        "    for parameter in sums.copied:\n        if",
-        "    for parameter in ():\n        if",
+        T + "parallel.py",
+        "    for parameter in sums.copied:\n        # ranks",
+        "    for parameter in ():\n        # ranks",
         FEW_HEADS,
         TP,
         rf"{GRADIENT}layers\.\d\.attention\.w[kv]\.weight",
@@ -112,7 +112,7 @@ TENSOR = [
     Fault(
         "ids of other ranks are looked up at 0 and counted",
         T + "ends.py",
-        "summand = found.masked_fill(elsewhere.unsqueeze(-1), 0)",
+        "summand = torch.where(elsewhere.unsqueeze(-1), fill.unsqueeze(-1), found)",
         "summand = found",
         CUT,
         TP,
@@ -121,18 +121,8 @@ TENSOR = [
     Fault(
         "the embedding's gradient is that of the first rank's tokens",
         T + "functions.py",
-        """        return sequence.group.scatter(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor):
-        (gradient,) = grad_outputs
-""",
-        """        return sequence.group.scatter(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor):
-        gradient = grad_outputs[0] * (ctx.sequence.group.rank == 0)
-""",
+        "linear_map(x, group.scatter, lambda gradient: group.gather(gradient, length))",
+        "linear_map(x, group.scatter, lambda gradient: group.gather(gradient, length) * (group.rank == 0))",
         CUT,
         TP,
         rf"{GRADIENT}embedding\.weight",

@@ -6,12 +6,15 @@ The original is called equal.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from support import broken, faults
 from support.problems import TIED, UNTIED
 from test_verify import BATCHES, DDP, FSDP, HSDP
 
+import meshwright
+from benchmarks.faults import library
 from benchmarks.survey.matrix import CUTTABLE
 from meshwright.planning.layout import Layout
 from meshwright.verification import verify as verifying
@@ -109,3 +112,10 @@ def test_clipping_is_compared_also_where_gradients_are_short(pool, monkeypatch):
     assert "first differs at the optimizer's exp_avg of embedding.weight after step 1" in str(report)
     report = verifying.verify(UNTIED, FSDP, BATCHES, steps=2, max_norm=None, dtypes=("float64",), pool=pool)
     assert report, "nobody asked for clipping"
+
+
+@pytest.mark.fast
+def test_the_texts_that_faults_of_the_library_replace_stand_there_once():
+    source = Path(meshwright.__file__).parent
+    found = {fault.what: (source / fault.file).read_text(encoding="utf-8").count(fault.old) for fault in library.FAULTS}
+    assert len(found) > 30 and {what: times for what, times in found.items() if times != 1} == {}
