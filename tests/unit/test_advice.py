@@ -443,6 +443,7 @@ NOT_HERE: dict[str, set[str]] = {
     "needs a forward that reads the bytes of a weight in 4 bits: tests/distributed/test_quantized_weights.py": {
         "state_dict()",
     },
+    "in a text that names the flag, which is followed: tests/unit/test_followed_commands.py": {"model.vocab_size"},
     "of a stream of preference pairs, which is opened by a run alone: tests/unit/test_data_preference.py": {
         "data.column = chosen",
         "data.streaming",

@@ -92,7 +92,7 @@ BUDGET: dict[str, tuple[int, int, int]] = {
     "models": (4, 720, 5),
     "planning": (34, 8550, 42),
     "simulation": (13, 4230, 25),
-    "training": (41, 10350, 46),
+    "training": (41, 10360, 46),
     "verification": (15, 3850, 10),
 }
 """By room: files, lines, and private functions that are named once in their file.

@@ -87,7 +87,9 @@ def run_tests():
 
 def test_a_change_touches_itself_and_the_tests_that_import_from_its_folder(run_tests, monkeypatch):
     def touched(*changed):
-        monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="\n".join(changed)))
+        monkeypatch.setattr(
+            subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0, stdout="\n".join(changed))
+        )
         return run_tests.touched("HEAD~1")
 
     near = touched("src/meshwright/checkpoint/save.py")
