@@ -8,6 +8,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+import torch.nn.functional as F
+from torch import nn
 
 import meshwright
 from meshwright import Batch, Cluster, ConfigError, Layout, Techniques, foresee
@@ -193,16 +195,21 @@ STATED = [
     (0, {"activation_checkpointing": "offload", "reshard_after_forward": False}),
     (4, {"loss_chunks": 1, "sync_grad_accum": False}),
     (0, {"activation_checkpointing": "every_n", "loss_chunks": 8, "reshard_after_forward": True}),
+    (0, {"pipeline_schedule": "gpipe"}),
+    (1, {"pipeline_schedule": "dualpipe_v"}),
 ]
 
 
 @pytest.mark.parametrize(("rows", "stated"), STATED, ids=[",".join(map(str, one[1].values())) for one in STATED])
 def test_what_a_request_states_is_kept_by_every_candidate(rows, stated):
+    pipeline = "pp=2" if "pipeline_schedule" in stated else "pp=1"
     answer = foresee(
-        MODEL, batch=Batch(16, 64, rows), cluster=H100, techniques=stated, pins=("pp=1", "cp=1", "dp_shard>=2")
+        MODEL, batch=Batch(16, 64, rows), cluster=H100, techniques=stated, pins=(pipeline, "cp=1", "dp_shard>=2")
     )
+    assert answer.candidates
     for one in (*answer.candidates, *answer.front):
         found = {**one.figures, "activation_checkpointing": one.figures["recompute"]}
+        found["pipeline_schedule"] = found["schedule"]
         assert {key: found[key] for key in stated} == stated and rows in (0, found["microbatch"])
         assert {key: getattr(one.techniques, key) for key in stated} == stated
     assert len(answer.kept) == len(stated) + (rows > 0)
@@ -261,4 +268,45 @@ def test_a_run_is_priced_by_its_tokens(capsys):
     assert of_steps["tokens"] == 1000 * 16 * 128
     assert main([*asked[:-1], "--tokens=1T", "--price=2.5"]) == 0
     assert " at 2.5 for a GPU hour" in capsys.readouterr().out
-    assert main([*asked, "--tokens=many"]) and "300M, 2.5B or 15T" in capsys.readouterr().err
+    for wrong in ("many", "0", "-1", "2.5X"):
+        assert main([*asked, f"--tokens={wrong}"]) and "300M, 2.5B or 15T" in capsys.readouterr().err
+
+
+class Block(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, -1, 128)).unbind(2)
+        mixed = F.scaled_dot_product_attention(*(y.transpose(1, 2) for y in (q, k, v)), is_causal=True)
+        return x + self.down(F.gelu(self.up(self.out(mixed.transpose(1, 2).flatten(2)))))
+
+
+class Unmeasured(nn.Module):
+    """Too large to be measured, with no config to build a small copy from: tp, pp and cp are refused."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(32000, 1024), nn.Linear(1024, 32000, bias=False)
+        self.blocks = nn.ModuleList(Block(1024) for _ in range(16))
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_a_legal_layout_is_found_where_rules_refuse_all_of_the_fastest():
+    answer = foresee(Unmeasured, batch=Batch(64, 1024), cluster=Cluster(64, gpu="h100"))
+    assert len(answer.refused) == 24 and answer.chosen is not None
+    layout = answer.chosen.layout
+    assert layout.dp_replicate * layout.dp_shard == 64
+    assert len({one.candidate.key for one in answer.candidates}) == len(answer.candidates)
+
+
+def test_a_stated_microbatch_that_fills_no_layout_is_named_with_what_fits_without():
+    with pytest.raises(ConfigError, match=r"batch of 16 rows and microbatch=7\. Without microbatch=7 this fits: "):
+        foresee(MODEL, batch=Batch(16, 64, 7), cluster=H100)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from meshwright.training.config import Config
 
 PATIENCE_S = 2.0
-TOKENS, UNITS = re.compile(r"(\d+\.?\d*)([KMBT]?)"), {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,6 @@ def is_asked(options: PlanOptions) -> bool:
         raise ConfigError(
             "--gpus N and --gpu CARD (or --profile FILE) go together: how many, and which, such as --gpus 64 --gpu h100"
         )
-    if options.tokens and TOKENS.fullmatch(options.tokens) is None:
-        raise ConfigError(f"--tokens={options.tokens}: a number of tokens is written as 300M, 2.5B or 15T")
     if options.html is not None:
         if options.with_ is not None:
             raise ConfigError("--html draws what is foreseen, and --with has what was rehearsed: leave one out")
@@ -103,6 +101,10 @@ def is_asked(options: PlanOptions) -> bool:
 
 def forecast(config: Config, options: PlanOptions) -> int:
     """Print what is foreseen of a config on a cluster of GPUs."""
+    written = re.fullmatch(r"(\d+\.?\d*)([KMBT]?)", options.tokens)
+    wanted = float(written[1]) * UNITS[written[2]] if written else 0.0
+    if options.tokens and not wanted:
+        raise ConfigError(f"--tokens={options.tokens}: a number of tokens is written as 300M, 2.5B or 15T")
     from meshwright.introspection.cluster import Cluster
     from meshwright.simulation.foresee import foresee
     from meshwright.simulation.measured import machines_of, notes, profile_of
@@ -134,8 +136,7 @@ def forecast(config: Config, options: PlanOptions) -> int:
     values: dict[str, Any] = {}
     paragraphs = [] if options.profile is None else [" ".join(notes(profile_of(str(options.profile)), cluster.world))]
     if options.price is not None or options.tokens:
-        count, unit = TOKENS.fullmatch(options.tokens).groups() if options.tokens else ("0", "")  # type: ignore[union-attr]
-        tokens = float(count) * UNITS[unit] or config.steps * batch.global_rows * batch.seq_len
+        tokens = wanted or config.steps * batch.global_rows * batch.seq_len
         hours = tokens / first.tok_s_gpu / 3600
         values["run"] = {"tokens": tokens, "gpu_hours": hours, "days": hours / cluster.world / 24}
         words = f"{tokens / 1e9:,.4g} billion tokens{' (those of the steps)' * (not options.tokens)}:"

@@ -20,7 +20,6 @@ from meshwright.planning.plan import Plan
 from meshwright.planning.techniques import RunTechniques, Techniques, as_techniques
 from meshwright.planning.values import Batch
 from meshwright.simulation.answer import (
-    SHOWN,
     Foresight,
     Legal,
     Proposal,
@@ -34,7 +33,7 @@ from meshwright.simulation.cards import Machines, card_names
 from meshwright.simulation.from_model import job_of_plan, with_saved
 from meshwright.simulation.job import Architecture, Job
 from meshwright.simulation.measured import computing_in, machines_of
-from meshwright.simulation.search import WORDS, Candidate, Pin, Progress, search
+from meshwright.simulation.search import Candidate, Pin, Progress, search
 from meshwright.simulation.step_memory import RehearsedRank, rehearsed_memory, rehearsed_time, step_memory
 from meshwright.simulation.step_time import step_time
 
@@ -259,8 +258,10 @@ class _Question:
         found = search(job, pins, progress=progress)
         if not found.best:
             if found.smallest is None:
+                conditions = " and " * bool(pins) + ", ".join(map(str, pins))
                 raise ConfigError(
-                    f"{world} GPUs: no layout fills them with this batch and these pins. {words(world, works)}"
+                    f"{world} GPUs: no layout fills them with this batch of {self.batch.global_rows} rows{conditions}."
+                    f" {self._without(job, kept, legal)}{words(world, works)}"
                 )
             smallest, device = found.smallest, job.machines.device
             beyond = (smallest.memory.total - device.memory_bytes) / 1e9
@@ -272,16 +273,17 @@ class _Question:
             )
         shown, refused = legal_among(found.best, self.techniques, legal)
         front, _ = legal_among(found.front, self.techniques, legal)
-        for axes in AXES if not shown else ():  # what rules refuse hangs on axes: without some, something is legal
-            fewer = search(job, (*pins, *(Pin(axis, "=", "1") for axis in axes)))
-            shown = sorted([*shown, *legal_among(fewer.best, self.techniques, legal)[0]], key=lambda one: one.step_s)
-            front = [*front, *legal_among(fewer.front, self.techniques, legal)[0]]
+        for axes in AXES:
+            if shown:
+                break
+            fewer = search(job, (*pins, *(Pin(axis, "=", "1") for axis in axes)))  # what rules refuse hangs on axes
+            shown, front = (legal_among(some, self.techniques, legal)[0] for some in (fewer.best, fewer.front))
         if not shown:
             raise ConfigError(f"no layout that fits {world} GPUs is legal. {refused[0].reason}. {words(world, works)}")
         freed = tuple(one for one in self._freed(job, legal) if one.step_s < FASTER * shown[0].step_s) if kept else ()
         return Foresight(
             shown[0],
-            tuple(shown[:SHOWN]),
+            tuple(shown),
             tuple(front),
             tuple(refused),
             found.tried,
@@ -312,11 +314,10 @@ def _kept(techniques: Techniques, batch: Batch) -> tuple[Pin, ...]:
         "loss_chunks": None if is_unset(t.loss_chunks) else t.loss_chunks,
         "reshard": t.reshard_after_forward if isinstance(t.reshard_after_forward, bool) else None,
         "sync_grad_accum": t.sync_grad_accum if isinstance(t.sync_grad_accum, bool) else None,
-        "schedule": t.pipeline_schedule if t.pipeline_schedule in WORDS["schedule"] else None,
+        "schedule": None if is_unset(t.pipeline_schedule) else t.pipeline_schedule,
     }
-    if is_unset(t.pipeline_schedule):
-        del stated["schedule"]
-    return tuple(Pin(key, "=", str(value).lower()) for key, value in stated.items() if value is not None)
+    words = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in stated.items()}
+    return tuple(Pin(key, "=", words[key]) for key, value in stated.items() if value is not None)
 
 
 def _is_open(layout: Layout) -> bool:

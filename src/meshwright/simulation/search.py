@@ -14,6 +14,7 @@ from itertools import product
 from meshwright.core.errors import ConfigError, nearest
 from meshwright.planning.layout import Layout
 from meshwright.planning.pipeline.orders import schedule_kind
+from meshwright.planning.pipeline.schedule import read_schedule
 from meshwright.simulation.job import Execution, Job
 from meshwright.simulation.step_memory import SavedBytes, StepMemory, ends_memory, least_memory, step_memory
 from meshwright.simulation.step_time import Kinds, StepTime, least_step_seconds, least_time, step_time
@@ -186,15 +187,30 @@ def stages_per_rank(base: Job, mesh: Mesh, microbatch: int, pins: tuple[Pin, ...
 def schedules(base: Job, mesh: Mesh, microbatch: int, pins: tuple[Pin, ...]) -> list[tuple[int, str]]:
     """List (stages per rank, schedule) that a pipeline may have; "": 1F1B or its loops.
 
-    Rules refuse a backward in two parts where blocks are compiled or gradients reduced with every microbatch.
+    Rules refuse a backward in two parts where blocks are compiled or gradients reduced with every microbatch. A pin to
+    a schedule that no search tries has that one alone.
     """
+    blocks, number = len(base.architecture.blocks), base.rows // mesh.data // microbatch
+    for name in (pin.value for pin in pins if pin.key == "schedule" and pin.value not in WORDS["schedule"]):
+        if mesh.pp == 1:
+            break
+        if name.endswith(".csv"):
+            table = read_schedule(name)
+            per_rank = len(table.rank_of) // len(table.ranks)
+            fits = (len(table.ranks), table.microbatches) == (mesh.pp, number)
+        else:
+            kind = schedule_kind(name)
+            per_rank = kind.per_rank(blocks, mesh.pp)
+            fits = kind.legal(number, mesh.pp) == number
+        fits = fits and per_rank * mesh.pp <= blocks and hold(pins, stages_per_rank=per_rank)
+        return [(per_rank, name)] if fits else []
     found = [
         (per_rank, "")
         for per_rank in stages_per_rank(base, mesh, microbatch, pins)
         if mesh.pp == 1 or hold(pins, schedule="1f1b" if per_rank == 1 else "interleaved_1f1b")
     ]
     splits = not (base.execution.fused or base.execution.reduces_each)
-    fits = 1 < mesh.pp <= MOST_RANKS and 2 * mesh.pp <= len(base.architecture.blocks)
+    fits = 1 < mesh.pp <= MOST_RANKS and 2 * mesh.pp <= blocks
     if splits and fits and hold(pins, stages_per_rank=2, schedule=ZERO_BUBBLE):
         found.append((2, ZERO_BUBBLE))
     return found
