@@ -224,17 +224,11 @@ MEASURED = 1000
 """Candidates of one count that may be too large before it is given up; the first need least."""
 
 
-def nearest_counts(count: int, works: Callable[[int], bool]) -> tuple[int | None, int | None]:
-    """Return the nearest count below and the nearest above that ``works``; None where none does within the range."""
-    below = next((n for n in range(count - 1, math.ceil(count / FARTHEST) - 1, -1) if works(n)), None)
-    above = next((n for n in range(count + 1, FARTHEST * count + 1) if works(n)), None)
-    return below, above
-
-
 def words(count: int, works: Callable[[int], bool]) -> str:
     """Return a sentence with the nearest counts that ``works``: "Nearest counts that work: 288 or 304 GPUs."."""
-    found = [n for n in nearest_counts(count, works) if n is not None]
     least, most = math.ceil(count / FARTHEST), FARTHEST * count
+    sides = range(count - 1, least - 1, -1), range(count + 1, most + 1)
+    found = [n for n in (next(filter(works, side), None) for side in sides) if n is not None]
     if not found:
         return f"No count from {least} to {most} GPUs works."
     if len(found) == 2:

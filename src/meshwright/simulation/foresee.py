@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from meshwright.core.config import is_unset
@@ -248,9 +248,7 @@ class _Question:
         def legal_on(count: int, layout: Layout, techniques: Techniques, rows: int) -> Plan:
             return self._plan(count, layout, techniques, replace(self.batch, microbatch_rows=rows))
 
-        def legal(layout: Layout, techniques: Techniques, rows: int) -> Plan:
-            return legal_on(world, layout, techniques, rows)
-
+        legal = partial(legal_on, world)
         job = self._job(self._plan(world, self.layout, self.techniques, None))
         kept = tuple(pin for pin in _kept(self.techniques, self.batch) if pin.key not in {p.key for p in self.pins})
         pins = (*self.pins, *kept)
@@ -258,10 +256,10 @@ class _Question:
         found = search(job, pins, progress=progress)
         if not found.best:
             if found.smallest is None:
-                conditions = " and " * bool(pins) + ", ".join(map(str, pins))
+                conditions = " and ".join([f"this batch of {self.batch.global_rows} rows", *map(str, pins)])
                 raise ConfigError(
-                    f"{world} GPUs: no layout fills them with this batch of {self.batch.global_rows} rows{conditions}."
-                    f" {self._without(job, kept, legal)}{words(world, works)}"
+                    f"{world} GPUs: no layout fills them with {conditions}. {self._without(job, kept, legal)}"
+                    f"{words(world, works)}"
                 )
             smallest, device = found.smallest, job.machines.device
             beyond = (smallest.memory.total - device.memory_bytes) / 1e9

@@ -191,9 +191,8 @@ def schedules(base: Job, mesh: Mesh, microbatch: int, pins: tuple[Pin, ...]) -> 
     a schedule that no search tries has that one alone.
     """
     blocks, number = len(base.architecture.blocks), base.rows // mesh.data // microbatch
-    for name in (pin.value for pin in pins if pin.key == "schedule" and pin.value not in WORDS["schedule"]):
-        if mesh.pp == 1:
-            break
+    name = next((pin.value for pin in pins if pin.key == "schedule" and pin.value not in WORDS["schedule"]), "")
+    if name and mesh.pp > 1:
         if name.endswith(".csv"):
             table = read_schedule(name)
             per_rank = len(table.rank_of) // len(table.ranks)
