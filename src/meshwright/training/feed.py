@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from meshwright.core.config import is_unset, unset
 from meshwright.core.dtypes import epochs_text
 from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError
 from meshwright.core.files import read_object
@@ -35,7 +36,7 @@ from meshwright.data.scan import TOKEN_FORMATS, list_sources
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import get_world_info
 from meshwright.training.config import Config, DataConfig
-from meshwright.training.fine_tuning import TEXT, after_data, few_steps
+from meshwright.training.fine_tuning import SHORT_ROW, SHORT_TEXT, TEXT, Counted, after_data, few_steps, why_chosen
 from meshwright.training.model_source import FOLDER, in_chat_template
 from meshwright.training.run.request import IDENTITY
 
@@ -166,9 +167,20 @@ def parts_of(data: DataConfig) -> tuple[MixturePart, ...]:
 
 
 def build_feed(
-    config: Config, tokenizer: Tokenizer, rank: int, ranks: int, progress: Progress, ends: RowEnds | None = None
+    config: Config,
+    tokenizer: Tokenizer,
+    rank: int,
+    ranks: int,
+    progress: Progress,
+    ends: RowEnds | None = None,
+    accepts: Callable[[Config], bool] | None = None,
 ) -> Feed:
-    """Prepare, open and mix the sources (collective); ``ends``: where rows end, None: at data.seq_len.
+    """Prepare, open and mix the sources (collective).
+
+    Args:
+        ends: where rows end; None: at data.seq_len.
+        accepts: returns whether a layout carries a config's batch, where small data may make it smaller; None: it may
+            not.
 
     Raises:
         ConfigError: a source cannot be used, the nodes see different data, or a source would be read more often than
@@ -180,7 +192,7 @@ def build_feed(
         return _streamed(config, parts, tokenizer, (rank, ranks), progress, ends)
     vision = vision_for(config)
     prepared = [prepare_once_per_node(config, part, tokenizer, progress, vision) for part in parts]
-    opened = agree.together(lambda: _opened(config, parts, prepared, tokenizer, (rank, ranks), vision, ends))
+    opened = agree.together(lambda: _opened(config, parts, prepared, tokenizer, (rank, ranks), vision, ends, accepts))
     assert opened is not None
     return opened
 
@@ -200,20 +212,27 @@ def _opened(
     place: tuple[int, int],
     vision: Vision,
     ends: RowEnds | None,
+    accepts: Callable[[Config], bool] | None,
 ) -> Feed:
-    data = config.data
     corpora, pixels = open_parts(prepared, parts, vision)
-    names = [part.name for part in parts]
-    stages = stages_of(config, parts)
-    samples = Samples.of([corpus.training for corpus in corpora], data.seq_len, config.seed, names, Interleave(stages))
+    if accepts is not None:
+        config = _short_enough(config, corpora)
     tasks = tuple(str(getattr(corpus.meta, "task", TEXT)) for corpus in corpora)
-    rows = sum(corpus.training.n_samples(data.seq_len) for corpus in corpora)
+    counted = Counted(
+        lambda seq_len: sum(corpus.training.n_samples(seq_len) for corpus in corpora),
+        _shortest(corpora, config.data.seq_len),
+        place[1],
+        accepts,
+    )
+    counted.rows(config.data.seq_len)  # refused at the length that was asked for, not at one that is chosen
 
     def asked(message: str) -> str | None:
         text = in_chat_template(config, tokenizer, message)
         return pixels.processor.begun(text) if text is not None and pixels else text
 
-    config = after_data(config, rows, tasks, asked)
+    asked_for, config = config, after_data(config, counted, tasks, asked)
+    data, names, stages = config.data, [part.name for part in parts], stages_of(config, parts)
+    samples = Samples.of([corpus.training for corpus in corpora], data.seq_len, config.seed, names, Interleave(stages))
     epochs = samples.epochs(config.steps * config.batch.global_batch)
     for part, times in zip(parts, epochs.values(), strict=True):
         if part.max_epochs and times > part.max_epochs:
@@ -245,7 +264,10 @@ def _opened(
         identity,
         describe(parts, corpora, epochs, config, stages[-1].weights),
         (
-            *filter(None, (*(p.note for p in prepared), few_steps(config, place[1]))),
+            *filter(
+                None,
+                (*(p.note for p in prepared), why_chosen(asked_for, config, counted), few_steps(config, counted)),
+            ),
             *notes_on(parts, corpora, data.seq_len),
         ),
         config,
@@ -254,6 +276,25 @@ def _opened(
         "; ".join(filter(None, (p.other for p in prepared))),
         {} if skips else None,
     )
+
+
+def _short_enough(config: Config, corpora: Sequence[Corpus]) -> Config:
+    """Return a config whose rows, if nobody set their length, are no longer than the shortest text."""
+    fewest = min((c.training.n_tokens for c in corpora if not isinstance(c.training, Whole)), default=1 << 62)
+    length = int(config.data.seq_len)
+    while fewest < length and length > SHORT_ROW:
+        length //= 2
+    if length == config.data.seq_len or not is_unset(config.data.seq_len):
+        return config
+    return replace(config, data=replace(config.data, seq_len=unset(length)))
+
+
+def _shortest(corpora: Sequence[Corpus], seq_len: int) -> int:
+    """Return the least length of rows that cuts no document which rows of ``seq_len`` keep whole."""
+    wholes = [split for c in corpora for split in (c.training, c.validation) if isinstance(split, Whole)]
+    longest = [int(split.kept_lengths(seq_len).max()) for split in wholes if split.n_documents]
+    texts = [SHORT_TEXT] * any(not isinstance(corpus.training, Whole) for corpus in corpora)
+    return max([SHORT_ROW, *longest, *texts])
 
 
 def _streamed(
@@ -291,7 +332,7 @@ def _streamed(
             "a stream holds nothing out, is not shuffled, and is read again from its beginning when the run is"
             " continued",
         ),
-        after_data(config, 0, (recipe.task.name,), lambda message: in_chat_template(config, tokenizer, message)),
+        after_data(config, None, (recipe.task.name,), lambda message: in_chat_template(config, tokenizer, message)),
         ends=ends,
     )
 
