@@ -27,7 +27,7 @@ from meshwright.data import (
     prepare,
 )
 from meshwright.data.building import TokenisingRecipe
-from meshwright.data.cache import open_parts
+from meshwright.data.cache import open_parts, sizes_text
 from meshwright.data.images import PixelReader, Vision, vision_of
 from meshwright.data.loader import StreamedSamples
 from meshwright.data.options import MixturePart
@@ -43,7 +43,6 @@ from meshwright.training.run.request import IDENTITY
 if TYPE_CHECKING:
     from meshwright.training.views.progress import Progress
 
-from meshwright.core.dtypes import count_text
 from meshwright.data.corpus import Pictured
 
 
@@ -326,8 +325,8 @@ def _streamed(
         Loader(samples, config.batch.global_batch, *place, min(data.workers, 1), ends=ends),
         (),
         {"data": recipe.key, "too_long": part.too_long, "streaming": True},
-        f"{scan}, streamed (task: {recipe.task.name}) · {data.seq_len} per row · {config.batch.global_batch} rows per"
-        f" step",
+        f"{scan}, streamed (task: {recipe.task.name}) · {data.seq_len} tokens per row ·"
+        f" {config.batch.global_batch} rows per step",
         (
             "a stream holds nothing out, is not shuffled, and is read again from its beginning when the run is"
             " continued",
@@ -385,7 +384,7 @@ def prepare_once_per_node(
         if isinstance(begun, dict):
             begun = (begun.get(part.name) or {}).get("data")
         begun = begun if isinstance(begun, str) else ""
-        return prepare(part, tokenizer, d.validation_fraction, d.cache or None, say, tell, vision, begun)
+        return prepare(part, tokenizer, d.validation_fraction, d.cache or None, say, tell, vision, begun, d.seq_len)
 
     mine = agree.together(prepared, here=first)
     reported = [(host, p) for host, p in agree.everybody_says((socket.gethostname(), mine)) if p is not None]
@@ -432,12 +431,10 @@ def describe(
     parts: tuple[MixturePart, ...], corpora: list[Corpus], epochs: dict[str, float], config: Config, weights: Any
 ) -> str:
     """Return a line with the sizes of a run's data; ``weights`` are those of the parts at the end of the run."""
-    splits = [split for corpus in corpora for split in (corpus.training, corpus.validation)]
+    splits = [(corpus.training, corpus.validation) for corpus in corpora]
     seq_len = config.data.seq_len
-    tokens = sum(s.n_kept(seq_len)[0] if isinstance(s, Whole) else s.n_tokens for s in splits)
-    documents = sum(int((s.kept_lengths(seq_len) > 0).sum()) if isinstance(s, Whole) else s.n_documents for s in splits)
-    text = f"{count_text(tokens)} tokens of {documents:,} documents · {seq_len} per row"
-    if n_images := sum(len(split.images.places) for split in splits if isinstance(split, Pictured)):
+    text = f"{sizes_text(splits, seq_len)} · {seq_len} tokens per row"
+    if n_images := sum(len(split.images.places) for both in splits for split in both if isinstance(split, Pictured)):
         text += f" · {n_images:,} images"
     text += f" · {config.batch.global_batch} rows per step"
     if len(parts) == 1:
@@ -454,14 +451,13 @@ def notes_on(parts: tuple[MixturePart, ...], corpora: list[Corpus], seq_len: int
     if len(named := dict.fromkeys(part.template for part in parts if part.template)) > 1:
         yield f"of the chat templates {', '.join(named)}, the run's folder and what is exported from it keep the first"
     for part, corpus in zip(parts, corpora, strict=True):
-        if isinstance(corpus.training, Whole) and (n := corpus.training.n_too_long(seq_len)):
-            left_out = n if part.too_long == "skip" else corpus.training.n_unlearnt(seq_len)
+        wholes = [split for split in (corpus.training, corpus.validation) if isinstance(split, Whole)]
+        if n := sum(split.n_too_long(seq_len) for split in wholes):
+            left_out = n if part.too_long == "skip" else sum(split.n_unlearnt(seq_len) for split in wholes)
             why = ", since nothing to learn is left of them" * (part.too_long != "skip")
+            among = sum(split.n_documents for split in wholes)
             fates = [f"{n - left_out} are cut short"] * (n > left_out) + [f"{left_out} left out{why}"] * (left_out > 0)
-            yield (
-                f"{n} of {corpus.training.n_documents} conversations are longer than data.seq_len = {seq_len}:"
-                f" {' and '.join(fates)}"
-            )
+            yield (f"{n} of {among} documents are longer than data.seq_len = {seq_len}: {' and '.join(fates)}")
         yield from (f"{', '.join(part.source)}: {note}" for note in getattr(corpus.meta, "notes", ()))
         skipped = sum(getattr(corpus.meta, "skipped", {}).values())
         if skipped:
