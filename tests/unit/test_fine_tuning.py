@@ -15,8 +15,9 @@ from meshwright.cli.arguments import open_model, read_config
 from meshwright.core.config import all_set, from_dict, is_unset, to_dict, to_toml
 from meshwright.core.dtypes import epochs_text
 from meshwright.core.errors import ConfigError
+from meshwright.data import load_tokenizer
 from meshwright.training.config import Config
-from meshwright.training.feed import refuse_contradictions
+from meshwright.training.feed import build_feed, refuse_contradictions
 from meshwright.training.fine_tuning import (
     Counted,
     after_data,
@@ -27,6 +28,7 @@ from meshwright.training.fine_tuning import (
     of_forecast,
     why_chosen,
 )
+from meshwright.training.views.progress import Progress
 
 LORA = {"adapters": {"rank": 4}}
 
@@ -246,6 +248,16 @@ def test_few_steps_are_said_whenever_they_are_few_and_the_advice_makes_more(mode
     for changes in ({"batch": {"global_batch": 2}}, {"batch": {"global_batch": 2}, "epochs": 12.0}, {"steps": 60}):
         config = made(model, data, changes)
         assert config.steps >= 49 and few_steps(config, data) == ""
+
+
+def test_a_step_of_pairs_keeps_both_answers_on_a_rank(model, tmp_path):
+    rows = [{"prompt": f"{n} + {n} =", "chosen": str(2 * n), "rejected": "no"} for n in range(40)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"source": [str(tmp_path / "pairs.jsonl")], "tokenizer": "bytes", "cache": str(tmp_path / "cache")}
+    config = before_data(Config.from_dict({"model": {"hf": str(model)}, "data": data} | LORA))
+    feed = build_feed(config, load_tokenizer("bytes"), 0, 2, Progress(), accepts=lambda config: True)
+    assert feed.config.batch.global_batch == 4 and feed.config.steps >= 57
+    assert len(feed.next_batch()["tokens"]) == 2
 
 
 @pytest.mark.parametrize(("width", "rate"), [(64, 3e-3), (1024, 8e-4), (4096, 2e-4), (8192, 1e-4), (None, 2e-4)])

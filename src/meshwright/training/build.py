@@ -146,7 +146,7 @@ def build_run(
         mesh = init_distributed(DistributedConfig(**vars(config.layout), **setup), config.seed)
     with timeline.phase("data"):
         ends = None if trace else RowEnds.of(plan, config.batch.microbatch, is_fixed=longest_rows)
-        accepts = (lambda one: _is_carried(one, facts, cluster, batch_of(one, tokenizer))) if chooses_batch else None
+        accepts = (lambda one: is_carried(one, facts, cluster, batch_of(one, tokenizer))) if chooses_batch else None
         feed = build_feed(config, tokenizer, *data_position(mesh), progress, ends, accepts)
     config = feed.config
     if chooses_batch:
@@ -203,7 +203,8 @@ def plan_run(config: Config, facts: ModelFacts, cluster: Cluster, batch: Batch |
     return make_plan(facts, config.layout, batch=batch, cluster=cluster, techniques=config.requested)
 
 
-def _is_carried(config: Config, facts: ModelFacts, cluster: Cluster, batch: Batch) -> bool:
+def is_carried(config: Config, facts: ModelFacts, cluster: Cluster, batch: Batch) -> bool:
+    """Return whether a layout carries a batch."""
     try:
         return bool(plan_run(config, facts, cluster, batch))
     except (ConfigError, UnsupportedError):

@@ -215,12 +215,12 @@ def _opened(
 ) -> Feed:
     corpora, pixels = open_parts(prepared, parts, vision)
     if accepts is not None:
-        config = _short_enough(config, corpora)
+        config = short_enough(config, corpora)
     tasks = tuple(str(getattr(corpus.meta, "task", TEXT)) for corpus in corpora)
     counted = Counted(
         lambda seq_len: sum(corpus.training.n_samples(seq_len) for corpus in corpora),
-        _shortest(corpora, config.data.seq_len),
-        place[1],
+        shortest_rows(corpora, config.data.seq_len),
+        place[1] * max(corpus.training.rows_together for corpus in corpora),
         accepts,
     )
     counted.rows(config.data.seq_len)  # refused at the length that was asked for, not at one that is chosen
@@ -277,7 +277,7 @@ def _opened(
     )
 
 
-def _short_enough(config: Config, corpora: Sequence[Corpus]) -> Config:
+def short_enough(config: Config, corpora: Sequence[Corpus]) -> Config:
     """Return a config whose rows, if nobody set their length, are no longer than the shortest text."""
     fewest = min((c.training.n_tokens for c in corpora if not isinstance(c.training, Whole)), default=1 << 62)
     length = int(config.data.seq_len)
@@ -288,7 +288,7 @@ def _short_enough(config: Config, corpora: Sequence[Corpus]) -> Config:
     return replace(config, data=replace(config.data, seq_len=unset(length)))
 
 
-def _shortest(corpora: Sequence[Corpus], seq_len: int) -> int:
+def shortest_rows(corpora: Sequence[Corpus], seq_len: int) -> int:
     """Return the least length of rows that cuts no document which rows of ``seq_len`` keep whole."""
     wholes = [split for c in corpora for split in (c.training, c.validation) if isinstance(split, Whole)]
     longest = [int(split.kept_lengths(seq_len).max()) for split in wholes if split.n_documents]

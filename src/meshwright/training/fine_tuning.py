@@ -62,7 +62,7 @@ class Counted(NamedTuple):
     Attributes:
         rows: number of rows of all sources together, once each, by their length in tokens.
         shortest: least length of rows that cuts no document.
-        ranks: data ranks, which a step's rows are dealt to.
+        ranks: data ranks, which a step's rows are dealt to; of pairs of rows, twice as many.
         accepts: returns whether a layout carries a config's batch; None: the batch stays as it is.
     """
 
@@ -141,7 +141,7 @@ def after_data(
     if epochs is None or data is None:
         return config
     if batch_follows(config):
-        config = _with_enough_steps(config, data, epochs)
+        config = with_enough_steps(config, data, epochs)
     rows, batch = data.rows(config.data.seq_len), config.batch.global_batch
     if most is not None and most > epochs and is_fine_tuning(config):
         epochs = min(most, max(epochs, ENOUGH_STEPS * batch / rows))
@@ -149,7 +149,7 @@ def after_data(
     return replace(config, epochs=steps * batch / rows, steps=unset(steps))
 
 
-def _with_enough_steps(config: Config, data: Counted, epochs: float) -> Config:
+def with_enough_steps(config: Config, data: Counted, epochs: float) -> Config:
     """Return a config whose data makes enough steps: of fewer rows, and if these are not enough, of shorter ones."""
     if data.accepts is None:
         return config
