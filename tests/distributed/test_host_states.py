@@ -128,11 +128,7 @@ class Watched:
     def __init__(self) -> None:
         self.come = self.left = self.made = self.most = 0
         self._here: list[weakref.ref[Tensor]] = []
-        self._copied, self._to_host, self._put_back = (
-            low_bit._copied,
-            low_bit._to_host,
-            low_bit._put_back,
-        )
+        self._copied, self._to_host, self._put_back = (low_bit._copied, low_bit._to_host, low_bit._put_back)
 
     def copied(self, plain: Tensor, device: torch.device) -> Tensor:
         here = self._copied(plain, device)

@@ -128,10 +128,7 @@ def forgetful() -> nn.Module:
 
 @pytest.mark.parametrize(
     ("factory", "module", "parameters"),
-    [
-        (mute, "'body' (Mute)", "its scale"),
-        (forgetful, "'body' (Forgetful)", "its bias"),
-    ],
+    [(mute, "'body' (Mute)", "its scale"), (forgetful, "'body' (Forgetful)", "its bias")],
 )
 def test_what_nothing_initialises_is_refused_by_name(spmd, factory, module, parameters):
     text = spmd(1, refused, factory)[0]

@@ -258,11 +258,7 @@ def bring(changed: str, value: torch.Tensor | int | None) -> None:
 @pytest.mark.parametrize(
     ("changed", "value", "words"),
     [
-        (
-            "reference_log_probs",
-            None,
-            r"no 'reference_log_probs' \(16,\), .*row_log_probs\(batch\) gave for them",
-        ),
+        ("reference_log_probs", None, r"no 'reference_log_probs' \(16,\), .*row_log_probs\(batch\) gave for them"),
         ("reference_log_probs", torch.zeros(8), r"has shape \(8,\) .* a finite log-probability for each of 16 rows"),
         ("reference_log_probs", torch.full((16,), torch.nan), r"a finite log-probability for each of 16 rows"),
         ("rows", 5, r"compares each two rows, and a microbatch has 5: bring whole pairs"),

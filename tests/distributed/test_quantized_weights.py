@@ -145,11 +145,7 @@ WAYS: dict[str, tuple[Any, Layout, dict[str, Any]]] = {
     "in host memory": (config(), DATA2, {"cpu_offload": True}),
     "gathered again over two of four": (config(), Layout(dp_shard=4), {"reshard_after_forward": 2}),
     "compiled": (config(), DATA2, {"compile": True, "compile_backend": "aot_eager"}),
-    "experts, ep 2": (
-        config("qwen3_moe"),
-        Layout(dp_shard=2, ep=2),
-        {"adapters": LORA | {"targets": ["self_attn.*"]}},
-    ),
+    "experts, ep 2": (config("qwen3_moe"), Layout(dp_shard=2, ep=2), {"adapters": LORA | {"targets": ["self_attn.*"]}}),
     "fused queries, keys and values, tp 2": (config("phi3", intermediate_size=256), TP2, {}),
     "one key head on two ranks": (config(num_key_value_heads=1), TP2, {}),
     "our decoder, frozen by name": (SIZES["debug"], DATA2, {"adapters": None, "freeze": ["layers.0"]}),

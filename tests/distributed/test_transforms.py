@@ -182,8 +182,7 @@ def test_registering_refuses_what_would_go_wrong_later():
     ):
         register_model_transform("odd", LabelConfig, after=["fully_sharded"])
     with pytest.raises(
-        ConfigError,
-        match="the transform name 'ddp' is taken by meshwright.distributed.transforms.DDPTransform",
+        ConfigError, match="the transform name 'ddp' is taken by meshwright.distributed.transforms.DDPTransform"
     ):
         register_model_transform("ddp", LabelConfig)(Label)
     with pytest.raises(ConfigError, match="the transform name 'ddp' is taken"):

@@ -6,16 +6,7 @@ import pytest
 import torch
 from support.laid_out import assert_estimated
 from support.oracle import differences, faults, worst
-from support.problems import (
-    FSDP2,
-    FSDP4,
-    Data,
-    Problem,
-    Way,
-    make_optimizer,
-    pieces,
-    share,
-)
+from support.problems import FSDP2, FSDP4, Data, Problem, Way, make_optimizer, pieces, share
 from support.train import DISTURBANCES, lay_out, local, train
 from test_wire import EVEN, even_sizes, one_warm_step
 from torch.distributed.fsdp import FSDPModule
