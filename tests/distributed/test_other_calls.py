@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from support.adapters import adapted
 from support.families import some_tokens
 from support.odd import VOCAB, Odd
+from support.ranks import ranks
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
@@ -78,36 +79,30 @@ def gradients(model):
 # --- order and numbers
 
 
-def misordered():
+@pytest.mark.all
+@ranks(2)
+def test_a_technique_that_comes_too_late_is_named():
+    """FSDP2 cannot be copied, so the order is looked at before the model is measured."""
     mesh = init_distributed(Layout(dp_shard=1, tp=2))
     torch.manual_seed(0)
     sharded = apply_fsdp2(Decoder(SMALL), mesh, FP32)
     experts = init_distributed(Layout(dp_shard=2, ep=2))
-    return (
+    found = (
         said(lambda: apply_tensor_parallel(sharded, mesh)),
         said(lambda: build_model_transform("tensor_parallel", None, device_mesh=mesh).apply(sharded)),
         said(lambda: apply_expert_parallel(sharded, experts)),
     )
+    for text, name in zip(found, ("tensor_parallel", "tensor_parallel", "expert_parallel"), strict=True):
+        assert text.startswith(f"ConfigError: {name} must come before fully_shard"), text
 
 
-@pytest.mark.all
-def test_a_technique_that_comes_too_late_is_named(spmd):
-    """FSDP2 cannot be copied, so the order is looked at before the model is measured."""
-    for found in spmd(2, misordered):
-        for text, name in zip(found, ("tensor_parallel", "tensor_parallel", "expert_parallel"), strict=True):
-            assert text.startswith(f"ConfigError: {name} must come before fully_shard"), text
-
-
-def too_few_microbatches():
+@ranks(2)
+def test_too_few_microbatches_are_refused_with_the_number():
     mesh = init_distributed(Layout(pp=2, dp_shard=1))
     stage = build_pipeline_stage(build_stage_module(SMALL, get_pp_rank(mesh), 2), mesh, "cpu", 1, 8, torch.float32)
-    return [said(lambda n=n: build_pipeline_schedule(stage, n, mean)) for n in (0, 1, 2)]
-
-
-def test_too_few_microbatches_are_refused_with_the_number(spmd):
-    for none, one, two in spmd(2, too_few_microbatches):
-        assert none == "ConfigError: 1f1b on 2 ranks takes 2 microbatches or more, not 0"
-        assert one == "ConfigError: 1f1b on 2 ranks takes 2 microbatches or more, not 1" and two.startswith("accepted")
+    none, one, two = [said(lambda n=n: build_pipeline_schedule(stage, n, mean)) for n in (0, 1, 2)]
+    assert none == "ConfigError: 1f1b on 2 ranks takes 2 microbatches or more, not 0"
+    assert one == "ConfigError: 1f1b on 2 ranks takes 2 microbatches or more, not 1" and two.startswith("accepted")
 
 
 # --- configs of another system
@@ -188,7 +183,9 @@ def test_a_stage_says_what_it_has(caplog):
 # --- plans
 
 
-def by_own_plan():
+@pytest.mark.all
+@ranks(2)
+def test_a_models_own_plan_names_layers_with_adapters():
     mesh = init_distributed(Layout(dp_shard=1, tp=2))
 
     def loss(model):
@@ -206,14 +203,8 @@ def by_own_plan():
         loss(model).backward()
         cut = dict(model.named_parameters())["base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight"]
         found[name] = max(relative_errors(gradients(model), gradients(plain)).values()), str(cut.placements)
-    return found
-
-
-@pytest.mark.all
-def test_a_models_own_plan_names_layers_with_adapters(spmd):
-    for found in spmd(2, by_own_plan):
-        for error, placements in found.values():
-            assert error < 1e-6 and "Shard(dim=0)" in placements
+    for error, placements in found.values():
+        assert error < 1e-6 and "Shard(dim=0)" in placements
 
 
 def test_styles_are_torchs_too():
@@ -228,19 +219,15 @@ def test_styles_are_torchs_too():
     assert [laid[word].input_layouts for word in ("rowwise", "rowwise_rep")] == [(Shard(-1),), (Replicate(),)]  # type: ignore[attr-defined]
 
 
-def one_dtype():
+@pytest.mark.all
+@ranks(2)
+def test_a_call_without_a_policy_computes_in_one_dtype_however_many_data_ranks():
     found = []
     for layout in (Layout(dp_shard=2, tp=1), Layout(dp_shard=1, tp=2)):
         torch.manual_seed(0)
         model = fsdp2_strategy_parallelize(Decoder(SMALL), init_distributed(layout))
         found.append((str(model(TOKENS).dtype), str(next(model.parameters()).dtype)))
-    return found
-
-
-@pytest.mark.all
-def test_a_call_without_a_policy_computes_in_one_dtype_however_many_data_ranks(spmd):
-    for found in spmd(2, one_dtype):
-        assert [dtype for dtype, _ in found] == ["torch.bfloat16"] * 2
+    assert [dtype for dtype, _ in found] == ["torch.bfloat16"] * 2
 
 
 # --- transforms
@@ -268,19 +255,18 @@ def test_configs_have_one_base_and_can_be_changed():
     assert "mixed_precision.param_dtype = 'int8'" in said(lambda: FullyShardTransform(shard).apply(Odd()))
 
 
-def alone():
+@ranks(1)
+def test_one_process_gets_its_model_back_unless_something_acts():
     plain = build_model_transform("fully_shard").apply(model := Odd())
     narrow = build_model_transform("fully_shard", {"mixed_precision": {"param_dtype": "bfloat16"}}).apply(Odd())
     with plain.accumulation_context(False):
         pass
-    return plain is model, isinstance(plain, FSDPModule), isinstance(narrow, FSDPModule)
+    assert (plain is model, isinstance(plain, FSDPModule), isinstance(narrow, FSDPModule)) == (True, False, True)
 
 
-def test_one_process_gets_its_model_back_unless_something_acts(spmd):
-    assert spmd(1, alone) == [(True, False, True)]
-
-
-def flattened():
+@pytest.mark.all
+@ranks(4)
+def test_a_collective_with_replicas_is_flattened_where_asked():
     mesh = init_distributed(Layout(dp_replicate=2, dp_shard=2))
     torch.manual_seed(0)
     config = FullyShardTransformConfig(use_hybrid_sharding=False)
@@ -291,13 +277,8 @@ def flattened():
     plain = Decoder(SMALL)
     mean(plain(TOKENS), TOKENS).backward()
     errors = relative_errors(gradients(model), gradients(plain))
-    return max(errors.values()), tuple(dict(model.named_parameters())["head.weight"].to_local().shape), ranks
-
-
-@pytest.mark.all
-def test_a_collective_with_replicas_is_flattened_where_asked(spmd):
-    for error, shape, ranks in spmd(4, flattened):
-        assert error < 1e-5 and shape[0] <= -(-VOCAB // 4) and ranks == 4
+    error, shape = max(errors.values()), tuple(dict(model.named_parameters())["head.weight"].to_local().shape)
+    assert error < 1e-5 and shape[0] <= -(-VOCAB // 4) and ranks == 4
 
 
 def test_classes_to_recompute_by_name_alone():

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from support.oracle import build, relative_errors
 from support.problems import DDP2, FSDP2, ONE, Problem, Way, share
+from support.ranks import ranks
 from support.train import gradients, lay_out
 from torch.distributed.tensor import DTensor
 
@@ -269,19 +270,6 @@ def test_a_batch_that_holds_no_pairs_is_refused(changed, value, words):
         bring(changed, value)
 
 
-def apart(changed: str) -> str:
-    """The refusal of ranks of cut rows that bring a part of each row, or other rows."""
-    model = lay_out(DENSE, Way(Layout(dp_shard=1, cp=2)), loss_fn=PreferenceLoss())
-    batch = {**rows(), "reference_log_probs": torch.zeros(16)}
-    if changed == "places":
-        batch["places"] = torch.arange(SEQ).expand(16, SEQ).contiguous()
-    elif get_world_info()[0]:
-        batch["tokens"] = batch["tokens"].flip(1)
-    with pytest.raises(ConfigError) as caught:
-        (model.row_log_probs if changed == "log_probs" else model.forward_backward)(batch)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
@@ -290,8 +278,17 @@ def apart(changed: str) -> str:
         ("log_probs", "brought different rows"),
     ],
 )
-def test_ranks_of_cut_rows_bring_the_same_whole_rows(spmd, changed, words):
-    assert all(words in refusal for refusal in spmd(2, apart, changed))
+@ranks(2)
+def test_ranks_of_cut_rows_bring_the_same_whole_rows(changed, words):
+    model = lay_out(DENSE, Way(Layout(dp_shard=1, cp=2)), loss_fn=PreferenceLoss())
+    batch = {**rows(), "reference_log_probs": torch.zeros(16)}
+    if changed == "places":
+        batch["places"] = torch.arange(SEQ).expand(16, SEQ).contiguous()
+    elif get_world_info()[0]:
+        batch["tokens"] = batch["tokens"].flip(1)
+    with pytest.raises(ConfigError) as caught:
+        (model.row_log_probs if changed == "log_probs" else model.forward_backward)(batch)
+    assert words in str(caught.value)
 
 
 def refused(layout: Layout, **techniques) -> str:
