@@ -146,7 +146,7 @@ def per_token(here: Here):
 @ITEMS(33, "keep_fp8_transpose_cache_when_using_custom_fsdp, nccl_ub, fsdp_double_buffer", world=4)
 def elsewhere(here: Here):
     keys = ("keep_fp8_transpose_cache_when_using_custom_fsdp", "nccl_ub", "fsdp_double_buffer")
-    return [refused(lambda key=key: zero(here, **{key: True}), key, "CUDA") for key in keys][-1]
+    return [refused(lambda key=key: zero(here, **{key: True}), key, "megatron-fsdp") for key in keys][-1]
 
 
 def adapted() -> nn.Module:

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from support.own_models import KINDS, ROWS, ConvNet, TwoHeads, built, computed, ids, scores_of, squares
 from support.ranks import ranks
+from support.ranks import told as said
 from support.written_out import GPT, GPTConfig
 from torch.distributed.tensor import DTensor
 
-from meshwright import ConfigError, Layout, Loss, MeshwrightError, UnsupportedError, parallelize, plan
+from meshwright import ConfigError, Layout, Loss, UnsupportedError, parallelize, plan
 from meshwright.distributed.loss.declared import DeclaredLosses
 from meshwright.distributed.mesh import data_position
 
@@ -169,13 +170,6 @@ def test_tuples_dicts_and_objects_with_several_losses():
     for where, (error, name, parts, difference) in found.items():
         assert error <= EXACT, (where, name)
         assert parts == ["classes", "far"] and abs(difference) < 1e-12
-
-
-def said(action):
-    try:
-        return action()
-    except MeshwrightError as error:
-        return f"{type(error).__name__}: {error}"
 
 
 @ranks(2)

@@ -15,16 +15,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from support.odd import VOCAB
 from support.ranks import ranks
+from support.ranks import told as said
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from meshwright import ConfigError, IntegrityError, Layout, UnsupportedError, parallelize
+from meshwright import Layout, parallelize
 from meshwright.distributed import (
     DistributedConfig,
-    apply_ac,
     apply_expert_parallel,
     apply_fsdp2,
     apply_tensor_parallel,
@@ -41,7 +41,7 @@ from meshwright.distributed.optimizer import grad_clip
 from meshwright.distributed.parallelizer import fsdp2_strategy_parallelize, nvfsdp_strategy_parallelize, to_cpu
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.workers import WorkerFailed
-from meshwright.distributed.transforms import MixedPrecisionConfig, build_model_transform
+from meshwright.distributed.transforms import build_model_transform
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig
 
@@ -64,13 +64,6 @@ def llama(seed=None):
     if seed is not None:
         torch.manual_seed(seed)
     return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2))
-
-
-def said(action):
-    try:
-        return action()
-    except (ConfigError, UnsupportedError, IntegrityError) as error:
-        return f"{type(error).__name__}: {error}"
 
 
 # --- replicas
@@ -212,33 +205,6 @@ def worst(model, plain):
 
 @pytest.mark.all
 @ranks(4)
-def test_calls_with_nemos_axes_and_in_the_older_order():
-    init_distributed(Layout(dp_shard=2, tp=2))
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
-    plain = llama(0)
-    loss_of(plain, TOKENS).backward()
-    found = {}
-    for name, lay_out in {
-        "fsdp2": lambda m: fsdp2_strategy_parallelize(m, mesh, FP32),
-        "nvfsdp, older order": lambda m: nvfsdp_strategy_parallelize(
-            m, mesh, ["transformers.models.llama.modeling_llama.LlamaDecoderLayer"]
-        ),
-        "nvfsdp": lambda m: nvfsdp_strategy_parallelize(m, mesh),
-        "nvfsdp with optimizer": lambda m: nvfsdp_strategy_parallelize(m, mesh, torch.optim.SGD(m.parameters()))[0],
-    }.items():
-        model = lay_out(llama(0))
-        rank = mesh.get_local_rank("data_parallel")
-        loss_of(model, TOKENS[2 * rank : 2 * rank + 2]).backward()
-        found[name] = worst(model, plain)
-    found["twice"] = said(lambda: nvfsdp_strategy_parallelize(llama(0), mesh, [nn.Linear], [nn.Linear]))
-    found["what"] = said(lambda: nvfsdp_strategy_parallelize(llama(0), mesh, 3.0))
-    assert found.pop("twice").startswith("ConfigError: the unit modules were given twice")
-    assert found.pop("what").startswith("ConfigError: the third argument is a float")
-    assert all(error < 1e-5 for error in found.values()), found
-
-
-@pytest.mark.all
-@ranks(4)
 def test_an_option_acts_or_is_refused():
     mesh = init_distributed(Layout(dp_replicate=2, dp_shard=2))
     collective = types.SimpleNamespace(mesh=mesh)
@@ -267,12 +233,6 @@ def test_an_option_acts_or_is_refused():
     assert found["collective"] == "(Replicate(), Shard(dim=0))" and found["narrow"] == "torch.bfloat16"
 
 
-def test_mixed_precision_may_leave_dtypes_open():
-    policy = MixedPrecisionConfig(param_dtype="bfloat16").policy
-    assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == (torch.bfloat16, None, None)
-    assert MixedPrecisionConfig().policy == MixedPrecisionPolicy()
-
-
 def streams(seed):
     init_distributed(DistributedConfig(dp_shard=2, nccl_timeout_sec=77), seed)
     timeout = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options._timeout
@@ -287,27 +247,6 @@ def test_every_generator_is_seeded_and_the_time_limit_holds(spmd):
 
 
 # --- orders of the documents
-
-
-@pytest.mark.all
-@pytest.mark.parametrize("mode", ("full", "selective"))
-@pytest.mark.parametrize("order", (("tp", "ac"), ("tp", "ac", "fsdp"), ("tp", "fsdp"), ("ac", "fsdp")))
-@ranks(4)
-def test_techniques_in_the_orders_that_kempnerforge_documents(order, mode):
-    mesh = init_distributed(Layout(dp_shard=2, tp=2))
-    plain = llama(0)
-    loss_of(plain, TOKENS).backward()
-    made = llama(0)
-    steps = {
-        "tp": lambda m: apply_tensor_parallel(m, mesh),
-        "ac": lambda m: apply_ac(m, mode),
-        "fsdp": lambda m: apply_fsdp2(m, mesh, FP32),
-    }
-    for step in order:
-        made = steps[step](made)
-    rank = mesh.get_local_rank("dp_shard") if "fsdp" in order else None
-    loss_of(made, TOKENS if rank is None else TOKENS[2 * rank : 2 * rank + 2]).backward()
-    assert worst(made, plain) < 1e-5
 
 
 # --- one norm

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from support.own_models import ROWS, ConvNet, built, ids, random
 from support.ranks import ranks
+from support.ranks import told as said
 from support.written_out import GPT, GPTConfig
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from meshwright import Layout, MeshwrightError, parallelize
+from meshwright import Layout, parallelize
 from meshwright.distributed.averaging import WeightCopy
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.weights import shards
@@ -43,13 +44,6 @@ def laid_out(sizes, make=MAKE, **options):
 def share(model, batch=BATCH):
     rank, ranks = data_position(model.mesh)
     return {key: value.chunk(ranks)[rank] for key, value in batch.items()}
-
-
-def said(action):
-    try:
-        return action()
-    except (MeshwrightError, AttributeError) as error:
-        return f"{type(error).__name__}: {error}"
 
 
 def trained(model, steps=2, after=lambda: None):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from support.odd import LAYOUTS, VOCAB, Mix, Odd, whole
 from support.ranks import ranks
+from test_functions import refusal, worst
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -145,25 +146,6 @@ def test_a_config_is_an_instance_a_dict_or_nothing():
     assert mixed == MixedPrecisionConfig("bf16", "fp32", None, True)
 
 
-ALIASES = {
-    torch.float32: ("float32", "fp32"),
-    torch.float16: ("float16", "fp16", "half"),
-    torch.bfloat16: ("bfloat16", "bf16"),
-    torch.float64: ("float64", "double"),
-}
-
-
-@pytest.mark.parametrize(("dtype", "name"), [(dtype, name) for dtype, names in ALIASES.items() for name in names])
-def test_dtypes_go_by_all_their_names(dtype, name):
-    policy = MixedPrecisionConfig(name, name, name, False).policy
-    assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs) == (
-        dtype,
-        dtype,
-        dtype,
-        False,
-    )
-
-
 @pytest.mark.parametrize("key", ["param_dtype", "reduce_dtype", "output_dtype"])
 def test_a_dtype_that_is_none_is_refused_at_once(key):
     values = {"param_dtype": "bf16", "reduce_dtype": "bf16"} | {key: "float23"}
@@ -289,24 +271,6 @@ def oracle(make: Callable[[], nn.Module] = Odd) -> dict[str, torch.Tensor]:
     for piece in pieces:
         (mean_loss(model, piece) / len(pieces)).backward()
     return gradients(model)
-
-
-def worst(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
-    """Largest error of a tensor, in its own norm or a millionth of the whole."""
-    assert found.keys() == wanted.keys()
-    floor = 1e-6 * torch.stack([w.double().norm() for w in wanted.values()]).norm()
-    return max(
-        ((found[n].double() - w.double()).norm() / torch.maximum(w.double().norm(), floor)).item()
-        for n, w in wanted.items()
-    )
-
-
-def refusal(action: Callable[[], object]) -> str:
-    try:
-        action()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "none"
 
 
 def position(layout: Layout) -> tuple[int, int]:

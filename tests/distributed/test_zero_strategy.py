@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from support.families import config_of, on_cpu, some_tokens
 from support.heard import heard
 from support.ranks import ranks
+from support.ranks import told as first_error
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from meshwright import ConfigError, Layout, UnsupportedError
+from meshwright import ConfigError, Layout
 from meshwright.core.errors import NonFiniteError
 from meshwright.distributed import init_distributed
 from meshwright.distributed.data import fully_sharded
@@ -342,14 +343,6 @@ class Silent(nn.Module):
 
 
 # --- refusals
-
-
-def first_error(job) -> str:
-    try:
-        job()
-    except (ConfigError, UnsupportedError, ImportError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 WORDS = {

@@ -60,3 +60,11 @@ def refusal(call: Callable[[], object], kind: type[Exception] = MeshwrightError)
     except kind as error:
         return str(error)
     return ""
+
+
+def told(call: Callable[[], object]) -> Any:
+    """Return what a call returns, or the class and the words of its error."""
+    try:
+        return call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"

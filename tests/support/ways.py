@@ -99,7 +99,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "sequence": ("-", "cut", "whole", "kept"),
     "method": ("-", "auto", *METHODS),
     "microbatches": ("one", "rows"),
-    "shards": ("auto", "ddp", "kept", "synced", "postponed", "zero0", "zero1", "zero2", "zero3"),
+    "shards": ("auto", "kept", "synced", "postponed", "zero0", "zero1", "zero2", "zero3"),
     "recompute": ("none", "full", "selective", "every_n", "modules", "selective_op", "offload"),
     "memory": ("device", "offload", "optimizer"),
     "freeze": ("none", "start"),
@@ -117,7 +117,6 @@ DATA = {"one": (1, 1), "ddp": (2, 1), "fsdp": (1, 2), "hsdp": (2, 2)}
 """Replicas and shards."""
 SHARDS: dict[str, dict[str, Any]] = {
     "auto": {},
-    "ddp": {"data_parallel": "ddp"},
     "kept": {"reshard_after_forward": False},
     "synced": {"sync_grad_accum": True},
     "postponed": {"sync_grad_accum": "shard"},
@@ -179,7 +178,7 @@ class Way:
     @property
     def steps(self) -> int:
         """The last sends what every later one sends: DDP settles its buckets in two."""
-        return 3 if self.dp == "ddp" else 2
+        return 3 if self.dp == "ddp" or self.shards == "zero0" else 2
 
     @property
     def global_rows(self) -> int:
