@@ -4,11 +4,9 @@ as other systems' documents print them.
 
 from __future__ import annotations
 
-import random
 import types
 from unittest.mock import patch
 
-import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -233,22 +231,6 @@ def test_an_option_acts_or_is_refused():
     assert found["collective"] == "(Replicate(), Shard(dim=0))" and found["narrow"] == "torch.bfloat16"
 
 
-def streams(seed):
-    init_distributed(DistributedConfig(dp_shard=2, nccl_timeout_sec=77), seed)
-    timeout = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options._timeout
-    return (float(torch.rand(())), float(numpy.random.rand()), random.random()), timeout.total_seconds()
-
-
-def test_every_generator_is_seeded_and_the_time_limit_holds(spmd):
-    first, again, other = (spmd(2, streams, seed) for seed in (1, 1, 2))
-    assert first == again and first[0][0] != first[1][0]
-    assert all(a != b for a, b in zip(first[0][0], other[0][0], strict=True))
-    assert first[0][1] == 77
-
-
-# --- orders of the documents
-
-
 # --- one norm
 
 
@@ -314,33 +296,6 @@ def test_gradients_that_are_summands_are_summed_before_clipping(spmd):
 
 
 # --- stage modules
-
-
-def stage_weights(seed):
-    mesh = init_distributed(Layout(pp=2, dp_shard=2))
-    built = build_stage_module(SMALL, get_pp_rank(mesh), 2, seed=seed)
-    with torch.device("meta"):
-        later = build_stage_module(SMALL, get_pp_rank(mesh), 2)
-    apply_fsdp2(later, mesh, FP32)
-    later.to_empty(device="cpu")
-    later.init_weights_and_freqs(seed)
-    sharded = {n: p.full_tensor().detach() for n, p in later.named_parameters()}
-    return {n: p.detach() for n, p in built.named_parameters()}, sharded
-
-
-def whole_weights(seed):
-    return {n: p.detach() for n, p in parallelize(SMALL, None, seed=seed).named_parameters()}
-
-
-@pytest.mark.all
-def test_stage_modules_begin_with_the_whole_models_weights(spmd):
-    (whole,) = spmd(1, whole_weights, 4)
-    stages = spmd(4, stage_weights, 4)
-    names = set()
-    for found in (made for pair in stages for made in pair):
-        names |= found.keys()
-        assert all(torch.equal(tensor, whole[name]) for name, tensor in found.items())
-    assert names == whole.keys()
 
 
 def stage_refusals():

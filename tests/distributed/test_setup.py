@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from support.families import config_of
 from support.ranks import ranks
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshwright import ConfigError, Layout
@@ -110,38 +109,6 @@ def test_dense_parameters_are_sharded_over_context_too(spmd):
         assert got["fsdp"] == [(("dp_shard_cp",), (4,), [0, 1, 2, 3])] * 2
         assert got["dp"] == (("dp_shard",), (2,), [rank % 2, rank % 2 + 2])
         assert got["position"] == (rank // 2, 2)
-
-
-def foreign_mesh_job() -> list:
-    init_distributed(Layout())
-    only_tp = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    other_name = init_device_mesh("cpu", (2,), mesh_dim_names=("data_parallel",))
-    said = [data_mesh(only_tp), data_mesh(other_name)]
-    getters = (get_pp_mesh, get_cp_mesh, get_ep_mesh, get_fsdp_mesh)
-    only_replicas = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_replicate",))
-    return [
-        said,
-        [get(only_tp) for get in getters],
-        (get_pp_rank(only_tp), get_pp_size(only_tp), has_dp_mesh(only_tp), data_position(only_tp)),
-        (described(get_dp_mesh(only_replicas)), has_dp_mesh(only_replicas)),
-        (get_pp_rank(None), get_pp_size(None), has_dp_mesh(None), data_position(None)),
-    ]
-
-
-def test_axes_that_a_mesh_lacks(spmd):
-    for rank, (said, absent, lacking, replicas, nothing) in enumerate(spmd(2, foreign_mesh_job)):
-        assert (
-            said[0] == "ValueError: the mesh (tp = 2) has no data axis (dp_replicate, dp_shard) larger than 1; ask"
-            " has_dp_mesh first"
-        )
-        assert (
-            said[1]
-            == "ConfigError: the mesh has the axes ['data_parallel']: data_parallel is dp_shard here; name it so"
-        )
-        assert absent == [None] * 4
-        assert lacking == nothing == (0, 1, False, (0, 1))
-        assert replicas == ((("dp_replicate",), (2,), [0, 1]), True)
-        assert rank in (0, 1)
 
 
 # --- streams
