@@ -80,6 +80,7 @@ EP2, EP4, HALVES = Layout(dp_shard=2, ep=2), Layout(dp_shard=4, ep=4), Layout(dp
 HYBRID = Layout(dp_replicate=2, dp_shard=2, ep=2)
 TENSOR, ACROSS = Layout(dp_shard=2, tp=2, ep=2), Layout(dp_shard=2, tp=2, ep=4)
 STAGED = Layout(pp=2, dp_shard=2, ep=2)
+FULL = {"activation_checkpointing": "full"}
 
 WAYS: dict[str, tuple[DecoderConfig, Layout, dict[str, Any]]] = {
     "capped, ep2": (CAPPED, EP2, {}),
@@ -87,23 +88,30 @@ WAYS: dict[str, tuple[DecoderConfig, Layout, dict[str, Any]]] = {
     "tensor, ep2": (SIGMOID, TENSOR, {}),
     "1f1b": (SIGMOID, STAGED, {}),
     "resharded to 2": (SOFTMAX, HALVES, {"reshard_after_forward": 2}),
+    "balanced by batch": (BATCHED, EP2, {}),
+    "balanced by microbatch": (BATCHED, HYBRID, {}),
+    "balanced by microbatch, replicas": (BATCHED, Layout(dp_replicate=2, dp_shard=1), FULL),
+    "balanced by microbatch, tensor": (BATCHED, TENSOR, FULL),
+    "balanced by microbatch, 1f1b": (BATCHED, STAGED, {}),
+    "balanced, zbv": (BATCHED, STAGED, {"pipeline_schedule": "zbv_zero_bubble"}),
+    "balanced, compiled": (BATCHED, EP2, {"compile": True, "compile_backend": "aot_eager"}),
     "compiled": (SOFTMAX, EP2, {"compile": True, "compile_backend": "aot_eager"}),
     "compiled, whole stacks": (SIGMOID, Layout(dp_shard=2), {"compile": True, "compile_backend": "aot_eager"}),
     "experts frozen": (SIGMOID, EP2, {"freeze": (r"experts",)}),
     "all but experts frozen": (SIGMOID, EP2, {"freeze": (r"^(?!.*experts)",)}),
     "one expert for each rank": (replace(SOFTMAX, moe=MoEConfig(n_experts=4, top_k=1, hidden_dim=12)), EP4, {}),
 }
-
-
-"""Not in the array (test_ways): products that are grouped, in float32; a capacity; other parts frozen."""
-IN_FLOAT32 = ("compiled, whole stacks", "halves", "tensor, ep2", "1f1b", "compiled")
+"""Not in the array (test_ways): products in float32, which are grouped; a capacity; losses of microbatches; other parts
+frozen.
+"""
+DTYPE_OF = dict.fromkeys(("compiled, whole stacks", "halves", "tensor, ep2", "1f1b", "compiled"), "float32")
 
 
 @pytest.mark.parametrize("name", WAYS)
 def test_experts_are_equal_to_one_process(pool, measured, name):
     model, layout, techniques = WAYS[name]
-    dtypes = ("float32",) if name in IN_FLOAT32 else ("float64",)
-    report = verify(model, layout, BATCHES, techniques=techniques, steps=2, dtypes=dtypes, pool=pool)
+    options = {"techniques": techniques, "microbatch_rows": 2 if "microbatch" in name else 0, "pool": pool}
+    report = verify(model, layout, BATCHES, steps=2, dtypes=(DTYPE_OF.get(name, "float64"),), **options)
     assert report, str(report)
 
 
@@ -376,7 +384,8 @@ WIRE = {
     "recomputed": (SIGMOID, EP4, {"activation_checkpointing": "full"}),
     "experts frozen": (SOFTMAX, HALVES, {"freeze": ("experts",)}),
     "tensor, recomputed": (EVEN, TENSOR, {"activation_checkpointing": "full"}),
-    "balanced by batch": (BATCHED, HYBRID, {"activation_checkpointing": "full"}),
+    "balanced by batch": (BATCHED, HYBRID, FULL),
+    "balanced by batch, tensor": (replace(BATCHED, vocab_size=64), TENSOR, {}),
 }
 
 

@@ -54,7 +54,7 @@ allow.
 
 # Heads for two ranks; 257 tokens divide by nothing.
 UNTIED = DecoderConfig(257, 24, 2, n_heads=4, n_kv_heads=2, hidden_dim=20, max_seq_len=16, qk_norm=True)
-SOFTMAX = MoEConfig(n_experts=4, hidden_dim=12, sequence_loss=0.05, batch_loss=0.1, z_loss=0.01)
+SOFTMAX = MoEConfig(n_experts=4, hidden_dim=12, sequence_loss=0.05, z_loss=0.01)
 SIGMOID = MoEConfig(
     n_experts=4,
     top_k=2,
