@@ -478,7 +478,7 @@ def one_rank_job(folder: str) -> list[tuple[str, list[str], str]]:
     def unreadable(path):
         raise OSError(errno.EIO, "Input/output error")
 
-    module = sys.modules["meshwright.checkpoint.save"]
+    module = sys.modules["meshwright.checkpoint.saving"]
     found = []
     for rank, fault in [(1, "write"), (1, "read back"), (0, "manifest")]:
         for step in (1, 2):  # over an older checkpoint, and beside it

@@ -12,11 +12,11 @@ from support.laid_out import assert_same, held
 
 from meshwright import Layout, parallelize
 from meshwright.checkpoint import load, save
-from meshwright.checkpoint.save import in_pieces
+from meshwright.checkpoint.saving import in_pieces
 from meshwright.distributed.process.world import get_world_info
 from meshwright.models.decoder_config import DecoderConfig
 
-writing = import_module("meshwright.checkpoint.save")
+writing = import_module("meshwright.checkpoint.saving")
 DECODER = DecoderConfig(257, 24, 2, n_heads=4, n_kv_heads=2, hidden_dim=20, max_seq_len=32, qk_norm=True)
 EXACT = {"precision": {"master": "float64"}}
 LAYOUTS = {

@@ -31,7 +31,7 @@ from meshwright.introspection.adapter_request import ROUNDED_IN, WEIGHTS, Adapte
 from meshwright.introspection.module_kinds import brings_initialiser
 
 from .huggingface import Pretrained, named_tensors
-from .load import open_manifest, read_tensors, verify_files
+from .loading import open_manifest, read_tensors, verify_files
 from .tensor_files import DTYPES, INDEX, SINGLE
 
 # --- write a checkpoint's model as Hugging Face safetensors, tensor by tensor

@@ -13,7 +13,7 @@ from typing import Any
 
 from meshwright.checkpoint.folder import CheckpointFolder
 from meshwright.checkpoint.huggingface import Pretrained, pretrained
-from meshwright.checkpoint.load import to_be_loaded
+from meshwright.checkpoint.loading import to_be_loaded
 from meshwright.checkpoint.tensor_files import holds_weights
 from meshwright.core.config import to_dict
 from meshwright.core.dtypes import canonical_dtype

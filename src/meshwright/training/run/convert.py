@@ -17,9 +17,9 @@ from torch import nn
 from meshwright.checkpoint.export import MadeOf, code_to_read, export_adapter, export_merged, export_tensors
 from meshwright.checkpoint.folder import OLD, PARTIAL, beside
 from meshwright.checkpoint.huggingface import Pretrained, pretrained
-from meshwright.checkpoint.load import open_manifest
+from meshwright.checkpoint.loading import open_manifest
 from meshwright.checkpoint.manifest import NAME, Manifest
-from meshwright.checkpoint.save import differing
+from meshwright.checkpoint.saving import differing
 from meshwright.checkpoint.tensor_files import holds_weights
 from meshwright.core.errors import ConfigError, IntegrityError, UnsupportedError
 from meshwright.core.files import inside, read_object, sync_folder

@@ -32,7 +32,7 @@ from meshwright.planning.values import NF4_STORED
 
 from .folder import PARTIAL, settle
 from .manifest import Manifest, damage, strangers
-from .save import cause, in_pieces
+from .saving import cause, in_pieces
 from .state import (
     empty_optimizer_tensors,
     group_records,
