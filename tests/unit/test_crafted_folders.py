@@ -139,7 +139,7 @@ def test_a_crafted_folder_is_answered_by_a_sentence_and_reaches_nothing(name, pl
 NO_FILE_IS_REFUSED = {
     f"meshwright.{module}.inside": lambda folder, name, by="": folder / name
     for module in (
-        "checkpoint.manifest",
+        "checkpoint.store",
         "checkpoint.tensor_files",
         "data.tokenizers",
         "data.mapped",

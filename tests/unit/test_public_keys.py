@@ -66,7 +66,7 @@ optimizer.overrides[].pattern optimizer.overrides[].lr_scale optimizer.overrides
 dpo.beta dpo.label_smoothing
 schedule.kind schedule.warmup_steps schedule.tokens schedule.warmup_tokens schedule.final_ratio schedule.decay_fraction
 validation.every validation.samples
-checkpoint.every checkpoint.keep_last
+checkpoint.every checkpoint.folder checkpoint.keep_last
 logging.every logging.tensorboard logging.wandb logging.wandb_project logging.profile logging.memory_snapshot
 process.count process.backend process.startup_timeout_sec process.step_timeout_sec process.audit process.check_memory
 process.max_restarts

@@ -10,13 +10,12 @@ import math
 import re
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from meshwright.core.errors import ConfigError, IntegrityError
+from meshwright.core.errors import IntegrityError
 
-from .pieces import BYTES, Known, PieceEntry, hash_of
+from .pieces import BYTES, WORDS, Known, PieceEntry
 from .store import Location, Store, place_of
 
 NAME = "manifest.json"
@@ -25,8 +24,14 @@ CHUNK = 1 << 22
 STEP = r"step-(\d{8,})"
 PACK = re.compile(rf"({STEP}/)?[\w.-]+\.safetensors")
 """Name of a pack in a manifest: of a file beside it, or of one in the folder of another checkpoint of the run."""
+IDLE = 1 << 20
+"""Bytes that may lie idle in a checkpoint's packs, however small it is."""
 LARGEST_HEADER = 100_000_000
 """Limit in bytes, as in the safetensors library."""
+
+
+class NewerManifest(IntegrityError):
+    """A manifest that this release cannot read."""
 
 
 @dataclass(frozen=True)
@@ -79,17 +84,14 @@ class Manifest:
         """Every piece of every tensor."""
         return (piece for entry in self.tensors.values() for piece in entry.pieces)
 
-    def known_from(self, here: str, folder: str) -> Known:
-        """Return the blocks that this manifest, of the checkpoint ``here``, has, named for one in ``folder``."""
-        return {
-            (piece.hash, piece.end - piece.begin): replace(piece, pack=named_from(here, piece.pack, folder))
-            for piece in self.pieces
-            if piece.hash
-        }
+    def write(self, location: Location, *, new: bool = False) -> None:
+        """Write the manifest with a checksum of its own, atomically, and flush it to disk.
 
-    def write(self, location: Location) -> None:
-        """Write the manifest with a checksum of its own, atomically, and flush it to disk."""
+        Raises:
+            IntegrityError: it is to be ``new``, and in an object store another job was first.
+        """
         store, folder = place_of(location)
+        name = f"{folder}/{NAME}"
         rows = {
             key: {
                 "shape": entry.shape,
@@ -102,8 +104,11 @@ class Manifest:
         rest = {own.name: getattr(self, own.name) for own in fields(self)[2:]}
         content = json.loads(json.dumps({"version": VERSION, "tensors": rows, "files": files, **rest}))
         lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
-        text = "{" + ",\n ".join([*lines, f'"crc32": {_checksum(content)}']) + "}\n"
-        store.put(f"{folder}/{NAME}", text.encode())
+        text = "{" + ",\n ".join([*lines, f'"crc32": {checksum(content)}']) + "}\n"
+        try:
+            store.put(name, text.encode(), new=new)
+        except FileExistsError:
+            raise IntegrityError(f"{store.where(name)} was written by another job in the meantime") from None
 
     @classmethod
     def read(cls, location: Location) -> Manifest:
@@ -126,16 +131,18 @@ class Manifest:
         try:
             content = json.loads(text)
             if content["version"] not in (1, VERSION):
-                raise IntegrityError(
+                raise NewerManifest(
                     f"{path} has format version {content['version']}; this meshwright reads versions 1 and {VERSION}:"
                     f" install a newer one"
                 )
-            if content.pop("crc32") != _checksum(content):
+            if content.pop("crc32") != checksum(content):
                 raise ValueError("its content changed since it was written (checksum)")
-            if content["version"] == 1:
-                files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
-            else:
-                files = {name: FileEntry(size) for name, size in content["files"].items()}
+            is_old = content["version"] == 1
+            files = {
+                name: FileEntry(**entry) if is_old else FileEntry(entry) for name, entry in content["files"].items()
+            }
+            if alien := [name for name in files if not PACK.fullmatch(name)]:
+                raise ValueError(f"it names {alien[0]!r}, which is no file of this checkpoint or its run")
             content["files"] = files
             content["tensors"] = {key: _tensor(key, entry, files) for key, entry in content["tensors"].items()}
             if not all(type(n) is int and n >= 0 for entry in files.values() for n in (entry.bytes, entry.crc32 or 0)):
@@ -176,10 +183,6 @@ def _tensor(key: str, entry: dict[str, Any], files: dict[str, FileEntry]) -> Ten
     if dtype not in BYTES:
         raise ValueError(f"{dtype} is no dtype")
     for piece in pieces:
-        if not PACK.fullmatch(piece.pack):
-            raise ValueError(
-                f"it names {piece.pack!r}, which is no file of this checkpoint or its run, and is not read"
-            )
         is_inside = len(piece.offset) == len(piece.shape) == len(shape) and all(
             low + size <= whole for low, size, whole in zip(piece.offset, piece.shape, shape, strict=True)
         )
@@ -189,7 +192,7 @@ def _tensor(key: str, entry: dict[str, Any], files: dict[str, FileEntry]) -> Ten
     return TensorEntry(shape, dtype, pieces)
 
 
-def _checksum(content: dict[str, Any]) -> int:
+def checksum(content: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(content).encode())
 
 
@@ -201,9 +204,30 @@ def locate(folder: str, pack: str) -> str:
     return pack if "/" in pack else f"{folder}/{pack}"
 
 
-def named_from(here: str, pack: str, folder: str) -> str:
-    """Return the name for the manifest of ``folder`` of a pack that the manifest of ``here`` names."""
-    return locate(here, pack).removeprefix(f"{folder}/")
+def pack_name(token: str, rank: int) -> str:
+    """Return the name of a rank's new pack; ``token`` (eight hexadecimal digits) is new at every save."""
+    return f"pieces-{token}-{rank:05d}.safetensors"
+
+
+def worth_referring_to(manifest: Manifest, here: str, folder: str) -> Known:
+    """Return the blocks of the checkpoint ``here`` that one in ``folder`` refers to, if it has the same.
+
+    A pack is kept whole for the blocks that are still in use. Where the others have come to more bytes than a
+    checkpoint has, the packs with the largest share of them are not referred to any more.
+    """
+    live: dict[str, dict[int, int]] = {}
+    for piece in manifest.pieces:
+        live.setdefault(piece.pack, {})[piece.begin] = piece.end - piece.begin
+    used = {pack: sum(sizes.values()) for pack, sizes in live.items()}
+    idle = {pack: manifest.files[pack].bytes - size for pack, size in used.items()}
+    worth = sorted(idle, key=lambda pack: idle[pack] / manifest.files[pack].bytes)
+    while sum(idle[pack] for pack in worth) > max(sum(used.values()), IDLE):
+        worth.pop()
+    return {
+        (piece.hash, piece.end - piece.begin): replace(piece, pack=locate(here, piece.pack).removeprefix(f"{folder}/"))
+        for piece in manifest.pieces
+        if piece.hash and piece.pack in worth
+    }
 
 
 def sizes_of(store: Store, folder: str, packs: Iterable[str]) -> dict[str, int | None]:
@@ -215,10 +239,13 @@ def sizes_of(store: Store, folder: str, packs: Iterable[str]) -> dict[str, int |
     return {pack: there.get(place) for pack, place in places.items()}
 
 
-def commit(store: Store, folder: str, manifest: Manifest) -> Manifest:
+def commit(store: Store, folder: str, manifest: Manifest, *, new: bool = False) -> Manifest:
     """Write the manifest of a checkpoint whose packs are all there, and return it with their sizes.
 
     Until then the folder is no checkpoint, or the older one.
+
+    Args:
+        new: the folder has no manifest so far.
 
     Raises:
         IntegrityError: a pack is gone, or shorter than its pieces; the manifest was not written.
@@ -235,7 +262,7 @@ def commit(store: Store, folder: str, manifest: Manifest) -> Manifest:
                 f"{store.where(locate(folder, pack))} is {found}: does another job save there, or remove files?"
             )
     whole = replace(manifest, files={pack: FileEntry(sizes[pack] or 0) for pack in sorted(ends)})
-    whole.write(store.location(folder))
+    whole.write(store.location(folder), new=new)
     return whole
 
 
@@ -249,3 +276,69 @@ def lacking(store: Store, folder: str, manifest: Manifest) -> list[str]:
         elif size != wanted:
             found.append(f"{where} has {size:,} bytes, but {wanted:,} were written")
     return found
+
+
+# --- version 1: files whose headers say what they hold
+
+
+def describe_file(store: Store, name: str) -> FileEntry:
+    """Return size and CRC-32 of a file."""
+    size, crc = store.files(name.rpartition("/")[0])[name], 0
+    for begin in range(0, size, CHUNK):
+        crc = zlib.crc32(store.read(name, begin, min(CHUNK, size - begin)), crc)
+    return FileEntry(size, crc)
+
+
+def with_pieces(store: Store, folder: str, manifest: Manifest) -> Manifest:
+    """Return a manifest that says where the pieces lie, in version 1 by the headers of the files.
+
+    Raises:
+        IntegrityError: a header is damaged, or holds a tensor otherwise than the manifest says.
+    """
+    if any(manifest.pieces) or not manifest.files:
+        return manifest
+    found: dict[str, list[tuple[Any, ...]]] = {}
+    try:
+        for name in manifest.files:
+            header, begin = read_header(store, locate(folder, name))
+            shards = json.loads(header.pop("__metadata__", {}).get("DCP_SHARDING_INFO", "{}"))
+            for key, row in header.items():
+                if key not in manifest.tensors:
+                    continue
+                if row["dtype"] != WORDS[(entry := manifest.tensors[key]).dtype]:
+                    raise IntegrityError(f"its files hold {key} as {row['dtype']}, and its manifest says {entry.dtype}")
+                offset = shards[key]["saved_offsets"] if key in shards else [0] * len(row["shape"])
+                low, high = row["data_offsets"]
+                found.setdefault(key, []).append((offset, row["shape"], name, begin + low, begin + high, ""))
+        tensors = {
+            key: _tensor(key, {"shape": row.shape, "dtype": row.dtype, "pieces": found.get(key, ())}, manifest.files)
+            for key, row in manifest.tensors.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise IntegrityError(f"a header of its files is damaged ({type(error).__name__}: {error})") from error
+    return replace(manifest, tensors=tensors)
+
+
+def read_header(store: Store, name: str) -> tuple[dict[str, Any], int]:
+    """Return the header of a safetensors file, and the place of its first tensor.
+
+    Raises:
+        IntegrityError: the file is damaged.
+    """
+    where, size = store.where(name), store.files(name.rpartition("/")[0]).get(name, 0)
+    try:
+        length = int.from_bytes(store.read(name, 0, 8), "little")
+        if not 2 <= length <= min(size - 8, LARGEST_HEADER):
+            raise ValueError(
+                f"its first eight bytes say that its header has {length:,} bytes, and the file has {size:,}"
+            )
+        header = json.loads(store.read(name, 8, length))
+        ends = [row["data_offsets"][1] for key, row in header.items() if key != "__metadata__"]
+        whole = 8 + length + max(ends, default=0)
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        raise IntegrityError(f"{where} is no whole safetensors file: {error}. Copy it again") from None
+    if size != whole:
+        raise IntegrityError(
+            f"{where} has {size:,} bytes, and its header describes {whole:,}: it is cut short or damaged. Copy it again"
+        )
+    return header, 8 + length

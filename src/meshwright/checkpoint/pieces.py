@@ -103,7 +103,7 @@ Known = MutableMapping[tuple[str, int], PieceEntry]
 
 
 def hash_of(data: Buffer) -> str:
-    """Return the 128-bit XXH3 of bytes in hexadecimal: it finds damage and equal bytes, and guards against no forger."""
+    """Return the 128-bit XXH3 of bytes, in hexadecimal: it finds damage and equal bytes, and no forger."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
@@ -179,7 +179,7 @@ def write_pieces(store: Store, folder: str, pack_name: str, pieces: Iterable[Pie
         replace(entry, pack=pack_name, begin=begin + entry.begin, end=begin + entry.end) if not entry.pack else entry
         for entry in entries
     ]
-    known |= {(entry.hash, entry.end - entry.begin): entry for entry in placed}
+    known.update({(entry.hash, entry.end - entry.begin): entry for entry in placed})
     return placed
 
 
@@ -190,6 +190,6 @@ def _rows(piece: Piece, low: int, high: int) -> tuple[tuple[int, ...], tuple[int
 def _itemsize(piece: Piece) -> int:
     if piece.dtype not in BYTES:
         raise UnsupportedError(
-            f"{piece.key} is {piece.dtype}, and a checkpoint's files hold {', '.join(WORDS)}: convert it to one of these"
+            f"{piece.key} is {piece.dtype}, and a checkpoint holds {', '.join(WORDS)}: convert it to one of these"
         )
     return BYTES[piece.dtype]

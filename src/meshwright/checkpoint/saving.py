@@ -1,25 +1,21 @@
-"""Write a checkpoint beside its place, and rename it when it is whole."""
+"""Write a checkpoint: each rank its pieces, what an older one has by reference, and the manifest when all are there."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import warnings
+import secrets
 import zlib
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError
 from meshwright.core.record import recall
@@ -28,15 +24,15 @@ from meshwright.distributed.nf4 import pack
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process import agree
 from meshwright.distributed.recompute.kept import streams
-from meshwright.distributed.torch_private import local_part
-from meshwright.distributed.weights.parts_tensor import chunk_of, write_item
-from meshwright.distributed.weights.shards import pieces, with_local
+from meshwright.distributed.weights.shards import pieces
 from meshwright.introspection.source import ModelOrigin
 from meshwright.planning.values import NF4_BLOCK, NF4_BLOCK_BYTES
 
-from .folder import PARTIAL, beside, put_in_place
-from .manifest import NAME, FileEntry, Manifest, TensorEntry, describe_file
+from .folder import LEFTOVER, step_folders, unreferenced
+from .manifest import NAME, FileEntry, Manifest, TensorEntry, commit, locate, pack_name, worth_referring_to
+from .pieces import Known, PieceEntry, write_pieces
 from .state import group_records, merged_groups, model_tensors, optimizer_tensors, shape_and_dtype
+from .store import Buffer, Location, Store, place_of
 
 LENGTH = 256
 """Numbers of a parameter that are compared, at most."""
@@ -92,33 +88,48 @@ def _checksum(numbers: Tensor) -> int:
     return zlib.crc32(numbers.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
 
 
-def in_pieces(tensor: Tensor) -> Tensor:
-    """Share a tensor's memory in a form that torch's checkpoint can write or read."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach()
-    shared: Any = with_local(tensor, local_part(tensor).detach())
-    here = {piece.offset: piece for piece in pieces(shared)}
-    shared.__create_write_items__ = lambda name, _: [write_item(name, shared, piece) for piece in here.values()]
-    shared.__create_chunk_list__ = lambda: [chunk_of(piece) for piece in here.values()]
-    shared.__get_tensor_shard__ = lambda index: here[tuple(index.offset)].local
-    return shared
+@dataclass(frozen=True)
+class TensorPiece:
+    """A box of a tensor that this rank holds, as a checkpoint stores it."""
+
+    key: str
+    offset: tuple[int, ...]
+    local: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.local.shape)
+
+    @property
+    def dtype(self) -> str:
+        return shape_and_dtype(self.local)[1]
+
+    @property
+    def data(self) -> Buffer:
+        """The bytes: of a contiguous tensor in host memory its own, else a copy."""
+        return self.local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-class Writer(HuggingFaceStorageWriter):
-    """A safetensors writer of a rank's shards; a file holds a name once, so second pieces go to a second file."""
+def pieces_of(tensors: Mapping[str, Tensor]) -> list[TensorPiece]:
+    """Return this rank's boxes of some tensors."""
+    return [TensorPiece(key, piece.offset, piece.local) for key, tensor in tensors.items() for piece in pieces(tensor)]
 
-    def __init__(self, path: str):
-        super().__init__(path=path, save_distributed=True)
 
-    def _split_by_storage_plan(
-        self, storage_plan: dict[str, int] | None, items: list[WriteItem]
-    ) -> dict[int, list[WriteItem]]:
-        files: dict[int, list[WriteItem]] = {}
-        seen: dict[str, int] = {}
-        for item in items:
-            number = seen[item.index.fqn] = seen.get(item.index.fqn, 0) + 1
-            files.setdefault(number, []).append(item)
-        return files
+def own_share(held: Sequence[TensorPiece]) -> list[TensorPiece]:
+    """Return the boxes that this rank writes: of those that several hold, as many bytes as the others. Collective."""
+    mine = {(piece.key, piece.offset): piece for piece in held}
+    rank, loads = (dist.get_rank() if dist.is_initialized() else 0), Counter[int]()
+    holders: dict[tuple[str, tuple[int, ...]], tuple[int, list[int]]] = {}
+    for number, theirs in enumerate(agree.everybody_says([(box, p.local.nbytes) for box, p in mine.items()])):
+        for box, size in theirs:
+            holders.setdefault(box, (size, []))[1].append(number)
+    found = []
+    for box, (size, ranks) in sorted(holders.items(), key=lambda row: (-row[1][0], row[0])):
+        writer = min(ranks, key=lambda one: (loads[one], one))
+        loads[writer] += size
+        if writer == rank:
+            found.append(mine[box])
+    return found
 
 
 Result = TypeVar("Result")
@@ -134,12 +145,12 @@ def save(
 ) -> None:
     """Write model and optimizer to the folder ``path``, each rank its own shards, as safetensors. Collective.
 
-    Everything is written to ``path`` + ".partial" and renamed when it is whole on disk, so a folder named ``path`` is
-    either the old checkpoint or the new one. Of an optimizer that averages its steps (schedule-free AdamW) the model's
+    The manifest comes last, at once, so the folder holds either the old checkpoint or the new one. What an older one
+    there holds already is not written again. Of an optimizer that averages its steps (schedule-free AdamW) the model's
     part is the average, and the optimizer's has the point of training.
 
     Args:
-        path: a new folder, an empty one, or a checkpoint that will be replaced.
+        path: a new folder, an empty one, or a checkpoint that will be replaced; or an address, like s3://bucket/folder.
         extra: JSON values that ``load`` returns (rank 0's).
         only_trained: leave frozen parameters out, such as those beside adapters; ``load`` then leaves them as they are.
 
@@ -147,23 +158,58 @@ def save(
         ConfigError: ``path`` exists and is no checkpoint, or ``extra`` holds something that JSON cannot.
         IntegrityError: a rank could not write (then on every rank); an older checkpoint of that name is still there.
     """
-    path, plan = Path(os.path.abspath(path)), parallel_model.plan
-    partial = beside(path, PARTIAL)
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    write(parallel_model, path, optimizer=optimizer, extra=extra, only_trained=only_trained)
 
-    def write() -> None:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*(no_dist|torch.distributed).*")  # one process needs no group
-            shown = {key: in_pieces(tensor) for key, tensor in tensors.items()}
-            dcp.save(shown, storage_writer=Writer(str(partial)), no_dist=agree.alone())
 
-    def describe_own() -> dict[str, FileEntry]:
-        names = sorted(file.name for file in partial.iterdir())
-        return {name: describe_file(partial / name) for name in names[rank::world]}
+def write(
+    parallel_model: ParallelModel,
+    location: Location,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    extra: dict[str, Any] | None = None,
+    only_trained: bool = False,
+    after: Location | None = None,
+) -> int:
+    """Write a checkpoint as ``save`` does. Collective.
 
-    def finish() -> None:
-        manifest.write(partial)
-        put_in_place(partial, path)
+    Args:
+        after: an earlier checkpoint in the folder beside: what that one has is referred to, and no file of an older
+            checkpoint is removed, since others may refer to it; None: the folder stands for itself.
+
+    Returns:
+        Bytes that this checkpoint's files have, those of others that it refers to included.
+    """
+    plan, rank = parallel_model.plan, (dist.get_rank() if dist.is_initialized() else 0)
+    store, folder = place_of(location)
+    where = store.where(folder)
+
+    def prepare() -> tuple[str, str | None, bool]:
+        _make_room(store, folder, extra, alone=after is None)
+        is_new = f"{folder}/{NAME}" not in store.files(folder)
+        return secrets.token_hex(4), place_of(after)[1] if after else None if is_new else folder, is_new
+
+    def write_own() -> list[PieceEntry]:
+        known: Known = {}
+        if there is not None:
+            with suppress(IntegrityError):  # of a damaged one nothing is referred to
+                known = worth_referring_to(Manifest.read(store.location(there)), there, folder)
+        try:
+            return write_pieces(store, folder, own_pack, own_share(pieces_of(tensors)), known)
+        except BaseException:
+            with suppress(OSError):
+                store.remove([f"{folder}/{own_pack}"])
+            raise
+
+    def finish() -> int:
+        replaced: dict[str, FileEntry] = {}
+        if after is None and there is not None:
+            with suppress(IntegrityError):
+                replaced = Manifest.read(store.location(there)).files
+        written = commit(
+            store, folder, manifest, new=is_new
+        )  # where it fails, the next save removes what no manifest names
+        store.remove(locate(folder, name) for name in replaced if name not in written.files)
+        return sum(entry.bytes for entry in written.files.values())
 
     with parallel_model.averaged():
         tensors = model_tensors(parallel_model)
@@ -174,21 +220,23 @@ def save(
         if optimizer is not None:
             tensors |= optimizer_tensors(parallel_model, optimizer)
             groups = group_records(parallel_model, optimizer)
-        _together(lambda: _make_room(path, partial, extra), here=rank == 0, what=f"cannot prepare {partial}")
-        _together(write, what=f"cannot write {partial}")
-        own = _together(describe_own, what=f"cannot read back {partial}")
-        files = {name: entry for theirs in agree.everybody_says(own) for name, entry in theirs.items()}
-        entries = {key: TensorEntry(*shape_and_dtype(tensor)) for key, tensor in tensors.items()}
+        token, there, is_new = agree.from_rank_zero(_together(prepare, here=rank == 0, what=f"cannot prepare {where}"))
+        own_pack = pack_name(token, rank)
+        own = _together(write_own, what=f"cannot write {where}")
+        placed: dict[str, list[PieceEntry]] = {}
+        for entry in (entry for theirs in agree.everybody_says(own) for entry in theirs):
+            placed.setdefault(entry.key, []).append(entry)
+        kinds = {key: shape_and_dtype(tensor) for key, tensor in tensors.items()}
         differ = plan.pipeline is not None  # else only the random streams of ranks do
         if differ:
             groups = merged_groups(agree.everybody_says(groups))
-        own_entries = {key: entry for key, entry in entries.items() if differ or key.startswith("random.")}
-        entries |= {key: entry for theirs in agree.everybody_says(own_entries) for key, entry in theirs.items()}
+        own_kinds = {key: kind for key, kind in kinds.items() if differ or key.startswith("random.")}
+        kinds |= {key: kind for theirs in agree.everybody_says(own_kinds) for key, kind in theirs.items()}
         origin = recall(parallel_model, ModelOrigin)
         in_4_bits = dict.fromkeys(sorted(plan.quantize.weights), plan.precision.master) if plan.quantize else {}
         manifest = Manifest(
-            entries,
-            files,
+            {key: TensorEntry(*kind, tuple(placed.get(key, ()))) for key, kind in kinds.items()},
+            {},
             optimizer=type(optimizer).__name__ if optimizer is not None else "",
             groups=groups,
             extra=extra or {},
@@ -199,22 +247,24 @@ def save(
             base=runs_of(frozen, parallel_model.mesh, in_4_bits),
             in_4_bits=in_4_bits,
         )
-        _together(finish, here=rank == 0, what=f"cannot finish {path}")
+        return agree.from_rank_zero(_together(finish, here=rank == 0, what=f"cannot finish {where}"))
 
 
-def _make_room(path: Path, partial: Path, extra: dict[str, Any] | None) -> None:
+def _make_room(store: Store, folder: str, extra: dict[str, Any] | None, *, alone: bool) -> None:
+    """Refuse to replace what is no checkpoint, and remove what an unfinished save left in the folder."""
     try:
         json.dumps(extra)
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"extra cannot be saved: {error}; it takes JSON values (numbers, text, lists, dicts with text keys)"
         ) from None
-    if path.exists() and not (path / NAME).is_file() and not (path.is_dir() and not any(path.iterdir())):
+    there = store.files(folder)
+    if f"{folder}/{NAME}" not in there and (strange := store.strangers(folder, LEFTOVER)):
         raise ConfigError(
-            f"{path} is there and is no checkpoint: it would be replaced. Give a new folder, or remove it first."
+            f"{store.where(folder)} is there and is no checkpoint ({strange} is no part of one): it would be replaced."
+            f" Give a new folder, or remove it first."
         )
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    store.remove(unreferenced(store, [folder], [folder] if alone else step_folders(store)))
 
 
 def _together(action: Callable[[], Result], *, what: str, here: bool = True) -> Result:
@@ -223,17 +273,13 @@ def _together(action: Callable[[], Result], *, what: str, here: bool = True) -> 
     def worded() -> Result:
         try:
             return action()
-        except MeshwrightError:
-            raise
-        except (Exception, CheckpointException) as error:  # the latter is a BaseException
-            raise IntegrityError(f"{what}: {cause(error)}. The last whole checkpoint is untouched.") from error
+        except MeshwrightError as error:
+            if not isinstance(error, IntegrityError):
+                raise
+            raise IntegrityError(f"{what}: {error} The last whole checkpoint is untouched.") from error
+        except Exception as error:
+            raise IntegrityError(
+                f"{what}: {type(error).__name__}: {error}. The last whole checkpoint is untouched."
+            ) from error
 
     return agree.together(worded, here=here)  # type: ignore[return-value]
-
-
-def cause(error: BaseException) -> str:
-    """Say what went wrong, on which rank, without the tracebacks that torch's checkpoint error carries."""
-    if isinstance(error, CheckpointException):
-        rank, (first, _) = min(error.failures.items())
-        return f"rank {rank}: {type(first).__name__}: {first}"
-    return f"{type(error).__name__}: {error}"

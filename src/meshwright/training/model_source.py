@@ -41,6 +41,7 @@ from meshwright.introspection.source import CONFIG, CausalLM, read_causal_lm, wi
 from meshwright.models.decoder_config import SIZES, DecoderConfig, idle_parameters, parameter_count
 from meshwright.training.config import Config, ModelConfig
 from meshwright.training.fine_tuning import GREETING
+from meshwright.training.run.occupancy import checkpoints_of
 from meshwright.training.run.request import IDENTITY
 
 BaseSource = DecoderConfig | CausalLM
@@ -168,7 +169,9 @@ def where_weights_come_from(config: Config) -> str:
 
 
 def _has_checkpoint(config: Config) -> bool:
-    return bool(config.run) and CheckpointFolder(Path(config.run).expanduser() / "checkpoints").latest() is not None
+    if config.checkpoint.folder:
+        return CheckpointFolder(config.checkpoint.folder).latest() is not None
+    return bool(config.run) and checkpoints_of(Path(config.run).expanduser()).latest() is not None
 
 
 def keep_model(config: Config, run: Path) -> None:

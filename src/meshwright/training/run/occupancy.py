@@ -9,10 +9,13 @@ import json
 import os
 import socket
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshwright.core.errors import ConfigError
+from meshwright.checkpoint.folder import CheckpointFolder
+from meshwright.checkpoint.store import place_of
+from meshwright.core.errors import ConfigError, IntegrityError
 
 NAME = "running.lock"
 _PATIENCE_SEC = 5.0
@@ -98,12 +101,18 @@ def _holder(lock: bytes) -> str:
         return "another job"
 
 
-def latest_checkpoint(folder: Path) -> str:
-    """Return the name of the checkpoint that a run would continue from, "" without one.
+def checkpoints_of(folder: Path) -> CheckpointFolder:
+    """Return where a run's checkpoints are: in its folder, or where its config says (checkpoint.folder)."""
+    elsewhere = ""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # a damaged config is refused by who reads it
+        elsewhere = tomllib.loads((folder / "config.toml").read_text()).get("checkpoint", {}).get("folder", "")
+    return CheckpointFolder(elsewhere or folder / "checkpoints")
 
-    (``checkpoint.folder`` would import torch.)
-    """
+
+def latest_checkpoint(folder: Path) -> str:
+    """Return the name of the checkpoint that a run would continue from, "" without one that is whole."""
     try:
-        return (folder / "checkpoints" / "latest").read_text().strip()
-    except OSError:
+        latest = checkpoints_of(folder).latest()
+    except IntegrityError:
         return ""
+    return "" if latest is None else place_of(latest)[1]
