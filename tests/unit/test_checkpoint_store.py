@@ -87,8 +87,28 @@ def equal(found: dict, wanted: dict) -> bool:
     return found.keys() == wanted.keys() and all(np.array_equal(found[key], wanted[key]) for key in wanted)
 
 
-@pytest.fixture(params=["local", "memory"])
+@pytest.fixture(scope="module")
+def s3():
+    """The address of a bucket on a server of moto's, on loopback."""
+    pytest.importorskip("s3fs", reason="extra remote: s3fs")
+    moto = pytest.importorskip("moto.server", reason="moto[server]: a stand-in for S3")
+    server = moto.ThreadedMotoServer(port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patched:
+        for key, value in [("ACCESS_KEY_ID", "x"), ("SECRET_ACCESS_KEY", "y"), ("DEFAULT_REGION", "us-east-1")]:
+            patched.setenv(f"AWS_{key}", value)
+        patched.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        fsspec.filesystem("s3").mkdir("bucket")
+        yield "s3://bucket"
+    server.stop()
+
+
+@pytest.fixture(params=["local", "memory", "s3"])
 def root(request, tmp_path):
+    if request.param == "s3":
+        yield f"{request.getfixturevalue('s3')}/{tmp_path.name}"
+        return
     if request.param == "local":
         yield tmp_path / "checkpoints"
         return
@@ -231,6 +251,20 @@ def test_of_two_jobs_that_save_one_step_the_second_is_refused(tmp_path):
     written(place, 1)
     with pytest.raises(IntegrityError, match="was written by another job in the meantime"):
         written(place, 1)
+
+
+def test_a_bucket_that_is_not_there_is_said_before_anything_is_saved(s3):
+    with pytest.raises(ConfigError, match="s3://no-such-bucket-here/run .*: create it, or give credentials"):
+        CheckpointFolder("s3://no-such-bucket-here/run").refuse_others({})
+    CheckpointFolder(f"{s3}/fresh").refuse_others({})
+
+
+def test_the_checkpoints_of_another_run_are_refused(root):
+    store = store_of(root)
+    Manifest({}, {}, extra={"identity": {"seed": 1}}).write(store.location("step-00000001"))
+    CheckpointFolder(root).refuse_others({"seed": 1})
+    with pytest.raises(ConfigError, match="holds the checkpoints of another run"):
+        CheckpointFolder(root).refuse_others({"seed": 2})
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
+import tomllib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,17 +110,16 @@ class CheckpointFolder:
         return self.newest()[0]
 
     def half_written(self) -> list[Location]:
-        """List folders that interrupted saves left: never read, and cleared by the next save of their step."""
-        store, left = self.store, []
+        """List folders that interrupted saves left: never read, and cleared by the next save of their step.
+
+        The folder of an earlier step without a manifest may hold files that a later one refers to.
+        """
+        store, left, last = self.store, [], max(self.steps(), default=-1)
         for name in store.folders():
             files = store.files(name) if re.fullmatch(STEP, name) else {}
-            if name.endswith(PARTIAL) or (files and f"{name}/{NAME}" not in files and self._is_new(name)):
+            if name.endswith(PARTIAL) or (files and f"{name}/{NAME}" not in files and step_of(name) > last):
                 left.append(store.location(name))
         return left
-
-    def _is_new(self, name: str) -> bool:
-        """Return whether a step's folder is later than the last checkpoint; an earlier one may hold files for it."""
-        return step_of(name) > max(self.steps(), default=-1)
 
     def keep_last(self, count: int) -> list[str]:
         """Remove all but the newest ``count`` whole checkpoints (0: keep all), and return the files removed.
@@ -134,3 +136,26 @@ class CheckpointFolder:
         left = unreferenced(store, doomed, step_folders(store))
         store.remove(left)
         return gone + left
+
+    def refuse_others(self, identity: object) -> None:
+        """Refuse a folder that cannot be written, or that has the checkpoints of a run of another identity.
+
+        Raises:
+            ConfigError: it is such a folder.
+        """
+        self.store.probe()
+        latest = self.latest()
+        there = Manifest.read(latest).extra.get("identity") if latest is not None else None
+        if there is not None and there != json.loads(json.dumps(identity)):
+            raise ConfigError(
+                f"checkpoint.folder = {self.path} holds the checkpoints of another run (model, data, tokenizer or seed"
+                f" differ). Give another folder"
+            )
+
+
+def checkpoints_of(folder: Path) -> CheckpointFolder:
+    """Return where a run's checkpoints are: in its folder, or where its config says (checkpoint.folder)."""
+    elsewhere = ""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # a damaged config is refused by who reads it
+        elsewhere = tomllib.loads((folder / "config.toml").read_text()).get("checkpoint", {}).get("folder", "")
+    return CheckpointFolder(elsewhere or folder / "checkpoints")

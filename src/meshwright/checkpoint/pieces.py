@@ -139,7 +139,9 @@ def write_pieces(store: Store, folder: str, pack_name: str, pieces: Iterable[Pie
         run = None
         data = memoryview(piece.data)
         for low, high in blocks_of(piece.offset, piece.shape, _itemsize(piece)):
-            offset, shape = (piece.offset, piece.shape) if not piece.shape else _rows(piece, low, high)
+            offset, shape = piece.offset, piece.shape
+            if shape:
+                offset, shape = (offset[0] + low, *offset[1:]), (high - low, *shape[1:])
             part = data[low * row : high * row]
             key = digest, size = hash_of(part), part.nbytes
             if key in known:
@@ -181,10 +183,6 @@ def write_pieces(store: Store, folder: str, pack_name: str, pieces: Iterable[Pie
     ]
     known.update({(entry.hash, entry.end - entry.begin): entry for entry in placed})
     return placed
-
-
-def _rows(piece: Piece, low: int, high: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return (piece.offset[0] + low, *piece.offset[1:]), (high - low, *piece.shape[1:])
 
 
 def _itemsize(piece: Piece) -> int:

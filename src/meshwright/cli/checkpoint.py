@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Literal
 
 from meshwright.checkpoint.copying import clear, copy, listed, verify
-from meshwright.checkpoint.folder import CheckpointFolder
+from meshwright.checkpoint.folder import CheckpointFolder, checkpoints_of
 from meshwright.checkpoint.manifest import NAME
 from meshwright.checkpoint.store import Location, is_remote, place_of
 from meshwright.core.config import take_flags
 from meshwright.core.dtypes import bytes_text
 from meshwright.core.errors import ConfigError
-from meshwright.training.run.occupancy import checkpoints_of, held_by
+from meshwright.training.run.occupancy import held_by
 
 from .arguments import refuse_rest
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.folder import CheckpointFolder
+from meshwright.checkpoint.folder import CheckpointFolder, checkpoints_of
 from meshwright.checkpoint.huggingface import Pretrained, pretrained
 from meshwright.checkpoint.loading import to_be_loaded
 from meshwright.checkpoint.tensor_files import holds_weights
@@ -41,7 +41,6 @@ from meshwright.introspection.source import CONFIG, CausalLM, read_causal_lm, wi
 from meshwright.models.decoder_config import SIZES, DecoderConfig, idle_parameters, parameter_count
 from meshwright.training.config import Config, ModelConfig
 from meshwright.training.fine_tuning import GREETING
-from meshwright.training.run.occupancy import checkpoints_of
 from meshwright.training.run.request import IDENTITY
 
 BaseSource = DecoderConfig | CausalLM

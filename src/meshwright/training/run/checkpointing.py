@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,17 +9,16 @@ from dataclasses import dataclass, field
 
 from meshwright.checkpoint.folder import CheckpointFolder
 from meshwright.checkpoint.loading import load
-from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.saving import write
 from meshwright.checkpoint.store import Location
 from meshwright.core.dtypes import bytes_text, duration_text
-from meshwright.core.errors import ConfigError, IntegrityError
+from meshwright.core.errors import IntegrityError
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import is_rank_zero
 from meshwright.training.build import Run
 from meshwright.training.feed import UnreadSamples
 from meshwright.training.health.peers import with_way_on
-from meshwright.training.run.folder import RunFolder, changes
+from meshwright.training.run.folder import RunFolder
 from meshwright.training.throughput import StartupTimeline
 
 
@@ -49,20 +47,8 @@ class Checkpointing:
         self.r, self.run_folder, self.at, self.say = run, folder.path, at, say
         elsewhere = run.config.checkpoint.folder
         self.folder = CheckpointFolder(elsewhere) if elsewhere else folder.checkpoints
-        agree.together(self._check_folder, here=is_rank_zero() and bool(elsewhere))
+        agree.together(lambda: self.folder.refuse_others(run.identity), here=is_rank_zero() and bool(elsewhere))
         self.latest: Location | None = None
-
-    def _check_folder(self) -> None:
-        """Refuse a folder that cannot be written, or that has the checkpoints of another run. Raises ConfigError."""
-        store = self.folder.store
-        store.probe()
-        latest = self.folder.latest()
-        there = Manifest.read(latest).extra.get("identity") if latest is not None else None
-        if there is not None and (found := list(changes(there, json.loads(json.dumps(self.r.identity))))):
-            raise ConfigError(
-                f"checkpoint.folder = {self.folder.path} holds the checkpoints of another run: {', '.join(found)}. Give"
-                f" another folder"
-            )
 
     def save(self) -> None:
         """Write this step's checkpoint, then remove old ones.

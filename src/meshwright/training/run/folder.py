@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.folder import CheckpointFolder, step_of
+from meshwright.checkpoint.folder import CheckpointFolder, checkpoints_of, step_of
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.store import Location, place_of
 from meshwright.checkpoint.tensor_files import TensorFiles, holds_weights
@@ -26,7 +26,7 @@ from meshwright.planning.plan import Plan
 from meshwright.training.config import Config, DataConfig
 from meshwright.training.metrics import read_metrics
 from meshwright.training.model_source import keep_model, keep_tokenizer, template_file
-from meshwright.training.run.occupancy import NAME, checkpoints_of
+from meshwright.training.run.occupancy import NAME
 from meshwright.training.run.request import IDENTITY
 from meshwright.training.slurm import FOLDER, job_number, note_job, run_of_requeued_job
 

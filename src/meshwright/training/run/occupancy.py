@@ -9,11 +9,10 @@ import json
 import os
 import socket
 import time
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshwright.checkpoint.folder import CheckpointFolder
+from meshwright.checkpoint.folder import checkpoints_of
 from meshwright.checkpoint.store import place_of
 from meshwright.core.errors import ConfigError, IntegrityError
 
@@ -99,14 +98,6 @@ def _holder(lock: bytes) -> str:
         return f"another job (process {holder['pid']} on {holder['host']}, since {holder['since']})"
     except (ValueError, KeyError, TypeError):
         return "another job"
-
-
-def checkpoints_of(folder: Path) -> CheckpointFolder:
-    """Return where a run's checkpoints are: in its folder, or where its config says (checkpoint.folder)."""
-    elsewhere = ""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # a damaged config is refused by who reads it
-        elsewhere = tomllib.loads((folder / "config.toml").read_text()).get("checkpoint", {}).get("folder", "")
-    return CheckpointFolder(elsewhere or folder / "checkpoints")
 
 
 def latest_checkpoint(folder: Path) -> str:
