@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import fsspec
@@ -378,3 +380,82 @@ def test_clearing_leaves_what_cannot_be_judged(tmp_path, capsys):
     before = sorted(map(str, Path(tmp_path).rglob("*")))
     assert main(["checkpoint", "gc", str(tmp_path)]) != 0 and "is damaged" in capsys.readouterr().err
     assert sorted(map(str, Path(tmp_path).rglob("*"))) == before
+
+
+# --- each guard is needed
+
+
+def damaged_is_named(place: Path) -> None:
+    location = written(place, 1)
+    path = next(location.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    assert verify(location)
+
+
+def a_gone_pack_is_named(place: Path) -> None:
+    written(place, 1)
+    location = written(place, 2, VALUES | {"model.b": VALUES["model.b"] + 1})
+    next(location.glob("*.safetensors")).unlink()
+    assert CheckpointFolder(place).latest() == place / "step-00000001"
+
+
+def what_is_needed_stays(place: Path) -> None:
+    written(place, 1)
+    last = written(place, 2, VALUES | {"model.b": VALUES["model.b"] + 1}, after=1)
+    CheckpointFolder(place).keep_last(1)
+    assert verify(last) == []
+
+
+def a_reference_is_to_equal_bytes(place: Path) -> None:
+    written(place, 1)
+    later = VALUES | {"model.a": VALUES["model.a"] + 1}
+    assert equal(read(written(place, 2, later, after=1)), later)
+
+
+def a_manifest_comes_last(place: Path) -> None:
+    manifest = Manifest.read(written(place, 1))
+    with pytest.raises(IntegrityError):
+        commit(LocalStore(place), "step-00000002", manifest)
+
+
+def no_name_leads_out(place: Path) -> None:
+    location = written(place, 1)
+    manifest = Manifest.read(location)
+    rows = {
+        key: TensorEntry(row.shape, row.dtype, tuple(replace(p, pack="../../x.safetensors") for p in row.pieces))
+        for key, row in manifest.tensors.items()
+    }
+    replace(manifest, tensors=rows, files={"../../x.safetensors": manifests.FileEntry(10**6)}).write(location)
+    with pytest.raises(IntegrityError, match="no file of this checkpoint"):
+        Manifest.read(location)
+
+
+def a_new_name_is_taken_once(place: Path) -> None:
+    address = f"memory://{place.name}-mutant"
+    written(address, 1)
+    with pytest.raises(IntegrityError):
+        written(address, 1)
+
+
+GUARDS = [
+    (damaged_is_named, "copying.StoredPiece.data", b""),
+    (a_gone_pack_is_named, "folder.lacking", lambda *_: []),
+    (what_is_needed_stays, "folder.locate", lambda folder, pack: ""),
+    (a_reference_is_to_equal_bytes, "pieces.hash_of", lambda data: "0"),
+    (a_manifest_comes_last, "manifest.sizes_of", lambda store, folder, packs: dict.fromkeys(packs, 10**9)),
+    (no_name_leads_out, "manifest.PACK", re.compile(".*")),
+    (
+        a_new_name_is_taken_once,
+        "store.RemoteStore.put",
+        lambda self, name, content, **_: PUT(self, name, content),
+    ),
+]
+PUT = RemoteStore.put
+
+
+@pytest.mark.parametrize(("question", "guard", "broken"), GUARDS, ids=[guard for _, guard, _ in GUARDS])
+def test_without_a_guard_its_question_fails(question, guard, broken, tmp_path, monkeypatch):
+    question(tmp_path / "with")
+    monkeypatch.setattr(f"meshwright.checkpoint.{guard}", broken)
+    with pytest.raises(BaseException):  # noqa: B017  (whatever shows that the guard is gone)
+        question(tmp_path / "without")
