@@ -91,13 +91,26 @@ def sweep_job(changes: dict, rank: int, fault: str, manifest_first: bool = False
     assert sweep.save() == ""
 
     def careless() -> str:
-        """The manifest before the pieces: a copy of the last one's, under this step's name."""
+        """The manifest before the pieces: the last one's, under this step's name."""
         folder = sweep.keeper.folder
-        if is_rank_zero():
-            last = Manifest.read(folder.latest())
-            where = folder.of_step(sweep.at.step)
-            where.mkdir(exist_ok=True)
-            replace(last, extra={"state": {**last.extra["state"], "step": sweep.at.step}}).write(where)
+
+        def manifest_first() -> None:
+            last = folder.latest()
+            assert isinstance(last, Path)
+            said = Manifest.read(last)
+            far = {pack: pack if "/" in pack else f"{last.name}/{pack}" for pack in said.files}
+            tensors = {
+                key: replace(row, pieces=tuple(replace(piece, pack=far[piece.pack]) for piece in row.pieces))
+                for key, row in said.tensors.items()
+            }
+            extra = {"state": {**said.extra["state"], "step": sweep.at.step}}
+            files = {far[pack]: entry for pack, entry in said.files.items()}
+            replace(said, tensors=tensors, files=files, extra=extra).write(folder.of_step(sweep.at.step))
+
+        try:
+            agree.together(manifest_first, here=is_rank_zero())
+        except OSError as error:
+            return f"IntegrityError: cannot write the manifest: {error}"
         return sweep.save()
 
     found = []
