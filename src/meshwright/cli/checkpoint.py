@@ -42,8 +42,7 @@ def run(argv: list[str]) -> int:
     refuse_rest(flags or argv[wanted:], "meshwright checkpoint", CheckpointOptions)
     if len(argv) < wanted or argv[0] not in ACTIONS:
         raise ConfigError(
-            "meshwright checkpoint needs one of ls, verify, gc, copy and the folder of a run, copy a new folder too, as"
-            " in: meshwright checkpoint verify runs/demo-…"
+            "meshwright checkpoint needs one of ls, verify, gc, copy and the folder of a run; copy, a new folder too"
         )
     action, place = argv[0], argv[1]
     at: Location = place if is_remote(place) else Path(place)
