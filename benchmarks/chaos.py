@@ -27,8 +27,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from meshwright.checkpoint.copying import verify
 from meshwright.checkpoint.folder import CheckpointFolder
-from meshwright.checkpoint.manifest import Manifest, damage
+from meshwright.checkpoint.manifest import Manifest
 from meshwright.training import launch
 from meshwright.training.health.heartbeat import file_of, read_record
 from meshwright.training.metrics import read_metrics
@@ -149,12 +150,12 @@ class Weather:
         return self.run.with_suffix(".err").read_text()
 
     def latest(self) -> int:
-        """The step that ``latest`` names, 0 where there is none; its files are what its manifest says."""
+        """The step of the newest whole checkpoint, 0 where there is none; its files are what its manifest says."""
         path = CheckpointFolder(self.run / "checkpoints").latest()
         if path is None:
             return 0
         manifest = Manifest.read(path)
-        wrong = [text for name, entry in manifest.files.items() if (text := damage(path, name, entry))]
+        wrong = verify(path)
         state = manifest.extra["state"]
         assert not wrong and state["consumed"] == BATCH * state["step"], (wrong, state)
         return state["step"]

@@ -26,7 +26,9 @@ from support.oracle import relative_errors
 
 from meshwright import IntegrityError, load, parallelize, save
 from meshwright.checkpoint.folder import CheckpointFolder
-from meshwright.checkpoint.manifest import NAME, Manifest
+from meshwright.checkpoint.manifest import NAME, Manifest, TensorEntry, commit, pack_name, worth_referring_to
+from meshwright.checkpoint.pieces import PieceInMemory, write_pieces
+from meshwright.checkpoint.store import LocalStore
 from meshwright.distributed.process import agree
 
 FROZEN = ("blocks.0.gain.three",)
@@ -217,41 +219,62 @@ def _change(path: pathlib.Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new, 1))
 
 
-def _list_files(folder: pathlib.Path, change: Callable[[dict], object]) -> None:
-    """Change what the manifest says of files, and renew its checksum."""
+def _rewrite(folder: pathlib.Path, change: Callable[[dict], object]) -> None:
+    """Change what the manifest says, and renew its checksum."""
     said = json.loads((folder / NAME).read_text())
     said.pop("crc32")
-    change(said["files"])
+    change(said)
     (folder / NAME).write_text(json.dumps({**said, "crc32": zlib.crc32(json.dumps(said).encode())}))
 
 
+def _pack(folder: pathlib.Path) -> pathlib.Path:
+    """The file of the first rank."""
+    return next(folder.glob("pieces-*-00000.safetensors"))
+
+
 def _leave_out(folder: pathlib.Path) -> None:
-    (folder / SHARD).unlink()
-    _list_files(folder, lambda files: files.pop(SHARD))
+    name = _pack(folder).name
+
+    def drop(said: dict) -> None:
+        said["files"].pop(name)
+        for row in said["tensors"].values():
+            row["pieces"] = [piece for piece in row["pieces"] if piece[2] != name]
+
+    _rewrite(folder, drop)
 
 
 def _move_out(folder: pathlib.Path) -> pathlib.Path:
     outside = folder.with_name(f"{folder.name} outside")
     outside.mkdir()
-    shutil.move(folder / SHARD, outside / SHARD)
-    return outside / SHARD
+    moved = outside / _pack(folder).name
+    shutil.move(_pack(folder), moved)
+    return moved
 
 
 def _name_outside(folder: pathlib.Path) -> None:
-    name = f"../{_move_out(folder).parent.name}/{SHARD}"
-    _list_files(folder, lambda files: files.update({name: files.pop(SHARD)}))
+    moved = _move_out(folder)
+    name = f"../{moved.parent.name}/{moved.name}"
+
+    def rename(said: dict) -> None:
+        said["files"][name] = said["files"].pop(moved.name)
+        for row in said["tensors"].values():
+            row["pieces"] = [
+                [*piece[:2], name, *piece[3:]] if piece[2] == moved.name else piece for piece in row["pieces"]
+            ]
+
+    _rewrite(folder, rename)
 
 
-SHARD = "shard-00001-model-00001-of-00001.safetensors"
+def _link_out(folder: pathlib.Path) -> None:
+    moved = _move_out(folder)
+    (folder / moved.name).symlink_to(moved)
+
+
+SHARD = "pieces-[0-9a-f]{8}-00000.safetensors"
 DAMAGE: dict[str, tuple[Callable[[pathlib.Path], object], str]] = {
-    "truncated": (lambda c: _truncate(c / SHARD), f"{SHARD} has [0-9,]+ bytes, but [0-9,]+ were written"),
-    "a bit of a tensor": (lambda c: _flip(c / SHARD, 0.9), f"{SHARD} has the right size, but its content changed"),
-    "a bit of the header": (lambda c: _flip(c / SHARD, 0.001), f"{SHARD} has the right size, but its content changed"),
-    "missing": (lambda c: (c / SHARD).unlink(), f"{SHARD} is missing"),
-    "a stranger": (
-        lambda c: shutil.copy(c / SHARD, c / "shard-00009.safetensors"),
-        "shard-00009.safetensors is not a file of this checkpoint",
-    ),
+    "truncated": (lambda c: _truncate(_pack(c)), f"{SHARD} has [0-9,]+ bytes, but [0-9,]+ were written"),
+    "a bit of a tensor": (lambda c: _flip(_pack(c), 0.99), f"{SHARD} has the right size, but its content changed"),
+    "missing": (lambda c: _pack(c).unlink(), f"{SHARD} is missing"),
     "half written": (
         lambda c: (c / NAME).unlink(),
         "has no manifest, which is written last, so its writing was never finished",
@@ -269,15 +292,12 @@ DAMAGE: dict[str, tuple[Callable[[pathlib.Path], object], str]] = {
     ),
     "a shard that is elsewhere": (
         _name_outside,
-        "manifest.json names '../copy[0-9]+ outside/shard.*is not read.*Nothing was loaded",
+        "manifest.json is damaged.*it names '../copy[0-9]+ outside/.*is not read",
     ),
-    "a link": (
-        lambda c: (c / SHARD).symlink_to(_move_out(c)),
-        f"{SHARD} is a link to .*is not read.*Nothing was loaded",
-    ),
+    "a link": (_link_out, f"{SHARD} is a link to .*is not read.*Nothing was loaded"),
     "other version": (
-        lambda c: _change(c / NAME, '"version": 1', '"version": 7'),
-        "has format version 7; this meshwright reads version 1",
+        lambda c: _change(c / NAME, '"version": 2', '"version": 7'),
+        "has format version 7; this meshwright reads versions 1 and 2",
     ),
 }
 
@@ -318,7 +338,7 @@ def test_damage_is_named_and_changes_nothing(spmd, tmp_path):
         said, changed = found.pop("a partial that looks whole")
         assert "IntegrityError" in said and "unfinished save" in said and not changed
         for name, (said, changed) in found.items():
-            assert said.startswith("IntegrityError: "), f"rank {rank}, {name}: {said}"
+            assert said.startswith(("IntegrityError: ", "NewerManifest: ")), f"rank {rank}, {name}: {said}"
             assert re.search(DAMAGE[name][1], said, re.DOTALL), f"rank {rank}, {name}: {said}"
             assert changed == [], f"rank {rank}, {name}"
 
@@ -467,29 +487,26 @@ def test_random_streams_continue_on_a_world_of_the_same_size(spmd, tmp_path):
 
 
 def one_rank_job(folder: str) -> list[tuple[str, list[str], str]]:
-    """On rank 1 the disk is full, or its files cannot be read back; on rank 0 the manifest cannot be written."""
+    """On rank 1 the disk is full; on rank 0 the manifest cannot be written."""
     model = odd("fsdp2")
     runs = CheckpointFolder(pathlib.Path(folder))
     save(model, runs.of_step(1), extra={"step": 1})
-    agree.together(lambda: runs.point_to(1), here=dist.get_rank() == 0)
     before = weights(model)
     train(model, torch.optim.SGD(model.parameters(), lr=1.0), range(1))
 
-    def unreadable(path):
+    def unwritable(*_):
         raise OSError(errno.EIO, "Input/output error")
 
-    module = sys.modules["meshwright.checkpoint.save"]
+    module = sys.modules["meshwright.checkpoint.saving"]
     found = []
-    for rank, fault in [(1, "write"), (1, "read back"), (0, "manifest")]:
+    for rank, fault in [(1, "write"), (0, "manifest")]:
         for step in (1, 2):  # over an older checkpoint, and beside it
-            kept = module.describe_file, module._finish
-            if dist.get_rank() == rank and fault == "read back":
-                module.describe_file = unreadable
+            kept = module.commit
             if dist.get_rank() == rank and fault == "manifest":
-                module._finish = lambda *_: unreadable(None)
+                module.commit = unwritable
             with failing_disk(1 if dist.get_rank() == rank and fault == "write" else 0, full, "write"):
                 said = refusal(lambda step=step: save(model, runs.of_step(step), extra={"step": 2}))
-            module.describe_file, module._finish = kept
+            module.commit = kept
             again = odd("fsdp2", seed=3)
             extra = load(again, runs.latest())
             other = refusal(lambda again=again: load(again, runs.of_step(2)))
@@ -502,7 +519,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_every_rank_and_spoils_nothin
     results = spmd(2, one_rank_job, str(tmp_path))
     assert results[0] == results[1]
     for (said, changed, rest), fault in zip(
-        results[0], [f for f in ("No space left", "Input/output", "Input/output") for _ in (1, 2)], strict=True
+        results[0], [f for f in ("No space left", "Input/output") for _ in (1, 2)], strict=True
     ):
         assert (
             said.startswith("IntegrityError: cannot ")
@@ -511,7 +528,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_every_rank_and_spoils_nothin
         ), said
         assert "Traceback" not in said
         assert changed == []
-        assert rest.startswith("{'step': 1} [1] IntegrityError: ") and rest.endswith("does not exist")
+        assert rest.startswith("{'step': 1} [1] IntegrityError: ")
 
 
 def disk_job(folder: str) -> tuple[list[str], list[str]]:
@@ -522,7 +539,7 @@ def disk_job(folder: str) -> tuple[list[str], list[str]]:
     optimizer = adam(model)
     place = pathlib.Path(folder) / "c"
     save(model, place, optimizer=optimizer, extra={"is": "old"})
-    before, left = weights(model), {entry.name: entry.read_bytes() for entry in place.iterdir()}
+    before = weights(model)
     keep = shutil.copytree(place, folder + "-keep")
     train(model, optimizer, range(1))
     changes = []
@@ -531,16 +548,18 @@ def disk_job(folder: str) -> tuple[list[str], list[str]]:
             said = refusal(lambda: save(model, place, optimizer=optimizer, extra={"is": "new"}))
         if len(seen) < fail_at:
             break
-        if said == "none":  # torch's own mkdir of a folder that is there may fail without harm
+        if said == "none":  # making a folder that is there may fail without harm
             assert seen[fail_at - 1] == "mkdir"
-            shutil.rmtree(place)
-            shutil.copytree(keep, place)
-            continue
-        changes.append(seen[fail_at - 1])
-        assert said.startswith("IntegrityError") and "No space left" in said, said
-        assert {entry.name: entry.read_bytes() for entry in place.iterdir()} == left, (fail_at, seen)
-        again = odd("one", seed=3)
-        assert load(again, place) == {"is": "old"} and bits_equal(weights(again), before) == [], (fail_at, seen)
+        else:
+            changes.append(seen[fail_at - 1])
+            assert said.startswith("IntegrityError") and "No space left" in said, said
+            again = odd("one", seed=3)
+            whole = load(again, place)["is"]
+            assert whole == ("new" if "replace" in seen[: fail_at - 1] else "old"), (fail_at, seen)
+            assert bits_equal(weights(again), before if whole == "old" else weights(model)) == [], (fail_at, seen)
+        shutil.rmtree(place)
+        shutil.copytree(keep, place)
+    save(model, place, optimizer=optimizer, extra={"is": "new"})
     again = odd("one", seed=3)
     assert load(again, place) == {"is": "new"} and bits_equal(weights(again), weights(model)) == []
     assert sorted(entry.name for entry in pathlib.Path(folder).iterdir()) == ["c"], "nothing is left beside it"
@@ -550,10 +569,10 @@ def disk_job(folder: str) -> tuple[list[str], list[str]]:
 @pytest.mark.all
 def test_a_disk_that_fails_at_any_change_leaves_the_older_checkpoint(spmd, tmp_path):
     ((failed, done),) = spmd(1, disk_job, str(tmp_path))
-    assert " ".join(done) == "mkdir mkdir write fsync write fsync fsync rename rename fsync", (
-        "all is flushed before the renames, and they too"
-    )
-    assert failed == done[:1] + done[2:], "each of them failed once, but for torch's mkdir of a folder that is there"
+    blocks = done.count("write") - 2
+    wanted = ["mkdir", *["write"] * (1 + blocks), "fsync", "fsync", "mkdir", "write", "fsync", "replace", "fsync"]
+    assert done == wanted, "the pieces are on disk before the manifest, and it before it has its name"
+    assert failed == [change for change in done if change != "mkdir"], "each of them failed once"
 
 
 def crash_job(folder: str) -> list[str]:
@@ -569,6 +588,8 @@ def crash_job(folder: str) -> list[str]:
         save(model, place, extra={"is": "old"})
         child = os.fork()
         if child == 0:
+            with torch.no_grad():
+                next(model.parameters()).add_(1)
             with failing_disk(fail_at, lambda: os._exit(9)):  # type: ignore[arg-type,return-value]
                 save(model, place, extra={"is": "new"})
             os._exit(0)
@@ -617,74 +638,124 @@ def test_what_is_no_checkpoint_is_never_replaced(spmd, tmp_path):
 # --- the folder of a run
 
 
+BLOCK = bytes(range(64))
+
+
+def whole_step(folder: CheckpointFolder, step: int, *contents: bytes, after: int | None = None) -> pathlib.Path:
+    """A checkpoint of tensors of so many bytes each, written without torch."""
+    store, name = LocalStore(folder.path), f"step-{step:08d}"
+    known = {}
+    if after is not None:
+        known = worth_referring_to(Manifest.read(folder.of_step(after)), f"step-{after:08d}", name)
+    pieces = [PieceInMemory(f"model.{i}", (0,), (len(c),), "uint8", c) for i, c in enumerate(contents)]
+    entries = write_pieces(store, name, pack_name(f"{step:08x}", 0), pieces, known)
+    tensors = {e.key: TensorEntry(e.shape, "uint8", (e,)) for e in entries}
+    commit(store, name, Manifest(tensors, {}, extra={"step": step}))
+    return folder.of_step(step)
+
+
 @pytest.fixture
 def folder(tmp_path):
     made = CheckpointFolder(tmp_path / "checkpoints")
     for step in (10, 20, 30, 1_000_000_000):
-        made.of_step(step).mkdir(parents=True)
+        whole_step(made, step, BLOCK + bytes([step % 251]))
     (made.path / "step-00000040.partial").mkdir()
     (made.path / "step-abc").mkdir()
     return made
 
 
-def test_steps_are_those_with_final_names(folder, tmp_path):
+def test_steps_are_those_with_a_manifest(folder, tmp_path):
     assert folder.steps() == [10, 20, 30, 1_000_000_000]
     assert folder.half_written() == [folder.path / "step-00000040.partial"]
     nothing = CheckpointFolder(tmp_path / "nowhere")
     assert (nothing.steps(), nothing.latest(), nothing.half_written()) == ([], None, [])
 
 
-def test_the_pointer(folder):
-    assert folder.latest() is None
-    folder.point_to(20)
-    assert folder.latest() == folder.of_step(20)
-    folder.point_to(30)
-    assert folder.latest() == folder.of_step(30)
-    shutil.rmtree(folder.of_step(30))
-    with pytest.raises(
-        IntegrityError,
-        match="latest names step-00000030, which is gone. Checkpoints that are there: step-00000010, step-00000020",
-    ):
-        folder.latest()
+SPOILT: dict[str, tuple[Callable[[pathlib.Path], object], str]] = {
+    "its manifest has not come": (lambda at: (at / NAME).unlink(), ""),
+    "its manifest is cut": (lambda at: _truncate(at / NAME), "manifest.json is damaged"),
+    "a file has not come": (lambda at: _pack(at).unlink(), "is missing"),
+    "a file is cut": (lambda at: _truncate(_pack(at)), "bytes, but"),
+    "it is gone": (shutil.rmtree, ""),
+}
 
 
-@pytest.mark.parametrize("text", ["", "..", "step-00000040.partial", "/", "step-abc"])
-def test_a_pointer_that_names_no_checkpoint_is_damaged(folder, text):
-    (folder.path / "latest").write_text(text)
-    with pytest.raises(IntegrityError, match="latest is damaged"):
-        folder.latest()
+@pytest.mark.parametrize("how", SPOILT)
+def test_the_newest_is_the_newest_whole_one_whatever_a_file_says(folder, how):
+    spoil, words = SPOILT[how]
+    assert folder.newest() == (folder.of_step(1_000_000_000), [])
+    (folder.path / "latest").write_text("step-00000010")
+    os.utime(folder.of_step(10), (2e9, 2e9))  # clocks that differ
+    spoil(folder.of_step(1_000_000_000))
+    newest, problems = folder.newest()
+    assert newest == folder.of_step(30)
+    assert len(problems) == bool(words) and words in "".join(problems)
+    moved = CheckpointFolder(folder.path.rename(folder.path.with_name("moved")))
+    assert moved.latest() == moved.of_step(30)
 
 
-@pytest.mark.parametrize("fail_at", [1, 2, 3])
-def test_the_pointer_moves_whole_or_not_at_all(folder, fail_at):
-    folder.point_to(20)
-    with failing_disk(fail_at, full) as seen, pytest.raises(OSError, match="No space left"):
-        folder.point_to(30)
-    assert folder.latest() == folder.of_step(20), seen
+def test_where_none_is_whole_nothing_begins_anew(folder):
+    for step in folder.steps():
+        _pack(folder.of_step(step)).unlink()
+    with pytest.raises(IntegrityError, match="no checkpoint in .* is whole: .*pieces-.* is missing"):
+        folder.newest()
+
+
+def test_a_newest_that_a_newer_release_wrote_is_not_passed_over(folder):
+    _change(folder.of_step(1_000_000_000) / NAME, '"version": 2', '"version": 3')
+    with pytest.raises(IntegrityError, match="has format version 3; this meshwright reads versions 1 and 2"):
+        folder.newest()
 
 
 @pytest.mark.parametrize(
     ("count", "left"),
     [
         (0, [10, 20, 30, 1_000_000_000]),
-        (1, [10, 1_000_000_000]),
-        (2, [10, 30, 1_000_000_000]),
+        (1, [1_000_000_000]),
+        (2, [30, 1_000_000_000]),
         (9, [10, 20, 30, 1_000_000_000]),
     ],
 )
-def test_old_steps_go_but_never_the_one_that_is_pointed_to(folder, count, left):
-    folder.point_to(10)
+def test_old_steps_go(folder, count, left):
     folder.keep_last(count)
     assert folder.steps() == left
+    assert sorted(path.name for path in folder.path.glob("step-0*")) == sorted(
+        [f"step-{step:08d}" for step in left if step < 10**8] + ["step-00000040.partial"]
+    )
 
 
-def test_a_step_that_is_half_removed_has_lost_its_name(folder, monkeypatch, caplog):
-    (folder.of_step(10) / NAME).write_text("{}")
-    monkeypatch.setattr(shutil, "rmtree", lambda path, ignore_errors=False: None if ignore_errors else os.rmdir(path))
-    folder.keep_last(3)
-    assert folder.steps() == [20, 30, 1_000_000_000]
-    assert folder.of_step(10).with_suffix(".partial") in folder.half_written()
-    assert "step-00000010 could not be removed" in caplog.text
+def test_only_whole_checkpoints_count_as_kept(folder):
+    _pack(folder.of_step(1_000_000_000)).unlink()
+    folder.keep_last(1)
+    assert folder.latest() == folder.of_step(30) and folder.steps() == [30, 1_000_000_000]
+
+
+def test_what_is_unchanged_is_referred_to_and_stays_as_long_as_it_is_needed(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    base, step = bytes(1000), iter(range(100))
+    for number in range(1, 5):
+        whole_step(folder, number, base, bytes([next(step)] * 80), after=number - 1 or None)
+    sizes = [sum(path.stat().st_size for path in folder.of_step(n).glob("*.safetensors")) for n in range(1, 5)]
+    assert sizes[0] > 1080 and max(sizes[1:]) < 300, "the base is written once"
+    folder.keep_last(1)
+    assert folder.steps() == [4] and folder.latest() == folder.of_step(4)
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.safetensors"))
+    assert left == [f"step-{n:08d}/pieces-{n:08x}-00000.safetensors" for n in (1, 4)], "and stays"
+    assert folder.half_written() == []
+    whole_step(folder, 5, bytes([9] * 1000), bytes([next(step)] * 80), after=4)
+    folder.keep_last(1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"], "until nobody needs it"
+
+
+def test_packs_that_are_mostly_idle_are_not_referred_to_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr("meshwright.checkpoint.manifest.IDLE", 0)
+    folder = CheckpointFolder(tmp_path)
+    parts = [bytes([i] * 500) for i in range(8)]
+    for number in range(1, 41):
+        parts[number % 8] = bytes([number % 251, 255] * 250)
+        whole_step(folder, number, *parts, after=number - 1 or None)
+        folder.keep_last(1)
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors")) < 3 * 8 * 500 + 9 * 300
 
 
 def test_a_manifest_keeps_what_it_is_given(tmp_path):

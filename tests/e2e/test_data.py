@@ -14,6 +14,7 @@ from meshwright.cli.main import main
 from meshwright.core.errors import ConfigError, UnsupportedError, command
 from meshwright.distributed.process.world import get_world_info
 from meshwright.training import build
+from meshwright.training.run.occupancy import latest_checkpoint
 from meshwright.training.trainer import Trainer
 
 QUESTIONS = [{"prompt": f"{a} + {b} =", "completion": f" {a + b}."} for a in range(10) for b in range(10)]
@@ -210,8 +211,7 @@ def test_what_one_rank_cannot_read_ends_all_in_its_words_or_is_left_out_by_all(t
         assert result.status == 1
         assert "rank 1 cannot read its part of the step's samples, 24 to 31 of the run: OSError" in str(result.error)
         assert str(result.error).endswith(f"Continue with: {command('train', results[0].folder)}")
-    saved = results[0].folder / "checkpoints" / "latest"
-    assert saved.read_text().strip() == "step-00000003"
+    assert latest_checkpoint(results[0].folder) == "step-00000003"
     results = train(2, job=Unreadable(told | {"data.on_bad_row": "skip", "out": told["out"] + "2"}))
     assert [result.status for result in results] == [0, 0]
     assert "samples could not be read and were left out" in results[0].out and "(rank 1): OSError" in results[0].out
@@ -242,7 +242,7 @@ def test_a_run_that_stops_over_a_bad_line_has_saved_and_goes_on_as_its_message_s
     (first,) = train(1, job=FewAtOnce(small(told) | {"data.source": [str(tmp_path / "broken.jsonl")]}))
     assert first.status == 1 and "set data.on_bad_row = 'skip'" in str(first.error)
     assert str(first.error).endswith(f"Continue with: {command('train', first.folder)}")
-    saved = int((first.folder / "checkpoints" / "latest").read_text().strip().removeprefix("step-"))
+    saved = int(latest_checkpoint(first.folder).removeprefix("step-"))
     assert 0 < saved < 5 and saved == len(losses(first.folder)), "every step that was taken is saved"
     (second,) = train(1, job=FewAtOnce({"data.on_bad_row": "skip"}, str(first.folder)))
     assert second.status == 0, second.error

@@ -158,11 +158,11 @@ def test_a_large_model_is_written_into_several_files(run, tmp_path, monkeypatch)
     from meshwright.training.run.folder import RunFolder
 
     folder, config = open_run(str(run))
-    whole = convert.convert(RunFolder(folder).checkpoint(), config, tmp_path / "one")
+    whole = convert.convert(folder, RunFolder(folder).checkpoint(), config, tmp_path / "one")
     monkeypatch.setattr(convert, "export_tensors", lambda *args: export(*args, file_bytes=60_000))
     from meshwright.checkpoint.export import export_tensors as export
 
-    parts = convert.convert(RunFolder(folder).checkpoint(), config, tmp_path / "several")
+    parts = convert.convert(folder, RunFolder(folder).checkpoint(), config, tmp_path / "several")
     index = json.loads((tmp_path / "several" / INDEX).read_text())
     assert len(set(index["weight_map"].values())) > 2 and index["metadata"]["total_size"] == parts.bytes == whole.bytes
     assert all(path.stat().st_size < 70_000 for path in (tmp_path / "several").glob("*.safetensors"))

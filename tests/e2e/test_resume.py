@@ -170,30 +170,29 @@ def test_what_was_never_finished_is_said_and_not_read(train, complete):
     second = train(1, {"steps": 3, "checkpoint.keep_last": 0}, folder=complete)[0]
     assert second.status == 0 and "continuing from" in second.out and "step-00000002 (step 2," in second.out
     assert f"{checkpoints}/step-00000009.partial was never finished" in second.out
-    assert f"{checkpoints}/step-00000008 has no manifest.json" in second.out
+    assert f"{checkpoints}/step-00000008 was never finished" in second.out
     assert tree(checkpoints / "step-00000002") == whole and len(losses(complete)) == 3
 
-    (checkpoints / "latest").write_text("step-00000008\n")
-    before = tree(complete)
-    third = train(1, {"steps": 5}, folder=complete)[0]
-    assert isinstance(third.error, IntegrityError) and "its writing was never finished" in str(third.error)
-    assert tree(complete) == before
 
-
-def test_a_truncated_checkpoint_is_refused_on_every_rank_and_nothing_is_lost(train, complete):
+def test_a_truncated_checkpoint_is_named_and_the_newest_whole_one_is_continued(train, complete):
     (shard,) = (complete / "checkpoints/step-00000002").glob("*.safetensors")
     content = shard.read_bytes()
     shard.write_bytes(content[:-100])
-    before = tree(complete)
-    ranks = train(2, {"steps": 3}, folder=complete)
-    for rank in ranks:
-        assert isinstance(rank.error, IntegrityError) and str(shard) in str(rank.error)
-        assert f"has {len(content) - 100:,} bytes, but {len(content):,} were written" in str(rank.error)
-    assert tree(complete) == before
+    damage = f"{shard} has {len(content) - 100:,} bytes, but {len(content):,} were written"
+    older = train(2, {"steps": 3, "checkpoint.keep_last": 0}, folder=complete)[0]
+    assert older.status == 0 and f"{damage}: this checkpoint is not used" in older.out
+    assert "step-00000001 (step 1," in older.out and len(losses(complete)) == 3
 
-    (complete / "checkpoints/latest").write_text("step-00000001\n")  # the older one is still there
-    older = train(2, {"steps": 3}, folder=complete)[0]
-    assert older.status == 0 and "step-00000001 (step 1," in older.out and len(losses(complete)) == 3
+
+def test_where_no_checkpoint_is_whole_every_rank_says_so_and_nothing_is_lost(train, complete):
+    shards = list((complete / "checkpoints").rglob("*.safetensors"))
+    for shard in shards:
+        shard.write_bytes(shard.read_bytes()[:-100])
+    before = tree(complete)
+    for rank in train(2, {"steps": 3}, folder=complete):
+        assert isinstance(rank.error, IntegrityError) and "no checkpoint in" in str(rank.error)
+        assert all(str(shard) in str(rank.error) for shard in shards)
+    assert tree(complete) == before
 
 
 def test_a_run_that_died_before_its_first_checkpoint_begins_again(train, complete):

@@ -91,10 +91,7 @@ def test_the_default_run_on_four_processes_leaves_all_that_it_promises(
     assert Plan.from_json(written).world == 4
 
     kept = sorted(path.name for path in (run / "checkpoints").iterdir())
-    assert (
-        kept == ["latest", "step-00000004", "step-00000006"]
-        and (run / "checkpoints/latest").read_text() == "step-00000006\n"
-    )
+    assert kept == ["step-00000004", "step-00000006"]
     assert "\nsample\n  The " in done.out and f"meshwright generate 'my runs/{run.name}' --prompt 'The '\n" in done.out
     assert "done: 6 steps" in done.out and f"validation loss {rows[5]['validation_loss']:.4f}" in done.out
     sample = read_history(run / "metrics.jsonl").sample
@@ -192,14 +189,14 @@ def test_a_plain_script_trains_on_a_few_words_in_one_process(meshwright, tmp_pat
     first, second = sorted((tmp_path / "runs").iterdir())
     assert losses(first) == losses(second) and len(losses(first)) == 1
     assert "validation_loss" not in metrics(first)[0] and "\nsample\n" not in done.out
-    assert sorted(path.name for path in (first / "checkpoints").iterdir()) == ["latest", "step-00000001"]
+    assert sorted(path.name for path in (first / "checkpoints").iterdir()) == ["step-00000001"]
 
 
 def test_what_is_switched_off_does_not_happen_and_what_cannot_happen_is_said(train):
     off = train(2, {"steps": 2})[0]
     assert [("validation_loss" in row) for row in metrics(off.folder)] == [False, False]
     assert "no validation" not in off.out and "\nsample\n" not in off.out
-    assert [path.name for path in sorted((off.folder / "checkpoints").iterdir())] == ["latest", "step-00000002"]
+    assert [path.name for path in sorted((off.folder / "checkpoints").iterdir())] == ["step-00000002"]
 
     wanted = {"steps": 1, "validation.every": 1}
     little = {"data.source": [str(off.folder / "metrics.jsonl")], "data.format": "text", "data.seq_len": 256}

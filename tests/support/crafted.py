@@ -84,9 +84,9 @@ class Place:
         change(said)
         path.write_text(json.dumps({**said, "crc32": zlib.crc32(json.dumps(said).encode())}))
 
-    def edit_header(self, change: Callable[[dict[str, Any]], object], path: Path | None = None) -> None:
-        """Change the header of a safetensors file; of a checkpoint's, what the manifest says of it as well."""
-        shard = path or next(self.checkpoint().glob("*.safetensors"))
+    def edit_header(self, change: Callable[[dict[str, Any]], object], path: Path) -> None:
+        """Change the header of a safetensors file."""
+        shard = path
         data = shard.read_bytes()
         length = int.from_bytes(data[:8], "little")
         said = json.loads(data[8 : 8 + length])
@@ -95,10 +95,6 @@ class Place:
         text += b" " * (-len(text) % 8)
         data = len(text).to_bytes(8, "little") + text + data[8 + length :]
         shard.write_bytes(data)
-        if path is None:
-            self.edit_manifest(
-                lambda said: said["files"].update({shard.name: {"bytes": len(data), "crc32": zlib.crc32(data)}})
-            )
 
     def edit_config(self, *lines: str, run: Path | None = None) -> None:
         """Change keys of a run's config: each line replaces the one of its key, in its section."""
@@ -431,17 +427,23 @@ def renamed(at: Place, name: str) -> list[str]:
     shard = shard_of(at)
     at.move_out(shard)
     written = name.format(outside=at.outside, shard=shard.name)
-    at.edit_manifest(lambda said: said["files"].update({written: said["files"].pop(shard.name)}))
+
+    def rename(said: dict[str, Any]) -> None:
+        said["files"][written] = said["files"].pop(shard.name)
+        for row in said["tensors"].values():
+            row["pieces"] = [[written if word == shard.name else word for word in piece] for piece in row["pieces"]]
+
+    at.edit_manifest(rename)
     return generate(at)
 
 
 several(
-    "which is no file in",
+    "which is no file of this checkpoint or its run",
     a_manifest_that_goes_up=lambda at: renamed(at, "../../../../outside/{shard}"),
     a_manifest_with_an_absolute_name=lambda at: renamed(at, "{outside}/{shard}"),
 )
 several(
-    "has no folders in it",
+    "which is no file of this checkpoint or its run",
     a_manifest_with_a_folder=lambda at: renamed(at, "part/{shard}"),
 )
 several(
@@ -451,33 +453,17 @@ several(
     a_step_that_is_a_link=lambda at: generate(at, at.link_out(at.checkpoint())),
     checkpoints_that_are_a_link=lambda at: generate(at, at.link_out(at.run / "checkpoints")),
 )
-several(
-    "no checkpoint's name",
-    a_pointer_that_goes_up=lambda at: generate(
-        at, (at.run / "checkpoints/latest").write_text("../../../outside/step-00000001")
-    ),
-)
 
 
 def lacking(at: Place, key: str = "model.norm.weight", *, half: bool = False) -> list[str]:
-    """A checkpoint whose shard holds less of a tensor than its manifest says."""
+    """A checkpoint whose manifest places less of a tensor than it says."""
 
     def cut(said: dict[str, Any]) -> None:
-        if half:
-            shape, (begin, end) = said[key]["shape"], said[key]["data_offsets"]
-            other = {**said[key], "shape": [shape[0] // 2, *shape[1:]], "data_offsets": [begin, (begin + end) // 2]}
-            info = json.loads(said["__metadata__"]["DCP_SHARDING_INFO"])
-            said[key] = other
-            said["filler"] = {**other, "data_offsets": [(begin + end) // 2, end]}
-            info["filler"] = {"saved_offsets": [0] * len(shape)}
-            info[key] = {"saved_offsets": [shape[0] - shape[0] // 2, *[0] * (len(shape) - 1)]}
-            said["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(info)
-        else:
-            said["filler"] = said.pop(key)
-            info = json.loads(said["__metadata__"]["DCP_SHARDING_INFO"])
-            said["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps({**info, "filler": info[key]})
+        offset, shape, pack, begin, end, _ = said["tensors"][key]["pieces"][0]
+        part = [offset, [shape[0] // 2, *shape[1:]], pack, begin, (begin + end) // 2, ""]
+        said["tensors"][key]["pieces"] = [part] if half else []
 
-    at.edit_header(cut)
+    at.edit_manifest(cut)
     return generate(at)
 
 
@@ -485,23 +471,21 @@ several("hold nothing of model.norm.weight", a_shard_without_a_tensor=lambda at:
 several("hold only a part of", a_shard_with_a_part_of_a_tensor=lambda at: lacking(at, half=True))
 
 
-@answered("and its manifest says")
-def a_shard_with_another_dtype(at: Place) -> list[str]:
-    at.edit_header(lambda said: said["model.norm.weight"].update(dtype="I32"))
+def piece(at: Place, place: int, value: Any) -> list[str]:
+    def change(said: dict[str, Any]) -> None:
+        said["tensors"]["model.norm.weight"]["pieces"][0][place] = value
+
+    at.edit_manifest(change)
     return generate(at)
 
 
 several(
-    "could not be read",
-    offsets_that_are_no_json=lambda at: generate(
-        at, at.edit_header(lambda said: said["__metadata__"].update(DCP_SHARDING_INFO=DEEP))
-    ),
-    bytes_of_two_tensors=lambda at: generate(
-        at,
-        at.edit_header(
-            lambda said: said["model.norm.weight"].update(data_offsets=[0, 4 * said["model.norm.weight"]["shape"][0]])
-        ),
-    ),
+    "cannot be trusted",
+    a_piece_beside_its_tensor=lambda at: piece(at, 0, [10**6]),
+    a_piece_under_zero=lambda at: piece(at, 0, [-1]),
+    a_piece_of_another_size=lambda at: piece(at, 1, [1]),
+    a_piece_of_another_file=lambda at: piece(at, 2, "pieces-00000000-00000.safetensors"),
+    a_piece_after_the_end=lambda at: piece(at, 4, 10**12),
 )
 
 
@@ -519,7 +503,7 @@ several(
     groups_that_are_numbers=lambda at: generate(at, at.edit_manifest(lambda said: said.update(groups=[1]))),
     a_deep_manifest=lambda at: generate(at, (at.checkpoint() / "manifest.json").write_text(DEEP)),
 )
-several("is a checkpoint of another model", a_shape_that_is_huge=lambda at: entry(at, shape=[10**15]))
+several("is a checkpoint of another model", a_shape_that_is_huge=lambda at: entry(at, shape=[10**15], pieces=[]))
 
 
 # --- the other files of a run

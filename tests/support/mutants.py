@@ -261,13 +261,13 @@ def tensor_sums_over_all_ranks():
 def optimizer_state_lost_on_load():
     """A checkpoint's optimizer state is read, and reaches no optimizer."""
     return patch.object(
-        importlib.import_module("meshwright.checkpoint.load"), "put_optimizer_tensors", lambda *args: None
+        importlib.import_module("meshwright.checkpoint.loading"), "put_optimizer_tensors", lambda *args: None
     )
 
 
 def moments_exchanged_on_load():
     """First moments are loaded as second ones, and those as first."""
-    loading = importlib.import_module("meshwright.checkpoint.load")
+    loading = importlib.import_module("meshwright.checkpoint.loading")
     put = loading.put_optimizer_tensors
 
     def exchanged(model, optimizer, state, path):

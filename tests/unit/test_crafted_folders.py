@@ -18,7 +18,7 @@ import pytest
 from support.crafted import AUTO_MAP, CANARY, CRAFTS, OWN_MODEL, Place, own_code, own_function
 
 import meshwright
-from meshwright.checkpoint.load import covers, load_model_tensors
+from meshwright.checkpoint.loading import covers, load_model_tensors
 from meshwright.cli.main import main
 from meshwright.core.config import public_keys
 from meshwright.core.errors import IntegrityError
@@ -139,7 +139,7 @@ def test_a_crafted_folder_is_answered_by_a_sentence_and_reaches_nothing(name, pl
 NO_FILE_IS_REFUSED = {
     f"meshwright.{module}.inside": lambda folder, name, by="": folder / name
     for module in (
-        "checkpoint.manifest",
+        "checkpoint.store",
         "checkpoint.tensor_files",
         "data.tokenizers",
         "data.mapped",
@@ -163,7 +163,7 @@ MUTANTS: list[tuple[dict[str, Any], str, str]] = [
     (NO_FILE_IS_REFUSED, "a_template_that_is_a_link", "was read"),
     ({"meshwright.data.scan._inside_source": lambda *_: None}, "a_text_that_is_a_link", "was read"),
     ({"meshwright.core.files._is_blob": lambda *_: True}, "a_blob_of_another_repository", "status 0"),
-    ({"meshwright.checkpoint.load.covers": lambda *_: True}, "a_shard_with_a_part_of_a_tensor", "status 0"),
+    ({"meshwright.checkpoint.loading.covers": lambda *_: True}, "a_shard_with_a_part_of_a_tensor", "status 0"),
 ]
 
 

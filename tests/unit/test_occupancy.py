@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.checkpoint.manifest import Manifest
 from meshwright.core.config import to_toml, unset
 from meshwright.core.errors import ConfigError
 from meshwright.training.config import Config
@@ -89,9 +90,8 @@ def ended(tmp_path):
     keep_request(tmp_path, config)
     whole = tmp_path / "checkpoints" / "step-00000004"
     whole.mkdir(parents=True)
-    (whole / "manifest.json").write_text('{"extra": {"state": {"step": 4}}}')
+    Manifest({}, {}, extra={"state": {"step": 4}}).write(whole)
     (tmp_path / "identity.json").write_text('{"seed": 0}')
-    (whole.parent / "latest").write_text("step-00000004\n")
     return tmp_path
 
 
@@ -120,8 +120,8 @@ def test_only_what_the_files_decide_is_decided_by_them(ended):
     with occupied(ended):
         assert not completed(config)
     manifest = ended / "checkpoints" / "step-00000004" / "manifest.json"
-    for damaged in ('{"extra": {"state": {"step": "four"}}}', '{"extra": {}}', '{"extra": {"state": {"step": 3}}}'):
-        manifest.write_text(damaged)
+    for other in ({"state": {"step": "four"}}, {}, {"state": {"step": 3}}):
+        Manifest({}, {}, extra=other).write(manifest.parent)
         assert not completed(config)
     manifest.unlink()
     assert not completed(config)

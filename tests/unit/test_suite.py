@@ -92,7 +92,7 @@ def test_a_change_touches_itself_and_the_tests_that_import_from_its_folder(run_t
         )
         return run_tests.touched("HEAD~1")
 
-    near = touched("src/meshwright/checkpoint/save.py")
+    near = touched("src/meshwright/checkpoint/saving.py")
     assert "tests/distributed/test_checkpoint.py" in near and "tests/unit/test_loss.py" not in near
     assert touched("tests/unit/test_loss.py", "README.md", "tests/unit/test_gone.py") == ["tests/unit/test_loss.py"]
     assert "tests/distributed/test_ways.py" in touched("tests/support/ways.py")

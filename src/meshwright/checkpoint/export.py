@@ -31,7 +31,8 @@ from meshwright.introspection.adapter_request import ROUNDED_IN, WEIGHTS, Adapte
 from meshwright.introspection.module_kinds import brings_initialiser
 
 from .huggingface import Pretrained, named_tensors
-from .load import open_manifest, read_tensors, verify_files
+from .loading import open_manifest, read_tensors, verify_files
+from .store import Location
 from .tensor_files import DTYPES, INDEX, SINGLE
 
 # --- write a checkpoint's model as Hugging Face safetensors, tensor by tensor
@@ -51,7 +52,7 @@ MadeOf = Mapping[str, tuple[str, ...]]
 
 
 def export_tensors(
-    checkpoint: Path,
+    checkpoint: Location,
     folder: Path,
     model: nn.Module,
     made_of: MadeOf | None = None,
@@ -95,7 +96,7 @@ def export_tensors(
                 chunk[name] = whole = torch.empty(shape, dtype=getattr(torch, first.dtype), device=device)
                 parts |= zip(entries, whole.split(sizes, -2) if others else (whole,), strict=True)
             if parts and device != "meta":
-                read_tensors(parts, checkpoint)
+                read_tensors(parts, checkpoint, manifest, fresh=parts)
             for name, tensor in chunk.items():
                 rounded_in = [manifest.in_4_bits[one] for one in sources[name] if one in manifest.in_4_bits]
                 values = unpack(tensor, torch_dtype(rounded_in[0])) if rounded_in else tensor
@@ -169,7 +170,7 @@ def as_transformers_saves(model: nn.Module) -> ToFile:
 
 
 def export_merged(
-    checkpoint: Path,
+    checkpoint: Location,
     folder: Path,
     adapted: nn.Module,
     plain: nn.Module,
@@ -209,7 +210,7 @@ def export_merged(
     def stored(name: str, like: Tensor) -> Tensor:
         entry = manifest.tensors[f"model.{name}"]
         read = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-        read_tensors({f"model.{name}": read}, checkpoint)
+        read_tensors({f"model.{name}": read}, checkpoint, manifest, fresh={f"model.{name}"})
         return unpack(read, like.dtype) if name in manifest.in_4_bits else read.to(like.dtype)
 
     def frozen(name: str, like: Tensor) -> Tensor:
@@ -258,7 +259,7 @@ def export_merged(
 # --- write a checkpoint's adapters as the folder that peft, transformers and vLLM read
 
 
-def export_adapter(checkpoint: Path, folder: Path, adapted: nn.Module, base: str, dtype: str | None = None) -> int:
+def export_adapter(checkpoint: Location, folder: Path, adapted: nn.Module, base: str, dtype: str | None = None) -> int:
     """Write adapters, and modules that were trained whole, with peft's adapter_config.json.
 
     Args:
@@ -283,7 +284,7 @@ def export_adapter(checkpoint: Path, folder: Path, adapted: nn.Module, base: str
         )
     entries = {name: manifest.tensors[f"model.{name}"] for name in names}
     read = {f"model.{name}": torch.empty(row.shape, dtype=getattr(torch, row.dtype)) for name, row in entries.items()}
-    read_tensors(read, checkpoint)
+    read_tensors(read, checkpoint, manifest, fresh=read)
     tensors = {peft_name(name): read[f"model.{name}"] for name in names}
     if dtype is not None:
         tensors = {name: tensor.to(torch_dtype(dtype)) for name, tensor in tensors.items()}
@@ -295,7 +296,7 @@ def export_adapter(checkpoint: Path, folder: Path, adapted: nn.Module, base: str
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def code_to_read(checkpoint: Path, folder: Path, plain: nn.Module, kind: str, base: str) -> str:
+def code_to_read(checkpoint: Location, folder: Path, plain: nn.Module, kind: str, base: str) -> str:
     """Return Python code that puts exported adapters beside the weights beside which they were trained.
 
     A base that was held in 4 bits is rounded alike by bitsandbytes: codes, blocks of 64 and scales are equal.

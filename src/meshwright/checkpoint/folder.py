@@ -1,143 +1,161 @@
-"""Manage a run's checkpoints: step folders, the pointer to the latest, old ones. Rank 0 calls it: no collectives."""
+"""Manage a run's checkpoints: which step is the newest whole one, and what is removed. Torch-free, no collectives."""
 
 from __future__ import annotations
 
-import logging
-import os
+import contextlib
+import json
 import re
-import shutil
-from contextlib import suppress
+import tomllib
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.core.errors import IntegrityError
-from meshwright.core.files import replace_text, sync_folder
+from meshwright.core.errors import ConfigError, IntegrityError
 
-# --- replace a folder so that, whenever the machine stops, the old or the new one is there. No collectives
-
-log = logging.getLogger("meshwright")
+from .manifest import NAME, STEP, Manifest, NewerManifest, lacking, locate
+from .store import Location, Store, place_of, store_of
 
 PARTIAL = ".partial"
 """Suffix of a folder that is being written; it is never read."""
-OLD = ".old"
-"""Suffix of a folder that stepped aside for its successor."""
+LEFTOVER = re.compile(
+    r"(pieces-[0-9a-f]{8}-\d{5}|shard-\d{5}-model-\d{5}-of-\d{5})\.safetensors|manifest\.json\.new-\d+"
+)
+"""Name of a file that a save may leave in a checkpoint's folder, besides the manifest; of older releases too."""
 
 
 def beside(place: Path, ending: str) -> Path:
     return place.with_name(place.name + ending)
 
 
-def put_in_place(new: Path, place: Path) -> None:
-    """Rename ``new`` to ``place``, then remove what was there.
+def step_folders(store: Store) -> list[str]:
+    """List the folders of a run's steps, finished or not, ascending."""
+    return sorted((name for name in store.folders() if re.fullmatch(STEP, name)), key=step_of)
 
-    There is no portable exchange of two folders: for the moment between the renames the old one is called ``place`` +
-    ".old", and ``settle`` brings it back.
 
-    Raises:
-        OSError: the exchange failed; ``place`` is as before.
+def step_of(folder: Location) -> int:
+    """Return the step of a checkpoint's folder, from its name."""
+    return int(str(folder).rpartition("step-")[2])
+
+
+def unreferenced(store: Store, folders: Iterable[str], among: Collection[str]) -> list[str]:
+    """List the files in some folders that saves wrote and no manifest of the folders ``among`` names.
+
+    Where one of these manifests cannot be read, nothing is listed.
     """
-    settle(place)
-    old = beside(place, OLD)
-    shutil.rmtree(old, ignore_errors=True)
-    replaces = place.exists()
-    if replaces:
-        os.rename(place, old)
+    left = {name for folder in folders for name in store.files(folder) if LEFTOVER.fullmatch(name.rpartition("/")[2])}
     try:
-        os.rename(new, place)
-        sync_folder(place.parent)
-    except BaseException:
-        with suppress(OSError):
-            if place.exists():
-                os.rename(place, new)
-            if replaces:
-                os.rename(old, place)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def settle(place: Path) -> None:
-    """Finish what a crash in ``put_in_place`` left: where ``place`` is gone, the old folder takes it again."""
-    old = beside(place, OLD)
-    if old.is_dir() and not place.exists():
-        os.rename(old, place)
-
-
-def is_there(place: Path) -> bool:
-    """Return whether the folder is in its place, or ``settle`` will bring it there."""
-    return place.is_dir() or beside(place, OLD).is_dir()
-
-
-def remove(place: Path) -> None:
-    """Remove a folder, renamed first lest half of it keep its name; what cannot be removed stays, with a warning."""
-    doomed = beside(place, PARTIAL)
-    try:
-        shutil.rmtree(doomed, ignore_errors=True)
-        os.rename(place, doomed)
-        shutil.rmtree(doomed)
-    except OSError as error:
-        log.warning("%s could not be removed: %s", place, error)
-
-
-# --- manage a run's checkpoints
-
-LATEST = "latest"
-STEP = r"step-(\d{8,})"
+        for folder in among if left else ():
+            if f"{folder}/{NAME}" in store.files(folder):
+                left -= {locate(folder, pack) for pack in Manifest.read(store.location(folder)).files}
+    except (IntegrityError, ConfigError):
+        return []
+    return sorted(left)
 
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """The folder ``path`` with ``step-00000100`` … inside, and ``latest``, a text file that names one of them."""
+    """The folder ``path`` with ``step-00000100`` … inside; one is a checkpoint once it has a manifest."""
 
-    path: Path
+    path: Location
 
     @property
-    def pointer(self) -> Path:
-        return self.path / LATEST
+    def store(self) -> Store:
+        return store_of(self.path)
 
-    def of_step(self, step: int) -> Path:
-        return self.path / f"step-{step:08d}"
+    def of_step(self, step: int) -> Location:
+        return self.store.location(f"step-{step:08d}")
 
     def steps(self) -> list[int]:
-        """List the steps whose folders have their final names, ascending."""
-        found = [re.fullmatch(STEP, entry.name) for entry in self.path.iterdir()] if self.path.is_dir() else []
-        return sorted(int(match.group(1)) for match in found if match)
+        """List the steps whose folders have a manifest, ascending."""
+        store = self.store
+        return [step_of(name) for name in step_folders(store) if f"{name}/{NAME}" in store.files(name)]
 
-    def latest(self) -> Path | None:
-        """Return the checkpoint to continue from; None where there is none yet.
+    def problem(self, step: int) -> str:
+        """Say why a step cannot be continued from, as far as its manifest and the sizes of its files tell; "" if not.
 
         Raises:
-            IntegrityError: the pointer names a folder that is gone, or none.
+            NewerManifest: a newer release wrote it.
         """
-        pointer = self.pointer
-        if not pointer.is_file():
-            return None
-        name = pointer.read_text().strip()
-        target = self.path / name
-        if not re.fullmatch(STEP, name) or not is_there(target):
-            others = ", ".join(f"step-{s:08d}" for s in self.steps()) or "none"
-            what = (
-                f"names {name}, which is gone"
-                if re.fullmatch(STEP, name)
-                else f"is damaged: it holds {name!r}, no checkpoint's name"
-            )
+        store, folder = place_of(self.of_step(step))
+        try:
+            found = lacking(store, folder, Manifest.read(self.of_step(step)))
+        except NewerManifest:
+            raise
+        except (IntegrityError, ConfigError) as error:
+            return str(error)
+        return f"{found[0]} ({len(found)} files in all)" if len(found) > 1 else "".join(found)
+
+    def newest(self) -> tuple[Location | None, list[str]]:
+        """Return the newest whole checkpoint, and why newer ones are not used; None where there is none at all.
+
+        It follows from what is there: no file says it, so none can say it wrongly.
+
+        Raises:
+            IntegrityError: there are checkpoints, and none is whole, or a newer release wrote the newest.
+        """
+        problems: list[str] = []
+        for step in reversed(self.steps()):
+            if not (problem := self.problem(step)):
+                return self.of_step(step), problems
+            problems.append(problem)
+        if problems:
             raise IntegrityError(
-                f"{pointer} {what}. Checkpoints that are there: {others}; write one of these into {pointer}."
+                f"no checkpoint in {self.path} is whole: {'; '.join(problems)}. Copy the run again; to begin anew,"
+                f" remove them"
             )
-        return target
+        return None, []
 
-    def half_written(self) -> list[Path]:
-        """List folders that interrupted saves left: never read, and removed by the next save of their step."""
-        return (
-            sorted(entry for entry in self.path.iterdir() if entry.name.endswith(PARTIAL)) if self.path.is_dir() else []
-        )
+    def latest(self) -> Location | None:
+        """Return the checkpoint to continue from, as ``newest`` does."""
+        return self.newest()[0]
 
-    def point_to(self, step: int) -> None:
-        """Point ``latest`` to a step, atomically."""
-        replace_text(self.pointer, self.of_step(step).name + "\n")
+    def half_written(self) -> list[Location]:
+        """List folders that interrupted saves left: never read, and cleared by the next save of their step.
 
-    def keep_last(self, count: int) -> None:
-        """Remove all but the newest ``count`` steps (0: keep all); the one that ``latest`` names always stays."""
-        pointed = self.latest()
-        for step in self.steps()[:-count] if count else []:
-            if self.of_step(step) != pointed:
-                remove(self.of_step(step))
+        The folder of an earlier step without a manifest may hold files that a later one refers to.
+        """
+        store, left, last = self.store, [], max(self.steps(), default=-1)
+        for name in store.folders():
+            files = store.files(name) if re.fullmatch(STEP, name) else {}
+            if name.endswith(PARTIAL) or (files and f"{name}/{NAME}" not in files and step_of(name) > last):
+                left.append(store.location(name))
+        return left
+
+    def keep_last(self, count: int) -> list[str]:
+        """Remove all but the newest ``count`` whole checkpoints (0: keep all), and return the files removed.
+
+        A manifest goes first, then the files that no other manifest names, up to the oldest checkpoint that stays.
+        """
+        store = self.store
+        kept = [step for step in self.steps() if not self.problem(step)][-count:] if count else []
+        if not kept:
+            return []
+        doomed = [name for name in step_folders(store) if step_of(name) < kept[0]]
+        gone = [f"{name}/{NAME}" for name in doomed if f"{name}/{NAME}" in store.files(name)]
+        store.remove(gone)
+        left = unreferenced(store, doomed, step_folders(store))
+        store.remove(left)
+        return gone + left
+
+    def refuse_others(self, identity: object) -> None:
+        """Refuse a folder that cannot be written, or that has the checkpoints of a run of another identity.
+
+        Raises:
+            ConfigError: it is such a folder.
+        """
+        self.store.probe()
+        latest = self.latest()
+        there = Manifest.read(latest).extra.get("identity") if latest is not None else None
+        if there is not None and there != json.loads(json.dumps(identity)):
+            raise ConfigError(
+                f"checkpoint.folder = {self.path} holds the checkpoints of another run (model, data, tokenizer or seed"
+                f" differ). Give another folder"
+            )
+
+
+def checkpoints_of(folder: Path) -> CheckpointFolder:
+    """Return where a run's checkpoints are: in its folder, or where its config says (checkpoint.folder)."""
+    elsewhere = ""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # a damaged config is refused by who reads it
+        elsewhere = tomllib.loads((folder / "config.toml").read_text()).get("checkpoint", {}).get("folder", "")
+    return CheckpointFolder(elsewhere or folder / "checkpoints")

@@ -36,7 +36,7 @@ from meshwright.introspection.facts import model_facts
 from meshwright.introspection.module_kinds import names_to_ignore
 from meshwright.planning.techniques import Techniques
 
-from .load import load_model_tensors
+from .loading import load_model_tensors
 from .manifest import NAME
 from .tensor_files import Source, Stored, TensorFiles, sources
 

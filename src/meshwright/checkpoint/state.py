@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -184,7 +183,7 @@ def empty_optimizer_tensors(
 
 
 def put_optimizer_tensors(
-    model: ParallelModel, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], path: Path
+    model: ParallelModel, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], path: object
 ) -> None:
     """Make the loaded state the optimizer's own; a parameter without loaded state has none afterwards. Collective."""
     parameters, rounding = _by_name(model), Rounding()

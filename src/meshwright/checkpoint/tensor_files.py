@@ -5,7 +5,6 @@ The conversions of keys and tensors come from transformers' own table for the mo
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -20,6 +19,9 @@ from torch.distributed.fsdp import FSDPModule
 from meshwright.core.errors import ConfigError, IntegrityError, UnsupportedError
 from meshwright.core.files import inside, read_json, refuse_pointer
 from meshwright.introspection.module_kinds import brings_initialiser
+
+from .manifest import read_header
+from .store import LocalStore
 
 # --- read slices from a folder's safetensors files in Hugging Face's layout
 
@@ -38,8 +40,6 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-LARGEST_HEADER = 100_000_000
-"""Limit in bytes, as in the safetensors library."""
 Cut = tuple[slice, ...]
 
 
@@ -136,25 +136,9 @@ def _files(folder: Path) -> Iterator[tuple[Path, set[str] | None]]:
 
 def _header(path: Path, expected: set[str] | None) -> list[StoredTensor]:
     """List the tensors that a file's header has, after comparing it with the file's size and the index."""
-    size = path.stat().st_size
     refuse_pointer(path)
-    try:
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(size - 8, LARGEST_HEADER):
-                raise ValueError(
-                    f"its first eight bytes say that its header has {length:,} bytes, and the file has {size:,}"
-                )
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        ends = [entry["data_offsets"][1] for entry in header.values()]
-        whole = 8 + length + max(ends, default=0)
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-        raise IntegrityError(f"{path} is no whole safetensors file: {error}. Copy it again") from None
-    if size != whole:
-        raise IntegrityError(
-            f"{path} has {size:,} bytes, and its header describes {whole:,}: it is cut short or damaged. Copy it again"
-        )
+    header, _ = read_header(LocalStore(path.parent), path.name)
+    header.pop("__metadata__", None)
     if expected is not None and (lacking := expected - header.keys()):
         raise IntegrityError(f"{path} lacks {sorted(lacking)[0]} ({len(lacking)} in all), which {INDEX} says it holds")
     found = []

@@ -85,7 +85,7 @@ def run(argv: list[str]) -> int:
 
         counterpart = of_decoder(folder, config, like)
     checkpoint = RunFolder(folder).checkpoint(step)
-    written = convert(checkpoint, config, out, form, base, like=counterpart, dtype=dtype)
+    written = convert(folder, checkpoint, config, out, form, base, like=counterpart, dtype=dtype)
     in_4_bits = config.techniques.quantize_frozen != "none"
     _say(written, form, f"{base or config.model.hf}{', held in 4 bits as it was in training,' * in_4_bits}")
     if not written.has_tokenizer:

@@ -20,6 +20,7 @@ VERBS = {
     "evaluate": ("meshwright.cli.evaluate:run", "measure a trained model's loss, or its figures on tasks"),
     "generate": ("meshwright.cli.generate:run", "continue a text with a trained model"),
     "convert": ("meshwright.cli.convert:run", "write a run's model for transformers"),
+    "checkpoint": ("meshwright.cli.checkpoint:run", "list, prove, clear and copy a run's checkpoints"),
     "doctor": ("meshwright.cli.doctor:run", "tell what works on this machine, and how to repair the rest"),
     "inspect": ("meshwright.cli.inspect:run", "show what a run or a checkpoint holds"),
     "compare": ("meshwright.cli.compare:run", "lay runs side by side: figures, curves, config"),
@@ -27,7 +28,7 @@ VERBS = {
 }
 """Verb -> (module:function, its help)."""
 
-WITHOUT_TORCH = ("compare", "completion", "doctor")
+WITHOUT_TORCH = ("checkpoint", "compare", "completion", "doctor")
 """Verbs that need no torch."""
 
 _WIDTH = max(map(len, VERBS))

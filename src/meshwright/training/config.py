@@ -206,6 +206,8 @@ class CheckpointConfig:
     """Steps between two checkpoints; 0: only the last step's."""
     keep_last: Annotated[int, FROM_0] = 2
     """Newest checkpoints that are kept; 0: all."""
+    folder: str = ""
+    """Where checkpoints go, such as s3://bucket/run (credentials: the environment's); empty: into the run's folder."""
 
 
 @dataclass(frozen=True)

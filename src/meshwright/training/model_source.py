@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.folder import CheckpointFolder
+from meshwright.checkpoint.folder import CheckpointFolder, checkpoints_of
 from meshwright.checkpoint.huggingface import Pretrained, pretrained
-from meshwright.checkpoint.load import to_be_loaded
+from meshwright.checkpoint.loading import to_be_loaded
 from meshwright.checkpoint.tensor_files import holds_weights
 from meshwright.core.config import to_dict
 from meshwright.core.dtypes import canonical_dtype
@@ -168,7 +168,9 @@ def where_weights_come_from(config: Config) -> str:
 
 
 def _has_checkpoint(config: Config) -> bool:
-    return bool(config.run) and CheckpointFolder(Path(config.run).expanduser() / "checkpoints").latest() is not None
+    if config.checkpoint.folder:
+        return CheckpointFolder(config.checkpoint.folder).latest() is not None
+    return bool(config.run) and checkpoints_of(Path(config.run).expanduser()).latest() is not None
 
 
 def keep_model(config: Config, run: Path) -> None:

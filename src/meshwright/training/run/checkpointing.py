@@ -1,4 +1,4 @@
-"""Save a run's checkpoints, point to the newest whole one, and continue from it."""
+"""Save a run's checkpoints, and continue from the newest whole one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
-import meshwright.checkpoint as checkpoint
-from meshwright.checkpoint.manifest import NAME as MANIFEST
+from meshwright.checkpoint.folder import CheckpointFolder
+from meshwright.checkpoint.loading import load
+from meshwright.checkpoint.saving import write
+from meshwright.checkpoint.store import Location
 from meshwright.core.dtypes import bytes_text, duration_text
 from meshwright.core.errors import IntegrityError
 from meshwright.distributed.process import agree
@@ -43,39 +44,38 @@ class Checkpointing:
     """
 
     def __init__(self, run: Run, folder: RunFolder, at: Position, say: Callable[[str], None]):
-        self.r, self.folder, self.at, self.say = run, folder.checkpoints, at, say
-        self.latest: Path | None = None
+        self.r, self.run_folder, self.at, self.say = run, folder.path, at, say
+        elsewhere = run.config.checkpoint.folder
+        self.folder = CheckpointFolder(elsewhere) if elsewhere else folder.checkpoints
+        agree.together(lambda: self.folder.refuse_others(run.identity), here=is_rank_zero() and bool(elsewhere))
+        self.latest: Location | None = None
 
     def save(self) -> None:
-        """Write this step's checkpoint, then move ``latest`` to it, then remove old ones.
+        """Write this step's checkpoint, then remove old ones.
 
         Raises:
-            IntegrityError: a rank could not write (raised on every rank); ``latest`` names the previous checkpoint.
+            IntegrityError: a rank could not write (raised on every rank); the previous checkpoint is the newest one.
         """
         begun = time.perf_counter()
         path = self.folder.of_step(self.at.step)
         state = {**vars(self.at), "consumed": self.r.feed.loader.state}
-        checkpoint.save(
+        size = write(
             self.r.model,
             path,
             optimizer=self.r.optimizer.optimizer,
             extra={"state": state, "identity": self.r.identity},
             only_trained=self.r.config.adapters is not None,
+            after=self.latest,
         )
 
-        def point() -> None:
+        def remove_old() -> None:
             try:
-                self.folder.point_to(self.at.step)
+                self.folder.keep_last(self.r.config.checkpoint.keep_last)
             except OSError as error:
-                now = self.folder.latest()  # the failure may have come after the move, while it was flushed
-                raise IntegrityError(
-                    f"cannot move {self.folder.pointer}: {error}. It names {now.name if now else 'nothing yet'}."
-                ) from error
-            self.folder.keep_last(self.r.config.checkpoint.keep_last)
+                self.say(f"old checkpoints in {self.folder.path} could not be removed: {error}")
 
-        agree.together(point, here=is_rank_zero())
+        agree.together(remove_old, here=is_rank_zero())
         self.latest = path
-        size = sum(file.stat().st_size for file in path.iterdir())
         self.say(f"saved {path} ({bytes_text(size)}, {duration_text(time.perf_counter() - begun)})")
 
     @contextmanager
@@ -88,26 +88,23 @@ class Checkpointing:
             self.r.feed.loader.seek(consumed)
             if self.at.step and self.latest != self.folder.of_step(self.at.step):
                 self.save()
-            raise UnreadSamples(with_way_on(str(error), self.folder.path.parent)) from error
+            raise UnreadSamples(with_way_on(str(error), self.run_folder)) from error
 
     def resume(self, timeline: StartupTimeline) -> bool:
-        """Load the latest checkpoint, and report unusable ones beside it. Returns False without a checkpoint.
+        """Load the newest whole checkpoint, and report unusable ones beside it. Returns False without a checkpoint.
 
         Raises:
             IntegrityError, ConfigError: the checkpoint cannot be loaded.
         """
         for leftover in self.folder.half_written():
             self.say(f"{leftover} was never finished (an interrupted save); it is not used")
-        latest = agree.from_rank_zero(agree.together(self.folder.latest, here=is_rank_zero()))
-        for path in map(self.folder.of_step, self.folder.steps()):
-            if not (path / MANIFEST).is_file():
-                self.say(
-                    f"{path} has no {MANIFEST}: it is not used, and a save of that step would be refused; remove it"
-                )
+        latest, problems = agree.from_rank_zero(agree.together(self.folder.newest, here=is_rank_zero()))
+        for problem in problems:
+            self.say(f"{problem}: this checkpoint is not used")
         if latest is None:
             return False
         with timeline.phase("checkpoint"):
-            extra = checkpoint.load(self.r.model, latest, optimizer=self.r.optimizer.optimizer, restore_options=False)
+            extra = load(self.r.model, latest, optimizer=self.r.optimizer.optimizer, restore_options=False)
         try:
             *at, consumed = (int(extra["state"][key]) for key in ("step", "tokens", "skipped", "consumed"))
             self.at.skipped_in_a_row = int(extra["state"].get("skipped_in_a_row", 0))

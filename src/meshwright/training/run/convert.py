@@ -15,13 +15,14 @@ import torch
 from torch import nn
 
 from meshwright.checkpoint.export import MadeOf, code_to_read, export_adapter, export_merged, export_tensors
-from meshwright.checkpoint.folder import OLD, PARTIAL, beside
+from meshwright.checkpoint.folder import PARTIAL, beside
 from meshwright.checkpoint.huggingface import Pretrained, pretrained
-from meshwright.checkpoint.load import open_manifest
+from meshwright.checkpoint.loading import open_manifest
 from meshwright.checkpoint.manifest import NAME, Manifest
-from meshwright.checkpoint.save import differing
+from meshwright.checkpoint.saving import differing
+from meshwright.checkpoint.store import Location
 from meshwright.checkpoint.tensor_files import holds_weights
-from meshwright.core.errors import ConfigError, IntegrityError, UnsupportedError
+from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.files import inside, read_object, sync_folder
 from meshwright.introspection.adapted_model import base_name, is_adapter, is_trained_copy
 from meshwright.introspection.source import CONFIG, CausalLM, ModelOrigin, as_module, with_adapters
@@ -94,7 +95,7 @@ class ExportedModel:
     """The result of a conversion."""
 
     folder: Path
-    checkpoint: Path
+    checkpoint: Location
     bytes: int
     has_tokenizer: bool
     kind: str = "AutoModelForCausalLM"
@@ -121,7 +122,8 @@ def of_hugging_face(folder: Path, config: Config) -> Counterpart:
 
 
 def convert(
-    checkpoint: Path,
+    folder: Path,
+    checkpoint: Location,
     config: Config,
     out: Path,
     form: str = "hf",
@@ -136,6 +138,7 @@ def convert(
     shapes are those of the model.
 
     Args:
+        folder: the run's folder.
         form: "hf"; of a run that trained adapters "merged", with these added to the weights, or "adapter".
         base: folder of the weights beside which the adapters were trained, as the readers of "adapter" are told; None:
             the run's ``model.hf``.
@@ -146,7 +149,7 @@ def convert(
         ConfigError: ``out`` exists and is not empty, or as ``weights_beside_adapters`` does.
         IntegrityError: the checkpoint is damaged.
     """
-    folder, code = checkpoint.parent.parent, ""
+    code = ""
     weights = weights_beside_adapters(folder, config, base) if form == "merged" or base is not None else None
     made = of_hugging_face(folder, config) if like is None else like
     plain, kind, named = as_module(made.source), made.source.auto_class.__name__, str(base or config.model.hf)
@@ -198,7 +201,7 @@ def complete(folder: Path, model: nn.Module, keys: dict[str, Any], dtype: str) -
     (folder / CONFIG).write_text(json.dumps(written, indent=2) + "\n")
 
 
-def dtype_of(checkpoint: Path) -> str:
+def dtype_of(checkpoint: Location) -> str:
     """Return the dtype of a checkpoint's weights, by name."""
     tensors = Manifest.read(checkpoint).tensors
     return next(entry.dtype for key, entry in tensors.items() if key.startswith("model.") and "float" in entry.dtype)
@@ -224,9 +227,9 @@ def _copy_small_files(run: Path, out: Path, only: tuple[str, ...] = ("*",)) -> b
 
 def is_saved(path: Path) -> bool:
     """Return whether a folder looks as ``meshwright.save`` writes or leaves it, and is no run."""
-    if path.name.endswith(PARTIAL) or not path.is_dir():
-        return beside(path, PARTIAL).is_dir() or beside(path, OLD).is_dir() or path.name.endswith(PARTIAL)
-    if RunFolder(path).config.is_file():
+    if path.name.endswith(PARTIAL):
+        return True
+    if not path.is_dir() or RunFolder(path).config.is_file():
         return False
     return (path / NAME).is_file() or (any(path.glob("*.safetensors")) and not (path / CONFIG).is_file())
 
@@ -247,8 +250,6 @@ def convert_saved(
         ConfigError: the form is not that of what was trained, or the base is missing or another model.
         UnsupportedError: the model is none of transformers, or its adapters were put by other code.
     """
-    if not folder.exists() and not beside(folder, OLD).exists():
-        raise IntegrityError(f"{folder} does not exist: {beside(folder, PARTIAL)} is what an unfinished save left")
     manifest = open_manifest(folder)
     origin = ModelOrigin.read(manifest.model, folder / NAME)
     _refuse_other_kinds(folder, origin, form)

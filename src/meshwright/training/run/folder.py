@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.folder import CheckpointFolder
+from meshwright.checkpoint.folder import CheckpointFolder, checkpoints_of, step_of
 from meshwright.checkpoint.manifest import Manifest
+from meshwright.checkpoint.store import Location, place_of
 from meshwright.checkpoint.tensor_files import TensorFiles, holds_weights
 from meshwright.core.config import to_toml
 from meshwright.core.dtypes import bytes_text, count_text
@@ -65,7 +66,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> CheckpointFolder:
-        return CheckpointFolder(self.path / "checkpoints")
+        return checkpoints_of(self.path)
 
     @property
     def config(self) -> Path:
@@ -85,11 +86,12 @@ class RunFolder:
         """Whether the folder does not yet hold a run's identity."""
         return not (self.path / IDENTITY).is_file()
 
-    def checkpoint(self, step: int | None = None) -> Path:
+    def checkpoint(self, step: int | None = None) -> Location:
         """Return the newest checkpoint, or that of a step. Raises ConfigError where there is none."""
+        there = self.checkpoints.steps()
         path = self.checkpoints.latest() if step is None else self.checkpoints.of_step(step)
-        if path is None or not path.is_dir():
-            steps = ", ".join(map(str, self.checkpoints.steps())) or "none"
+        if path is None or step_of(path) not in there:
+            steps = ", ".join(map(str, there)) or "none"
             raise ConfigError(
                 f"{self.path} has no checkpoint{'' if step is None else f' of step {step}'}; steps that are there:"
                 f" {steps}"
@@ -203,7 +205,7 @@ def describe_run(path: Path, config: Config) -> str:
     for where in map(folder.checkpoints.of_step, folder.checkpoints.steps()):
         rows.append(("checkpoint", f"{_checkpoint(where)}{'  (latest)' if where == latest else ''}"))
     for left in folder.checkpoints.half_written():
-        rows.append(("half done", f"{left.name}: an interrupted save, never used"))
+        rows.append(("half done", f"{place_of(left)[1]}: an interrupted save, never used"))
     plan = path / "plan.json"
     text = "\n".join([f"run {path}", *(f"  {name:<10}  {line}" for name, line in rows)])
     return text + (f"\n\n{Plan.from_json(plan.read_text())}" if plan.is_file() else "")
@@ -239,12 +241,13 @@ def _progress(path: Path, config: Config) -> str:
     )
 
 
-def _checkpoint(folder: Path) -> str:
+def _checkpoint(folder: Location) -> str:
+    name = place_of(folder)[1]
     try:
         manifest = Manifest.read(folder)
     except IntegrityError as error:
-        return f"{folder.name}: {error}"
+        return f"{name}: {error}"
     parameters = sum(1 for key in manifest.tensors if key.startswith("model."))
     size = sum(entry.bytes for entry in manifest.files.values())
     inside = f"{parameters} parameters and buffers, {len(manifest.tensors)} tensors"
-    return f"{folder.name}: {inside}, {bytes_text(size)} in {len(manifest.files)} files"
+    return f"{name}: {inside}, {bytes_text(size)} in {len(manifest.files)} files"

@@ -12,7 +12,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshwright.core.errors import ConfigError
+from meshwright.checkpoint.folder import checkpoints_of
+from meshwright.checkpoint.store import place_of
+from meshwright.core.errors import ConfigError, IntegrityError
 
 NAME = "running.lock"
 _PATIENCE_SEC = 5.0
@@ -99,11 +101,9 @@ def _holder(lock: bytes) -> str:
 
 
 def latest_checkpoint(folder: Path) -> str:
-    """Return the name of the checkpoint that a run would continue from, "" without one.
-
-    (``checkpoint.folder`` would import torch.)
-    """
+    """Return the name of the checkpoint that a run would continue from, "" without one that is whole."""
     try:
-        return (folder / "checkpoints" / "latest").read_text().strip()
-    except OSError:
+        latest = checkpoints_of(folder).latest()
+    except IntegrityError:
         return ""
+    return "" if latest is None else place_of(latest)[1]

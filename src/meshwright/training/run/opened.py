@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 import meshwright.checkpoint as checkpoint
+from meshwright.checkpoint.folder import step_of
 from meshwright.checkpoint.huggingface import pretrained
+from meshwright.checkpoint.store import Location, place_of
 from meshwright.checkpoint.tensor_files import holds_weights
 from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError
@@ -62,7 +64,7 @@ class Opened:
 
     path: Path
     config: Config
-    checkpoint: Path | None = None
+    checkpoint: Location | None = None
     base: Path | None = None
     named_tokenizer: str = ""
 
@@ -139,7 +141,7 @@ class Opened:
     @property
     def step(self) -> int | None:
         """The step of the run's checkpoint."""
-        return None if self.checkpoint is None else int(self.checkpoint.name.removeprefix("step-"))
+        return None if self.checkpoint is None else step_of(self.checkpoint)
 
     @property
     def is_being_trained(self) -> bool:
@@ -178,7 +180,7 @@ class Opened:
         return model
 
 
-def checkpoint_of(folder: Path, config: Config, step: int | None) -> Path:
+def checkpoint_of(folder: Path, config: Config, step: int | None) -> Location:
     """Return the newest complete checkpoint of a run, or that of a step, which a job may be training on.
 
     Raises:
@@ -192,7 +194,7 @@ def checkpoint_of(folder: Path, config: Config, step: int | None) -> Path:
             saves = f"saves every {every} steps and at the end" if every else "saves at its end"
             why = f". The run is being trained by {who} and {saves}: wait for that"
         elif left := run.checkpoints.half_written():
-            why = f". {left[-1].name} is what an interrupted save left, and is never read"
+            why = f". {place_of(left[-1])[1]} is what an interrupted save left, and is never read"
         raise ConfigError(f"{error}{why}") from None
 
 

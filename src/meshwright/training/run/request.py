@@ -7,6 +7,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from meshwright.checkpoint.manifest import NAME as MANIFEST
 from meshwright.core.config import load_toml, to_toml
 from meshwright.core.config.read import shown
 from meshwright.core.errors import ConfigError, command
@@ -18,8 +19,6 @@ from meshwright.training.run.occupancy import is_occupied, latest_checkpoint
 NAME, RESOLVED = "request.toml", "config.toml"
 IDENTITY = "identity.json"
 """File with the facts that must not change when a run is continued."""
-MANIFEST = "manifest.json"
-"""File that a checkpoint has once it is whole (``checkpoint.manifest`` would import torch)."""
 
 
 def keep_request(folder: Path, config: Config) -> None:

@@ -180,7 +180,7 @@ class ClosingReport:
     """Wall-clock seconds from the process's start to here."""
     skipped: int = 0
     """Steps skipped for gradients that were not finite."""
-    checkpoint: Path | None = None
+    checkpoint: Path | str | None = None
     config: Path | None = None
     places: Sequence[tuple[str, str]] = ()
     """(tracker, where its figures are or why there are none)."""
@@ -205,8 +205,7 @@ class ClosingReport:
             f"{self.skipped} steps skipped" if self.skipped else "",
         ]
         checkpoint, config = (
-            str(path.relative_to(self.run_folder) if path and path.is_relative_to(self.run_folder) else path or "")
-            for path in (self.checkpoint, self.config)
+            str(path or "").removeprefix(f"{self.run_folder}/") for path in (self.checkpoint, self.config)
         )
         rows = [("run folder", str(self.run_folder)), ("checkpoint", checkpoint or "none was saved")]
         rows += [*([("config", config)] if config else []), *self.places]

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.planner import LoadPlan
 
 from meshwright.core.devices import CPU, local_device
 from meshwright.core.errors import ConfigError, IntegrityError
@@ -30,9 +26,9 @@ from meshwright.distributed.weights.constructed import Destinations
 from meshwright.distributed.weights.shards import pieces
 from meshwright.planning.values import NF4_STORED
 
-from .folder import PARTIAL, settle
-from .manifest import Manifest, damage, strangers
-from .save import cause, in_pieces
+from .folder import PARTIAL
+from .manifest import Manifest, TensorEntry, describe_file, lacking, locate, with_pieces
+from .pieces import PieceEntry, hash_of
 from .state import (
     empty_optimizer_tensors,
     group_records,
@@ -41,47 +37,79 @@ from .state import (
     put_options,
     shape_and_dtype,
 )
+from .store import Location, ReadInto, place_of
+
+Result = TypeVar("Result")
+
+READERS = 8
+"""Threads that read and hash."""
 
 
-class WholePlanner(DefaultLoadPlanner):
-    """A planner that refuses what torch's passes over: elements that no file holds, or holds in another dtype.
+@dataclass(frozen=True)
+class Reading:
+    """A box that a stored block has of a piece of a wanted tensor.
 
-    Args:
-        tensors: the tensors to read, by key.
+    Attributes:
+        entry: the block, or of a checkpoint of version 1 the rows of a file that are needed.
+        source, target: the box in the block and in the piece.
     """
 
-    def __init__(self, tensors: dict[str, Tensor]):
-        super().__init__()
-        self.tensors = tensors
+    entry: PieceEntry
+    source: tuple[slice, ...]
+    target: tuple[slice, ...]
+    into: Tensor
 
-    def create_local_plan(self) -> LoadPlan:
-        """Plan this rank's reads; IntegrityError where they leave a part of a tensor unread."""
-        stored: dict[str, Any] = self.metadata.state_dict_metadata if self.metadata else {}
-        if lacking := [key for key in self.tensors if key not in stored]:
-            raise IntegrityError(f"its files hold nothing of {lacking[0]} ({len(lacking)} in all)")
-        plan = super().create_local_plan()
-        found: dict[tuple[str, tuple[int, ...]], list[tuple[tuple[int, int], ...]]] = {}
-        for item in plan.items:
-            box = tuple((begin, begin + size) for begin, size in zip(item.dest_offsets, item.lengths, strict=True))
-            found.setdefault((item.dest_index.fqn, tuple(item.dest_index.offset or ())), []).append(box)
-        for key, tensor in self.tensors.items():
-            if (dtype := stored[key].properties.dtype) != tensor.dtype:
-                raise IntegrityError(f"its files hold {key} in {dtype}, and its manifest says {tensor.dtype}")
-            for piece in pieces(tensor):
-                if not covers(found.get((key, tuple(piece.offset)), ()), tuple(piece.local.shape)):
-                    raise IntegrityError(f"its files hold only a part of {key} of shape {list(tensor.shape)}")
-        return plan
+    @property
+    def is_whole(self) -> bool:
+        """Whether the block's bytes are the target's, so that they can be read into it."""
+        part = self.into[self.target]
+        return part.is_contiguous() and part.device.type == CPU and tuple(part.shape) == self.entry.shape
+
+
+def readings(key: str, entry: TensorEntry, offset: tuple[int, ...], into: Tensor) -> list[Reading]:
+    """List the blocks that hold a piece of a tensor.
+
+    Args:
+        into: memory of the piece's shape.
+
+    Raises:
+        IntegrityError: they hold only a part of it, or nothing.
+    """
+    found, boxes = [], []
+    for block in entry.pieces:
+        spans = [
+            (max(low, begin), min(low + rows, begin + size))
+            for low, rows, begin, size in zip(offset, into.shape, block.offset, block.shape, strict=True)
+        ]
+        if any(low >= high for low, high in spans):
+            continue
+        if not block.hash and spans and into.shape[0]:  # version 1: whole files have checksums, so rows can be read
+            (low, high), row = spans[0], (block.end - block.begin) // block.shape[0]
+            begin = block.begin + (low - block.offset[0]) * row
+            block = replace(
+                block,
+                offset=(low, *block.offset[1:]),
+                shape=(high - low, *block.shape[1:]),
+                begin=begin,
+                end=begin + (high - low) * row,
+            )
+        source = tuple(slice(low - at, high - at) for (low, high), at in zip(spans, block.offset, strict=True))
+        target = tuple(slice(low - at, high - at) for (low, high), at in zip(spans, offset, strict=True))
+        boxes.append(tuple((cut.start, cut.stop) for cut in target))
+        found.append(Reading(block, source, target, into))
+    if not covers(boxes, tuple(into.shape)):
+        raise IntegrityError(f"its files hold {'only a part' if boxes else 'nothing'} of {key}")
+    return found
 
 
 def covers(boxes: Iterable[tuple[tuple[int, int], ...]], shape: tuple[int, ...]) -> bool:
     """Return whether boxes, (begin, end) for every dim, hold every element of a tensor of that shape."""
     boxes = list(boxes)
     cuts = [sorted({0, size, *(edge for box in boxes for edge in box[dim])}) for dim, size in enumerate(shape)]
+    places = [{edge: place for place, edge in enumerate(edges)} for edges in cuts]
     held = np.zeros([len(edges) - 1 for edges in cuts], dtype=bool)
     for box in boxes:
-        held[
-            tuple(slice(edges.index(begin), edges.index(end)) for edges, (begin, end) in zip(cuts, box, strict=True))
-        ] = True
+        held[tuple(slice(at[begin], at[end]) for at, (begin, end) in zip(places, box, strict=True))] = True
     return bool(held.all())
 
 
@@ -110,7 +138,6 @@ def load(
         ConfigError: the checkpoint is whole, but of another model or optimizer: names, shapes, dtypes or groups
             differ. Then nothing is changed.
     """
-    path = Path(os.path.abspath(path))
     manifest = open_manifest(path)
     verify_files(path, manifest)
     facts, plan = parallel_model.facts, parallel_model.plan
@@ -132,7 +159,7 @@ def load(
     if {int(key.rpartition("rank")[2]) for key in written if key.startswith("random.cpu.")} == set(range(world)):
         own = {f"random.{device}.rank{rank}" for device in (CPU, local_device())}
         random_state = {key: torch.zeros(row.shape, dtype=torch.uint8) for key, row in written.items() if key in own}
-    read_tensors({**wanted, **state, **random_state}, path)
+    read_tensors({**wanted, **state, **random_state}, path, manifest, fresh={*state, *random_state})
     if optimizer is None and not parallel_model.is_lent:
         begin_anew(parallel_model.parts)
     if optimizer is not None:
@@ -146,27 +173,36 @@ def load(
     return manifest.extra
 
 
-def open_manifest(path: Path) -> Manifest:
+def open_manifest(path: Location) -> Manifest:
     """Read a checkpoint's manifest on every rank; IntegrityError on all ranks where one cannot."""
-    if path.name.endswith(PARTIAL):
+    if str(path).endswith(PARTIAL):
         raise IntegrityError(
             f"{path} is what an unfinished save left, and is never read; use the last whole checkpoint"
         )
-    agree.together(lambda: settle(path), here=not dist.is_initialized() or dist.get_rank() == 0)
     manifest = agree.together(lambda: Manifest.read(path))
     assert manifest is not None
     return manifest
 
 
-def verify_files(path: Path, manifest: Manifest) -> None:
-    """Compare every file with the manifest, distributed over ranks. Raises IntegrityError on all ranks."""
+def verify_files(path: Location, manifest: Manifest) -> None:
+    """Compare every file's size with the manifest, and in version 1 its checksum, distributed over ranks.
+
+    The blocks of version 2 are compared with their hashes when they are read.
+
+    Raises:
+        IntegrityError: on all ranks, if a file differs.
+    """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    store, folder = place_of(path)
 
     def look() -> list[str]:
-        found = [
-            text for name in sorted(manifest.files)[rank::world] if (text := damage(path, name, manifest.files[name]))
-        ]
-        return found + (strangers(path, manifest.files) if rank == 0 else [])
+        found = lacking(store, folder, manifest) if rank == 0 else []
+        for name in sorted(manifest.files)[rank::world] if not found else ():
+            place, entry = locate(folder, name), manifest.files[name]
+            if entry.crc32 is not None and describe_file(store, place) != entry:
+                where = store.where(place)
+                found.append(f"{where} has the right size, but its content changed since it was written (checksum)")
+        return found
 
     problems = [text for texts in agree.everybody_says(agree.together(look)) for text in texts]
     if problems:
@@ -175,7 +211,9 @@ def verify_files(path: Path, manifest: Manifest) -> None:
         )
 
 
-def _check_model(wanted: dict[str, Tensor], manifest: Manifest, path: Path, elsewhere: Collection[str] = ()) -> None:
+def _check_model(
+    wanted: dict[str, Tensor], manifest: Manifest, path: Location, elsewhere: Collection[str] = ()
+) -> None:
     stored = {key: entry for key, entry in manifest.tensors.items() if key.startswith("model.")}
     problems = [f"it lacks {key.removeprefix('model.')}" for key in wanted if key not in stored]
     problems += [
@@ -198,7 +236,7 @@ def _check_model(wanted: dict[str, Tensor], manifest: Manifest, path: Path, else
         )
 
 
-def _check_rounding(model: ParallelModel, manifest: Manifest, path: Path) -> None:
+def _check_rounding(model: ParallelModel, manifest: Manifest, path: Location) -> None:
     """Raise ConfigError if weights that were left out were in 4 bits and are plain here, or the other way round."""
     frozen = set(manifest.left_out) & set(model.plan.frozen)
     there = frozen & set(manifest.in_4_bits)
@@ -212,7 +250,9 @@ def _check_rounding(model: ParallelModel, manifest: Manifest, path: Path) -> Non
         )
 
 
-def _check_optimizer(model: ParallelModel, optimizer: torch.optim.Optimizer, manifest: Manifest, path: Path) -> None:
+def _check_optimizer(
+    model: ParallelModel, optimizer: torch.optim.Optimizer, manifest: Manifest, path: Location
+) -> None:
     if not manifest.optimizer:
         raise ConfigError(f"{path} holds no optimizer state: load it without optimizer=")
     if manifest.optimizer != (kind := type(optimizer).__name__):
@@ -232,7 +272,7 @@ def _check_optimizer(model: ParallelModel, optimizer: torch.optim.Optimizer, man
 
 
 def _options(
-    model: ParallelModel, optimizer: torch.optim.Optimizer, manifest: Manifest, path: Path
+    model: ParallelModel, optimizer: torch.optim.Optimizer, manifest: Manifest, path: Location
 ) -> list[dict[str, Any]]:
     """Match the saved options to the optimizer's groups, however the saved groups were cut."""
     saved = {name: record["options"] for record in manifest.groups for name in record["params"]}
@@ -264,42 +304,97 @@ def to_be_loaded(model: nn.Module) -> set[str]:
     return {clean(name) for name, _ in model.named_parameters()}
 
 
-def load_model_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+def load_model_tensors(tensors: dict[str, Tensor], path: Location) -> None:
     """Read only a checkpoint's model, into "model.<name>" -> parameter or persistent buffer. Collective.
 
     Raises:
         IntegrityError, ConfigError: as ``load`` does.
     """
-    path = Path(os.path.abspath(path))
     manifest = open_manifest(path)
     verify_files(path, manifest)
     _check_model(tensors, manifest, path)
-    read_tensors(tensors, path)
+    read_tensors(tensors, path, manifest)
 
 
-def read_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Read tensors by key from a verified checkpoint. Collective, or alone without a process group.
+def read_tensors(tensors: dict[str, Tensor], path: Location, manifest: Manifest, fresh: Collection[str] = ()) -> None:
+    """Read tensors by key from a checkpoint, each rank the blocks that it needs. Collective, or alone without a group.
+
+    Every block is proven by its hash before any tensor in use changes: what is read waits in host memory, or, where
+    that has no room for it, is read twice.
+
+    Args:
+        fresh: keys of tensors that nobody uses yet, and that take what is read at once.
 
     Raises:
-        IntegrityError: reading fails in the middle.
+        IntegrityError: the checkpoint is damaged, or reading fails in the middle.
     """
-    try:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.filterwarnings("ignore", message=".*(no_dist|torch.distributed).*")  # one process needs no group
-            shown = {key: in_pieces(tensor) for key, tensor in tensors.items()}
-            dcp.load(
-                shown,
-                storage_reader=HuggingFaceStorageReader(path=str(path)),
-                planner=WholePlanner(tensors),
-                no_dist=agree.alone(),
-            )
-    except CheckpointException as error:
-        lacking = next((found for found, _ in error.failures.values() if isinstance(found, IntegrityError)), None)
-        if lacking is not None:
-            raise IntegrityError(
-                f"the checkpoint {path} is damaged: {lacking}. Nothing was loaded; use an older one."
-            ) from error
-        problem = f"{path} could not be read ({cause(error)}), although its files were whole a moment ago"
+    store, folder = place_of(path)
+    places: list[tuple[Tensor, Tensor]] = []  # of a piece: in use, and where it waits
+    first: list[Reading] = []
+
+    def plan() -> list[Reading]:
+        placed, found = with_pieces(store, folder, manifest), []
+        have = psutil.virtual_memory().available // 2
+        for key, tensor in tensors.items():
+            if key not in placed.tensors:
+                raise IntegrityError(f"its files hold nothing of {key}")
+            for piece in pieces(tensor):
+                into = piece.local
+                mine = readings(key, placed.tensors[key], piece.offset, into)
+                if key not in fresh and all(reading.entry.hash for reading in mine):
+                    if (have := have - into.nbytes) > 0:
+                        into = torch.empty(into.shape, dtype=into.dtype)
+                        places.append((piece.local, into))
+                        mine = [replace(reading, into=into) for reading in mine]
+                    else:
+                        first.extend(mine)
+                found += mine
+        return found
+
+    def read(found: list[Reading], *, keep: bool) -> None:
+        by_pack: dict[str, list[Reading]] = {}
+        for reading in sorted(found, key=lambda reading: reading.entry.begin):
+            by_pack.setdefault(reading.entry.pack, []).append(reading)
+        with ThreadPoolExecutor(READERS) as pool, torch.no_grad():
+            for pack, rows in by_pack.items():
+                where = store.where(locate(folder, pack))
+                with store.opened(locate(folder, pack)) as read_into:
+                    taking = [pool.submit(_take, row, read_into, where, keep) for row in rows]
+                    for one in taking:
+                        one.result()
+
+    def worded(action: Callable[[], Result], then: str) -> Result:
+        try:
+            return action()
+        except (IntegrityError, ConfigError) as error:
+            raise IntegrityError(f"the checkpoint {path} is damaged: {error}. {then}") from error
+        except OSError as error:
+            raise IntegrityError(f"the checkpoint {path} could not be read: {error}. {then}") from error
+
+    nothing, half = (
+        "Nothing was loaded; use an older one.",
+        "The model now holds a part of it: load one before using it.",
+    )
+    found = agree.together(lambda: worded(plan, nothing)) or []
+    agree.together(lambda: worded(lambda: read(first, keep=False), nothing))
+    twice = {id(reading.into) for reading in first}
+    agree.together(lambda: worded(lambda: read([r for r in found if id(r.into) not in twice], keep=True), nothing))
+    agree.together(lambda: worded(lambda: read([r for r in found if id(r.into) in twice], keep=True), half))
+    with torch.no_grad():
+        for local, into in places:
+            local.copy_(into)
+
+
+def _take(reading: Reading, read_into: ReadInto, where: str, keep: bool) -> None:
+    """Read a block, prove it, and copy what is wanted of it. Raises IntegrityError, OSError."""
+    entry, part = reading.entry, reading.into[reading.target]
+    in_place = keep and reading.is_whole
+    buffer = part.reshape(-1).view(torch.uint8).numpy() if in_place else np.empty(entry.end - entry.begin, np.uint8)
+    read_into(entry.begin, buffer)
+    if entry.hash and hash_of(buffer) != entry.hash:
         raise IntegrityError(
-            f"{problem}: the model now holds a part of it. Load a checkpoint again before you use it."
-        ) from error
+            f"{where} has the right size, but its content changed since it was written (hash of {entry.key})"
+        )
+    if keep and not in_place:
+        block = torch.from_numpy(buffer).view(part.dtype).reshape(entry.shape)
+        part.copy_(block[reading.source])

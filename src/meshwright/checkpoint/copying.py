@@ -1,0 +1,200 @@
+"""Prove, list, clear and copy checkpoints, block by block. Torch-free, no collectives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+
+import numpy as np
+
+from meshwright.core.errors import ConfigError, IntegrityError
+
+from .folder import PARTIAL, CheckpointFolder, step_folders, unreferenced
+from .manifest import (
+    NAME,
+    Manifest,
+    checksum,
+    commit,
+    describe_file,
+    lacking,
+    locate,
+    pack_name,
+    read_header,
+    with_pieces,
+)
+from .pieces import BYTES, WORDS, Buffer, PieceEntry, hash_of, write_pieces
+from .store import Location, Store, place_of
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """A block of a checkpoint, read and proven when its bytes are asked for."""
+
+    store: Store
+    name: str
+    entry: PieceEntry
+    dtype: str
+
+    @property
+    def key(self) -> str:
+        return self.entry.key
+
+    @property
+    def offset(self) -> tuple[int, ...]:
+        return self.entry.offset
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.entry.shape
+
+    @property
+    def data(self) -> Buffer:
+        """The bytes. Raises IntegrityError where they are not those that were written."""
+        found = self.store.read(self.name, self.entry.begin, self.entry.end - self.entry.begin)
+        if self.entry.hash and hash_of(found) != self.entry.hash:
+            raise IntegrityError(
+                f"{self.store.where(self.name)} has the right size, but its content changed since it was written (hash"
+                f" of {self.key})"
+            )
+        return found
+
+
+def stored_pieces(store: Store, folder: str, manifest: Manifest) -> list[StoredPiece]:
+    """Return the blocks of a checkpoint, in the order of the files."""
+    rows = [
+        StoredPiece(store, locate(folder, piece.pack), piece, entry.dtype)
+        for entry in manifest.tensors.values()
+        for piece in entry.pieces
+    ]
+    return sorted(rows, key=lambda row: (row.name, row.entry.begin))
+
+
+def verify(location: Location) -> list[str]:
+    """Read every byte of a checkpoint, and say what is not as it was written; [] where all is."""
+    store, folder = place_of(location)
+    try:
+        manifest = Manifest.read(location)
+        found = lacking(store, folder, manifest)
+        if found:
+            return found
+        for name, entry in manifest.files.items():
+            read_header(store, locate(folder, name))
+            if entry.crc32 is not None and describe_file(store, locate(folder, name)) != entry:
+                found.append(
+                    f"{store.where(locate(folder, name))}: its content changed since it was written (checksum)"
+                )
+        manifest = with_pieces(store, folder, manifest)
+    except (IntegrityError, ConfigError) as error:
+        return [str(error)]
+    proven: set[tuple[str, int]] = set()
+    for piece in stored_pieces(store, folder, manifest):
+        if (place := (piece.name, piece.entry.begin)) not in proven and piece.entry.hash:
+            proven.add(place)
+            try:
+                piece.data  # noqa: B018  (reading proves it)
+            except (IntegrityError, OSError) as error:
+                found.append(str(error))
+    return found
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A row of ``listed``: bytes of the checkpoint's own files, and of those of others that it needs."""
+
+    location: Location
+    own: int
+    referred: int
+    problem: str
+
+
+def listed(folder: CheckpointFolder) -> list[Listed]:
+    """List a run's checkpoints."""
+    rows = []
+    for step in folder.steps():
+        own = referred = 0
+        if not (problem := folder.problem(step)):
+            for name, entry in Manifest.read(folder.of_step(step)).files.items():
+                own, referred = own + entry.bytes * ("/" not in name), referred + entry.bytes * ("/" in name)
+        rows.append(Listed(folder.of_step(step), own, referred, problem))
+    return rows
+
+
+def clear(folder: CheckpointFolder) -> dict[str, int]:
+    """Remove the files that no manifest of a run names, and return their sizes.
+
+    Raises:
+        IntegrityError: a manifest cannot be read, so that what it needs is not known.
+    """
+    store = folder.store
+    for step in folder.steps():
+        Manifest.read(folder.of_step(step))
+    steps = step_folders(store)
+    left = unreferenced(store, steps, steps)
+    partial = [name for name in store.folders() if name.endswith(PARTIAL)]
+    sizes = {name: size for home in (*steps, *partial) for name, size in store.files(home).items()}
+    gone = {name: sizes[name] for name in sizes if name in left or name.partition("/")[0] in partial}
+    store.remove(gone)
+    return gone
+
+
+def copy(location: Location, target: Location, version: int = 2) -> Manifest:
+    """Write a checkpoint, with all that it refers to, into a new folder; every block is proven on the way.
+
+    Args:
+        version: 1 for releases that read no other.
+
+    Raises:
+        ConfigError: the target is not empty.
+        IntegrityError: the checkpoint is damaged; the target then has no manifest.
+    """
+    (store, folder), (other, name) = place_of(location), place_of(target)
+    if other.files(name):
+        raise ConfigError(f"{other.where(name)} is not empty: give a new folder")
+    manifest = Manifest.read(location)
+    if found := lacking(store, folder, manifest):
+        raise IntegrityError(f"{store.where(folder)} is not whole: {'; '.join(found)}")
+    manifest = with_pieces(store, folder, manifest)
+    rows = stored_pieces(store, folder, manifest)
+    if version == 1:
+        return _copy_as_version_1(rows, manifest, other, name)
+    placed: dict[str, list[PieceEntry]] = {}
+    for entry in write_pieces(other, name, pack_name("00000000", 0), rows, {}):
+        placed.setdefault(entry.key, []).append(entry)
+    tensors = {key: replace(row, pieces=tuple(placed.get(key, ()))) for key, row in manifest.tensors.items()}
+    return commit(other, name, replace(manifest, tensors=tensors), new=True)
+
+
+def _copy_as_version_1(rows: list[StoredPiece], manifest: Manifest, store: Store, folder: str) -> Manifest:
+    """Write whole tensors into one file, and a manifest that the releases before version 2 read."""
+    file = "shard-00001-model-00001-of-00001.safetensors"
+    header: dict[str, object] = {"__metadata__": {"format": "pt", "DCP_VERSION": "1.0"}}
+    end, shards = 0, {}
+    tensors = sorted(manifest.tensors.items(), key=lambda row: -BYTES[row[1].dtype])
+    for key, entry in tensors:
+        begin, end = end, end + int(np.prod(entry.shape, dtype=np.int64)) * BYTES[entry.dtype]
+        header[key] = {"dtype": WORDS[entry.dtype], "shape": entry.shape, "data_offsets": (begin, end)}
+        shards[key] = {"saved_offsets": [0] * len(entry.shape)}
+    header["__metadata__"] = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(shards)}
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    by_key: dict[str, list[StoredPiece]] = {}
+    for row in rows:
+        by_key.setdefault(row.key, []).append(row)
+
+    def content() -> Iterator[Buffer]:
+        yield len(encoded).to_bytes(8, "little") + encoded
+        for key, entry in tensors:
+            whole = np.zeros(entry.shape, f"V{BYTES[entry.dtype]}")
+            for row in by_key.get(key, ()):
+                box = tuple(slice(low, low + size) for low, size in zip(row.offset, row.shape, strict=True))
+                whole[box] = np.frombuffer(row.data, whole.dtype).reshape(row.shape)
+            yield whole.tobytes()
+
+    store.write(f"{folder}/{file}", content())
+    rest = {own.name: getattr(manifest, own.name) for own in fields(manifest)[2:]}
+    kinds = {key: {"shape": entry.shape, "dtype": entry.dtype} for key, entry in manifest.tensors.items()}
+    files = {file: asdict(describe_file(store, f"{folder}/{file}"))}
+    said = json.loads(json.dumps({"version": 1, "tensors": kinds, "files": files, **rest}))
+    store.put(f"{folder}/{NAME}", json.dumps({**said, "crc32": checksum(said)}).encode())
+    return Manifest.read(store.location(folder))

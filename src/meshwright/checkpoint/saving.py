@@ -1,0 +1,285 @@
+"""Write a checkpoint: each rank its pieces, what an older one has by reference, and the manifest when all are there."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError
+from meshwright.core.record import recall
+from meshwright.distributed.mesh import is_first_of_stage
+from meshwright.distributed.nf4 import pack
+from meshwright.distributed.parallel_model import ParallelModel
+from meshwright.distributed.process import agree
+from meshwright.distributed.recompute.kept import streams
+from meshwright.distributed.weights.shards import pieces
+from meshwright.introspection.source import ModelOrigin
+from meshwright.planning.values import NF4_BLOCK, NF4_BLOCK_BYTES
+
+from .folder import LEFTOVER, step_folders, unreferenced
+from .manifest import NAME, FileEntry, Manifest, TensorEntry, commit, locate, pack_name, worth_referring_to
+from .pieces import Known, PieceEntry, write_pieces
+from .state import group_records, merged_groups, model_tensors, optimizer_tensors, shape_and_dtype
+from .store import Buffer, Location, Store, place_of
+
+LENGTH = 256
+"""Numbers of a parameter that are compared, at most."""
+
+
+def runs_of(
+    tensors: Mapping[str, Tensor], mesh: DeviceMesh | None, in_4_bits: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Map names to a run of each tensor's numbers: where it begins, its length, dtype and checksum. Collective.
+
+    ``in_4_bits`` names weights in 4 bits, and the dtypes in which they were rounded.
+    """
+    mine, rounded = {}, in_4_bits or {}
+    if tensors and (mesh is None or is_first_of_stage(mesh)):
+        mine = {name: run for name, tensor in tensors.items() if (run := run_of(tensor, rounded.get(name))) is not None}
+    return {name: run for theirs in agree.everybody_says(mine) for name, run in theirs.items()} if tensors else {}
+
+
+def run_of(tensor: Tensor, rounded_in: str | None = None) -> dict[str, Any] | None:
+    """Describe the first numbers that this rank holds, of a tensor in 4 bits with the dtype in which they were rounded;
+    None if it holds none, or something other than numbers.
+    """
+    here = next(iter(pieces(tensor)), None)
+    if here is not None and rounded_in is not None:
+        row, column = here.offset
+        blocks = min(LENGTH // NF4_BLOCK, here.local.shape[1] // NF4_BLOCK_BYTES)
+        at, crc32 = [row, column // NF4_BLOCK_BYTES * NF4_BLOCK], _checksum(here.local[0, : blocks * NF4_BLOCK_BYTES])
+        return {"at": at, "length": blocks * NF4_BLOCK, "dtype": rounded_in, "crc32": crc32, "in_4_bits": True}
+    if here is None or not here.local.is_floating_point() or hasattr(here.local, "__tensor_flatten__"):
+        return None
+    length = min(LENGTH, here.local.shape[-1]) if here.local.dim() else 1
+    local = here.local[(0,) * (here.local.dim() - 1)][:length] if here.local.dim() else here.local.reshape(1)
+    dtype = str(here.local.dtype).removeprefix("torch.")
+    return {"at": list(here.offset), "length": length, "dtype": dtype, "crc32": _checksum(local)}
+
+
+def differing(runs: Mapping[str, Any], read: Callable[[str], Tensor]) -> list[str]:
+    """List the parameters whose numbers are others than in ``runs``; ``read`` returns a whole tensor by its name."""
+    found = []
+    for name, run in runs.items():
+        tensor, at = read(name), run["at"]
+        if tensor.dim() != len(at):
+            found.append(name)
+            continue
+        row = tensor[tuple(at[:-1])][at[-1] : at[-1] + run["length"]] if at else tensor.reshape(1)
+        numbers = row.to(getattr(torch, run["dtype"]))
+        if _checksum(pack(numbers[None]) if run.get("in_4_bits") else numbers) != run["crc32"]:
+            found.append(name)
+    return found
+
+
+def _checksum(numbers: Tensor) -> int:
+    return zlib.crc32(numbers.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+
+
+@dataclass(frozen=True)
+class TensorPiece:
+    """A box of a tensor that this rank holds, as a checkpoint stores it."""
+
+    key: str
+    offset: tuple[int, ...]
+    local: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.local.shape)
+
+    @property
+    def dtype(self) -> str:
+        return shape_and_dtype(self.local)[1]
+
+    @property
+    def data(self) -> Buffer:
+        """The bytes: of a contiguous tensor in host memory its own, else a copy."""
+        return self.local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def pieces_of(tensors: Mapping[str, Tensor]) -> list[TensorPiece]:
+    """Return this rank's boxes of some tensors."""
+    return [TensorPiece(key, piece.offset, piece.local) for key, tensor in tensors.items() for piece in pieces(tensor)]
+
+
+def own_share(held: Sequence[TensorPiece]) -> list[TensorPiece]:
+    """Return the boxes that this rank writes: of those that several hold, as many bytes as the others. Collective."""
+    mine = {(piece.key, piece.offset): piece for piece in held}
+    rank, loads = (dist.get_rank() if dist.is_initialized() else 0), Counter[int]()
+    holders: dict[tuple[str, tuple[int, ...]], tuple[int, list[int]]] = {}
+    for number, theirs in enumerate(agree.everybody_says([(box, p.local.nbytes) for box, p in mine.items()])):
+        for box, size in theirs:
+            holders.setdefault(box, (size, []))[1].append(number)
+    found = []
+    for box, (size, ranks) in sorted(holders.items(), key=lambda row: (-row[1][0], row[0])):
+        writer = min(ranks, key=lambda one: (loads[one], one))
+        loads[writer] += size
+        if writer == rank:
+            found.append(mine[box])
+    return found
+
+
+Result = TypeVar("Result")
+
+
+def save(
+    parallel_model: ParallelModel,
+    path: str | Path,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    extra: dict[str, Any] | None = None,
+    only_trained: bool = False,
+) -> None:
+    """Write model and optimizer to the folder ``path``, each rank its own shards, as safetensors. Collective.
+
+    The manifest comes last, at once, so the folder holds either the old checkpoint or the new one. What an older one
+    there holds already is not written again. Of an optimizer that averages its steps (schedule-free AdamW) the model's
+    part is the average, and the optimizer's has the point of training.
+
+    Args:
+        path: a new folder, an empty one, or a checkpoint that will be replaced; or an address, like s3://bucket/folder.
+        extra: JSON values that ``load`` returns (rank 0's).
+        only_trained: leave frozen parameters out, such as those beside adapters; ``load`` then leaves them as they are.
+
+    Raises:
+        ConfigError: ``path`` exists and is no checkpoint, or ``extra`` holds something that JSON cannot.
+        IntegrityError: a rank could not write (then on every rank); an older checkpoint of that name is still there.
+    """
+    write(parallel_model, path, optimizer=optimizer, extra=extra, only_trained=only_trained)
+
+
+def write(
+    parallel_model: ParallelModel,
+    location: Location,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    extra: dict[str, Any] | None = None,
+    only_trained: bool = False,
+    after: Location | None = None,
+) -> int:
+    """Write a checkpoint as ``save`` does. Collective.
+
+    Args:
+        after: an earlier checkpoint in the folder beside: what that one has is referred to, and no file of an older
+            checkpoint is removed, since others may refer to it; None: the folder stands for itself.
+
+    Returns:
+        Bytes that this checkpoint's files have, those of others that it refers to included.
+    """
+    plan, rank = parallel_model.plan, (dist.get_rank() if dist.is_initialized() else 0)
+    store, folder = place_of(location)
+    where = store.where(folder)
+
+    def prepare() -> tuple[str, str | None, bool]:
+        _make_room(store, folder, extra, alone=after is None)
+        is_new = f"{folder}/{NAME}" not in store.files(folder)
+        return secrets.token_hex(4), place_of(after)[1] if after else None if is_new else folder, is_new
+
+    def write_own() -> list[PieceEntry]:
+        known: Known = {}
+        if there is not None:
+            with suppress(IntegrityError):  # of a damaged one nothing is referred to
+                known = worth_referring_to(Manifest.read(store.location(there)), there, folder)
+        try:
+            return write_pieces(store, folder, own_pack, own_share(pieces_of(tensors)), known)
+        except BaseException:
+            with suppress(OSError):
+                store.remove([f"{folder}/{own_pack}"])
+            raise
+
+    def finish() -> int:
+        replaced: dict[str, FileEntry] = {}
+        if after is None and there is not None:
+            with suppress(IntegrityError):
+                replaced = Manifest.read(store.location(there)).files
+        written = commit(
+            store, folder, manifest, new=is_new
+        )  # where it fails, the next save removes what no manifest names
+        store.remove(locate(folder, name) for name in replaced if name not in written.files)
+        return sum(entry.bytes for entry in written.files.values())
+
+    with parallel_model.averaged():
+        tensors = model_tensors(parallel_model)
+        tensors |= {f"random.{device}.rank{rank}": state for device, state in streams().items()}
+        left_out = sorted(plan.frozen) if only_trained else []
+        frozen = {name: tensors.pop(key) for name in left_out if (key := f"model.{name}") in tensors}
+        groups: list[dict[str, Any]] = []
+        if optimizer is not None:
+            tensors |= optimizer_tensors(parallel_model, optimizer)
+            groups = group_records(parallel_model, optimizer)
+        token, there, is_new = agree.from_rank_zero(_together(prepare, here=rank == 0, what=f"cannot prepare {where}"))
+        own_pack = pack_name(token, rank)
+        own = _together(write_own, what=f"cannot write {where}")
+        placed: dict[str, list[PieceEntry]] = {}
+        for entry in (entry for theirs in agree.everybody_says(own) for entry in theirs):
+            placed.setdefault(entry.key, []).append(entry)
+        kinds = {key: shape_and_dtype(tensor) for key, tensor in tensors.items()}
+        differ = plan.pipeline is not None  # else only the random streams of ranks do
+        if differ:
+            groups = merged_groups(agree.everybody_says(groups))
+        own_kinds = {key: kind for key, kind in kinds.items() if differ or key.startswith("random.")}
+        kinds |= {key: kind for theirs in agree.everybody_says(own_kinds) for key, kind in theirs.items()}
+        origin = recall(parallel_model, ModelOrigin)
+        in_4_bits = dict.fromkeys(sorted(plan.quantize.weights), plan.precision.master) if plan.quantize else {}
+        manifest = Manifest(
+            {key: TensorEntry(*kind, tuple(placed.get(key, ()))) for key, kind in kinds.items()},
+            {},
+            optimizer=type(optimizer).__name__ if optimizer is not None else "",
+            groups=groups,
+            extra=extra or {},
+            plan=plan.to_json(),
+            loss_scale=parallel_model.loss_scale.state() if parallel_model.loss_scale is not None else {},
+            left_out=left_out,
+            model=origin.to_json() if origin is not None else {},
+            base=runs_of(frozen, parallel_model.mesh, in_4_bits),
+            in_4_bits=in_4_bits,
+        )
+        return agree.from_rank_zero(_together(finish, here=rank == 0, what=f"cannot finish {where}"))
+
+
+def _make_room(store: Store, folder: str, extra: dict[str, Any] | None, *, alone: bool) -> None:
+    """Refuse to replace what is no checkpoint, and remove what an unfinished save left in the folder."""
+    try:
+        json.dumps(extra)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"extra cannot be saved: {error}; it takes JSON values (numbers, text, lists, dicts with text keys)"
+        ) from None
+    there = store.files(folder)
+    if f"{folder}/{NAME}" not in there and (strange := store.strangers(folder, LEFTOVER)):
+        raise ConfigError(
+            f"{store.where(folder)} is there and is no checkpoint ({strange} is no part of one): it would be replaced."
+            f" Give a new folder, or remove it first."
+        )
+    store.remove(unreferenced(store, [folder], [folder] if alone else step_folders(store)))
+
+
+def _together(action: Callable[[], Result], *, what: str, here: bool = True) -> Result:
+    """Act on every rank (or where ``here``), and fail on every rank when one fails."""
+
+    def worded() -> Result:
+        try:
+            return action()
+        except MeshwrightError as error:
+            if not isinstance(error, IntegrityError):
+                raise
+            raise IntegrityError(f"{what}: {error} The last whole checkpoint is untouched.") from error
+        except Exception as error:
+            raise IntegrityError(
+                f"{what}: {type(error).__name__}: {error}. The last whole checkpoint is untouched."
+            ) from error
+
+    return agree.together(worded, here=here)  # type: ignore[return-value]

@@ -1,0 +1,304 @@
+"""Read and write named files of a folder on disk, or of one that fsspec reaches (s3://, gs://, memory://). Torch-free.
+
+A name is a path below the store's root, with slashes. A put is atomic: a reader finds the old content, the new, or
+none. Nothing here is collective.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+from meshwright.core.errors import ConfigError, MeshwrightError, MissingExtraError
+from meshwright.core.files import inside, sync_folder
+
+log = logging.getLogger("meshwright")
+Result = TypeVar("Result")
+Buffer = Any
+"""Whatever shares its memory as bytes: bytes, memoryview, a contiguous array of uint8."""
+ReadInto = Callable[[int, Buffer], None]
+"""(place in a file, buffer to fill from there on)."""
+
+
+@dataclass(frozen=True)
+class LocalStore:
+    """The files below a folder on disk.
+
+    A name that leaves the folder, or a link that does, is refused.
+    """
+
+    root: Path
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+    def _inside(self, name: str) -> Path:
+        folder, _, file = name.rpartition("/")
+        return inside(self.root / folder, file)
+
+    def location(self, folder: str) -> Path:
+        """Return the path of a folder."""
+        return self.root / folder
+
+    def where(self, name: str) -> str:
+        """Return the path or address of a file, for people."""
+        return str(self.root / name)
+
+    def files(self, folder: str = "") -> dict[str, int]:
+        """Map the names of the files in a folder, not in its folders, to their sizes; of no folder: {}."""
+        try:
+            with os.scandir(self.root / folder) as found:
+                rows = [(entry.name, entry.stat()) for entry in found if entry.is_file()]
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        return {f"{folder}/{name}" if folder else name: about.st_size for name, about in rows}
+
+    def folders(self) -> list[str]:
+        """List the names of the folders at the root."""
+        return sorted(entry.name for entry in self.root.iterdir() if entry.is_dir()) if self.root.is_dir() else []
+
+    def strangers(self, folder: str, known: re.Pattern[str]) -> str:
+        """Return the name of something in a folder that has no known name, or of the folder if it is a file; or ""."""
+        place = self.root / folder
+        if not place.is_dir():
+            return place.name if place.exists() else ""
+        return next((name for name in sorted(os.listdir(place)) if not known.fullmatch(name)), "")
+
+    def read(self, name: str, begin: int = 0, size: int = -1) -> bytes:
+        """Return the bytes of a file, or a range of them. Raises FileNotFoundError, OSError."""
+        with open(self._inside(name), "rb") as file:
+            file.seek(begin)
+            return file.read(size)
+
+    @contextmanager
+    def opened(self, name: str) -> Iterator[ReadInto]:
+        """Yield a function that fills a buffer with a file's bytes from a place on; threads may share it.
+
+        Raises:
+            OSError: the file ends before the buffer is full.
+        """
+        descriptor = os.open(self._inside(name), os.O_RDONLY)
+
+        def read_into(begin: int, buffer: Buffer) -> None:
+            view, done = memoryview(buffer), 0
+            while done < len(view):
+                got = os.preadv(descriptor, [view[done:]], begin + done)
+                if not got:
+                    raise OSError(f"{self.where(name)} ends after {begin + done:,} bytes")
+                done += got
+
+        try:
+            yield read_into
+        finally:
+            os.close(descriptor)
+
+    def write(self, name: str, parts: Iterable[Buffer]) -> None:
+        """Write a new file, one part after the other, and flush it to disk; its name may show before it is whole."""
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "wb", buffering=0) as file:
+            for part in parts:
+                view = memoryview(part)
+                while len(view):
+                    view = view[file.write(view) :]
+            os.fsync(file.fileno())
+        sync_folder(path.parent)
+
+    def put(self, name: str, content: bytes, *, new: bool = False) -> None:
+        """Write a small file that is whole on disk before it has its name."""
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unnamed = path.with_name(f"{path.name}.new-{os.getpid()}")
+        with open(unnamed, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unnamed, path)
+        sync_folder(path.parent)
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files, and the folders that they leave empty; those that are gone already are passed over."""
+        places = [self.root / name for name in names]
+        for place in places:
+            place.unlink(missing_ok=True)
+        for folder in {place.parent for place in places} - {self.root}:
+            with suppress(OSError):
+                folder.rmdir()
+
+    def probe(self) -> None:
+        """Write and remove a small file. Raises ConfigError where that cannot be."""
+        name = f".probe-{os.getpid()}"
+        try:
+            self.put(name, b"meshwright")
+            self.remove([name])
+        except OSError as error:
+            raise ConfigError(f"{self.root} cannot be written ({error}): give a folder that can") from None
+
+
+TRIES = 4
+"""Tries of a request to a remote store, half a second, one and two apart."""
+PART = 1 << 26
+"""Bytes of a part of an upload."""
+
+
+@dataclass(frozen=True)
+class RemoteStore:
+    """The objects below an address that fsspec reaches; credentials are those of the environment.
+
+    A name shows when its object is whole. A put of a new name fails where another job was first.
+    """
+
+    root: str
+
+    @cached_property
+    def _at(self) -> tuple[Any, str]:
+        try:
+            import fsspec
+
+            files, path = fsspec.core.url_to_fs(self.root, use_listings_cache=False, skip_instance_cache=False)
+        except ImportError as error:
+            raise MissingExtraError(f"{self.root} ({error})", "fsspec", "remote") from None
+        except ValueError as error:
+            raise ConfigError(f"{self.root} is no address that can be reached: {error}") from None
+        return files, path.rstrip("/")
+
+    def __str__(self) -> str:
+        return self.root
+
+    def location(self, folder: str) -> str:
+        """Return the address of a folder."""
+        return f"{self.root}/{folder}"
+
+    def where(self, name: str) -> str:
+        """Return the address of an object."""
+        return f"{self.root}/{name}"
+
+    def _try(self, name: str, action: Callable[[Any, str], Result]) -> Result:
+        """Act on an object, again where the store fails in another way than that it is not there or not allowed."""
+        files, path = self._at
+        for attempt in range(1, TRIES + 1):
+            try:
+                return action(files, f"{path}/{name}" if name else path)
+            except (FileNotFoundError, FileExistsError, PermissionError, NotImplementedError):
+                raise
+            except Exception as error:  # the back ends raise their own
+                if attempt == TRIES:
+                    raise OSError(
+                        f"{self.where(name)} failed {TRIES} times: {type(error).__name__}: {error}"
+                    ) from error
+                log.warning("%s: %s; trying again (%d of %d)", self.where(name), error, attempt + 1, TRIES)
+                time.sleep(0.25 * 2**attempt)
+        raise AssertionError("a try returns or raises")
+
+    def _rows(self, folder: str) -> list[dict[str, Any]]:
+        try:
+            return self._try(folder, lambda files, path: files.ls(path, detail=True))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def files(self, folder: str = "") -> dict[str, int]:
+        """Map the names of the objects in a folder to their sizes; of no folder: {}."""
+        found = {row["name"].rpartition("/")[2]: row["size"] for row in self._rows(folder) if row["type"] == "file"}
+        return {f"{folder}/{name}" if folder else name: size for name, size in found.items()}
+
+    def folders(self) -> list[str]:
+        """List the names of the folders at the root."""
+        rows = self._rows("")
+        return sorted(row["name"].rstrip("/").rpartition("/")[2] for row in rows if row["type"] == "directory")
+
+    def strangers(self, folder: str, known: re.Pattern[str]) -> str:
+        """Return the name of something in a folder that has no known name; or ""."""
+        names = sorted(row["name"].rstrip("/").rpartition("/")[2] for row in self._rows(folder))
+        return next((name for name in names if not known.fullmatch(name)), "")
+
+    def read(self, name: str, begin: int = 0, size: int = -1) -> bytes:
+        """Return the bytes of an object, or a range of them. Raises FileNotFoundError, OSError."""
+        end = None if size < 0 else begin + size
+        return self._try(name, lambda files, path: files.cat_file(path, start=begin, end=end))
+
+    @contextmanager
+    def opened(self, name: str) -> Iterator[ReadInto]:
+        """Yield a function that fills a buffer with a range of an object; threads may share it."""
+
+        def read_into(begin: int, buffer: Buffer) -> None:
+            view = memoryview(buffer)
+            found = self.read(name, begin, len(view))
+            if len(found) != len(view):
+                raise OSError(f"{self.where(name)} ends after {begin + len(found):,} bytes")
+            view[:] = found
+
+        yield read_into
+
+    def write(self, name: str, parts: Iterable[Buffer]) -> None:
+        """Write a new object, one part after the other; it shows when it is whole."""
+        files, path = self._at
+        try:
+            with files.open(f"{path}/{name}", "wb", block_size=PART) as file:
+                for part in parts:
+                    file.write(bytes(part))
+        except OSError:
+            raise
+        except Exception as error:  # the back ends raise their own
+            if isinstance(error, MeshwrightError):
+                raise
+            raise OSError(f"{self.where(name)}: {type(error).__name__}: {error}") from error
+
+    def put(self, name: str, content: bytes, *, new: bool = False) -> None:
+        """Write a small object at once; FileExistsError where it is to be ``new`` and is there."""
+        try:
+            self._try(name, lambda files, path: files.pipe_file(path, content, **({"mode": "create"} if new else {})))
+        except NotImplementedError:  # a store without conditions
+            self._try(name, lambda files, path: files.pipe_file(path, content))
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove objects; those that are gone already are passed over."""
+        for name in names:
+            with suppress(FileNotFoundError):
+                self._try(name, lambda files, path: files.rm_file(path))
+
+    def probe(self) -> None:
+        """Write and remove a small object. Raises ConfigError where that cannot be."""
+        name = f".probe-{os.getpid()}"
+        try:
+            self.put(name, b"meshwright")
+            self.remove([name])
+        except OSError as error:
+            what = "is not there" if isinstance(error, FileNotFoundError) else "cannot be written"
+            raise ConfigError(
+                f"{self.root} {what} ({type(error).__name__}: {error}): create it, or give credentials in the"
+                f" environment that may write there"
+            ) from None
+
+
+Store = LocalStore | RemoteStore
+Location = Path | str
+"""A folder on disk, or an address like s3://bucket/run/step-00000100."""
+
+
+def is_remote(location: object) -> bool:
+    """Return whether a location is an address, like s3://bucket/folder."""
+    return isinstance(location, str) and "://" in location
+
+
+def store_of(root: Location) -> Store:
+    """Return the store of everything below a folder."""
+    return RemoteStore(str(root).rstrip("/")) if is_remote(root) else LocalStore(Path(os.path.abspath(root)))
+
+
+def place_of(location: Location) -> tuple[Store, str]:
+    """Return the store that holds a checkpoint's folder, and the folder's name in it."""
+    if not is_remote(location):
+        above, name = os.path.split(os.path.abspath(location))
+        return LocalStore(Path(above)), name
+    above, slash, name = str(location).rstrip("/").rpartition("/")
+    if not slash or above.endswith("/"):
+        raise ConfigError(f"{location}: give a folder in it, such as {location}/run")
+    return RemoteStore(above), name
