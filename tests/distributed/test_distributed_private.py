@@ -12,6 +12,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from support.odd import odd
 from support.ranks import ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from meshwright.core.torch_private import fake_mode
 from meshwright.distributed import DistributedConfig, init_distributed
 from meshwright.distributed import torch_private as private
+from meshwright.distributed.process import agree
 from meshwright.training.health import heartbeat as stacks
 
 
@@ -204,3 +206,16 @@ def test_the_host_sleeps_where_no_stream_can_be_kept_busy():
     began = time.monotonic()
     private.occupy_stream(torch.device("cpu"), 0.05)
     assert time.monotonic() - began >= 0.05
+
+
+def store_job() -> bytes:
+    odd("fsdp2")  # so that there is a group
+    store = dist.PrefixStore("a test", private.default_store())
+    if dist.get_rank():
+        store.set("said", "by the second")
+    agree.everybody_says(0)
+    return store.get("said")
+
+
+def test_ranks_find_the_store_in_which_they_met(spmd):
+    assert spmd(2, store_job) == [b"by the second"] * 2

@@ -63,7 +63,8 @@ def answers(
         more: further questions: the ranks' records -> faults by question.
     """
     ranks = pool.run(job, way, str(folder / "checkpoint"), mutant, world=way.layout.world, timeout=LIMIT_SEC)
-    shutil.rmtree(folder / "checkpoint", ignore_errors=True)
+    for name in ("checkpoint", "checkpoint-at-once"):
+        shutil.rmtree(folder / name, ignore_errors=True)
     outcomes = [rank.outcome for rank in ranks]
     found = {
         "equal": faults(outcomes, reference, EXACT if way.is_exact else UPCASTS),
@@ -72,6 +73,7 @@ def answers(
         "resume": [
             f"rank {n}: {name} is another after a resumed step" for n, rank in enumerate(ranks) for name in rank.went_on
         ],
+        "snapshot": [f"{name} has other bytes where training went on" for name in ranks[0].unlike],
         "doors": [f"{name} is another in torch's state dict" for name in ranks[0].elsewhere],
         **(more(way, ranks) if more is not None else {}),
     }

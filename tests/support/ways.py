@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from meshwright.checkpoint import load, save
+from meshwright.checkpoint.manifest import Manifest
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.names import clean
 from meshwright.distributed.memory.live import stored, tensors_in
@@ -338,6 +339,7 @@ class Record:
         waits: how often the plan says that the last step waits for the device.
         strangers: parameters, buffers and optimizer state that lie elsewhere than the plan says.
         seen: what was seen in the last step, where that was watched.
+        unlike: names of tensors that a save beside the last step stores otherwise than one before it.
     """
 
     outcome: Outcome
@@ -350,6 +352,7 @@ class Record:
     waits: int = 0
     strangers: list[str] = field(default_factory=list)
     seen: Any = None
+    unlike: list[str] = field(default_factory=list)
 
 
 def record(way: Way, folder: str, mutant: str = "", watching: Callable[[], Any] = nullcontext) -> Record:
@@ -372,7 +375,8 @@ def _record(way: Way, folder: str, watching: Callable[[], Any]) -> Record:
     outcome = Outcome([], [], _copies(whole_on_first(dict(model.named_parameters()), differ=differ)), {}, {})
     for step in range(way.steps):
         if step == way.steps - 1:
-            save(model, folder, optimizer=optimizer)
+            save(model, f"{folder}-at-once", optimizer=optimizer)
+            handle = save(model, folder, optimizer=optimizer, asynchronous=True)
         is_last, rows = step == way.steps - 1, own_rows(model, problem.data.step(step))
         with WireCounter() if is_last else nullcontext() as wire, watching() if is_last else nullcontext() as seen:
             loss = model.forward_backward(rows)
@@ -383,6 +387,8 @@ def _record(way: Way, folder: str, watching: Callable[[], Any]) -> Record:
         outcome.losses.append(float(loss))
     outcome.parameters = whole_on_first(dict(model.named_parameters()), differ=differ)
     model.audit(optimizer)
+    handle.wait()
+    unlike = _unlike(f"{folder}-at-once", folder)
     assert wire is not None
     sent = counted(wire)
     held, elsewhere = _held(way, model, optimizer), _elsewhere(way, model, outcome.parameters)
@@ -390,7 +396,16 @@ def _record(way: Way, folder: str, watching: Callable[[], Any]) -> Record:
     planned = _planned(way, model)
     waits = sum(host_waits(_own_plan(model), _microbatches(way, model)).values())
     where = (model.device.type, waits, _strangers(model, optimizer))
-    return Record(outcome, planned, sent, held, went_on, elsewhere, *where, seen)
+    return Record(outcome, planned, sent, held, went_on, elsewhere, *where, seen, unlike)
+
+
+def _unlike(at_once: str, beside: str) -> list[str]:
+    """Names of tensors of which two checkpoints have other bytes."""
+    found = []
+    for folder in (at_once, beside):
+        rows = Manifest.read(Path(folder)).tensors.items()
+        found.append({key: (row.shape, row.dtype, {(p.offset, p.hash) for p in row.pieces}) for key, row in rows})
+    return sorted(key for key in found[0].keys() | found[1].keys() if found[0].get(key) != found[1].get(key))
 
 
 def _lay_out(way: Way) -> tuple[ParallelModel, torch.optim.Optimizer]:

@@ -17,7 +17,7 @@ from meshwright.core.host import TESTED
 
 ROOT = Path(__file__).parents[2]
 HOUSE = ROOT / "src" / "meshwright"
-MOST_WORDS = 41_000
+MOST_WORDS = 42_000
 """Of all Markdown that git tracks; what was tested is data (docs/data), not prose."""
 DOORS = ("meshwright.distributed.parallelizer", "meshwright.distributed.transforms")
 LOOPS = tuple(f"meshwright.integrations.{tool}" for tool in ("transformers", "trl", "accelerate", "fabric", "lm_eval"))

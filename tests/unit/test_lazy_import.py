@@ -120,3 +120,8 @@ def test_every_name_loads_and_stays():
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'Traner'"):
         _ = meshwright.Traner
+
+
+def test_the_process_that_writes_checkpoints_needs_no_torch():
+    modules = modules_after("import meshwright.checkpoint.writer")
+    assert not roots(modules) & set(HEAVY)

@@ -9,13 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .background import save
     from .huggingface import pretrained
     from .loading import load, to_be_loaded
-    from .saving import save
 
 __all__ = ["load", "pretrained", "save", "to_be_loaded"]
 
-_HOMES = {"load": "loading", "pretrained": "huggingface", "save": "saving", "to_be_loaded": "loading"}
+_HOMES = {"load": "loading", "pretrained": "huggingface", "save": "background", "to_be_loaded": "loading"}
 
 
 def __getattr__(name: str) -> Any:

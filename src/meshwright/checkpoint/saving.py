@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import secrets
+import threading
+import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -34,6 +35,8 @@ from .pieces import Known, PieceEntry, write_pieces
 from .state import group_records, merged_groups, model_tensors, optimizer_tensors, shape_and_dtype
 from .store import Buffer, Location, Store, place_of
 
+OWN_MEMORY = "memory://"
+"""Addresses in the memory of one process, where no other process can write."""
 LENGTH = 256
 """Numbers of a parameter that are compared, at most."""
 
@@ -132,33 +135,46 @@ def own_share(held: Sequence[TensorPiece]) -> list[TensorPiece]:
     return found
 
 
-Result = TypeVar("Result")
+class Handle:
+    """A save, which may be under way.
 
-
-def save(
-    parallel_model: ParallelModel,
-    path: str | Path,
-    *,
-    optimizer: torch.optim.Optimizer | None = None,
-    extra: dict[str, Any] | None = None,
-    only_trained: bool = False,
-) -> None:
-    """Write model and optimizer to the folder ``path``, each rank its own shards, as safetensors. Collective.
-
-    The manifest comes last, at once, so the folder holds either the old checkpoint or the new one. What an older one
-    there holds already is not written again. Of an optimizer that averages its steps (schedule-free AdamW) the model's
-    part is the average, and the optimizer's has the point of training.
-
-    Args:
-        path: a new folder, an empty one, or a checkpoint that will be replaced; or an address, like s3://bucket/folder.
-        extra: JSON values that ``load`` returns (rank 0's).
-        only_trained: leave frozen parameters out, such as those beside adapters; ``load`` then leaves them as they are.
-
-    Raises:
-        ConfigError: ``path`` exists and is no checkpoint, or ``extra`` holds something that JSON cannot.
-        IntegrityError: a rank could not write (then on every rank); an older checkpoint of that name is still there.
+    Attributes:
+        path: the folder that it becomes.
+        problem: why there is no new checkpoint, "" while all is well; the same on every rank.
+        skipped: whether an earlier save was under way, so that this one was not begun.
+        bytes: of the checkpoint, once it is whole.
+        seconds: from its begin to its end.
+        waited: seconds that ``save`` itself took.
     """
-    write(parallel_model, path, optimizer=optimizer, extra=extra, only_trained=only_trained)
+
+    def __init__(self, path: Location):
+        self.path, self.problem, self.skipped, self.bytes, self.waited = path, "", False, 0, 0.0
+        self.begun, self.seconds = time.perf_counter(), 0.0
+        self.over, self.is_cancelled = threading.Event(), False
+
+    @property
+    def done(self) -> bool:
+        """Whether the save is over: the checkpoint is whole, or there is a ``problem``."""
+        return self.over.is_set()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when the checkpoint is whole.
+
+        Raises:
+            IntegrityError: it will not be, or is not within ``timeout`` seconds. Any older checkpoint is untouched.
+        """
+        if not self.over.wait(timeout):
+            raise IntegrityError(f"{self.path} is not whole after {timeout:g} s: its save goes on")
+        if self.problem:
+            raise IntegrityError(f"{self.problem}. The last whole checkpoint is untouched.")
+
+    def end(self, problem: str = "") -> None:
+        """Set the outcome."""
+        self.problem, self.seconds = problem, time.perf_counter() - self.begun
+        self.over.set()
+
+
+Result = TypeVar("Result")
 
 
 def write(
@@ -184,7 +200,7 @@ def write(
     where = store.where(folder)
 
     def prepare() -> tuple[str, str | None, bool]:
-        _make_room(store, folder, extra, alone=after is None)
+        make_room(store, folder, extra, alone=after is None)
         is_new = f"{folder}/{NAME}" not in store.files(folder)
         return secrets.token_hex(4), place_of(after)[1] if after else None if is_new else folder, is_new
 
@@ -205,9 +221,8 @@ def write(
         if after is None and there is not None:
             with suppress(IntegrityError):
                 replaced = Manifest.read(store.location(there)).files
-        written = commit(
-            store, folder, manifest, new=is_new
-        )  # where it fails, the next save removes what no manifest names
+        # where this fails, the next save removes what no manifest names
+        written = commit(store, folder, manifest, new=is_new)
         store.remove(locate(folder, name) for name in replaced if name not in written.files)
         return sum(entry.bytes for entry in written.files.values())
 
@@ -250,7 +265,7 @@ def write(
         return agree.from_rank_zero(_together(finish, here=rank == 0, what=f"cannot finish {where}"))
 
 
-def _make_room(store: Store, folder: str, extra: dict[str, Any] | None, *, alone: bool) -> None:
+def make_room(store: Store, folder: str, extra: dict[str, Any] | None, *, alone: bool) -> None:
     """Refuse to replace what is no checkpoint, and remove what an unfinished save left in the folder."""
     try:
         json.dumps(extra)

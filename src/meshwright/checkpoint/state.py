@@ -9,7 +9,9 @@ every value of the block is a code's. Where blocks lie otherwise, values are rou
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,15 +19,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.core.errors import UnsupportedError
-from meshwright.distributed.averaging import ScheduleFreeAdamW
+from meshwright.distributed.averaging import TRAINED, ScheduleFreeAdamW, optimizers_of
 from meshwright.distributed.data import fully_sharded
 from meshwright.distributed.optimizer.low_bit import SIGNED, TorchaoAdamW, at_rest, is_rounded
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import is_rank_zero
 from meshwright.distributed.products import quantize
+from meshwright.distributed.recompute.kept import streams
 from meshwright.distributed.torch_private import local_part
-from meshwright.distributed.weights.shards import with_local
+from meshwright.distributed.weights.shards import memory_of, with_local
 
 from .manifest import TensorEntry
 
@@ -122,6 +125,79 @@ IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 """Options of torch's optimizers that choose how, not what, is computed: they belong to the machine, not the run."""
 
 
+@dataclass(frozen=True)
+class StateTensor:
+    """A tensor of the state as a checkpoint has it.
+
+    Attributes:
+        like: a tensor of its global shape, placed as its values are.
+        dtype: of its values.
+        memory: plain tensors from which the values are made: while they are the same, so are the values.
+        made: computes the values; None: ``like`` holds them.
+        at_once: whether a forward or a backward may change them.
+    """
+
+    like: Tensor
+    dtype: torch.dtype
+    memory: tuple[Tensor, ...]
+    made: Callable[[], Tensor] | None = None
+    at_once: bool = False
+
+    @classmethod
+    def of(cls, tensor: Tensor, *, at_once: bool = False) -> StateTensor:
+        return cls(tensor, tensor.dtype, tuple(memory_of(tensor.detach())), at_once=at_once)
+
+    def values(self) -> Tensor:
+        return self.like if self.made is None else self.made()
+
+
+def stored_state(
+    model: ParallelModel, optimizer: torch.optim.Optimizer | None = None, rank: int = 0
+) -> dict[str, StateTensor]:
+    """Map global names to what a checkpoint holds of them; nothing is computed or copied yet.
+
+    A parameter with an average (schedule-free AdamW) is stored as the average, and its point of training as
+    ``optimizer.y``.
+
+    Raises:
+        UnsupportedError: the optimizer keeps a parameter's state in something other than tensors.
+    """
+    found = {key: StateTensor.of(tensor, at_once=True) for key, tensor in model_tensors(model).items()}
+    parameters = {name: copies[0] for name, copies in _by_name(model).items()}
+    averaging = optimizers_of(parameters.values())
+    for name, parameter in parameters.items():
+        found[f"model.{name}"] = held = StateTensor.of(parameter)
+        for made in (made for made in averaging if made.averages(parameter)):
+            memory = (*held.memory, *memory_of(made.state[parameter]["z"]))
+            found[f"model.{name}"] = StateTensor(
+                parameter, parameter.dtype, memory, partial(made.average_of, parameter)
+            )
+        if optimizer is None:
+            continue
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and value.dim() and is_low_bit(optimizer):
+                memory, made_by = tuple(memory_of(value)), partial(as_values, value, parameter)
+                found[f"optimizer.{key}.{name}"] = StateTensor(parameter, torch.float32, memory, made_by)
+            elif isinstance(value, Tensor):
+                found[f"optimizer.{key}.{name}"] = StateTensor.of(value)
+            elif value is not None:
+                kind = f"{type(optimizer).__name__} keeps '{key}' of {name} as {type(value).__name__}"
+                raise UnsupportedError(
+                    f"{kind}: only tensors can be saved. Keep it as a 0-dim tensor, or save without optimizer=."
+                )
+        if isinstance(optimizer, ScheduleFreeAdamW) and optimizer.averages(parameter):
+            found[f"optimizer.{TRAINED}.{name}"] = held
+    for device, stream in streams().items():
+        found[f"random.{device}.rank{rank}"] = StateTensor.of(stream, at_once=True)
+    return found
+
+
+def optimizer_tensors(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Map "optimizer.<state>.<parameter>" to the state, sharded like its parameter."""
+    state = stored_state(model, optimizer)
+    return {key: stored.values() for key, stored in state.items() if key.startswith("optimizer.")}
+
+
 def model_tensors(model: ParallelModel) -> dict[str, Tensor]:
     """Map "model.<name>" to parameters and persistent buffers; tied parameters are listed once.
 
@@ -131,27 +207,6 @@ def model_tensors(model: ParallelModel) -> dict[str, Tensor]:
         fully_sharded.reshard(part)
     found: dict[str, Tensor] = {f"model.{name}": copies[0] for name, copies in _by_name(model).items()}
     return found | {f"model.{name}": buffer for name, buffer in model.named_buffers()}
-
-
-def optimizer_tensors(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Map "optimizer.<state>.<parameter>" to the state, sharded like its parameter.
-
-    Raises:
-        UnsupportedError: the optimizer keeps a parameter's state in something other than tensors.
-    """
-    found = {}
-    for name, (parameter, *_) in _by_name(model).items():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor) and value.dim() and is_low_bit(optimizer):
-                found[f"optimizer.{key}.{name}"] = as_values(value, parameter)
-            elif isinstance(value, Tensor):
-                found[f"optimizer.{key}.{name}"] = value
-            elif value is not None:
-                kind = f"{type(optimizer).__name__} keeps '{key}' of {name} as {type(value).__name__}"
-                raise UnsupportedError(
-                    f"{kind}: only tensors can be saved. Keep it as a 0-dim tensor, or save without optimizer=."
-                )
-    return found
 
 
 def empty_optimizer_tensors(
@@ -269,5 +324,9 @@ def put_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
             group[key] = tuple(value) if isinstance(have, tuple) else value
 
 
+def dtype_word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def shape_and_dtype(tensor: Tensor) -> tuple[tuple[int, ...], str]:
-    return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+    return tuple(tensor.shape), dtype_word(tensor.dtype)

@@ -105,6 +105,15 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+def pin_shared(memory: torch.Tensor, device: torch.device) -> None:
+    """Pin memory that other processes map too, so that copies from a device need not wait; elsewhere they wait."""
+    import torch
+
+    if device.type == CUDA:
+        runtime = torch.cuda.cudart()
+        runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+
+
 def finish_stream(device: torch.device) -> None:
     """Wait until an accelerator has done the work of its current stream; the CPU has done it at once."""
     import torch

@@ -168,6 +168,9 @@ TORCH: tuple[PrivateName, ...] = (
         documented=True,
     ),
     PrivateName(f"torch.{CUDA}._sleep", "rehearsals that take messages' time", "a public kernel that waits"),
+    PrivateName(
+        "torch.distributed.distributed_c10d._get_default_store", "saves beside training", "a public store of a group"
+    ),
     # --- kernels
     *names_in(
         "torch.ops.aten",

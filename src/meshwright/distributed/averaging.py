@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from meshwright.core import readers
 from meshwright.core.errors import ConfigError
 from meshwright.distributed.data import fully_sharded
 from meshwright.distributed.optimizer.grad_clip import (
@@ -162,6 +163,7 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
         """Let the parameters hold the average of the steps, until ``train()``."""
         if self._is_averaged:
             return
+        readers.finish_all()
         self._is_averaged = True
         for group in self.param_groups:
             for p in group["params"]:
@@ -174,10 +176,22 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def train(self) -> None:
         """Let the parameters hold the point of training again; read from a checkpoint, it lies in the state too."""
+        readers.finish_all()
         self._is_averaged = False
         for p, state in self.state.items():
             if (kept := state.pop(TRAINED, None)) is not None:
                 local_part(p.detach()).copy_(local_part(kept))
+
+    def averages(self, parameter: Tensor) -> bool:
+        """Return whether a parameter's average is to be computed: it holds the point of training, and has stepped."""
+        return not self._is_averaged and "z" in self.state.get(parameter, {})
+
+    def average_of(self, parameter: Tensor) -> Tensor:
+        """Compute the average of a parameter that holds the point of training, as ``eval()`` would leave it."""
+        state = self.state[parameter]
+        decay = next(g["betas"][0] for g in self.param_groups if any(p is parameter for p in g["params"]))
+        average = local_part(parameter.detach()).clone().lerp_(local_part(state["z"]), 1 - 1 / decay)
+        return with_local(parameter, average) if isinstance(parameter, DTensor) else average
 
     def begin_anew(self) -> None:
         """Forget all steps: the parameters, as they are, are the first point of another training."""
@@ -297,6 +311,7 @@ class WeightCopy(nn.Module):
 
     @torch.no_grad()
     def _swap(self) -> None:
+        readers.finish_all()
         # a mean of codes is none of weights: those in 4 bits are frozen, and the model's own serve
         in_4_bits = lambda tensor: isinstance(tensor, nn.Parameter) and tensor.dtype == torch.uint8  # noqa: E731
         tensors = [(name, tensor) for name, tensor in self._model[0]._tensors() if not in_4_bits(tensor)]

@@ -348,3 +348,9 @@ def occupy_stream(device: torch.device, seconds: float) -> None:
     module = torch.get_device_module(device)
     with module.device(device):
         module._sleep(int(1000 * module.get_device_properties(device).clock_rate * seconds))  # the rate is in kHz
+
+
+@needs("torch.distributed.distributed_c10d._get_default_store")
+def default_store() -> dist.Store:
+    """Return the store in which the ranks of the default group met."""
+    return dist.distributed_c10d._get_default_store()

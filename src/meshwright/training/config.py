@@ -206,6 +206,12 @@ class CheckpointConfig:
     """Steps between two checkpoints; 0: only the last step's."""
     keep_last: Annotated[int, FROM_0] = 2
     """Newest checkpoints that are kept; 0: all."""
+    asynchronous: bool = False
+    """Whether training goes on while a checkpoint is copied and written."""
+    host_memory: Annotated[float, FROM_0] = 0.0
+    """GiB that a copy may take on each rank; 0: all it needs. With less, the next step waits for a part of it."""
+    when_busy: Literal["wait", "skip", "replace"] = "wait"
+    """What a checkpoint does that is due while another is written."""
     folder: str = ""
     """Where checkpoints go, such as s3://bucket/run (credentials: the environment's); empty: into the run's folder."""
 

@@ -107,7 +107,9 @@ class Trainer:
         self.heartbeat.know(modules, pipeline.part_of(mesh.get_local_rank("pp")) if pipeline and mesh else "")
         trace = TraceCheck.of(run)
         with ExitStack() as held:
-            return _Loop(run, open_folder(run, self.config, held), self, stop, progress, trace).train()
+            loop = _Loop(run, open_folder(run, self.config, held), self, stop, progress, trace)
+            held.callback(loop.checkpoints.close)
+            return loop.train()
 
 
 def open_folder(run: Run, config: Config, held: ExitStack) -> RunFolder:
@@ -199,9 +201,10 @@ class _Loop:
                 validation, stopped = self._validate()
             self.teller.step(report, validation)
             self._refuse_to_skip_on()
+            self.checkpoints.look()
             if stopped or self._is_due(self.config.checkpoint.every):
                 self.heartbeat.enter("save", self.at.step)
-                self.checkpoints.save()
+                self.checkpoints.save(is_last=bool(stopped) or self.at.step == self.config.steps)
                 stopped = self._agree_to_stop() or stopped
         return self._close(stopped)
 
@@ -284,6 +287,7 @@ class _Loop:
     def _refuse_to_skip_on(self) -> None:
         limit, skipped = self.config.optimizer.max_skipped_steps, self.at.skipped_in_a_row
         if skipped >= max(limit, 1):
+            self.checkpoints.finish()
             highest = self.config.optimizer.max_loss_deviation
             too_high = f", or a loss that is too high (optimizer.max_loss_deviation = {highest:g})" if highest else ""
             where = self.checkpoints.latest or "none was written yet"
@@ -314,6 +318,7 @@ class _Loop:
 
     def _close(self, stopped: int) -> int:
         self.heartbeat.enter("end", self.at.step)
+        self.checkpoints.finish()
         self.teller.note(self.recordings.close)  # where the run ends within their window
         self._agree_to_stop()
         keep_times(self.r.model, self.folder.path)

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from meshwright.core import readers
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.torch_private import has_no_values
 from meshwright.distributed.averaging import ScheduleFreeAdamW
@@ -108,12 +109,13 @@ _KNOWN: WeakSet[optim.Optimizer] = WeakSet()
 
 @cache
 def watch_steps() -> None:
-    """Try unknown optimizers of this process before their first step on sharded parameters, also in users' own loops.
+    """Before steps of this process, in users' own loops too, let readers of weights finish, and try unknown optimizers.
 
     ``optimizer_step`` refuses some more, for all parameters.
     """
 
     def before(optimizer: optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        readers.finish_all()
         if type(optimizer) in ELEMENT_BY_ELEMENT or optimizer in _KNOWN or is_ours(optimizer):
             return
         if next(_ways(optimizer), None) is not None:
@@ -218,6 +220,7 @@ def step(
         optimizer.share_out(mesh)
     elif not is_ours(optimizer):
         refuse_unequal(optimizer)
+    readers.finish_all()  # portions of state move before torch's hook is called
     if plan.in_host_memory:
         low_bit.step(optimizer, device)
     else:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from meshwright.checkpoint.background import Saver
 from meshwright.checkpoint.folder import CheckpointFolder
 from meshwright.checkpoint.loading import load
-from meshwright.checkpoint.saving import write
+from meshwright.checkpoint.saving import OWN_MEMORY, Handle, write
 from meshwright.checkpoint.store import Location
 from meshwright.core.dtypes import bytes_text, duration_text
 from meshwright.core.errors import IntegrityError
@@ -20,6 +20,9 @@ from meshwright.training.feed import UnreadSamples
 from meshwright.training.health.peers import with_way_on
 from meshwright.training.run.folder import RunFolder
 from meshwright.training.throughput import StartupTimeline
+
+GRACE_SEC = 10.0
+"""Time that a run which an error ends gives the save under way."""
 
 
 @dataclass
@@ -49,34 +52,80 @@ class Checkpointing:
         self.folder = CheckpointFolder(elsewhere) if elsewhere else folder.checkpoints
         agree.together(lambda: self.folder.refuse_others(run.identity), here=is_rank_zero() and bool(elsewhere))
         self.latest: Location | None = None
+        self.pending: tuple[Handle, int] | None = None
+        c = run.config.checkpoint
+        beside = c.asynchronous and not c.folder.startswith(OWN_MEMORY)
+        self.saver = Saver(int(c.host_memory * 2**30), c.when_busy, say) if beside else None
 
-    def save(self) -> None:
-        """Write this step's checkpoint, then remove old ones.
+    def save(self, *, is_last: bool = False) -> None:
+        """Begin this step's checkpoint; it is whole, and old ones are removed, some steps later (``look``, ``finish``).
+
+        Args:
+            is_last: there is no later save, so that this one is not skipped.
 
         Raises:
-            IntegrityError: a rank could not write (raised on every rank); the previous checkpoint is the newest one.
+            IntegrityError: where saves are not asynchronous, a rank could not write (raised on every rank).
         """
-        begun = time.perf_counter()
-        path = self.folder.of_step(self.at.step)
+        path, only_trained = self.folder.of_step(self.at.step), self.r.config.adapters is not None
         state = {**vars(self.at), "consumed": self.r.feed.loader.state}
-        size = write(
-            self.r.model,
-            path,
-            optimizer=self.r.optimizer.optimizer,
-            extra={"state": state, "identity": self.r.identity},
-            only_trained=self.r.config.adapters is not None,
-            after=self.latest,
-        )
+        extra = {"state": state, "identity": self.r.identity}
+        model, optimizer = self.r.model, self.r.optimizer.optimizer
+        if self.saver is None:
+            handle = Handle(path)
+            given = {"optimizer": optimizer, "extra": extra, "only_trained": only_trained}
+            handle.bytes = write(model, path, **given, after=self.latest)
+            agree.together(self._remove_old, here=is_rank_zero())
+            handle.end()
+        else:
+            when = "wait" if is_last else None
+            options = {"only_trained": only_trained, "in_run": True, "then": self._remove_old, "when_busy": when}
+            handle = self.saver.begin(model, path, optimizer, extra, **options)
+            self.look()
+        if handle.skipped:
+            self.say(handle.problem)
+            return
+        self.pending = handle, self.at.step
+        self.look()
 
-        def remove_old() -> None:
-            try:
-                self.folder.keep_last(self.r.config.checkpoint.keep_last)
-            except OSError as error:
-                self.say(f"old checkpoints in {self.folder.path} could not be removed: {error}")
+    def _remove_old(self) -> None:
+        try:
+            self.folder.keep_last(self.r.config.checkpoint.keep_last)
+        except OSError as error:
+            self.say(f"old checkpoints in {self.folder.path} could not be removed: {error}")
 
-        agree.together(remove_old, here=is_rank_zero())
-        self.latest = path
-        self.say(f"saved {path} ({bytes_text(size)}, {duration_text(time.perf_counter() - begun)})")
+    def look(self) -> None:
+        """Say how the save under way ended, if it did."""
+        if self.pending is None or not self.pending[0].done:
+            return
+        (handle, step), self.pending = self.pending, None
+        if handle.problem:
+            self.say(f"{handle.problem}. Training goes on, and the next save tries again; last whole: {self.latest}")
+            return
+        self.latest = self.folder.of_step(step)
+        self.say(f"saved {self.latest} ({bytes_text(handle.bytes)}, {duration_text(handle.seconds)})")
+
+    def finish(self) -> None:
+        """Return when no save is under way; one of this very step that failed is tried once more. Collective.
+
+        Raises:
+            IntegrityError: that failed too (raised on every rank).
+        """
+        for is_retry in (False, True):
+            if self.pending is None:
+                return
+            handle, step = self.pending
+            handle.over.wait()
+            self.look()
+            if not handle.problem or step != self.at.step:
+                return
+            if is_retry:
+                agree.together(handle.wait)
+            self.save(is_last=True)
+
+    def close(self) -> None:
+        """Give the save under way a moment where a run ends by an error; then end the process that writes."""
+        if self.saver is not None:
+            self.saver.close(GRACE_SEC)
 
     @contextmanager
     def saved_if_unread(self) -> Iterator[None]:
@@ -87,7 +136,8 @@ class Checkpointing:
         except UnreadSamples as error:
             self.r.feed.loader.seek(consumed)
             if self.at.step and self.latest != self.folder.of_step(self.at.step):
-                self.save()
+                self.save(is_last=True)
+            self.finish()
             raise UnreadSamples(with_way_on(str(error), self.run_folder)) from error
 
     def resume(self, timeline: StartupTimeline) -> bool:

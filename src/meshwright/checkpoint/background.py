@@ -1,0 +1,399 @@
+"""Save beside training: take a snapshot, let a process write it, and make it a checkpoint once all ranks have written.
+
+Ranks meet once, at the step at which the save begins. From then on they talk through torch's store, in threads: each
+brings the entries of its pieces there, the first rank writes the manifest, and all read how that went. So no step
+waits for a rank that writes slowly, and no rank takes a save for whole that is not.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import secrets
+import socket
+import subprocess
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from meshwright.core.dtypes import bytes_text, duration_text
+from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError
+from meshwright.core.record import recall
+from meshwright.distributed.parallel_model import ParallelModel
+from meshwright.distributed.process import agree
+from meshwright.distributed.torch_private import default_store
+from meshwright.introspection.source import ModelOrigin
+
+from . import writer
+from .manifest import NAME, pack_name
+from .saving import OWN_MEMORY, Handle, make_room, runs_of, write
+from .snapshot import Box, SharedMemory, Snapshot, boxes_of, bytes_in, owners, portions, room_for
+from .state import dtype_word, group_records, merged_groups, stored_state
+from .store import Location, place_of
+
+log = logging.getLogger("meshwright")
+
+WhenBusy = Literal["wait", "skip", "replace"]
+LOOK_SEC = 0.02
+"""Time between two looks at the store, at first; it grows tenfold."""
+GRACE_SEC = 60.0
+"""Time that a process which ends gives its last save."""
+NICE = 5
+"""How much the copying thread gives way to training."""
+
+
+@dataclass
+class _Shares:
+    """How the state is dealt out: what this rank holds and writes, while no rank's state has another form."""
+
+    form: int
+    parts: list[list[Box]]
+
+
+class Saver:
+    """Saves of one process, one at a time, through one writer and one piece of shared memory.
+
+    Args:
+        host_memory: bytes that the snapshot may take on this rank; 0: all that it needs. With less, the next optimizer
+            step waits until all but the last portion is written.
+        when_busy: what becomes of a save that is due while another is under way: it waits, is skipped, or takes the
+            other's place.
+        say: tells people.
+    """
+
+    def __init__(self, host_memory: int = 0, when_busy: WhenBusy = "wait", say: Callable[[str], None] = log.warning):
+        self.host_memory, self.say = host_memory, say
+        self.when_busy: WhenBusy = when_busy
+        self.current: Handle | None = None
+        self._shares: _Shares | None = None
+        self._memory: SharedMemory | None = None
+        self._line: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._asked, self._base = 0, {}
+        self._sending = threading.Lock()
+        atexit.register(self.close)
+
+    # --- on the training thread
+
+    @torch.no_grad()
+    def begin(
+        self,
+        model: ParallelModel,
+        location: Location,
+        optimizer: torch.optim.Optimizer | None = None,
+        extra: dict[str, Any] | None = None,
+        *,
+        only_trained: bool = False,
+        in_run: bool = False,
+        then: Callable[[], object] | None = None,
+        when_busy: WhenBusy | None = None,
+    ) -> Handle:
+        """Take the state of now, and return while it is copied and written. Collective.
+
+        Args:
+            in_run: refer to what the newest checkpoint beside has already, and leave the files of others alone.
+            then: what the first rank does once the checkpoint is whole, such as to remove old ones.
+
+        Raises:
+            ConfigError: as ``save`` does; a row of a tensor has more bytes than ``host_memory``.
+        """
+        store, folder = place_of(location)
+        handle = Handle(store.where(folder))
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        state = stored_state(model, optimizer, rank)
+        left_out = sorted(model.plan.frozen) if only_trained else []
+        frozen = {name: state.pop(key).like for name in left_out if (key := f"model.{name}") in state}
+        boxes = boxes_of(state)
+        form = zlib.crc32(repr([rank, world, *((box.key, box.offset, box.shape, box.dtype) for box in boxes)]).encode())
+        problem, is_first = "", False
+        if rank == 0:
+            try:
+                make_room(store, folder, extra, alone=not in_run)
+                is_first = f"{folder}/{NAME}" not in store.files(folder)
+            except (MeshwrightError, OSError) as error:
+                problem = str(error)
+        is_new = self._shares is None or self._shares.form != form
+        is_busy = self.current is not None and not self.current.done
+        words: list[Any] = agree.everybody_says((is_new, is_busy, problem, secrets.token_hex(4)))
+        if words[0][2]:
+            raise ConfigError(words[0][2])
+        if any(busy for _, busy, *_ in words) and not self._make_way(when_busy or self.when_busy, handle):
+            return handle
+        if any(new for new, *_ in words):
+            parts = agree.together(lambda: self._dealt_out(boxes, rank)) or [[]]
+            self._shares = _Shares(form, parts)
+        assert self._shares is not None
+        name, parts = words[0][3], self._shares.parts
+        if self._memory is None or self._memory.size < room_for(parts):
+            self._memory = None
+            self._memory = SharedMemory(room_for(parts), model.device)
+            self._hang_up()
+        record = self._record(model, optimizer, extra, left_out, frozen)
+        record["tensors"] = {key: [list(stored.like.shape), dtype_word(stored.dtype)] for key, stored in state.items()}
+        snapshot = Snapshot(state, parts, self._memory, model.device)
+        shared = dist.PrefixStore(f"meshwright/save/{name}", default_store()) if world > 1 else None
+        self.current = handle
+        place = {"location": str(location), "in_run": in_run, "new": is_first}
+        talk = _Talk(shared, rank, world, name, record, place, then)
+        threading.Thread(
+            target=self._conduct, args=(handle, snapshot, talk), name="meshwright save", daemon=True
+        ).start()
+        handle.waited = time.perf_counter() - handle.begun
+        return handle
+
+    def _dealt_out(self, boxes: list[Box], rank: int) -> list[list[Box]]:
+        mine = owners(agree.everybody_says(boxes))[rank]
+        parts = portions((box for number, box in enumerate(boxes) if number in mine), self.host_memory)
+        if len(parts) > 1:
+            whole, later = bytes_in(parts), bytes_in(parts[:-1])
+            self.say(
+                f"checkpoint.host_memory = {bytes_text(self.host_memory)} holds a part of the {bytes_text(whole)} that"
+                f" rank {rank} saves: each save goes in {len(parts)} portions, and the optimizer step after it waits"
+                f" until {bytes_text(later)} are written"
+            )
+        return parts
+
+    def _record(
+        self,
+        model: ParallelModel,
+        optimizer: torch.optim.Optimizer | None,
+        extra: dict[str, Any] | None,
+        left_out: list[str],
+        frozen: Mapping[str, torch.Tensor],
+    ) -> dict[str, Any]:
+        """Return the manifest's other fields, as they are now."""
+        plan, origin = model.plan, recall(model, ModelOrigin)
+        in_4_bits = dict.fromkeys(sorted(plan.quantize.weights), plan.precision.master) if plan.quantize else {}
+        if (id(model), *left_out) not in self._base:  # frozen weights do not change
+            self._base = {(id(model), *left_out): runs_of(frozen, model.mesh, in_4_bits)}
+        fields = {
+            "optimizer": type(optimizer).__name__ if optimizer is not None else "",
+            "groups": group_records(model, optimizer) if optimizer is not None else [],
+            "extra": extra or {},
+            "plan": plan.to_json(),
+            "loss_scale": model.loss_scale.state() if model.loss_scale is not None else {},
+            "left_out": left_out,
+            "model": origin.to_json() if origin is not None else {},
+            "base": self._base[(id(model), *left_out)],
+            "in_4_bits": in_4_bits,
+        }
+        return {"fields": json.loads(json.dumps(fields)), "differs": plan.pipeline is not None}
+
+    def _make_way(self, when_busy: WhenBusy, handle: Handle) -> bool:
+        """Return whether the save may begin, after the one that is under way."""
+        earlier = self.current
+        if when_busy == "skip":
+            handle.skipped = True
+            handle.end(f"{handle.path} was not saved: an earlier save is still under way (checkpoint.when_busy)")
+            return False
+        if earlier is not None and not earlier.done:
+            if when_busy == "replace":
+                earlier.is_cancelled = True
+                with suppress(OSError):
+                    self._send({"do": "stop"})
+            begun = time.perf_counter()
+            earlier.over.wait()
+            if when_busy == "wait" and (waited := time.perf_counter() - begun) > 1:
+                self.say(f"waited {duration_text(waited)} for {earlier.path}, which was still being saved")
+        return True
+
+    # --- on a thread of the save's own
+
+    def _conduct(self, handle: Handle, snapshot: Snapshot, talk: _Talk) -> None:
+        """Copy, write, and agree; whatever happens, the handle ends."""
+        with suppress(OSError, AttributeError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        place = talk.place
+        try:
+            entries: list[Any] = []
+            try:
+                for number, part in enumerate(snapshot.parts):
+                    snapshot.copy(number)
+                    if handle.is_cancelled:
+                        raise IntegrityError("a later save took its place")
+                    rows = [[b.key, b.offset, b.shape, b.dtype, b.begin, b.end] for b in part]
+                    pack = pack_name(talk.name, talk.rank + number * talk.world)
+                    entries += self._ask(handle, {"do": "write", "place": place, "pack": pack, "boxes": rows})[
+                        "entries"
+                    ]
+                mine = {**talk.own_record(snapshot), "entries": entries}
+            except Exception as error:  # noqa: BLE001  (said on all ranks)
+                mine = {"problem": f"cannot write {handle.path} on rank {talk.rank}: {error}"}
+            finally:
+                snapshot.end()
+            verdict = talk.agreed(mine, lambda theirs: self._commit(handle, talk, theirs))
+            handle.bytes = verdict.get("bytes", 0)
+            handle.end(verdict.get("problem", ""))
+        except BaseException as error:  # noqa: BLE001  (a thread has nobody else to tell)
+            handle.end(f"cannot finish {handle.path}: {type(error).__name__}: {error}")
+
+    def _commit(self, handle: Handle, talk: _Talk, theirs: list[dict[str, Any]]) -> dict[str, Any]:
+        fields = theirs[0]["fields"]
+        if theirs[0]["differs"]:
+            fields["groups"] = merged_groups([said["fields"]["groups"] for said in theirs])
+        tensors = {key: row for said in theirs for key, row in said["tensors"].items()}
+        entries = [entry for said in theirs for entry in said["entries"]]
+        whole = {"tensors": tensors, "entries": entries, "rest": fields}
+        try:
+            answer = self._ask(handle, {"do": "commit", "place": talk.place, **whole})
+            if talk.then is not None:
+                talk.then()
+            return answer
+        except Exception as error:  # noqa: BLE001  (said on all ranks)
+            return {"problem": f"cannot finish {handle.path}: {error}"}
+
+    def _ask(self, handle: Handle, request: dict[str, Any]) -> dict[str, Any]:
+        """Return the writer's answer; a writer that died is replaced once.
+
+        Raises:
+            IntegrityError: it died again, or could not do it.
+        """
+        answer: dict[str, Any] = {}
+        for is_last in (False, True):
+            try:
+                number = self._send(request)
+                while (answer := writer.receive(self._line)[0])["number"] != number:  # type: ignore[arg-type]
+                    pass
+                break
+            except (EOFError, OSError) as error:
+                self._hang_up()
+                status = self._process.wait() if self._process is not None else None
+                if is_last or handle.is_cancelled:
+                    raise IntegrityError(f"the process that writes died twice (status {status})") from error
+                self.say(f"the process that writes {handle.path} died (status {status}): another one tries again")
+        if answer.get("problem"):
+            raise IntegrityError(answer["problem"])
+        return answer
+
+    def _send(self, request: dict[str, Any]) -> int:
+        with self._sending:
+            if self._line is None and request["do"] != "stop":
+                self._line, self._process = start_writer()
+                if self._memory is not None:
+                    writer.send(self._line, {"do": "map", "number": 0, "size": self._memory.size}, [self._memory.file])
+            if self._line is not None:
+                self._asked += 1
+                writer.send(self._line, {**request, "number": self._asked})
+            return self._asked
+
+    def _hang_up(self) -> None:
+        if self._line is not None:
+            self._line.close()
+        self._line = None
+
+    def close(self, grace: float = GRACE_SEC) -> None:
+        """Let the save under way end within ``grace`` seconds, or give it up and say so; then the writer ends."""
+        atexit.unregister(self.close)
+        if self.current is not None and not self.current.over.wait(grace):
+            self.say(
+                f"{self.current.path} was given up: its save did not end within {grace:g} s. The last whole checkpoint"
+                f" is untouched."
+            )
+            self.current.is_cancelled = True
+        self._hang_up()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+def start_writer() -> tuple[socket.socket, subprocess.Popen[bytes] | None]:
+    """Spawn a process that writes for this one; return the line to it."""
+    line, other = socket.socketpair()
+    with other:
+        process = subprocess.Popen(writer.command(other.fileno()), pass_fds=[other.fileno()], stdin=subprocess.DEVNULL)
+    return line, process
+
+
+@dataclass(frozen=True)
+class _Talk:
+    """What the ranks say to each other about one save, under its name in their store."""
+
+    store: dist.Store | None
+    rank: int
+    world: int
+    name: str
+    record: dict[str, Any]
+    place: dict[str, Any]
+    then: Callable[[], object] | None
+
+    def own_record(self, snapshot: Snapshot) -> dict[str, Any]:
+        """Return what this rank alone can say: the first says all that all ranks know."""
+        written = {box.key for part in snapshot.parts for box in part}
+        tensors = {key: row for key, row in self.record["tensors"].items() if self.rank == 0 or key in written}
+        fields = self.record["fields"] if self.rank == 0 else {"groups": self.record["fields"]["groups"]}
+        return {"tensors": tensors, "differs": self.record["differs"], "fields": fields}
+
+    def agreed(self, mine: dict[str, Any], commit: Callable[[list[dict[str, Any]]], dict[str, Any]]) -> dict[str, Any]:
+        """Bring this rank's part; return the outcome that the first rank gives to all. ``commit`` runs there."""
+        if self.store is None:
+            return mine if "problem" in mine else commit([mine])
+        if self.rank:
+            self.store.set(f"rank{self.rank}", json.dumps(mine))
+            return json.loads(self._read("outcome"))
+        theirs = [mine, *(json.loads(self._read(f"rank{rank}")) for rank in range(1, self.world))]
+        problem = next((said["problem"] for said in theirs if "problem" in said), "")
+        outcome = {"problem": problem} if problem else commit(theirs)
+        self.store.set("outcome", json.dumps(outcome))
+        for rank in range(1, self.world):
+            self.store.delete_key(f"rank{rank}")
+        return outcome
+
+    def _read(self, key: str) -> bytes:
+        assert self.store is not None
+        pause = LOOK_SEC
+        while not self.store.check([key]):  # a blocking get would keep others from the store
+            time.sleep(pause)
+            pause = min(pause * 1.5, 10 * LOOK_SEC)
+        return self.store.get(key)
+
+
+_saver: list[Saver] = []
+
+
+def save(
+    parallel_model: ParallelModel,
+    path: str | Path,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    extra: dict[str, Any] | None = None,
+    only_trained: bool = False,
+    asynchronous: bool = False,
+) -> Handle:
+    """Write model and optimizer to the folder ``path``, each rank its own shards, as safetensors. Collective.
+
+    The manifest comes last, at once, so the folder holds either the old checkpoint or the new one. What an older one
+    there holds already is not written again. Of an optimizer that averages its steps (schedule-free AdamW) the model's
+    part is the average, and the optimizer's has the point of training.
+
+    Args:
+        path: a new folder, an empty one, or a checkpoint that will be replaced; or an address, like s3://bucket/folder.
+        extra: JSON values that ``load`` returns (rank 0's).
+        only_trained: leave frozen parameters out, such as those beside adapters; ``load`` then leaves them as they are.
+        asynchronous: return at once, and copy and write the state of now while training goes on; one save at a time.
+
+    Returns:
+        The save: ``.done``, ``.problem`` and ``.wait()``.
+
+    Raises:
+        ConfigError: ``path`` exists and is no checkpoint, or ``extra`` holds something that JSON cannot.
+        IntegrityError: a rank could not write (then on every rank); an older checkpoint of that name is still there.
+    """
+    if asynchronous and not str(path).startswith(OWN_MEMORY):
+        if not _saver:
+            _saver.append(Saver())
+        return _saver[0].begin(parallel_model, path, optimizer, extra, only_trained=only_trained)
+    handle = Handle(path)
+    handle.bytes = write(parallel_model, path, optimizer=optimizer, extra=extra, only_trained=only_trained)
+    handle.end()
+    return handle

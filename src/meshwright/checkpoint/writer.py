@@ -1,0 +1,170 @@
+"""Write a snapshot's pieces from shared memory, in a process of its own without torch or messages between ranks.
+
+The process is spawned once for each rank, ends when the rank does, and writes nothing that nobody asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.core.errors import IntegrityError
+
+from .folder import CheckpointFolder
+from .manifest import Manifest, TensorEntry, commit, locate, worth_referring_to
+from .pieces import Known, PieceEntry, write_pieces
+from .store import place_of
+
+NICE = 10
+"""How much the writer gives way to training on a busy machine."""
+LENGTH = struct.Struct("<Q")
+
+
+def send(line: socket.socket, message: dict[str, Any], files: Iterable[int] = ()) -> None:
+    """Send JSON values, and open files, to the other end of a pair of sockets."""
+    body = json.dumps(message).encode()
+    socket.send_fds(line, [LENGTH.pack(len(body))], list(files))
+    line.sendall(body)
+
+
+def receive(line: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Return the next message and its files. Raises EOFError where the other end is gone."""
+    head, files, *_ = socket.recv_fds(line, LENGTH.size, 4)
+    head += _exactly(line, LENGTH.size - len(head)) if head else b""
+    if not head:
+        raise EOFError
+    return json.loads(_exactly(line, LENGTH.unpack(head)[0])), files
+
+
+def _exactly(line: socket.socket, size: int) -> bytes:
+    found = bytearray()
+    while len(found) < size:
+        part = line.recv(size - len(found))
+        if not part:
+            raise EOFError
+        found += part
+    return bytes(found)
+
+
+class GivenUpError(Exception):
+    """The rank wants this save no more."""
+
+
+@dataclass(frozen=True)
+class SharedPiece:
+    """A piece in shared memory (``pieces.Piece``)."""
+
+    key: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    begin: int
+    end: int
+    writer: Writer
+
+    @property
+    def data(self) -> memoryview:
+        self.writer.look()
+        return self.writer.memory[self.begin : self.end]
+
+
+class Writer:
+    """The writing end of a line to a rank."""
+
+    def __init__(self, line: socket.socket):
+        self.line, self.memory = line, memoryview(b"")
+
+    def serve(self) -> None:
+        """Answer requests until the rank is gone."""
+        with suppress(EOFError, ConnectionError):
+            while True:
+                request, files = receive(self.line)
+                number = request.pop("number")
+                try:
+                    answer = getattr(self, f"on_{request.pop('do')}")(files, **request) or {}
+                except (EOFError, ConnectionError):
+                    raise
+                except Exception as error:  # noqa: BLE001  (the rank says what it means for the run)
+                    answer = {"problem": f"{type(error).__name__}: {error}"}
+                send(self.line, {"number": number, **answer})
+
+    def look(self) -> None:
+        """Raise GivenUpError if the rank asks for something else already, and EOFError if it is gone."""
+        if select.select([self.line], [], [], 0)[0]:
+            if not self.line.recv(1, socket.MSG_PEEK):
+                raise EOFError
+            raise GivenUpError("another request came first")
+
+    def on_map(self, files: list[int], size: int) -> None:
+        """Take the shared memory; what was taken before is let go."""
+        self.memory = memoryview(mmap.mmap(files[0], size, prot=mmap.PROT_READ))
+        os.close(files[0])
+
+    def on_stop(self, files: list[int]) -> None:
+        """Do nothing: the request has stopped what was being done."""
+
+    def on_write(self, files: list[int], place: dict[str, Any], pack: str, boxes: list[list[Any]]) -> dict[str, Any]:
+        """Write boxes of shared memory as one pack; return their entries."""
+        store, folder = place_of(place["location"])
+        wanted = [
+            SharedPiece(key, tuple(offset), tuple(shape), dtype, begin, end, self)
+            for key, offset, shape, dtype, begin, end in boxes
+        ]
+        known: Known = {}
+        in_run = CheckpointFolder(store.location("")).latest() if place["in_run"] else None
+        if there := place_of(in_run)[1] if in_run is not None else folder:
+            with suppress(IntegrityError):  # of a damaged one nothing is referred to
+                known = worth_referring_to(Manifest.read(store.location(there)), there, folder)
+        try:
+            entries = write_pieces(store, folder, pack, wanted, known)
+        except BaseException:
+            with suppress(OSError):
+                store.remove([f"{folder}/{pack}"])
+            raise
+        return {"entries": [list(vars(entry).values()) for entry in entries]}
+
+    def on_commit(
+        self,
+        files: list[int],
+        place: dict[str, Any],
+        tensors: dict[str, list[Any]],
+        entries: list[list[Any]],
+        rest: dict[str, Any],
+    ) -> dict[str, Any]:
+        """Write the manifest of what all ranks wrote; return the checkpoint's size in bytes."""
+        store, folder = place_of(place["location"])
+        by_key: dict[str, list[PieceEntry]] = {key: [] for key in tensors}
+        for key, offset, shape, *where in entries:
+            by_key[key].append(PieceEntry(key, tuple(offset), tuple(shape), *where))
+        rows = {key: TensorEntry(tuple(shape), dtype, tuple(by_key[key])) for key, (shape, dtype) in tensors.items()}
+        replaced: dict[str, Any] = {}
+        if not place["in_run"]:
+            with suppress(IntegrityError):
+                replaced = Manifest.read(store.location(folder)).files
+        whole = commit(store, folder, Manifest(rows, {}, **rest), new=place["new"])
+        store.remove(locate(folder, name) for name in replaced if name not in whole.files)
+        return {"bytes": sum(file.bytes for file in whole.files.values())}
+
+
+def main(file: int) -> None:
+    """Serve the rank at the other end of a socket; only its end, or its death, ends this process."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    with suppress(OSError):
+        os.nice(NICE)
+    Writer(socket.socket(fileno=file)).serve()
+
+
+def command(file: int) -> list[str]:
+    """Return the command that runs ``main`` with this interpreter's path, which the environment may not have."""
+    return [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; import {__name__} as w; w.main({file})"]

@@ -1,0 +1,144 @@
+"""A save beside training has the very bytes of the step at which it began, whatever training does meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.odd import LAYOUTS, odd, train
+
+from meshwright.checkpoint.background import Saver
+from meshwright.checkpoint.folder import CheckpointFolder
+from meshwright.checkpoint.manifest import Manifest, locate
+from meshwright.checkpoint.state import stored_state
+from meshwright.distributed.process import agree
+from meshwright.distributed.weights.shards import pieces
+
+
+def frozen_state(model, optimizer, rank: int) -> dict:
+    """(key, offset) -> the values of a box of now, copied."""
+    return {
+        (key, tuple(piece.offset)): piece.local.clone()
+        for key, stored in stored_state(model, optimizer, rank).items()
+        for piece in pieces(stored.values())
+    }
+
+
+def written(folder: Path) -> dict:
+    """Key -> the whole tensor that a checkpoint holds, by its manifest."""
+    manifest, found = Manifest.read(folder), {}
+    for key, entry in manifest.tensors.items():
+        whole = found[key] = torch.zeros(entry.shape, dtype=getattr(torch, entry.dtype))
+        for piece in entry.pieces:
+            content = (folder.parent / locate(folder.name, piece.pack)).read_bytes()[piece.begin : piece.end]
+            box = tuple(slice(low, low + size) for low, size in zip(piece.offset, piece.shape, strict=True))
+            whole[box] = torch.frombuffer(bytearray(content), dtype=whole.dtype).view(piece.shape)
+    return found
+
+
+def differing(wanted: dict, folder: Path) -> list[str]:
+    found, wrong = written(folder), []
+    for (key, offset), values in wanted.items():
+        box = tuple(slice(low, low + size) for low, size in zip(offset, values.shape, strict=True))
+        if not torch.equal(found[key][box].view(values.shape), values.cpu()):
+            wrong.append(key)
+    return wrong
+
+
+def beside_job(layout: str, folder: str, options: dict) -> tuple[list[str], str]:
+    model = odd(layout)
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    optimizer = torch.optim.AdamW(model.make_parameter_groups(), lr=1e-2)
+    saver, wrong = Saver(**options), []
+    train(model, optimizer, range(1))
+    for step in (1, 2, 3):
+        path = Path(folder) / f"step-{step:08d}"
+        wanted = frozen_state(model, optimizer, rank)
+        handle = saver.begin(model, path, optimizer, {"step": step})
+        train(model, optimizer, range(step, step + 2))
+        handle.wait(60)
+        wrong += differing(wanted, path)
+        agree.everybody_says(0)
+    saver.close()
+    return wrong, handle.problem
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_saved_is_the_state_of_the_step_at_which_the_save_began(spmd, tmp_path, layout):
+    for wrong, problem in spmd(LAYOUTS[layout][0], beside_job, layout, str(tmp_path), {}):
+        assert wrong == [] and problem == ""
+
+
+def test_with_little_host_memory_it_goes_in_portions(spmd, tmp_path):
+    said = []
+    for wrong, problem in spmd(2, beside_job, "fsdp2", str(tmp_path), {"host_memory": 4096}):
+        assert wrong == [] and problem == "", said
+
+
+# --- what goes wrong beside a run, and what the run does
+
+
+def trouble_job(folder: str, trouble: str) -> tuple[list[str], list[str], list[int]]:
+    """Three saves, the second in trouble on rank 1: what was said, each save's problem, the steps that are there."""
+    model = odd("fsdp2")
+    rank, run, said = dist.get_rank(), CheckpointFolder(Path(folder)), []
+    optimizer = torch.optim.AdamW(model.make_parameter_groups(), lr=1e-2)
+    saver = Saver(when_busy=trouble if trouble in ("skip", "replace") else "wait", say=said.append)
+    handles, wanted = [], []
+    for step in (1, 2, 3):
+        train(model, optimizer, range(step - 1, step))
+        wanted.append(frozen_state(model, optimizer, rank))
+        is_held = step == 2 and rank == 1 and saver._process is not None
+        if is_held and trouble != "stray":
+            os.kill(saver._process.pid, signal.SIGSTOP)  # a store that is slow, as long as it lasts
+        handles.append(saver.begin(model, run.of_step(step), optimizer, {}, in_run=True))
+        if step == 2 and trouble == "stray":
+            next(model.parameters()).detach().mul_(1)
+        if is_held and trouble.startswith("killed"):
+            os.kill(saver._process.pid, signal.SIGKILL)
+        elif is_held and trouble != "stray":
+            threading.Timer(3.0, os.kill, (saver._process.pid, signal.SIGCONT)).start()
+        if step == 1 or trouble not in ("wait", "skip", "replace"):
+            handles[-1].over.wait(60)
+    for handle in handles:
+        handle.over.wait(60)
+    agree.everybody_says(0)
+    for handle, values in zip(handles, wanted, strict=True):
+        assert handle.done and (handle.problem or differing(values, Path(handle.path)) == [])
+    agree.everybody_says(0)
+    saver.close()
+    return said, [handle.problem for handle in handles], run.steps()
+
+
+def test_a_save_waits_for_the_one_before(spmd, tmp_path):
+    (said, problems, steps), _ = spmd(2, trouble_job, str(tmp_path), "wait")
+    assert problems == ["", "", ""] and steps == [1, 2, 3]
+    assert any("waited" in line and "still being saved" in line for line in said), said
+
+
+def test_a_save_is_skipped_while_another_is_under_way(spmd, tmp_path):
+    for _, problems, steps in spmd(2, trouble_job, str(tmp_path), "skip"):
+        assert problems[:2] == ["", ""] and "step-00000003 was not saved: an earlier save is still" in problems[2]
+        assert steps == [1, 2]
+
+
+def test_a_save_takes_the_place_of_the_one_under_way(spmd, tmp_path):
+    for _, problems, steps in spmd(2, trouble_job, str(tmp_path), "replace"):
+        assert problems[0] == problems[2] == "" and "cannot write" in problems[1] and steps == [1, 3]
+
+
+def test_a_dead_writer_is_replaced_and_the_save_is_whole(spmd, tmp_path):
+    _, (said, problems, steps) = spmd(2, trouble_job, str(tmp_path), "killed")
+    assert problems == ["", "", ""] and steps == [1, 2, 3]
+    assert any("died (status -9): another one tries again" in line for line in said), said
+
+
+def test_weights_that_change_under_a_save_cost_that_save(spmd, tmp_path):
+    for _, problems, steps in spmd(2, trouble_job, str(tmp_path), "stray"):
+        assert problems[0] == problems[2] == "" and steps in ([1, 3], [1, 2, 3])
+        assert "was changed while a save was still copying it" in problems[1] or steps == [1, 2, 3]
