@@ -131,11 +131,21 @@ def reshard(shards: int, request: int, legal: str) -> tuple:
     return "resharding", DEBUG, Layout(dp_shard=shards), {"reshard_after_forward": request}, ConfigError, words
 
 
+def zero(stage: int, key: str, value: bool, words: str) -> tuple:
+    asked = {"zero_stage": stage, key: value}
+    return "zero_fits", DEBUG, FSDP2, asked, ConfigError, f"techniques.zero_stage = {stage} {words}"
+
+
+def kept(word: str, kind: type, words: str) -> tuple:
+    return "checkpointing_keys", DEBUG, ONE, {**BY_OPERATOR, "checkpoint_keep": [word]}, kind, words
+
+
 def refuse(rule: str, model, layout: Layout, techniques, kind: type, *words: str) -> tuple:
     return rule, model, layout, techniques, kind, " ".join(words)
 
 
-PP2 = Layout(pp=2, dp_shard=1)
+PP2, TP2, CP2 = (Layout(dp_shard=1, **{axis: 2}) for axis in ("pp", "tp", "cp"))
+HSDP4 = Layout(dp_replicate=2, dp_shard=2)
 PP2_DP2 = Layout(pp=2, dp_shard=2)
 FOUR = replace(DEBUG, n_layers=4)
 PIPELINES = [
@@ -146,189 +156,125 @@ PIPELINES = [
     ({"layers_per_stage": 2}, "techniques.layers_per_stage cuts the model into pipeline stages, but layout.pp = 1."),
 ]
 
+GATHERED = "keeps gathered parameters through all microbatches of a step, and techniques.reshard_aft"
+WITH_EVERY = "shards gradients with every microbatch, and techniques.sync_grad_accum = false says otherwise"
+ZERO = [
+    (1, "reshard_after_forward", True, GATHERED),
+    (2, "reshard_after_forward", True, GATHERED),
+    (3, "reshard_after_forward", False,
+        "frees gathered parameters after each use, and techniques.reshard_after_forward = false"),
+    (1, "sync_grad_accum", True,
+        "keeps whole gradients until the last microbatch, and techniques.sync_grad_accum = true"),
+    (2, "sync_grad_accum", False, WITH_EVERY),
+    (3, "sync_grad_accum", False, WITH_EVERY),
+]  # fmt: skip
+KEPT = [
+    (
+        "matmul",
+        ConfigError,
+        "'matmul' is neither a word nor an operator. Did you mean 'matmuls'? Legal: attention, matmuls,",
+    ),
+    ("aten.mm.defoult", ConfigError, "'aten.mm.defoult' is neither a word nor an operator."),
+    ("aten.add_.Tensor", UnsupportedError, "'aten.add_.Tensor' writes into its inputs or gives a view of them"),
+    ("c10d.allreduce_.default", UnsupportedError, "sends into a buffer that it is given. Say collectives,"),
+    ("support.odd:nobody", ConfigError, "cannot import 'support.odd:nobody'"),
+    ("math:pi", ConfigError, "'math:pi' is a float, and not a function of (context, operator, *args, **kwargs)"),
+]
+
 CASES = [
-    refuse(
-        *("context_companions", CAPPED, Layout(dp_shard=1, cp=2), {}, UnsupportedError),
+    refuse("context_companions", CAPPED, CP2, {}, UnsupportedError,
         "model.moe.capacity_factor = 1.0 with layout.cp = 2: who is over an expert's capacity depends on the whole"
-        " sequence, of which a rank has a part.",
-    ),
-    refuse(
-        *("context_companions", of_images, Layout(dp_shard=1, cp=2), {}, UnsupportedError),
+        " sequence, of which a rank has a part."),
+    refuse("context_companions", of_images, CP2, {}, UnsupportedError,
         "layout.cp = 2: LlavaForConditionalGeneration puts the features of a row's images in the places of its image"
-        " tokens, one after the other, before its blocks, and a rank has a part of these places. Set layout.cp = 1",
-    ),
-    refuse(
-        *("experts_companions", STACKED, Layout(dp_shard=1, cp=2, ep=2), {"data_parallel": "ddp"}, UnsupportedError),
+        " tokens, one after the other, before its blocks, and a rank has a part of these places. Set layout.cp = 1"),
+    refuse("experts_companions", STACKED, Layout(dp_shard=1, cp=2, ep=2), {"data_parallel": "ddp"}, UnsupportedError,
         "techniques.data_parallel = ddp does not go with layout.ep = 2: its buckets would sum the gradients of"
-        " different experts.",
-    ),
-    refuse(
-        *("experts_fit", DEBUG, Layout(dp_shard=2, ep=2), {}, ConfigError),
-        "layout.ep = 2 shares experts out, and Decoder has no module",
-    ),
-    refuse(
-        *("experts_companions", CAPPED, Layout(dp_shard=1, tp=2), {}, UnsupportedError),
+        " different experts."),
+    refuse("experts_fit", DEBUG, Layout(dp_shard=2, ep=2), {}, ConfigError,
+        "layout.ep = 2 shares experts out, and Decoder has no module"),
+    refuse("experts_companions", CAPPED, TP2, {}, UnsupportedError,
         "model.moe.capacity_factor = 1.0 with layout.tp = 2: who is over an expert's capacity depends on the whole"
-        " sequence",
-    ),
-    refuse(
-        *("own_loss_of_experts", with_own_loss, PP2, {}, UnsupportedError),
-        "the config of Model has output_router_logits = true",
-    ),
+        " sequence"),
+    refuse("own_loss_of_experts", with_own_loss, PP2, {}, UnsupportedError,
+        "the config of Model has output_router_logits = true"),
     *(refuse("pipeline_requested", DEBUG, ONE, requested, ConfigError, words) for requested, words in PIPELINES),
-    refuse(
-        *("pipeline_requested", DEBUG, Layout(pp=8, dp_shard=1), {}, ConfigError),
+    refuse("pipeline_requested", DEBUG, Layout(pp=8, dp_shard=1), {}, ConfigError,
         "layout.pp = 8 with 1f1b makes 8 stages, but Decoder has 2 blocks, and each stage needs one. Legal here:"
-        " layout.pp = 1 to 2.",
-    ),
+        " layout.pp = 1 to 2."),
+    refuse("pipeline_requested", plain, PP2, {}, ConfigError,
+        "layout.pp = 2 acts on repeated blocks, and none was found in Linear"),
     refuse(
-        *("pipeline_requested", plain, PP2, {}, ConfigError),
-        "layout.pp = 2 acts on repeated blocks, and none was found in Linear",
-    ),
-    refuse(
-        *(
-            "pipeline_companions",
-            DEBUG,
-            Layout(pp=2, dp_replicate=2, dp_shard=1),
-            {"data_parallel": "ddp"},
-            UnsupportedError,
-        ),
+        "pipeline_companions",
+        DEBUG,
+        Layout(pp=2, dp_replicate=2, dp_shard=1),
+        {"data_parallel": "ddp"},
+        UnsupportedError,
         "techniques.data_parallel = ddp does not go with layout.pp = 2: it reduces its buckets in the first backward"
         " that it sees.",
         "Set techniques.data_parallel = fully_shard",
     ),
     refuse(
-        *(
-            "pipeline_companions",
-            FOUR,
-            PP2,
-            {"sync_grad_accum": True, "pipeline_schedule": "zbv_zero_bubble"},
-            UnsupportedError,
-        ),
+        "pipeline_companions",
+        FOUR,
+        PP2,
+        {"sync_grad_accum": True, "pipeline_schedule": "zbv_zero_bubble"},
+        UnsupportedError,
         "techniques.sync_grad_accum = true does not go with techniques.pipeline_schedule = zbv_zero_bubble, which"
         " computes input",
     ),
-    refuse(
-        *("pipeline_companions", FOUR, PP2_DP2, {"zero_stage": 2, "pipeline_schedule": "dualpipe_v"}, UnsupportedError),
+    refuse("pipeline_companions", FOUR, PP2_DP2, {"zero_stage": 2, "pipeline_schedule": "dualpipe_v"}, UnsupportedError,
         "techniques.zero_stage = 2 does not go with techniques.pipeline_schedule = dualpipe_v, which computes input"
-        " and weight",
-    ),
-    refuse(
-        *("zero_fits", DEBUG, FSDP2, {"zero_stage": 0}, ConfigError),
+        " and weight"),
+    refuse("zero_fits", DEBUG, FSDP2, {"zero_stage": 0}, ConfigError,
         "techniques.zero_stage = 0 keeps everything whole on every rank, but layout.dp_shard = 2 cuts it.",
-        "Set layout.dp_shard = 1 and layout.dp_replicate = 2, or another stage.",
-    ),
-    refuse(
-        *("zero_fits", DEBUG, FSDP2, {"zero_stage": 1, "data_parallel": "ddp"}, ConfigError),
-        "techniques.zero_stage = 1 shards optimizer state, and techniques.data_parallel = ddp keeps all of it whole",
-    ),
-    refuse(
-        *("zero_fits", DEBUG, DDP2, {"zero_stage": 2}, ConfigError),
+        "Set layout.dp_shard = 1 and layout.dp_replicate = 2, or another stage."),
+    refuse("zero_fits", DEBUG, FSDP2, {"zero_stage": 1, "data_parallel": "ddp"}, ConfigError,
+        "techniques.zero_stage = 1 shards optimizer state, and techniques.data_parallel = ddp keeps all of it whole"),
+    refuse("zero_fits", DEBUG, DDP2, {"zero_stage": 2}, ConfigError,
         "techniques.zero_stage = 2 shards optimizer state and gradients over layout.dp_shard, which is 1 here beside",
-        "layout.dp_replicate = 2. Set layout.dp_shard = 2 and layout.dp_replicate = 1",
-    ),
-    *(
-        refuse(
-            *("zero_fits", DEBUG, FSDP2, {"zero_stage": stage, **other}, ConfigError),
-            f"techniques.zero_stage = {stage} {words}",
-        )
-        for stage, other, words in (
-            (
-                1,
-                {"reshard_after_forward": True},
-                "keeps gathered parameters through all microbatches of a step, and techniques.reshard_aft",
-            ),
-            (
-                2,
-                {"reshard_after_forward": True},
-                "keeps gathered parameters through all microbatches of a step, and techniques.reshard_aft",
-            ),
-            (
-                3,
-                {"reshard_after_forward": False},
-                "frees gathered parameters after each use, and techniques.reshard_after_forward = false",
-            ),
-            (
-                1,
-                {"sync_grad_accum": True},
-                "keeps whole gradients until the last microbatch, and techniques.sync_grad_accum = true",
-            ),
-            (
-                2,
-                {"sync_grad_accum": False},
-                "shards gradients with every microbatch, and techniques.sync_grad_accum = false says otherwise",
-            ),
-            (
-                3,
-                {"sync_grad_accum": False},
-                "shards gradients with every microbatch, and techniques.sync_grad_accum = false says otherwise",
-            ),
-        )
-    ),
+        "layout.dp_replicate = 2. Set layout.dp_shard = 2 and layout.dp_replicate = 1"),
+    *(zero(*request) for request in ZERO),
+    refuse("legal_words", DEBUG, FSDP2, Techniques(zero_stage=4), ConfigError,
+        "techniques.zero_stage = 4: legal are auto, 0, 1, 2, 3"),
     refuse(
-        *("legal_words", DEBUG, FSDP2, Techniques(zero_stage=4), ConfigError),  # type: ignore[arg-type]
-        "techniques.zero_stage = 4: legal are auto, 0, 1, 2, 3",
-    ),
-    refuse(
-        *(
-            "pipeline_companions",
-            FOUR,
-            PP2,
-            {"compile": True, "pipeline_schedule": "zbv_zero_bubble"},
-            UnsupportedError,
-        ),
+        "pipeline_companions",
+        FOUR,
+        PP2,
+        {"compile": True, "pipeline_schedule": "zbv_zero_bubble"},
+        UnsupportedError,
         "techniques.compile does not go with techniques.pipeline_schedule = zbv_zero_bubble, which computes input and"
         " weight",
         "gradients apart",
     ),
-    *(
-        tensor(
-            n,
-            f"layers.*.attention has 4 heads (and 2 of keys and values), which {n} ranks cannot share. Legal: 1, 2, 4.",
-        )
-        for n in (3, 8)
-    ),
-    (
-        "tensor_fits",
-        plain,
-        Layout(dp_shard=1, tp=2),
-        {},
-        ConfigError,
-        "layout.tp = 2 acts on repeated blocks, and none was found in Linear",
-    ),
+    tensor(3, "layers.*.attention has 4 heads (and 2 of keys and values), which 3 ranks cannot share. Legal: 1, 2, 4."),
+    tensor(8, "layers.*.attention has 4 heads (and 2 of keys and values), which 8 ranks cannot share. Legal: 1, 2, 4."),
+    ("tensor_fits", plain, TP2, {}, ConfigError,
+        "layout.tp = 2 acts on repeated blocks, and none was found in Linear"),
+    refuse("tensor_words", DEBUG, ONE, {"tensor_plan": ({"pattern": "head", "style": "rowise"},)}, ConfigError,
+        "techniques.tensor_plan[0].style = 'rowise' is no style. Did you mean 'rowwise'? Legal: colwise, rowwise, "),
     refuse(
-        *("tensor_words", DEBUG, ONE, {"tensor_plan": ({"pattern": "head", "style": "rowise"},)}, ConfigError),
-        "techniques.tensor_plan[0].style = 'rowise' is no style. Did you mean 'rowwise'? Legal: colwise, rowwise, ",
-    ),
-    refuse(
-        *(
-            "tensor_companions",
-            DEBUG,
-            Layout(dp_shard=1, dp_replicate=2, tp=2),
-            {"data_parallel": "ddp"},
-            UnsupportedError,
-        ),
+        "tensor_companions",
+        DEBUG,
+        Layout(dp_shard=1, dp_replicate=2, tp=2),
+        {"data_parallel": "ddp"},
+        UnsupportedError,
         "techniques.data_parallel = ddp does not go with layout.tp = 2: its buckets know no tensor-parallel"
         " parameters.",
         "Set techniques.data_parallel = fully_shard, which replicates over layout.dp_replicate too.",
     ),
-    refuse(
-        *("tensor_companions", DEBUG, ONE, {"loss_chunks": 0}, ConfigError),
-        "techniques.loss_chunks = 0: the tokens of a microbatch are cut in 1 chunk or more",
-    ),
+    refuse("tensor_companions", DEBUG, ONE, {"loss_chunks": 0}, ConfigError,
+        "techniques.loss_chunks = 0: the tokens of a microbatch are cut in 1 chunk or more"),
     *(half(*request) for request in (("master", "float16"), ("reduce", "half"))),
-    refuse(
-        *("half_precision", DEBUG, FSDP2, {"precision": {"output": "fp16"}}, UnsupportedError),
-        "techniques.precision.output = float16 with techniques.precision.compute = float32 would lose small gradients",
-    ),
+    refuse("half_precision", DEBUG, FSDP2, {"precision": {"output": "fp16"}}, UnsupportedError,
+        "techniques.precision.output = float16 with techniques.precision.compute = float32 would lose small gradients"),
     *(
         scaling(scale, f"techniques.precision.loss_scale = {scale:g}: it is a power of two from 1 on")
         for scale in (1000.0, 0.5)
     ),
-    refuse(
-        *("half_precision", DEBUG, FSDP2, {"precision": {"loss_scale": 8.0}}, ConfigError),
-        "techniques.precision.loss_scale is about float16, and techniques.precision.compute = float32 needs no scaling",
-    ),
+    refuse("half_precision", DEBUG, FSDP2, {"precision": {"loss_scale": 8.0}}, ConfigError,
+        "techniques.precision.loss_scale is about float16, and techniques.precision.compute = float32 needs no"
+        " scaling"),
     *(
         reshard(*request)
         for request in (
@@ -337,422 +283,220 @@ CASES = [
             (2, 2, "true or false"),
         )
     ),
-    refuse(
-        *("resharding", DEBUG, DDP2, {"reshard_after_forward": 2}, ConfigError),
-        "techniques.reshard_after_forward = 2 is about sharded parameters, and ddp has none",
-    ),
-    refuse(
-        *("ddp_fits", DEBUG, Layout(dp_replicate=3, dp_shard=2), {"data_parallel": "ddp"}, ConfigError),
+    refuse("resharding", DEBUG, DDP2, {"reshard_after_forward": 2}, ConfigError,
+        "techniques.reshard_after_forward = 2 is about sharded parameters, and ddp has none"),
+    refuse("ddp_fits", DEBUG, Layout(dp_replicate=3, dp_shard=2), {"data_parallel": "ddp"}, ConfigError,
         "techniques.data_parallel = ddp keeps whole parameters on every rank, but layout.dp_shard = 2 cuts them.",
-        "Set layout.dp_shard = 1 and layout.dp_replicate = 6, or techniques.data_parallel = fully_shard.",
-    ),
-    refuse(
-        *("ddp_fits", of_images, DDP2, {"data_parallel": "ddp", "freeze": (LANGUAGE, "lm_head")}, UnsupportedError),
-        "techniques.data_parallel = ddp with LlavaForConditionalGeneration, of which modules for images alone are",
-    ),
-    refuse(
-        *("ddp_fits", DEBUG, DDP2, {"data_parallel": "ddp", "precision": {"compute": "bf16"}}, UnsupportedError),
+        "Set layout.dp_shard = 1 and layout.dp_replicate = 6, or techniques.data_parallel = fully_shard."),
+    refuse("ddp_fits", of_images, DDP2, {"data_parallel": "ddp", "freeze": (LANGUAGE, "lm_head")}, UnsupportedError,
+        "techniques.data_parallel = ddp with LlavaForConditionalGeneration, of which modules for images alone are"),
+    refuse("ddp_fits", DEBUG, DDP2, {"data_parallel": "ddp", "precision": {"compute": "bf16"}}, UnsupportedError,
         "techniques.precision (mixed) does not go with techniques.data_parallel = ddp; fully_shard does it for",
-        "layout.dp_shard = 1 too. Set techniques.data_parallel = fully_shard.",
-    ),
-    refuse(
-        *("ddp_fits", DEBUG, ONE, {"data_parallel": "ddp", "cpu_offload": True}, UnsupportedError),
-        "techniques.cpu_offload does not go with techniques.data_parallel = ddp",
-    ),
-    refuse(
-        *("async_tensor_fits", DEBUG, Layout(dp_shard=1, tp=2), {"async_tensor_parallel": True}, UnsupportedError),
+        "layout.dp_shard = 1 too. Set techniques.data_parallel = fully_shard."),
+    refuse("ddp_fits", DEBUG, ONE, {"data_parallel": "ddp", "cpu_offload": True}, UnsupportedError,
+        "techniques.cpu_offload does not go with techniques.data_parallel = ddp"),
+    refuse("async_tensor_fits", DEBUG, TP2, {"async_tensor_parallel": True}, UnsupportedError,
         "techniques.async_tensor_parallel = true needs CUDA with symmetric memory (GPUs joined by NVLink), and this"
-        " plan is for cpu.",
-        "Set techniques.async_tensor_parallel = false: the numbers are the same.",
-    ),
-    refuse(
-        *("async_tensor_fits", DEBUG, FSDP2, {"async_tensor_parallel": True}, ConfigError),
+        " plan is for cpu.", "Set techniques.async_tensor_parallel = false: the numbers are the same."),
+    refuse("async_tensor_fits", DEBUG, FSDP2, {"async_tensor_parallel": True}, ConfigError,
         "techniques.async_tensor_parallel = true acts on the tensor axis, and layout.tp = 1. Set it false, or"
-        " layout.tp = 2 or more.",
-    ),
-    refuse(
-        *(
-            "async_tensor_fits",
-            DEBUG,
-            Layout(dp_shard=1, tp=2),
-            {"async_tensor_parallel": True, "sequence_parallel": False},
-            ConfigError,
-        ),
-        "techniques.async_tensor_parallel = true needs cut sequences. Set techniques.sequence_parallel = true",
-    ),
-    refuse(
-        *("postponed_all_reduce", DEBUG, FSDP2, {"sync_grad_accum": "shard"}, ConfigError),
+        " layout.tp = 2 or more."),
+    refuse("async_tensor_fits", DEBUG, TP2,
+        {"async_tensor_parallel": True, "sequence_parallel": False}, ConfigError,
+        "techniques.async_tensor_parallel = true needs cut sequences. Set techniques.sequence_parallel = true"),
+    refuse("postponed_all_reduce", DEBUG, FSDP2, {"sync_grad_accum": "shard"}, ConfigError,
         "techniques.sync_grad_accum = 'shard' postpones the all-reduce over replicas, so it needs layout.dp_replicate"
-        " > 1 with",
-        "fully_shard; here layout.dp_replicate = 1, fully_shard. Use true or false.",
-    ),
+        " > 1 with", "fully_shard; here layout.dp_replicate = 1, fully_shard. Use true or false."),
+    refuse("postponed_all_reduce", DEBUG, DDP2, {"sync_grad_accum": "shard"}, ConfigError,
+        "here layout.dp_replicate = 2, ddp. Use true or false."),
+    refuse("shardable_parameters", scalar, FSDP2, {}, UnsupportedError,
+        "parameter 'scale' has no dims and cannot be sharded; give it the shape (1,)"),
     refuse(
-        *("postponed_all_reduce", DEBUG, DDP2, {"sync_grad_accum": "shard"}, ConfigError),
-        "here layout.dp_replicate = 2, ddp. Use true or false.",
-    ),
-    refuse(
-        *("shardable_parameters", scalar, FSDP2, {}, UnsupportedError),
-        "parameter 'scale' has no dims and cannot be sharded; give it the shape (1,)",
-    ),
-    refuse(
-        *("one_dtype", mixed_block, FSDP2, {}, UnsupportedError),
+        "one_dtype",
+        mixed_block,
+        FSDP2,
+        {},
+        UnsupportedError,
         "parameters 'blocks.1.norm.bias' (bfloat16) and 'blocks.1.norm.weight' (float32) are trained in one module,"
         " blocks.1.norm, and fully_shard gathers a module and reduces its gradients in one dtype. Set"
         " techniques.precision.master = float32 (all weights and",
     ),
-    refuse(
-        *("one_dtype", mixed_rest, FSDP2, {}, UnsupportedError),
+    refuse("one_dtype", mixed_rest, FSDP2, {}, UnsupportedError,
         "parameters 'b.bias' (float64) and 'b.weight' (float32) are trained in one module, b, and fully_shard gathers"
-        " a module and reduces its gradients in one dtype. Set techniques.precision.master = float64",
-    ),
-    refuse(
-        *("rows_stand_alone", MODELS["BatchNorm"], Layout(dp_replicate=2, dp_shard=3), {}, UnsupportedError),
-        "rows of a batch depend on each other in BatchNorm: batch_norm (BatchNorm1d). The 6 data ranks have other"
-        " rows each, so the result",
-        "would be another one than that of one process.",
-    ),
-    refuse(
-        *("rows_stand_alone", batch_norm, FSDP2, {}, UnsupportedError),
-        "rows of a batch depend on each other in Model: norm (BatchNorm1d).",
-    ),
-    refuse(
-        *("rows_stand_alone", MODELS["ByFrequency"], Layout(dp_shard=1, tp=2), {}, UnsupportedError),
+        " a module and reduces its gradients in one dtype. Set techniques.precision.master = float64"),
+    refuse("rows_stand_alone", MODELS["BatchNorm"], Layout(dp_replicate=2, dp_shard=3), {}, UnsupportedError,
+        "rows of a batch depend on each other in BatchNorm: batch_norm (BatchNorm1d). The 6 data ranks have other rows"
+        " each, so the result", "would be another one than that of one process."),
+    refuse("rows_stand_alone", batch_norm, FSDP2, {}, UnsupportedError,
+        "rows of a batch depend on each other in Model: norm (BatchNorm1d)."),
+    refuse("rows_stand_alone", MODELS["ByFrequency"], TP2, {}, UnsupportedError,
         "the gradient of embedding.weight is no sum over tokens (scale_grad_by_freq divides it by how often an id"
-        " stands in the batch)",
-    ),
+        " stands in the batch)"),
     refuse(
-        *("rows_stand_alone", MODELS["Centred"], Layout(dp_shard=1, cp=2), {}, UnsupportedError),
+        "rows_stand_alone",
+        MODELS["Centred"],
+        CP2,
+        {},
+        UnsupportedError,
         "Centred itself. The 2 ranks of layout.cp have other tokens of each row, so the result would be another one",
         "than that of one process. Compute over the features or the tokens of one row (such as LayerNorm, RMSNorm,",
         "GroupNorm), or set layout.cp = 1.",
     ),
-    refuse(
-        *("decisions_are_of_a_row", MODELS["DecidesByLargest"], Layout(dp_shard=2, pp=2), {}, UnsupportedError),
+    refuse("decisions_are_of_a_row", MODELS["DecidesByLargest"], Layout(dp_shard=2, pp=2), {}, UnsupportedError,
         "The 2 data ranks have other rows each, and may decide otherwise than one process. Decide row by row or token"
-        " by token (torch.where), or set layout.dp_shard = 1 and layout.pp = 1.",
-    ),
-    refuse(
-        *("state_stays", MODELS["CountsIds"], FSDP2, {}, UnsupportedError),
-        "a forward of CountsIds keeps state that depends on its rows: seen. The 2 data ranks have other rows each",
-    ),
-    refuse(
-        *("state_stays", MODELS["WarmBlocks"], ONE, {"activation_checkpointing": "full"}, UnsupportedError),
+        " by token (torch.where), or set layout.dp_shard = 1 and layout.pp = 1."),
+    refuse("state_stays", MODELS["CountsIds"], FSDP2, {}, UnsupportedError,
+        "a forward of CountsIds keeps state that depends on its rows: seen. The 2 data ranks have other rows each"),
+    refuse("state_stays", MODELS["WarmBlocks"], ONE, {"activation_checkpointing": "full"}, UnsupportedError,
         "techniques.activation_checkpointing = full calls forwards of WarmBlocks a second time, and they keep state:"
-        " layers.0.calls,",
-        "layers.1.calls, which would be written twice.",
-    ),
-    refuse(
-        *("weights_are_read_only", MODELS["Clipped"], DDP2, {}, UnsupportedError),
-        "a forward of Clipped writes its parameters: embedding.weight.",
-    ),
-    refuse(
-        *("parameters_are_reached", MODELS["ForOneToken"], Layout(dp_shard=1, tp=2), {}, UnsupportedError),
+        " layers.0.calls,", "layers.1.calls, which would be written twice."),
+    refuse("weights_are_read_only", MODELS["Clipped"], DDP2, {}, UnsupportedError,
+        "a forward of Clipped writes its parameters: embedding.weight."),
+    refuse("parameters_are_reached", MODELS["ForOneToken"], TP2, {}, UnsupportedError,
         "only some rows use adapter.weight, adapter.bias of ForOneToken, by a condition on the data, which ranks of"
-        " the tensor axis would",
-        "see on parts of the sequence. Set techniques.sequence_parallel = false.",
-    ),
-    refuse(
-        *("gradients_are_dense", MODELS["SparseGradient"], FSDP2, {}, UnsupportedError),
+        " the tensor axis would", "see on parts of the sequence. Set techniques.sequence_parallel = false."),
+    refuse("gradients_are_dense", MODELS["SparseGradient"], FSDP2, {}, UnsupportedError,
         "the gradient of embedding.weight is a sparse tensor (Embedding(sparse=True)), which no layout can reduce or"
-        " clip.",
-    ),
-    refuse(
-        *("hooks_are_called", MODELS["ClippedByHook"], DDP2, {}, UnsupportedError),
-        "head.weight has a hook on its gradient (register_hook), and it does not add up over ranks.",
-    ),
-    refuse(
-        *("hooks_are_called", MODELS["StepsByHook"], FSDP2, {}, UnsupportedError),
-        "head.weight has a hook that is called once its gradient is there (register_post_accumulate_grad_hook)",
-    ),
-    refuse(
-        *("checkpointing_matches", plain, ONE, {"activation_checkpointing": "full"}, ConfigError),
+        " clip."),
+    refuse("hooks_are_called", MODELS["ClippedByHook"], DDP2, {}, UnsupportedError,
+        "head.weight has a hook on its gradient (register_hook), and it does not add up over ranks."),
+    refuse("hooks_are_called", MODELS["StepsByHook"], FSDP2, {}, UnsupportedError,
+        "head.weight has a hook that is called once its gradient is there (register_post_accumulate_grad_hook)"),
+    refuse("checkpointing_matches", plain, ONE, {"activation_checkpointing": "full"}, ConfigError,
         "techniques.activation_checkpointing = full acts on repeated blocks, and none was found in Linear: put them"
-        " into an",
-        "nn.ModuleList or nn.ModuleDict, each with parameters of its own",
-    ),
-    refuse(
-        *("checkpointing_matches", no_attention, ONE, {"activation_checkpointing": "selective"}, ConfigError),
+        " into an", "nn.ModuleList or nn.ModuleDict, each with parameters of its own"),
+    refuse("checkpointing_matches", no_attention, ONE, {"activation_checkpointing": "selective"}, ConfigError,
         "techniques.activation_checkpointing = selective recomputes attention, but no module of Model inside a"
-        " repeated block",
-        "is called attention. Use full, or name the module *attention*.",
-    ),
-    refuse(
-        *(
-            "checkpointing_matches",
-            no_attention,
-            ONE,
-            {"activation_checkpointing": "every_n", "checkpoint_every": 5},
-            ConfigError,
-        ),
-        "techniques.checkpoint_every = 5 is more than the 1 blocks of Model: none would be recomputed",
-    ),
-    refuse(
-        *("checkpointing_matches", DEBUG, ONE, {"activation_checkpointing": "modules"}, ConfigError),
-        "recomputes the modules of techniques.checkpoint_modules, and none is named. Name some, such as layers.*.",
-    ),
-    refuse(
-        *("checkpointing_matches", DEBUG, ONE, modules("layers.*.feed_foward"), ConfigError),
+        " repeated block", "is called attention. Use full, or name the module *attention*."),
+    refuse("checkpointing_matches", no_attention, ONE, {"activation_checkpointing": "every_n", "checkpoint_every": 5},
+        ConfigError, "techniques.checkpoint_every = 5 is more than the 1 blocks of Model: none would be recomputed"),
+    refuse("checkpointing_matches", DEBUG, ONE, {"activation_checkpointing": "modules"}, ConfigError,
+        "recomputes the modules of techniques.checkpoint_modules, and none is named. Name some, such as layers.*."),
+    refuse("checkpointing_matches", DEBUG, ONE, modules("layers.*.feed_foward"), ConfigError,
         "techniques.checkpoint_modules: 'layers.*.feed_foward' matches no module in the repeated blocks of Decoder."
-        " Did you mean",
-    ),
-    refuse(
-        *("checkpointing_matches", DEBUG, ONE, modules("layers.*", "layers.1.attention"), ConfigError),
+        " Did you mean"),
+    refuse("checkpointing_matches", DEBUG, ONE, modules("layers.*", "layers.1.attention"), ConfigError,
         "'layers.1.attention' matches layers.1.attention, which lies in layers.1 ('layers.*'): it would be recomputed"
-        " twice",
-    ),
+        " twice"),
     refuse(
-        *(
-            "checkpointing_matches",
-            DEBUG,
-            Layout(dp_shard=1, tp=2),
-            modules("layers.*.feed_forward.w_up"),
-            UnsupportedError,
-        ),
+        "checkpointing_matches",
+        DEBUG,
+        TP2,
+        modules("layers.*.feed_forward.w_up"),
+        UnsupportedError,
         "layers.0.feed_forward.w_up is a part of what computes together with layout.tp = 2, and cannot be recomputed"
         " alone.",
     ),
-    refuse(
-        *("checkpointing_keys", FOUR, ONE, {"activation_checkpointing": "full", "checkpoint_every": 3}, ConfigError),
+    refuse("checkpointing_keys", FOUR, ONE, {"activation_checkpointing": "full", "checkpoint_every": 3}, ConfigError,
         "techniques.checkpoint_every acts only with techniques.activation_checkpointing = every_n, and here that is"
-        " full.",
-    ),
-    refuse(
-        *("checkpointing_keys", DEBUG, ONE, {"checkpoint_keep": ["topk"]}, ConfigError),
+        " full."),
+    refuse("checkpointing_keys", DEBUG, ONE, {"checkpoint_keep": ["topk"]}, ConfigError,
         "techniques.checkpoint_keep acts only with techniques.activation_checkpointing = selective_op, and here that"
-        " is none.",
-    ),
+        " is none."),
+    refuse("checkpointing_keys", DEBUG, ONE, {"activation_checkpointing": "every_n", "checkpoint_every": 0},
+        ConfigError, "techniques.checkpoint_every = 0: every n-th one, where n is 1 (every one) or more"),
+    refuse("checkpointing_keys", DEBUG, ONE, {**BUDGET, "activation_memory_budget": 1.0}, ConfigError,
+        "techniques.activation_memory_budget = 1.0: a share of what would be kept, above 0 and below 1"),
+    *(kept(*request) for request in KEPT),
     refuse(
-        *(
-            "checkpointing_keys",
-            DEBUG,
-            ONE,
-            {"activation_checkpointing": "every_n", "checkpoint_every": 0},
-            ConfigError,
-        ),
-        "techniques.checkpoint_every = 0: every n-th one, where n is 1 (every one) or more",
-    ),
-    refuse(
-        *("checkpointing_keys", DEBUG, ONE, {**BUDGET, "activation_memory_budget": 1.0}, ConfigError),
-        "techniques.activation_memory_budget = 1.0: a share of what would be kept, above 0 and below 1",
-    ),
-    *(
-        refuse(
-            "checkpointing_keys",
-            DEBUG,
-            ONE,
-            {"activation_checkpointing": "selective_op", "checkpoint_keep": [word]},
-            kind,
-            said,
-        )
-        for word, kind, said in (
-            (
-                "matmul",
-                ConfigError,
-                "'matmul' is neither a word nor an operator. Did you mean 'matmuls'? Legal: attention, matmuls,",
-            ),
-            ("aten.mm.defoult", ConfigError, "'aten.mm.defoult' is neither a word nor an operator."),
-            ("aten.add_.Tensor", UnsupportedError, "'aten.add_.Tensor' writes into its inputs or gives a view of them"),
-            ("c10d.allreduce_.default", UnsupportedError, "sends into a buffer that it is given. Say collectives,"),
-            ("support.odd:nobody", ConfigError, "cannot import 'support.odd:nobody'"),
-            (
-                "math:pi",
-                ConfigError,
-                "'math:pi' is a float, and not a function of (context, operator, *args, **kwargs)",
-            ),
-        )
-    ),
-    refuse(
-        *(
-            "checkpointing_keys",
-            DEBUG,
-            ONE,
-            {"activation_checkpointing": "selective_op", "checkpoint_keep": []},
-            ConfigError,
-        ),
+        "checkpointing_keys",
+        DEBUG,
+        ONE,
+        {"activation_checkpointing": "selective_op", "checkpoint_keep": []},
+        ConfigError,
         "techniques.checkpoint_keep is empty: nothing would be kept, which is techniques.activation_checkpointing ="
         " full",
     ),
+    refuse("checkpointing_companions", DEBUG, ONE, {"activation_checkpointing": "memory_budget"}, ConfigError,
+        "compiled blocks are needed. Set techniques.compile = true, or use selective_op."),
+    refuse("checkpointing_companions", drops, ONE, BUDGET, UnsupportedError,
+        "techniques.activation_checkpointing = memory_budget: 'blocks.0.drop' drops at random"),
+    refuse("checkpointing_companions", DEBUG, TP2, BUDGET, UnsupportedError,
+        "techniques.activation_checkpointing = memory_budget does not go with layout.tp = 2"),
+    refuse("checkpointing_companions", DEBUG, ONE, {"activation_checkpointing": "offload", "compile": True},
+        UnsupportedError, "techniques.activation_checkpointing = offload does not go with techniques.compile = true"),
+    refuse("checkpointing_companions", DEBUG, TP2, {**BY_OPERATOR, "async_tensor_parallel": True},
+        UnsupportedError, "Leave collectives out of techniques.checkpoint_keep, or set async_tensor_parallel = false."),
+    refuse("compile_matches", plain, ONE, {"compile": True}, ConfigError,
+        "techniques.compile = true acts on repeated blocks, and none was found in Linear"),
+    refuse("something_trains", frozen, ONE, {}, ConfigError,
+        "all 2 parameters of Linear are frozen: nothing would be trained (see techniques.freeze)"),
+    refuse("something_trains", plain, ONE, {"freeze": ["weight", "^bias$"]}, ConfigError,
+        "all 2 parameters of Linear are frozen"),
+    refuse("legal_words", DEBUG, DDP2, Techniques(data_parallel="fsdp"), ConfigError,
+        "techniques.data_parallel = 'fsdp': legal are auto, ddp, fully_shard"),
+    refuse("legal_words", DEBUG, FSDP2, Techniques(sync_grad_accum="shards"), ConfigError,
+        "techniques.sync_grad_accum = 'shards': legal are false, true, shard. Did you mean 'shard'?"),
+    refuse("float8_requested", DEBUG, ONE, {"float8_filter": ["w_down"]}, ConfigError,
+        "techniques.float8_filter leaves layers out of float8, but techniques.float8 = none: leave it out, or set"
+        " that"),
+    refuse("float8_requested", DEBUG, ONE, {"float8": "rowwise", "precision": {"master": "float64"}}, ConfigError,
+        "Set techniques.precision.compute = bfloat16 (or float32, float16), or techniques.float8 = none."),
+    refuse("float8_requested", plain(), ONE, {"float8": "rowwise"}, ConfigError,
+        "techniques.float8 = rowwise acts on repeated blocks, and none was found in Linear"),
     refuse(
-        *("checkpointing_companions", DEBUG, ONE, {"activation_checkpointing": "memory_budget"}, ConfigError),
-        "compiled blocks are needed. Set techniques.compile = true, or use selective_op.",
-    ),
-    refuse(
-        *("checkpointing_companions", drops, ONE, BUDGET, UnsupportedError),
-        "techniques.activation_checkpointing = memory_budget: 'blocks.0.drop' drops at random",
-    ),
-    refuse(
-        *("checkpointing_companions", DEBUG, Layout(dp_shard=1, tp=2), BUDGET, UnsupportedError),
-        "techniques.activation_checkpointing = memory_budget does not go with layout.tp = 2",
-    ),
-    refuse(
-        *(
-            "checkpointing_companions",
-            DEBUG,
-            ONE,
-            {"activation_checkpointing": "offload", "compile": True},
-            UnsupportedError,
-        ),
-        "techniques.activation_checkpointing = offload does not go with techniques.compile = true",
-    ),
-    refuse(
-        *(
-            "checkpointing_companions",
-            DEBUG,
-            Layout(dp_shard=1, tp=2),
-            {**BY_OPERATOR, "async_tensor_parallel": True},
-            UnsupportedError,
-        ),
-        "Leave collectives out of techniques.checkpoint_keep, or set async_tensor_parallel = false.",
-    ),
-    refuse(
-        *("compile_matches", plain, ONE, {"compile": True}, ConfigError),
-        "techniques.compile = true acts on repeated blocks, and none was found in Linear",
-    ),
-    refuse(
-        *("something_trains", frozen, ONE, {}, ConfigError),
-        "all 2 parameters of Linear are frozen: nothing would be trained (see techniques.freeze)",
-    ),
-    refuse(
-        "something_trains",
-        plain,
-        ONE,
-        {"freeze": ["weight", "^bias$"]},
-        ConfigError,
-        "all 2 parameters of Linear are frozen",
-    ),
-    refuse(
-        *("legal_words", DEBUG, DDP2, Techniques(data_parallel="fsdp"), ConfigError),  # type: ignore[arg-type]
-        "techniques.data_parallel = 'fsdp': legal are auto, ddp, fully_shard",
-    ),
-    refuse(
-        *("legal_words", DEBUG, FSDP2, Techniques(sync_grad_accum="shards"), ConfigError),  # type: ignore[arg-type]
-        "techniques.sync_grad_accum = 'shards': legal are false, true, shard. Did you mean 'shard'?",
-    ),
-    refuse(
-        *("float8_requested", DEBUG, ONE, {"float8_filter": ["w_down"]}, ConfigError),
-        "techniques.float8_filter leaves layers out of float8, but techniques.float8 = none: leave it out, or set that",
-    ),
-    refuse(
-        *("float8_requested", DEBUG, ONE, {"float8": "rowwise", "precision": {"master": "float64"}}, ConfigError),
-        "Set techniques.precision.compute = bfloat16 (or float32, float16), or techniques.float8 = none.",
-    ),
-    refuse(
-        *("float8_requested", plain(), ONE, {"float8": "rowwise"}, ConfigError),
-        "techniques.float8 = rowwise acts on repeated blocks, and none was found in Linear",
-    ),
-    refuse(
-        *(
-            "float8_companions",
-            DEBUG,
-            Layout(dp_shard=1, tp=2),
-            {"float8": "rowwise", "async_tensor_parallel": True},
-            UnsupportedError,
-        ),
+        "float8_companions",
+        DEBUG,
+        TP2,
+        {"float8": "rowwise", "async_tensor_parallel": True},
+        UnsupportedError,
         "techniques.float8 = rowwise does not go with techniques.async_tensor_parallel = true, whose products are in"
         " float32.",
     ),
-    refuse(
-        *(
-            "stacked_adapters",
-            STACKED,
-            ONE,
-            {"adapters": {"targets": ["experts.w_gate"]}, "compile": True},
-            UnsupportedError,
-        ),
-        "techniques.compile = true: adapters beside stacked experts",
-    ),
-    refuse(
-        *(
-            "lengths_of_whole_rows",
-            DEBUG,
-            Layout(dp_shard=1, tp=2),
-            {"adapters": {"kind": "dora", "targets": ["head", "wq"]}},
-            UnsupportedError,
-        ),
-        "layout.tp = 2 cuts head, and adapters.kind = dora trains the lengths of its whole rows.",
-    ),
-    refuse(
-        *("quantize_companions", DEBUG, ONE, NF4 | {"float8": "rowwise"}, UnsupportedError),
-        "techniques.quantize_frozen = nf4 does not go with techniques.float8 = rowwise, which rounds the weights of the"
-        " same layers. Set one of them to none.",
-    ),
-    refuse(
-        *(
-            "quantize_companions",
-            replace(DEBUG, dim=128, hidden_dim=256),
-            Layout(dp_shard=1, tp=2),
-            NF4 | {"async_tensor_parallel": True},
-            UnsupportedError,
-        ),
-        "techniques.quantize_frozen = nf4 does not go with techniques.async_tensor_parallel = true",
-    ),
-    refuse(
-        *("quantize_companions", plain(), ONE, {"quantize_frozen": "nf4"}, ConfigError),
-        "techniques.quantize_frozen = nf4 acts on repeated blocks, and none was found in Linear",
-    ),
-    refuse(
-        *("float8_requested", DEBUG, ONE, {"float8_all_gather": True}, ConfigError),
+    refuse("stacked_adapters", STACKED, ONE, {"adapters": {"targets": ["experts.w_gate"]}, "compile": True},
+        UnsupportedError, "techniques.compile = true: adapters beside stacked experts"),
+    refuse("lengths_of_whole_rows", DEBUG, TP2,
+        {"adapters": {"kind": "dora", "targets": ["head", "wq"]}}, UnsupportedError,
+        "layout.tp = 2 cuts head, and adapters.kind = dora trains the lengths of its whole rows."),
+    refuse("quantize_companions", DEBUG, ONE, NF4 | {"float8": "rowwise"}, UnsupportedError,
+        "techniques.quantize_frozen = nf4 does not go with techniques.float8 = rowwise, which rounds the weights of"
+        " the same layers. Set one of them to none."),
+    refuse("quantize_companions", replace(DEBUG, dim=128, hidden_dim=256), TP2,
+        NF4 | {"async_tensor_parallel": True}, UnsupportedError,
+        "techniques.quantize_frozen = nf4 does not go with techniques.async_tensor_parallel = true"),
+    refuse("quantize_companions", plain(), ONE, {"quantize_frozen": "nf4"}, ConfigError,
+        "techniques.quantize_frozen = nf4 acts on repeated blocks, and none was found in Linear"),
+    refuse("float8_requested", DEBUG, ONE, {"float8_all_gather": True}, ConfigError,
         "techniques.float8_all_gather = true gathers the weights of layers in float8, but techniques.float8 = none."
-        " Set",
-    ),
+        " Set"),
     refuse(
-        *(
-            "float8_gathering",
-            DEBUG,
-            Layout(dp_shard=2),
-            {"float8": "rowwise", "float8_all_gather": True},
-            UnsupportedError,
-        ),
+        "float8_gathering",
+        DEBUG,
+        Layout(dp_shard=2),
+        {"float8": "rowwise", "float8_all_gather": True},
+        UnsupportedError,
         "and techniques.float8 = rowwise has one for each row, another in forward than in backward. Set"
         " techniques.float8 = tensorwise",
     ),
     refuse(
-        *(
-            "float8_gathering",
-            DEBUG,
-            Layout(dp_replicate=2, dp_shard=1),
-            {"float8": "tensorwise", "float8_all_gather": True},
-            ConfigError,
-        ),
+        "float8_gathering",
+        DEBUG,
+        Layout(dp_replicate=2, dp_shard=1),
+        {"float8": "tensorwise", "float8_all_gather": True},
+        ConfigError,
         "is about weights that FSDP gathers, and here none are: layout.dp_shard = 1, ddp. Set"
         " techniques.float8_all_gather = false",
     ),
-    refuse(
-        *("float8_gathering", DEBUG, Layout(dp_shard=4)),
-        *({"float8": "tensorwise", "float8_all_gather": True, "reshard_after_forward": 2}, UnsupportedError),
-        "techniques.float8_all_gather = true does not go with techniques.reshard_after_forward = 2",
-    ),
-    refuse(
-        *("legal_words", DEBUG, ONE, Techniques(float8="rowise"), ConfigError),  # type: ignore[arg-type]
+    refuse("float8_gathering", DEBUG, Layout(dp_shard=4),
+        {"float8": "tensorwise", "float8_all_gather": True, "reshard_after_forward": 2}, UnsupportedError,
+        "techniques.float8_all_gather = true does not go with techniques.reshard_after_forward = 2"),
+    refuse("legal_words", DEBUG, ONE, Techniques(float8="rowise"), ConfigError,
         "techniques.float8 = 'rowise': legal are none, tensorwise, rowwise, rowwise_with_gw_hp. Did you mean"
-        " 'rowwise'?",
-    ),
-    refuse(
-        *("optimizer_fits", DEBUG, ONE, {"optimizer_state": "8bit", "precision": {"master": "fp64"}}, UnsupportedError),
+        " 'rowwise'?"),
+    refuse("optimizer_fits", DEBUG, ONE, {"optimizer_state": "8bit", "precision": {"master": "fp64"}}, UnsupportedError,
         "techniques.optimizer_state = 8bit is computed in float32, and trained parameters rest in float64. Set",
-        "techniques.precision.master = float32 (or bfloat16), or optimizer_state = full.",
-    ),
-    refuse(
-        *("optimizer_fits", DEBUG, FSDP2, {"stochastic_rounding": True}, ConfigError),
+        "techniques.precision.master = float32 (or bfloat16), or optimizer_state = full."),
+    refuse("optimizer_fits", DEBUG, FSDP2, {"stochastic_rounding": True}, ConfigError,
         "techniques.stochastic_rounding = true is about weights that rest in bfloat16, and trained ones rest in",
-        "float32. Set",
-        "techniques.precision.master = bfloat16, or leave it out.",
-    ),
-    refuse(
-        *("legal_words", DEBUG, FSDP2, Techniques(cpu_offload="optimiser"), ConfigError),  # type: ignore[arg-type]
-        "techniques.cpu_offload = 'optimiser': legal are false, true, optimizer. Did you mean 'optimizer'?",
-    ),
-    refuse(
-        *("legal_words", DEBUG, ONE, Techniques(optimizer_state="8bits"), ConfigError),  # type: ignore[arg-type]
-        "techniques.optimizer_state = '8bits': legal are full, 8bit, 4bit. Did you mean '8bit'?",
-    ),
-    refuse(
-        *("legal_words", DEBUG, ONE, Techniques(activation_checkpointing="ful"), ConfigError),  # type: ignore[arg-type]
-        "techniques.activation_checkpointing = 'ful': legal are none, full, selective, every_n, modules,"
-        " selective_op, offload,",
-        "memory_budget. Did you mean 'full'?",
-    ),
-]
+        "float32. Set", "techniques.precision.master = bfloat16, or leave it out."),
+    refuse("legal_words", DEBUG, FSDP2, Techniques(cpu_offload="optimiser"), ConfigError,
+        "techniques.cpu_offload = 'optimiser': legal are false, true, optimizer. Did you mean 'optimizer'?"),
+    refuse("legal_words", DEBUG, ONE, Techniques(optimizer_state="8bits"), ConfigError,
+        "techniques.optimizer_state = '8bits': legal are full, 8bit, 4bit. Did you mean '8bit'?"),
+    refuse("legal_words", DEBUG, ONE, Techniques(activation_checkpointing="ful"), ConfigError,
+        "techniques.activation_checkpointing = 'ful': legal are none, full, selective, every_n, modules, selective_op,"
+        " offload,", "memory_budget. Did you mean 'full'?"),
+]  # fmt: skip
 
 
 def attempt(model, layout: Layout, techniques) -> Plan:
@@ -778,11 +522,11 @@ def test_every_rule_is_tried_above():
 LEGAL = [
     (DEBUG, Layout(dp_shard=12), {"reshard_after_forward": 6}),
     (DEBUG, FSDP2, {"reshard_after_forward": False}),
-    (DEBUG, Layout(dp_replicate=2, dp_shard=2), {"sync_grad_accum": "shard"}),
+    (DEBUG, HSDP4, {"sync_grad_accum": "shard"}),
     (DEBUG, DDP2, {"precision": {"compute": "bf16"}}),
     (DEBUG, DDP2, {"zero_stage": 0, "data_parallel": "fully_shard"}),
     (DEBUG, ONE, {"zero_stage": 2}),
-    (DEBUG, Layout(dp_replicate=2, dp_shard=2), {"zero_stage": 2, "sync_grad_accum": True}),
+    (DEBUG, HSDP4, {"zero_stage": 2, "sync_grad_accum": True}),
     (DEBUG, Layout(dp_shard=12), {"zero_stage": 3, "reshard_after_forward": 6}),
     (DEBUG, ONE, {"cpu_offload": True}),
     (DEBUG, DDP2, {"data_parallel": "fully_shard", "cpu_offload": True}),
@@ -792,7 +536,7 @@ LEGAL = [
     (scalar, DDP2, {}),
     (batch_norm, ONE, {}),
     (no_attention, FSDP2, {"activation_checkpointing": "full", "compile": True}),
-    (DEBUG, Layout(dp_shard=1, tp=2), modules("layers.0", "layers.1.feed_forward")),
+    (DEBUG, TP2, modules("layers.0", "layers.1.feed_forward")),
     (DEBUG, ONE, {**BY_OPERATOR, "checkpoint_keep": ["topk", "aten.mm", "torch.ops.aten.bmm.default", "copy:copy"]}),
     (DEBUG, FSDP2, BUDGET),
     (MODELS["FrozenBatchNorm"], DDP2, {}),
@@ -888,17 +632,13 @@ HSDP = Layout(dp_replicate=2, dp_shard=3)
         (Batch(0, 16), "batch: 0 rows of 16 tokens, 0 rows per forward: sizes start at 1"),
         (Batch(6, 0), "batch: 6 rows of 0 tokens"),
         (Batch(6, 16, -1), "-1 rows per forward"),
-        (
-            Batch(6, 257),
-            "data.seq_len = 257 is longer than the model's maximum, model.max_seq_len = 256. Lower data.seq_len",
-        ),
-        (
-            Batch(6, 16, vocab_size=300),
-            "the tokenizer has 300 token ids, the model only model.vocab_size = 256: ids from 256 up",
-        ),
+        (Batch(6, 257),
+            "data.seq_len = 257 is longer than the model's maximum, model.max_seq_len = 256. Lower data.seq_len"),
+        (Batch(6, 16, vocab_size=300),
+            "the tokenizer has 300 token ids, the model only model.vocab_size = 256: ids from 256 up"),
         (Batch(6, 16, vocab_size=300), "Set model.vocab_size = 300"),
     ],
-)
+)  # fmt: skip
 def test_a_batch_that_does_not_fit_is_refused(batch, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
         plan(DEBUG, HSDP, batch=batch, cluster=Cluster(6))
