@@ -236,6 +236,7 @@ def block_activations(block: BlockShape, job: Job) -> float:
     wide = tokens * block.hidden / (layout.tp if run.sequence_parallel else 1)
     cut = tokens / layout.tp
     cheap = 0.0 if run.recompute == "modules" else 1.0  # outputs of norms and activations
+    gates = 2 if run.fused else 3  # both projections, and what the activation function gives to its own kernel
     saved = 2 * wide * b + cheap * 2 * wide * entering
     if block.dropout:
         saved += 2 * wide  # masks
@@ -245,17 +246,18 @@ def block_activations(block: BlockShape, job: Job) -> float:
     if core is not None and run.recompute == "latents":  # what projects up to queries, keys and values
         ranks = {p.depth for p in block.products if p.attends and p.cut == "column" and p.depth != block.hidden}
         saved += tokens * sum(ranks) * b
-    elif core is not None and run.recompute not in ("core", "selective"):
+    elif core is not None and run.recompute != "selective":
         saved += cut * (core.heads * core.key_dim + core.kv_heads * (core.key_dim + core.value_dim)) * b
-        if run.attention == "unfused":
+        if run.attention == "unfused" and run.recompute != "core":
             scores = job.microbatch * core.heads / layout.tp * job.seq_len / layout.cp * job.seq_len
-            saved += scores * (2 * b + (1 + b if block.dropout else 0))
-    saved += cut * block.width * ((2 if block.gated else 1) * b + cheap * entering)
+            backward = b if run.recompute == "full" else 0.0  # a gradient of theirs, while a block is computed again
+            saved += scores * (b + (1 + b if block.dropout else 0) + backward)
+    saved += cut * block.width * ((gates if block.gated else 1) * b + cheap * entering)
     if block.experts:
         copies = job.expert_copies(block) * run.imbalance
         returned = 0.0 if run.mixture.weighs_inside else b
-        saved += copies * (block.hidden * (returned + entering) + block.experts.width * (2 * b + cheap * entering))
-        saved += cut * sum(product.columns for product in block.experts.shared[:1]) * (b + cheap * entering / 2)
+        saved += copies * (block.hidden * (returned + entering) + block.experts.width * (gates * b + cheap * entering))
+        saved += cut * sum(product.columns for product in block.experts.shared[:1]) * (gates * b + cheap * entering) / 2
     if run.fused:
         return saved
     return saved * (block.eager_recomputed if run.recompute == "selective" else block.eager)
