@@ -239,6 +239,9 @@ def compare(drawn: Drawn) -> tuple[int, RankMemory, RankMemory, str]:
         for watch in watches:
             with Unhurried(), watch:
                 laid.forward_backward(batch)
+                if not planned.optimizer.needs_torchao:
+                    laid.optimizer_step(optimizer)
+            if planned.optimizer.needs_torchao:  # its compiled step does not run while operators are watched
                 laid.optimizer_step(optimizer)
     rank = get_pp_rank(laid.mesh)
     return rank, RankMemory(*least_of(watches)), estimate.of(rank), estimate.why_not
