@@ -3,12 +3,13 @@
     python benchmarks/foresight.py [FILE…] [--json OUT] [--rows] [--fit] [--hold-out]
 
 A FILE has the columns of ``published/published.csv``; the default are this one, which constants of time were fitted to,
-and ``published/states.csv``, whose rows were read for what systems hold in memory. Each row becomes a job of
-``meshwright.simulation``, or is excluded by a rule that does not look at its forecast (``published/rows.py``). The
-median and 90th percentile of the absolute error are printed by source and by class, with Kendall's tau within a source,
-model and number of GPUs, and the errors of memory. ``--rows`` lists every row; ``--json`` writes what is foreseen of
-each; ``--fit`` prints for each card and dtype the efficiency of products that would make the median error zero;
-``--hold-out`` fits these to all sources, releases or models but one, and prints the errors of the one left out.
+``published/states.csv``, whose rows were read for what systems hold in memory, and ``published/unseen.csv``, to which
+nothing was fitted. Each row becomes a job of ``meshwright.simulation``, or is excluded by a rule that does not look at
+its forecast (``published/rows.py``). The median and 90th percentile of the absolute error are printed by source and by
+class, with Kendall's tau within a source, model and number of GPUs, and the errors of memory. ``--rows`` lists every
+row; ``--json`` writes what is foreseen of each; ``--fit`` prints for each card and dtype the efficiency of products
+that would make the median error zero; ``--hold-out`` fits these to all sources, releases or models but one, and prints
+the errors of the one left out.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 
 from published.fit import Measured, fitted, held_out
-from published.rows import HERE, Excluded, Row, job_of, number, read_rows, same_quantity
+from published.rows import HERE, Excluded, Row, job_of, memory_of, number, read_rows, same_quantity
 
 from meshwright.simulation.job import Job
 from meshwright.simulation.step_memory import StepMemory, step_memory
@@ -52,8 +54,13 @@ class Foreseen:
 
     @property
     def memory_error(self) -> float:
-        found, measured = same_quantity(self.row, self.memory)
+        found, measured = same_quantity(self.row, self.stated)
         return found / measured - 1
+
+    @cached_property
+    def stated(self) -> StepMemory:
+        """The memory of the rank that the row is about."""
+        return memory_of(self.row, self.job)
 
     @property
     def fits(self) -> bool:
@@ -73,7 +80,7 @@ class Foreseen:
             "step_s": self.time.seconds,
             "tok_s_gpu": tokens / self.time.seconds,
             "tflops_gpu": _flops_per_token(self) * tokens / self.time.seconds / 1e12,
-            "mem_gb": same_quantity(self.row, self.memory)[0] / GB,
+            "mem_gb": same_quantity(self.row, self.stated)[0] / GB,
             "fits": self.fits,
         }
 
@@ -107,7 +114,9 @@ def _flops_per_token(found: Foreseen) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", type=Path, default=[HERE / "published.csv", HERE / "states.csv"])
+    parser.add_argument(
+        "files", nargs="*", type=Path, default=[HERE / f"{name}.csv" for name in ("published", "states", "unseen")]
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rows", action="store_true")
     parser.add_argument("--fit", action="store_true")
@@ -123,12 +132,18 @@ def main() -> int:
     _print_errors("source", timed, lambda one: f"{one.row['source']}, {one.kind}")
     _print_errors("class", timed, lambda one: one.kind)
     _print_ranking(timed)
+    _print_errors(
+        "source, memory",
+        [one for one in whole if number(one.row["mem_per_gpu"])],
+        lambda one: one.row["source"],
+        "memory_error",
+    )
     _print_memory(whole)
     if asked.rows:
         for one in whole:
             if number(one.row["mem_per_gpu"]):
-                found, measured = same_quantity(one.row, one.memory)
-                parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in one.memory.parts().items())
+                found, measured = same_quantity(one.row, one.stated)
+                parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in one.stated.parts().items())
                 print(
                     f"{one.row['id']} {one.row['source'][:20]:20} {one.row['model']:<16} {measured / GB:6.1f} GB"
                     f" {found / GB:6.1f} GB {one.memory_error:+6.1%}  {one.job.layout}; {parts}"
@@ -159,11 +174,11 @@ def _print_excluded(rows: Sequence[Row], found: Sequence[Foreseen | Excluded]) -
         print(f"  {count:4}  {reason}")
 
 
-def _print_errors(by: str, timed: Iterable[Foreseen], key) -> None:
+def _print_errors(by: str, rows: Iterable[Foreseen], key, error: str = "error") -> None:
     groups: dict[str, list[float]] = defaultdict(list)
-    for one in timed:
-        groups[key(one)].append(one.error)
-    print(f"\nerrors of step time by {by}\n{'':64} rows  median  signed     90%")
+    for one in rows:
+        groups[key(one)].append(getattr(one, error))
+    print(f"\n{'memory' if error != 'error' else 'step time'}: errors by {by}\n{'':64} rows  median  signed     90%")
     for name, errors in sorted(groups.items()):
         sizes = sorted(map(abs, errors))
         middle, tail = statistics.median(errors), _ninetieth(sizes)

@@ -1,11 +1,14 @@
 """Compare the memory estimates of random legal layouts with the memory of real runs over gloo, storage by storage.
 
-    python benchmarks/memory_layouts.py [--layouts 80] [--seed 0] [--only NUMBER] [--rows] [--resident]
+    python benchmarks/memory_layouts.py [--layouts 80] [--seed 0] [--only NUMBER] [--rows] [--tuning] [--resident]
 
 Each layout is drawn from models, axis sizes and techniques, kept if the rules allow it, estimated by the dry run, and
 run on one, two or four processes. Found is the peak of a whole third step, optimizer included, by the account of
 storages. Routers of our decoder choose experts in turn, as the estimate assumes. Exit status 1: an error above 3 %, a
 median above 1 %, or a layout without an estimate.
+
+With ``--tuning`` the steps are those of fine-tuning: adapters (LoRA, DoRA), bases in 4 bits, pairs of answers with a
+reference, optimizer state in 8 bits or in host memory, averages of the steps.
 
 With ``--resident`` a larger model's estimates in a few layouts are compared with the most pages that a process had
 resident: allocator, messages and temporary buffers included.
@@ -14,28 +17,32 @@ resident: allocator, messages and temporary buffers included.
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from drawn import Drawn, draw
 
+from meshwright.core.errors import MeshwrightError
 from meshwright.distributed.process.workers import WorkerPool
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.planning.layout import Layout
 from meshwright.planning.memory import RankMemory
+from meshwright.planning.values import Batch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # support
 
 MEDIAN, MOST = 0.01, 0.03
-WORLDS = (1, 2, 2, 4, 4, 4)
 VOCABULARY, SEQ = 1003, 96
 DENSE = DecoderConfig(VOCABULARY, 96, 4, n_heads=8, n_kv_heads=4, hidden_dim=200, max_seq_len=SEQ)
+TUNED = ("dense", "llama", "gpt2")
+"""Models of fine-tuning."""
 MODELS: dict[str, Any] = {
     "dense": DENSE,
     "tied": replace(DENSE, tied_embeddings=True, qk_norm=True),
@@ -69,12 +76,66 @@ SWITCHES: dict[str, list[dict[str, Any]]] = {
     "freeze": [{}, {}, {}, {"freeze": ("embedding", r"layers\.0\.")}],
     "optimizer": [{}, {}, {"optimizer": "sgd"}],
 }
+TUNING: dict[str, list[dict[str, Any]]] = {
+    **{key: SWITCHES[key] for key in ("precision", "recompute", "loss", "shards", "sequence", "schedule")},
+    "adapters": [{}, *({"adapters": {"kind": kind, "rank": 4}} for kind in ("lora", "lora", "dora", "rslora"))],
+    "base": [{}, {"quantize_frozen": "nf4"}],
+    "state": [{}, {}, {"optimizer_state": "8bit"}, {"cpu_offload": "optimizer"}, {"cpu_offload": True}],
+    "optimizer": [{}, {}, {"optimizer": "schedule_free_adamw"}],
+}
+"""Switches of fine-tuning."""
+SAID_OF = {"schedule": "pp", "sequence": "tp", "method": "cp"}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A layout to compare: a model's name, sizes of axes, techniques, and a rank's step."""
+
+    model: str
+    layout: Layout
+    techniques: dict[str, Any]
+    microbatches: int
+    rows: int = 2
+    pairs: bool = False
+
+    @property
+    def batch(self) -> Batch:
+        data = self.layout.dp_replicate * self.layout.dp_shard
+        return Batch(self.rows * self.microbatches * data, SEQ, self.rows, VOCABULARY, self.pairs)
+
+    def __str__(self) -> str:
+        axes = ", ".join(f"{name} {size}" for name, size in vars(self.layout).items() if size > 1) or "one process"
+        said = ", ".join(f"{key} {value}" for key, value in self.techniques.items())
+        pairs = "; pairs" * self.pairs
+        return f"{self.model}; {axes}; {self.microbatches} microbatches{pairs}{'; ' + said if said else ''}"
+
+    @property
+    def facts(self) -> Any:
+        """Facts of the model, with adapters where they are requested."""
+        kind = self.techniques.get("adapters", {}).get("kind", "")
+        return facts_of(self.model, kind)
+
+    @property
+    def beside(self) -> dict[str, Any]:
+        """Techniques but adapters, which the facts have already."""
+        return {key: value for key, value in self.techniques.items() if key != "adapters"}
 
 
 def made(name: str) -> Any:
     """Return the config of a model."""
     model = MODELS[name]
     return family(model) if isinstance(model, str) else model
+
+
+@cache
+def facts_of(name: str, adapters: str) -> Any:
+    """Return the facts of a model, with adapters of a kind where one is given."""
+    from meshwright.introspection.adapter_request import Adapters
+    from meshwright.introspection.facts import model_facts
+    from meshwright.introspection.source import as_module, with_adapters
+
+    request = Adapters(kind=adapters, rank=4) if adapters else None  # type: ignore[arg-type]
+    return model_facts(as_module(with_adapters(made(name), request)))
 
 
 def family(name: str) -> Any:
@@ -92,6 +153,44 @@ def family(name: str) -> Any:
     return CausalLM(AutoConfig.for_model(name, **sizes, **heads))
 
 
+def draw(number: int, seed: int, *, tuning: bool = False) -> list[Drawn]:
+    """Draw layouts that the rules allow."""
+    from meshwright.planning.build import plan
+
+    generator, drawn = random.Random(seed), []
+    while len(drawn) < number:
+        one = _drawn(generator, TUNING if tuning else SWITCHES, pairs=tuning)
+        try:
+            plan(one.facts, one.layout, techniques=one.beside, batch=one.batch)
+        except MeshwrightError:
+            continue
+        if str(one) not in map(str, drawn):
+            drawn.append(one)
+    return drawn
+
+
+def _drawn(generator: random.Random, switches: dict[str, list[dict[str, Any]]], *, pairs: bool) -> Drawn:
+    world = generator.choice((1, 2, 2, 4, 4, 4))
+    sizes = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp"), 1)
+    while world > 1:
+        sizes[generator.choice(list(sizes))] *= 2
+        world //= 2
+    model = generator.choice(TUNED if pairs else list(MODELS))
+    inner = sizes["dp_shard"] * sizes["cp"] * sizes["tp"]
+    is_sparse = isinstance(MODELS[model], DecoderConfig) and MODELS[model].moe is not None
+    ep = generator.choice((1, 2)) if is_sparse and inner > 1 else 1
+    techniques: dict[str, Any] = {}
+    for factor, choices in switches.items():
+        if factor not in SAID_OF or sizes[SAID_OF[factor]] > 1:
+            techniques |= generator.choice(choices)
+    if "quantize_frozen" in techniques and "adapters" not in techniques:
+        del techniques["quantize_frozen"]
+    microbatches = generator.choice((1, 2, 4) if sizes["pp"] == 1 else (4, 8))
+    return Drawn(
+        model, Layout(**sizes, ep=ep), techniques, microbatches, pairs=pairs and generator.choice((True, False))
+    )
+
+
 # --- one rank
 
 
@@ -105,25 +204,32 @@ def compare(drawn: Drawn) -> tuple[int, RankMemory, RankMemory, str]:
     """Return this rank's pipeline rank, the memory that a later step holds, the estimate, and what is not known."""
     from support.unhurried import Unhurried, least_of
 
+    from meshwright.core.losses import PreferenceLoss
     from meshwright.distributed.memory.account import MemoryAccount, dims_of_logits
-    from meshwright.distributed.memory.dry_run import estimate_memory
+    from meshwright.distributed.memory.dry_run import default_optimizer, estimate_memory
     from meshwright.distributed.mesh import get_pp_rank
     from meshwright.distributed.parallelize import parallelize
-    from meshwright.introspection.facts import model_facts
-    from meshwright.introspection.source import as_module
     from meshwright.models.layers import Router
     from meshwright.planning.build import plan
+    from meshwright.training.optimizer import make_optimizer
 
-    source = made(drawn.model)
-    facts = model_facts(as_module(source))
-    planned = plan(facts, drawn.layout, techniques=drawn.techniques, batch=drawn.batch)
-    estimate = estimate_memory(facts, planned, drawn.batch, keys=("tokens", "labels", *keys_of(drawn)))
+    planned = plan(drawn.facts, drawn.layout, techniques=drawn.beside, batch=drawn.batch)
+    estimate = estimate_memory(drawn.facts, planned, drawn.batch, keys=("tokens", "labels", *keys_of(drawn)))
     laid = parallelize(
-        source, drawn.layout if drawn.layout.world > 1 else None, plan=planned, microbatch_rows=drawn.rows
+        made(drawn.model),
+        drawn.layout if drawn.layout.world > 1 else None,
+        techniques=drawn.techniques,
+        microbatch_rows=drawn.rows,
+        loss_fn=PreferenceLoss() if drawn.pairs else None,
     )
-    row = planned.optimizer.row
-    optimizer = getattr(torch.optim, row.title)([p for p in laid.parameters() if p.requires_grad], lr=1e-3)
+    optimizer: Any = default_optimizer(laid)
+    if planned.optimizer.needs_torchao:
+        trained = [{"params": [p for p in laid.parameters() if p.requires_grad]}]
+        named = list(laid.named_parameters())
+        optimizer = make_optimizer(trained, lr=1e-3, plan=planned.optimizer, named_parameters=named).optimizer
     batch = _own_rows(drawn)
+    if drawn.pairs and laid.reference_refusal:  # without adapters, what the reference gives comes with the rows
+        batch["reference_log_probs"] = torch.zeros(len(batch["tokens"]), dtype=torch.float64)
     with patch.object(Router, "_choose", _in_turn):
         for _ in range(2):  # DDP's buckets are in their order then
             laid.forward_backward(batch)
@@ -133,6 +239,9 @@ def compare(drawn: Drawn) -> tuple[int, RankMemory, RankMemory, str]:
         for watch in watches:
             with Unhurried(), watch:
                 laid.forward_backward(batch)
+                if not planned.optimizer.needs_torchao:
+                    laid.optimizer_step(optimizer)
+            if planned.optimizer.needs_torchao:  # its compiled step does not run while operators are watched
                 laid.optimizer_step(optimizer)
     rank = get_pp_rank(laid.mesh)
     return rank, RankMemory(*least_of(watches)), estimate.of(rank), estimate.why_not
@@ -183,7 +292,7 @@ def compare_resident(layout: Layout, techniques: dict[str, Any]) -> tuple[int, i
     from meshwright.introspection.source import as_module
     from meshwright.planning.build import plan
 
-    drawn = Drawn("large", layout, techniques, 2 if layout.pp == 1 else 4, SEQ)
+    drawn = Drawn("large", layout, techniques, 2 if layout.pp == 1 else 4)
     batch = replace(drawn.batch, seq_len=LARGE.max_seq_len)
     facts = model_facts(as_module(LARGE))
     planned = plan(facts, layout, techniques=techniques)
@@ -257,17 +366,19 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, default=-1)
     parser.add_argument("--rows", action="store_true", help="print each rank's bytes by kind")
+    parser.add_argument("--tuning", action="store_true", help="draw steps of fine-tuning")
     parser.add_argument("--resident", action="store_true", help="compare resident pages instead")
     arguments = parser.parse_args()
     if arguments.resident:
         with WorkerPool(2, threads=1) as workers:
             return resident(workers)
-    models = {name: made(name) for name in MODELS}
-    drawn = draw(arguments.layouts, arguments.seed, models, SWITCHES, lambda g, _: g.choice(WORLDS), seq=SEQ)
+    drawn = draw(arguments.layouts, arguments.seed, tuning=arguments.tuning)
     drawn = drawn if arguments.only < 0 else drawn[arguments.only : arguments.only + 1]
     with WorkerPool(4, threads=1) as workers:
         return run(
-            lambda one: workers.run(compare, one, world=one.layout.world, timeout=300), drawn, shows_rows=arguments.rows
+            lambda one: workers.run(compare, one, world=one.layout.world, timeout=300),
+            drawn,
+            shows_rows=arguments.rows,
         )
 
 

@@ -12,8 +12,8 @@ from typing import Literal
 
 from meshwright.planning.layout import Layout
 from meshwright.simulation.cards import Machines, device, link, sheets
-from meshwright.simulation.job import Architecture, Execution, Job, MixtureRun, blocks_of_size
-from meshwright.simulation.step_memory import StepMemory, step_memory
+from meshwright.simulation.job import Architecture, BlockShape, Execution, Job, MixtureRun, blocks_of_size
+from meshwright.simulation.step_memory import SavedBytes, StepMemory, rank_memory, step_memory
 
 from .recipes import with_recipe
 from .shapes import decoder_block, public_shape
@@ -24,6 +24,12 @@ CARDS = (
     *("GB300", "GB200", "B300", "B200", "H200", "H100", "H800", "A100", "A800", "V100", "L40S", "A6000", "A10G", "L4"),
     *("5090", "4090", "3090", "MI300X"),
 )
+
+
+def memory_of(row: Row, job: Job) -> StepMemory:
+    """Forecast the bytes of the rank whose memory a row states; of the fullest where it names none."""
+    said = f"{row['mem_unit']} {row['other']}"
+    return rank_memory(job, 0, SavedBytes(job)) if "logged by the first stage" in said else step_memory(job)
 
 
 def same_quantity(row: Row, foreseen: StepMemory) -> tuple[float, float]:
@@ -114,12 +120,29 @@ def _cuts(row: Row, blocks: int, stages: int) -> tuple[tuple[int, int], ...]:
     ``account_for_embedding_in_pipeline_split`` and its sister, DeepSpeed's ``type:transformer|embedding``). Of DeepSeek
     V3 and Kimi K2, Megatron-Bridge's layouts have stages of one size, and on the last one what is left.
     """
+    if stages > 1 and "nanotron" in row["source"]:
+        return _cuts_of_nanotron(row, blocks, stages)
     if stages == 1 or blocks % stages == 0:
         return ()
     if row["model"].startswith(("DeepSeekV3", "Kimi")):
         return blocks_of_size(blocks, stages)
     size, rest = divmod(blocks + 2, stages)
     return () if rest else tuple(pairwise((0, *(size * (stage + 1) - 1 for stage in range(stages - 1)), blocks)))
+
+
+def _cuts_of_nanotron(row: Row, blocks: int, stages: int) -> tuple[tuple[int, int], ...]:
+    """Return the stages of Nanotron, each up to the block with which its share of the products is exceeded.
+
+    The head counts as a block, by its elements (``build_model``, ``get_block_compute_costs``).
+    """
+    hidden = number(row["hidden"])
+    costs = [*[4 * hidden**2 + 3 * hidden * number(row["ffn"])] * blocks, hidden * number(row["vocab"])]
+    ends, done, whole = [], 0.0, sum(costs)
+    for block, cost in enumerate(costs[:-1]):
+        done += cost
+        if done > whole * (len(ends) + 1) / stages and len(ends) < stages - 1:
+            ends.append(block + 1)
+    return tuple(pairwise((0, *ends, *[blocks] * (stages - len(ends)))))
 
 
 def with_least_recomputation(job: Job) -> Job:
@@ -141,6 +164,8 @@ def _left_out(row: Row) -> str:
         return "the lengths of the sequences are not stated (unpadded)"
     if _contradicts_itself(row):
         return "its step time and its TFLOP/s differ by more than 1.5 times, by its own formula"
+    if "packed experts" in text and number(row["tp"], 1) > 1:
+        return "experts that are whole on each rank of the tensor axis, which no layout here describes"
     if not seq_len(row):
         return "the length of the sequences is not stated"
     if re.search(r"o(pt|ptimizer) offl y|par offl y|offload true|cpu offload of (param|opt)", text):
@@ -183,6 +208,8 @@ def _architecture(row: Row) -> Architecture | None:
         block = decoder_block(hidden, heads, kv_heads, ffn, gated=gated, dropout=old)
         tied = not gated
         found.append(Architecture(row["model"], (block,) * layers, vocab, tied, 2048 if not gated else 0))
+    if "swiglu" in row["other"].lower():
+        return replace(found[1], tied=" tied" in row["other"])
     if params and ffn != 4 * hidden:
         return min(found, key=lambda model: abs(model.elements - params))
     return found[0] if ffn >= 4 * hidden else found[1]
@@ -239,6 +266,8 @@ def _layout(row: Row) -> Layout | None:
     shard = min(data, int(number(row["shard"], data)) or data)
     shard = shard if data % shard == 0 else data
     ep = int(number(row["ep"], 1)) or 1
+    if "kempner" in row["source"].lower():  # its axis of experts stands beside that of shards
+        shard *= ep
     return Layout(pp, data // shard, shard, cp, tp, ep)
 
 
@@ -299,12 +328,11 @@ def _execution(row: Row, layout: Layout) -> Execution:
         run,
         attention="flash2" if "H100" in row["system"] or "A100" in row["system"] else "fused",
         copy_bytes=2.0 if zero < 3 else 0.0,
-        # nanotron keeps bf16 gradients beside the sums in fp32, and its loss computes in fp32
+        # a backward of nanotron's makes bf16 gradients beside the sums in fp32
         gradient_bytes=6.0 if "nanotron" in source else run.gradient_bytes,
-        logits_copies=3.0 if "nanotron" in source else run.logits_copies,
         stages_per_rank=_stages_per_rank(row, layout),
         sequence_parallel=row["sp"].lower() not in ("0", "no", "false", "off"),
-        fused=True,
+        fused="nanotron" not in source,
     )
 
 
@@ -323,8 +351,8 @@ def _of_torch(row: Row, run: Execution, layout: Layout) -> Execution:
     run = replace(run, frees_gradients=True)
     run = replace(run, reduces_each="accumulate whole" not in text and layout.pp == 1, gathers_each=layout.pp == 1)
     run = replace(run, offloads="activation offload" in text)
-    if run.recompute == "full" and "selective" in text:  # every second product is kept, and attention
-        run = replace(run, recomputed=0.5)
+    if "kempner" in text and (layout.pp > 1 or "experts" in text):  # tensor_parallel.py: no SequenceParallel
+        run = replace(run, sequence_parallel=False)
     if "cross entropy of bf16 logits" in text or "kempner" in text:  # the log-probabilities and both gradients too
         run = replace(run, logits_copies=2.0 * layout.tp)  # gathered over tp
     if re.search(r"bf16[- ](true|states)", text):  # nothing is kept in fp32
@@ -343,7 +371,11 @@ def _of_torch(row: Row, run: Execution, layout: Layout) -> Execution:
 
 def _with_model(row: Row, run: Execution, model: Architecture) -> Execution:
     """Return the execution with what depends on the model: which weights are trained, and how the others rest."""
-    text = words(row)
+    text, experts = words(row), model.blocks[0].experts
+    if "packed experts" in text and experts:  # rows padded to the fullest expert's; the page states a balance near 0
+        run = replace(run, imbalance=experts.number / experts.top_k)
+    if run.recompute == "full" and "selective" in text:
+        run = replace(run, recomputed=_recomputed_by_operators(run, model.blocks[0]))
     if "step in backward" in text:  # one gradient at a time, the largest of them the embedding's
         run = replace(run, gradient_bytes=0.0, buffers_bytes=model.embedding_elements * run.compute_bytes)
     if not re.search("lora|adapter", text):
@@ -356,6 +388,19 @@ def _with_model(row: Row, run: Execution, model: Architecture) -> Execution:
         mean = (packed * (model.elements - ends) + 2 * ends) / model.elements
         run = replace(run, weight_bytes=mean, gather_bytes=mean)
     return run
+
+
+def _recomputed_by_operators(run: Execution, block: BlockShape) -> float:
+    """Return the fraction of a block's bytes that torchtitan computes again where it keeps each second product.
+
+    Kept are the block's input, queries, values, what attention gives, a gate and what the block's last product gives.
+    """
+    core, hidden = block.attention, block.hidden
+    assert core is not None
+    kept = core.heads * (core.key_dim + core.value_dim) + core.kv_heads * core.value_dim + block.width + hidden
+    gates = (3 if run.fused else 4) * block.width
+    saved = core.heads * (core.key_dim + core.value_dim) + core.kv_heads * (core.key_dim + core.value_dim) + gates
+    return 1 - kept / (saved + 3 * hidden)
 
 
 def _dispatch(row: Row) -> Literal["copies", "tokens"]:

@@ -24,7 +24,7 @@ from meshwright.simulation.answer import open_works, words
 from meshwright.simulation.cards import Group, card_names, device, link_across, machines
 from meshwright.simulation.job import Architecture, Execution, Job, even_cuts
 from meshwright.simulation.search import FRONT, Pin, meshes, microbatches, recomputations, schedules, search
-from meshwright.simulation.step_memory import step_memory
+from meshwright.simulation.step_memory import block_activations, step_memory
 from meshwright.simulation.step_time import step_time
 from meshwright.training.config import Config
 from meshwright.training.throughput import peak_flops
@@ -53,10 +53,31 @@ def test_cards_have_the_peaks_by_which_runs_are_judged(name):
 
 
 def test_recomputing_attention_modules_costs_more_and_saves_more_than_their_core():
-    none, core, module = (replace(job(), execution=Execution(recompute=mode)) for mode in ("none", "core", "selective"))
+    modes = [Execution(recompute=mode, attention="unfused") for mode in ("none", "core", "selective")]
+    none, core, module = (replace(job(), execution=mode) for mode in modes)
     seconds = [step_time(one).seconds for one in (none, core, module)]
     sizes = [step_memory(one).activations for one in (none, core, module)]
     assert seconds == sorted(set(seconds)) and sizes == sorted(set(sizes), reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("tp", "cuts_norms", "recompute", "each"),
+    [
+        (1, False, "none", lambda scores, t: 34 + scores),
+        (8, False, "none", lambda scores, t: 10 + 24 / t + scores / t),
+        (8, True, "none", lambda scores, t: 34 / t + scores / t),
+        (8, True, "core", lambda scores, t: 34 / t),
+    ],
+)
+def test_a_block_saves_what_the_paper_that_counted_it_says(tp, cuts_norms, recompute, each):
+    """arXiv 2205.05198, equations 1 to 6: bytes over sequence, rows and features, with 5as/h of attention's scores."""
+    heads, hidden, length, rows = 96, 12288, 2048, 2
+    block = decoder_block(hidden, heads, heads, 4 * hidden, gated=False, dropout=True)
+    run = Execution(attention="unfused", fused=True, sequence_parallel=cuts_norms, recompute=recompute)
+    model, layout = Architecture("GPT", (block,), 51200), Layout(dp_shard=1, tp=tp)
+    one = Job(model, layout, length, rows, rows, run, machines("a100", tp))
+    scores = 5 * heads * length / hidden
+    assert block_activations(block, one) == pytest.approx(length * rows * hidden * each(scores, tp))
 
 
 def test_products_never_beat_the_data_sheet_and_small_ones_are_slower():
@@ -220,6 +241,19 @@ def test_memory_that_others_measured_is_foreseen(published):
 def test_what_systems_hold_in_memory_is_foreseen_by_what_they_do(foreseen, source, median, most):
     errors = [abs(one.memory_error) for one in foreseen("states.csv") if one.row["source"] == source]
     assert len(errors) > 10 and statistics.median(errors) <= median and max(errors) <= most
+
+
+@pytest.mark.parametrize(
+    ("source", "median", "most"),
+    [
+        ("nanotron best configurations", 0.12, 0.3),
+        ("KempnerForge config validation", 0.12, 0.15),
+        ("KempnerForge mixtures", 0.26, 0.3),
+    ],
+)
+def test_memory_of_rows_that_nothing_was_fitted_to_is_foreseen(foreseen, source, median, most):
+    errors = [abs(one.memory_error) for one in foreseen("unseen.csv") if one.row["source"] == source]
+    assert len(errors) > 5 and statistics.median(errors) <= median and max(errors) <= most
 
 
 @pytest.mark.all

@@ -9,13 +9,17 @@ from dataclasses import replace
 import pytest
 
 from meshwright import ConfigError, Layout, Plan, plan
+from meshwright.distributed.memory.dry_run import estimate_memory
 from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.planning.explain import table
-from meshwright.planning.memory import plan_memory
+from meshwright.planning.memory import MemoryUse, plan_memory
 from meshwright.planning.values import Batch
+from meshwright.simulation.cards import machines
+from meshwright.simulation.from_model import job_of_plan
+from meshwright.simulation.step_memory import step_memory
 
 MODEL = DecoderConfig(256, 64, 4, 4, 2, 128, 64)
 FP32 = {"precision": {"compute": "float32"}}
@@ -45,6 +49,44 @@ def test_stages_keep_what_the_paper_says():
     assert kept[1].gradients_at_peak == 4 * every > kept[2].gradients_at_peak
     assert kept[0].kept_between_steps == 4 * every and kept[1].kept_between_steps == 0
     assert kept[0].at_peak > kept[1].at_peak > kept[2].at_peak > kept[3].at_peak
+
+
+WIDE = DecoderConfig(258, 256, 4, 4, 2, 1024, 64)
+ON_FOUR = {
+    "ddp": (Layout(dp_replicate=4, dp_shard=1), {}),
+    "ZeRO-1": (Layout(dp_shard=4), {"zero_stage": 1}),
+    "ZeRO-2": (Layout(dp_shard=4), {"zero_stage": 2}),
+    "ZeRO-3": (Layout(dp_shard=4), {}),
+    "tp": (Layout(dp_shard=2, tp=2), {}),
+    "pp": (Layout(dp_shard=2, pp=2), {}),
+}
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("name", ON_FOUR)
+def test_three_ways_to_know_states_agree(name, microbatches):
+    """The run's own code on tensors without memory, the formula of a plan, and the forecast from a model's dims."""
+    layout, techniques = ON_FOUR[name]
+    facts = model_facts(as_module(WIDE))
+    batch = Batch(4 * microbatches, 64, 4 // (layout.dp_replicate * layout.dp_shard))
+    planned = plan(facts, layout, techniques=techniques, batch=batch)
+    formula = plan_memory(planned, microbatches=microbatches)
+    run = estimate_memory(facts, planned, batch, keys=("tokens", "labels")).of().most
+    assert run[MemoryUse.OPTIMIZER] == pytest.approx(formula.optimizer, rel=1e-3)
+    assert run[MemoryUse.GRADIENTS] <= formula.gradients_at_peak + formula.reducing
+    block = sum(4 * p.numel for p in facts.of_unit("layers.0"))
+    assert (
+        formula.parameters + formula.gathered
+        <= run[MemoryUse.PARAMETERS] + 1
+        <= 1 + formula.parameters + (formula.gathered + block)
+    )
+    forecast = step_memory(job_of_plan(facts, planned, batch, machines("h100", 4, per_node=4)))
+    assert forecast.parameters == pytest.approx(formula.parameters, rel=1e-2)
+    assert forecast.optimizer == pytest.approx(formula.optimizer, rel=1e-2)
+    states = forecast.parameters + forecast.gradients + forecast.optimizer + forecast.gathered
+    if microbatches > 1:  # else the forecast's peak is at the loss, before there are gradients
+        assert states == pytest.approx(formula.at_peak, rel=0.2)
 
 
 def test_optimizers_differ_in_what_they_keep():

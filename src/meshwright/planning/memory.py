@@ -120,8 +120,7 @@ def assumptions(plan: Plan) -> Iterator[str]:
 def composition(pipeline: PipelinePlan, rank: int) -> tuple[object, ...]:
     """Return a key that is equal for ranks whose stages hold and send equally much of a microbatch."""
     kinds = {block: number for number, kind in enumerate(pipeline.kinds) for block in kind.blocks}
-    here = pipeline.stages_on(rank)
-    ends = -1, len(pipeline.stages)
+    here, ends = pipeline.stages_on(rank), (-1, len(pipeline.stages))
     return tuple(
         (
             tuple(kinds[block] for block in pipeline.stages[number].blocks),
@@ -217,9 +216,10 @@ def _memory(plan: Plan, stages: Sequence[tuple[Unit, ...]], microbatches: int, s
     optimizer = _optimizer(plan.optimizer, units, trained, states)
     if plan.data.technique != "fully_shard":
         beside, is_ddp = 0, plan.data.technique == "ddp"
-        if is_ddp:  # beside DDP's buckets: all that accumulated without it, else the one that is copied
+        if is_ddp:
+            largest = max(p.bytes // p.count for p in plan.parameters if p.trainable)
             delays = microbatches > 1 and not plan.data.sync_grad_accum
-            beside = trained if delays else max(p.bytes // p.count for p in plan.parameters if p.trainable)
+            beside = int(beside_buckets(trained, largest, delays=delays))
         kept = trained if is_ddp else 0
         return Memory(held, 0, trained, trained + beside, 0, *optimizer, kept, pipeline_rank=rank)
     rooms = [_Room.of(plan, stage) for stage in stages]
@@ -236,6 +236,11 @@ def _memory(plan: Plan, stages: Sequence[tuple[Unit, ...]], microbatches: int, s
         in_host_memory=plan.data.cpu_offload,
         pipeline_rank=rank,
     )
+
+
+def beside_buckets(trained: float, largest: float, *, delays: bool) -> float:
+    """Return gradients beside DDP's buckets: all, if several microbatches accumulate first, else one being copied."""
+    return trained if delays else largest
 
 
 def _optimizer(optimizer: OptimizerPlan, units: Sequence[Unit], trained: int, states: int | None) -> tuple[int, int]:
@@ -430,9 +435,8 @@ ESTIMATE_EXACT = 0.03
 """Steps were found within 1.4 % of their estimate (docs/benchmarks.md); this is the goal of that comparison."""
 
 LOST_BY_ALLOCATOR = 0.2
-"""Fraction by which an allocator holds more than its blocks: the C library's heap has blocks of less than 32 MiB, and
-was found to hold 12 and 16 % more than a model of 125M parameters has tensors (docs/benchmarks.md). Assumed of others.
-"""
+"""Fraction by which an allocator holds more than its blocks: a heap of blocks below 32 MiB held 12 and 16 % more than a
+model of 125M parameters has tensors (docs/benchmarks.md). Assumed of others."""
 
 
 @dataclass(frozen=True)
@@ -505,5 +509,5 @@ def bytes_at_most(plan: Plan, estimate: MemoryEstimate) -> list[RankBytes]:
 def _placed(plan: Plan, computing: float, host: float, parts: Mapping[str, int]) -> RankBytes:
     """Place what a device computes with; a CPU has it in host memory too."""
     known = {name: size for name, size in parts.items() if size}
-    on_device = is_accelerator(plan.device)
-    return RankBytes(int(computing), int(host), known) if on_device else RankBytes(0, int(computing + host), known)
+    bytes_held = (int(computing), int(host)) if is_accelerator(plan.device) else (0, int(computing + host))
+    return RankBytes(*bytes_held, known)

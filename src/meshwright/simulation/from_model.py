@@ -139,6 +139,8 @@ def execution_of(plan: Plan) -> Execution:
         master_bytes=master,
         gradient_bytes=reduce if fully else master,
         frees_gradients=data.technique != "ddp",
+        buckets=data.technique == "ddp",
+        gathers_ends=True,
         reduce_bytes=reduce,
         optimizer_bytes=_optimizer_bytes(plan, master),
         zero=3 if fully else 0,

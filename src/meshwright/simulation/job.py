@@ -278,6 +278,7 @@ class Execution:
         copy_bytes: bytes of a further copy in the compute dtype that every rank keeps at rest (Megatron, DeepSpeed).
         gradient_bytes: bytes of an accumulated gradient.
         frees_gradients: whether gradients go with each optimizer step, so that a step of one microbatch begins without.
+        buckets: whether gradients are copied to buckets that stay, as DDP does.
         reduce_bytes: bytes of a gradient in messages.
         optimizer_bytes: bytes of optimizer state per element of its owner's shard, master copy left out.
         zero: what is sharded over the data ranks (arXiv 1910.02054), 0 to 3.
@@ -309,6 +310,7 @@ class Execution:
         cuts: first block of each pipeline stage, and the one behind its last; empty: as even as possible.
         reduces_each: whether gradients are reduced with every microbatch.
         gathers_each: whether parameters are gathered for every microbatch (ZeRO 3).
+        gathers_ends: whether embedding and head are one unit that stays gathered, not the head alone.
         imbalance: tokens of the fullest expert rank over the mean.
         straggler: time of the slowest rank over the mean.
         keeps_outputs: whether a pipeline keeps what a stage sent until its backward.
@@ -326,6 +328,7 @@ class Execution:
     copy_bytes: float = 0.0
     gradient_bytes: float = 4.0
     frees_gradients: bool = False
+    buckets: bool = False
     reduce_bytes: float = 4.0
     optimizer_bytes: float = 8.0
     zero: int = 3
@@ -354,6 +357,7 @@ class Execution:
     cuts: tuple[tuple[int, int], ...] = ()
     reduces_each: bool = False
     gathers_each: bool = True
+    gathers_ends: bool = False
     imbalance: float = 1.0
     straggler: float = 1.0
     keeps_outputs: bool = False

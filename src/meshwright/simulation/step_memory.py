@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.core.errors import ConfigError
+from meshwright.planning.memory import beside_buckets
 from meshwright.simulation.job import BlockShape, BlocksPart, Job
 from meshwright.simulation.pipeline import Held, held_on, pipeline_seconds
 from meshwright.simulation.products import CAST
@@ -147,27 +148,20 @@ def rank_memory(job: Job, rank: int, saved: SavedBytes) -> StepMemory:
         parameters = elements * (run.copy_bytes or run.master_bytes) if trained == 1.0 else elements * weight
         parameters += owned * run.master_bytes * (trained if run.copy_bytes else 0)
         gradients = (owned if run.zero == 2 and job.microbatches == 1 else elements) * run.gradient_bytes * trained
-    held = HeldBytes.of(job, rank, saved)
-    activations, logits = max((held.at(moment) for moment in held_on(job, rank)), key=sum)
+        if run.buckets:
+            delays, largest = job.microbatches > 1 and not run.reduces_each, model.head_elements * run.gradient_bytes
+            gradients += beside_buckets(gradients, min(gradients, largest / layout.tp), delays=delays)
+    saves = HeldBytes.of(job, rank, saved)
+    activations, logits = max((saves.at(moment) for moment in held_on(job, rank)), key=sum)
     if run.frees_gradients and job.microbatches == 1 and layout.pp == 1:
         # gradients grow as activations go, from the loss to the first block: the peak is at one of the two ends
-        if activations + logits > gradients + held.working:
-            gradients = 0.0
-        else:
-            activations, logits = held.working, 0.0
-    gathered = _gathered(job, part)
-    used = parameters + gradients + owned * run.optimizer_bytes * trained + activations + logits + gathered
-    return StepMemory(
-        parameters,
-        gradients,
-        owned * run.optimizer_bytes * trained,
-        activations,
-        logits,
-        gathered,
-        run.buffers_bytes + job.machines.device.context_bytes + (WORKSPACE if job.machines.device.context_bytes else 0),
-        used * run.reserved if job.machines.device.context_bytes else 0.0,
-        rank,
-    )
+        at_end = gradients, saves.working, 0.0
+        gradients, activations, logits = max((0.0, activations, logits), at_end, key=sum)
+    gathered = _gathered(job, part, ends if run.gathers_ends else model.head_elements)
+    context, state = job.machines.device.context_bytes, owned * run.optimizer_bytes * trained
+    fixed = run.buffers_bytes + context + (WORKSPACE if context else 0)
+    held = parameters, gradients, state, activations, logits, gathered
+    return StepMemory(*held, fixed, sum(held) * run.reserved if context else 0.0, rank)
 
 
 @dataclass(frozen=True)
@@ -192,8 +186,8 @@ class HeldBytes:
         run, model, bounds = job.execution, job.architecture, job.bounds_on(rank)
         working = 2 * saved.wide
         if run.recompute == "full":
-            counts = model.part(bounds).counts
-            working += max((size for size, count in zip(saved.kinds, counts, strict=True) if count), default=0.0)
+            held = zip(saved.kinds, model.part(bounds).counts, strict=True)
+            working += max((size for size, count in held if count), default=0.0)
         buffers = 2 * saved.wide if run.keeps_outputs and job.layout.pp > 1 else 0.0  # received and sent
         # fp32 copies of them; in chunks, none outlives the loss
         logits = job.tokens / run.loss_chunks * model.vocab / job.layout.tp * 4 if job.rank_of[-1] == rank else 0.0
@@ -207,25 +201,25 @@ class HeldBytes:
 
     def at(self, held: Held, *, computes: bool = True) -> tuple[float, float]:
         """Return the bytes of activations, and of logits, at a moment in which something is computed, or nothing is."""
-        activations = sum(number * size for number, size in zip(held.whole, self.kept, strict=True))
-        activations += self.working if computes else 0.0
+        activations = self.working if computes else 0.0
+        activations += sum(number * size for number, size in zip(held.whole, self.kept, strict=True))
         activations += sum(number * size for number, size in zip(held.deferred, self.deferred, strict=True) if number)
         waiting = held.whole[-1]
         return activations, self.logits + (waiting - 1) * self.softmax if waiting else 0.0
 
 
-def _gathered(job: Job, part: BlocksPart) -> float:
-    """Return the bytes of whole parameters and gradients beside those at rest."""
+def _gathered(job: Job, part: BlocksPart, outside: float) -> float:
+    """Return the bytes of whole parameters and gradients beside those at rest; ``outside`` elements stay gathered."""
     run, layout = job.execution, job.layout
     if run.zero < 3:
         return 0.0
-    head = job.architecture.head_elements / layout.tp
-    if not run.gathers_each:  # everything stays gathered from its first forward on
-        return (part.dense / layout.tp + part.experts / layout.ep) * run.gathered_element + head * run.compute_bytes
+    kept = outside / layout.tp * run.compute_bytes
     largest = part.largest_dense / layout.tp + part.largest_experts / layout.ep
-    # the block that computes and the one behind it, gathered; gradients of one, whole, and its reduction
-    gradients = largest * run.trained * (run.compute_bytes + run.reduce_bytes)
-    return 2 * largest * run.gathered_element + head * run.compute_bytes + gradients
+    gradients = largest * run.trained * (run.compute_bytes + run.reduce_bytes)  # whole, and as they are reduced
+    if not run.gathers_each:  # everything stays gathered from its first forward on
+        kept += (part.dense / layout.tp + part.experts / layout.ep) * run.gathered_element
+        return kept + gradients * run.reduces_each
+    return kept + 2 * largest * run.gathered_element + gradients  # the block that computes, and the one behind it
 
 
 def block_activations(block: BlockShape, job: Job) -> float:
@@ -236,26 +230,29 @@ def block_activations(block: BlockShape, job: Job) -> float:
     wide = tokens * block.hidden / (layout.tp if run.sequence_parallel else 1)
     cut = tokens / layout.tp
     cheap = 0.0 if run.recompute == "modules" else 1.0  # outputs of norms and activations
+    gates = 2 if run.fused else 3  # both projections, and what the activation function gives to its own kernel
     saved = 2 * wide * b + cheap * 2 * wide * entering
     if block.dropout:
         saved += 2 * wide  # masks
-    core = block.attention
-    if core is not None and run.recompute != "selective":
+    if (core := block.attention) is not None and run.recompute != "selective":
         saved += cut * core.heads * core.value_dim * entering
     if core is not None and run.recompute == "latents":  # what projects up to queries, keys and values
         ranks = {p.depth for p in block.products if p.attends and p.cut == "column" and p.depth != block.hidden}
         saved += tokens * sum(ranks) * b
-    elif core is not None and run.recompute not in ("core", "selective"):
+    elif core is not None and run.recompute != "selective":
         saved += cut * (core.heads * core.key_dim + core.kv_heads * (core.key_dim + core.value_dim)) * b
-        if run.attention == "unfused":
+        if run.attention == "unfused" and run.recompute != "core":
             scores = job.microbatch * core.heads / layout.tp * job.seq_len / layout.cp * job.seq_len
-            saved += scores * (2 * b + (1 + b if block.dropout else 0))
-    saved += cut * block.width * ((2 if block.gated else 1) * b + cheap * entering)
+            # with a gradient of theirs, where a whole block is computed again
+            saved += scores * ((2 if run.recompute == "full" else 1) * b + (1 + b if block.dropout else 0))
+    saved += cut * block.width * ((gates if block.gated else 1) * b + cheap * entering)
     if block.experts:
         copies = job.expert_copies(block) * run.imbalance
-        returned = 0.0 if run.mixture.weighs_inside else b
-        saved += copies * (block.hidden * (returned + entering) + block.experts.width * (2 * b + cheap * entering))
-        saved += cut * sum(product.columns for product in block.experts.shared[:1]) * (b + cheap * entering / 2)
+        saved += copies * (
+            block.hidden * ((not run.mixture.weighs_inside) * b + entering)
+            + block.experts.width * (gates * b + cheap * entering)
+        )
+        saved += cut * sum(product.columns for product in block.experts.shared[:1]) * (gates * b + cheap * entering) / 2
     if run.fused:
         return saved
     return saved * (block.eager_recomputed if run.recompute == "selective" else block.eager)
@@ -350,11 +347,9 @@ def rehearsed_memory(job: Job, ranks: Sequence[RehearsedRank]) -> StepMemory:
     """Return the bytes of the fullest rehearsed rank; the driver's and fragmentation come on top as foreseen."""
     fullest = max(_by_place(job, ranks), key=lambda rank: rank.mem_bytes)
     foreseen = step_memory(job)
-    allocated = foreseen.total - foreseen.context - foreseen.fragmented
-    fragmented = fullest.mem_bytes * foreseen.fragmented / allocated
-    return StepMemory(
-        context=foreseen.context, fragmented=fragmented, rank=fullest.pipeline_rank, rehearsed=fullest.mem_bytes
-    )
+    lost = fullest.mem_bytes * foreseen.fragmented / (foreseen.total - foreseen.context - foreseen.fragmented)
+    rank, size = fullest.pipeline_rank, fullest.mem_bytes
+    return StepMemory(context=foreseen.context, fragmented=lost, rank=rank, rehearsed=size)
 
 
 def _by_place(job: Job, ranks: Sequence[RehearsedRank]) -> list[RehearsedRank]:
