@@ -188,34 +188,6 @@ def test_nothing_is_faster_than_the_mean(given):
         foresee(SIZES["debug"], Layout(dp_shard=8), batch=Batch(8, 64), cluster=Cluster(8, gpu="h100"), **given)
 
 
-STATED = [
-    (0, {"activation_checkpointing": "full"}),
-    (2, {"activation_checkpointing": "none", "loss_chunks": 4}),
-    (1, {"activation_checkpointing": "selective_op"}),
-    (0, {"activation_checkpointing": "offload", "reshard_after_forward": False}),
-    (4, {"loss_chunks": 1, "sync_grad_accum": False}),
-    (0, {"activation_checkpointing": "every_n", "loss_chunks": 8, "reshard_after_forward": True}),
-    (0, {"pipeline_schedule": "gpipe"}),
-    (1, {"pipeline_schedule": "dualpipe_v"}),
-]
-
-
-@pytest.mark.parametrize(("rows", "stated"), STATED, ids=[",".join(map(str, one[1].values())) for one in STATED])
-def test_what_a_request_states_is_kept_by_every_candidate(rows, stated):
-    pipeline = "pp=2" if "pipeline_schedule" in stated else "pp=1"
-    answer = foresee(
-        MODEL, batch=Batch(16, 64, rows), cluster=H100, techniques=stated, pins=(pipeline, "cp=1", "dp_shard>=2")
-    )
-    assert answer.candidates
-    for one in (*answer.candidates, *answer.front):
-        found = {**one.figures, "activation_checkpointing": one.figures["recompute"]}
-        found["pipeline_schedule"] = found["schedule"]
-        assert {key: found[key] for key in stated} == stated and rows in (0, found["microbatch"])
-        assert {key: getattr(one.techniques, key) for key in stated} == stated
-    assert len(answer.kept) == len(stated) + (rows > 0)
-    assert all(one.step_s < answer.candidates[0].step_s for one in answer.freed)
-
-
 def test_a_faster_layout_without_what_was_set_is_a_section_of_its_own():
     dear = {"activation_checkpointing": "full", "loss_chunks": 8}
     answer = foresee(replace(SIZES["1B"], n_layers=4), batch=Batch(16, 1024, 1), cluster=H100, techniques=dear)
