@@ -82,17 +82,17 @@ def test_the_tests_import_this_checkout():
 BUDGET: dict[str, tuple[int, int, int]] = {
     ".": (2, 130, 0),
     "checkpoint": (9, 2200, 10),
-    "cli": (17, 2100, 16),
+    "cli": (17, 2101, 16),
     "comparison": (4, 800, 0),
     "core": (18, 3200, 6),
     "data": (16, 6470, 40),
-    "distributed": (88, 21700, 116),
+    "distributed": (88, 21702, 116),
     "integrations": (9, 1650, 11),
-    "introspection": (39, 10670, 72),
+    "introspection": (39, 10677, 72),
     "models": (4, 720, 5),
-    "planning": (34, 8550, 42),
-    "simulation": (13, 4230, 25),
-    "training": (41, 10360, 46),
+    "planning": (34, 8578, 42),
+    "simulation": (13, 4264, 25),
+    "training": (41, 10321, 46),
     "verification": (15, 3850, 10),
 }
 """By room: files, lines, and private functions that are named once in their file.
