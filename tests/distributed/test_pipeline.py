@@ -266,7 +266,7 @@ def one_step(
             laid.optimizer_step(optimizer, 1.0)
     assert laid.mesh is not None and laid.plan.pipeline is not None
     rank = laid.mesh.get_local_rank("pp")
-    plan = replace(laid.plan, collectives=pipeline_collectives(laid.facts, laid.plan, rank))
+    plan = replace(laid.plan, collectives=pipeline_collectives(laid.facts, laid.plan)[rank])
     runner = laid._runner
     assert isinstance(runner, Pipeline)
     order = laid.plan.pipeline.order(

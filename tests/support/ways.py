@@ -452,7 +452,7 @@ def _planned(way: Way, model: ParallelModel) -> Figures:
     made = model.plan
     if made.pipeline is not None:
         assert model.mesh is not None
-        made = replace(made, collectives=pipeline_collectives(model.facts, made, model.mesh.get_local_rank("pp")))
+        made = replace(made, collectives=pipeline_collectives(model.facts, made)[model.mesh.get_local_rank("pp")])
     return estimated(made, Batch(way.problem.data.rows, way.problem.data.seq, way.rows))
 
 

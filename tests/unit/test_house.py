@@ -88,7 +88,7 @@ BUDGET: dict[str, tuple[int, int, int]] = {
     "data": (16, 6540, 40),
     "distributed": (88, 21700, 116),
     "integrations": (9, 1650, 11),
-    "introspection": (39, 10670, 72),
+    "introspection": (39, 10677, 72),
     "models": (4, 720, 5),
     "planning": (34, 8550, 42),
     "simulation": (13, 4230, 25),

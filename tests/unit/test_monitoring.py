@@ -113,7 +113,12 @@ def test_frozen_parameters_have_no_gradient_to_compute():
         ("AMD Instinct MI300X", "bfloat16", 1307e12),
         ("NVIDIA H100 80GB HBM3", "float32", None),
         ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "bfloat16", None),
-        ("NVIDIA A10G", "bfloat16", None),
+        ("NVIDIA A10G", "bfloat16", 70e12),
+        ("NVIDIA A10", "bfloat16", 125e12),
+        ("NVIDIA H200 NVL", "bfloat16", 835.5e12),
+        ("Tesla V100-PCIE-16GB", "float16", 112e12),
+        ("NVIDIA GeForce RTX 4090", "bfloat16", 165e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bfloat16", None),
         ("AMD EPYC 7763 64-Core Processor", "bfloat16", None),
     ],
 )

@@ -11,9 +11,11 @@ from __future__ import annotations
 import json
 import re
 import sys
-import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Timer
 from typing import TYPE_CHECKING, Annotated, Any
 
 from meshwright.core.config import take_flags
@@ -117,18 +119,19 @@ def forecast(config: Config, options: PlanOptions) -> int:
     rehearsals = [] if options.with_ is None else rehearsals_for(options.with_, cluster, machines_of(cluster))
     tokenizer = planned_tokenizer(config)
     batch, facts = batch_of(config, tokenizer), facts_of(model_source(config, tokenizer))
-    answer = foresee(
-        facts,
-        config.layout,
-        batch=batch,
-        cluster=cluster,
-        techniques=config.requested,
-        pins=options.pin,
-        progress=_progress(),
-        rehearsed=rehearsed_ranks(rehearsals),
-        imbalance=options.imbalance,
-        straggler=options.straggler,
-    )
+    with _progress() as progress:
+        answer = foresee(
+            facts,
+            config.layout,
+            batch=batch,
+            cluster=cluster,
+            techniques=config.requested,
+            pins=options.pin,
+            progress=progress,
+            rehearsed=rehearsed_ranks(rehearsals),
+            imbalance=options.imbalance,
+            straggler=options.straggler,
+        )
     first = answer.candidates[0]
     if options.with_ is not None:
         check_same(options.with_, rehearsals, first.plan, batch)
@@ -159,8 +162,7 @@ def forecast(config: Config, options: PlanOptions) -> int:
             said = f"{least}{found['mem_gb']:.1f} GB of tensors ({parts}); the driver and fragmentation come on top"
         values["dry_run"] = found
         paragraphs.append(f"by a dry run of the run's own code: {said}")
-    text = "\n\n".join([str(answer), *paragraphs])
-    print(json.dumps({**answer.to_dict(), **values}, indent=1) if options.json else text)
+    print(json.dumps({**answer.to_dict(), **values}, indent=1) if options.json else answer.text(paragraphs))
     if options.html is not None:
         from meshwright.training.views.forecast import forecast_page
 
@@ -170,23 +172,30 @@ def forecast(config: Config, options: PlanOptions) -> int:
     return 0
 
 
-def _progress():
-    """Return a callback that shows a bar on a terminal once the search has taken two seconds."""
+@contextmanager
+def _progress() -> Iterator[Callable[[float], None]]:
+    """Say on stderr after two seconds that a search goes on; on a terminal a bar shows how far."""
     from rich.console import Console
     from rich.progress import Progress
 
     console = Console(stderr=True)
-    bar, began = Progress(console=console, transient=True), time.monotonic()
+    bar = Progress(console=console, transient=True)
     task = bar.add_task("searching layouts", total=1.0)
 
-    def show(done: float) -> None:
-        if console.is_terminal and time.monotonic() - began > PATIENCE_S:
+    def begin() -> None:
+        if console.is_terminal:
             bar.start()
-            bar.update(task, completed=done)
-        if done > 0.99:
-            bar.stop()
+        else:
+            print("meshwright plan: searching layouts …", file=sys.stderr, flush=True)
 
-    return show
+    timer = Timer(PATIENCE_S, begin)
+    timer.start()
+    try:
+        yield lambda done: bar.update(task, completed=done)
+    finally:
+        timer.cancel()
+        timer.join()
+        bar.stop()
 
 
 def run(argv: list[str]) -> int:

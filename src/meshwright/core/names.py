@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 @functools.lru_cache(2**14)
@@ -29,6 +29,13 @@ def owner(name: str) -> str:
 def is_within(name: str, module: str) -> bool:
     """Return whether ``name`` is the module at path ``module`` or something inside it."""
     return module == "" or name == module or name.startswith(module + ".")
+
+
+def around(name: str) -> Iterator[str]:
+    """Yield ``name`` and the paths of the modules around it, innermost first, the root left out."""
+    while name:
+        yield name
+        name = owner(name)
 
 
 def selected(wildcard: str, names: Iterable[str]) -> list[str]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 from torch import nn
 
 from meshwright.core.dtypes import FLOATING, count_text
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.core.names import LENGTHS, clean, is_within, owner, pattern, under
+from meshwright.core.names import LENGTHS, around, clean, is_within, owner, pattern, under
 from meshwright.core.record import values_of
 from meshwright.core.torch_private import is_persistent
 from meshwright.introspection.adapter_request import Adapters
@@ -151,9 +152,17 @@ class ModelFacts:
 
     def of_unit(self, unit: str) -> tuple[ParameterFact, ...]:
         """Return the parameters of a block, or (``unit`` = "") those outside every block."""
-        if unit:
+        if unit and unit not in self._of_units:
             return tuple(p for p in self.parameters if is_within(p.name, unit))
-        return tuple(p for p in self.parameters if not any(is_within(p.name, block) for block in self.blocks))
+        return tuple(self._of_units[unit])
+
+    @cached_property
+    def _of_units(self) -> dict[str, list[ParameterFact]]:
+        found: dict[str, list[ParameterFact]] = {unit: [] for unit in ("", *self.blocks)}
+        for p in self.parameters:
+            for unit in [path for path in around(p.name) if path in found] or [""]:
+                found[unit].append(p)
+        return found
 
 
 def model_facts(model: nn.Module) -> ModelFacts:

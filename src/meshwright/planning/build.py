@@ -192,7 +192,7 @@ def _assemble(case: Case) -> Plan:
     )
     if pipeline is None:
         return replace(made, collectives=_collectives(facts, made))
-    tried = [pipeline_collectives(facts, made, rank) for rank in range(pipeline.ranks)]
+    tried = pipeline_collectives(facts, made)
     busiest = max(range(pipeline.ranks), key=lambda rank: sum(c.elements * (c.calls or 1) for c in tried[rank]))
     note = f"collectives are those of rank {busiest} of the pipeline, which sends most"
     return replace(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -34,6 +34,7 @@ from meshwright.simulation.step_memory import least_memory, step_memory
 
 Legal = Callable[[Layout, Techniques, int], Plan]
 """Plans a layout with techniques and rows of a microbatch; raises where a rule refuses."""
+DEFAULTS = Techniques()
 SHOWN = 5
 """Candidates that an answer has, of the fastest and of the front."""
 SECONDS_OF_A_DAY = 86_400
@@ -111,13 +112,22 @@ class Proposal(Forecast):
         lines = ["[layout]"]
         lines += [f"{key} = {value}" for key, value in vars(job.layout).items() if value != 1 or key == "dp_shard"]
         lines += ["", "[batch]", f"global_batch = {job.rows}", f"microbatch = {self.microbatch}"]
-        changed = {key: value for key, value in vars(self.techniques).items() if value != getattr(Techniques(), key)}
-        plain = {key: value for key, value in changed.items() if isinstance(value, bool | int | float | str)}
-        if optimizer := plain.pop("optimizer", None):
+        changed = {key: value for key, value in vars(self.techniques).items() if value != getattr(DEFAULTS, key)}
+        if optimizer := changed.pop("optimizer", None):
             lines += ["", "[optimizer]", f"kind = {json.dumps(optimizer)}"]
-        if plain:
-            lines += ["", "[techniques]", *(f"{key} = {json.dumps(value)}" for key, value in plain.items())]
+        if changed:
+            lines += ["", "[techniques]", *(f"{key} = {_toml(value)}" for key, value in changed.items())]
         return "\n".join(lines)
+
+
+def _toml(value: Any) -> str:
+    """Write a value of a config; a dataclass as an inline table of what differs from its defaults."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if not is_dataclass(value):
+        return json.dumps(value)
+    held = ((one.name, getattr(value, one.name), one.default) for one in fields(value))
+    return f"{{ {', '.join(f'{key} = {_toml(v)}' for key, v, default in held if v not in (None, default))} }}"
 
 
 @dataclass(frozen=True)
@@ -351,10 +361,16 @@ class Foresight:
         return json.dumps(self.to_dict(), indent=1)
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, notes: Sequence[str] = ()) -> str:
+        """Return the table, with ``notes`` about its first row below it."""
         first = self.candidates[0]
         values, job = first.figures, first.candidate.job
+        device = job.machines.device
+        sold = f" (sold as {device.sold_gb} GB)" * (device.sold_gb > 0)
         head = (
-            f"{job.architecture.name} on {job.machines.gpus} {job.machines.device.name}, {job.machines.per_node} per"
+            f"{job.architecture.name} on {job.machines.gpus} {device.name}{sold}, {job.machines.per_node} per"
             f" node, {job.rows} rows of {job.seq_len} tokens per step"
         )
         parts = [
@@ -362,6 +378,7 @@ class Foresight:
             "memory of the first: "
             + ", ".join(f"{name} {size:.1f}" for name, size in values["mem_parts_gb"].items())
             + " GB",
+            *notes,
             f"{values['tokens_per_day'] / 1e9:.2f} billion tokens a day,"
             f" {values['gpu_hours_per_billion_tokens']:,.0f} GPU hours for a billion."
             " MFU: 6 FLOPs per product parameter (4 where it is frozen) and 12 per attended feature, over the data"

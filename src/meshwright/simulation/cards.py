@@ -52,6 +52,7 @@ class Device:
         name: name by which users ask for the device.
         kind: device type of torch.
         memory_bytes: memory that the allocator can use.
+        sold_gb: memory in the vendor's words; 0: of no known card.
         flops: dense products per second by dtype, in FLOP/s, by the data sheet or measured.
         efficiency: fraction of ``flops`` that large products reach, by dtype.
         bandwidth: bytes per second of device memory.
@@ -75,6 +76,7 @@ class Device:
     kernel_s: float = 2e-6
     host_operator_s: float = 5e-6
     context_bytes: float = 0.0
+    sold_gb: int = 0
     attention: Mapping[str, AttentionSpeed] = field(default_factory=dict)
     source: str = ""
 
@@ -278,7 +280,7 @@ def sheets() -> Mapping[str, Any]:
 
 def card_names() -> list[str]:
     """List the names of the cards that are known."""
-    return [name for name in sheets() if name != "links"]
+    return [name for name in sheets() if name not in ("links", "peaks")]
 
 
 def _sheet(name: str) -> tuple[str, Mapping[str, Any]]:
@@ -296,6 +298,16 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
+def half_peak(device_name: str, dtype: str) -> float | None:
+    """Return the data sheet's FLOP/s in half precision of the device that torch names so; None if none is known."""
+    further = sheets()["peaks"]
+    peaks = [*further["half"].items(), *(further["float16"].items() if dtype == "float16" else ())]
+    cards = [sheets()[name] for name in card_names()]
+    peaks += [(card["torch"], card["flops"].get(dtype)) for card in cards if "torch" in card]
+    found = [(match[0], flops) for name, flops in peaks if (match := re.search(name, device_name, re.IGNORECASE))]
+    return max(found, key=lambda pair: len(pair[0]))[1] if found else None
+
+
 @cache
 def device(name: str) -> Device:
     """Return a card by its name or an alias, whatever its case.
@@ -308,6 +320,7 @@ def device(name: str) -> Device:
         name=card,
         kind=CUDA,
         memory_bytes=sheet["memory"],
+        sold_gb=sheet["sold"],
         flops=sheet["flops"],
         efficiency=sheet["efficiency"],
         bandwidth=sheet["bandwidth"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 from meshwright.core.config import is_unset
@@ -198,7 +198,9 @@ class _Question:
         here = Cluster(1, 1, self.cluster.device)
         plain = build_plan(self.facts, one, cluster=here, techniques={"precision": self.techniques.precision})
         job = job_of_plan(self.facts, plain, row, self._machines(1))
-        return with_saved(job.architecture, saved_by_blocks(self.facts, plain, row), job)
+        kinds, order = job.architecture.kinds
+        firsts = [self.facts.blocks[order.index(kind)] for kind in range(len(kinds)) if self.facts.blocks]
+        return with_saved(job.architecture, saved_by_blocks(self.facts, plain, row, firsts), job)
 
     def _job(self, plan: Plan) -> Job:
         here = computing_in(self._machines(self.cluster.world), plan.precision.compute)
@@ -269,6 +271,7 @@ class _Question:
                 f" {beyond:.1f} GB too much. {self._without(job, kept, legal)}Take more GPUs or a larger card,"
                 f" techniques.optimizer_state = 8bit, or shorter rows."
             )
+        legal = cache(legal)  # most of the front are among the fastest
         shown, refused = legal_among(found.best, self.techniques, legal)
         front, _ = legal_among(found.front, self.techniques, legal)
         for axes in AXES:

@@ -209,23 +209,25 @@ def with_saved(architecture: Architecture, saved: Sequence[SavedByBlock], job: J
     """Return an architecture whose blocks save as much as was measured.
 
     Args:
-        saved: bytes of each block in ``job``; empty: the architecture stays.
+        saved: bytes of the first block of each kind in ``job``; empty: the architecture stays.
         job: the job of one rank in which they were measured, with nothing recomputed.
     """
-    if len(saved) != len(architecture.blocks):
+    kinds, order = architecture.kinds
+    if len(saved) != len(kinds):
         return architecture
     again = job.with_execution(recompute="selective")
     entering = job.tokens * architecture.hidden * job.execution.compute_bytes
-    made: dict[int, BlockShape] = {}
-    for block, held in zip(architecture.blocks, saved, strict=True):
-        if id(block) not in made:
-            outside = held.all - held.in_attention + (entering if held.in_attention else 0.0)
-            made[id(block)] = replace(
+    made: list[BlockShape] = []
+    for block, held in zip(kinds, saved, strict=True):
+        outside = held.all - held.in_attention + (entering if held.in_attention else 0.0)
+        made.append(
+            replace(
                 block,
                 eager=held.all / block_activations(block, job),
                 eager_recomputed=outside / block_activations(block, again),
             )
-    return replace(architecture, blocks=tuple(made[id(block)] for block in architecture.blocks))
+        )
+    return replace(architecture, blocks=tuple(made[kind] for kind in order))
 
 
 def job_of_plan(facts: ModelFacts, plan: Plan, batch: Batch, machines: Machines) -> Job:

@@ -10,37 +10,9 @@ from contextlib import contextmanager
 
 from meshwright.core.dtypes import duration_text
 from meshwright.core.errors import ConfigError
+from meshwright.simulation.cards import half_peak
 
 # --- count FLOPs of training and model FLOPs utilisation
-
-_BF16 = ("bfloat16", "float16")
-
-# (pattern in the device's name, dtypes, dense FLOP/s of one device as torch counts devices). First match wins: special
-# variants stand before the common name. Vendors' data sheets, without sparsity, accumulating in fp32.
-_PEAKS: tuple[tuple[str, tuple[str, ...], float], ...] = (
-    (r"\bGB200\b", _BF16, 2.5e15),
-    (r"\bB200\b", _BF16, 2.25e15),
-    (r"\bB100\b", _BF16, 1.75e15),
-    (r"\bH200 NVL\b", _BF16, 835.5e12),
-    (r"\b(H200|GH200)\b", _BF16, 989e12),
-    (r"\bH100 NVL\b", _BF16, 835.5e12),
-    (r"\bH100 PCIe\b", _BF16, 756e12),
-    (r"\b(H100|H800)\b", _BF16, 989e12),
-    (r"\bH20\b", _BF16, 148e12),
-    (r"\b(A100|A800)\b", _BF16, 312e12),
-    (r"\bA40\b", _BF16, 149.7e12),
-    (r"\bA30\b", _BF16, 165e12),
-    (r"\bA10\b", _BF16, 125e12),
-    (r"\bL40S\b", _BF16, 362e12),
-    (r"\bL4\b", _BF16, 121e12),
-    (r"\bV100S", ("float16",), 130e12),
-    (r"\bV100-(PCIE|FHHL)\b", ("float16",), 112e12),
-    (r"\bV100\b", ("float16",), 125e12),
-    (r"\bT4\b", ("float16",), 65e12),
-    (r"\bMI355X\b", _BF16, 2.5e15),
-    (r"\b(MI300X|MI325X)\b", _BF16, 1307e12),
-    (r"\bMI250X\b", _BF16, 191.5e12),  # one of its two dies: torch counts them as two devices
-)
 
 
 def training_flops_per_token(
@@ -82,12 +54,9 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
         dtype: dtype of the matrix products: ``"bfloat16"`` or ``"float16"``. Others have no figure here: float32
             depends on whether TF32 is on, and float8 runs are reported against the bfloat16 peak.
     """
-    if re.search(r"\bMIG\b", device_name):
+    if re.search(r"\bMIG\b", device_name) or dtype not in ("bfloat16", "float16"):
         return None
-    for pattern, dtypes, flops in _PEAKS:
-        if re.search(pattern, device_name, re.IGNORECASE):
-            return flops if dtype in dtypes else None
-    return None
+    return half_peak(device_name, dtype)
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, peak: float | None, world: int) -> float | None:

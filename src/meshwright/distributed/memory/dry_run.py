@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -464,26 +464,34 @@ class SavedByBlock:
     in_attention: int
 
 
-def saved_by_blocks(facts: ModelFacts, plan: Plan, batch: Batch) -> tuple[SavedByBlock, ...]:
-    """Measure each repeated block of a model in a step of one microbatch under a plan of one rank.
+class _AllSeen(Exception):
+    """Ends a forward behind the last block that is measured."""
+
+
+def saved_by_blocks(
+    facts: ModelFacts, plan: Plan, batch: Batch, blocks: Sequence[str] = ()
+) -> tuple[SavedByBlock, ...]:
+    """Measure repeated blocks of a model in a forward of one microbatch under a plan of one rank.
 
     The model is not changed. Empty where its code fails on tensors without memory.
 
     Args:
         facts: facts of the model before a plan is applied.
         plan: a plan of one rank that recomputes and compiles nothing.
+        blocks: paths of those that are measured; empty: all.
     """
+    blocks = blocks or facts.blocks
     if facts.module is None or plan.world != 1:
         return ()
     try:
         dry = DryRun(facts, plan, resolved(plan, batch), KEYS, default_optimizer)
         with same_random_numbers(), untouched(facts.module), dry.model_of(0) as model:
             step, seen = dry.step(model, 1), _BlockSaves(model.parts[0])
-            with seen.watching(facts):
+            with suppress(_AllSeen), seen.watching(facts, set(blocks)):
                 model.run_opened(step)
     except Exception:  # noqa: BLE001  (whatever a model's code raises when its tensors have no values)
         return ()
-    return tuple(SavedByBlock(seen.bytes[block], seen.in_attention[block]) for block in facts.blocks)
+    return tuple(SavedByBlock(seen.bytes[block], seen.in_attention[block]) for block in blocks)
 
 
 class _BlockSaves:
@@ -498,11 +506,14 @@ class _BlockSaves:
         self._known: dict[int, torch.UntypedStorage] = {}  # saved, by address; held, since a freed one's comes again
 
     @contextmanager
-    def watching(self, facts: ModelFacts) -> Iterator[None]:
-        """Watch a forward."""
+    def watching(self, facts: ModelFacts, wanted: set[str]) -> Iterator[None]:
+        """Watch a forward, and end it once all blocks that are wanted have run."""
 
         def leave(*_: Any) -> None:
+            wanted.discard(self._block)
             self._block = ""
+            if not wanted:
+                raise _AllSeen
 
         def attend(step: int) -> None:
             self._attends += step

@@ -37,7 +37,7 @@ from meshwright.introspection.signature import logits_of
 from meshwright.introspection.small.sample import Sample
 from meshwright.introspection.stages import BlockFlow, Branch, branches_of, read_outside
 from meshwright.planning.pipeline.plan import PipelinePlan, StagePlan
-from meshwright.planning.pipeline.stages import facts_of_stage, plan_of_stage
+from meshwright.planning.pipeline.stages import facts_of_stages, plan_of_stage
 from meshwright.planning.plan import Plan
 
 Part = Literal["entrance", "exit", "bystander"]
@@ -197,7 +197,7 @@ def split(model: nn.Module, plan: Plan, facts: ModelFacts, rank: int) -> list[St
                 module.get_submodule(owner(name))._parameters[name.rpartition(".")[2]] = made
         held = {clean(name) for name, _ in module.named_buffers(remove_duplicate=False)}
         buffers = tuple(fact for fact in facts.buffers if fact.name in held)
-        own = replace(facts_of_stage(facts, plan.pipeline, stage), buffers=buffers, module=module)
+        own = replace(facts_of_stages(facts, plan.pipeline)[stage], buffers=buffers, module=module)
         parts.append(StagePart(module, plan_of_stage(plan, stage), own, stage, passage))
     return parts
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import takewhile
 
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.core.names import is_within, owner
+from meshwright.core.names import around, is_within, owner
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.stages import BlockFlow, flow_of
 from meshwright.planning.layout import Layout
@@ -20,6 +23,8 @@ from meshwright.planning.values import Case, Found, PrecisionPlan, no_blocks
 
 Cost = Callable[[int, int, int], float]
 """Cost of a stage: (stage, first block, block after its last) -> number."""
+ROUNDING = 1e-9
+"""Relative difference up to which two costs are equal."""
 
 
 def compute_layer_assignment(n_layers: int, pp_size: int) -> list[tuple[int, int]]:
@@ -55,35 +60,42 @@ def balanced(
     def memory(stage: int, start: int, end: int) -> float:
         return work(stage, start, end) + (embedding if stage == 0 else 0.0)
 
-    slowest = _cheapest(len(blocks), stages, [work])[0][0]
-    largest = _cheapest(len(blocks), stages, [work, memory], (slowest,))[0][0]
-
-    def spread(stage: int, start: int, end: int) -> float:
-        return (end - start) ** 2 - stage * 1e-9 * (len(blocks) - (end - start))  # ties: earlier stages take more
-
-    return _cheapest(len(blocks), stages, [work, memory, spread], (slowest, largest))[1]
-
-
-def _cheapest(
-    blocks: int, stages: int, costs: list[Cost], limits: tuple[float, ...] = ()
-) -> tuple[tuple[float], list[tuple[int, int]]]:
-    """Minimize the last cost, its largest over stages (its sum if two limits are given); limits bound the others."""
-    join = sum if len(limits) == 2 else max
+    slowest = _least_largest(len(blocks), stages, work)
+    largest = _least_largest(len(blocks), stages, memory, lambda *stage: work(*stage) <= slowest * (1 + ROUNDING))
     best: dict[int, tuple[float, list[tuple[int, int]]]] = {0: (0.0, [])}
     for stage in range(stages):
         found: dict[int, tuple[float, list[tuple[int, int]]]] = {}
         for start, (before, cuts) in best.items():
-            for end in range(start + 1, blocks - (stages - 1 - stage) + 1):
-                if any(
-                    cost(stage, start, end) > limit * (1 + 1e-9) for cost, limit in zip(costs, limits, strict=False)
-                ):
-                    continue
-                total = join((before, costs[-1](stage, start, end)))
+            for end in range(start + 1, len(blocks) - (stages - 1 - stage) + 1):
+                sizes = work(stage, start, end), memory(stage, start, end)
+                if any(size > most * (1 + ROUNDING) for size, most in zip(sizes, (slowest, largest), strict=True)):
+                    break  # further blocks cost no less
+                # ties: earlier stages take more
+                total = before + ((end - start) ** 2 - stage * 1e-9 * (len(blocks) - (end - start)))
                 if total < found.get(end, (math.inf, []))[0]:
                     found[end] = total, [*cuts, (start, end)]
         best = found
-    total, cuts = best[blocks]
-    return (total,), cuts
+    return best[len(blocks)][1]
+
+
+def _least_largest(
+    blocks: int, stages: int, cost: Cost, is_legal: Callable[[int, int, int], bool] = lambda *_: True
+) -> float:
+    """Return the least limit that some cut keeps in all stages; neither cost nor legality falls with more blocks."""
+
+    def is_kept(limit: float) -> bool:
+        start = 0
+        for stage in range(stages):
+            ends = range(start + 1, blocks - (stages - 1 - stage) + 1)
+            kept = takewhile(lambda end: cost(stage, start, end) <= limit and is_legal(stage, start, end), ends)  # noqa: B023
+            start = max(kept, default=-1)
+            if start < 0:
+                return False
+        return start == blocks
+
+    ends = {0, stages // 2, stages - 1}  # stages between the first and the last cost alike
+    costs = sorted({cost(stage, a, b) for stage in ends for a in range(blocks) for b in range(a + 1, blocks + 1)})
+    return costs[bisect_left(costs, True, key=is_kept)]
 
 
 def given_cuts(cuts: Sequence[int], blocks: int, stages: int) -> list[tuple[int, int]]:
@@ -179,12 +191,21 @@ class PipelinePlan:
 
     def has(self, stage: int, path: str) -> bool:
         """Return whether a stage has the module (or parameter) at ``path``."""
-        if any(is_within(path, block) for block in self.blocks):
-            return any(is_within(path, block) for block in self.stages[stage].blocks)
+        return stage in self.stages_with(path)
+
+    def stages_with(self, path: str) -> tuple[int, ...]:
+        """Return the stages that have the module (or parameter) at ``path``: several if it is tied."""
+        block = next((block for block in around(path) if block in self._stage_of), None)
+        if block is not None:
+            return (self._stage_of[block],)
         if any(is_within(path, module) for module in self.of_images):
-            return stage == 0
+            return (0,)
         ends = ((0, self.before), (len(self.stages) - 1, self.behind))
-        return any(stage == number and (path in modules or owner(path) in modules) for number, modules in ends)
+        return tuple(number for number, modules in ends if path in modules or owner(path) in modules)
+
+    @cached_property
+    def _stage_of(self) -> dict[str, int]:
+        return {block: number for number, stage in enumerate(self.stages) for block in stage.blocks}
 
     def legal(self, microbatches: int) -> int:
         """Return the least number of microbatches, from ``microbatches`` up, that can be scheduled."""

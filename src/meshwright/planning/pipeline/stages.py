@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from meshwright.core.axes import Axis
@@ -62,22 +62,33 @@ def plan_of_stage(plan: Plan, stage: int) -> Plan:
     )
 
 
-def facts_of_stage(facts: ModelFacts, pipeline: PipelinePlan, stage: int) -> ModelFacts:
-    """Restrict facts to a stage's part; a parameter tied across stages has its name on that stage."""
-    blocks = pipeline.stages[stage].blocks
-    found: list[ParameterFact] = []
+def facts_of_stages(facts: ModelFacts, pipeline: PipelinePlan) -> list[ModelFacts]:
+    """Restrict facts to each stage's part; a parameter tied across stages has its name on the stage."""
+    numbers = range(len(pipeline.stages))
+    found: list[list[ParameterFact]] = [[] for _ in numbers]
     for fact in facts.parameters:
-        names = [name for name in (fact.name, *fact.aliases) if pipeline.has(stage, name)]
-        if names:
-            found.append(replace(fact, name=names[0], aliases=tuple(names[1:])))
-    attentions = tuple(path for path in facts.attentions if any(is_within(path, block) for block in blocks))
-    routers = tuple(router for router in facts.routers if any(is_within(router.path, block) for block in blocks))
-    return replace(facts, parameters=tuple(found), blocks=blocks, attentions=attentions, routers=routers)
+        places = [(name, stage) for name in (fact.name, *fact.aliases) for stage in pipeline.stages_with(name)]
+        for stage in sorted({stage for _, stage in places}):
+            name, *aliases = (name for name, place in places if place == stage)
+            found[stage].append(replace(fact, name=name, aliases=tuple(aliases)))
+    return [
+        replace(
+            facts,
+            parameters=tuple(found[stage]),
+            blocks=pipeline.stages[stage].blocks,
+            attentions=tuple(path for path in facts.attentions if pipeline.has(stage, path)),
+            routers=tuple(router for router in facts.routers if pipeline.has(stage, router.path)),
+        )
+        for stage in numbers
+    ]
 
 
-def pipeline_collectives(facts: ModelFacts, plan: Plan, rank: int) -> tuple[Collective, ...]:
-    """List every collective and send of a rank of the pipeline axis in a step."""
-    return tuple(_of_rank(_as_planned(facts, plan), plan, rank))
+def pipeline_collectives(facts: ModelFacts, plan: Plan) -> list[tuple[Collective, ...]]:
+    """List every collective and send in a step of each rank of the pipeline axis."""
+    assert plan.pipeline is not None
+    facts = _as_planned(facts, plan)
+    parts = facts_of_stages(facts, plan.pipeline)
+    return [tuple(_of_rank(facts, parts, plan, rank)) for rank in range(plan.pipeline.ranks)]
 
 
 def _as_planned(facts: ModelFacts, plan: Plan) -> ModelFacts:
@@ -88,7 +99,7 @@ def _as_planned(facts: ModelFacts, plan: Plan) -> ModelFacts:
     )
 
 
-def _of_rank(facts: ModelFacts, plan: Plan, rank: int) -> Iterator[Collective]:
+def _of_rank(facts: ModelFacts, parts: Sequence[ModelFacts], plan: Plan, rank: int) -> Iterator[Collective]:
     pipeline, shares = plan.pipeline, plan.shares
     assert pipeline is not None
     shards = shares.shards
@@ -96,7 +107,7 @@ def _of_rank(facts: ModelFacts, plan: Plan, rank: int) -> Iterator[Collective]:
     if plan.context is not None:
         yield row_agreement(plan.context)
     for stage in pipeline.stages_on(rank):
-        own, part = facts_of_stage(facts, pipeline, stage), plan_of_stage(plan, stage)
+        own, part = parts[stage], plan_of_stage(plan, stage)
         if plan.data.technique == "fully_shard":
             units = _units_of(own, part, shards)
             yield from sharded_units(units, part.data, part.precision, shares, part.experts, postponed=True)
@@ -133,7 +144,7 @@ def _of_rank(facts: ModelFacts, plan: Plan, rank: int) -> Iterator[Collective]:
             yield Collective("send", Axis.PP.value, 2, f"gradient of {p.name}", size, p.dtype, "step")
     yield from over_batch(shares, "loss", 1, "float64")
     yield Collective("all_reduce", Axis.PP.value, pipeline.ranks, "loss", 1, "float64", "step")
-    stages = [facts_of_stage(facts, pipeline, stage) for stage in pipeline.stages_on(rank)]
+    stages = [parts[stage] for stage in pipeline.stages_on(rank)]
     routers = tuple(router for stage in stages for router in stage.routers)
     again = recomputed_in(facts.blocks, _sent_again(plan))
     yield from router_collectives(replace(facts, routers=routers), shares, plan.precision, again, plan.router_loss)
@@ -156,8 +167,8 @@ def units_of_stages(facts: ModelFacts, plan: Plan) -> tuple[tuple[Unit, ...], ..
     facts, pipeline = _as_planned(facts, plan), plan.pipeline
     assert pipeline is not None
     shards = plan.shares.shards
-    numbers = range(len(pipeline.stages))
-    return tuple(_units_of(facts_of_stage(facts, pipeline, n), plan_of_stage(plan, n), shards) for n in numbers)
+    parts = facts_of_stages(facts, pipeline)
+    return tuple(_units_of(part, plan_of_stage(plan, stage), shards) for stage, part in enumerate(parts))
 
 
 def _units_of(facts: ModelFacts, plan: Plan, shards: int) -> tuple[Unit, ...]:
