@@ -24,7 +24,6 @@ from meshwright.core.torch_private import accumulation_hooks, gradient_hooks
 from meshwright.introspection.constructor import seeded
 from meshwright.introspection.images import ImageArguments, length_for, pictured, rows_of, sizes_of
 from meshwright.introspection.module_kinds import BATCH_NORMS
-from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.copies import copy_of
 from meshwright.introspection.small.sample import ids_of, random_like, samples_of
 
@@ -201,10 +200,9 @@ def play(model: nn.Module) -> Premises:
 
 
 def _on_copies(model: nn.Module) -> Premises:
-    arguments = Signature.of(model).takes
     trouble: Exception | None = None
     try:
-        for sample in samples_of(model, arguments, 1):
+        for sample in samples_of(model, 1):
             _set_modes(sample.model, model)
             cost = ROWS * sum(parameter.numel() for parameter in sample.model.parameters())
             for length in (length for length in LENGTHS if length == LENGTHS[-1] or length * cost <= LARGEST_COST):
