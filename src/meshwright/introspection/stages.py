@@ -151,19 +151,16 @@ def branches_of(sample: Sample) -> list[Branch]:
     compared = set[int]()
     for inputs in (*sample.inputs, *filter(None, [sample.pictured])):
         sample.branches += [Branch(inputs), *_inverted(sample, Branch(inputs), compared)]
-    many = _rows_of_many_ids(sample, compared, tokens.shape[1])
+    # rows of all ids, or of the first, and of those with which the code compares ids
+    ids, length = ids_of(sample.model), tokens.shape[1]
+    beside = {one + near for one in compared for near in (-1, 0, 1)}
+    chosen = torch.tensor(sorted({*range(min(ids, MANY)), *beside} & set(range(ids))))
+    rows = -(-len(chosen) // length)
+    many = chosen.repeat(length)[: rows * length].view(length, rows).T.contiguous()
     for branch in (Branch(plain | own) if own else None, Branch(plain | {name: many}, training=True)):
         if branch is not None and _lines(sample, branch, compared) is not None:
             sample.branches += [branch, *_inverted(sample, branch, compared)]
     return sample.branches
-
-
-def _rows_of_many_ids(sample: Sample, also: set[int], length: int) -> Tensor:
-    """Make (rows, ``length``) of all ids, or of the first, and of those with which the code compares ids."""
-    ids = ids_of(sample.model)
-    chosen = sorted({*range(min(ids, MANY)), *(one + near for one in also for near in (-1, 0, 1))} & set(range(ids)))
-    rows = -(-len(chosen) // length)
-    return torch.tensor(chosen).repeat(length)[: rows * length].view(length, rows).T.contiguous()
 
 
 def _inverted(sample: Sample, branch: Branch, compared: set[int]) -> list[Branch]:

@@ -14,8 +14,6 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from pathlib import Path
-from traceback import extract_tb
 from typing import Any, Literal
 
 import torch
@@ -31,7 +29,7 @@ from meshwright.distributed.step.deferred import DeferredGradients, defer_linear
 from meshwright.distributed.step.part import ModelPart
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.images import OF_TOWER
-from meshwright.introspection.logits_tape import shown
+from meshwright.introspection.logits_tape import line_that_raised, shown
 from meshwright.introspection.module_kinds import children_of
 from meshwright.introspection.signature import logits_of
 from meshwright.introspection.small.sample import Sample
@@ -275,7 +273,9 @@ def prove(facts: ModelFacts, plan: PipelinePlan, ranks: int) -> None:
         try:
             what = wrong(rehearse(sample, small, branch))
         except Exception as error:
-            why = read_outside(sample, branch) or _failed(error)
+            line = line_that_raised(error)
+            failed = f"its forward or backward fails{line and f' at {line}'}: {type(error).__name__}: {error}"
+            why = read_outside(sample, branch) or failed
             raise UnsupportedError(_refused(facts, plan, where + why)) from error
         if what:
             outside = read_outside(sample, branch)
@@ -288,14 +288,6 @@ def _refused(facts: ModelFacts, plan: PipelinePlan, why: str) -> str:
         f"layout.pp = {plan.ranks}: {facts.kind}, cut between its blocks, was rehearsed on a small copy of it, and"
         f" {why}. Only what one block gives to the next may go from stage to stage. Set layout.pp = 1."
     )
-
-
-def _failed(error: Exception) -> str:
-    """Describe an error of the model's code, with its line."""
-    package = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
-    lines = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(package)]
-    where = f" at {shown(lines[-1].filename, lines[-1].lineno or 0)}" if lines else ""
-    return f"its forward or backward fails{where}: {type(error).__name__}: {error}"
 
 
 def rehearse(sample: Sample, plan: PipelinePlan, branch: Branch) -> Errors:

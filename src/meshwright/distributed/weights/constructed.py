@@ -47,6 +47,7 @@ from meshwright.introspection.constructor import (
     pass_over,
     record,
     seeded,
+    unwritten,
 )
 from meshwright.introspection.module_kinds import brings_initialiser, build_again
 from meshwright.introspection.source import builder_of
@@ -185,7 +186,7 @@ def _run(module: nn.Module, reset: Callable[[], object], seed: int, destinations
         if value.is_floating_point() or value.is_complex():
             untouched = torch.isnan(value)
         else:
-            untouched = value == _blank(value.dtype)
+            untouched = value == unwritten(value.dtype)
         if untouched.all():
             continue
         for piece in pieces(destinations.begun(tensor)):
@@ -213,7 +214,7 @@ def _stand_ins(module: nn.Module, destinations: Destinations) -> Iterator[list[t
                     continue
                 if id(tensor) not in made:
                     shape, dtype = destinations.shape_of(tensor), destinations.dtype_of(tensor)
-                    blank = torch.full(shape, _blank(dtype), dtype=dtype, device="cpu")
+                    blank = torch.full(shape, unwritten(dtype), dtype=dtype, device="cpu")
                     made[id(tensor)] = nn.Parameter(blank, tensor.requires_grad) if held is part._parameters else blank
                     pairs.append((tensor, lambda held=held, name=name: held[name]))
                 held[name] = made[id(tensor)]
@@ -222,12 +223,6 @@ def _stand_ins(module: nn.Module, destinations: Destinations) -> Iterator[list[t
     finally:
         for held, before in kept:
             held.update(before)
-
-
-def _blank(dtype: torch.dtype) -> float | int | bool:
-    if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    return False if dtype == torch.bool else torch.iinfo(dtype).max
 
 
 def write_constructed(

@@ -236,15 +236,14 @@ class HeldRandomness(EagerDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        draws = _draws(func)
-        tossed = draws and _is_toss(func)  # any other draw is turned round as data are
+        draws, name = _draws(func), func.overloadpacket.__name__
+        tossed = draws and name.startswith(("rand", "uniform", "bernoulli", "normal"))  # others are turned as data are
         storages = {id(t.untyped_storage()) for t in given if not t.is_sparse}
         by_tokens = bool(storages & self._by_tokens) or (draws and not tossed)
         by_draws = tossed or bool(storages & self._by_draws)
         depends = by_tokens or by_draws
         out = func(*args, **kwargs)
         signs = [0 if t.is_sparse else self._signs.get(id(t.untyped_storage()), 0) for t in given]
-        name = func.overloadpacket.__name__
         sign = _sign(name, signs, args)
         if name in COMPARISONS and by_tokens and isinstance(out, Tensor) and given[0].numel() == 1:
             self._numbers[id(out.untyped_storage())] = float(given[0])
@@ -371,11 +370,6 @@ def _draws(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags and not name.startswith("_scaled_dot_product")
 
 
-def _is_toss(func: Any) -> bool:
-    """Return whether an operator draws as coins are tossed: uniform or normal numbers, integers, truth values."""
-    return func.overloadpacket.__name__.startswith(("rand", "uniform", "bernoulli", "normal"))
-
-
 def _still(func: Any, args: Sequence[Any], out: Any, level: float = MIDDLE) -> Any:
     """Fill results with values that ignore earlier draws; integers and permutations keep the values of the seed."""
     name = func.overloadpacket.__name__
@@ -453,18 +447,12 @@ class Decisions(HeldRandomness):
         return out
 
     def _read(self, value: Any) -> Any:
-        line = None if self.within[-1] in self.stacks else _line()
-        if line is None:
+        line = ("", 0) if self.within[-1] in self.stacks else model_line(__file__, through_torch=True)
+        if not line[0] or is_general_code(line[0]):
             return value
         self.decides = True
         self.seen.setdefault(line, []).append(value)
         return inverted(value) if line == self.inverted else value
-
-
-def _line() -> Line | None:
-    """Return the line that reads, if it is a model's."""
-    file, line = model_line(__file__, through_torch=True)
-    return (file, line) if file and not is_general_code(file) else None
 
 
 def watched(batch: Mapping[str, Tensor]) -> list[Tensor]:

@@ -203,7 +203,11 @@ def _on_copies(model: nn.Module) -> Premises:
     trouble: Exception | None = None
     try:
         for sample in samples_of(model, 1):
-            _set_modes(sample.model, model)
+            # a model in evaluation mode as a whole is put in training mode, which will come
+            evaluating = {path for path, module in model.named_modules() if model.training and not module.training}
+            sample.model.train()
+            for path, module in sample.model.named_modules():
+                module.training = path not in evaluating
             cost = ROWS * sum(parameter.numel() for parameter in sample.model.parameters())
             for length in (length for length in LENGTHS if length == LENGTHS[-1] or length * cost <= LARGEST_COST):
                 try:
@@ -221,14 +225,6 @@ def _on_copies(model: nn.Module) -> Premises:
         "",
     )
     return Premises(mixes_rows=norm, unknown=f"{type(trouble).__name__}: {trouble}".splitlines()[0])
-
-
-def _set_modes(copied: nn.Module, model: nn.Module) -> None:
-    """Copy the modules' modes; a model in evaluation mode as a whole is put in training mode, which will come."""
-    evaluating = {path for path, module in model.named_modules() if model.training and not module.training}
-    copied.train()
-    for path, module in copied.named_modules():
-        module.training = path not in evaluating
 
 
 def _seen(model: nn.Module, length: int) -> Premises:
