@@ -305,11 +305,7 @@ class DryRun:
     ):
         self.facts, self.keys, self.batch, self.build_optimizer = facts, keys, batch, build_optimizer
         self.asked, self.copies_gradients = plan, plan.data.technique == "ddp"
-        # on the CPU, without what needs an accelerator or has no address
-        data = replace(plan.data, pin_memory=False)
-        data = DataParallel("none", sync_grad_accum=data.sync_grad_accum) if self.copies_gradients else data
-        tensor = plan.tensor if plan.tensor is None else replace(plan.tensor, async_tensor_parallel=False)
-        self.plan = replace(plan, device=CPU, data=data, tensor=tensor)
+        self.plan = _on_cpu(plan)
         own = max(1, batch.global_rows // plan.data_ranks)
         suggested = own if plan.pipeline is None else plan.pipeline.rows_per_microbatch(own, batch.rows_together)
         self.rows = min(own, batch.microbatch_rows or suggested)
@@ -389,6 +385,15 @@ class DryRun:
                 piece = {**piece, REFERENCE: torch.zeros(len(piece["tokens"]), dtype=torch.float64)}
             weight = tokens // (2 * self.batch.seq_len)
         return OpenedStep([piece] * microbatches, tokens, float(weight), tokens)
+
+
+def _on_cpu(plan: Plan) -> Plan:
+    """Return the plan as the dry run applies it: on the CPU, without what needs an accelerator or has no address."""
+    data = replace(plan.data, pin_memory=False)
+    if plan.data.technique == "ddp":
+        data = DataParallel("none", sync_grad_accum=data.sync_grad_accum)
+    tensor = plan.tensor if plan.tensor is None else replace(plan.tensor, async_tensor_parallel=False)
+    return replace(plan, device=CPU, data=data, tensor=tensor)
 
 
 @contextmanager

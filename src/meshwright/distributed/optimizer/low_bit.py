@@ -108,11 +108,14 @@ class TorchaoAdamW(torch.optim.Optimizer):
         local = local_part(parameter.detach())
         noise = torch.empty(local.shape, dtype=torch.int32, device=local.device)
         for piece in pieces(with_local(parameter, noise) if isinstance(parameter, DTensor) else noise):
-            seed = seed_of("stochastic rounding", self.seed, step, self._names[parameter], *piece.offset)  # type: ignore[index]
+            seed = self._seed_of(parameter, step, piece.offset)
             generator, shape = torch.Generator(local.device).manual_seed(seed), piece.local.shape
             options: dict[str, Any] = {"dtype": torch.int32, "device": local.device, "generator": generator}
             piece.local.copy_(torch.randint(0, 1 << 16, shape, **options))
         return noise
+
+    def _seed_of(self, parameter: Tensor, step: int, offset: Sequence[int]) -> int:
+        return seed_of("stochastic rounding", self.seed, step, self._names[parameter], *offset)  # type: ignore[index]
 
     def new_moment(self, parameter: Tensor, key: str) -> Tensor:
         """Create zeros for a moment of a parameter, in its storage format."""
@@ -245,7 +248,8 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
 def _fetch(state: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
     """Fetch a parameter's state to the device, and return its tensors in host memory."""
     rested = {key: value for key, value in state.items() if _moves(value) and value.device.type == "cpu"}
-    state |= {key: _copied(host, device) for key, host in rested.items()}
+    for key, host in rested.items():
+        state[key] = in_memory(host, [_copied(plain, device) for plain in memory_of(host)])
     return rested
 
 
@@ -262,10 +266,16 @@ def _put_back(state: dict[str, Any], rested: dict[str, Tensor], device: torch.de
         state[key] = rested[key]
 
 
-def _copied(state: Tensor, device: torch.device | str, *, pinned: bool = False) -> Tensor:
-    memory = memory_of(state)
-    made = [torch.empty_like(plain, device=device, pin_memory=pinned) for plain in memory]
-    return in_memory(state, [new.copy_(plain, non_blocking=True) for new, plain in zip(made, memory, strict=True)])
+def _copied(plain: Tensor, device: torch.device) -> Tensor:
+    here = torch.empty_like(plain, device=device)
+    here.copy_(plain, non_blocking=True)
+    return here
+
+
+def _to_host(plain: Tensor, *, pinned: bool) -> Tensor:
+    host = torch.empty_like(plain, device="cpu", pin_memory=pinned)
+    host.copy_(plain, non_blocking=True)
+    return host
 
 
 def portions(parameters: Sequence[Tensor], room: int) -> Iterator[list[Tensor]]:
@@ -290,4 +300,4 @@ def _moves(value: Any) -> bool:
 
 def at_rest(state: Tensor, device: torch.device) -> Tensor:
     """Copy state to host memory, pinned where it will travel to an accelerator."""
-    return _copied(state, "cpu", pinned=is_accelerator(device))
+    return in_memory(state, [_to_host(plain, pinned=is_accelerator(device)) for plain in memory_of(state)])

@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
@@ -112,7 +112,7 @@ class WorkerPool:
             process = self._context.Process(
                 target=_serve, args=(there, rank, self.threads), daemon=True, name=f"meshwright-rank{rank}"
             )
-            with _with_variables({"PYTHONSAFEPATH": "1"}):  # the current folder is not trusted, and the server imports
+            with _not_from_the_current_folder():
                 process.start()
             there.close()
             self._processes.append(process)
@@ -286,6 +286,11 @@ def is_broken_collective(error: BaseException) -> bool:
     words = str(error).lower()
     names_transport = any(word in words for word in ("gloo", "connection", "nccl", "timed out"))
     return isinstance(error, RuntimeError) and not isinstance(error, MeshwrightError) and names_transport
+
+
+def _not_from_the_current_folder() -> AbstractContextManager[None]:
+    """Keep the fork server (``python -c``) from importing out of the current folder, which is not trusted."""
+    return _with_variables({"PYTHONSAFEPATH": "1"})
 
 
 @contextmanager

@@ -53,7 +53,10 @@ class Sampling:
         logits = logits.double().cpu()
         if self.temperature == 0:
             return int(logits.argmax())
-        logits = logits / self.temperature
+        probabilities = torch.softmax(self._cut(logits / self.temperature), dim=-1)
+        return int(torch.multinomial(probabilities, 1, generator=generator))
+
+    def _cut(self, logits: Tensor) -> Tensor:
         if 0 < self.top_k < len(logits):
             logits = logits.masked_fill(logits < logits.topk(self.top_k).values[-1], -torch.inf)
         if self.top_p < 1:
@@ -61,7 +64,7 @@ class Sampling:
             shares = torch.softmax(ordered, dim=-1)
             is_left_out = shares.cumsum(-1) - shares >= self.top_p
             logits = logits.masked_fill(torch.zeros_like(is_left_out).scatter(0, ids, is_left_out), -torch.inf)
-        return int(torch.multinomial(torch.softmax(logits, dim=-1), 1, generator=generator))
+        return logits
 
 
 def generate(
