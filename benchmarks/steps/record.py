@@ -21,11 +21,11 @@ from meshwright.distributed.memory.dry_run import (
     imagining,
     make_states,
     quiet,
-    same_random_numbers,
     untouched,
 )
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.step.part import OpenedStep, StepLoss
+from meshwright.introspection.constructor import seeded
 from meshwright.introspection.facts import ModelFacts
 from meshwright.planning.collectives import resolved
 from meshwright.planning.plan import Plan
@@ -71,7 +71,7 @@ def record_steps(
     batch = resolved(plan, batch)
     found: dict[int, StepOfRank] = {}
     try:
-        with same_random_numbers(), untouched(facts.module), quiet():
+        with seeded(0), untouched(facts.module), quiet():
             recording = _Recording(facts, plan, batch, keys, build_optimizer or default_optimizer)
             for kind in kinds_of_ranks(plan, facts, batch):
                 first = found[kind.ranks[0]] = recording.of(kind.ranks[0], max_norm)

@@ -220,10 +220,8 @@ _KNOWN: dict[tuple[str, bytes], Any] = {}
 """Of this process."""
 
 
-def _measured_once(model: nn.Module, arguments: dict[str, str | None], ranks: int) -> Measured:
-    return _remembered(
-        "measured", SMALL_COPIES, model, (sorted(arguments.items()), ranks), lambda: measured(model, arguments, ranks)
-    )
+def _measured_once(model: nn.Module, ranks: int) -> Measured:
+    return _remembered("measured", SMALL_COPIES, model, ranks, lambda: measured(model, ranks))
 
 
 def _played_once(model: nn.Module) -> Premises:
@@ -231,14 +229,8 @@ def _played_once(model: nn.Module) -> Premises:
     return _remembered("premises", SMALL_COPIES, model, modes, lambda: play(model))
 
 
-def _stacks_once(model: nn.Module, arguments: dict[str, str | None], ranks: int) -> tuple[Stack, ...]:
-    return _remembered(
-        "stacks",
-        SMALL_COPIES,
-        model,
-        (sorted(arguments.items()), ranks),
-        lambda: measure_stacks(model, arguments, ranks),
-    )
+def _stacks_once(model: nn.Module, ranks: int) -> tuple[Stack, ...]:
+    return _remembered("stacks", SMALL_COPIES, model, ranks, lambda: measure_stacks(model, ranks))
 
 
 def _rehearsed_once(

@@ -17,7 +17,7 @@ from torch import nn
 
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.parts import FusedPart
-from meshwright.distributed.tensor import adapters as running
+from meshwright.distributed.tensor import layers as running
 from meshwright.distributed.tensor import parallel
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.signature import Signature

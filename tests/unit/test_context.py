@@ -26,7 +26,6 @@ from support.mixing import (
 from meshwright import ConfigError, Layout, UnsupportedError, plan
 from meshwright.distributed.context import methods, proof, runtime
 from meshwright.distributed.context.proof import (
-    LARGEST_ERROR,
     WITHOUT_POSITIONS,
     prove,
     refuse,
@@ -37,6 +36,7 @@ from meshwright.distributed.context.proof import (
 )
 from meshwright.distributed.context.rows import CutRows, Numbers, cut_batch, cut_rows
 from meshwright.distributed.loss import first_batch
+from meshwright.distributed.rehearsal import LARGEST_ERROR
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.mixing import masks
 from meshwright.introspection.mixing.masks import RowMask

@@ -14,7 +14,8 @@ from torch.nn.attention.flex_attention import AuxRequest, and_masks, create_bloc
 
 from meshwright import ConfigError, Layout, UnsupportedError, plan
 from meshwright.distributed.context import rows as reaches
-from meshwright.distributed.context.proof import LARGEST_ERROR, prove, rehearse, rehearsed
+from meshwright.distributed.context.proof import prove, rehearse, rehearsed
+from meshwright.distributed.rehearsal import LARGEST_ERROR
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.mixing import arithmetic
 from meshwright.introspection.mixing.arithmetic import Arithmetic, PlaceMask, computing_flex, formula

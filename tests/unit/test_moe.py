@@ -364,7 +364,7 @@ def test_experts_that_know_of_each_other_are_refused():
         r" experts out: its output"
     )
     with pytest.raises(UnsupportedError, match=words):
-        stacks.measure_stacks(model, {"tokens": "tokens"}, 2)
+        stacks.measure_stacks(model, 2)
 
 
 # --- plans and rules

@@ -17,6 +17,7 @@ from torch import nn
 from meshwright import ConfigError, Layout, Plan, UnsupportedError, plan
 from meshwright.distributed import DistributedConfig
 from meshwright.distributed.pipeline import split
+from meshwright.distributed.rehearsal import LARGEST_ERROR
 from meshwright.distributed.step.deferred import DeferredGradients
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.source import as_module
@@ -231,9 +232,7 @@ def test_every_family_goes_through_stages(monkeypatch, name, schedule):
     split.prove(facts, pipeline_of(facts, schedule), 1)
     assert found and all(len(plan.stages) > 1 and plan.schedule == schedule for plan, _ in found)
     for _, errors in found:
-        assert len(errors) > 5 and max(errors.values()) <= split.LARGEST_ERROR, max(
-            errors.items(), key=lambda item: item[1]
-        )
+        assert len(errors) > 5 and max(errors.values()) <= LARGEST_ERROR, max(errors.items(), key=lambda item: item[1])
 
 
 CANNOT = {

@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-# --- define equality
-
 Named = Mapping[str, Tensor]
 Key = TypeVar("Key")
 

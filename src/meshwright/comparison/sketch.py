@@ -2,12 +2,8 @@
 
 A sketch is a few random projections (Johnson and Lindenstrauss 1984), which preserve distances:
 ‖sketch(x) − sketch(y)‖ is about ‖x − y‖. The directions are products of signs: two vectors along the last dim, and a
-few for each of them along the others. Sketching thus reads a tensor only twice, by matrix-vector products; the tables
-of signs are small, a multiplication by them is exact in every dtype, and a shard's sketch is a partial sum of the
-whole tensor's.
-
-Each row has its own sketch, so that ranks with different rows can be put together. Outputs that activation
-checkpointing recomputes in the backward are compared with those of the forward.
+few for each of them along the others. So a tensor is read only twice, tables of signs are small and exact in every
+dtype, and a shard's sketch is a partial sum of the whole tensor's.
 """
 
 from __future__ import annotations
@@ -29,8 +25,6 @@ from meshwright.comparison.equality import relative_error
 from meshwright.core.names import clean, is_within
 from meshwright.core.record import computed
 from meshwright.core.torch_private import compiled_call, is_in_backward, set_compiled_call, version_of
-
-# --- sketch tensors as a few numbers
 
 ROW_WIDTH = 8
 """Number of projections per row of a batch."""

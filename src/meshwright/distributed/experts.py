@@ -359,7 +359,7 @@ class LayerLoad:
         tokens: number of tokens that each expert received.
         dropped: number of choices that reached no expert: padding, and tokens beyond an expert's capacity.
         router_z: mean over the routed tokens of log²(Σ exp(logits)) of the layer's router; None unless the router is
-            a ``models.moe.Router``.
+            a ``models.layers.Router``.
     """
 
     path: str

@@ -86,14 +86,10 @@ def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
         )
     blocks = packed.unflatten(1, (-1, NF4_BLOCK_BYTES))
     scales = blocks[..., CODES:].contiguous().view(torch.float32)  # (rows, blocks, 1)
-    pairs = F.embedding(blocks[..., :CODES].int(), _pairs(packed.device))  # (rows, blocks, CODES, 2)
+    levels = torch.tensor(LEVELS, device=packed.device)
+    of_byte = torch.stack([levels.repeat_interleave(len(LEVELS)), levels.repeat(len(LEVELS))], dim=1)  # (256, 2)
+    pairs = F.embedding(blocks[..., :CODES].int(), of_byte)  # (rows, blocks, CODES, 2)
     return (pairs.flatten(-2) * scales).flatten(1).to(dtype)
-
-
-def _pairs(device: torch.device) -> Tensor:
-    """Return the two weights of each byte, (256, 2) float32."""
-    levels = torch.tensor(LEVELS, device=device)
-    return torch.stack([levels.repeat_interleave(len(LEVELS)), levels.repeat(len(LEVELS))], dim=1)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,8 @@
 """Compute the three products of a linear layer: its output, and the gradients of its input and its weight.
 
 Tensor parallelism sends messages between them, and pipelines defer the weight's gradient. Both use the products
-defined here instead of calling the layer, so that a layer in float8 or in 4 bits still multiplies as it does.
-
-torchao's public calls convert whole modules (``convert_to_float8_training``) and make optimizers. Its private names
-are read here for products outside their module, and for the optimizer step of one parameter. Each should be replaced
-as soon as torchao has a public form of it.
+defined here instead of calling the layer, so that a layer in float8 or in 4 bits still multiplies as it does. torchao's
+private names are read here for products outside their module, and for the optimizer step of one parameter.
 """
 
 from __future__ import annotations

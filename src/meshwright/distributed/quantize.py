@@ -16,7 +16,7 @@ from .nf4 import QuantizedLinear, Rounded, pack
 def apply(model: nn.Module, plan: Plan) -> nn.Module:
     """Round the planned weights in place; modules, names and hooks stay as they are.
 
-    Weights on meta become bytes on meta, which ``weights.destinations`` packs when their values are written.
+    Weights on meta become bytes on meta, packed by ``Destinations`` when their values are written.
 
     Raises:
         ConfigError: another technique has replaced a layer's forward, which this technique would not see.

@@ -178,22 +178,25 @@ class Values:
                     self._storages[view.storage] = torch.UntypedStorage(size)
                     self.get(view).copy_(tensor)
                 if name_of(step.operator) in BLANK and tensor.dtype != torch.bool:
-                    self.get(view).fill_(_unwritten(tensor.dtype))
+                    self.get(view).fill_(unwritten(tensor.dtype))
                     self.blank.add(view.storage)
 
     def has_unwritten(self, view: View) -> bool:
         """Return whether a view has elements that no step wrote."""
         if view.storage not in self.blank:
             return False
-        value, mark = self.get(view), _unwritten(view.dtype)
+        value, mark = self.get(view), unwritten(view.dtype)
         return bool((value.isnan() if mark != mark else value == mark).any())
 
     def forget(self, storage: int) -> None:
         self._storages.pop(storage, None)
 
 
-def _unwritten(dtype: torch.dtype) -> float | int:
-    return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
+def unwritten(dtype: torch.dtype) -> float | int | bool:
+    """Return the number that marks an element that nothing has written yet."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return False if dtype == torch.bool else torch.iinfo(dtype).max
 
 
 def pass_over(step: Step) -> None:

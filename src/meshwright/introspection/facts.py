@@ -26,8 +26,6 @@ from meshwright.introspection.structure.experts import asks_for_router_loss, fin
 from meshwright.introspection.structure.structure import legal_degrees
 from meshwright.models.layers import Router
 
-# --- collect the facts about a model in a frozen value, ``ModelFacts``
-
 Value = TypeVar("Value")
 
 
@@ -37,7 +35,7 @@ class ParameterFact:
 
     Attributes:
         aliases: its other names (ties).
-        hidden: whether it is a matrix inside the blocks, or a stack of them (``roles.hidden``).
+        hidden: whether it is a matrix inside the blocks, or a stack of them (``roles.hidden_matrices``).
     """
 
     name: str

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 import torch
@@ -22,25 +23,39 @@ from meshwright.core.torch_private import schema_of, tree_leaves, version_of, wi
 _PACKAGE = str(Path(__file__).parents[2])
 _MODELS = str(Path(__file__).parents[2] / "models")
 _TORCH = (str(Path(torch.__file__).parent), "<")
+_MODES = ("__torch_function__", "__torch_dispatch__")
 
 
-def model_line(between: str = "") -> tuple[str, int]:
+def model_line(between: str = "", *, through_torch: bool = False) -> tuple[str, int]:
     """Return the file and the number of the innermost line that is neither torch's nor this package's own.
 
     Args:
         between: a file of this package. Then calls that are not the model's own, but those of another file of this
             package or of torch's, have no line: ("", 0).
+        through_torch: calls of torch's have that of the model's line that calls torch.
     """
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        is_own = file.startswith(_PACKAGE) and not file.startswith(_MODELS)
+        is_own = _is_own(file)
         if not is_own and not file.startswith(_TORCH):
             return file, frame.f_lineno
-        if between and file != between and frame.f_code.co_name != "__torch_function__":
+        is_passed = frame.f_code.co_name in _MODES or (through_torch and not is_own)
+        if between and file != between and not is_passed:
             return "", 0
         frame = frame.f_back  # type: ignore[assignment]
     return "", 0
+
+
+def line_that_raised(error: BaseException) -> str:
+    """Return the place of the innermost line of a model's, or of a user's, that an error came through; "" for none."""
+    frames = [(frame.filename, frame.lineno or 0) for frame in extract_tb(error.__traceback__)]
+    own = [at for at in frames if not at[0].startswith(_TORCH) and not _is_own(at[0])]
+    return shown(*own[-1]) if own else ""
+
+
+def _is_own(file: str) -> bool:
+    return file.startswith(_PACKAGE) and not file.startswith(_MODELS)
 
 
 def shown(file: str, line: int) -> str:

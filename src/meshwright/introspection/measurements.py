@@ -25,7 +25,6 @@ from .mixing.whole import copy_without_values
 from .premises import premises
 from .premises.premises import Premises
 from .roles import dtypes_of_calls, find_homes, find_readers
-from .signature import Signature
 from .small.sample import Sample, samples_of
 from .structure.experts import Stack, measure_stacks
 
@@ -86,7 +85,7 @@ class Measurements:
                 f"{type(model).__name__} {cannot}: it has no nn.Embedding and says nowhere how many token ids it"
                 f" takes (config.vocab_size)"
             )
-        return self._once(("structure", ranks), lambda: measured(model, Signature.of(model).takes, ranks))
+        return self._once(("structure", ranks), lambda: measured(model, ranks))
 
     def stacks(self, ranks: int) -> tuple[Stack, ...]:
         """List the stacks of experts, after a small copy has shown that ``ranks`` can share them out.
@@ -96,7 +95,7 @@ class Measurements:
         """
         model = self.model
         assert model is not None
-        return self._once(("stacks", ranks), lambda: measure_stacks(model, Signature.of(model).takes, ranks))
+        return self._once(("stacks", ranks), lambda: measure_stacks(model, ranks))
 
     def mixing(self) -> Mixing:
         """Find the calls by which the model's tokens see each other.
@@ -113,7 +112,7 @@ class Measurements:
         The copy is to be copied before it is changed. A model that is laid out cannot be copied any more: ask before.
         """
         model = self._at_hand("a small copy cannot be made")
-        return self._once(("sample", ranks), lambda: next(iter(samples_of(model, Signature.of(model).takes, ranks))))
+        return self._once(("sample", ranks), lambda: next(samples_of(model, ranks)))
 
     def without_values(self) -> nn.Module:
         """Return a copy of the model without values; a model that is laid out cannot be copied any more: ask before."""
@@ -159,7 +158,7 @@ class Measurements:
         model = self.model
         if model is None or not asks_for_router_loss(model):
             return None
-        return self._once("router loss", lambda: measure_router_loss(model, Signature.of(model).takes))
+        return self._once("router loss", lambda: measure_router_loss(model))
 
     def premises(self) -> Premises:
         """Observe on a small copy what the forward does besides giving each row's tokens their logits.

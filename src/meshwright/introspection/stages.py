@@ -14,9 +14,9 @@ from torch.overrides import TorchFunctionMode
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import WIDTH, clean, is_within, owner
 from meshwright.core.torch_private import tree_leaves
+from meshwright.introspection.calls import watching
 from meshwright.introspection.logits_tape import model_line, shown
-from meshwright.introspection.mixing.decisions import Decisions, Line
-from meshwright.introspection.premises.playing import FixedDraws
+from meshwright.introspection.premises.playing import Decisions, FixedDraws, Line
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.configs import stated_width
 from meshwright.introspection.small.copies import copy_of
@@ -42,22 +42,21 @@ def read_outside(sample: Sample, branch: Branch) -> str:
     watch = _ReadsBetweenBlocks(
         {id(parameter): f"the parameter {clean(name)}" for name, parameter in model.named_parameters()}
     )
-    handles = []
-    for path, module in model.named_modules():
-        holds_blocks = any(is_within(block, path) for block in blocks if block != path)
-        if path in blocks or (path and not holds_blocks and next(module.parameters(recurse=False), None) is not None):
-            handles.append(module.register_forward_pre_hook(lambda *_: watch.enter()))
-            handles.append(
-                module.register_forward_hook(
-                    lambda _m, _in, output, path=path: watch.leave(path, output, path in blocks)
-                )
-            )
-    try:
-        with torch.no_grad(), way, watch:
-            model(**branch.inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    watched = [
+        (path, module)
+        for path, module in model.named_modules()
+        if path in blocks
+        or (
+            path
+            and not any(is_within(block, path) for block in blocks)
+            and next(module.parameters(recurse=False), None) is not None
+        )
+    ]
+    hooks = watching(
+        watched, lambda *_: watch.enter(), lambda path, _m, _a, _k, output: watch.leave(path, output, path in blocks)
+    )
+    with torch.no_grad(), hooks, way, watch:
+        model(**branch.inputs)
     own = [name for name, _ in model.named_parameters(recurse=False)]
     if own and not watch.description():
         return f"its forward reads the parameter {', '.join(own)} itself, outside of the modules that it calls"
@@ -152,19 +151,16 @@ def branches_of(sample: Sample) -> list[Branch]:
     compared = set[int]()
     for inputs in (*sample.inputs, *filter(None, [sample.pictured])):
         sample.branches += [Branch(inputs), *_inverted(sample, Branch(inputs), compared)]
-    many = _rows_of_many_ids(sample, compared, tokens.shape[1])
+    # rows of all ids, or of the first, and of those with which the code compares ids
+    ids, length = ids_of(sample.model), tokens.shape[1]
+    beside = {one + near for one in compared for near in (-1, 0, 1)}
+    chosen = torch.tensor(sorted({*range(min(ids, MANY)), *beside} & set(range(ids))))
+    rows = -(-len(chosen) // length)
+    many = chosen.repeat(length)[: rows * length].view(length, rows).T.contiguous()
     for branch in (Branch(plain | own) if own else None, Branch(plain | {name: many}, training=True)):
         if branch is not None and _lines(sample, branch, compared) is not None:
             sample.branches += [branch, *_inverted(sample, branch, compared)]
     return sample.branches
-
-
-def _rows_of_many_ids(sample: Sample, also: set[int], length: int) -> Tensor:
-    """Make (rows, ``length``) of all ids, or of the first, and of those with which the code compares ids."""
-    ids = ids_of(sample.model)
-    chosen = sorted({*range(min(ids, MANY)), *(one + near for one in also for near in (-1, 0, 1))} & set(range(ids)))
-    rows = -(-len(chosen) // length)
-    return torch.tensor(chosen).repeat(length)[: rows * length].view(length, rows).T.contiguous()
 
 
 def _inverted(sample: Sample, branch: Branch, compared: set[int]) -> list[Branch]:
@@ -231,18 +227,13 @@ def flow_of(model: nn.Module, measured: Measured) -> Flow:
     """Find a model's flow; raise UnsupportedError, naming the block, if blocks do not pass on a single tensor."""
     sample, structure = measured.sample, measured.structure
     outputs: dict[str, Any] = {}
-    handles = [
-        sample.model.get_submodule(path).register_forward_hook(
-            lambda module, args, output, path=path: outputs.setdefault(path, output)
-        )
-        for path in sample.blocks
-    ]
-    try:
-        with torch.no_grad():
-            sample.model(**sample.inputs[0])
-    finally:
-        for handle in handles:
-            handle.remove()
+
+    def note(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        outputs.setdefault(path, output)
+
+    modules = [(path, sample.model.get_submodule(path)) for path in sample.blocks]
+    with torch.no_grad(), watching(modules, after=note):
+        sample.model(**sample.inputs[0])
     kinds: list[BlockFlow] = []
     width = 0
     for kind in structure.kinds:

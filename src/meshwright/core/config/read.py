@@ -305,7 +305,9 @@ _KEY = rf"{_PART}(?:[ \t]*\.[ \t]*{_PART})*"
 _HEADER = re.compile(rf"\s*\[[ \t]*({_KEY})[ \t]*\]\s*(?:#.*)?$")
 _ROW = re.compile(rf"\s*\[\[[ \t]*({_KEY})[ \t]*\]\]\s*(?:#.*)?$")
 _ASSIGNMENT = re.compile(rf"\s*({_KEY})[ \t]*=")
-_QUOTED_OR_COMMENT = re.compile(r'"""|\'\'\'|"(?:[^"\\]|\\.)*"|\'[^\']*\'|#')
+_TEXT_OR_COMMENT = re.compile(
+    r"""\"{3}(?:[^\\]|\\.)*?\"{3}|'{3}.*?'{3}|"(?:[^"\\\n]|\\.)*"|'[^'\n]*'|\#[^\n]*""", re.DOTALL
+)
 
 
 def load_toml(cls: type[T], path: str | Path) -> T:
@@ -343,11 +345,10 @@ def line_index(text: str) -> dict[str, int]:
     """
     lines: dict[str, int] = {}
     rows: dict[str, int] = {}
-    section, quote = "", ""
-    for number, line in enumerate(text.split("\n"), start=1):
-        was_inside, quote = quote, _open_quote(line, quote)
-        if was_inside:
-            continue
+    section = ""
+    # a text of several lines sets no keys
+    plainly = _TEXT_OR_COMMENT.sub(lambda found: "\n" * found.group().count("\n") or found.group(), text)
+    for number, line in enumerate(plainly.split("\n"), start=1):
         if found := _ROW.match(line):
             key = _dotted(found.group(1), rows)
             rows[key] = rows.get(key, -1) + 1
@@ -360,23 +361,6 @@ def line_index(text: str) -> dict[str, int]:
         elif found := _ASSIGNMENT.match(line):
             lines.setdefault(join(section, _dotted(found.group(1), {})), number)
     return lines
-
-
-def _open_quote(line: str, quote: str) -> str:
-    """Return the multi-line quote (three quote marks) that is open after ``line``; "" for none."""
-    at = 0
-    while at < len(line):
-        if quote:
-            end = line.find(quote, at)
-            if end < 0:
-                return quote
-            at, quote = end + len(quote), ""
-        else:
-            token = _QUOTED_OR_COMMENT.search(line, at)
-            if token is None or token.group() == "#":
-                return ""
-            at, quote = token.end(), token.group() if token.group() in ('"""', "'''") else ""
-    return quote
 
 
 def _dotted(key: str, rows: dict[str, int], last: bool = False) -> str:

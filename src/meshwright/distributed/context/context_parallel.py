@@ -31,8 +31,6 @@ from .proof import PADDED, WITHOUT_POSITIONS, refuse, refuse_length
 from .rows import PLACES, CutBatch, CutRows, on_host
 from .runtime import Checks, ContextRuntime, wrap_modules
 
-# --- apply context parallelism
-
 
 def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh, facts: ModelFacts) -> nn.Module:
     """Intercept the calls of attention that the plan names, for rows cut over a mesh axis."""

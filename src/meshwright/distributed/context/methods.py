@@ -1,12 +1,10 @@
 """Attend to the tokens of whole rows, of which each rank has a part, in each of the ways that attention has.
 
 all_gather and halo fetch keys: the backward goes the other way round, first the gradients of others' keys, which then
-travel to their owners while those of a rank's own keys are computed. A layer with a window reaches little beyond a
-rank's own tokens, and a document that lies on one rank reaches nothing: a halo is what queries reach, and no more.
+travel to their owners while those of a rank's own keys are computed. A halo is what queries reach, and no more.
 
-On a ring each rank holds its own part and the one that is passing. The next part travels while attention to this one
-is computed. The backward lets keys and values go round once more, with the sums of their gradients behind them: a
-part's sum travels while the next part's gradients are computed, and these are added when it has come.
+On a ring each rank holds its own part and the one that is passing, while the next part travels. The backward lets keys
+and values go round once more, with the sums of their gradients behind them.
 
 Tokens are traded for heads among ranks that share out the heads. Where there are fewer key heads than ranks, ranks
 whose queries share a key head are all sent it, and the gradients that come back are summed.

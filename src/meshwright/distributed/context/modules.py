@@ -2,11 +2,6 @@
 
 A mixer is given whole rows and keeps its own tokens of what it returns, or computes a share of its heads: what its
 first layers give of a rank's own tokens is traded for whole rows of that share, and back before its last layer.
-
-The lines by which a model counts a row's tokens to make positions were measured (``introspection.mixing.lengths``).
-Where one of them makes a range of as many integers as this rank has tokens, the places of these tokens stand in; where
-one takes so many entries of a table, the entries at these places; where one sums integers along the tokens, those of
-all ranks are summed.
 """
 
 from __future__ import annotations

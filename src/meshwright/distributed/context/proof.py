@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -17,16 +16,17 @@ from meshwright.core.losses import IGNORED
 from meshwright.core.names import clean
 from meshwright.core.torch_private import tree_leaves
 from meshwright.distributed.exchange import RankGroup, on_threads
+from meshwright.distributed.rehearsal import Errors, errors_of, labels_of, why_wrong, wrong
+from meshwright.introspection.calls import watching
 from meshwright.introspection.constructor import seeded
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.logits_tape import shown
 from meshwright.introspection.mixing.arithmetic import computing_flex
-from meshwright.introspection.mixing.decisions import Decisions, Line, Values, decides, watched
 from meshwright.introspection.mixing.measure import LENGTHS, batches, refuse_other_masks
 from meshwright.introspection.mixing.values import COUNTS
-from meshwright.introspection.premises.playing import FixedDraws
+from meshwright.introspection.premises.playing import Decisions, FixedDraws, Line, Values, decides, watched
 from meshwright.introspection.signature import Signature, logits_of
-from meshwright.introspection.small.copies import copy_of, widened
+from meshwright.introspection.small.copies import copy_of
 from meshwright.introspection.small.sample import ids_of
 from meshwright.planning.context.plan import ContextPlan
 
@@ -42,8 +42,6 @@ INSTEAD = {WITHOUT_POSITIONS: "Give batches positions", **dict.fromkeys(PADDED, 
 OTHERS = (2, 3, 5, 8, 13, 21)
 """Shorter rows of other tokens: each less than twice as long as the one before."""
 TOKEN_BY_TOKEN = "Decide token by token (torch.where), or set layout.cp = 1."
-LARGEST_ERROR = 1e-6
-"""In fp64, relative; models that compute in fp32 inside reach about 1e-7."""
 
 
 def prove(facts: ModelFacts, plan: ContextPlan) -> dict[str, str]:
@@ -131,10 +129,10 @@ def _why_wrong_for_others(
         never |= dict.fromkeys(line for line, values in reads.whole.items() if isinstance(values[0], bool))
     for line in (line for line in never if line not in varied):
         try:
-            errors = rehearse(model, plan, batch, Reads(inverted=line))
+            is_wrong = wrong(rehearse(model, plan, batch, Reads(inverted=line)))
         except Exception:  # noqa: BLE001  (a line that checks what the model is given)
             continue
-        if not all(error <= LARGEST_ERROR for error in errors.values()):
+        if is_wrong:
             return (
                 f"layout.cp = {plan.ranks}: {facts.kind} decides by the values of a row's tokens at {shown(*line)}, and"
                 f" a rank, which has a part of them, may decide otherwise. {TOKEN_BY_TOKEN}"
@@ -159,15 +157,11 @@ def _why_wrong(
     end = f"{INSTEAD[kind]}, or set layout.cp = 1." if kind in INSTEAD else "Set layout.cp = 1."
     try:
         with seeded(0):  # a model in training mode draws from torch's own stream
-            errors = rehearse(model, plan, batch, reads)
-            if not all(error <= LARGEST_ERROR for error in errors.values()):  # the model's code may round to float32
-                errors = rehearse(widened(model), plan, batch)
+            what = why_wrong(model, lambda made: rehearse(made, plan, batch, reads if made is model else None))
     except Exception as error:  # noqa: BLE001  (whatever a model's code raises on a part of its rows)
         return f"{start} the forward or backward fails: {type(error).__name__}: {error}. {end}"
-    worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
-    if errors[worst] <= LARGEST_ERROR:
+    if not what:
         return ""
-    what = "the loss" if worst == "loss" else f"the gradient of {worst}"
     where = first_apart(model, plan, batch)
     mixes = f" {where} mixes or counts tokens by a way that is not intercepted." if where else ""
     lines = dict.fromkeys(shown(use.file, use.line) for use in plan.mixing.lengths if use.kind not in COUNTS)
@@ -176,7 +170,7 @@ def _why_wrong(
     rehearse(model, plan, batch, reads)
     if decided := [shown(*line) for line in reads.apart()]:
         end = f"The model decides by the values of a row's tokens at {'; '.join(decided[:3])}. {TOKEN_BY_TOKEN}"
-    return f"{start} {what} is wrong (relative error {errors[worst]:.1e}).{mixes} {end}"
+    return f"{start} {what}.{mixes} {end}"
 
 
 def rehearsed(model: nn.Module) -> dict[str, dict[str, Tensor]]:
@@ -210,10 +204,8 @@ class Reads:
         return [line for line in self.whole if any(part.get(line) != self.whole[line] for part in self.parts.values())]
 
 
-def rehearse(
-    model: nn.Module, plan: ContextPlan, batch: dict[str, Tensor], reads: Reads | None = None
-) -> dict[str, float]:
-    """Return the relative error of the loss ("loss") and of each parameter's gradient, against one process.
+def rehearse(model: nn.Module, plan: ContextPlan, batch: dict[str, Tensor], reads: Reads | None = None) -> Errors:
+    """Compare ranks with one process.
 
     Random draws of a model in training mode are fixed: ranks draw others than one process.
 
@@ -229,7 +221,7 @@ def rehearse(
             raise ValueError(
                 f"its logits are {tuple(logits.shape)} for tokens {tuple(tokens.shape)}, not one for each token"
             )
-        labels = (torch.arange(tokens.numel()) * 7 % logits.shape[-1]).view(tokens.shape)
+        labels = labels_of(logits.shape).view(tokens.shape)
         labels = labels.masked_fill(batch.get(MASK, torch.ones(())) == 0, IGNORED)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
         loss.backward()
@@ -255,13 +247,11 @@ def rehearse(
         }
 
     found = on_threads(plan.ranks, on_rank)
-    errors = {"loss": abs(sum(part for part, _ in found) - loss.item()) / abs(loss.item())}
-    expected = {clean(name): p.grad for name, p in reference.named_parameters() if p.grad is not None}
-    scale = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
-    for name, gradient in expected.items():
-        total = torch.stack([gradients[name] for _, gradients in found]).sum(0)
-        errors[name] = float((total - gradient).norm() / gradient.norm().clamp(min=1e-6 * float(scale)))
-    return errors
+
+    def sums(name: str, gradient: Tensor) -> list[Tensor]:
+        return [torch.stack([gradients[name] for _, gradients in found]).sum(0)]
+
+    return errors_of([sum(part for part, _ in found)], loss.item(), reference, sums)
 
 
 def first_apart(model: nn.Module, plan: ContextPlan, batch: dict[str, Tensor]) -> str:
@@ -298,15 +288,10 @@ def _seen(model: nn.Module, run: Callable[[nn.Module], Any]) -> dict[str, Seen]:
     """Note inputs and outputs of the first call of every module, in the order in which modules return."""
     found: dict[str, Seen] = {}
 
-    def note(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            found.setdefault(path, (_tensors((args, kwargs)), _tensors(output)))
+    def note(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        found.setdefault(path, (_tensors((args, kwargs)), _tensors(output)))
 
-        return hook
-
-    for path, module in model.named_modules():
-        module.register_forward_hook(note(clean(path)), with_kwargs=True)
-    with FixedDraws(), computing_flex():
+    with watching(model.named_modules(), after=note), FixedDraws(), computing_flex():
         run(model)
     return found
 

@@ -42,8 +42,6 @@ from meshwright.introspection.signature import SPELLINGS, TARGETS, Signature
 from meshwright.planning.context.documents import cut_documents
 from meshwright.planning.context.plan import ContextPlan, RowCut, cut_row
 
-# --- cut a microbatch's rows over the ranks of the context axis, and know where every token lies
-
 FILLER = -1
 Apart = Literal["", "positions", "ids"]
 PLACES = "places"

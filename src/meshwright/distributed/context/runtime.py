@@ -59,8 +59,6 @@ from .rows import (
     select,
 )
 
-# --- compute the intercepted attention calls of one model over the ranks of the context axis
-
 
 @dataclass(frozen=True)
 class Checks:

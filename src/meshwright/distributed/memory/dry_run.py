@@ -7,15 +7,12 @@ The very code of a run lays the model out and runs a step, for one rank of a wor
 from __future__ import annotations
 
 import logging
-import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -41,6 +38,8 @@ from meshwright.distributed.step.part import ModelPart, OpenedStep
 from meshwright.distributed.torch_private import local_part
 from meshwright.distributed.weights.constructed import tie
 from meshwright.distributed.weights.shards import apply_to_tensors
+from meshwright.introspection.calls import watching
+from meshwright.introspection.constructor import seeded
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.signature import REFERENCE, Signature
 from meshwright.planning.collectives import resolved
@@ -84,18 +83,6 @@ def imagining(*, blocks: int = 0, mode: FakeTensorMode | None = None) -> Iterato
     """
     with mode or fake_mode(), _Operators(PATIENCE + blocks * PATIENCE_PER_BLOCK):
         yield
-
-
-@contextmanager
-def same_random_numbers() -> Iterator[None]:
-    """Restore the random states of torch (CPU), numpy and Python on exit."""
-    own, arrays = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(own)
-        np.random.set_state(arrays)
 
 
 @contextmanager
@@ -281,7 +268,7 @@ def estimate_memory(
     if facts.module is None:
         return MemoryEstimate((), "the model itself is not at hand")
     try:
-        with same_random_numbers(), untouched(facts.module), quiet():
+        with seeded(0), untouched(facts.module), quiet():
             build = build_optimizer or default_optimizer
             batch = resolved(plan, batch)
             ranks = DryRun(facts, plan, batch, keys, build).ranks()
@@ -403,7 +390,7 @@ class DryRun:
 def _on_cpu(plan: Plan) -> Plan:
     """Return the plan as the dry run applies it: on the CPU, without what needs an accelerator or has no address."""
     data = replace(plan.data, pin_memory=False)
-    if data.technique == "ddp":
+    if plan.data.technique == "ddp":
         data = DataParallel("none", sync_grad_accum=data.sync_grad_accum)
     tensor = plan.tensor if plan.tensor is None else replace(plan.tensor, async_tensor_parallel=False)
     return replace(plan, device=CPU, data=data, tensor=tensor)
@@ -485,9 +472,9 @@ def saved_by_blocks(
         return ()
     try:
         dry = DryRun(facts, plan, resolved(plan, batch), KEYS, default_optimizer)
-        with same_random_numbers(), untouched(facts.module), dry.model_of(0) as model:
+        with seeded(0), untouched(facts.module), dry.model_of(0) as model:
             step, seen = dry.step(model, 1), _BlockSaves(model.parts[0])
-            with suppress(_AllSeen), seen.watching(facts, set(blocks)):
+            with suppress(_AllSeen), seen.watch(facts, set(blocks)):
                 model.run_opened(step)
     except Exception:  # noqa: BLE001  (whatever a model's code raises when its tensors have no values)
         return ()
@@ -506,7 +493,7 @@ class _BlockSaves:
         self._known: dict[int, torch.UntypedStorage] = {}  # saved, by address; held, since a freed one's comes again
 
     @contextmanager
-    def watching(self, facts: ModelFacts, wanted: set[str]) -> Iterator[None]:
+    def watch(self, facts: ModelFacts, wanted: set[str]) -> Iterator[None]:
         """Watch a forward, and end it once all blocks that are wanted have run."""
 
         def leave(*_: Any) -> None:
@@ -518,16 +505,12 @@ class _BlockSaves:
         def attend(step: int) -> None:
             self._attends += step
 
-        with ExitStack() as stack:
-            for path in facts.blocks:
-                block = self.model.get_submodule(path)
-                handle = block.register_forward_pre_hook(partial(self._enter, path))
-                stack.callback(handle.remove)
-                stack.callback(block.register_forward_hook(leave).remove)
-            for module in map(self.model.get_submodule, facts.attentions):
-                stack.callback(module.register_forward_pre_hook(lambda *_: attend(1)).remove)
-                stack.callback(module.register_forward_hook(lambda *_: attend(-1)).remove)
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, lambda saved: saved))
+        blocks, attentions = (
+            [(path, self.model.get_submodule(path)) for path in paths] for paths in (facts.blocks, facts.attentions)
+        )
+        attending = watching(attentions, lambda *_: attend(1), lambda *_: attend(-1))
+        saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda saved: saved)
+        with watching(blocks, self._enter, leave), attending, saving:
             yield
 
     def _enter(self, path: str, module: nn.Module, *_: Any) -> None:

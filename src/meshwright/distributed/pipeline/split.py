@@ -14,12 +14,9 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from pathlib import Path
-from traceback import extract_tb
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.core.dtypes import torch_dtype
@@ -27,11 +24,12 @@ from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean, is_within, owner
 from meshwright.core.record import remember
 from meshwright.core.torch_private import tree_leaves, tree_map
+from meshwright.distributed.rehearsal import Errors, errors_of, gradients_of, loss_of, wrong
 from meshwright.distributed.step.deferred import DeferredGradients, defer_linear
 from meshwright.distributed.step.part import ModelPart
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.images import OF_TOWER
-from meshwright.introspection.logits_tape import shown
+from meshwright.introspection.logits_tape import line_that_raised, shown
 from meshwright.introspection.module_kinds import children_of
 from meshwright.introspection.signature import logits_of
 from meshwright.introspection.small.sample import Sample
@@ -254,9 +252,6 @@ def stage_of(model: nn.Module, pipeline: PipelinePlan, stage: int, passage: Stag
 
 # --- rehearse a cut into stages before its first use, on a small copy of the model with one block for each stage
 
-LARGEST_ERROR = 1e-6
-"""Largest relative error, in fp64; models that compute in fp32 inside are not more exact."""
-
 
 def prove(facts: ModelFacts, plan: PipelinePlan, ranks: int) -> None:
     """Rehearse the plan on a small copy of the model, without communication, once for each model and plan.
@@ -276,16 +271,15 @@ def prove(facts: ModelFacts, plan: PipelinePlan, ranks: int) -> None:
         where = "in training mode, on rows of many ids, " * branch.training
         where += f"where {shown(*branch.inverted)} reads another value, " if branch.inverted else ""
         try:
-            errors = rehearse(sample, small, branch)
+            what = wrong(rehearse(sample, small, branch))
         except Exception as error:
-            why = read_outside(sample, branch) or _failed(error)
+            line = line_that_raised(error)
+            failed = f"its forward or backward fails{line and f' at {line}'}: {type(error).__name__}: {error}"
+            why = read_outside(sample, branch) or failed
             raise UnsupportedError(_refused(facts, plan, where + why)) from error
-        worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
-        if not errors[worst] <= LARGEST_ERROR:
-            what = "the loss" if worst == "loss" else f"the gradient of {worst}"
-            wrong = f"{what} is wrong (relative error {errors[worst]:.1e})"
+        if what:
             outside = read_outside(sample, branch)
-            raise UnsupportedError(_refused(facts, plan, where + (f"{wrong}: {outside}" if outside else wrong)))
+            raise UnsupportedError(_refused(facts, plan, where + (f"{what}: {outside}" if outside else what)))
     facts.measurements.proven.add(small)
 
 
@@ -296,16 +290,8 @@ def _refused(facts: ModelFacts, plan: PipelinePlan, why: str) -> str:
     )
 
 
-def _failed(error: Exception) -> str:
-    """Describe an error of the model's code, with its line."""
-    package = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
-    lines = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(package)]
-    where = f" at {shown(lines[-1].filename, lines[-1].lineno or 0)}" if lines else ""
-    return f"its forward or backward fails{where}: {type(error).__name__}: {error}"
-
-
-def rehearse(sample: Sample, plan: PipelinePlan, branch: Branch) -> dict[str, float]:
-    """Return the relative error of the loss ("loss"), and of each parameter's gradient, against the whole model.
+def rehearse(sample: Sample, plan: PipelinePlan, branch: Branch) -> Errors:
+    """Compare stages with the whole model.
 
     Args:
         sample: a small model with weights.
@@ -314,18 +300,14 @@ def rehearse(sample: Sample, plan: PipelinePlan, branch: Branch) -> dict[str, fl
     """
     reference, way = branch.copied(sample)
     with way:
-        expected_loss = _loss_of(reference(**branch.inputs))
+        expected_loss = loss_of(logits_of(reference(**branch.inputs)))
         expected_loss.backward()
     copied, way = branch.copied(sample)
     with way:
         loss, found = _through_stages(copied, plan, dict(branch.inputs))
-    errors = {"loss": float(((loss - expected_loss) / expected_loss).abs().detach())}
-    expected = {clean(name): p.grad for name, p in reference.named_parameters() if p.grad is not None}
-    scale = float(torch.stack([gradient.norm() for gradient in expected.values()]).norm())
-    for name, gradient in expected.items():
-        off = (found.get(name, torch.zeros_like(gradient)) - gradient).norm()
-        errors[name] = float(off / gradient.norm().clamp(min=1e-6 * scale))
-    return errors
+    return errors_of(
+        [loss.item()], expected_loss.item(), reference, lambda name, one: [found.get(name, torch.zeros_like(one))]
+    )
 
 
 def _through_stages(model: nn.Module, plan: PipelinePlan, inputs: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -346,7 +328,7 @@ def _through_stages(model: nn.Module, plan: PipelinePlan, inputs: dict[str, Any]
         passage.entering = left[-1].detach().requires_grad_() if left else None
         entered.append(passage.entering)
         output = module(**arguments_of(number, inputs))
-        passed = _loss_of(output) if module is stages[-1] else passage.leaving
+        passed = loss_of(logits_of(output)) if module is stages[-1] else passage.leaving
         assert passed is not None
         left.append(passed)
     gradient: Tensor | None = None
@@ -356,11 +338,4 @@ def _through_stages(model: nn.Module, plan: PipelinePlan, inputs: dict[str, Any]
         deferred.end()
         gradient = None if (given := entered[number]) is None else given.grad
         deferred.do(number)
-    found = {clean(name): p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return left[-1].detach(), found
-
-
-def _loss_of(output: Any) -> Tensor:
-    logits = logits_of(output)
-    labels = torch.arange(logits[..., 0].numel(), device=logits.device) * 7 % logits.shape[-1]  # of tokens, or of rows
-    return F.cross_entropy(logits.flatten(0, -2), labels)
+    return left[-1].detach(), gradients_of(model)

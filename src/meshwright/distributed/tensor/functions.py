@@ -1,12 +1,9 @@
 """Define the differentiable steps of tensor and sequence parallelism, and how activations lie on the ranks.
 
-torch's fused operators ("async TP" in torchtitan) read the other ranks' memory over NVLink while they multiply. The
-result is the same as of the message and the product one after the other.
-
 These are Megatron-LM's operators (arXiv 1909.08053), with the sequence cut between them (arXiv 2205.05198): between
 blocks a rank holds its part of the sequence; column-parallel layers gather it, row-parallel layers reduce and scatter.
-Only the rank's part of a gathered tensor is saved for backward, and gathered again there (selective recomputation in
-that paper).
+Only the rank's part of a gathered tensor is saved for backward, and gathered again there. torch's fused operators
+("async TP") read the other ranks' memory while they multiply, with the same result.
 """
 
 from __future__ import annotations

@@ -5,15 +5,14 @@ The code that lays out the real model wraps the modules here too; only the trans
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
@@ -23,19 +22,20 @@ from meshwright.core.names import clean, owner
 from meshwright.core.parts import FusedPart, is_plain, ranges, take
 from meshwright.core.record import remember
 from meshwright.distributed.exchange import ProcessGroupRanks, RankGroup, Thread, on_threads
+from meshwright.distributed.rehearsal import Errors, errors_of, labels_of, loss_of, why_wrong
 from meshwright.distributed.torch_private import local_part
 from meshwright.distributed.weights.parts_tensor import distribute
 from meshwright.distributed.weights.shards import own_streams, pieces, placement_of_cut
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.signature import logits_of
-from meshwright.introspection.small.copies import copy_of, widened
+from meshwright.introspection.small.copies import copy_of
 from meshwright.introspection.small.sample import Sample
 from meshwright.introspection.structure.regions import Region
 from meshwright.planning.experts import ExpertPlan
 from meshwright.planning.plan import Plan
 from meshwright.planning.tensor.plan import BlocksPlan, TensorPlan
 
-from . import adapters, ends, functions, layers
+from . import ends, functions, layers
 from .functions import Overlap, TokenSequence
 from .layers import ColumnLayer, LayersOfInput, LocalView, LossRequest, Runtime, routers_of_parts, use_local_parameters
 from .loss import vocabulary_parallel_cross_entropy_sum
@@ -222,9 +222,9 @@ def _wrap_block(block: nn.Module, kind: BlocksPlan, runtime: Runtime, sums_at_on
             continue
         for layer in linears:
             layers.local_linear(layer, runtime)
-        adapters.GatheredInput(runtime, [at(around[path].around if path in around else path) for path in paths])
+        layers.GatheredInput(runtime, [at(around[path].around if path in around else path) for path in paths])
     for path in (path for region in regions for found in region.adapted for path in found.idle):
-        adapters.refuse_idle(at(path), path)
+        layers.refuse_idle(at(path), path)
         done.append(at(path))
     return set(done)
 
@@ -254,8 +254,8 @@ def _wrap_consumer(
         for path in (region.consumer, *(first for first, _ in found.pairs))
     ]
     for layer in cut:
-        adapters.local_summand(layer, runtime, sums_at_once=sums_at_once)
-    adapters.reduce_behind(block.get_submodule(found.around), runtime, reduction)
+        layers.local_summand(layer, runtime, sums_at_once=sums_at_once)
+    layers.reduce_behind(block.get_submodule(found.around), runtime, reduction)
     return [layer.module for layer in cut]
 
 
@@ -320,9 +320,6 @@ def summing(sums: Sums, group: RankGroup) -> Iterator[None]:
 
 # --- rehearse a tensor plan before its first use, with threads for ranks, and compare with plain torch
 
-LARGEST_ERROR = 1e-6
-"""Largest relative error in fp64."""
-
 
 def prove(facts: ModelFacts, plan: TensorPlan, *, sums_at_once: bool = False) -> None:
     """Rehearse the plan on a small copy of the model, without communication, once for each model and plan.
@@ -340,18 +337,14 @@ def prove(facts: ModelFacts, plan: TensorPlan, *, sums_at_once: bool = False) ->
     assert model is not None
     small = plan.for_sample(sample, model)
     for inputs, logits in _performances(sample):
+        run = partial(rehearse, plan=small, inputs=inputs, logits=logits, sums_at_once=sums_at_once)
         try:
-            errors = rehearse(sample.model, small, inputs, logits=logits, sums_at_once=sums_at_once)
-            if not all(error <= LARGEST_ERROR for error in errors.values()):  # the model's code may round to float32
-                errors = rehearse(widened(sample.model), small, inputs, logits=logits, sums_at_once=sums_at_once)
+            why = why_wrong(sample.model, run)
         except Exception as error:
-            raise UnsupportedError(
-                _refused(facts, plan, f"its forward or backward fails: {type(error).__name__}: {error}")
-            ) from error
-        worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
-        if not errors[worst] <= LARGEST_ERROR:
-            what = "the loss" if worst == "loss" else f"the gradient of {worst}"
-            raise UnsupportedError(_refused(facts, plan, f"{what} is wrong (relative error {errors[worst]:.1e})"))
+            words = f"its forward or backward fails: {type(error).__name__}: {error}"
+            raise UnsupportedError(_refused(facts, plan, words)) from error
+        if why:
+            raise UnsupportedError(_refused(facts, plan, why))
     facts.measurements.proven.add((plan, sums_at_once))
 
 
@@ -380,41 +373,32 @@ def _refused(facts: ModelFacts, plan: TensorPlan, why: str) -> str:
 
 def rehearse(
     model: nn.Module, plan: TensorPlan, inputs: dict[str, Any], *, logits: Logits = "whole", sums_at_once: bool = False
-) -> dict[str, float]:
-    """Return the relative error of the loss ("loss") and of each parameter's gradient, against one process.
-
-    ``model`` is a small one with weights, in fp64.
-    """
+) -> Errors:
+    """Compare ranks with one process. ``model`` is a small one with weights, in fp64."""
     reference = copy_of(model)
     expected_logits = logits_of(reference(**inputs))
-    expected_loss = _loss_of(expected_logits)
+    expected_loss = loss_of(expected_logits)
     expected_loss.backward()
     by_token = expected_logits.dim() == 3  # a classifier of whole rows has no loss of tokens
     logits = logits if plan.head and not plan.tail.obstacle_if_cut and by_token else "whole"
     found = on_threads(plan.ranks, lambda group: _on_rank(copy_of(model), plan, inputs, group, logits, sums_at_once))
-    losses = torch.tensor([loss for loss, _ in found], dtype=torch.float64)
-    # NaN if one of them is NaN
-    errors = {"loss": float(((losses - expected_loss.detach()) / expected_loss.detach()).abs().amax())}
-    expected = {
-        clean(name): parameter.grad for name, parameter in reference.named_parameters() if parameter.grad is not None
-    }
-    scale = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
-    for name, gradient in expected.items():
-        parts = [gradients[name] for _, gradients in found]
-        wholes, cut = parts, plan.cut_of(name, gradient.shape)
-        if cut is not None and is_plain(cut[1], plan.ranks):
-            wholes = [torch.cat(parts, dim=cut[0])]
-        elif cut is not None:
-            wholes = [parts[0].new_zeros(gradient.shape)]
-            for rank, part in enumerate(parts):
-                runs = ranges(cut[1], rank, plan.ranks)
-                split = part.split([high - low for low, high in runs], dim=cut[0])
-                for piece, (low, high) in zip(split, runs, strict=True):
-                    here = wholes[0].narrow(cut[0], low, high - low)
-                    here.copy_(piece) if sums_at_once else here.add_(piece)  # copies are added up, unless they are sums
-        off = torch.stack([(whole - gradient).norm() for whole in wholes]).amax()  # NaN if one of them is NaN
-        errors[name] = float(off / gradient.norm().clamp(min=1e-6 * float(scale)))
-    return errors
+
+    def wholes(name: str, gradient: Tensor) -> list[Tensor]:
+        parts, cut = [gradients[name] for _, gradients in found], plan.cut_of(name, gradient.shape)
+        if cut is None:
+            return parts
+        if is_plain(cut[1], plan.ranks):
+            return [torch.cat(parts, dim=cut[0])]
+        whole = parts[0].new_zeros(gradient.shape)
+        for rank, part in enumerate(parts):
+            runs = ranges(cut[1], rank, plan.ranks)
+            split = part.split([high - low for low, high in runs], dim=cut[0])
+            for piece, (low, high) in zip(split, runs, strict=True):
+                here = whole.narrow(cut[0], low, high - low)
+                here.copy_(piece) if sums_at_once else here.add_(piece)  # copies are added up, unless they are sums
+        return [whole]
+
+    return errors_of([loss for loss, _ in found], expected_loss.item(), reference, wholes)
 
 
 class Resting:
@@ -448,9 +432,9 @@ def _on_rank(
         # Python finds these before the parameters
         module.__dict__.update({key: Resting(p) for key, p in module._parameters.items() if p is not None})
     if logits == "whole":
-        loss = _loss_of(logits_of(model(**inputs)))
+        loss = loss_of(logits_of(model(**inputs)))
     else:
-        labels = _labels((*next(iter(inputs.values())).shape, vocabulary))
+        labels = labels_of((*next(iter(inputs.values())).shape, vocabulary))
         request = LossRequest(labels, chunks=2)
         runtime.logits, runtime.request = ("own", None) if logits == "own" else (runtime.logits, request)
         output = model(**inputs)
@@ -467,12 +451,3 @@ def _on_rank(
             gradient = group.sum(gradient.clone())
         gradients[clean(name)] = gradient
     return loss.item(), gradients
-
-
-def _loss_of(logits: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, -2), _labels(logits.shape))
-
-
-def _labels(shape: Sequence[int]) -> Tensor:
-    """Return flat labels for logits (rows, seq, vocabulary) or (rows, classes), spread over the last dim."""
-    return torch.arange(math.prod(shape[:-1])) * 7 % shape[-1]

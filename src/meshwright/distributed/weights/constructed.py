@@ -1,24 +1,16 @@
 """Give weights the values of their law, their constructor or their modules' own reset: bitwise equal on all layouts.
 
-meshwright's own decoder has a weight law: a parameter's values are a function of (seed, global name, position). It is
-cut into blocks of whole rows, at most ``BLOCK_ELEMENTS`` each (but at least one row), each drawn from a generator
-seeded by (seed, name, block number), in fp32, on the parameter's device (or another: a CPU and a GPU draw different
-values from one seed). A rank draws the blocks that overlap its shard, so its peak is its own share plus one block.
+By a law, that of meshwright's own decoder, a parameter's values are a function of (seed, global name, position): a rank
+draws the blocks that overlap its shard (``draw_rows``), so its peak is its own share plus one block.
 
-A model that was built on meta is initialised by its modules; other initialisation in its constructor is lost. Children
-come before parents, as in a constructor. A module's initialiser runs on unsharded CPU stand-ins of its
-parameters and buffers and of those inside it (a parent may set its children's), with torch's generator seeded by
-(seed, path of the module). Then each rank copies its shards. So the values do not depend on the layout, and only one
-module at a time is unsharded.
+Of a model that was built on meta by its modules, initialisation elsewhere in its constructor is lost. Children come
+before parents, as in a constructor; torch's generator is seeded by (seed, path of the module) for each, on unsharded
+stand-ins on the CPU, so that one module at a time is whole.
 
-Each rank replays the constructor's recorded steps (``introspection/constructor``) for the parameters of
-which it holds a shard. A value is freed after the last step that needs it, so the peak is the rank's own share plus
-the largest parameter. Up to ``STREAM_ELEMENTS`` elements, all random steps share one stream, and the weights are
-bitwise those of the constructor in one process under the same seed. In a larger model every rank would draw the whole
-model for its share, so each random step draws values by (seed, name, position): the same distributions, and the same
-values on every layout. A parameter that one step fills is then drawn block by block.
-
-A constructor that cannot be recorded runs whole, on one rank of a node after the other, and each rank takes its shards.
+A constructor's recorded steps (``introspection/constructor``) are replayed for the parameters of which a rank holds a
+shard. Up to ``STREAM_ELEMENTS`` elements, all random steps share one stream, and the weights are those of one process.
+In a larger model every rank would draw the whole model for its share, so each random step draws by (seed, name,
+position): the same distributions, and the same values on every layout.
 """
 
 from __future__ import annotations
@@ -55,6 +47,7 @@ from meshwright.introspection.constructor import (
     pass_over,
     record,
     seeded,
+    unwritten,
 )
 from meshwright.introspection.module_kinds import brings_initialiser, build_again
 from meshwright.introspection.source import builder_of
@@ -193,7 +186,7 @@ def _run(module: nn.Module, reset: Callable[[], object], seed: int, destinations
         if value.is_floating_point() or value.is_complex():
             untouched = torch.isnan(value)
         else:
-            untouched = value == _blank(value.dtype)
+            untouched = value == unwritten(value.dtype)
         if untouched.all():
             continue
         for piece in pieces(destinations.begun(tensor)):
@@ -221,7 +214,7 @@ def _stand_ins(module: nn.Module, destinations: Destinations) -> Iterator[list[t
                     continue
                 if id(tensor) not in made:
                     shape, dtype = destinations.shape_of(tensor), destinations.dtype_of(tensor)
-                    blank = torch.full(shape, _blank(dtype), dtype=dtype, device="cpu")
+                    blank = torch.full(shape, unwritten(dtype), dtype=dtype, device="cpu")
                     made[id(tensor)] = nn.Parameter(blank, tensor.requires_grad) if held is part._parameters else blank
                     pairs.append((tensor, lambda held=held, name=name: held[name]))
                 held[name] = made[id(tensor)]
@@ -230,12 +223,6 @@ def _stand_ins(module: nn.Module, destinations: Destinations) -> Iterator[list[t
     finally:
         for held, before in kept:
             held.update(before)
-
-
-def _blank(dtype: torch.dtype) -> float | int | bool:
-    if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    return False if dtype == torch.bool else torch.iinfo(dtype).max
 
 
 def write_constructed(

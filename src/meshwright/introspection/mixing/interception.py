@@ -29,8 +29,6 @@ from meshwright.introspection.small.copies import copy_of
 
 from .masks import MaskFunction, TokenMask, sdpa_arguments
 
-# --- intercept calls of attention
-
 PREFIX = "meshwright_"
 """Registered names are this and the name of the implementation that computes: ``meshwright_sdpa``."""
 ADDING = ("eager", "flex_attention")

@@ -67,7 +67,7 @@ class Recorder(Handler):
 
 def small_copy(model: nn.Module) -> nn.Module:
     """Return the smallest copy of a model that computes; UnsupportedError where none does."""
-    return next(iter(samples_of(model, Signature.of(model).takes, 1))).model
+    return next(iter(samples_of(model, 1))).model
 
 
 def record(model: nn.Module, inputs: dict[str, Any], recorder: Recorder | None = None) -> Recorder:

@@ -1,14 +1,11 @@
 """Find modules in which tokens meet otherwise than in attention, and compute their masks of whole rows.
 
 Masks, and biases that depend on distances (ALiBi, arXiv 2108.12409), cannot be put together from what ranks make of
-their own tokens. The model's own code makes them of whole rows: on a copy whose weights have no values, so that
-nothing is computed but what follows from places, positions, padding and buffers.
+their own tokens. The model's own code makes them of whole rows, on a copy whose weights have no values.
 
 Attention is kept out: each call gives a token its own value. Then one token of a row is changed, and the outputs of
 modules are watched, innermost first. Where other tokens' outputs move, the module mixes tokens, and is given back
-their former values, so that what follows is judged by itself: one forward finds recurrences, convolutions over
-tokens, shifts and products by hand. Modules that count tokens, or read how far the row goes, are found by calling
-them with a part of a row's tokens.
+their former values, so that what follows is judged by itself.
 """
 
 from __future__ import annotations

@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import pickle
 import random
-import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
@@ -16,13 +15,14 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
-import meshwright
 from meshwright.core.names import clean
 from meshwright.core.torch_private import EagerDispatchMode, tree_leaves
+from meshwright.introspection.calls import watching
 from meshwright.introspection.constructor import READING, seeded
+from meshwright.introspection.logits_tape import model_line
 from meshwright.introspection.mixing.arithmetic import computing_flex
+from meshwright.introspection.mixing.values import is_general_code
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.copies import copy_of
 from meshwright.introspection.structure.experts import find_stacks
@@ -110,8 +110,13 @@ def played(
     made = copy_of(model)
     seen: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
     held = HeldRandomness(tokens, turned, {clean(path) for path in find_stacks(made)}, level, instead)
-    hooks = [handle for path, module in made.named_modules() for handle in _watched(clean(path), module, held, seen)]
-    with held, _Lists(held):
+
+    def leave(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        held.within.pop()
+        seen.setdefault(path, (_tensors((args, kwargs)), _tensors(output)))  # keeps the first of several calls
+
+    watch = watching(made.named_modules(), lambda path, *_: held.within.append(path), leave)
+    with watch, held, _Lists(held):
         output, by_python = called(made, tokens, beside, seed)
         rows, losses = parts(output, len(tokens))
         if beside:  # features of images are given back too, which are no rows
@@ -123,8 +128,6 @@ def played(
             target = target + (tensor.double() * whole[offset or 0 :][: len(tokens)]).sum()
         if target.requires_grad:
             target.backward()
-    for hook in hooks:
-        hook.remove()
     named = {clean(name): parameter for name, parameter in made.named_parameters()}
     found = {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
     sparse = tuple(name for name, gradient in found.items() if gradient.is_sparse)
@@ -176,22 +179,8 @@ def _fields(output: Any) -> Iterable[tuple[str, Any]]:
     return ({"logits": getattr(output, "logits", None)} | own).items()
 
 
-def _watched(
-    path: str, module: nn.Module, held: HeldRandomness, seen: dict[str, tuple[list[Tensor], list[Tensor]]]
-) -> Iterator[RemovableHandle]:
-    def enter(module: nn.Module, args: Any) -> None:
-        held.within.append(path)
-
-    def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        held.within.pop()
-        took, gave = (
-            [leaf.detach() for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-            for value in ((args, kwargs), output)
-        )
-        seen.setdefault(path, (took, gave))  # keeps the first of several calls
-
-    yield module.register_forward_pre_hook(enter)
-    yield module.register_forward_hook(leave, with_kwargs=True)
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf.detach() for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 class HeldRandomness(EagerDispatchMode):
@@ -238,7 +227,7 @@ class HeldRandomness(EagerDispatchMode):
         """Note that Python has all values of a tensor, if they depend on tokens."""
         if self._depends(value) and self.within[-1] not in self.stacks:
             self.decides = True
-            self.sizes.append((*_site(), self.within[-1]))
+            self.sizes.append((*model_line(), self.within[-1]))
 
     def _depends(self, value: Any) -> bool:
         """Return whether a value is a tensor that depends on tokens."""
@@ -247,15 +236,14 @@ class HeldRandomness(EagerDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        draws = _draws(func)
-        tossed = draws and _is_toss(func)  # any other draw is turned round as data are
+        draws, name = _draws(func), func.overloadpacket.__name__
+        tossed = draws and name.startswith(("rand", "uniform", "bernoulli", "normal"))  # others are turned as data are
         storages = {id(t.untyped_storage()) for t in given if not t.is_sparse}
         by_tokens = bool(storages & self._by_tokens) or (draws and not tossed)
         by_draws = tossed or bool(storages & self._by_draws)
         depends = by_tokens or by_draws
         out = func(*args, **kwargs)
         signs = [0 if t.is_sparse else self._signs.get(id(t.untyped_storage()), 0) for t in given]
-        name = func.overloadpacket.__name__
         sign = _sign(name, signs, args)
         if name in COMPARISONS and by_tokens and isinstance(out, Tensor) and given[0].numel() == 1:
             self._numbers[id(out.untyped_storage())] = float(given[0])
@@ -265,7 +253,7 @@ class HeldRandomness(EagerDispatchMode):
             return self._read(out) if by_tokens else out
         if depends and torch.Tag.dynamic_output_shape in func.tags and self.within[-1] not in self.stacks:
             self.decides = True
-            self.sizes += [(*_site(), self.within[-1])] * by_tokens
+            self.sizes += [(*model_line(), self.within[-1])] * by_tokens
         if draws:
             out = _still(func, args, out, self.level)
         for leaf in tree_leaves(out) if depends else ():
@@ -279,7 +267,7 @@ class HeldRandomness(EagerDispatchMode):
     def _read(self, value: Any) -> Any:
         if self.within[-1] in self.stacks:
             return value
-        place = (*_site(), self.within[-1])
+        place = (*model_line(), self.within[-1])
         self._times[place] = time = self._times.get(place, 0) + 1
         sign = self._sign if abs(self._sign) < 2 else 0 if isinstance(value, bool) else 1
         self.reads[(*place, time)] = Reading(value, self._number if isinstance(value, bool) else float(value), sign)
@@ -353,19 +341,6 @@ class _Lists(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-OWN, TORCH = str(Path(meshwright.__file__).parent), str(Path(torch.__file__).parent)
-MODELS = str(Path(OWN) / "models")
-
-
-def _site() -> tuple[str, int]:
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((OWN, TORCH)):
-        if frame.f_code.co_filename.startswith(MODELS):
-            break
-        frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
-
-
 class FixedDraws(EagerDispatchMode):
     """A mode that fixes random draws, and no more.
 
@@ -395,11 +370,6 @@ def _draws(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags and not name.startswith("_scaled_dot_product")
 
 
-def _is_toss(func: Any) -> bool:
-    """Return whether an operator draws as coins are tossed: uniform or normal numbers, integers, truth values."""
-    return func.overloadpacket.__name__.startswith(("rand", "uniform", "bernoulli", "normal"))
-
-
 def _still(func: Any, args: Sequence[Any], out: Any, level: float = MIDDLE) -> Any:
     """Fill results with values that ignore earlier draws; integers and permutations keep the values of the seed."""
     name = func.overloadpacket.__name__
@@ -414,3 +384,85 @@ def _still(func: Any, args: Sequence[Any], out: Any, level: float = MIDDLE) -> A
         if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.dtype == torch.bool):
             leaf.fill_(1 if name.startswith("_fused_dropout") else level)
     return out
+
+
+# --- record the lines that read values of a row's tokens, by which a rank with a part may decide otherwise
+
+Line = tuple[str, int]
+"""File and number."""
+Values = Mapping[Line, list[Any]]
+"""What a line read, in order."""
+_COMPARING, _FEW = ("eq", "ne", "lt", "le", "gt", "ge", "isin"), 64
+
+
+class Decisions(HeldRandomness):
+    """A mode that records the values that lines of a model read off tokens, and inverts those of one line.
+
+    A number of entries that follows from values, as of ``nonzero``, is read too.
+
+    Args:
+        given: what the model is given and lines are watched for: tokens, and a mask of padding if there is one.
+        apart: modules that are given whole rows on every rank; they, and stacks of experts, are not looked into.
+        inverted: the line whose truth is inverted; a number becomes 0, and 0 becomes 1.
+
+    Attributes:
+        seen: the values by line.
+        compared: the whole numbers with which values are compared.
+    """
+
+    def __init__(
+        self,
+        given: Sequence[Tensor],
+        model: nn.Module,
+        apart: Collection[str] = (),
+        inverted: Line | None = None,
+    ):
+        super().__init__(given[0], stacks=("apart",))
+        for tensor in given[1:]:
+            self._note(tensor, self._by_tokens)
+        self.seen, self.inverted, self._hooks = dict[Line, list[Any]](), inverted, ExitStack()
+        self.compared = set[int]()
+        apart = {*apart, *(clean(path) for path in find_stacks(model))}
+        for module in (module for path, module in model.named_modules() if clean(path) in apart):
+            enter = module.register_forward_pre_hook(lambda *_: self.within.append("apart"))
+            leave = module.register_forward_hook(lambda *_: (self.within.pop(), None)[1], always_call=True)
+            self._hooks.callback(enter.remove)
+            self._hooks.callback(leave.remove)
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._hooks.close()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before, self.decides = self.decides, False
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.decides and func.overloadpacket.__name__ not in READING:
+            first = next(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
+            self._read(first.numel())
+        self.decides = self.decides or before
+        if func.overloadpacket.__name__ in _COMPARING and self._depends(args[0]):
+            few = (other for other in args[1:] if isinstance(other, Tensor) and other.numel() <= _FEW)
+            values = [*args[1:], *(value for other in few for value in other.flatten().tolist())]
+            self.compared.update(value for value in values if type(value) is int)
+        return out
+
+    def _read(self, value: Any) -> Any:
+        line = ("", 0) if self.within[-1] in self.stacks else model_line(__file__, through_torch=True)
+        if not line[0] or is_general_code(line[0]):
+            return value
+        self.decides = True
+        self.seen.setdefault(line, []).append(value)
+        return inverted(value) if line == self.inverted else value
+
+
+def watched(batch: Mapping[str, Tensor]) -> list[Tensor]:
+    """List those of a batch by whose values a rank with a part of its rows may decide otherwise."""
+    return [batch[key] for key in ("tokens", "attention_mask") if key in batch]
+
+
+def decides(model: nn.Module, batch: Mapping[str, Tensor], apart: Collection[str]) -> bool:
+    """Return whether a forward reads, or makes a tensor of a size that follows from, the values of tokens."""
+    mode = Decisions(watched(batch), model, apart)
+    with seeded(0), torch.no_grad(), computing_flex(), mode:  # one rank may ask, and streams stay alike
+        model(**Signature.of(model).inputs(dict(batch), torch.device("cpu")))
+    return mode.decides

@@ -24,7 +24,6 @@ from meshwright.core.torch_private import accumulation_hooks, gradient_hooks
 from meshwright.introspection.constructor import seeded
 from meshwright.introspection.images import ImageArguments, length_for, pictured, rows_of, sizes_of
 from meshwright.introspection.module_kinds import BATCH_NORMS
-from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.copies import copy_of
 from meshwright.introspection.small.sample import ids_of, random_like, samples_of
 
@@ -201,11 +200,14 @@ def play(model: nn.Module) -> Premises:
 
 
 def _on_copies(model: nn.Module) -> Premises:
-    arguments = Signature.of(model).takes
     trouble: Exception | None = None
     try:
-        for sample in samples_of(model, arguments, 1):
-            _set_modes(sample.model, model)
+        for sample in samples_of(model, 1):
+            # a model in evaluation mode as a whole is put in training mode, which will come
+            evaluating = {path for path, module in model.named_modules() if model.training and not module.training}
+            sample.model.train()
+            for path, module in sample.model.named_modules():
+                module.training = path not in evaluating
             cost = ROWS * sum(parameter.numel() for parameter in sample.model.parameters())
             for length in (length for length in LENGTHS if length == LENGTHS[-1] or length * cost <= LARGEST_COST):
                 try:
@@ -223,14 +225,6 @@ def _on_copies(model: nn.Module) -> Premises:
         "",
     )
     return Premises(mixes_rows=norm, unknown=f"{type(trouble).__name__}: {trouble}".splitlines()[0])
-
-
-def _set_modes(copied: nn.Module, model: nn.Module) -> None:
-    """Copy the modules' modes; a model in evaluation mode as a whole is put in training mode, which will come."""
-    evaluating = {path for path, module in model.named_modules() if model.training and not module.training}
-    copied.train()
-    for path, module in copied.named_modules():
-        module.training = path not in evaluating
 
 
 def _seen(model: nn.Module, length: int) -> Premises:

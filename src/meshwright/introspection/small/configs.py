@@ -16,8 +16,6 @@ from typing import Any
 
 from meshwright.core.names import EXPERT_HIDDEN, EXPERTS, HEADS, HIDDEN, KEY_HEADS, LAYERS, TOP_K, WIDTH
 
-# --- shrink configs to models of the same structure, small enough to be measured in a moment
-
 FEW_EXPERTS = 16
 LATENT = ("q_lora_rank", "kv_lora_rank")
 ROTATED = "qk_rope_head_dim"

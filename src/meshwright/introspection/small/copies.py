@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.core.torch_private import forward_hooks
+from meshwright.introspection.calls import watching
 from meshwright.introspection.module_kinds import config_at
 from meshwright.introspection.signature import Signature
 
@@ -233,7 +234,7 @@ def rows_of_token_table(model: nn.Module) -> int | None:
         return None
     found: list[int] = []
 
-    def look(table: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def look(path: str, table: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
         if given is not None and given.device == tokens.device and torch.equal(given, tokens):
             found.append(int(table.num_embeddings))  # type: ignore[arg-type]
@@ -243,10 +244,8 @@ def rows_of_token_table(model: nn.Module) -> int | None:
     with contextlib.suppress(Exception), torch.no_grad():
         tokens = torch.tensor([[1, 0, 1], [0, 1, 1]])  # on the CPU, with values: neither positions nor types
         copy = meta_copy_of(model)
-        for module in copy.modules():
-            if isinstance(module, nn.Embedding):
-                module.register_forward_pre_hook(look, with_kwargs=True)
-        copy(**{name: tokens})
+        with watching([pair for pair in copy.named_modules() if isinstance(pair[1], nn.Embedding)], look):
+            copy(**{name: tokens})
     return found[0] if found else None
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.core.errors import UnsupportedError
+from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean, is_within, owner, pattern
 from meshwright.core.record import recall, remember
 from meshwright.core.torch_private import resetting
@@ -25,6 +25,7 @@ from meshwright.introspection.source import builder_of
 
 from .copies import carry_functions, codes_in, compute_wide, copy_of
 
+Answer = TypeVar("Answer")
 ROWS, SEQ = 2, 6
 REPEATED = 16
 """Number of repetitions of a sample's rows if many features are pushed in one run, each in rows of its own."""
@@ -66,21 +67,18 @@ class Sample:
         }
 
 
-def samples_of(
-    model: nn.Module, arguments: dict[str, str | None], ranks: int, *, few_experts: bool = False
-) -> Iterator[Sample]:
+def samples_of(model: nn.Module, ranks: int, *, few_experts: bool = False) -> Iterator[Sample]:
     """Yield copies of ``model`` that can be measured, small ones first.
 
     Args:
         model: a model on meta or not; it is left unchanged.
-        arguments: "tokens" -> the name of that argument of the forward.
         ranks: size of the tensor axis.
         few_experts: reduce large numbers of experts in a layer.
 
     Raises:
         UnsupportedError: after the last copy, if the model itself is too large, or its weights cannot be initialised.
     """
-    failed: list[Exception] = []
+    failed, takes = list[Exception](), Signature.of(model).takes
     core = core_of(model)
     kind, config = type(core), getattr(core, "config", None)
     if config is not None:  # the same class built from small copies of its config
@@ -90,13 +88,38 @@ def samples_of(
             places.append([path for path in blocks if not of_text or owner(path) == owner(first)].index(first))
         for small in smaller(config, max(2, 1 + max(places)), ranks, few_experts=few_experts):
             if (made := _constructed(model, kind, small, failed)) is not None:
-                yield _sample(made, arguments, small.heads)
-    yield _sample(_copied(model, failed), arguments, 1)
+                yield _sample(made, takes, small.heads)
+    yield _sample(_copied(model, failed), takes, 1)
+
+
+def on_samples(
+    model: nn.Module, ranks: int, measure: Callable[[Sample], Answer], failed: str, *, few_experts: bool = False
+) -> Answer:
+    """Return what a function gives of the smallest copy that it can measure.
+
+    Raises:
+        ConfigError: hints name a module or argument that the model lacks.
+        UnsupportedError: it can measure none; ``failed`` begins the text where the model's code raises.
+    """
+    trouble: UnsupportedError | None = None
+    try:
+        for sample in samples_of(model, ranks, few_experts=few_experts):
+            try:
+                return measure(sample)
+            except UnsupportedError as error:  # does not hold for the model: the next copy is larger
+                trouble = error
+            except ConfigError:
+                raise
+            except Exception as error:  # noqa: BLE001  (whatever a model's code raises when it is called in parts)
+                trouble = UnsupportedError(f"{failed} ({type(error).__name__}: {error})")
+    except UnsupportedError as error:
+        raise trouble or error from None
+    raise trouble or UnsupportedError(f"{type(model).__name__} could not be measured")
 
 
 def _sample(made: nn.Module, arguments: dict[str, str | None], heads: int) -> Sample:
-    takes = (*arguments.values(), *SWITCHED_OFF)
-    if others := [name for name in Signature.of(made).required if name not in takes]:
+    known = (*arguments.values(), *SWITCHED_OFF)
+    if others := [name for name in Signature.of(made).required if name not in known]:
         raise UnsupportedError(
             f"the forward of {type(made).__name__} requires {', '.join(others)} beside token ids, and models are"
             f" measured on small copies that are called with token ids alone. Set layout.tp = 1 and layout.pp = 1."

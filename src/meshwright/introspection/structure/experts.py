@@ -21,9 +21,9 @@ from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean, is_within
 from meshwright.introspection.blocks import repeated_blocks
 from meshwright.introspection.calls import watching
-from meshwright.introspection.signature import core_of
+from meshwright.introspection.signature import Signature, core_of
 from meshwright.introspection.small.configs import stated_width
-from meshwright.introspection.small.sample import Sample, samples_of
+from meshwright.introspection.small.sample import Sample, on_samples, samples_of
 from meshwright.models.layers import at_least_fp32, is_recomputing, tokens_per_expert
 
 LARGEST_ERROR = 1e-6
@@ -114,34 +114,31 @@ def stack_paths(*models: nn.Module) -> set[str]:
     return {path for model in models for path in find_stacks(model)}
 
 
-def measure_stacks(model: nn.Module, arguments: dict[str, str | None], ranks: int) -> tuple[Stack, ...]:
+def measure_stacks(model: nn.Module, ranks: int) -> tuple[Stack, ...]:
     """Measure a model's stacks and the roles of their arguments, and prove that ``ranks`` shares compute the same.
 
     Raises:
         UnsupportedError: there are no stacks, or shares compute something else; the text names the module.
     """
     known = find_stacks(model)
-    trouble = UnsupportedError(f"{type(model).__name__} has no module of stacked experts inside its blocks")
-    for sample in samples_of(model, arguments, 1) if known else ():
-        try:
-            small, kinds = _kinds(sample.model), _kinds(model)
-            first = {small[path]: path for path in reversed(find_stacks(sample.model))}
-            tried = {kind: _tried(sample, path, ranks) for kind, path in first.items()}
-            stated = [stated_width(m) for m in (model, sample.model)]
-            found = [replace(stack, **tried[kinds[path]]) for path, stack in known.items()]
-            # tokens that are as wide as the copy's residual stream are as wide as the model's
-            return tuple(
-                replace(stack, width=stated[0]) if stated[0] is not None and stated[1] == stack.width else stack
-                for stack in found
-            )
-        except UnsupportedError as error:
-            trouble = error
-        except Exception as error:  # noqa: BLE001  (whatever a model's code raises when it is called in parts)
-            trouble = UnsupportedError(
-                f"the experts of {type(model).__name__} could not be tried out on a small copy"
-                f" ({type(error).__name__}: {error})"
-            )
-    raise trouble
+    if not known:
+        raise UnsupportedError(f"{type(model).__name__} has no module of stacked experts inside its blocks")
+
+    def measure(sample: Sample) -> tuple[Stack, ...]:
+        small, kinds = _kinds(sample.model), _kinds(model)
+        first = {small[path]: path for path in reversed(find_stacks(sample.model))}
+        tried = {kind: _tried(sample, path, ranks) for kind, path in first.items()}
+        stated = [stated_width(m) for m in (model, sample.model)]
+        found = [replace(stack, **tried[kinds[path]]) for path, stack in known.items()]
+        # tokens that are as wide as the copy's residual stream are as wide as the model's
+        return tuple(
+            replace(stack, width=stated[0]) if stated[0] is not None and stated[1] == stack.width else stack
+            for stack in found
+        )
+
+    return on_samples(
+        model, 1, measure, f"the experts of {type(model).__name__} could not be tried out on a small copy"
+    )
 
 
 def _kinds(model: nn.Module) -> dict[str, tuple[type[nn.Module], str]]:
@@ -302,18 +299,18 @@ def asks_for_router_loss(model: nn.Module) -> bool:
     return bool(getattr(getattr(core_of(model), "config", None), SWITCH, False))
 
 
-def measure_router_loss(model: nn.Module, arguments: dict[str, str | None]) -> RouterLoss | None:
+def measure_router_loss(model: nn.Module) -> RouterLoss | None:
     """Measure a model's loss for its routers; None if nothing is added, whatever its config says.
 
     Raises:
         UnsupportedError: the loss has another form, or could not be tried out.
     """
-    sample = next(samples_of(model, arguments, 1))
+    sample = next(samples_of(model, 1))
     core = core_of(sample.model)
     if hasattr(core, COEFFICIENT):
         setattr(core, COEFFICIENT, 1.0)
     try:
-        known = _measured(sample, arguments["tokens"] or "")
+        known = _measured(sample, Signature.of(model).takes["tokens"] or "")
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise UnsupportedError(
             f"the config of {type(core).__name__} has {SWITCH} = true, and what that adds to its loss could not be"

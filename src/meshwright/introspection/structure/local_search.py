@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import copy
 import itertools
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from meshwright.core.names import is_within
 from meshwright.core.parts import take
 from meshwright.core.record import with_arguments
 from meshwright.introspection.calls import Call
+from meshwright.introspection.logits_tape import line_that_raised
 from meshwright.introspection.small.copies import copy_of
 
 from .probe import Probe
@@ -118,7 +117,6 @@ def share_of(tensor: Tensor, argument: LocalArgument, rows: int, rank: int, rank
 
 # --- find the counts and arguments of a region that change when a rank holds only some of its groups
 
-TORCH = str(Path(torch.__file__).parent)
 TOLERANCE = 1e-5
 """Relative; models that compute norms or softmax in fp32 whatever their dtype are not exact in fp64."""
 MOST_CHANGES = 4
@@ -282,9 +280,7 @@ class _Rehearsal:
             try:
                 left = Call.of((), {}, module(*args, **kwargs)).left
             except Exception as error:  # noqa: BLE001  (whatever the model's code raises when its sizes do not fit)
-                frames = traceback.extract_tb(error.__traceback__)
-                own = [f for f in frames if not f.filename.startswith((TORCH, str(Path(__file__).parent)))]
-                self.stopped = f"{Path(own[-1].filename).name}:{own[-1].lineno}, '{own[-1].line}'" if own else ""
+                self.stopped = line_that_raised(error)
                 return None
         whole = self.call.left
         if unread is not None:

@@ -16,8 +16,7 @@ from meshwright.core.names import is_within, owner
 from meshwright.core.parts import FusedPart
 from meshwright.introspection.calls import watching
 
-from .adapters import Adapted
-from .probe import Influence, Probe, Reach
+from .probe import Adapted, Influence, Probe, Reach
 
 # --- define a region of a block, and the cuts of its tensors
 

@@ -10,17 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean, is_within, pattern
 from meshwright.core.record import argument
 from meshwright.introspection.blocks import hints_of, repeated_blocks
 from meshwright.introspection.calls import Call, watching
 from meshwright.introspection.deferred_logits import Tail, find_tail
 from meshwright.introspection.signature import logits_of
-from meshwright.introspection.small.sample import SEQ, Sample, kinds_of, samples_of
-from meshwright.introspection.structure.adapters import find_others
+from meshwright.introspection.small.sample import SEQ, Sample, kinds_of, on_samples
 from meshwright.introspection.structure.local_search import LocalForm, line_that_stops, local_form
-from meshwright.introspection.structure.probe import PUSHED, ROUNDING, Probe, record, side_by_side
+from meshwright.introspection.structure.probe import PUSHED, ROUNDING, Probe, find_others, record, side_by_side
 from meshwright.introspection.structure.regions import Region, find_regions, resized, shapes_of
 
 
@@ -346,43 +345,22 @@ class Measured:
         return resized(region, self.shapes[block], shapes, Fraction(1, self.sample.heads))
 
 
-def measured(model: nn.Module, arguments: dict[str, str | None], ranks: int) -> Measured:
+def measured(model: nn.Module, ranks: int) -> Measured:
     """Measure a small copy of ``model``, which takes tenths of a second.
-
-    Args:
-        arguments: "tokens" -> the name of that argument of the model's forward.
 
     Raises:
         UnsupportedError: the model cannot be measured; the text names the reason.
     """
-    trouble: UnsupportedError | None = None
-    try:
-        for sample in samples_of(model, arguments, ranks, few_experts=True):
-            try:
-                structure, tried = measure(sample, model)
-            except UnsupportedError as error:  # does not hold for the model: the next copy is larger
-                trouble = error
-            except ConfigError:  # hints name a module or argument that the model lacks
-                raise
-            except Exception as error:  # noqa: BLE001  (whatever a model's code raises when it is called in parts)
-                trouble = UnsupportedError(
-                    f"the structure of {type(model).__name__} could not be measured: its code failed on a small copy of"
-                    f" it ({type(error).__name__}: {error})"
-                )
-            else:
-                sizes = {
-                    clean(name): p.numel() * p.element_size()
-                    for name, p in model.named_parameters(remove_duplicate=False)
-                }
-                probes = {kind.blocks[0]: found for kind, (found, _) in zip(structure.kinds, tried, strict=True)}
-                shapes = {block: shapes_of(model.get_submodule(block)) for block in probes}
-                forms: dict[tuple[str, str], LocalForm | None] = {}
-                for (found, regions), kind in zip(tried, structure.kinds, strict=True):
-                    for small, region in zip(regions, kind.regions, strict=True):
-                        fits = region.fits(ranks) and small.fits(ranks)
-                        form = local_form(found, small, ranks) if fits else None
-                        forms[kind.blocks[0], region.consumer] = form
-                return Measured(structure, ranks, forms, sample, probes, sizes, shapes)
-    except UnsupportedError as error:
-        raise trouble or error from None
-    raise trouble or UnsupportedError(f"{type(model).__name__} could not be measured")
+    failed = f"the structure of {type(model).__name__} could not be measured: its code failed on a small copy of it"
+    sample, structure, tried = on_samples(
+        model, ranks, lambda sample: (sample, *measure(sample, model)), failed, few_experts=True
+    )
+    sizes = {clean(name): p.numel() * p.element_size() for name, p in model.named_parameters(remove_duplicate=False)}
+    probes = {kind.blocks[0]: found for kind, (found, _) in zip(structure.kinds, tried, strict=True)}
+    shapes = {block: shapes_of(model.get_submodule(block)) for block in probes}
+    forms: dict[tuple[str, str], LocalForm | None] = {}
+    for (found, regions), kind in zip(tried, structure.kinds, strict=True):
+        for small, region in zip(regions, kind.regions, strict=True):
+            fits = region.fits(ranks) and small.fits(ranks)
+            forms[kind.blocks[0], region.consumer] = local_form(found, small, ranks) if fits else None
+    return Measured(structure, ranks, forms, sample, probes, sizes, shapes)

@@ -15,8 +15,8 @@ from meshwright.introspection.adapted_model import host_of_magnitude
 from meshwright.introspection.blocks import NONE, Hints, hints_of
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.module_kinds import ModuleKind, module_kinds, own_tensor_plan, tied_modules
-from meshwright.introspection.structure.adapters import SCALED
 from meshwright.introspection.structure.local_search import LocalForm
+from meshwright.introspection.structure.probe import SCALED
 from meshwright.introspection.structure.structure import BlockKind, Measured, legal_degrees
 from meshwright.planning.techniques import TensorStyleRequest
 from meshwright.planning.tensor.plan import BlocksPlan, RegionPlan, TensorPlan

@@ -37,8 +37,6 @@ from meshwright.core.host import (
 )
 from meshwright.verification.doctor.inside import AXES
 
-# --- define a finding
-
 OK, NOTE, WARNING, FAILURE = "ok", "-", "warn", "FAIL"
 """Statuses: as it should be; absent and optional; works, but look at it; does not work."""
 
