@@ -82,7 +82,7 @@ def test_the_tests_import_this_checkout():
 BUDGET: dict[str, tuple[int, int, int]] = {
     ".": (2, 130, 0),
     "checkpoint": (9, 2200, 10),
-    "cli": (17, 2100, 16),
+    "cli": (19, 2230, 16),
     "comparison": (4, 800, 0),
     "core": (18, 3200, 6),
     "data": (16, 6470, 40),
@@ -90,6 +90,7 @@ BUDGET: dict[str, tuple[int, int, int]] = {
     "integrations": (9, 1650, 11),
     "introspection": (39, 10670, 72),
     "models": (4, 720, 5),
+    "observation": (6, 1640, 24),
     "planning": (34, 8550, 42),
     "simulation": (13, 4230, 25),
     "training": (41, 10360, 46),
@@ -183,8 +184,9 @@ def test_circles_are_found():
 
 
 def test_torch_distributed_stays_on_its_floors():
-    """Outside distributed/ and checkpoint/, ranks agree through distributed/process/agree."""
-    above = [place for place in FILES if not place.startswith(("distributed/", "checkpoint/"))]
+    """Outside distributed/ and checkpoint/, ranks agree through distributed/process/agree; a recorder only looks."""
+    floors = "distributed/", "checkpoint/", "observation/recorder.py"
+    above = [place for place in FILES if not place.startswith(floors)]
     reached = {
         place: sorted(name for name in names_in(place) if is_under(name, "torch.distributed")) for place in above
     }
@@ -314,6 +316,7 @@ PRIVATE_FILES = (
     "integrations/trainer_private.py",
     "introspection/module_kinds.py",
     "distributed/weights/torch_2_11.py",
+    "observation/recorder.py",  # is loaded by its path into other environments, and imports torch alone
     "training/slurm.py",  # submitit's script and its submission
 )
 REGISTRIES = {"_parameters", "_buffers", "_apply"}
