@@ -33,8 +33,8 @@ MESH = ("dp", "tp", "pp", "ep", "cp")
 LAYOUTS = [
     axes
     for axes in (dict(zip(MESH, values, strict=True)) for values in product(*(FACTORS[n] for n in MESH)))
-    if 2 <= Way(**axes).layout.world <= 4
-    and (axes["ep"] == "1" or Way(**axes).layout.dp_shard * Way(**axes).layout.tp * Way(**axes).layout.cp >= int(axes["ep"]))
+    for layout in [Way(**axes).layout]
+    if 2 <= layout.world <= 4 and (axes["ep"] == "1" or layout.dp_shard * layout.tp * layout.cp >= int(axes["ep"]))
 ]
 PLAIN = [
     Way.of(text)

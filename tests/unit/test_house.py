@@ -81,18 +81,19 @@ def test_the_tests_import_this_checkout():
 
 BUDGET: dict[str, tuple[int, int, int]] = {
     ".": (2, 130, 0),
-    "checkpoint": (15, 4250, 21),
-    "cli": (18, 2190, 16),
+    "checkpoint": (15, 4190, 19),
+    "cli": (20, 2320, 16),
     "comparison": (4, 800, 0),
-    "core": (18, 3220, 6),
+    "core": (19, 3250, 5),
     "data": (16, 6540, 40),
-    "distributed": (88, 21700, 116),
+    "distributed": (88, 21670, 114),
     "integrations": (9, 1650, 11),
-    "introspection": (39, 10677, 72),
+    "introspection": (37, 10580, 64),
     "models": (4, 720, 5),
-    "planning": (34, 8550, 42),
-    "simulation": (13, 4230, 25),
-    "training": (41, 10520, 46),
+    "observation": (6, 1630, 24),
+    "planning": (34, 8590, 42),
+    "simulation": (13, 4270, 24),
+    "training": (41, 10550, 46),
     "verification": (15, 3850, 10),
 }
 """By room: files, lines, and private functions that are named once in their file.
@@ -183,8 +184,9 @@ def test_circles_are_found():
 
 
 def test_torch_distributed_stays_on_its_floors():
-    """Outside distributed/ and checkpoint/, ranks agree through distributed/process/agree."""
-    above = [place for place in FILES if not place.startswith(("distributed/", "checkpoint/"))]
+    """Outside distributed/ and checkpoint/, ranks agree through distributed/process/agree; a recorder only looks."""
+    floors = "distributed/", "checkpoint/", "observation/recorder.py"
+    above = [place for place in FILES if not place.startswith(floors)]
     reached = {
         place: sorted(name for name in names_in(place) if is_under(name, "torch.distributed")) for place in above
     }
@@ -314,6 +316,7 @@ PRIVATE_FILES = (
     "integrations/trainer_private.py",
     "introspection/module_kinds.py",
     "distributed/weights/torch_2_11.py",
+    "observation/recorder.py",  # is loaded by its path into other environments, and imports torch alone
     "training/slurm.py",  # submitit's script and its submission
 )
 REGISTRIES = {"_parameters", "_buffers", "_apply"}

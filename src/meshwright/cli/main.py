@@ -15,6 +15,8 @@ VERBS = {
     "launch": ("meshwright.cli.launch:run", "submit a run to Slurm, and requeue it until it is complete"),
     "verify": ("meshwright.cli.verify:run", "prove that a layout equals one process"),
     "plan": ("meshwright.cli.plan:run", "show what a config becomes on its mesh, without starting it"),
+    "observe": ("meshwright.cli.observe:run", "record what any training script computes, unchanged"),
+    "blame": ("meshwright.cli.blame:run", "say where an observed run first differs from one process"),
     "rehearse": ("meshwright.cli.rehearse:run", "take real steps of one rank, without the others"),
     "measure": ("meshwright.cli.measure:run", "measure this machine, for plan's forecasts"),
     "evaluate": ("meshwright.cli.evaluate:run", "measure a trained model's loss, or its figures on tasks"),
@@ -28,7 +30,7 @@ VERBS = {
 }
 """Verb -> (module:function, its help)."""
 
-WITHOUT_TORCH = ("checkpoint", "compare", "completion", "doctor")
+WITHOUT_TORCH = ("checkpoint", "compare", "completion", "doctor", "observe")
 """Verbs that need no torch."""
 
 _WIDTH = max(map(len, VERBS))

@@ -201,6 +201,11 @@ TORCH: tuple[PrivateName, ...] = (
         ("TensorMeta", EVERYTHING, "a public constructor of DTensor"),
     ),
     PrivateName(
+        "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
+        "traces of other scripts (without it shards are placed by value)",
+        "a public query",
+    ),
+    PrivateName(
         "torch.distributed.tensor.placement_types._StridedShard",
         "fully_shard with tensor parallelism",
         "a public class",

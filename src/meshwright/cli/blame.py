@@ -1,0 +1,40 @@
+"""``meshwright blame ONE MANY [--noisy TRACE] [--json]``: say where a run first differs from one process.
+
+ONE and MANY are traces that 'meshwright observe' wrote, of the same script with the same data and seeds: ONE of one
+process, MANY of any layout. The answer is the first step and place that differ beyond rounding, the ranks, and the
+kind of fault. Exit status 0: equal; 1: a fault.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from meshwright.core.config import take_flags
+from meshwright.core.errors import ConfigError
+
+from .arguments import refuse_rest
+
+
+@dataclass(frozen=True)
+class BlameOptions:
+    noisy: str = ""
+    """Trace of one process with --noise: how far rounding goes in this model."""
+    json: bool = False
+    """The finding as one JSON object, for programs."""
+
+
+def run(argv: list[str]) -> int:
+    """Print the finding; return 0 if the runs are equal, else 1."""
+    options, rest = take_flags(BlameOptions, argv)
+    places = [word for word in rest if not word.startswith("-")]
+    refuse_rest([word for word in rest if word.startswith("-")] + places[2:], "meshwright blame", BlameOptions)
+    if len(places) != 2:
+        raise ConfigError("blame takes two traces, that of one process first: meshwright blame one.trace many.trace")
+    from meshwright.observation.blame import Blame
+    from meshwright.observation.traces import Run
+
+    one, many = (Run.read(place) for place in places)
+    finding = Blame(one, many, [Run.read(options.noisy)] if options.noisy else []).judge()
+    print(json.dumps(finding.plain()) if options.json else finding.words)
+    return 0 if finding.verdict == "sound" else 1

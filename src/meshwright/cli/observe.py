@@ -1,0 +1,84 @@
+"""``meshwright observe TRACE [--steps N] [--noise] -- COMMAND …``: record what a training script computes.
+
+The command runs as it is, with torch's global hooks set in every process that it starts: nothing of the script changes.
+TRACE is a folder with a file for each rank: the rows of the first steps, outputs of modules and the gradients that came
+back to them, the gradients that optimizers saw, and parameters and states after, each as a few numbers. A run whose
+script draws its own seeds, or dropout, differs from itself: 'meshwright blame' says so.
+
+  meshwright observe one -- python train.py
+  meshwright observe one-noisy --noise -- python train.py
+  meshwright observe many -- torchrun --nproc-per-node 4 train.py --tp 2
+  meshwright blame one many --noisy one-noisy
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from meshwright.core.config import take_flags
+from meshwright.core.config.ranges import Range
+from meshwright.core.errors import ConfigError
+
+from .arguments import refuse_rest
+
+
+@dataclass(frozen=True)
+class ObserveOptions:
+    steps: Annotated[int, Range("1 or more steps", lambda value: value >= 1)] = 3
+    """Optimizer steps that are recorded (default: 3)."""
+    noise: bool = False
+    """Change outputs of modules by as much as their dtype rounds, to measure how far rounding goes."""
+    stop: bool = False
+    """End each process after these steps; without it the command runs to its end."""
+
+
+def run(argv: list[str]) -> int:
+    """Run the command with the recorder in its processes; return the command's exit status."""
+    if "--" not in argv:
+        raise ConfigError(
+            "observe takes a folder, then -- and the command that trains, like: meshwright observe one.trace -- python"
+            " train.py"
+        )
+    at = argv.index("--")
+    options, rest = take_flags(ObserveOptions, argv[:at])
+    command = argv[at + 1 :]
+    if not command:
+        raise ConfigError("observe takes a command after --, like: meshwright observe one.trace -- python train.py")
+    places, rest = [word for word in rest if not word.startswith("-")], [w for w in rest if w.startswith("-")]
+    refuse_rest([*rest, *places[1:]], "meshwright observe", ObserveOptions)
+    if not places:
+        raise ConfigError(
+            "observe takes the folder of the trace first, like: meshwright observe one.trace -- python train.py"
+        )
+    folder = Path(places[0]).absolute()
+    if folder.exists() and (not folder.is_dir() or any(not f.name.startswith("rank-") for f in folder.iterdir())):
+        raise ConfigError(f"{folder} is there and is no trace: give another name")
+    shutil.rmtree(folder, ignore_errors=True)
+    import meshwright.observation as observation
+
+    site = str(Path(observation.__file__).parent / "site")
+    settings = {
+        "folder": str(folder),
+        "steps": options.steps,
+        "noise": 1 if options.noise else None,
+        "stop": options.stop,
+    }
+    path = os.pathsep.join(filter(None, (site, os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"MESHWRIGHT_OBSERVE": json.dumps(settings), "PYTHONPATH": path}
+    try:
+        status = subprocess.run(command, env=environment).returncode
+    except OSError as error:
+        raise ConfigError(f"{command[0]} cannot be run: {error.strerror}") from None
+    found = sorted(folder.glob("rank-*.pt")) if folder.is_dir() else []
+    if not found:
+        print(f"no trace: no process of the command stepped an optimizer of torch.optim (exit status {status})")
+        return status or 1
+    size = sum(file.stat().st_size for file in found) / 1e6
+    print(f"{folder}: {len(found)} process{'es' if len(found) > 1 else ''}, {size:.1f} MB")
+    return status

@@ -1,0 +1,53 @@
+"""Begin to record as soon as a script imports torch; Python runs this file at its start, from PYTHONPATH."""
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from typing import Any
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def run(name: str, file: str) -> Any:
+    """Import a module from a file."""
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class AfterTorch(importlib.abc.MetaPathFinder):
+    """Finds torch as usual, and installs the recorder once torch has been imported."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec("torch")
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_record(module: Any) -> None:
+                execute(module)
+                file = os.path.join(os.path.dirname(HERE), "recorder.py")
+                run("_meshwright_recorder", file).install()
+
+            spec.loader.exec_module = execute_and_record
+        return spec
+
+
+def others() -> None:
+    """Run the sitecustomize that this file hides, if the installation has one."""
+    for folder in sys.path:
+        file = os.path.join(folder or ".", "sitecustomize.py")
+        if os.path.isfile(file) and os.path.dirname(os.path.abspath(file)) != HERE:
+            run("_hidden_sitecustomize", file)
+            return
+
+
+if os.environ.get("MESHWRIGHT_OBSERVE"):
+    sys.meta_path.insert(0, AfterTorch())
+others()

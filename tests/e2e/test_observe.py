@@ -1,0 +1,86 @@
+"""``observe`` and ``blame`` on a script that knows nothing of meshwright: sound layouts, and one fault at a time."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = str(Path(__file__).parents[1] / "support" / "observed_script.py")
+MESHWRIGHT = [sys.executable, "-m", "meshwright"]
+ALONE = [sys.executable, SCRIPT, "--one"]
+SEVERAL = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT]
+FAULTS = [
+    ("data", "one not reduced", r"layers\.1\.attn\.v\.weight", 1, "missing reduction", [0, 1]),
+    ("data", "mean", r"\.\+", 1, "wrong scale", [0, 1]),
+    ("data", "twice", r"emb\.weight", 1, "double reduction", [0, 1]),
+    ("data", "same rows", r"\.\+", 1, "wrong rows", [1]),
+    ("data", "labels", r"\.\+", 1, "wrong rows", [1]),
+    ("data", "own mean", r"\.\+", 1, "wrong scale", [0, 1]),
+    ("data", "rounded", r"\.\+", 1, "rounding/dtype", [0, 1]),
+    ("data", "not zeroed", r"\.\+", 2, "stale value", [0, 1]),
+    ("data", "stale", r"layers\.0\.mlp\.down\.weight", 2, "stale value", [0, 1]),
+    ("data", "swapped", r"layers\.0", 1, "wrong order", [0, 1]),
+    ("data", "not stepped", r"layers\.1\.mlp\.up\.weight", 1, "not updated", [0, 1]),
+    ("data", "state lost", r"head\.weight", 2, "not restored", [0, 1]),
+    ("data", "seed", r"layers\.1\.mlp\.up\.weight", 1, "seed", [1]),
+    ("data", "positions", r"layers\.0\.n1", 1, "position", [1]),
+    ("data", "no mask", r"layers\.0\.attn\.o", 1, "mask", [1]),
+    ("tensor", "input not reduced", r"layers\.2\.(attn\.o|mlp.*|n2.*)", 1, "missing reduction", [0, 1]),
+    ("tensor", "backward doubled", r"layers\.2\.mlp\.down\.weight", 1, "double reduction", [0, 1]),
+    ("tensor", "positions", r"pos", 1, "position", [1]),
+]
+
+
+def observe(folder: Path, command: list[str], *flags: str) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    words = [*MESHWRIGHT, "observe", str(folder), *flags, "--", *command]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def blame(*words: object) -> dict:
+    done = subprocess.run([*MESHWRIGHT, "blame", *map(str, words), "--json"], capture_output=True, text=True)
+    found = json.loads(done.stdout)
+    assert done.returncode == (found["verdict"] == "fault"), done.stderr
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("alone")
+    observe(folder / "one", ALONE)
+    observe(folder / "noisy", ALONE, "--noise")
+    return folder / "one", folder / "noisy"
+
+
+@pytest.mark.parametrize("axis", ["data", "tensor"])
+def test_a_sound_layout_is_equal_to_one_process(axis: str, alone: tuple[Path, Path], tmp_path: Path):
+    observe(tmp_path / "many", [*SEVERAL, "--axis", axis])
+    one, noisy = alone
+    assert blame(one, tmp_path / "many", "--noisy", noisy)["verdict"] == "sound"
+    assert blame(one, noisy)["verdict"] == "sound"
+
+
+@pytest.mark.parametrize(("axis", "fault", "place", "step", "kind", "ranks"), FAULTS, ids=lambda value: str(value))
+def test_a_fault_is_found_where_it_arises(
+    axis, fault, place, step, kind, ranks, alone: tuple[Path, Path], tmp_path: Path
+):
+    observe(tmp_path / "many", [*SEVERAL, "--axis", axis, "--fault", fault])
+    found = blame(alone[0], tmp_path / "many", "--noisy", alone[1])
+    assert found["verdict"] == "fault" and re.fullmatch(place, found["place"]), found
+    assert (found["step"], found["kind"], found["ranks"]) == (step, kind, ranks), found
+
+
+def test_what_cannot_be_observed_is_said(tmp_path: Path):
+    idle = [sys.executable, "-c", "import torch; print(torch.ones(1))"]
+    words = [*MESHWRIGHT, "observe", str(tmp_path / "idle"), "--", *idle]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and "no process of the command stepped an optimizer" in done.stdout
+    done = subprocess.run([*MESHWRIGHT, "blame", tmp_path / "idle", tmp_path / "x"], capture_output=True, text=True)
+    assert done.returncode == 2 and "holds no trace" in done.stderr
+    done = subprocess.run([*MESHWRIGHT, "observe", str(tmp_path / "x")], capture_output=True, text=True)
+    assert done.returncode == 2 and "then -- and the command" in done.stderr
