@@ -35,7 +35,7 @@ help:
 
 demo:
 	@$(SETUP)
-	"$(BIN)/meshwright" train $(ARGS)
+	"$(BIN)/meshwright" train $(if $(ARGS),$(ARGS),--process.count=4)
 
 # With ARGS tests alone, and those of them that ARGS choose.
 test:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import random
 import statistics
 import sys
 import time
@@ -28,16 +27,14 @@ from unittest.mock import patch
 
 import psutil
 import torch
+from drawn import Drawn, draw
 from steps.forecast import forecast_step
 from steps.operators import StepOfRank
 from steps.profile import StepProfile, measure_here
 from steps.record import record_steps
 
-from meshwright.core.errors import MeshwrightError
 from meshwright.distributed.process.workers import WorkerPool
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
-from meshwright.planning.layout import Layout
-from meshwright.planning.values import Batch
 
 MEDIAN, TAU = 0.10, 0.8
 SEQ, WARM, STEPS, MOST_S = 128, 2, 9, 6.0
@@ -62,63 +59,6 @@ SWITCHES: dict[str, list[dict[str, Any]]] = {
     "sequence": [{}, {"sequence_parallel": False}],
     "method": [{"context_parallel_method": kind} for kind in ("all_gather", "ring", "ulysses")],
 }
-NEEDS = {"schedule": "pp", "sequence": "tp", "method": "cp"}
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """A layout to compare: a model's name, sizes of axes, techniques, and a data rank's step."""
-
-    model: str
-    layout: Layout
-    techniques: dict[str, Any]
-    microbatches: int
-    rows: int
-
-    @property
-    def batch(self) -> Batch:
-        data = self.layout.dp_replicate * self.layout.dp_shard
-        return Batch(self.rows * self.microbatches * data, SEQ, self.rows)
-
-    def __str__(self) -> str:
-        axes = ", ".join(f"{name} {size}" for name, size in vars(self.layout).items() if size > 1)
-        chosen = ", ".join(f"{key} {value}" for key, value in self.techniques.items())
-        return f"{self.model}; {axes}; {self.microbatches} x {self.rows} rows{'; ' + chosen if chosen else ''}"
-
-
-def draw(number: int, seed: int) -> list[Drawn]:
-    """Draw layouts that the rules allow, as many of 2 as of 4 ranks."""
-    from meshwright.introspection.facts import model_facts
-    from meshwright.introspection.source import as_module
-    from meshwright.planning.build import plan
-
-    generator, drawn = random.Random(seed), []
-    facts = {name: model_facts(as_module(config)) for name, config in MODELS.items()}
-    while len(drawn) < number:
-        one = _drawn(generator, (2, 4)[len(drawn) % 2])
-        try:
-            plan(facts[one.model], one.layout, techniques=one.techniques, batch=one.batch)
-        except MeshwrightError:
-            continue
-        if str(one) not in map(str, drawn):
-            drawn.append(one)
-    return drawn
-
-
-def _drawn(generator: random.Random, world: int) -> Drawn:
-    sizes: dict[str, int] = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp"), 1)
-    while world > 1:
-        sizes[generator.choice(list(sizes))] *= 2
-        world //= 2
-    model = generator.choice(list(MODELS))
-    inner = sizes["dp_shard"] * sizes["cp"] * sizes["tp"]
-    ep = generator.choice((1, 2)) if MODELS[model].moe is not None and inner > 1 else 1
-    techniques: dict[str, Any] = {}
-    for factor, choices in SWITCHES.items():
-        if factor not in NEEDS or sizes[NEEDS[factor]] > 1:
-            techniques |= generator.choice(choices)
-    microbatches = generator.choice((1, 2, 4) if sizes["pp"] == 1 else (4, 8))
-    return Drawn(model, Layout(**sizes, ep=ep), techniques, microbatches, generator.choice((1, 2, 4)))
 
 
 # --- one layout
@@ -279,7 +219,9 @@ def main() -> int:
     parser.add_argument("--rows", action="store_true", help="print each rank's seconds by what they are spent on")
     parser.add_argument("--json", type=Path, help="file to write all figures to")
     arguments = parser.parse_args()
-    drawn = draw(arguments.layouts, arguments.seed)
+    drawn = draw(
+        arguments.layouts, arguments.seed, MODELS, SWITCHES, lambda _, n: (2, 4)[n % 2], seq=SEQ, rows=(1, 2, 4)
+    )
     first = max(0, arguments.only)
     drawn = drawn if arguments.only < 0 else drawn[first : first + 1]
     results = []

@@ -14,27 +14,26 @@ resident: allocator, messages and temporary buffers included.
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from drawn import Drawn, draw
 
-from meshwright.core.errors import MeshwrightError
 from meshwright.distributed.process.workers import WorkerPool
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.planning.layout import Layout
 from meshwright.planning.memory import RankMemory
-from meshwright.planning.values import Batch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # support
 
 MEDIAN, MOST = 0.01, 0.03
+WORLDS = (1, 2, 2, 4, 4, 4)
 VOCABULARY, SEQ = 1003, 96
 DENSE = DecoderConfig(VOCABULARY, 96, 4, n_heads=8, n_kv_heads=4, hidden_dim=200, max_seq_len=SEQ)
 MODELS: dict[str, Any] = {
@@ -70,28 +69,6 @@ SWITCHES: dict[str, list[dict[str, Any]]] = {
     "freeze": [{}, {}, {}, {"freeze": ("embedding", r"layers\.0\.")}],
     "optimizer": [{}, {}, {"optimizer": "sgd"}],
 }
-SAID_OF = {"schedule": "pp", "sequence": "tp", "method": "cp"}
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """A layout to compare: a model's name, sizes of axes, techniques, and a rank's step."""
-
-    model: str
-    layout: Layout
-    techniques: dict[str, Any]
-    microbatches: int
-    rows: int = 2
-
-    @property
-    def batch(self) -> Batch:
-        data = self.layout.dp_replicate * self.layout.dp_shard
-        return Batch(self.rows * self.microbatches * data, SEQ, self.rows)
-
-    def __str__(self) -> str:
-        axes = ", ".join(f"{name} {size}" for name, size in vars(self.layout).items() if size > 1) or "one process"
-        said = ", ".join(f"{key} {value}" for key, value in self.techniques.items())
-        return f"{self.model}; {axes}; {self.microbatches} microbatches{'; ' + said if said else ''}"
 
 
 def made(name: str) -> Any:
@@ -113,42 +90,6 @@ def family(name: str) -> Any:
         heads = {"n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         heads |= {"bos_token_id": 0, "eos_token_id": 0}
     return CausalLM(AutoConfig.for_model(name, **sizes, **heads))
-
-
-def draw(number: int, seed: int) -> list[Drawn]:
-    """Draw layouts that the rules allow."""
-    from meshwright.introspection.facts import model_facts
-    from meshwright.introspection.source import as_module
-    from meshwright.planning.build import plan
-
-    generator, drawn = random.Random(seed), []
-    facts = {name: model_facts(as_module(made(name))) for name in MODELS}
-    while len(drawn) < number:
-        one = _drawn(generator)
-        try:
-            plan(facts[one.model], one.layout, techniques=one.techniques, batch=one.batch)
-        except MeshwrightError:
-            continue
-        if str(one) not in map(str, drawn):
-            drawn.append(one)
-    return drawn
-
-
-def _drawn(generator: random.Random) -> Drawn:
-    world = generator.choice((1, 2, 2, 4, 4, 4))
-    sizes = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp"), 1)
-    while world > 1:
-        sizes[generator.choice(list(sizes))] *= 2
-        world //= 2
-    model = generator.choice(list(MODELS))
-    inner = sizes["dp_shard"] * sizes["cp"] * sizes["tp"]
-    is_sparse = isinstance(MODELS[model], DecoderConfig) and MODELS[model].moe is not None
-    ep = generator.choice((1, 2)) if is_sparse and inner > 1 else 1
-    techniques: dict[str, Any] = {}
-    for factor, choices in SWITCHES.items():
-        if factor not in SAID_OF or sizes[SAID_OF[factor]] > 1:
-            techniques |= generator.choice(choices)
-    return Drawn(model, Layout(**sizes, ep=ep), techniques, generator.choice((1, 2, 4) if sizes["pp"] == 1 else (4, 8)))
 
 
 # --- one rank
@@ -242,7 +183,7 @@ def compare_resident(layout: Layout, techniques: dict[str, Any]) -> tuple[int, i
     from meshwright.introspection.source import as_module
     from meshwright.planning.build import plan
 
-    drawn = Drawn("large", layout, techniques, 2 if layout.pp == 1 else 4)
+    drawn = Drawn("large", layout, techniques, 2 if layout.pp == 1 else 4, SEQ)
     batch = replace(drawn.batch, seq_len=LARGE.max_seq_len)
     facts = model_facts(as_module(LARGE))
     planned = plan(facts, layout, techniques=techniques)
@@ -321,13 +262,12 @@ def main() -> int:
     if arguments.resident:
         with WorkerPool(2, threads=1) as workers:
             return resident(workers)
-    drawn = draw(arguments.layouts, arguments.seed)
+    models = {name: made(name) for name in MODELS}
+    drawn = draw(arguments.layouts, arguments.seed, models, SWITCHES, lambda g, _: g.choice(WORLDS), seq=SEQ)
     drawn = drawn if arguments.only < 0 else drawn[arguments.only : arguments.only + 1]
     with WorkerPool(4, threads=1) as workers:
         return run(
-            lambda one: workers.run(compare, one, world=one.layout.world, timeout=300),
-            drawn,
-            shows_rows=arguments.rows,
+            lambda one: workers.run(compare, one, world=one.layout.world, timeout=300), drawn, shows_rows=arguments.rows
         )
 
 

@@ -34,7 +34,7 @@ LAYOUTS = [
     axes
     for axes in (dict(zip(MESH, values, strict=True)) for values in product(*(FACTORS[n] for n in MESH)))
     if 2 <= Way(**axes).layout.world <= 4
-    and (axes["ep"] == "1" or Way(**axes).layout.dp_shard * Way(**axes).layout.tp * Way(**axes).layout.cp > 1)
+    and (axes["ep"] == "1" or Way(**axes).layout.dp_shard * Way(**axes).layout.tp * Way(**axes).layout.cp >= int(axes["ep"]))
 ]
 PLAIN = [
     Way.of(text)
@@ -106,8 +106,8 @@ def completed(given: dict[str, str], missing: set[Pair], draw: random.Random, pl
     chosen = max(fitting, key=lambda axes: sum(gain(choice, {**axes, **given}) for choice in axes.items())) | given
     allowed = {name: values for name, values in FACTORS.items() if name not in chosen}
     for said, axis in SAID_OF.items():
-        allowed[said] = FACTORS[said][1:] if chosen[axis] == "2" else ("-",)
-    allowed["model"] = SPARSE if chosen["ep"] == "2" else FACTORS["model"]
+        allowed[said] = FACTORS[said][1:] if chosen[axis] != "1" else ("-",)
+    allowed["model"] = SPARSE if chosen["ep"] != "1" else FACTORS["model"]
     for name in sorted(allowed, key=lambda name: (name != "model", draw.random())):
         if name not in chosen:
             is_plain = draw.random() < plain
@@ -121,8 +121,8 @@ def _fits(axes: dict[str, str], given: dict[str, str]) -> bool:
     """Whether the axes have what is said of them: a schedule a pipeline, a cut of the sequence tensor ranks, ep a
     model with experts.
     """
-    has_axes = all(given.get(name, "-") == "-" or axes[axis] == "2" for name, axis in SAID_OF.items())
-    return has_axes and (axes.get("ep") != "2" or given.get("model", SPARSE[0]) in SPARSE)
+    has_axes = all(given.get(name, "-") == "-" or axes[axis] != "1" for name, axis in SAID_OF.items())
+    return has_axes and (axes.get("ep", "1") == "1" or given.get("model", SPARSE[0]) in SPARSE)
 
 
 def _gain(choice: Choice, others: dict[str, str], *, missing: set[Pair], draw: random.Random) -> float:

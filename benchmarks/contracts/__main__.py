@@ -62,7 +62,7 @@ def main() -> int:
             for item in chosen:
                 by_world[item.world].append(item.number)
             for world, numbers in by_world.items():
-                outcomes |= _outcomes(pool, document, world, numbers, of)
+                outcomes |= outcomes_of(pool, document, world, numbers, of)
     for number in sorted(outcomes, key=lambda n: (n[0] not in "K", n[0], int(n[1:]))):
         mark, evidence, seconds = outcomes[number]
         if not given.failed or mark != "Y":
@@ -73,7 +73,7 @@ def main() -> int:
     return 1 if counts["FAIL"] else 0
 
 
-def _outcomes(
+def outcomes_of(
     pool: WorkerPool, document: str, world: int, numbers: list[str], items: dict[str, tried.Item]
 ) -> dict[str, Outcome]:
     """Of all these items, which share ranks; those behind one that failed are tried in a job of their own."""
@@ -92,7 +92,7 @@ def _outcomes(
                 found[left[0]] = ("FAIL", str(error), 0.0)
             else:
                 for number in left:
-                    found |= _outcomes(pool, document, world, [number], items)
+                    found |= outcomes_of(pool, document, world, [number], items)
             continue
         for each in zip(*ranks, strict=True):
             found[each[0][0]] = _joined(items[each[0][0]], [evidence for _, evidence, _ in each], each[0][2])

@@ -167,7 +167,6 @@ def fsdp_strange(here: Here):
     named = lambda *names: init_device_mesh("cpu", (4,), mesh_dim_names=names or None)  # noqa: E731
     for names in (("dp",), ("data_parallel",), ("mine",), ()):
         refused(lambda names=names: apply_fsdp2(decoder(), named(*names)), "dp_shard", kind=ValueError)
-    refused(lambda: apply_fsdp2(decoder(), here.mesh(cp=4)), "context parallelism")
     return refused(lambda: apply_fsdp2(decoder(), named("dp")), "dp is dp_shard here")
 
 

@@ -158,10 +158,8 @@ def unknown():
 
 @ITEMS(8, "ddp: find_unused_parameters, gradient_as_bucket_view, static_graph", world=4)
 def ddp_options(here: Here):
-    same(
-        vars(DDPTransformConfig()),
-        {"find_unused_parameters": False, "gradient_as_bucket_view": True, "static_graph": False},
-    )
+    published = {"find_unused_parameters": False, "gradient_as_bucket_view": True, "static_graph": False}
+    same({key: vars(DDPTransformConfig())[key] for key in published}, published)
     given = ({}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": False}, {"static_graph": True})
     return max(against_one(ddp(here, **options), Model(), here.mesh(dp_replicate=4)) for options in given)
 

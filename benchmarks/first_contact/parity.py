@@ -44,10 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
     "experts recomputed": {"experts": True, "techniques": {"activation_checkpointing": "full"}},
     "float32": {"dtype": "float32"},
     "compile": {"dtype": "float32", "techniques": {"compile": True}},
-    "memory_budget": {
-        "dtype": "float32",
-        "techniques": {"compile": True, "activation_checkpointing": "memory_budget"},
-    },
+    "memory_budget": {"dtype": "float32", "techniques": {"compile": True, "activation_checkpointing": "memory_budget"}},
     "bfloat16": {"dtype": "bfloat16"},
     "bfloat16 compile": {"dtype": "bfloat16", "techniques": {"compile": True}},
     "float16": {"dtype": "float16"},

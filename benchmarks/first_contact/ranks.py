@@ -128,10 +128,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero 1 2": {"layout": {"dp_shard": 2}, "techniques": {"zero_stage": 1}},
     "tp 2": {"layout": {"tp": 2, "dp_shard": 1}, "techniques": {"sequence_parallel": False}},
     "tp sequence 2": {"layout": {"tp": 2, "dp_shard": 1}},
-    "cp all_gather 2": {
-        "layout": {"cp": 2, "dp_shard": 1},
-        "techniques": {"context_parallel_method": "all_gather"},
-    },
+    "cp all_gather 2": {"layout": {"cp": 2, "dp_shard": 1}, "techniques": {"context_parallel_method": "all_gather"}},
     "cp ulysses 2": {
         "layout": {"cp": 2, "dp_shard": 1},
         "techniques": {"context_parallel_method": "ulysses"},

@@ -181,11 +181,7 @@ def _rates(setting: Setting, speed: float) -> dict[str, Any]:
     config = setting.config
     active = parameter_count(config) - idle_parameters(config)
     embedding = 0 if config.tied_embeddings else config.vocab_size * config.dim
-    sizes = {
-        "n_layers": config.n_layers,
-        "dim_attention": config.n_heads * config.head_dim,
-        "seq_len": setting.seq,
-    }
+    sizes = {"n_layers": config.n_layers, "dim_attention": config.n_heads * config.head_dim, "seq_len": setting.seq}
     peak = peak_flops(machine().name, "bfloat16")
     return {
         "tokens/s": speed,

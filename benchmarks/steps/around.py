@@ -80,12 +80,7 @@ def _of_one_rank(run: _Tiny, profile: StepProfile) -> dict[str, float]:
     each = (missing[0] * detaches[1] - missing[1] * detaches[0]) / determinant
     detach = (around[0] * missing[1] - around[1] * missing[0]) / determinant
     each = max(LEAST, each if detach > 0 else missing[0] / around[0])
-    return {
-        Phase.FORWARD.value: each,
-        Phase.BACKWARD.value: each,
-        Phase.STEP.value: step,
-        DETACH: max(LEAST, detach),
-    }
+    return {Phase.FORWARD.value: each, Phase.BACKWARD.value: each, Phase.STEP.value: step, DETACH: max(LEAST, detach)}
 
 
 def _is_of_fsdp(event: Event) -> bool:

@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.own_models import KINDS, ROWS, ConvNet, TwoHeads, built, computed, ids, scores_of, squares
+from support.ranks import ranks
+from support.ranks import told as said
 from support.written_out import GPT, GPTConfig
 from torch.distributed.tensor import DTensor
 
-from meshwright import ConfigError, Layout, Loss, MeshwrightError, UnsupportedError, parallelize, plan
+from meshwright import ConfigError, Layout, Loss, UnsupportedError, parallelize, plan
 from meshwright.distributed.loss.declared import DeclaredLosses
 from meshwright.distributed.mesh import data_position
 
@@ -155,7 +157,8 @@ def test_wrong_counts_are_seen(mutant, spmd):
 # --- outputs
 
 
-def outputs():
+@ranks(2)
+def test_tuples_dicts_and_objects_with_several_losses():
     kind, found = KINDS["heads"], {}
     for returns in ("tuple", "dict", "object"):
         for sizes in (DDP, {"dp_shard": 2}):
@@ -164,17 +167,13 @@ def outputs():
             error = worst({"loss": step.loss} | gradients(model), computed(kind))
             parts = float(sum(step.parts.values()) - step.loss)
             found[returns, *sizes] = (*error, list(step.parts), parts)
-    return found
+    for where, (error, name, parts, difference) in found.items():
+        assert error <= EXACT, (where, name)
+        assert parts == ["classes", "far"] and abs(difference) < 1e-12
 
 
-def test_tuples_dicts_and_objects_with_several_losses(spmd):
-    for ranks in spmd(2, outputs):
-        for where, (error, name, parts, difference) in ranks.items():
-            assert error <= EXACT, (where, name)
-            assert parts == ["classes", "far"] and abs(difference) < 1e-12
-
-
-def lone_losses():
+@ranks(2)
+def test_a_model_that_returns_its_own_mean_loss():
     """A model that returns its own mean loss and nothing else; evaluated too."""
     labels = torch.where(torch.arange(ROWS) % 4 == 1, -100, ids(1, 5, ROWS))
     batch = {"features": KINDS["heads"].batch()["features"], "labels": labels}
@@ -187,23 +186,13 @@ def lone_losses():
     error = worst({"loss": step.loss} | gradients(model), wanted)
     evaluated = abs(float(model.evaluate(share(model, batch))) - expected.item())
     empty = batch | {"labels": torch.full_like(labels, -100)}
-    return error, evaluated, step.tokens, said(lambda: model.forward_backward(share(model, empty)))
+    count, told = step.tokens, said(lambda: model.forward_backward(share(model, empty)))
+    assert error[0] <= EXACT and evaluated < 1e-12 and count == 6
+    assert "0 / 0" in told
 
 
-def said(action):
-    try:
-        return action()
-    except MeshwrightError as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def test_a_model_that_returns_its_own_mean_loss(spmd):
-    for error, evaluated, count, told in spmd(2, lone_losses):
-        assert error[0] <= EXACT and evaluated < 1e-12 and count == 6
-        assert "0 / 0" in told
-
-
-def one_head_of_two():
+@ranks(2)
+def test_a_head_that_no_loss_uses_is_left_alone_or_refused():
     """Only one head is trained: by FSDP as in one process; DDP would reduce nothing of the other's bucket."""
     kind, told = KINDS["heads"], ""
     plain = built(TwoHeads)
@@ -222,14 +211,9 @@ def one_head_of_two():
             told = step
         else:
             found[how] = worst({"loss": step.loss} | gradients(model), wanted)
-    return found, told
-
-
-def test_a_head_that_no_loss_uses_is_left_alone_or_refused(spmd):
-    for found, told in spmd(2, one_head_of_two):
-        assert {how: error for how, error in found.items() if not error[0] <= EXACT} == {}
-        assert list(found) == ["fsdp", "frozen"]
-        assert "the loss does not use depth.weight, depth.bias (2 of the trained parameters)" in told
+    assert {how: error for how, error in found.items() if not error[0] <= EXACT} == {}
+    assert list(found) == ["fsdp", "frozen"]
+    assert "the loss does not use depth.weight, depth.bias (2 of the trained parameters)" in told
 
 
 # --- beside other axes
@@ -242,7 +226,18 @@ def gpt_loss(reduction):
     return Loss(loss, reduction=reduction)
 
 
-def beside(sizes, options):
+@pytest.mark.first("zbv")
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({"tp": 2, "dp_shard": 1}, {}),
+        ({"pp": 2, "dp_shard": 1}, {}),
+        ({"pp": 2, "dp_shard": 1}, {"pipeline_schedule": "zbv_zero_bubble"}),
+    ],
+    ids=["tp", "pp", "zbv"],
+)
+@ranks(2)
+def test_declared_losses_beside_axes_that_cut_the_model(sizes, options):
     """A language model's loss, declared, on axes that cut the model; three rows, so that a pipeline fills up."""
     tokens = ids(7, 48, 3, 9)
     labels = ids(8, 48, 3, 9)
@@ -258,22 +253,7 @@ def beside(sizes, options):
         step = model.forward_backward({"tokens": tokens, "labels": labels})
         mine = {"loss": step.loss} | gradients(model)
         found[reduction] = worst(mine, {name: value for name, value in wanted.items() if name in mine})
-    return found
-
-
-@pytest.mark.first("zbv")
-@pytest.mark.parametrize(
-    ("sizes", "options"),
-    [
-        ({"tp": 2, "dp_shard": 1}, {}),
-        ({"pp": 2, "dp_shard": 1}, {}),
-        ({"pp": 2, "dp_shard": 1}, {"pipeline_schedule": "zbv_zero_bubble"}),
-    ],
-    ids=["tp", "pp", "zbv"],
-)
-def test_declared_losses_beside_axes_that_cut_the_model(sizes, options, spmd):
-    for found in spmd(2, beside, sizes, options):
-        assert {how: error for how, error in found.items() if not error[0] <= EXACT} == {}
+    assert {how: error for how, error in found.items() if not error[0] <= EXACT} == {}
 
 
 @pytest.mark.all
@@ -283,7 +263,9 @@ def test_an_encoder_classifier_on_the_tensor_axis(spmd):
         assert {where: error for where, error in found.items() if not error[0] <= EXACT} == {}
 
 
-def classifier_in_stages():
+@pytest.mark.all
+@ranks(2)
+def test_an_encoder_classifier_in_stages():
     kind, found = KINDS["bert"], {}
     expected = computed(kind)
     for how in ("sum", "cross entropy"):
@@ -291,63 +273,12 @@ def classifier_in_stages():
         step = model.forward_backward(kind.batch())
         mine = {"loss": step.loss} | gradients(model)
         found[how] = worst(mine, {name: value for name, value in expected.items() if name in mine})
-    return found, said(lambda: laid_out(kind.make, {"cp": 2, "dp_shard": 1}, {}, None))
-
-
-@pytest.mark.all
-def test_an_encoder_classifier_in_stages(spmd):
-    for found, told in spmd(2, classifier_in_stages):
-        assert {how: error for how, error in found.items() if not error[0] <= EXACT} == {}
-        assert "its logits are (2, 5) for tokens (2, 13), not one for each token. Set layout.cp = 1" in told
+    told = said(lambda: laid_out(kind.make, {"cp": 2, "dp_shard": 1}, {}, None))
+    assert {how: error for how, error in found.items() if not error[0] <= EXACT} == {}
+    assert "its logits are (2, 5) for tokens (2, 13), not one for each token. Set layout.cp = 1" in told
 
 
 # --- refusals
-
-
-def refusals():
-    kind, batch = KINDS["conv"], KINDS["conv"].batch()
-    images, labels = batch["images"], batch["labels"]
-
-    def step(loss, given=None, make=kind.make):
-        return said(lambda: laid_out(make, ONE, {}, loss).forward_backward(batch if given is None else given))
-
-    def mean(output, batch):
-        return MEAN.fn(output, batch)
-
-    lm, tokens = functools.partial(GPT, GPTConfig()), ids(7, 48, 4, 9)
-    packed = {"tokens": tokens, "labels": tokens}
-
-    def by_rows(output, batch):
-        losses = F.cross_entropy(output.transpose(1, 2), batch["labels"], reduction="none")
-        return (losses.sum(1) / (batch["labels"] != -100).sum(1)).mean()
-
-    return {
-        "a mean for a sum": step(Loss(mean, reduction="sum")),
-        "a plain mean": step(lambda logits, labels: F.cross_entropy(logits, labels)),
-        "a sum for a mean": step(Loss(SUM.fn, reduction="mean")),
-        "rows": step(Loss(mean, reduction="mean", count="rows")),
-        "mean of rows": step(Loss(by_rows, reduction="mean"), packed, lm),
-        "mean of rows, stated": step(Loss(by_rows, reduction="mean", count="rows"), packed, lm),
-        "no law": step(Loss(lambda output, batch: output.sum() ** 2, reduction="sum")),
-        "one of several": step({"a": SUM, "b": Loss(mean, reduction="sum")}),
-        "one row": step(Loss(mean, reduction="sum"), {"images": images[:1], "labels": labels[:1]}),
-        "no key": step(Loss(mean, reduction="mean", count="weight")),
-        "negative": step(Loss(mean, reduction="mean", count=lambda batch: -1.0)),
-        "a tuple": step(Loss(lambda output, batch: (mean(output, batch), 3), reduction="mean")),
-        "a vector": step(Loss(lambda output, batch: output[0], reduction="sum")),
-        "no own loss": step(OWN, {"images": images}),
-        "no labels": step(None, {"images": images}),
-        "no images": step(MEAN, {"labels": labels}),
-        "other rows": step(MEAN, batch | {"labels": labels[1:]}),
-        "no rows": step(MEAN, batch | {"scale": torch.ones(())}),
-        "other labels": step(None, batch | {"labels": labels[:, None]}),
-        "unknown": step(None, batch | {"colour": labels}),
-        "rows that mix": step(MEAN, make=functools.partial(ConvNet, "rows")),
-        "rows that mix, plainly": step(None, make=functools.partial(ConvNet, "rows")),
-        "chunks": said(lambda: laid_out(lm, ONE, {"loss_chunks": 3}, gpt_loss("sum"))),
-        "no names": said(lambda: laid_out(kind.make, ONE, {}, {"a": plain_sum})),
-        "empty": step(MEAN, {}),
-    }
 
 
 TOLD = {
@@ -378,14 +309,58 @@ TOLD = {
 }
 
 
-def test_wrong_declarations_and_batches_are_refused_in_a_sentence(spmd):
-    (found,) = spmd(1, refusals)
+@ranks(1)
+def test_wrong_declarations_and_batches_are_refused_in_a_sentence():
+    kind, batch = KINDS["conv"], KINDS["conv"].batch()
+    images, labels = batch["images"], batch["labels"]
+
+    def step(loss, given=None, make=kind.make):
+        return said(lambda: laid_out(make, ONE, {}, loss).forward_backward(batch if given is None else given))
+
+    def mean(output, batch):
+        return MEAN.fn(output, batch)
+
+    lm, tokens = functools.partial(GPT, GPTConfig()), ids(7, 48, 4, 9)
+    packed = {"tokens": tokens, "labels": tokens}
+
+    def by_rows(output, batch):
+        losses = F.cross_entropy(output.transpose(1, 2), batch["labels"], reduction="none")
+        return (losses.sum(1) / (batch["labels"] != -100).sum(1)).mean()
+
+    found = {
+        "a mean for a sum": step(Loss(mean, reduction="sum")),
+        "a plain mean": step(lambda logits, labels: F.cross_entropy(logits, labels)),
+        "a sum for a mean": step(Loss(SUM.fn, reduction="mean")),
+        "rows": step(Loss(mean, reduction="mean", count="rows")),
+        "mean of rows": step(Loss(by_rows, reduction="mean"), packed, lm),
+        "mean of rows, stated": step(Loss(by_rows, reduction="mean", count="rows"), packed, lm),
+        "no law": step(Loss(lambda output, batch: output.sum() ** 2, reduction="sum")),
+        "one of several": step({"a": SUM, "b": Loss(mean, reduction="sum")}),
+        "one row": step(Loss(mean, reduction="sum"), {"images": images[:1], "labels": labels[:1]}),
+        "no key": step(Loss(mean, reduction="mean", count="weight")),
+        "negative": step(Loss(mean, reduction="mean", count=lambda batch: -1.0)),
+        "a tuple": step(Loss(lambda output, batch: (mean(output, batch), 3), reduction="mean")),
+        "a vector": step(Loss(lambda output, batch: output[0], reduction="sum")),
+        "no own loss": step(OWN, {"images": images}),
+        "no labels": step(None, {"images": images}),
+        "no images": step(MEAN, {"labels": labels}),
+        "other rows": step(MEAN, batch | {"labels": labels[1:]}),
+        "no rows": step(MEAN, batch | {"scale": torch.ones(())}),
+        "other labels": step(None, batch | {"labels": labels[:, None]}),
+        "unknown": step(None, batch | {"colour": labels}),
+        "rows that mix": step(MEAN, make=functools.partial(ConvNet, "rows")),
+        "rows that mix, plainly": step(None, make=functools.partial(ConvNet, "rows")),
+        "chunks": said(lambda: laid_out(lm, ONE, {"loss_chunks": 3}, gpt_loss("sum"))),
+        "no names": said(lambda: laid_out(kind.make, ONE, {}, {"a": plain_sum})),
+        "empty": step(MEAN, {}),
+    }
     for how, words in TOLD.items():
         assert isinstance(found[how], str) and found[how].startswith("ConfigError") and words in found[how], found[how]
     assert not isinstance(found["mean of rows, stated"], str)
 
 
-def refusals_on_one_rank():
+@ranks(2)
+def test_a_bad_batch_on_one_rank_is_refused_on_all():
     kind = KINDS["conv"]
     model = laid_out(kind.make, {"dp_shard": 2}, {}, MEAN, 2)
     batch = share(model, kind.batch())
@@ -394,26 +369,19 @@ def refusals_on_one_rank():
         spoilt = spoil(batch) if data_position(model.mesh)[0] == 1 else batch
         told.append(said(lambda given=spoilt: model.forward_backward(given)))
     step = model.forward_backward(batch)
-    return told, worst({"loss": step.loss} | gradients(model), computed(kind))
+    (rows, lacks), error = told, worst({"loss": step.loss} | gradients(model), computed(kind))
+    assert "disagree in their rows, dim 0: images (4, 3, 8, 8), labels (3,)" in rows
+    assert "no 'images'" in lacks
+    assert error[0] <= EXACT
 
 
-def test_a_bad_batch_on_one_rank_is_refused_on_all(spmd):
-    for (rows, lacks), error in spmd(2, refusals_on_one_rank):
-        assert "disagree in their rows, dim 0: images (4, 3, 8, 8), labels (3,)" in rows
-        assert "no 'images'" in lacks
-        assert error[0] <= EXACT
-
-
-def test_layouts_that_cut_what_a_loss_reads_are_refused(spmd):
-    for told in spmd(2, cut_layouts):
-        assert "layout.cp cuts rows over ranks. Set layout.cp = 1" in told["cp"]
-        assert "a pipeline calls the forward in parts" in told["pp"]
-
-
-def cut_layouts():
+@ranks(2)
+def test_layouts_that_cut_what_a_loss_reads_are_refused():
     make = functools.partial(GPT, GPTConfig())
     layouts = {"cp": ({"cp": 2, "dp_shard": 1}, gpt_loss("sum")), "pp": ({"pp": 2, "dp_shard": 1}, OWN)}
-    return {how: said(lambda s=sizes, x=loss: laid_out(make, s, {}, x)) for how, (sizes, loss) in layouts.items()}
+    told = {how: said(lambda s=sizes, x=loss: laid_out(make, s, {}, x)) for how, (sizes, loss) in layouts.items()}
+    assert "layout.cp cuts rows over ranks. Set layout.cp = 1" in told["cp"]
+    assert "a pipeline calls the forward in parts" in told["pp"]
 
 
 def test_batch_norm_is_refused_where_rows_are_cut():
@@ -435,7 +403,16 @@ def test_a_declaration_has_legal_values(options, words):
         Loss(**options)
 
 
-def shifted():
+whole_init = DeclaredLosses.__init__
+
+
+def unshifted(self, *args):
+    whole_init(self, *args)
+    self._shifts = False
+
+
+@ranks(2)
+def test_labels_that_a_causal_model_shifts_are_counted_behind_the_first():
     """A causal model of transformers shifts labels itself: the first label of a row is no target."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -452,18 +429,6 @@ def shifted():
     shifts = patch.object(DeclaredLosses, "__init__", unshifted)
     with shifts:
         wrong = said(lambda: laid_out(make, {"dp_shard": 2}, {}, OWN, 1).forward_backward(share(model, batch)))
-    return worst({"loss": step.loss} | gradients(model), wanted), wrong
-
-
-whole_init = DeclaredLosses.__init__
-
-
-def unshifted(self, *args):
-    whole_init(self, *args)
-    self._shifts = False
-
-
-def test_labels_that_a_causal_model_shifts_are_counted_behind_the_first(spmd):
-    for error, wrong in spmd(2, shifted):
-        assert error[0] <= 1e-6  # norms and rotary tables compute in float32 inside
-        assert "it is not a mean over its count" in wrong
+    error = worst({"loss": step.loss} | gradients(model), wanted)
+    assert error[0] <= 1e-6  # norms and rotary tables compute in float32 inside
+    assert "it is not a mean over its count" in wrong

@@ -12,6 +12,7 @@ import torch
 from support import foreign
 from support.oracle import relative_errors
 from support.problems import DDP2, FSDP2, HSDP, Problem, Way, share
+from support.ranks import ranks, refusal
 from support.train import gradients, lay_out, local
 
 from meshwright import ConfigError, IntegrityError, Layout, parallelize, plan
@@ -23,49 +24,34 @@ from meshwright.distributed.weights import constructed
 EVERY_KIND = pytest.mark.parametrize("layout", [DDP2, FSDP2, HSDP], ids=["ddp2", "fsdp2", "hsdp2x2"])
 
 
-def unequal_ranks(layout: Layout, buffers_only: bool) -> str:
+@pytest.mark.parametrize("buffers_only", [False, True])
+@EVERY_KIND
+@ranks(lambda layout: layout.world)
+def test_ranks_that_bring_different_weights_are_refused(layout, buffers_only):
     model = foreign.on_cpu()
     rank = get_world_info()[0]
     with torch.no_grad():
         (model.waves.table if buffers_only else model.out.bias)[0] += rank * 1e-3
-    with pytest.raises(IntegrityError) as caught:
-        parallelize(model, layout)
-    return str(caught.value)
+    text = refusal(lambda: parallelize(model, layout), IntegrityError)
+    assert f"{'waves.table' if buffers_only else 'out.bias'} differs between ranks" in text
+    assert "build the model on meta, or seed every rank alike" in text
+    assert "embed.weight" not in text
 
 
-@pytest.mark.parametrize("buffers_only", [False, True])
-@EVERY_KIND
-def test_ranks_that_bring_different_weights_are_refused(spmd, layout, buffers_only):
-    for text in spmd(layout.world, unequal_ranks, layout, buffers_only):
-        assert f"{'waves.table' if buffers_only else 'out.bias'} differs between ranks" in text
-        assert "build the model on meta, or seed every rank alike" in text
-        assert "embed.weight" not in text
-
-
-def drifted(layout: Layout) -> str:
+@pytest.mark.parametrize("layout", [DDP2, HSDP], ids=["ddp2", "hsdp2x2"])
+@ranks(lambda layout: layout.world)
+def test_the_audit_sees_one_bit_of_drift_between_replicas(layout):
     """A replica that changes on one rank after all was well."""
     model = lay_out(Problem(), Way(layout))
     if get_world_info()[0] == layout.world - 1:
         with torch.no_grad():
             local(model.parts[0].norm.weight)[0] += 1e-9
-    try:
-        model.audit()
-    except IntegrityError as error:
-        return str(error)
-    return ""
+    text = refusal(lambda: model.audit(), IntegrityError)
+    assert "norm.weight differs between ranks" in text
 
 
-@pytest.mark.parametrize("layout", [DDP2, HSDP], ids=["ddp2", "hsdp2x2"])
-def test_the_audit_sees_one_bit_of_drift_between_replicas(spmd, layout):
-    for text in spmd(layout.world, drifted, layout):
-        assert "norm.weight differs between ranks" in text
-
-
-def skipped(layout: Layout) -> tuple[str, str]:
-    """What is said of a drift that is there before the first audit, with the audit and without.
-
-    And of a buffer that has gone.
-    """
+@ranks(2)
+def test_the_audit_can_be_skipped_and_knows_buffers():
     draw, said = constructed.draw_rows, []
 
     def drifting(local, *args):
@@ -75,20 +61,16 @@ def skipped(layout: Layout) -> tuple[str, str]:
     with patch.object(constructed, "draw_rows", drifting):
         for audit in (True, False):
             try:
-                lay_out(Problem(), Way(layout), audit=audit)
+                lay_out(Problem(), Way(DDP2), audit=audit)
                 said.append("")
             except IntegrityError as error:
                 said.append(str(error))
-    model = parallelize(foreign.on_meta, layout, audit=False)
+    model = parallelize(foreign.on_meta, DDP2, audit=False)
     del model.parts[0].waves._buffers["table"]
     with pytest.raises(IntegrityError) as caught:
         model.audit()
-    return (*said, str(caught.value))
-
-
-def test_the_audit_can_be_skipped_and_knows_buffers(spmd):
-    for with_audit, without, gone in spmd(2, skipped, DDP2):
-        assert "differs between ranks" in with_audit and without == "" and "the buffer waves.table is gone" in gone
+    with_audit, without, gone = (*said, str(caught.value))
+    assert "differs between ranks" in with_audit and without == "" and "the buffer waves.table is gone" in gone
 
 
 def told(layout: Layout, techniques: tuple) -> tuple[str, list[str]]:
@@ -124,9 +106,9 @@ def test_a_model_says_what_is_and_the_audit_compares_it_with_the_plan(spmd, layo
         assert "embedding.weight is kept in float64, and the plan says float32" in heard[1]
 
 
-def other_optimizers(layout: Layout) -> list[str]:
-    """What the audit says of optimizers that do not hold just what is trained."""
-    model = lay_out(Problem(freeze=("wq",)), Way(layout))
+@ranks(2)
+def test_the_audit_sees_an_optimizer_that_holds_other_parameters():
+    model = lay_out(Problem(freeze=("wq",)), Way(FSDP2))
     every, trained = list(model.parameters()), [p for p in model.parameters() if p.requires_grad]
     model.audit(torch.optim.SGD(trained, lr=1.0))
     heard = []
@@ -134,24 +116,18 @@ def other_optimizers(layout: Layout) -> list[str]:
         with pytest.raises(IntegrityError) as caught:
             model.audit(torch.optim.SGD(wrong, lr=1.0))
         heard.append(str(caught.value))
-    return heard
+    frozen, missing, foreign_one = heard
+    assert "layers.0.attention.wq.weight is frozen, and the optimizer holds it" in frozen
+    assert "embedding.weight is trained, and the optimizer holds it 0 times" in missing
+    assert (
+        "holds 1 tensors that are no parameters of the model (was it made before the model was laid out?)"
+        in foreign_one
+    )
 
 
-def test_the_audit_sees_an_optimizer_that_holds_other_parameters(spmd):
-    for frozen, missing, foreign_one in spmd(2, other_optimizers, FSDP2):
-        assert "layers.0.attention.wq.weight is frozen, and the optimizer holds it" in frozen
-        assert "embedding.weight is trained, and the optimizer holds it 0 times" in missing
-        assert (
-            "holds 1 tensors that are no parameters of the model (was it made before the model was laid out?)"
-            in foreign_one
-        )
-
-
-def applied_again(layout: Layout) -> list[str]:
-    """What a second application says, of the module that came in and of the one that came out.
-
-    And one in the wrong order.
-    """
+@pytest.mark.parametrize(("layout", "technique"), [(DDP2, "ddp"), (FSDP2, "fully_shard")])
+@ranks(2)
+def test_a_second_application_and_a_misordered_one_are_refused(layout, technique):
     model = foreign.on_cpu()
     laid_out = parallelize(model, layout)
     told = []
@@ -160,40 +136,25 @@ def applied_again(layout: Layout) -> list[str]:
             with pytest.raises(ConfigError) as caught:
                 attempt(again)
             told.append(str(caught.value))
-    return told
+    assert [technique in text and "already" in text for text in told] == [True] * 4
+    assert "apply it once" in told[0]
+    assert "must come before" in told[1]
 
 
-@pytest.mark.parametrize(("layout", "technique"), [(DDP2, "ddp"), (FSDP2, "fully_shard")])
-def test_a_second_application_and_a_misordered_one_are_refused(spmd, layout, technique):
-    for told in spmd(2, applied_again, layout):
-        assert [technique in text and "already" in text for text in told] == [True] * 4
-        assert "apply it once" in told[0]
-        assert "must come before" in told[1]
-
-
-def sharded_again() -> str:
+@ranks(2)
+def test_sharding_twice_is_refused():
     mesh = init_distributed(FSDP2)
     model = apply_fsdp2(apply_ac(foreign.on_cpu(), "full"), mesh)
-    with pytest.raises(ConfigError) as caught:
-        apply_fsdp2(model, mesh)
-    return str(caught.value)
+    text = refusal(lambda: apply_fsdp2(model, mesh), ConfigError)
+    assert "fully_shard is on this" in text
 
 
-def test_sharding_twice_is_refused(spmd):
-    assert all("fully_shard is on this" in text for text in spmd(2, sharded_again))
-
-
-def plan_for_another_mesh() -> str:
-    with pytest.raises(ConfigError) as caught:
-        parallelize(Problem().model, init_distributed(FSDP2), plan=plan(Problem().model, DDP2))
-    return str(caught.value)
-
-
-def test_a_plan_for_another_mesh_is_refused(spmd):
-    assert all(
-        "the plan is for the mesh {'dp_replicate': 2}, but the mesh here is {'dp_shard': 2}" in text
-        for text in spmd(2, plan_for_another_mesh)
+@ranks(2)
+def test_a_plan_for_another_mesh_is_refused():
+    text = refusal(
+        lambda: parallelize(Problem().model, init_distributed(FSDP2), plan=plan(Problem().model, DDP2)), ConfigError
     )
+    assert "the plan is for the mesh {'dp_replicate': 2}, but the mesh here is {'dp_shard': 2}" in text
 
 
 # --- the plan is what is applied

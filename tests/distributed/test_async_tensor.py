@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from support import families
+from support.ranks import ranks, refusal
 
 from meshwright import ConfigError, Layout, UnsupportedError, parallelize
 from meshwright import plan as make_plan
@@ -135,17 +136,11 @@ def test_operators_that_do_something_else_are_seen(spmd, operators):
         assert error > 1e-3
 
 
-def refused() -> str:
-    with pytest.raises(UnsupportedError) as caught:
-        gradients("decoder", TP2, True, 12, {})
-    return str(caught.value)
-
-
 @pytest.mark.first
-def test_a_plan_for_gpus_is_refused_where_there_are_none(spmd):
-    assert all(
-        "techniques.async_tensor_parallel needs CUDA, which is not available" in text for text in spmd(2, refused)
-    )
+@ranks(2)
+def test_a_plan_for_gpus_is_refused_where_there_are_none():
+    text = refusal(lambda: gradients("decoder", TP2, True, 12, {}), UnsupportedError)
+    assert "techniques.async_tensor_parallel needs CUDA, which is not available" in text
 
 
 def test_on_cuda_it_is_planned_said_and_bound_to_lengths_that_divide():

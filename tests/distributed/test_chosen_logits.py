@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.families import config_of, on_cpu, some_tokens
+from support.ranks import ranks
 
 from meshwright import Layout, UnsupportedError, parallelize
 from meshwright.distributed import apply_fsdp2, context_parallel_rows, init_distributed
@@ -16,8 +17,10 @@ def llama() -> torch.nn.Module:
     return on_cpu(config_of("llama")).double()
 
 
-def chosen_logits(layout: Layout) -> float:
-    """Largest difference from the plain model's, for lengths that divide and do not, numbers and places of tokens."""
+@pytest.mark.first("dp_shard=2")
+@pytest.mark.parametrize("layout", [Layout(tp=2, dp_shard=1), Layout(dp_shard=2)], ids=str)
+@ranks(2)
+def test_logits_of_chosen_tokens_are_those_of_the_whole_sequence(layout):
     plain, laid_out = llama(), parallelize(llama(), layout, techniques={"precision": {"master": "float64"}})
     largest = 0.0
     for length in (4, 5):
@@ -28,16 +31,12 @@ def chosen_logits(layout: Layout) -> float:
                 found = laid_out.module(input_ids=tokens, logits_to_keep=kept).logits
             assert found.shape == wanted.shape
             largest = max(largest, float((found - wanted).abs().max()))
-    return largest
+    assert largest < 1e-6
 
 
-@pytest.mark.first("dp_shard=2")
-@pytest.mark.parametrize("layout", [Layout(tp=2, dp_shard=1), Layout(dp_shard=2)], ids=str)
-def test_logits_of_chosen_tokens_are_those_of_the_whole_sequence(spmd, layout):
-    assert max(spmd(2, chosen_logits, layout)) < 1e-6
-
-
-def chosen_of_parts() -> str:
+@pytest.mark.all
+@ranks(2)
+def test_a_part_of_each_row_chooses_no_tokens():
     mesh = init_distributed(Layout(dp_shard=1, cp=2))
     model = apply_fsdp2(llama(), mesh)
     with (
@@ -45,12 +44,8 @@ def chosen_of_parts() -> str:
         pytest.raises(UnsupportedError) as refused,
     ):
         model(**own, logits_to_keep=1)
-    return str(refused.value)
-
-
-@pytest.mark.all
-def test_a_part_of_each_row_chooses_no_tokens(spmd):
-    assert all("logits_to_keep = 1 with a part of each row" in said for said in spmd(2, chosen_of_parts))
+    said = str(refused.value)
+    assert "logits_to_keep = 1 with a part of each row" in said
 
 
 def embeddings() -> dict[str, torch.Tensor]:
@@ -59,20 +54,11 @@ def embeddings() -> dict[str, torch.Tensor]:
     return {"inputs_embeds": given, "labels": some_tokens(4, 6)}
 
 
-def trained_on_embeddings(layout: Layout) -> list[float]:
-    """A model handed over with weights: what is known of it was found out by rank 0, before it was laid out."""
-    model = parallelize(llama(), layout, techniques={"precision": {"master": "float64"}})
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
-    rank, ranks = data_position(model.mesh)
-    for _ in range(2):
-        losses.append(float(model.forward_backward({k: v.chunk(ranks)[rank] for k, v in embeddings().items()})))
-        model.optimizer_step(optimizer)
-    return losses
-
-
 @pytest.mark.all
 @pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(tp=2, dp_shard=1)], ids=str)
-def test_batches_of_embeddings_train_as_in_one_process(spmd, layout):
+@ranks(2)
+def test_batches_of_embeddings_train_as_in_one_process(layout):
+    """A model handed over with weights: what is known of it was found out by rank 0, before it was laid out."""
     plain, batch, wanted = llama(), embeddings(), []
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for _ in range(2):
@@ -82,5 +68,10 @@ def test_batches_of_embeddings_train_as_in_one_process(spmd, layout):
         optimizer.step()
         optimizer.zero_grad()
         wanted.append(float(loss))
-    for losses in spmd(2, trained_on_embeddings, layout):
-        assert losses == pytest.approx(wanted, rel=1e-6)
+    model = parallelize(llama(), layout, techniques={"precision": {"master": "float64"}})
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    rank, ranks = data_position(model.mesh)
+    for _ in range(2):
+        losses.append(float(model.forward_backward({k: v.chunk(ranks)[rank] for k, v in embeddings().items()})))
+        model.optimizer_step(optimizer)
+    assert losses == pytest.approx(wanted, rel=1e-6)

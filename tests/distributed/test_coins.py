@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.ranks import ranks
 from support.users import VOCABULARY, User
 from torch.distributed.tensor import DTensor
 
@@ -81,8 +82,11 @@ def toss_again(step, rank):
     random.seed(100 * step + rank), np.random.seed(100 * step + rank), torch.manual_seed(100 * step + rank)
 
 
-def apart(coin, blocks, sizes):
-    """Errors of three steps against one process that tosses each rank's coins for that rank's rows."""
+@pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1}], ids=str)
+@pytest.mark.parametrize("blocks", [2, 6])
+@pytest.mark.parametrize("coin", COINS)
+@ranks(2, timeout=60.0)
+def test_ranks_toss_for_their_own_rows_as_one_process_does(coin, blocks, sizes):
     models = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -113,15 +117,8 @@ def apart(coin, blocks, sizes):
     for name, p in model.named_parameters():
         whole = p.full_tensor() if isinstance(p, DTensor) else p
         found[name] = float((whole - expected[name]).norm() / expected[name].norm())
-    return {name: error for name, error in found.items() if not error <= 1e-10}
-
-
-@pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1}], ids=str)
-@pytest.mark.parametrize("blocks", [2, 6])
-@pytest.mark.parametrize("coin", COINS)
-def test_ranks_toss_for_their_own_rows_as_one_process_does(coin, blocks, sizes, spmd):
-    for found in spmd(2, apart, coin, blocks, sizes, timeout=60.0):
-        assert found == {}
+    found = {name: error for name, error in found.items() if not error <= 1e-10}
+    assert found == {}
 
 
 @pytest.mark.all

@@ -5,6 +5,7 @@ than without it.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -87,8 +88,7 @@ def test_what_is_recomputed_is_not_compiled_and_the_plan_says_so(spmd, recompute
     assert any("run uncompiled on the tensor axis" in note for note in made.notes)
 
 
-def compiled_hooks() -> AbstractContextManager:
-    return patch.object(compilation, "keep_hooks_eager", lambda module: None)
+compiled_hooks = partial(patch.object, compilation, "keep_hooks_eager", lambda module: None)
 
 
 def length_as_a_number() -> AbstractContextManager:
@@ -101,8 +101,7 @@ def length_as_a_number() -> AbstractContextManager:
     return patch.multiple(TokenSequence, begin=begin, length=lambda self, share: self.known)
 
 
-def caches_kept() -> AbstractContextManager:
-    return patch.object(signature, "SWITCHED_OFF", ())
+caches_kept = partial(patch.object, signature, "SWITCHED_OFF", ())
 
 
 FAULTS = {

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from support.mixing import Model, WithoutAttention, packed
 from support.own_loops import batch_of, step, whole_gradients, worst
+from support.ranks import ranks, refusal
 from test_context_doors import DECODER, decoder, fsdp2
 
 from meshwright import ConfigError, Layout, UnsupportedError, parallelize, plan
-from meshwright.core.errors import MeshwrightError
 from meshwright.distributed import DistributedConfig, context_parallel_rows, init_distributed
 from meshwright.models.decoder_config import MoEConfig
 from meshwright.planning.values import Batch
@@ -156,43 +156,33 @@ BATCHES = {
 }
 
 
-def steps_refused() -> dict[str, str]:
-    model = parallelize(DECODER, CP2)
-    return {change: said(lambda change=change: model.forward_backward(changed(change))) for change in BATCHES}
-
-
-def loops_refused() -> dict[str, str]:
-    mesh = init_distributed(DistributedConfig(**vars(CP2)))
-    model = fsdp2(decoder(), mesh)
-    return {change: said(lambda change=change: entered(model, changed(change))) for change in BATCHES}
-
-
 def entered(model: Any, batch: dict[str, Any]) -> None:
     with context_parallel_rows(model, batch):
         pass
 
 
 def said(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except MeshwrightError as error:
-        return str(error)
-    return ""
+    return refusal(lambda: call())
 
 
-def test_a_steps_batch_that_does_not_fit_is_refused_on_all_ranks(spmd):
-    for found in spmd(2, steps_refused):
-        for change, words in BATCHES.items():
+@ranks(2)
+def test_a_steps_batch_that_does_not_fit_is_refused_on_all_ranks():
+    model = parallelize(DECODER, CP2)
+    found = {change: said(lambda change=change: model.forward_backward(changed(change))) for change in BATCHES}
+    for change, words in BATCHES.items():
+        assert words in found[change], change
+
+
+@ranks(2)
+def test_a_loops_batch_that_does_not_fit_is_refused_on_all_ranks():
+    mesh = init_distributed(DistributedConfig(**vars(CP2)))
+    model = fsdp2(decoder(), mesh)
+    found = {change: said(lambda change=change: entered(model, changed(change))) for change in BATCHES}
+    for change, words in BATCHES.items():
+        if change == "positions of one row":  # spread over the rows
+            assert found[change] == ""
+        else:
             assert words in found[change], change
-
-
-def test_a_loops_batch_that_does_not_fit_is_refused_on_all_ranks(spmd):
-    for found in spmd(2, loops_refused):
-        for change, words in BATCHES.items():
-            if change == "positions of one row":  # spread over the rows
-                assert found[change] == ""
-            else:
-                assert words in found[change], change
 
 
 class Masked(Model):
@@ -210,7 +200,8 @@ MASKS = {
 }
 
 
-def masks_refused() -> dict[str, str]:
+@ranks(2)
+def test_masks_whose_tokens_lie_elsewhere_are_refused():
     torch.manual_seed(0)
     model = parallelize(Masked(packed), CP2)
 
@@ -218,13 +209,9 @@ def masks_refused() -> dict[str, str]:
         masks = {key: torch.ones(shape, dtype=torch.bool) for key, shape in shapes.items()}
         model.forward_backward(batch_of(61, rows=2, length=12) | masks)
 
-    return {name: said(lambda shapes=shapes: attempt(shapes)) for name, (shapes, _) in MASKS.items()}
-
-
-def test_masks_whose_tokens_lie_elsewhere_are_refused(spmd):
-    for found in spmd(2, masks_refused):
-        for name, (_, words) in MASKS.items():
-            assert words in found[name], name
+    found = {name: said(lambda shapes=shapes: attempt(shapes)) for name, (shapes, _) in MASKS.items()}
+    for name, (_, words) in MASKS.items():
+        assert words in found[name], name
 
 
 # --- what is carried
@@ -262,7 +249,10 @@ def bert() -> Any:
     return BertForMaskedLM(config).double()
 
 
-def encoded(padded: bool) -> float:
+@pytest.mark.all
+@pytest.mark.parametrize("padded", [False, True])
+@ranks(3)
+def test_an_encoder_that_sees_both_ways_is_equal(padded):
     mesh = init_distributed(DistributedConfig(dp_shard=1, cp=3))
     batch = batch_of(61, rows=2, length=23, key="input_ids")
     if padded:
@@ -271,18 +261,10 @@ def encoded(padded: bool) -> float:
     model = bert()
     expected = whole_gradients(copy.deepcopy(model), batch)
     step(fsdp2(model, mesh), mesh, batch, inside=False)
-    return worst(model, expected)
+    assert worst(model, expected) < 1e-6, "transformers computes in fp32 inside"
 
 
-@pytest.mark.all
-@pytest.mark.parametrize("padded", [False, True])
-def test_an_encoder_that_sees_both_ways_is_equal(spmd, padded):
-    assert max(spmd(3, encoded, padded)) < 1e-6, "transformers computes in fp32 inside"
-
-
-def pairs() -> str:
-    return said(lambda: parallelize(DECODER, CP2, loss_fn=loss_of_pairs))
-
-
-def test_a_loss_of_neighbouring_tokens_is_refused(spmd):
-    assert all("loss" in words and "cp" in words for words in spmd(2, pairs))
+@ranks(2)
+def test_a_loss_of_neighbouring_tokens_is_refused():
+    words = said(lambda: parallelize(DECODER, CP2, loss_fn=loss_of_pairs))
+    assert "loss" in words and "cp" in words

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 from support.cut_rows import EXACT, batch, errors
 from support.deciding import BY_TENSORS, CARRIED, REFUSED, Masked, OfCount, OfLargest
+from support.ranks import ranks
 
 from meshwright import Layout, plan
 from meshwright.core.errors import UnsupportedError
@@ -66,13 +67,10 @@ def one_expert_left_out():
     return {"tokens": tokens}
 
 
-def carried(kind):
-    return max(errors(lambda: kind().double(), CUT, {}, 19, one_expert_left_out()).values())
-
-
 @pytest.mark.parametrize("kind", CARRIED, ids=named)
-def test_decisions_that_concern_their_own_tokens_are_those_of_one_process(kind, spmd):
-    assert max(spmd(2, carried, kind)) <= EXACT
+@ranks(2)
+def test_decisions_that_concern_their_own_tokens_are_those_of_one_process(kind):
+    assert max(errors(lambda: kind().double(), CUT, {}, 19, one_expert_left_out()).values()) <= EXACT
 
 
 def never_inverted():

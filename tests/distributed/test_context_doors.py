@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.own_loops import batch_of, by_mean, by_sum, step, whole_gradients, worst
+from support.ranks import ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -123,10 +124,6 @@ def test_transforms_and_a_loop_give_the_gradients_of_one_process(spmd, name):
     assert max(spmd(layout.world, transformed, layout, names)) < 1e-10
 
 
-def without_the_transform(name: str) -> str:
-    return refusal(lambda mesh: chain(name)(decoder(), mesh), Layout(dp_shard=1, cp=2))
-
-
 def refusal(lay_out: Callable, layout: Layout) -> str:
     mesh = init_distributed(DistributedConfig(**vars(layout)))
     try:
@@ -137,12 +134,13 @@ def refusal(lay_out: Callable, layout: Layout) -> str:
 
 
 @pytest.mark.parametrize("name", ["ddp", "fully_shard"])
-def test_a_chain_that_cuts_no_rows_on_such_a_mesh_is_refused(spmd, name):
-    for said in spmd(2, without_the_transform, name):
-        assert said == (
-            "the mesh has cp = 2, and nothing cuts rows over it: put the transform context_parallel into the chain, or"
-            " make the mesh with cp = 1"
-        )
+@ranks(2)
+def test_a_chain_that_cuts_no_rows_on_such_a_mesh_is_refused(name):
+    said = refusal(lambda mesh: chain(name)(decoder(), mesh), Layout(dp_shard=1, cp=2))
+    assert said == (
+        "the mesh has cp = 2, and nothing cuts rows over it: put the transform context_parallel into the chain, or"
+        " make the mesh with cp = 1"
+    )
 
 
 # --- NeMo AutoModel's
@@ -196,7 +194,10 @@ HUGGING_FACE: dict[str, tuple] = {
 }
 
 
-def automodel(name: str) -> float:
+@pytest.mark.all
+@pytest.mark.parametrize("name", HUGGING_FACE)
+@ranks(lambda name: math.prod(HUGGING_FACE[name][1]))
+def test_a_mesh_and_a_loop_of_automodel_give_the_gradients_of_one_process(name):
     build, sizes, lay_out = HUGGING_FACE[name]
     init_distributed(Layout())
     mesh = build(*sizes)
@@ -213,19 +214,15 @@ def automodel(name: str) -> float:
         count = torch.tensor([(batch["labels"] != -100).sum()])
         loss = by_sum(model(**own).logits, labels, mesh["dp_cp"].size(), int(count))
     loss.backward()
-    return worst(model, expected)
-
-
-@pytest.mark.all
-@pytest.mark.parametrize("name", HUGGING_FACE)
-def test_a_mesh_and_a_loop_of_automodel_give_the_gradients_of_one_process(spmd, name):
-    assert max(spmd(math.prod(HUGGING_FACE[name][1]), automodel, name)) < 1e-6, "computed in fp32 inside"
+    assert worst(model, expected) < 1e-6, "computed in fp32 inside"
 
 
 # --- the composition
 
 
-def composed() -> float:
+@pytest.mark.all
+@ranks(4)
+def test_the_whole_composition_gives_the_gradients_of_one_process():
     mesh = init_distributed(DistributedConfig(dp_shard=1, cp=2, tp=2))
     policy = MixedPrecisionPolicy(torch.float64, torch.float64)
     options: dict[str, Any] = {"ac_mode": "full", "mp_policy": policy}
@@ -236,36 +233,28 @@ def composed() -> float:
     batch = batch_of(61)
     expected = whole_gradients(whole.double(), batch)
     step(model, mesh, batch)
-    return worst(model, expected)
+    assert worst(model, expected) < 1e-6, "parameters rest in fp32"
 
 
-@pytest.mark.all
-def test_the_whole_composition_gives_the_gradients_of_one_process(spmd):
-    assert max(spmd(4, composed)) < 1e-6, "parameters rest in fp32"
-
-
-def meshes() -> dict[str, Any]:
+@ranks(4)
+def test_meshes_of_such_a_layout():
     mesh = init_distributed(DistributedConfig(dp_replicate=2, dp_shard=1, cp=2))
     fsdp, cp = get_fsdp_mesh(mesh), get_cp_mesh(mesh)
     whole = init_distributed(DistributedConfig(dp_shard=2, cp=2))
     both = get_fsdp_mesh(whole)
     assert fsdp is not None and cp is not None and both is not None
-    return {
+    found = {
         "cp": (cp.mesh_dim_names, cp.size()),
         "fsdp of one shard": (fsdp.mesh_dim_names, fsdp.size()),
         "fsdp": (both.mesh_dim_names, both.size()),
         "dp": (get_dp_mesh(mesh).mesh_dim_names, get_dp_mesh(mesh).size()),
     }
-
-
-def test_meshes_of_such_a_layout(spmd):
-    for found in spmd(4, meshes):
-        assert found == {
-            "cp": (("cp",), 2),
-            "fsdp of one shard": (("cp",), 2),
-            "fsdp": (("dp_shard_cp",), 4),
-            "dp": (("dp_replicate",), 2),
-        }
+    assert found == {
+        "cp": (("cp",), 2),
+        "fsdp of one shard": (("cp",), 2),
+        "fsdp": (("dp_shard_cp",), 4),
+        "dp": (("dp_replicate",), 2),
+    }
 
 
 # --- the loss
@@ -291,16 +280,14 @@ def mean_of_all(config: DecoderConfig, layout: Layout, lay_out: Callable) -> flo
 
 @pytest.mark.all
 @pytest.mark.parametrize("length", [22, 23])
-def test_rows_that_do_not_divide_are_weighed_by_their_labels(spmd, length):
-    assert max(spmd(4, uneven, length)) < 1e-10
+@ranks(4)
+def test_rows_that_do_not_divide_are_weighed_by_their_labels(length):
+    assert loop(DECODER, Layout(dp_shard=1, cp=4), fsdp2, by_sum, False, length=length) < 1e-10
 
 
-def uneven(length: int) -> float:
-    return loop(DECODER, Layout(dp_shard=1, cp=4), fsdp2, by_sum, False, length=length)
-
-
-def in_float8() -> tuple[float, int]:
-    """The error of gradients is that of rounding, and the loop is the same behind apply_float8."""
+@pytest.mark.all
+@ranks(2)
+def test_float8_comes_before_rows_are_cut():
     mesh = init_distributed(DistributedConfig(**vars(Layout(dp_shard=1, cp=2))))
     config = replace(DECODER, dim=32, hidden_dim=32)
     torch.manual_seed(0)
@@ -309,10 +296,5 @@ def in_float8() -> tuple[float, int]:
     expected = whole_gradients(copy.deepcopy(plain), batch)
     model = fsdp2(apply_float8(plain, False), mesh)
     step(model, mesh, batch)
-    return worst(model, expected), sum(type(module).__name__ == "Float8Linear" for module in model.modules())
-
-
-@pytest.mark.all
-def test_float8_comes_before_rows_are_cut(spmd):
-    for error, layers in spmd(2, in_float8):
-        assert 1e-4 < error < 0.5 and layers == 14
+    error, layers = worst(model, expected), sum(type(module).__name__ == "Float8Linear" for module in model.modules())
+    assert 1e-4 < error < 0.5 and layers == 14

@@ -63,11 +63,7 @@ DECIDING = [ShortRows, ShorterThanAttribute, OfMiddleLength, OfHalfTheLength, Of
 
 @pytest.mark.parametrize("kind", DECIDING, ids=lambda kind: kind.__name__)
 def test_a_decision_by_the_length_is_refused_where_a_part_of_a_row_is_another_case(kind, spmd):
-    for length, words in {
-        12: "",
-        19: r"counting.py:\d+, .*the 10 tokens of a rank instead of 19",
-        40: "",
-    }.items():
+    for length, words in {12: "", 19: r"counting.py:\d+, .*the 10 tokens of a rank instead of 19", 40: ""}.items():
         for found in spmd(2, refused, kind, length):
             assert bool(found) == bool(words) and re.search(words, found), found
 

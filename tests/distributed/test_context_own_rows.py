@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from support.heard import heard
 from support.own_loops import batch_of, by_sum, whole_gradients, worst
+from support.ranks import ranks
 from test_context_doors import DECODER, EXPERTS, experts_first, fsdp2, llama, loop, recomputed, refusal
 
 from meshwright import Layout
@@ -71,36 +72,26 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 }
 
 
-def refused(name: str) -> str:
-    return entered(REFUSED[name][0])
-
-
 @pytest.mark.first("tokens of three dims")
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_cut_is_refused_on_all_ranks(spmd, name):
-    for said in spmd(2, refused, name):
-        assert REFUSED[name][1] in said
-
-
-def labels_inside() -> str:
-    return entered(lambda: batch_of(61, key="input_ids"), llama)
+@ranks(2)
+def test_what_cannot_be_cut_is_refused_on_all_ranks(name):
+    assert REFUSED[name][1] in entered(REFUSED[name][0])
 
 
 @pytest.mark.all
-def test_labels_that_the_model_would_shift_within_a_part_are_refused(spmd):
-    for said in spmd(2, labels_inside):
-        assert "LlamaForCausalLM" in said and "is given labels with a part of each row" in said
-        assert "take them out of the arguments (own.pop('labels'))" in said
-
-
-def cached() -> str:
-    return entered(lambda: {"input_ids": TOKENS, "use_cache": True}, llama)
+@ranks(2)
+def test_labels_that_the_model_would_shift_within_a_part_are_refused():
+    said = entered(lambda: batch_of(61, key="input_ids"), llama)
+    assert "LlamaForCausalLM" in said and "is given labels with a part of each row" in said
+    assert "take them out of the arguments (own.pop('labels'))" in said
 
 
 @pytest.mark.all
-def test_a_cache_is_refused(spmd):
-    for said in spmd(2, cached):
-        assert "is given use_cache = True, and keys and values of a part of each row continue nothing" in said
+@ranks(2)
+def test_a_cache_is_refused():
+    said = entered(lambda: {"input_ids": TOKENS, "use_cache": True}, llama)
+    assert "is given use_cache = True, and keys and values of a part of each row continue nothing" in said
 
 
 def hides_tensors() -> str:
@@ -144,7 +135,8 @@ def test_one_backward_for_several_microbatches_is_refused_where_it_recomputes(sp
         assert "one backward runs through several microbatches with cut rows, and recomputes activations" in said
 
 
-def one_after_another() -> float:
+@ranks(2)
+def test_each_backward_recomputes_its_own_microbatch():
     """Backwards of several microbatches, behind all of their forwards."""
     mesh = init_distributed(DistributedConfig(**vars(CP2)))
     torch.manual_seed(0)
@@ -161,11 +153,7 @@ def one_after_another() -> float:
         loss.backward()
     for parameter in model.parameters():
         torch.distributed.all_reduce(parameter.grad)
-    return worst(model, {name: expected[0][name] + expected[1][name] for name in expected[0]})
-
-
-def test_each_backward_recomputes_its_own_microbatch(spmd):
-    assert max(spmd(2, one_after_another)) < 1e-10
+    assert worst(model, {name: expected[0][name] + expected[1][name] for name in expected[0]}) < 1e-10
 
 
 def whole() -> bool:
@@ -178,7 +166,8 @@ def test_a_model_whose_rows_nobody_cuts_is_given_whole_rows():
     assert whole()
 
 
-def uncut() -> tuple[float, int]:
+@ranks(2)
+def test_a_loop_that_cuts_no_rows_is_right_and_warned_once():
     mesh = init_distributed(DistributedConfig(**vars(CP2)))
     torch.manual_seed(0)
     model = Decoder(DECODER).double()
@@ -190,12 +179,8 @@ def uncut() -> tuple[float, int]:
             model.zero_grad()
             F.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten()).backward()
     said = [line for line in lines if "each of the 2 ranks of the cp axis computes all tokens of every row" in line]
-    return worst(model, expected), len(said)
-
-
-def test_a_loop_that_cuts_no_rows_is_right_and_warned_once(spmd):
-    for error, warnings in spmd(2, uncut):
-        assert error < 1e-10 and warnings == 1
+    error, warnings = worst(model, expected), len(said)
+    assert error < 1e-10 and warnings == 1
 
 
 # --- doors

@@ -20,6 +20,7 @@ from support.pairs import (
     WithPadding,
     paired,
 )
+from support.ranks import ranks, refusal
 from torch.distributed.tensor import DTensor
 
 from meshwright import Layout, parallelize, plan
@@ -63,8 +64,10 @@ def test_pairs_that_follow_from_the_batch(kind, more, spmd):
             assert {n: e for n, e in found.items() if not e <= EXACT} == {}
 
 
-def several_steps(kinds):
-    """Errors of steps whose rows have other lengths and paddings: nothing of one step is left in the next."""
+@ranks(2)
+def test_each_step_has_its_own_pairs():
+    other = padding(4, 19)["attention_mask"].flip(0)
+    kinds = [(19, None), (19, padding(4, 19)["attention_mask"]), (19, other), (12, None), (19, None)]
     model = parallelize(paired(WithPadding), Layout(dp_shard=1, cp=2))
     reference = paired(WithPadding)
     found = []
@@ -73,18 +76,11 @@ def several_steps(kinds):
         logits = reference(given["tokens"], mask)
         expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), given["labels"].flatten())
         found.append(float((model.forward_backward(given).loss - expected).abs()))
-    return found
+    assert max(found) < 1e-6 and len(found) == 5
 
 
-def test_each_step_has_its_own_pairs(spmd):
-    other = padding(4, 19)["attention_mask"].flip(0)
-    kinds = [(19, None), (19, padding(4, 19)["attention_mask"]), (19, other), (12, None), (19, None)]
-    for found in spmd(2, several_steps, kinds):
-        assert max(found) < 1e-6 and len(found) == 5
-
-
-def changed_between_steps():
-    """Errors where an attribute and a buffer, of which biases are made, change between steps."""
+@ranks(2)
+def test_attributes_and_buffers_may_change_between_steps():
     model, reference = paired(Annealed), paired(Annealed)
     laid = parallelize(model, Layout(dp_shard=1, cp=2), techniques=FP64)
     found = []
@@ -97,16 +93,11 @@ def changed_between_steps():
             reference(given["tokens"]).flatten(0, 1), given["labels"].flatten()
         )
         found.append(float((laid.forward_backward(given).loss - expected).abs()))
-    return found
+    assert max(found) <= EXACT
 
 
-def test_attributes_and_buffers_may_change_between_steps(spmd):
-    for found in spmd(2, changed_between_steps):
-        assert max(found) <= EXACT
-
-
-def in_a_pipeline():
-    """Errors of steps whose microbatches have paddings of their own, recomputed behind later forwards."""
+@ranks(4)
+def test_microbatches_of_a_pipeline_have_their_own_pairs():
     model = parallelize(
         paired(WithPadding),
         Layout(dp_shard=1, cp=2, pp=2),
@@ -123,12 +114,7 @@ def in_a_pipeline():
         wanted = expected[name].grad
         whole = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
         found.append(float((whole - wanted).norm() / wanted.norm()))
-    return found
-
-
-def test_microbatches_of_a_pipeline_have_their_own_pairs(spmd):
-    for found in spmd(4, in_a_pipeline):
-        assert max(found) <= EXACT
+    assert max(found) <= EXACT
 
 
 @pytest.mark.first
@@ -156,17 +142,13 @@ def test_a_mask_in_float32_does_not_make_a_rehearsal_wrong():
     prove(facts, plan(facts, Layout(dp_shard=1, cp=2)).context)
 
 
-def with_kinds():
+@ranks(2)
+def test_other_tensors_that_pairs_may_follow_from_are_refused():
     model = parallelize(paired(OfKinds), Layout(dp_shard=1, cp=2))
-    try:
-        model.forward_backward(batch(12) | {"kinds": torch.arange(12).expand(4, -1) % 2})
-    except UnsupportedError as error:
-        return str(error)
-
-
-def test_other_tensors_that_pairs_may_follow_from_are_refused(spmd):
-    for found in spmd(2, with_kinds):
-        assert "made of positions, documents and padding alone, while the batch has 'kinds' too" in found
+    found = refusal(
+        lambda: model.forward_backward(batch(12) | {"kinds": torch.arange(12).expand(4, -1) % 2}), UnsupportedError
+    )
+    assert "made of positions, documents and padding alone, while the batch has 'kinds' too" in found
 
 
 REFUSED = {

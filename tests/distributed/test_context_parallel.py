@@ -1,4 +1,4 @@
-"""Layouts with a context axis equal one process, and send what the plan says."""
+"""Layouts with a context axis: what windows and recomputation send, and what no way of the array asks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.laid_out import assert_estimated, counted, estimated
 from support.mixing import WIDTH, Model, causal, far_window, windowed
+from support.ranks import ranks, refusal
 
 from meshwright import ConfigError, Layout, UnsupportedError, parallelize
 from meshwright.distributed.process.absent_peers import WireCounter
@@ -34,14 +35,6 @@ def step_on_the_wire(techniques: dict) -> tuple:
             model.forward_backward({"tokens": tokens, "labels": tokens})
             model.optimizer_step(optimizer, 1.0)
     return estimated(model.plan, Batch(2, 24)), counted(wire)
-
-
-@pytest.mark.parametrize("method", ["ring", "ulysses", "ulysses_ring"])
-@pytest.mark.parametrize("mode", ["none", "full", "selective_op"])
-def test_what_each_method_sends_is_what_the_plan_says(spmd, method, mode):
-    techniques = by(method) | {"activation_checkpointing": mode}
-    for said, found in spmd(4, step_on_the_wire, techniques):
-        assert_estimated(said, found)
 
 
 @pytest.mark.parametrize("method", ["all_gather", "ring", "ulysses_ring"])
@@ -90,30 +83,20 @@ def test_a_halo_of_whole_rows_moves_what_the_plan_says(spmd):
     assert max(sent for _, sent in found) == pytest.approx(found[0][0], rel=1e-12)
 
 
-def other_rows() -> str:
+@pytest.mark.first
+@ranks(2)
+def test_ranks_of_the_axis_that_bring_other_rows_are_refused():
     model = parallelize(DECODER, Layout(dp_shard=1, cp=2))
     tokens = torch.randint(0, 61, (2, 8), generator=torch.Generator().manual_seed(get_world_info()[0]))
-    try:
-        model.forward_backward({"tokens": tokens, "labels": tokens})
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.first
-def test_ranks_of_the_axis_that_bring_other_rows_are_refused(spmd):
-    assert all("ranks of the cp axis brought different rows" in said for said in spmd(2, other_rows))
+    said = refusal(lambda: model.forward_backward({"tokens": tokens, "labels": tokens}), ConfigError)
+    assert "ranks of the cp axis brought different rows" in said
 
 
 def rows_beyond_a_window(length: int) -> str:
     torch.manual_seed(0)
     model = parallelize(Model(far_window, longest=200), Layout(dp_shard=1, cp=2))
     tokens = torch.randint(0, 61, (2, length), generator=torch.Generator().manual_seed(0))
-    try:
-        model.forward_backward({"tokens": tokens, "labels": tokens})
-    except UnsupportedError as error:
-        return str(error)
-    return ""
+    return refusal(lambda: model.forward_backward({"tokens": tokens, "labels": tokens}), UnsupportedError)
 
 
 def test_rows_in_which_a_mask_turns_out_to_be_another_are_refused(spmd):

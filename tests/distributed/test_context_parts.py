@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.own_loops import batch_of, step, whole_gradients, worst
+from support.ranks import ranks, refusal
 from test_context_doors import DECODER, decoder, fsdp2, llama
 
 from meshwright import Layout, parallelize
@@ -51,22 +52,18 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Batch], dict]] = {
 }
 
 
-def by_hand(name: str) -> float:
+@pytest.mark.first("2-documents")
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("ranks", [2, 3])
+@ranks(lambda ranks: ranks)
+def test_a_loop_with_parts_gives_the_gradients_of_one_process(name, ranks):
     mesh = init_distributed(DistributedConfig(dp_shard=1, cp=get_world_info()[2]))
     build, batch, options = CASES[name]
     model = build()
     whole = batch()
     expected = whole_gradients(copy.deepcopy(model), whole)
     step(fsdp2(model, mesh), mesh, drawn(whole, *get_world_info()[::2], **options), inside=False)
-    return worst(model, expected)
-
-
-@pytest.mark.first("2-documents")
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_loop_with_parts_gives_the_gradients_of_one_process(spmd, name, ranks):
-    # transformers' norms and rotary angles are computed in fp32
-    assert max(spmd(ranks, by_hand, name)) < (1e-6 if "llama" in name else 1e-10)
+    assert worst(model, expected) < (1e-6 if "llama" in name else 1e-10)
 
 
 def laid_out(layout: Layout, method: str) -> tuple[float, float]:
@@ -149,21 +146,14 @@ REFUSED = {
 }
 
 
-def step_refused(change: str, layout: Layout) -> str:
-    model = parallelize(DECODER, layout)
-    try:
-        model.forward_backward(changed(change, get_world_info()[0]))
-    except MeshwrightError as error:
-        return str(error)
-    return ""
-
-
 @pytest.mark.first("other shape")
 @pytest.mark.parametrize("change", REFUSED)
-def test_a_step_is_refused_on_all_ranks(spmd, change):
+@ranks(4)
+def test_a_step_is_refused_on_all_ranks(change):
     """Also on those of the other rows, whose parts are in order."""
-    for said in spmd(4, step_refused, change, Layout(dp_replicate=2, dp_shard=1, cp=2)):
-        assert REFUSED[change] in said
+    layout = Layout(dp_replicate=2, dp_shard=1, cp=2)
+    model = parallelize(DECODER, layout)
+    assert REFUSED[change] in refusal(lambda: model.forward_backward(changed(change, get_world_info()[0])))
 
 
 def loop_refused(change: str) -> str:

@@ -24,14 +24,8 @@ BATCHES = RandomBatches(DENSE.vocab_size, rows=8, seq_len=22)
 FULL = {"activation_checkpointing": "full"}
 
 CASES = {
-    "cp 2": (SEQUENCE, Layout(dp_shard=1, cp=2), {}),
     "fsdp 2, cp 2, loss of batches too": (BATCH, Layout(dp_shard=2, cp=2), {}),
-    "cp 2, tp 2": (SEQUENCE, Layout(dp_shard=1, cp=2, tp=2), {}),
     "cp 2, tp 2, loss of batches too": (BATCH, Layout(dp_shard=1, cp=2, tp=2), FULL),
-    "cp 2, ep 2": (SEQUENCE, Layout(dp_shard=1, cp=2, ep=2), {}),
-    "cp 2, pp 2": (SEQUENCE, Layout(dp_shard=1, cp=2, pp=2), FULL),
-    "cp 2, recomputed": (SEQUENCE, Layout(dp_shard=1, cp=2), FULL),
-    "cp 2, compiled": (SEQUENCE, Layout(dp_shard=1, cp=2), {"compile": True, "compile_backend": "aot_eager"}),
     "ddp, cp 2": (SEQUENCE, Layout(dp_shard=1, cp=2), {"data_parallel": "ddp"}),
 }
 

@@ -12,6 +12,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from support.ranks import ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -125,7 +126,15 @@ def gathered_through() -> None:
     assert torch.equal(model(x), x @ (2 * whole).T)
 
 
-def cut_and_sharded() -> None:
+@pytest.mark.parametrize(
+    "job", [tensors_and_groups, data_parallel, fully_sharded, gathered_through], ids=lambda job: job.__name__
+)
+def test_torch_distributed(job, spmd):
+    spmd(2, job)
+
+
+@ranks(4)
+def test_torch_distributed_on_two_axes():
     mesh = init_distributed(DistributedConfig(dp_shard=2, tp=2))
     layer = nn.Linear(4, 4, bias=False)
     layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh["tp"], [Shard(0)]))
@@ -135,17 +144,6 @@ def cut_and_sharded() -> None:
     ((placement, ranks),) = private.cuts_beside(parameter)
     assert placement == Shard(0) and placement != Replicate()
     assert dist.get_process_group_ranks(ranks) == dist.get_process_group_ranks(mesh["tp"].get_group())
-
-
-@pytest.mark.parametrize(
-    "job", [tensors_and_groups, data_parallel, fully_sharded, gathered_through], ids=lambda job: job.__name__
-)
-def test_torch_distributed(job, spmd):
-    spmd(2, job)
-
-
-def test_torch_distributed_on_two_axes(spmd):
-    spmd(4, cut_and_sharded)
 
 
 def test_torchao():

@@ -5,6 +5,7 @@ weights beside which they stand, wherever these come from, or refused by name.
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -81,9 +82,8 @@ def whole(tensor: Any) -> Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
-def of_layout(family: str, layout: Layout, adapters: dict[str, Any], folder: str) -> dict[str, Any]:
-    requested = EXACT | {"adapters": adapters}
-    model = parallelize(config_of(family), layout, techniques=requested, seed=3, weights=pretrained(folder))
+def of_layout(config: Any, layout: Layout, techniques: dict[str, Any], folder: str) -> dict[str, Any]:
+    model = parallelize(config, layout, techniques=EXACT | techniques, seed=3, weights=pretrained(folder))
     found: dict[str, Any] = {"begin": {name: whole(p) for name, p in model.named_parameters()}, "losses": []}
     moved_away(model.named_parameters())
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
@@ -97,33 +97,22 @@ def of_layout(family: str, layout: Layout, adapters: dict[str, Any], folder: str
     return found | {"end": {name: whole(p) for name, p in model.named_parameters()}}
 
 
-def of_peft(base: Any, adapters: dict[str, Any], targets: list[str]) -> dict[str, Any]:
+def of_peft(base: Any, **options: Any) -> dict[str, Any]:
     """One process, as peft's documentation says it."""
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(
-        use_dora=True,
-        r=4,
-        lora_alpha=6,
-        lora_dropout=adapters.get("dropout", 0.0),
-        target_modules=targets,
-        fan_in_fan_out=base.config.model_type == "gpt2",
-    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        model: Any = get_peft_model(copy.deepcopy(base), config)
-    begin = {name.removeprefix("base_model.model."): p for name, p in model.named_parameters()}
-    found: dict[str, Any] = {"float32": {name: p.detach().clone() for name, p in begin.items()}}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        model = get_peft_model(copy.deepcopy(base).double(), config, autocast_adapter_dtype=False).train()
-    named = [(name.removeprefix("base_model.model."), p) for name, p in model.named_parameters()]
+        model: Any = get_peft_model(copy.deepcopy(base), LoraConfig(**options))
+    drawn = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model = get_peft_model(copy.deepcopy(base).double(), LoraConfig(**options), autocast_adapter_dtype=False).train()
     with torch.no_grad():  # matrices are drawn in float32
-        for name, p in named:
-            p.copy_(p if "magnitude" in name else found["float32"][name])
-    found |= {"begin": {name: p.detach().clone() for name, p in named}, "losses": []}
-    moved_away(named)
-    trained = {name: p for name, p in named if p.requires_grad}
+        for name, p in model.named_parameters():
+            p.copy_(p if "magnitude" in name else drawn[name])
+    named = {name.removeprefix("base_model.model."): p for name, p in model.named_parameters()}
+    found: dict[str, Any] = {"begin": {name: p.detach().clone() for name, p in named.items()}, "losses": []}
+    moved_away(named.items())
+    trained = {name: p for name, p in named.items() if p.requires_grad}
     for step in range(STEPS):
         given = batch(step)
         with mock.patch.object(nn.Dropout, "forward", every_other_feature):
@@ -137,34 +126,49 @@ def of_peft(base: Any, adapters: dict[str, Any], targets: list[str]) -> dict[str
             for p in trained.values():
                 p.sub_(RATE * p.grad)
                 p.grad = None
-    return found | {"end": {name: p.detach().clone() for name, p in named}}
+    return found | {"end": {name: p.detach().clone() for name, p in named.items()}}
 
 
 def farthest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     """The law's error of the worst tensor."""
     scale = 1e-6 * sum(float(p.norm()) ** 2 for p in theirs.values()) ** 0.5
+    assert ours.keys() == theirs.keys()
     return max(float((ours[name] - p).norm()) / max(float(p.norm()), scale) for name, p in theirs.items())
+
+
+def compared(spmd: Any, folder: Path, config: Any, layout: Layout, techniques: dict[str, Any], options: Any) -> Any:
+    """Assert that a layout computes what peft computes in one process, and return what the layout did.
+
+    Args:
+        options: names of adapted layers -> peft's.
+    """
+    base: Any = families.on_cpu(config, seed=7)
+    base.save_pretrained(folder)
+    ranks = spmd(layout.world, of_layout, config, layout, techniques, str(folder))
+    ours: dict[str, Any] = {"losses": ranks[0]["losses"]}
+    for part in ("begin", "gradients", "end"):
+        ours[part] = {key: tensor for found in ranks for key, tensor in found[part].items()}
+    targets = sorted({key.rpartition(".base_layer")[0] for key in ours["begin"] if ".base_layer" in key})
+    reference = of_peft(base, **options(targets))
+    assert ours["begin"].keys() == reference["begin"].keys()
+    for key, tensor in reference["begin"].items():
+        assert torch.equal(ours["begin"][key], tensor), key
+    assert ours["losses"] == pytest.approx(reference["losses"], rel=1e-10)
+    assert farthest(ours["gradients"], reference["gradients"]) <= 1e-10
+    assert farthest(ours["end"], reference["end"]) <= 1e-10
+    return ours
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_computes_what_peft_computes_in_one_process(spmd, tmp_path, name):
     family, layout, adapters = LAYOUTS[name]
-    base: Any = families.on_cpu(config_of(family), seed=7)
-    base.save_pretrained(tmp_path)
-    ranks = spmd(layout.world, of_layout, *LAYOUTS[name], str(tmp_path))
-    ours: dict[str, Any] = {"losses": ranks[0]["losses"]}
-    for part in ("begin", "gradients", "end"):
-        ours[part] = {key: tensor for found in ranks for key, tensor in found[part].items()}
-    targets = sorted({key.rpartition(".base_layer")[0] for key in ours["begin"] if ".base_layer" in key})
-    reference = of_peft(base, adapters, targets)
-    assert sum("magnitude" in key for key in ours["begin"]) == len(targets) > 2
-    assert ours["begin"].keys() == reference["begin"].keys()
-    for key, tensor in reference["begin"].items():
-        assert torch.equal(ours["begin"][key], tensor), key
-    assert ours["losses"] == pytest.approx(reference["losses"], rel=1e-10)
-    assert ours["gradients"].keys() == reference["gradients"].keys()
-    assert farthest(ours["gradients"], reference["gradients"]) <= 1e-10
-    assert farthest(ours["end"], reference["end"]) <= 1e-10
+
+    def options(targets: list[str]) -> dict[str, Any]:
+        asked = {"lora_dropout": adapters.get("dropout", 0.0), "fan_in_fan_out": family == "gpt2"}
+        return {"use_dora": True, "r": 4, "lora_alpha": 6, "target_modules": targets} | asked
+
+    ours = compared(spmd, tmp_path, config_of(family), layout, {"adapters": adapters}, options)
+    assert sum("magnitude" in key for key in ours["begin"]) > 2
 
 
 def test_the_plan_estimates_every_byte(spmd):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support.problems import DDP2, FSDP2, ONE
+from support.ranks import ranks
 from torch.nn import functional as F
 
 from meshwright import Layout, parallelize
@@ -85,16 +86,12 @@ def test_every_layout_computes_the_mean_over_all_tokens(spmd, name, rows):
         assert found.bits_per_byte == pytest.approx(loss * tokens / np.log(2) / size, rel=1e-10)
 
 
-def with_part_of_a_row():
+@ranks(1)
+def test_a_text_shorter_than_a_row_is_evaluated():
     model = parallelize(DECODER, ONE, techniques=DOUBLE, seed=4)
     split = ToTheEnd(Stream("text", text().tokens[:9], np.array([0, 9])))
     found = evaluate_rows(model, [HeldOut("text", split, split.n_samples(SEQ))], SEQ, IdTokenizer(257, 256), 2)
     rows = split.rows(np.zeros(3, dtype=np.int64), SEQ)
-    return found, rows
-
-
-def test_a_text_shorter_than_a_row_is_evaluated(spmd):
-    ((found, rows),) = spmd(1, with_part_of_a_row)
     assert (found.rows, found.bytes, found.bits_per_byte) == (1, None, None) and found.tokens == 8
     assert all(value.shape == (3, SEQ) for value in rows.values())
     assert (rows["document_ids"][:, 9:] == -1).all() and (rows["labels"][:, 9:] == -100).all()

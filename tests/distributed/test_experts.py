@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from support import families
 from support.heard import heard
 from support.laid_out import Figures, Held, assert_estimated, assert_same, counted, estimated, held, own_rows
+from support.ranks import ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -31,11 +32,13 @@ from meshwright.distributed.data import fully_sharded
 from meshwright.distributed.mesh import data_position, get_ep_mesh
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
+from meshwright.distributed.process import agree
 from meshwright.distributed.process.absent_peers import WireCounter
 from meshwright.distributed.process.workers import WorkerFailed
 from meshwright.distributed.process.world import get_world_info
 from meshwright.distributed.step.batch import labels_of
 from meshwright.distributed.tensor.layers import LocalView
+from meshwright.distributed.weights import constructed
 from meshwright.distributed.weights.shards import whole_on_first
 from meshwright.introspection.source import CausalLM
 from meshwright.introspection.structure.experts import Stack
@@ -75,32 +78,20 @@ BATCHES = RandomBatches(VOCABULARY, rows=8, seq_len=9)
 ONE = Layout(dp_shard=1)
 EP2, EP4, HALVES = Layout(dp_shard=2, ep=2), Layout(dp_shard=4, ep=4), Layout(dp_shard=4, ep=2)
 HYBRID = Layout(dp_replicate=2, dp_shard=2, ep=2)
-TENSOR, ALL_TENSOR, ACROSS = (
-    Layout(dp_shard=2, tp=2, ep=2),
-    Layout(dp_shard=1, tp=4, ep=4),
-    Layout(dp_shard=2, tp=2, ep=4),
-)
+TENSOR, ACROSS = Layout(dp_shard=2, tp=2, ep=2), Layout(dp_shard=2, tp=2, ep=4)
 STAGED = Layout(pp=2, dp_shard=2, ep=2)
+FULL = {"activation_checkpointing": "full"}
 
 WAYS: dict[str, tuple[DecoderConfig, Layout, dict[str, Any]]] = {
-    "tensor": (SIGMOID, Layout(dp_shard=1, tp=4), {}),
-    "softmax, ep2": (SOFTMAX, EP2, {}),
     "capped, ep2": (CAPPED, EP2, {}),
-    **{f"ep4, {name}": (model, EP4, {}) for name, model in (("softmax", SOFTMAX), ("sigmoid", SIGMOID))},
     "halves": (SIGMOID, HALVES, {}),
     "tensor, ep2": (SIGMOID, TENSOR, {}),
-    "tensor alone, ep4": (SOFTMAX, ALL_TENSOR, {}),
-    "tensor, ep4": (SIGMOID, ACROSS, {}),
     "1f1b": (SIGMOID, STAGED, {}),
     "resharded to 2": (SOFTMAX, HALVES, {"reshard_after_forward": 2}),
     "balanced by batch": (BATCHED, EP2, {}),
     "balanced by microbatch": (BATCHED, HYBRID, {}),
-    "balanced by microbatch, replicas": (
-        BATCHED,
-        Layout(dp_replicate=2, dp_shard=1),
-        {"activation_checkpointing": "full"},
-    ),
-    "balanced by microbatch, tensor": (BATCHED, TENSOR, {"activation_checkpointing": "full"}),
+    "balanced by microbatch, replicas": (BATCHED, Layout(dp_replicate=2, dp_shard=1), FULL),
+    "balanced by microbatch, tensor": (BATCHED, TENSOR, FULL),
     "balanced by microbatch, 1f1b": (BATCHED, STAGED, {}),
     "balanced, zbv": (BATCHED, STAGED, {"pipeline_schedule": "zbv_zero_bubble"}),
     "balanced, compiled": (BATCHED, EP2, {"compile": True, "compile_backend": "aot_eager"}),
@@ -110,20 +101,17 @@ WAYS: dict[str, tuple[DecoderConfig, Layout, dict[str, Any]]] = {
     "all but experts frozen": (SIGMOID, EP2, {"freeze": (r"^(?!.*experts)",)}),
     "one expert for each rank": (replace(SOFTMAX, moe=MoEConfig(n_experts=4, top_k=1, hidden_dim=12)), EP4, {}),
 }
-
-
-IN_FLOAT32 = ("compiled, whole stacks", "softmax, ep2", "halves", "tensor, ep2", "1f1b", "compiled")
-"""Products are grouped there."""
+"""Not in the array (test_ways): products in float32, which are grouped; a capacity; losses of microbatches; other parts
+frozen.
+"""
+DTYPE_OF = dict.fromkeys(("compiled, whole stacks", "halves", "tensor, ep2", "1f1b", "compiled"), "float32")
 
 
 @pytest.mark.parametrize("name", WAYS)
 def test_experts_are_equal_to_one_process(pool, measured, name):
     model, layout, techniques = WAYS[name]
-    rows = 2 if "microbatch" in name else 0
-    dtypes = ("float64", "float32") if name in IN_FLOAT32 else ("float64",)
-    report = verify(
-        model, layout, BATCHES, techniques=techniques, steps=2, dtypes=dtypes, microbatch_rows=rows, pool=pool
-    )
+    options = {"techniques": techniques, "microbatch_rows": 2 if "microbatch" in name else 0, "pool": pool}
+    report = verify(model, layout, BATCHES, steps=2, dtypes=(DTYPE_OF.get(name, "float64"),), **options)
     assert report, str(report)
 
 
@@ -192,8 +180,10 @@ def padded_batch(step: int) -> dict[str, Tensor]:
     return {"tokens": batch["tokens"], "labels": labels, "attention_mask": mask.long()}
 
 
-def beside_transformers(layout: Layout) -> float:
-    """The largest error of a gradient against that of the loss that transformers computes."""
+@pytest.mark.parametrize("layout", [Layout(dp_replicate=2, dp_shard=2), TENSOR], ids=str)
+@ranks(lambda layout: layout.world)
+def test_the_loss_of_a_familys_own_routers_is_transformers_own_and_counts_no_padding(layout):
+    """Which transformers computes in float32."""
     config = families.config_of("mixtral", **BALANCED)
     config._experts_implementation = "eager"  # grouped kernels know no fp64
     theirs, ours = families.on_cpu(config).double(), families.on_cpu(config).double()
@@ -208,29 +198,21 @@ def beside_transformers(layout: Layout) -> float:
     laid.module(input_ids=own_rows(laid, batch)["tokens"][:1], use_cache=False)  # somebody looks, with gradients
     laid.forward_backward(own_rows(laid, batch))
     found = whole_on_first({name: p.grad for name, p in laid.named_parameters() if p.grad is not None})
-    return max(relative_errors(found, wanted).values()) if found else 0.0
+    error = max(relative_errors(found, wanted).values()) if found else 0.0
+    assert error <= 1e-6
 
 
-@pytest.mark.parametrize("layout", [Layout(dp_replicate=2, dp_shard=2), TENSOR], ids=str)
-def test_the_loss_of_a_familys_own_routers_is_transformers_own_and_counts_no_padding(spmd, layout):
-    """Which transformers computes in float32."""
-    assert max(spmd(layout.world, beside_transformers, layout)) <= 1e-6
-
-
-def sent_for_routers(layout: Layout) -> tuple[Figures, Figures]:
+@pytest.mark.parametrize("layout", [Layout(dp_replicate=2, dp_shard=2), Layout(dp_shard=2, tp=2)], ids=str)
+@ranks(lambda layout: layout.world)
+def test_what_travels_for_a_familys_own_routers_is_what_the_plan_said(layout):
     laid = parallelize(families.on_cpu(families.config_of("mixtral", **BALANCED)), layout, seed=3)
     optimizer = torch.optim.SGD(laid.parameters(), lr=0.1)
     for step in range(2):
         with WireCounter() as wire:
             laid.forward_backward(own_rows(laid, RandomBatches(families.VOCABULARY, rows=8, seq_len=9, keys=())(step)))
             laid.optimizer_step(optimizer, 1.0)
-    return estimated(laid.plan, Batch(8, 9)), counted(wire)
-
-
-@pytest.mark.parametrize("layout", [Layout(dp_replicate=2, dp_shard=2), Layout(dp_shard=2, tp=2)], ids=str)
-def test_what_travels_for_a_familys_own_routers_is_what_the_plan_said(spmd, layout):
-    for planned, sent in spmd(layout.world, sent_for_routers, layout):
-        assert_estimated(planned, sent)
+    planned, sent = estimated(laid.plan, Batch(8, 9)), counted(wire)
+    assert_estimated(planned, sent)
 
 
 def with_its_own_kernel(name: str) -> tuple[str, float]:
@@ -398,14 +380,11 @@ def one_step(model: DecoderConfig, layout: Layout, techniques: dict[str, Any]) -
 EVEN = replace(SIGMOID, vocab_size=64)
 """The plan counts what the first tensor-parallel rank sends: here all have as many token ids."""
 WIRE = {
-    "ep2": (SOFTMAX, EP2, {}),
     "halves, balanced": (SIGMOID, HALVES, {}),
-    "hybrid": (SIGMOID, HYBRID, {}),
     "recomputed": (SIGMOID, EP4, {"activation_checkpointing": "full"}),
     "experts frozen": (SOFTMAX, HALVES, {"freeze": ("experts",)}),
-    "tensor": (EVEN, ACROSS, {}),
     "tensor, recomputed": (EVEN, TENSOR, {"activation_checkpointing": "full"}),
-    "balanced by batch": (BATCHED, HYBRID, {"activation_checkpointing": "full"}),
+    "balanced by batch": (BATCHED, HYBRID, FULL),
     "balanced by batch, tensor": (replace(BATCHED, vocab_size=64), TENSOR, {}),
 }
 
@@ -445,8 +424,11 @@ def squashed() -> Decoder:
     return model
 
 
-def gathered_ahead(techniques: dict[str, Any]) -> tuple[Figures, Figures, bool]:
-    """What the plan foresees and what was sent with the prefetches of an accelerator, which change no number."""
+@pytest.mark.parametrize("recomputed", ["none", "full"])
+@ranks(4)
+def test_what_an_accelerator_gathers_ahead_is_needed(recomputed):
+    """A recomputed forward calls the hooks of the stacks inside a block, and must gather no block that is done."""
+    techniques = {"activation_checkpointing": recomputed}
     steps = []
     for prefetches in (False, True):
         with patch.object(fully_sharded, "is_accelerator", lambda device, prefetches=prefetches: prefetches):
@@ -456,17 +438,11 @@ def gathered_ahead(techniques: dict[str, Any]) -> tuple[Figures, Figures, bool]:
         steps.append((float(loss), [parameter.grad.to_local() for parameter in laid.parameters()]))
     (loss, plain), (other, ahead) = steps
     same = loss == other and all(torch.equal(one, two) for one, two in zip(plain, ahead, strict=True))
-    return estimated(laid.plan, Batch(8, 9)), counted(wire), same
-
-
-@pytest.mark.parametrize("recomputed", ["none", "full"])
-def test_what_an_accelerator_gathers_ahead_is_needed(spmd, recomputed):
-    """A recomputed forward calls the hooks of the stacks inside a block, and must gather no block that is done."""
-    for planned, sent, same in spmd(4, gathered_ahead, {"activation_checkpointing": recomputed}):
-        assert same
-        for key in sent:
-            if key[0] == "all_gather":
-                assert sent[key] == pytest.approx(planned[key], rel=1e-12), key
+    planned, sent = estimated(laid.plan, Batch(8, 9)), counted(wire)
+    assert same
+    for key in sent:
+        if key[0] == "all_gather":
+            assert sent[key] == pytest.approx(planned[key], rel=1e-12), key
 
 
 FROZEN = {
@@ -485,8 +461,11 @@ def test_no_gradient_travels_where_nothing_in_front_is_trained(spmd, name, mode)
         assert {key: calls for key, (calls, _) in sent.items()} == {key: calls for key, (calls, _) in planned.items()}
 
 
-def order_of_a_layer() -> list[str]:
-    """What one layer does in a step: rows begin and end to travel, its shared expert computes."""
+@ranks(2)
+def test_a_shared_expert_computes_while_rows_travel():
+    there = ["begin", "shared", "end"]
+    back = ["begin", "end"]
+    gradients_back = ["begin", "shared backward", "end"]
     laid = parallelize(replace(SIGMOID, n_layers=2), EP2, seed=3)
     said: list[str] = []
     begin, end = expert_parallel._Journey.begin, expert_parallel._Journey.end
@@ -504,15 +483,7 @@ def order_of_a_layer() -> list[str]:
     shared.register_full_backward_hook(lambda *_: said.append("shared backward"))
     with patch.multiple(expert_parallel._Journey, begin=began, end=ended):
         laid.forward_backward(own_rows(laid, batch_of(8, 9)))
-    return said
-
-
-def test_a_shared_expert_computes_while_rows_travel(spmd):
-    there = ["begin", "shared", "end"]
-    back = ["begin", "end"]
-    gradients_back = ["begin", "shared backward", "end"]
-    for said in spmd(2, order_of_a_layer):
-        assert said == there + back + back + gradients_back
+    assert said == there + back + back + gradients_back
 
 
 # --- the bias
@@ -580,7 +551,20 @@ def test_the_public_functions_average_as_torch_does(spmd, name):
     assert max(errors.values()) < 1e-10, max(errors, key=errors.__getitem__)
 
 
-def refused_doors() -> tuple[str, str]:
+@ranks(2)
+def test_what_functions_leave_to_the_users_loop_is_said():
+    mesh = init_distributed(Layout(dp_shard=2))
+    assert mesh is not None
+    torch.manual_seed(0)
+    with heard() as said:
+        for model in (SIGMOID, DENSE):
+            apply_fsdp2(Decoder(model), mesh)
+    said = [text for text in said if "Router" in text]
+    assert len(said) == 1 and said[0].startswith("model.moe.bias_rate, sequence_loss: these functions lay a model out")
+
+
+@ranks(2)
+def test_functions_in_another_order_are_refused():
     said = []
     mesh = init_distributed(EP2)
     assert mesh is not None
@@ -591,35 +575,15 @@ def refused_doors() -> tuple[str, str]:
     torch.manual_seed(0)
     with pytest.raises(ConfigError) as error:
         apply_fsdp2(apply_expert_parallel(Decoder(SOFTMAX), mesh), mesh["dp_shard"])
-    return said[0], str(error.value)
+    whole, sliced = said[0], str(error.value)
+    assert "ep = 2, and the experts of layers." in whole and "feed_forward.experts are whole on every rank" in whole
+    assert "Call apply_expert_parallel" in whole
+    assert "the mesh that was given (dp_shard) does not know that axis" in sliced
 
 
-def warned_of() -> list[str]:
-    mesh = init_distributed(Layout(dp_shard=2))
-    assert mesh is not None
-    torch.manual_seed(0)
-    with heard() as said:
-        for model in (SIGMOID, DENSE):
-            apply_fsdp2(Decoder(model), mesh)
-    return [text for text in said if "Router" in text]
-
-
-def test_what_functions_leave_to_the_users_loop_is_said(spmd):
-    for said in spmd(2, warned_of):
-        assert len(said) == 1 and said[0].startswith(
-            "model.moe.bias_rate, sequence_loss: these functions lay a model out"
-        )
-
-
-def test_functions_in_another_order_are_refused(spmd):
-    for whole, sliced in spmd(2, refused_doors):
-        assert "ep = 2, and the experts of layers." in whole and "feed_forward.experts are whole on every rank" in whole
-        assert "Call apply_expert_parallel" in whole
-        assert "the mesh that was given (dp_shard) does not know that axis" in sliced
-
-
-def bias_of_a_failed_step() -> list[Tensor]:
-    """And of a frozen layer."""
+@pytest.mark.first
+@ranks(1)
+def test_failed_steps_and_frozen_layers_move_no_bias():
     laid = parallelize(SIGMOID, ONE, seed=3, techniques={"freeze": (r"layers\.1\.",)}, microbatch_rows=4)
     optimizer = torch.optim.SGD([p for p in laid.parameters() if p.requires_grad], lr=0.1)
     broken = batch_of(8, 9)
@@ -639,12 +603,7 @@ def bias_of_a_failed_step() -> list[Tensor]:
     assert all(router.counts is None for router in routers)
     laid.forward_backward(batch_of(8, 9, 1))
     laid.optimizer_step(optimizer, 1.0)
-    return [router.bias.clone() for router in routers if router.bias is not None]
-
-
-@pytest.mark.first
-def test_failed_steps_and_frozen_layers_move_no_bias(spmd):
-    frozen, *moved = spmd(1, bias_of_a_failed_step)[0]
+    frozen, *moved = [router.bias.clone() for router in routers if router.bias is not None]
     assert not frozen.any() and all(bias.any() for bias in moved)
 
 
@@ -744,79 +703,43 @@ def gradients_times_ranks() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def bias_by_own_tokens() -> Iterator[None]:
+ended, whole_forward, drawn = routing.end_step, Router.forward, constructed.draw_rows
+stepped = ParallelModel.forward_backward
+
+
+def moved_by_own_tokens(routers: Any, groups: Any, *, skipped: Any) -> Any:
     """Every rank moves the bias by the tokens that it has seen itself."""
-    ended = routing.end_step
-    with patch.object(routing, "end_step", lambda routers, groups, *, skipped: ended(routers, [], skipped=skipped)):
-        yield
+    return ended(routers, [], skipped=skipped)
 
 
-@contextmanager
-def padding_is_routed() -> Iterator[None]:
+def everything_is_routed(self: Router, x: Tensor, routed: Any = None) -> Any:
     """Experts compute padding, and the bias counts it."""
-    forward = Router.forward
-    with patch.object(Router, "forward", lambda self, x, routed=None: forward(self, x)):
-        yield
+    return whole_forward(self, x)
 
 
-@contextmanager
-def losses_of_parts() -> Iterator[None]:
-    """The loss per sequence is that of a rank's part of the sequence."""
-    with patch.object(Router, "across", property(lambda self: None, lambda self, value: None), create=True):
-        yield
+NOWHERE = property(lambda self: None, lambda self, value: None)
+"""The loss per sequence is that of a rank's part of the sequence."""
 
 
-@contextmanager
-def batches_of_one_rank() -> Iterator[None]:
-    """The loss per microbatch counts a rank's own tokens."""
-    with patch.object(routing, "share_microbatches", lambda routers, groups: None):
-        yield
-
-
-@contextmanager
-def alike_experts() -> Iterator[None]:
+def first_experts_drawn(local: Tensor, offset: tuple, shape: tuple, *args: Any) -> None:
     """Each rank draws the first experts for its own."""
-    from meshwright.distributed.weights import constructed
-
-    draw = constructed.draw_rows
-
-    def first(local: Tensor, offset: tuple, shape: tuple, *args: Any) -> None:
-        draw(local, (0, *offset[1:]) if len(shape) == 3 else offset, shape, *args)
-
-    with patch.object(constructed, "draw_rows", first):
-        yield
+    drawn(local, (0, *offset[1:]) if len(shape) == 3 else offset, shape, *args)
 
 
-@contextmanager
-def equal_rows() -> Iterator[None]:
+def rows_of_the_first(self: ParallelModel, batch: Any) -> Any:
     """Ranks of the expert axis are given the first one's rows."""
-    from meshwright.distributed.process import agree
-
-    step = ParallelModel.forward_backward
-    with patch.object(ParallelModel, "forward_backward", lambda self, batch: step(self, agree.from_rank_zero(batch))):
-        yield
-
-
-@contextmanager
-def choices_of_one_rank() -> Iterator[None]:
-    """The loss of a family's own routers counts the choices of a rank's own tokens."""
-    with patch("meshwright.distributed.experts.sum_over", lambda groups, counts: counts):
-        yield
+    return stepped(self, agree.from_rank_zero(batch))
 
 
 FAULTS = {
-    f.__name__: f
-    for f in (
-        gradients_times_ranks,
-        bias_by_own_tokens,
-        padding_is_routed,
-        losses_of_parts,
-        batches_of_one_rank,
-        choices_of_one_rank,
-        alike_experts,
-        equal_rows,
-    )
+    "gradients_times_ranks": gradients_times_ranks,
+    "bias_by_own_tokens": partial(patch.object, routing, "end_step", moved_by_own_tokens),
+    "padding_is_routed": partial(patch.object, Router, "forward", everything_is_routed),
+    "losses_of_parts": partial(patch.object, Router, "across", NOWHERE, create=True),
+    "batches_of_one_rank": partial(patch.object, routing, "share_microbatches", lambda routers, groups: None),
+    "choices_of_one_rank": partial(patch, "meshwright.distributed.experts.sum_over", lambda groups, counts: counts),
+    "alike_experts": partial(patch.object, constructed, "draw_rows", first_experts_drawn),
+    "equal_rows": partial(patch.object, ParallelModel, "forward_backward", rows_of_the_first),
 }
 WHERE = {
     "gradients_times_ranks": (

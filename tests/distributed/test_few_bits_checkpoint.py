@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from support.ranks import ranks, refusal
 from support.states import DEEP, LAYOUTS, SPARSE, Held, adamw, held, laid_out, train, uncompiled
 
 from meshwright import Layout, load, parallelize, save
@@ -149,16 +150,12 @@ def read(layout: str, word: str, folder: str) -> tuple[dict, list[str], list[flo
         return moments(model, optimizer), said, train(model, optimizer, range(2, 4))
 
 
-def read_by_another(folder: str) -> str:
+@ranks(1)
+def test_state_in_few_bits_is_not_taken_for_another_optimizers(tmp_path):
+    folder = str(tmp_path / "c")
     write("one", "8bit", folder)
     model = laid_out("one", {})
-    with pytest.raises(ConfigError) as caught:
-        load(model, folder, optimizer=adamw(model))
-    return str(caught.value)
-
-
-def test_state_in_few_bits_is_not_taken_for_another_optimizers(spmd, tmp_path):
-    (said,) = spmd(1, read_by_another, str(tmp_path / "c"))
+    said = refusal(lambda: load(model, folder, optimizer=adamw(model)), ConfigError)
     assert "holds the state of TorchaoAdamW, which AdamW cannot continue: set techniques.optimizer_state" in said
 
 

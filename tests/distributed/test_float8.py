@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.laid_out import own_rows
+from support.ranks import ranks, refusal
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -240,8 +241,16 @@ def test_products_alone_are_those_of_torchao(recipe):
     )
 
 
-def leave_out(wrong: str) -> str:
-    """What the audit says of a technique that leaves a layer out, takes one too many, or another recipe."""
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ("fewer", "layers.0.attention.wq computes in float32, and the plan says float8"),
+        ("more", "embed_out computes in float8, and the plan says float32"),
+        ("recipe", "layers.0.attention.wq computes in float8 otherwise than by the recipe rowwise"),
+    ],
+)
+@ranks(2)
+def test_the_audit_sees_which_layers_are_converted(wrong, says):
     whole = float8.apply
 
     def mistaken(model: nn.Module, plan: Any) -> nn.Module:
@@ -260,28 +269,14 @@ def leave_out(wrong: str) -> str:
 
     with patch.object(float8, "apply", mistaken), pytest.raises(IntegrityError) as caught:
         parallelize(built(), SHARDED, techniques={"float8": "rowwise"})
-    return str(caught.value)
+    assert says in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ("fewer", "layers.0.attention.wq computes in float32, and the plan says float8"),
-        ("more", "embed_out computes in float8, and the plan says float32"),
-        ("recipe", "layers.0.attention.wq computes in float8 otherwise than by the recipe rowwise"),
-    ],
-)
-def test_the_audit_sees_which_layers_are_converted(spmd, wrong, says):
-    assert all(says in said for said in spmd(2, leave_out, wrong))
-
-
-def printed() -> str:
-    return str(parallelize(DENSE, SHARDED, techniques={"float8": "rowwise", "float8_filter": ["feed_forward"]}))
-
-
-def test_a_laid_out_model_says_what_multiplies_in_float8(spmd):
+@ranks(2)
+def test_a_laid_out_model_says_what_multiplies_in_float8():
     attention = ", ".join(f"layers.*.attention.{name} (2)" for name in ("wq", "wk", "wv", "wo"))
-    assert all(f"products in emulated float8: {attention}\n" in f"{text}\n" for text in spmd(2, printed))
+    text = str(parallelize(DENSE, SHARDED, techniques={"float8": "rowwise", "float8_filter": ["feed_forward"]}))
+    assert f"products in emulated float8: {attention}\n" in f"{text}\n"
 
 
 # --- weights
@@ -328,7 +323,9 @@ def test_initial_weights_are_those_without_float8(spmd):
 # --- the doors
 
 
-def losses_by_doors() -> dict[str, float]:
+@pytest.mark.all
+@ranks(2)
+def test_every_door_gives_the_same():
     mesh = init_distributed(SHARDED)
     policy = MixedPrecisionPolicy(torch.float32, torch.float32)
     made = {
@@ -341,13 +338,10 @@ def losses_by_doors() -> dict[str, float]:
     chained = apply_model_transforms(as_module(DENSE), chain, device_mesh=mesh)
     made |= {"by hand": by_hand, "chained": chained}
     tokens = torch.arange(32).view(2, 16)
-    return {name: F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).item() for name, model in made.items()}
-
-
-@pytest.mark.all
-def test_every_door_gives_the_same(spmd):
-    for found in spmd(2, losses_by_doors):
-        assert found["built"] == found["by hand"] == found["chained"] != found["high"]
+    found = {
+        name: F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).item() for name, model in made.items()
+    }
+    assert found["built"] == found["by hand"] == found["chained"] != found["high"]
 
 
 def test_hooks_and_what_was_noted_on_a_layer_stay(caplog):
@@ -372,32 +366,25 @@ def test_one_layer_at_two_places_stays_one():
     assert all(config_at(block.feed_forward.w_up) is not None for block in model.layers.values())
 
 
-def cut_by_hand() -> tuple[float, float]:
+@pytest.mark.all
+@ranks(2)
+def test_tensor_parallelism_after_it_keeps_it():
     mesh = init_distributed(TENSOR)
     cut = apply_tensor_parallel(apply_float8(as_module(WIDE), recipe="rowwise"), mesh)
     order.materialise(cut, torch.device("cpu"), 0, {})
     whole = apply_float8(as_module(WIDE), recipe="rowwise")
     order.materialise(whole, torch.device("cpu"), 0, {})
     tokens = torch.arange(32).view(2, 16)
-    return tuple(F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).item() for model in (cut, whole))  # type: ignore[return-value]
+    cut, whole = tuple(F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).item() for model in (cut, whole))
+    assert cut == pytest.approx(whole, rel=1e-6)
 
 
 @pytest.mark.all
-def test_tensor_parallelism_after_it_keeps_it(spmd):
-    for cut, whole in spmd(2, cut_by_hand):
-        assert cut == pytest.approx(whole, rel=1e-6)
-
-
-def refused_after_tensor_parallel() -> str:
+@ranks(2)
+def test_after_tensor_parallelism_it_is_refused():
     model = apply_tensor_parallel(as_module(DENSE), init_distributed(Layout(dp_shard=1, tp=2)))
-    with pytest.raises(ConfigError) as caught:
-        apply_float8(model)
-    return str(caught.value)
-
-
-@pytest.mark.all
-def test_after_tensor_parallelism_it_is_refused(spmd):
-    assert all("float8 must come before tensor_parallel" in said for said in spmd(2, refused_after_tensor_parallel))
+    said = refusal(lambda: apply_float8(model), ConfigError)
+    assert "float8 must come before tensor_parallel" in said
 
 
 def test_what_cannot_be_done_is_refused():

@@ -14,6 +14,7 @@ import pytest
 import test_pipeline
 import torch
 from support.laid_out import own_rows
+from support.ranks import ranks, refusal
 from test_float8 import BATCHES, DENSE, SHARDED, SPARSE, WIDE, verified
 from test_tensor_parallel import Way, assert_all_estimated, one_warm_step
 from torch import Tensor
@@ -139,29 +140,26 @@ def test_scales_of_weights_before_the_step_are_caught(spmd):
     assert expected[0][0] == found[0][0] and expected[0][1] != found[0][1]
 
 
-def of_a_part(options: dict[str, bool]) -> str:
-    """What is said of a block that is called by itself behind an optimizer step."""
+@pytest.mark.first("{'fused': True}")
+@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+@ranks(2)
+def test_a_part_of_a_model_is_not_gathered_with_a_stale_scale(options):
     laid = parallelize(DENSE, SHARDED, techniques=GATHERED)
     optimizer = torch.optim.AdamW(laid.parameters(), lr=0.01, **options)
     laid.forward_backward(own_rows(laid, batch(0)))
     laid.optimizer_step(optimizer, 1.0)
     block: Any = laid.module.get_submodule("layers.0")
-    with pytest.raises(IntegrityError) as caught:
-        block.unshard()
-    return str(caught.value)
-
-
-@pytest.mark.first("{'fused': True}")
-@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
-def test_a_part_of_a_model_is_not_gathered_with_a_stale_scale(spmd, options):
-    assert all("Call the whole model." in said and "layers.0" in said for said in spmd(2, of_a_part, options))
+    said = refusal(lambda: block.unshard(), IntegrityError)
+    assert "Call the whole model." in said and "layers.0" in said
 
 
 # --- what is gathered, and what rests
 
 
-def gathered_weights(layout: Layout) -> list[str]:
-    """Names of weights whose gathered value, or gradient, or value at rest, is not what it shall be."""
+@pytest.mark.all
+@pytest.mark.parametrize("layout", [SHARDED, BOTH], ids=str)
+@ranks(lambda layout: layout.world)
+def test_what_is_gathered_is_the_whole_weight_rounded(layout):
     laid = parallelize(WIDE, layout, techniques=GATHERED | MIXED | {"reshard_after_forward": False}, seed=3)
     laid.forward_backward(own_rows(laid, dict(BATCHES(0))))
     model, wrong = laid.module, []
@@ -188,13 +186,7 @@ def gathered_weights(layout: Layout) -> list[str]:
             torch.equal(local._scale, scale) and torch.equal(local._data.view(torch.uint8), expected.view(torch.uint8))
         ):
             wrong.append(name)
-    return wrong
-
-
-@pytest.mark.all
-@pytest.mark.parametrize("layout", [SHARDED, BOTH], ids=str)
-def test_what_is_gathered_is_the_whole_weight_rounded(spmd, layout):
-    assert spmd(layout.world, gathered_weights, layout) == [[]] * layout.world
+    assert wrong == []
 
 
 def kept(folder: str) -> dict[str, Tensor]:
@@ -270,7 +262,10 @@ def test_the_plan_estimates_every_byte_of_a_stage(spmd, name):
 # --- the doors
 
 
-def by_doors() -> list[list[str]]:
+@pytest.mark.all
+@ranks(2)
+def test_every_door_gathers_in_float8():
+    expected = [f"layers.{number}.feed_forward.w_up" for number in range(2)]
     mesh = init_distributed(SHARDED)
     made = apply_fsdp2(apply_float8(as_module(DENSE)), mesh)
     laid = parallelize(apply_float8(as_module(DENSE)), SHARDED).module
@@ -288,13 +283,7 @@ def by_doors() -> list[list[str]]:
                 )
         model(torch.zeros(1, 8, dtype=torch.int64))
         gathered.append(seen)
-    return gathered
-
-
-@pytest.mark.all
-def test_every_door_gathers_in_float8(spmd):
-    expected = [f"layers.{number}.feed_forward.w_up" for number in range(2)]
-    assert spmd(2, by_doors) == [[expected] * 3] * 2
+    assert gathered == [expected] * 3
 
 
 def test_what_cannot_be_gathered_in_float8_is_refused():

@@ -125,24 +125,11 @@ def wide(name: str, **changes: Any) -> nn.Module:
     return family(name, **({"hidden_size": 64, "head_dim": 16, "intermediate_size": 96, "use_cache": False} | changes))
 
 
-def gpt_neox() -> nn.Module:
-    return wide("gpt_neox")
-
-
-def phi() -> nn.Module:
-    return wide("phi", head_dim=None)
-
-
-def latent() -> nn.Module:
-    return wide("deepseek_v3", first_k_dense_replace=2, head_dim=None, kv_lora_rank=48)
-
-
-def shared_experts() -> nn.Module:
-    return wide("qwen2_moe", head_dim=None)
-
-
-def llama() -> nn.Module:
-    return adapted("llama", r=16, model_hidden_size=64, model_head_dim=16, model_intermediate_size=96)
+gpt_neox = partial(wide, "gpt_neox")
+phi = partial(wide, "phi", head_dim=None)
+latent = partial(wide, "deepseek_v3", first_k_dense_replace=2, head_dim=None, kv_lora_rank=48)
+shared_experts = partial(wide, "qwen2_moe", head_dim=None)
+llama = partial(adapted, "llama", r=16, model_hidden_size=64, model_head_dim=16, model_intermediate_size=96)
 
 
 class Mixed(nn.Module):
@@ -169,8 +156,7 @@ def mixing(in_list: bool = False) -> nn.Module:
     return made
 
 
-def mixing_in_lists() -> nn.Module:
-    return mixing(True)
+mixing_in_lists = partial(mixing, True)
 
 
 FROZEN = ["embedding", r"layers\.0", r"w_up", "norm"]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from support.heard import heard
 from support.odd import LAYOUTS, VOCAB, Odd, whole
+from support.ranks import ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -252,7 +253,9 @@ def test_an_explicit_policy_acts_over_a_mesh_of_one(spmd):
     assert "dp_shard = 1: nothing is sharded; fully_shard acts for its precision or offload only" in notes
 
 
-def refused_job() -> dict[str, str]:
+@pytest.mark.all
+@ranks(4)
+def test_refusals_leave_the_model_as_it_was():
     mesh = mesh_of("fsdp4")
     other = init_device_mesh("cpu", (4,), mesh_dim_names=("data",))
     replicas = init_device_mesh("cpu", (4,), mesh_dim_names=("dp_replicate",))
@@ -269,32 +272,24 @@ def refused_job() -> dict[str, str]:
         "mode": refusal(lambda: build_parallel_model(SMALL, "cpu", mesh, ac_mode="selektive")),
     }
     untouched = [not any(isinstance(m, FSDPModule) for m in model.modules()) for model in models.values()]
-    return found | {"untouched": str(all(untouched))}
-
-
-@pytest.mark.all
-def test_refusals_leave_the_model_as_it_was(spmd):
-    for found in spmd(4, refused_job):
-        assert "reshard_after_forward = 3: as a number it must divide layout.dp_shard = 4" in found["reshard"]
-        assert found["names"].startswith(
-            "ConfigError: the mesh has the axes ['data']; legal names are pp, dp_replicate, dp_shard, cp, tp"
-        )
-        assert found["replicas"].startswith(
-            "ConfigError: fully_shard needs a mesh axis named dp_shard (size 1 will do)"
-        )
-        assert found["pipeline"].startswith(
-            "UnsupportedError: the mesh has a pp axis of 2 ranks, and build_parallel_model returns one module"
-        )
-        assert found["half"].startswith(
-            "UnsupportedError: techniques.precision.reduce = float16 would lose small gradients"
-        )
-        assert found["device"] == "ConfigError: device = cuda but the mesh is on cpu: give both the same kind"
-        assert found["no mesh"].startswith("ConfigError: device_mesh = None means one process")
-        assert (
-            "'selektive' is not a mode. Did you mean 'selective'? Legal: none, full, selective, every_n, "
-            in found["mode"]
-        )
-        assert found["untouched"] == "True"
+    found = found | {"untouched": str(all(untouched))}
+    assert "reshard_after_forward = 3: as a number it must divide layout.dp_shard = 4" in found["reshard"]
+    assert found["names"].startswith(
+        "ConfigError: the mesh has the axes ['data']; legal names are pp, dp_replicate, dp_shard, cp, tp"
+    )
+    assert found["replicas"].startswith("ConfigError: fully_shard needs a mesh axis named dp_shard (size 1 will do)")
+    assert found["pipeline"].startswith(
+        "UnsupportedError: the mesh has a pp axis of 2 ranks, and build_parallel_model returns one module"
+    )
+    assert found["half"].startswith(
+        "UnsupportedError: techniques.precision.reduce = float16 would lose small gradients"
+    )
+    assert found["device"] == "ConfigError: device = cuda but the mesh is on cpu: give both the same kind"
+    assert found["no mesh"].startswith("ConfigError: device_mesh = None means one process")
+    assert (
+        "'selektive' is not a mode. Did you mean 'selective'? Legal: none, full, selective, every_n, " in found["mode"]
+    )
+    assert found["untouched"] == "True"
 
 
 # --- apply_ac
@@ -422,35 +417,6 @@ def test_the_modes_are_words():
 # --- clip_grad_norm_
 
 
-def clip_job(layout: str) -> dict:
-    reference = built()
-    mean_loss(reference).backward()
-    wanted = nn.utils.clip_grad_norm_(reference.parameters(), 0.3)
-    mesh = mesh_of(layout)
-    found = {}
-    for foreach in (True, False):
-        model = apply_fsdp2(built(), mesh, KEPT)
-        mean_loss(model, *data_position(mesh)).backward()
-        before = gradients(model)
-        large = clip_grad_norm_(model, 1e9, foreach)
-        kept = all(torch.equal(before[n], g) for n, g in gradients(model).items())
-        norm = clip_grad_norm_(model, 0.3, foreach=foreach)
-        found[foreach] = (norm.item(), large.item(), wanted.item(), worst(gradients(model), gradients(reference)), kept)
-    return found
-
-
-@pytest.mark.parametrize("layout", ["one", "fsdp4", "hsdp2x2"])
-def test_one_norm_over_all_shards(spmd, layout):
-    every = spmd(LAYOUTS[layout][0], clip_job, layout)
-    assert all(found == every[0] or found[True][0] == every[0][True][0] for found in every), (
-        "the same value on every rank"
-    )
-    for found in every:
-        for norm, large, wanted, error, kept in found.values():
-            assert norm == pytest.approx(wanted, rel=1e-10) and large == norm
-            assert error < 1e-10 and kept, "a norm within the limit changes nothing"
-
-
 def test_a_norm_of_narrow_gradients_is_wide():
     model = nn.Linear(200, 200, dtype=torch.bfloat16)
     for p in model.parameters():
@@ -505,8 +471,8 @@ def test_the_whole_composition(spmd):
     with torch.device("meta"):
         plain = Decoder(SMALL)
     assert one["names"] == [name for name, _ in plain.named_parameters()]
-    for layout, ranks in every.items():
-        for found in ranks:
+    for layout, runs in every.items():
+        for found in runs:
             assert all(torch.equal(found["weights"][n], w) for n, w in one["weights"].items()), (
                 f"{layout}: every layout starts alike"
             )
@@ -519,10 +485,7 @@ def test_the_whole_composition(spmd):
     assert one["weights"]["embedding.weight"].std().item() == pytest.approx(0.02, rel=0.1)
 
 
-def clean_job() -> bool:
+@ranks(1)
+def test_one_process_needs_no_mesh():
     build_parallel_model(SMALL, "cpu")
-    return dist.get_world_size() == 1
-
-
-def test_one_process_needs_no_mesh(spmd):
-    assert spmd(1, clean_job) == [True]
+    assert dist.get_world_size() == 1

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.families import saved
 from support.problems import DDP2, FSDP2, ONE
+from support.ranks import ranks
 
 from meshwright import ConfigError, Layout, parallelize, pretrained
 from meshwright.distributed.step.generation import Cached, Sampling, next_logits
@@ -97,8 +98,10 @@ def test_models_of_transformers_write_what_transformers_generates(spmd, folders,
         assert (reason != "") == (name == "pp"), reason
 
 
-def logits_of_each_step(layout):
-    """(with the cache, without it) the logits of ids behind the prompt, by one laid-out model."""
+@pytest.mark.parametrize("name", ["one", "fsdp", "tp"])
+@ranks(lambda name: LAID_OUT[name].world)
+def test_logits_with_kept_keys_are_those_of_the_whole_window(name):
+    layout = LAID_OUT[name]
     model = parallelize(DECODER, layout, techniques={"precision": {"master": "float64"}}, seed=4)
     ids, found = [*PROMPT, 7, 8, 9, 10, 11, 12], []
     given = model.parts[0], model.plan, model._opening.signature, model._inputs, model._runner.logits, 24
@@ -107,13 +110,8 @@ def logits_of_each_step(layout):
         for end in range(len(PROMPT), len(ids) + 1):
             found.append(following(ids[:end]))
     whole = [model.logits({"tokens": torch.tensor([ids[:end]])})[0, -1] for end in range(len(PROMPT), len(ids) + 1)]
-    return [float((a - b).norm() / b.norm()) for a, b in zip(found, whole, strict=True)]
-
-
-@pytest.mark.parametrize("name", ["one", "fsdp", "tp"])
-def test_logits_with_kept_keys_are_those_of_the_whole_window(spmd, name):
-    for errors in spmd(LAID_OUT[name].world, logits_of_each_step, LAID_OUT[name]):
-        assert max(errors) <= 1e-12, errors
+    errors = [float((a - b).norm() / b.norm()) for a, b in zip(found, whole, strict=True)]
+    assert max(errors) <= 1e-12, errors
 
 
 class Plain(torch.nn.Module):

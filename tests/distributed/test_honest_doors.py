@@ -4,26 +4,25 @@ as other systems' documents print them.
 
 from __future__ import annotations
 
-import random
 import types
 from unittest.mock import patch
 
-import numpy
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.odd import VOCAB
+from support.ranks import ranks
+from support.ranks import told as said
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from meshwright import ConfigError, IntegrityError, Layout, UnsupportedError, parallelize
+from meshwright import Layout, parallelize
 from meshwright.distributed import (
     DistributedConfig,
-    apply_ac,
     apply_expert_parallel,
     apply_fsdp2,
     apply_tensor_parallel,
@@ -40,7 +39,7 @@ from meshwright.distributed.optimizer import grad_clip
 from meshwright.distributed.parallelizer import fsdp2_strategy_parallelize, nvfsdp_strategy_parallelize, to_cpu
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.workers import WorkerFailed
-from meshwright.distributed.transforms import MixedPrecisionConfig, build_model_transform
+from meshwright.distributed.transforms import build_model_transform
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig
 
@@ -63,13 +62,6 @@ def llama(seed=None):
     if seed is not None:
         torch.manual_seed(seed)
     return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2))
-
-
-def said(action):
-    try:
-        return action()
-    except (ConfigError, UnsupportedError, IntegrityError) as error:
-        return f"{type(error).__name__}: {error}"
 
 
 # --- replicas
@@ -120,15 +112,13 @@ def test_ranks_that_bring_different_weights_do_not_train_different_models(spmd, 
         )
 
 
-def tensor_ranks():
+@pytest.mark.all
+@ranks(4)
+def test_ranks_of_the_tensor_axis_must_bring_one_model():
     mesh = init_distributed(Layout(dp_shard=2, tp=2))
     model = llama(dist.get_rank())  # differs on ranks that share one model out
-    return said(lambda: apply_tensor_parallel(model, mesh))
-
-
-@pytest.mark.all
-def test_ranks_of_the_tensor_axis_must_bring_one_model(spmd):
-    assert all("the ranks bring different models" in text for text in spmd(4, tensor_ranks))
+    text = said(lambda: apply_tensor_parallel(model, mesh))
+    assert "the ranks bring different models" in text
 
 
 class Counting(nn.Module):
@@ -145,7 +135,8 @@ class Counting(nn.Module):
         return self.embed(tokens)
 
 
-def buffers_of_ddp():
+@ranks(4)
+def test_ddp_keeps_buffers_alike_and_refuses_those_that_follow_a_ranks_rows():
     mesh = init_distributed(Layout(dp_replicate=4, dp_shard=1))
     torch.manual_seed(0)
     model = Counting(tokens=False)
@@ -153,13 +144,9 @@ def buffers_of_ddp():
     model = transformed("ddp", mesh, model)
     for _ in range(3):
         model(torch.full((1, 2), dist.get_rank())).sum().backward()
-    return float(model.module.seen), said(lambda: transformed("ddp", mesh, Counting(tokens=True)))
-
-
-def test_ddp_keeps_buffers_alike_and_refuses_those_that_follow_a_ranks_rows(spmd):
-    for seen, refused in spmd(4, buffers_of_ddp):
-        assert seen == 3.0
-        assert refused.startswith("UnsupportedError: a forward of Counting keeps state that depends on its rows: seen.")
+    seen, refused = float(model.module.seen), said(lambda: transformed("ddp", mesh, Counting(tokens=True)))
+    assert seen == 3.0
+    assert refused.startswith("UnsupportedError: a forward of Counting keeps state that depends on its rows: seen.")
 
 
 # --- axes and options
@@ -214,38 +201,9 @@ def worst(model, plain):
     return max(float((found[n] - p.grad).norm() / (p.grad.norm() + 1e-6)) for n, p in plain.named_parameters())
 
 
-def nemo_job():
-    init_distributed(Layout(dp_shard=2, tp=2))
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
-    plain = llama(0)
-    loss_of(plain, TOKENS).backward()
-    found = {}
-    for name, lay_out in {
-        "fsdp2": lambda m: fsdp2_strategy_parallelize(m, mesh, FP32),
-        "nvfsdp, older order": lambda m: nvfsdp_strategy_parallelize(
-            m, mesh, ["transformers.models.llama.modeling_llama.LlamaDecoderLayer"]
-        ),
-        "nvfsdp": lambda m: nvfsdp_strategy_parallelize(m, mesh),
-        "nvfsdp with optimizer": lambda m: nvfsdp_strategy_parallelize(m, mesh, torch.optim.SGD(m.parameters()))[0],
-    }.items():
-        model = lay_out(llama(0))
-        rank = mesh.get_local_rank("data_parallel")
-        loss_of(model, TOKENS[2 * rank : 2 * rank + 2]).backward()
-        found[name] = worst(model, plain)
-    found["twice"] = said(lambda: nvfsdp_strategy_parallelize(llama(0), mesh, [nn.Linear], [nn.Linear]))
-    found["what"] = said(lambda: nvfsdp_strategy_parallelize(llama(0), mesh, 3.0))
-    return found
-
-
 @pytest.mark.all
-def test_calls_with_nemos_axes_and_in_the_older_order(spmd):
-    for found in spmd(4, nemo_job):
-        assert found.pop("twice").startswith("ConfigError: the unit modules were given twice")
-        assert found.pop("what").startswith("ConfigError: the third argument is a float")
-        assert all(error < 1e-5 for error in found.values()), found
-
-
-def options():
+@ranks(4)
+def test_an_option_acts_or_is_refused():
     mesh = init_distributed(Layout(dp_replicate=2, dp_shard=2))
     collective = types.SimpleNamespace(mesh=mesh)
     placements = (
@@ -254,7 +212,7 @@ def options():
     made = build_model_transform(
         "fully_shard", {"mixed_precision": {"param_dtype": "bfloat16"}}, device_mesh=mesh
     ).apply(llama(0))
-    return {
+    found = {
         "hybrid": said(lambda: transformed("fully_shard", mesh, llama(0), use_hybrid_sharding=False)),
         "unknown": said(lambda: build_model_transform("fully_shard", None, mesh=mesh)),
         "near": said(lambda: build_model_transform("fully_shard", None, device_mehs=mesh)),
@@ -263,65 +221,14 @@ def options():
         "collective": str(placements),
         "narrow": str(made(input_ids=TOKENS[:1], use_cache=False).logits.dtype),
     }
-
-
-@pytest.mark.all
-def test_an_option_acts_or_is_refused(spmd):
-    for found in spmd(4, options):
-        assert found["hybrid"].startswith(
-            "ConfigError: fully_shard.use_hybrid_sharding = false shards over all data ranks, and this mesh"
-        )
-        assert found["unknown"].startswith("ConfigError: FullyShardTransform is given mesh=, which no transform reads.")
-        assert "Did you mean 'device_mesh'?" in found["near"]
-        assert found["no mesh in it"].startswith("ConfigError: collective= is a object without a mesh")
-        assert found["keyword"] == "ConfigError: FullyShardTransform.apply takes the model alone, and was given step"
-        assert found["collective"] == "(Replicate(), Shard(dim=0))" and found["narrow"] == "torch.bfloat16"
-
-
-def test_mixed_precision_may_leave_dtypes_open():
-    policy = MixedPrecisionConfig(param_dtype="bfloat16").policy
-    assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == (torch.bfloat16, None, None)
-    assert MixedPrecisionConfig().policy == MixedPrecisionPolicy()
-
-
-def streams(seed):
-    init_distributed(DistributedConfig(dp_shard=2, nccl_timeout_sec=77), seed)
-    timeout = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options._timeout
-    return (float(torch.rand(())), float(numpy.random.rand()), random.random()), timeout.total_seconds()
-
-
-def test_every_generator_is_seeded_and_the_time_limit_holds(spmd):
-    first, again, other = (spmd(2, streams, seed) for seed in (1, 1, 2))
-    assert first == again and first[0][0] != first[1][0]
-    assert all(a != b for a, b in zip(first[0][0], other[0][0], strict=True))
-    assert first[0][1] == 77
-
-
-# --- orders of the documents
-
-
-def ordered(order, model):
-    mesh = init_distributed(Layout(dp_shard=2, tp=2))
-    plain = llama(0)
-    loss_of(plain, TOKENS).backward()
-    made = llama(0)
-    steps = {
-        "tp": lambda m: apply_tensor_parallel(m, mesh),
-        "ac": lambda m: apply_ac(m, model),
-        "fsdp": lambda m: apply_fsdp2(m, mesh, FP32),
-    }
-    for step in order:
-        made = steps[step](made)
-    rank = mesh.get_local_rank("dp_shard") if "fsdp" in order else None
-    loss_of(made, TOKENS if rank is None else TOKENS[2 * rank : 2 * rank + 2]).backward()
-    return worst(made, plain)
-
-
-@pytest.mark.all
-@pytest.mark.parametrize("mode", ("full", "selective"))
-@pytest.mark.parametrize("order", (("tp", "ac"), ("tp", "ac", "fsdp"), ("tp", "fsdp"), ("ac", "fsdp")))
-def test_techniques_in_the_orders_that_kempnerforge_documents(spmd, order, mode):
-    assert max(spmd(4, ordered, order, mode)) < 1e-5
+    assert found["hybrid"].startswith(
+        "ConfigError: fully_shard.use_hybrid_sharding = false shards over all data ranks, and this mesh"
+    )
+    assert found["unknown"].startswith("ConfigError: FullyShardTransform is given mesh=, which no transform reads.")
+    assert "Did you mean 'device_mesh'?" in found["near"]
+    assert found["no mesh in it"].startswith("ConfigError: collective= is a object without a mesh")
+    assert found["keyword"] == "ConfigError: FullyShardTransform.apply takes the model alone, and was given step"
+    assert found["collective"] == "(Replicate(), Shard(dim=0))" and found["narrow"] == "torch.bfloat16"
 
 
 # --- one norm
@@ -389,33 +296,6 @@ def test_gradients_that_are_summands_are_summed_before_clipping(spmd):
 
 
 # --- stage modules
-
-
-def stage_weights(seed):
-    mesh = init_distributed(Layout(pp=2, dp_shard=2))
-    built = build_stage_module(SMALL, get_pp_rank(mesh), 2, seed=seed)
-    with torch.device("meta"):
-        later = build_stage_module(SMALL, get_pp_rank(mesh), 2)
-    apply_fsdp2(later, mesh, FP32)
-    later.to_empty(device="cpu")
-    later.init_weights_and_freqs(seed)
-    sharded = {n: p.full_tensor().detach() for n, p in later.named_parameters()}
-    return {n: p.detach() for n, p in built.named_parameters()}, sharded
-
-
-def whole_weights(seed):
-    return {n: p.detach() for n, p in parallelize(SMALL, None, seed=seed).named_parameters()}
-
-
-@pytest.mark.all
-def test_stage_modules_begin_with_the_whole_models_weights(spmd):
-    (whole,) = spmd(1, whole_weights, 4)
-    stages = spmd(4, stage_weights, 4)
-    names = set()
-    for found in (made for pair in stages for made in pair):
-        names |= found.keys()
-        assert all(torch.equal(tensor, whole[name]) for name, tensor in found.items())
-    assert names == whole.keys()
 
 
 def stage_refusals():
@@ -623,7 +503,8 @@ def test_a_float_mask_weighs(spmd, at):
             assert float((gradient - wanted[name]).norm()) <= 1e-10 * float(wanted[name].norm()) + 1e-14, name
 
 
-def own_losses():
+@ranks(1)
+def test_a_loss_that_is_no_sum_is_refused():
     def summed(logits, labels):
         return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum")
 
@@ -650,11 +531,7 @@ def own_losses():
         "sum": lambda: parallelize(SMALL, loss_fn=summed),
     }
     found = {name: said(action) for name, action in told.items()}
-    return {name: text if isinstance(text, str) else type(text).__name__ for name, text in found.items()}
-
-
-def test_a_loss_that_is_no_sum_is_refused(spmd):
-    (found,) = spmd(1, own_losses)
+    found = {name: text if isinstance(text, str) else type(text).__name__ for name, text in found.items()}
     assert "it is a mean, and parallelize wants the SUM" in found["mean"]
     assert "for the same rows twice: it does not add up over rows" in found["not a sum"]
     assert "loss_fn is a Scaled with parameters that are trained (scale)" in found["parameters"]

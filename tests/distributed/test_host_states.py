@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from support.ranks import ranks
 from support.states import BATCHES, BF16, DENSE, LAYOUTS, Held, adamw, held, laid_out, train, uncompiled
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
@@ -128,11 +129,7 @@ class Watched:
     def __init__(self) -> None:
         self.come = self.left = self.made = self.most = 0
         self._here: list[weakref.ref[Tensor]] = []
-        self._copied, self._to_host, self._put_back = (
-            low_bit._copied,
-            low_bit._to_host,
-            low_bit._put_back,
-        )
+        self._copied, self._to_host, self._put_back = (low_bit._copied, low_bit._to_host, low_bit._put_back)
 
     def copied(self, plain: Tensor, device: torch.device) -> Tensor:
         here = self._copied(plain, device)
@@ -203,7 +200,9 @@ def test_portions_fit_and_leave_nothing_out():
 # --- said and refused
 
 
-def told(layout: str) -> tuple[str, str]:
+@ranks(2)
+def test_the_plan_and_the_account_say_where_it_is():
+    layout = "FSDP2"
     model = laid_out(layout, OFFLOADED)
     optimizer = adamw(model)
     train(model, optimizer, range(1))
@@ -211,21 +210,18 @@ def told(layout: str) -> tuple[str, str]:
     account.add_optimizer(optimizer)
     found = {Kind.OPTIMIZER: account.most[Kind.OPTIMIZER]}
     assert found[Kind.OPTIMIZER] == pytest.approx(plan_memory(model.plan).optimizer, rel=0.01)
-    return memory_table(found, model.plan, MemoryShares(4, 1)), table(model.plan)
-
-
-def test_the_plan_and_the_account_say_where_it_is(spmd):
-    for account, plan in spmd(2, told, "FSDP2"):
-        assert "optimizer, in host memory" in account
-        assert "optimizer (AdamW), in host memory" in plan and "of it on the device, during the step" in plan
-        assert "  optimizer       state in host memory" in plan
+    account, plan = memory_table(found, model.plan, MemoryShares(4, 1)), table(model.plan)
+    assert "optimizer, in host memory" in account
+    assert "optimizer (AdamW), in host memory" in plan and "of it on the device, during the step" in plan
+    assert "  optimizer       state in host memory" in plan
 
 
 class Theirs(torch.optim.AdamW):
     """Somebody's own, which may look at all parameters together."""
 
 
-def refusals() -> dict[str, str]:
+@ranks(1)
+def test_optimizers_that_cannot_step_by_portions_are_refused():
     model = parallelize(replace(DENSE, n_layers=1), Layout(dp_shard=1), techniques=OFFLOADED)
     said = {}
     hooked = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -239,11 +235,6 @@ def refusals() -> dict[str, str]:
         with pytest.raises(UnsupportedError) as caught:
             model.optimizer_step(optimizer)
         said[name] = str(caught.value)
-    return said
-
-
-def test_optimizers_that_cannot_step_by_portions_are_refused(spmd):
-    (said,) = spmd(1, refusals)
     assert "known to be sound of torch's own optimizers" in said["theirs"] and "Theirs" in said["theirs"]
     assert "LBFGS" in said["LBFGS"]
     assert "hooks that are registered on this optimizer's step" in said["hooked"]
@@ -252,8 +243,9 @@ def test_optimizers_that_cannot_step_by_portions_are_refused(spmd):
 # --- memory that is not where the mesh is
 
 
-def lies_where_it_lay() -> tuple[bool, bool]:
-    """Whether a DTensor over a mesh of another device keeps its own memory, as torch would not."""
+@ranks(2)
+def test_host_memory_of_a_parameter_on_another_device_is_not_copied_there():
+    """Else a checkpoint would be read into a copy, and a gradient in host memory clipped in one."""
     mesh = init_distributed(Layout(dp_replicate=2, dp_shard=1), 0)
     assert mesh is not None
     mesh = mesh["dp_replicate"]
@@ -263,12 +255,8 @@ def lies_where_it_lay() -> tuple[bool, bool]:
     local = torch.zeros(4)
     torchs = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride())
     mesh._device_type = known
-    return shards.with_local(like, local)._local_tensor.data_ptr() == local.data_ptr(), torchs._local_tensor.is_meta
-
-
-def test_host_memory_of_a_parameter_on_another_device_is_not_copied_there(spmd):
-    """Else a checkpoint would be read into a copy, and a gradient in host memory clipped in one."""
-    assert spmd(2, lies_where_it_lay) == [(True, True)] * 2
+    found = shards.with_local(like, local)._local_tensor.data_ptr() == local.data_ptr(), torchs._local_tensor.is_meta
+    assert found == (True, True)
 
 
 # --- a mutant

@@ -17,11 +17,7 @@ LAYOUTS = {
     "dp_replicate": (2, {"dp_replicate": 2, "dp_shard": 1}, {}),
     "dp_shard": (2, {"dp_shard": 2}, {}),
     "tp": (2, {"tp": 2, "dp_shard": 1}, {}),
-    "tp in chunks, whole sequences": (
-        2,
-        {"tp": 2, "dp_shard": 1},
-        {"sequence_parallel": False, "loss_chunks": 2},
-    ),
+    "tp in chunks, whole sequences": (2, {"tp": 2, "dp_shard": 1}, {"sequence_parallel": False, "loss_chunks": 2}),
     "cp": (2, {"cp": 2, "dp_shard": 1}, {}),
     "pp": (2, {"pp": 2, "dp_shard": 1}, {}),
     "dp_shard and tp": (4, {"dp_shard": 2, "tp": 2}, {}),

@@ -15,6 +15,7 @@ import pytest
 import torch
 from support import families, foreign
 from support.problems import DDP2, FSDP4, HSDP, ONE, SEED, TIED, UNTIED
+from support.ranks import refusal
 from support.train import collect
 from torch import nn
 
@@ -113,9 +114,7 @@ class Forgetful(nn.Linear):
 
 
 def refused(factory) -> str:
-    with pytest.raises(UnsupportedError) as caught:
-        parallelize(factory, ONE)
-    return str(caught.value)
+    return refusal(lambda: parallelize(factory, ONE), UnsupportedError)
 
 
 def mute() -> nn.Module:
@@ -128,10 +127,7 @@ def forgetful() -> nn.Module:
 
 @pytest.mark.parametrize(
     ("factory", "module", "parameters"),
-    [
-        (mute, "'body' (Mute)", "its scale"),
-        (forgetful, "'body' (Forgetful)", "its bias"),
-    ],
+    [(mute, "'body' (Mute)", "its scale"), (forgetful, "'body' (Forgetful)", "its bias")],
 )
 def test_what_nothing_initialises_is_refused_by_name(spmd, factory, module, parameters):
     text = spmd(1, refused, factory)[0]
@@ -180,9 +176,7 @@ def test_a_law_of_weights_leaves_no_buffer_unwritten(spmd):
 
 
 def unlawful() -> str:
-    with pytest.raises(ConfigError) as caught:
-        parallelize(Unlawful, ONE)
-    return str(caught.value)
+    return refusal(lambda: parallelize(Unlawful, ONE), ConfigError)
 
 
 def test_a_law_that_says_something_else_is_refused(spmd):

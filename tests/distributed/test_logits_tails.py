@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from support.ranks import ranks
 from support.tails import CARRIED, OVER_THE_VOCABULARY, REFUSED, ROWS, Tailed
 from torch.distributed.tensor import DTensor
 
@@ -139,8 +140,9 @@ def test_what_was_not_seen_before_the_first_step_is_refused_in_the_step(spmd):
             assert "mean over the vocabulary at tails.py:" in found["centred"] and instead in found["centred"]
 
 
-def hooked(chunks):
-    """What a hook of the whole model does to logits, and what a later forward is given behind one that failed."""
+@pytest.mark.parametrize("chunks", [1, 3])
+@ranks(2)
+def test_hooks_of_the_whole_model_are_carried_too(chunks):
     user, plain_model = made("nothing"), made("nothing")
     for model in (user, plain_model):
         model.register_forward_hook(lambda module, args, logits: logits.index_fill(-1, torch.tensor([50]), 3.0))
@@ -152,20 +154,15 @@ def hooked(chunks):
     user.treatment = TREATMENTS["nothing"]
     expected = F.cross_entropy(plain_model(given["tokens"]).flatten(0, 1), given["labels"].flatten())
     logits = model.logits({"tokens": given["tokens"]})
-    return [
+    found = [
         float(abs(model.forward_backward(given).loss - expected) / expected),
         float((logits - plain_model(given["tokens"])).abs().max()),
     ]
+    assert max(found) <= EXACT
 
 
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_hooks_of_the_whole_model_are_carried_too(chunks, spmd):
-    for found in spmd(2, hooked, chunks):
-        assert max(found) <= EXACT
-
-
-def whole_logits():
-    """The advice of the refusal, followed."""
+@ranks(2)
+def test_a_loss_of_whole_logits_is_given_them():
     model = parallelize(
         made("nothing"),
         Layout(tp=2, dp_shard=1),
@@ -174,13 +171,9 @@ def whole_logits():
         loss_fn=lambda logits, labels: F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum"),
     )
     model.parts[0].treatment = TREATMENTS["centred"]
-    return error(model, "centred")
-
-
-def test_a_loss_of_whole_logits_is_given_them(spmd):
-    for found in spmd(2, whole_logits):
-        assert not isinstance(found, str), found
-        assert found <= 1e-6
+    found = error(model, "centred")
+    assert not isinstance(found, str), found
+    assert found <= 1e-6
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -13,6 +13,7 @@ from support.laid_out import own_rows
 from support.muon import problem_of
 from support.oracle import Named, build, loss_sum, real_tokens, relative_errors, values
 from support.problems import SEED
+from support.ranks import ranks
 from support.states import LAYOUTS
 from torch import Tensor
 
@@ -110,8 +111,9 @@ def test_faults_are_seen(spmd, mutant):
     assert skipped != list(BAD) and max(relative_errors(whole, reference("FSDP2")).values()) > 1e-6
 
 
-def _verdict_of_one_rank() -> tuple[bool, bool, float]:
-    """Whether a step is skipped that one rank refuses, and one that none does; and the loss scale in the end."""
+@pytest.mark.all
+@ranks(2)
+def test_one_ranks_verdict_is_followed_by_all_and_is_no_overflow():
     techniques = {"precision": {"master": "float32", "compute": "float16", "loss_scale": 1024.0}}
     model = parallelize(LAYOUTS["FSDP2"][2], LAYOUTS["FSDP2"][1], techniques=techniques, seed=SEED)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -120,9 +122,5 @@ def _verdict_of_one_rank() -> tuple[bool, bool, float]:
         model.forward_backward(own_rows(model, batches("FSDP2")[0]))
         found.append(model.optimizer_step(optimizer, skip=model.mesh.get_rank() == refusing).skipped)
     assert model.loss_scale is not None
-    return found[0], found[1], model.loss_scale.value
-
-
-@pytest.mark.all
-def test_one_ranks_verdict_is_followed_by_all_and_is_no_overflow(spmd):
-    assert spmd(2, _verdict_of_one_rank) == [(True, False, 1024.0)] * 2
+    found = found[0], found[1], model.loss_scale.value
+    assert found == (True, False, 1024.0)

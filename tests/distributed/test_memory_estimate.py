@@ -425,10 +425,7 @@ def test_the_model_is_left_as_it_is():
     estimate_memory(model_facts(model), made, Batch(ROWS, SEQ))
     assert [name for name, p in model.named_parameters() if p.is_meta] == names and model.get_parameter(
         "embedding.weight"
-    ).shape == (
-        VOCABULARY,
-        64,
-    )
+    ).shape == (VOCABULARY, 64)
     assert not any(vars(module).get("forward") for module in model.modules()) and torch.equal(
         torch.get_rng_state(), state
     )

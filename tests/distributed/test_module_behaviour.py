@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.own_models import ROWS, ConvNet, built, ids, random
+from support.ranks import ranks
+from support.ranks import told as said
 from support.written_out import GPT, GPTConfig
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from meshwright import Layout, MeshwrightError, parallelize
+from meshwright import Layout, parallelize
 from meshwright.distributed.averaging import WeightCopy
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.weights import shards
@@ -42,13 +44,6 @@ def laid_out(sizes, make=MAKE, **options):
 def share(model, batch=BATCH):
     rank, ranks = data_position(model.mesh)
     return {key: value.chunk(ranks)[rank] for key, value in batch.items()}
-
-
-def said(action):
-    try:
-        return action()
-    except (MeshwrightError, AttributeError) as error:
-        return f"{type(error).__name__}: {error}"
 
 
 def trained(model, steps=2, after=lambda: None):
@@ -111,7 +106,9 @@ def test_state_dicts_of_several_axes(sizes, spmd):
         assert error < 1e-10 and copied == 0 and abs(loss) < 1e-12 and keys == [[], []]
 
 
-def experts():
+@pytest.mark.all
+@ranks(2)
+def test_experts_have_whole_state_dicts():
     model = parallelize(EXPERTS, Layout(dp_shard=2, ep=2), seed=1, audit=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.forward_backward(share(model))
@@ -120,16 +117,16 @@ def experts():
     alone.load_state_dict(state)
     losses = [float(one.evaluate(share(one))) for one in (model, alone)]
     mean = copy.deepcopy(model)
-    return furthest(alone.state_dict(), state), abs(losses[0] - losses[1]), furthest(mean.state_dict(), state)
+    error, loss, copied = (
+        furthest(alone.state_dict(), state),
+        abs(losses[0] - losses[1]),
+        furthest(mean.state_dict(), state),
+    )
+    assert error == copied == 0 and loss < 1e-5
 
 
-@pytest.mark.all
-def test_experts_have_whole_state_dicts(spmd):
-    for error, loss, copied in spmd(2, experts):
-        assert error == copied == 0 and loss < 1e-5
-
-
-def bad_states():
+@ranks(2)
+def test_a_state_dict_that_does_not_fit_is_refused_on_all_ranks():
     model = laid_out(FSDP)
     rank = data_position(model.mesh)[0]
     good = model.state_dict()
@@ -138,22 +135,20 @@ def bad_states():
     told = [said(lambda given=given: model.load_state_dict(given)) for given in (missing, shapes, good | {"b": 1})]
     assigned = said(lambda: model.load_state_dict(good, assign=True))
     loose = model.load_state_dict(good | {"b": 1}, strict=False)
-    return [*told, assigned], list(loose), furthest(model.state_dict(), good)
-
-
-def test_a_state_dict_that_does_not_fit_is_refused_on_all_ranks(spmd):
-    for told, loose, error in spmd(2, bad_states):
-        assert "lacks transformer.wpe.weight (1 names)" in told[0]
-        assert "transformer.wpe.weight has shape (3, 3), the model's (16, 32)" in told[1]
-        assert "has b (1 names), unknown to the model" in told[2]
-        assert "leave assign out" in told[3]
-        assert loose == [[], ["b"]] and error == 0
+    told, loose, error = [*told, assigned], list(loose), furthest(model.state_dict(), good)
+    assert "lacks transformer.wpe.weight (1 names)" in told[0]
+    assert "transformer.wpe.weight has shape (3, 3), the model's (16, 32)" in told[1]
+    assert "has b (1 names), unknown to the model" in told[2]
+    assert "leave assign out" in told[3]
+    assert loose == [[], ["b"]] and error == 0
 
 
 # --- calls
 
 
-def calls(sizes):
+@pytest.mark.parametrize("sizes", [DDP, FSDP, TENSOR], ids=["ddp", "fsdp", "tp"])
+@ranks(2)
+def test_calls_modes_names_and_hooks(sizes):
     plain, model = built(MAKE), laid_out(sizes)
     batch = share(model)
     seen = []
@@ -173,42 +168,31 @@ def calls(sizes):
     names = {path for path, _ in built(MAKE).named_modules()}
     paths = [path for path, _ in model.named_modules()]
     module = type(model.get_submodule("transformer.h.1")).__name__
-    return error, told, seen, still, modes, model.training, names == set(paths), module, all(held)
+    training, names, held = model.training, names == set(paths), all(held)
+    assert error < 1e-12 and held
+    assert "Train by forward_backward(batch), with loss_fn=meshwright.Loss(...)" in told
+    assert len(seen) == 2 and not still and modes == {False} and training and names
+    assert module.endswith("Block")
 
 
-@pytest.mark.parametrize("sizes", [DDP, FSDP, TENSOR], ids=["ddp", "fsdp", "tp"])
-def test_calls_modes_names_and_hooks(sizes, spmd):
-    for error, told, seen, still, modes, training, names, module, held in spmd(2, calls, sizes):
-        assert error < 1e-12 and held
-        assert "Train by forward_backward(batch), with loss_fn=meshwright.Loss(...)" in told
-        assert len(seen) == 2 and not still and modes == {False} and training and names
-        assert module.endswith("Block")
-
-
-def moves():
+@ranks(2)
+def test_moves_and_casts_are_answered_in_a_sentence():
     model = laid_out(FSDP)
     same = model.to("cpu") is model and model.to(torch.float64) is model
     acts = (model.half, model.double, lambda: model.to(torch.bfloat16), lambda: model.to("meta"), model.compile)
-    return same, [said(act) for act in acts], said(lambda: model.get_submodule("nothing"))
+    told, nothing = [said(act) for act in acts], said(lambda: model.get_submodule("nothing"))
+    assert same
+    assert all("the model is laid out: its weights lie on cpu in float64" in text for text in told[:4])
+    assert "techniques={'compile': True}" in told[4] and "no module at 'nothing'" in nothing
 
 
-def test_moves_and_casts_are_answered_in_a_sentence(spmd):
-    for same, told, nothing in spmd(2, moves):
-        assert same
-        assert all("the model is laid out: its weights lie on cpu in float64" in text for text in told[:4])
-        assert "techniques={'compile': True}" in told[4] and "no module at 'nothing'" in nothing
-
-
-def pipelined():
+@ranks(2)
+def test_a_pipeline_says_what_is_there_instead():
     model = laid_out(PIPELINE)
     acts = (lambda: model(BATCH["tokens"]), lambda: model.register_forward_hook(print))
-    return [said(act) for act in acts]
-
-
-def test_a_pipeline_says_what_is_there_instead(spmd):
-    for called, hooked in spmd(2, pipelined):
-        assert "layout.pp gives each rank a part of them: use evaluate(batch)" in called
-        assert "register it on a module of this rank" in hooked
+    called, hooked = [said(act) for act in acts]
+    assert "layout.pp gives each rank a part of them: use evaluate(batch)" in called
+    assert "register it on a module of this rank" in hooked
 
 
 def frozen(sizes):
@@ -274,43 +258,36 @@ def test_weights_that_are_not_lent_are_seen(spmd):
         assert error > 1e-6 and loss > 1e-6
 
 
-def averages_saved():
+@pytest.mark.all
+@ranks(2)
+def test_averages_are_saved_and_loaded():
     model = laid_out(FSDP)
     mean, other = AveragedModel(model), AveragedModel(model)
     trained(model, 2, lambda: mean.update_parameters(model))
     other.load_state_dict(mean.state_dict())
-    return furthest(other.state_dict(), mean.state_dict()), said(lambda: parallelize(model, Layout()))
+    error, again = furthest(other.state_dict(), mean.state_dict()), said(lambda: parallelize(model, Layout()))
+    assert error == 0 and "is laid out already" in again
 
 
-@pytest.mark.all
-def test_averages_are_saved_and_loaded(spmd):
-    for error, again in spmd(2, averages_saved):
-        assert error == 0 and "is laid out already" in again
-
-
-def copies():
+@ranks(2)
+def test_a_deep_copy_keeps_its_weights():
     model = laid_out({"dp_shard": 2})
     reference = copy.deepcopy(model)
     before = reference(BATCH["tokens"])
     trained(model)
     after = reference(BATCH["tokens"])
     reference.load_state_dict(model.state_dict())
-    return (
+    found = (
         type(reference) is WeightCopy,
         bool(torch.equal(before, after)),
         bool(torch.equal(reference(BATCH["tokens"]), model(BATCH["tokens"]).detach())),
     )
+    assert found == (True, True, True)
 
 
-def test_a_deep_copy_keeps_its_weights(spmd):
-    assert spmd(2, copies) == [(True, True, True)] * 2
-
-
-def test_it_is_a_module(spmd):
-    assert spmd(1, is_module) == [(True, True)]
-
-
-def is_module():
+@ranks(1)
+def test_it_is_a_module():
     model = parallelize(built(functools.partial(ConvNet, "group")), Layout(), techniques=FP64)
     images = random(1, ROWS, 3, 8, 8)
-    return isinstance(model, nn.Module), torch.equal(model(images).detach(), built(ConvNet)(images).detach())
+    found = isinstance(model, nn.Module), torch.equal(model(images).detach(), built(ConvNet)(images).detach())
+    assert found == (True, True)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.muon import LR, MOMENTUM, PlainMuon, Run, problem_of, train
 from support.oracle import oracle, relative_errors
+from support.ranks import ranks, refusal
 from support.states import DENSE, LAYOUTS, SPARSE
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -71,7 +72,23 @@ SHAPES = (5, 6), (8, 4), (4, 6, 4), (8, 6), (3,)
 """The first does not divide."""
 
 
-def _in_a_loop_of_ones_own(shared: bool) -> list[torch.Tensor]:
+def _on_whole_tensors() -> list[torch.Tensor]:
+    model = nn.ParameterDict()
+    for number, shape in enumerate(SHAPES):
+        whole = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        model[f"{number}"] = nn.Parameter(whole)
+    begun = [p.detach().clone() for p in model.values()]
+    optimizer = PlainMuon(model, hidden=("0", "1", "2"), betas=(0.9, 0.95), eps=1e-8, decay_of_vectors=0.1)
+    for step in range(2):
+        for number, parameter in enumerate(model.values()):
+            parameter.grad = None if number == 3 else torch.cos(begun[number] * (step + 1))
+        optimizer.step()
+    return [p.detach() for p in model.values()]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=("own meshes", "one mesh"))
+@ranks(4)
+def test_dtensors_without_a_model_step_as_whole_ones(shared):
     """Two steps of plain DTensors without a model; the fourth never has a gradient."""
     init_distributed(DistributedConfig(dp_shard=4))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
@@ -98,42 +115,18 @@ def _in_a_loop_of_ones_own(shared: bool) -> list[torch.Tensor]:
             if number == 3:
                 parameter.grad = None
         optimizer.step()
-    return [p.full_tensor().detach() if isinstance(p, DTensor) else p.detach() for p in parameters]
+    found = [p.full_tensor().detach() if isinstance(p, DTensor) else p.detach() for p in parameters]
+    for mine, wanted in zip(found, _on_whole_tensors(), strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-11, atol=1e-12)
 
 
-def _on_whole_tensors() -> list[torch.Tensor]:
-    model = nn.ParameterDict()
-    for number, shape in enumerate(SHAPES):
-        whole = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        model[f"{number}"] = nn.Parameter(whole)
-    begun = [p.detach().clone() for p in model.values()]
-    optimizer = PlainMuon(model, hidden=("0", "1", "2"), betas=(0.9, 0.95), eps=1e-8, decay_of_vectors=0.1)
-    for step in range(2):
-        for number, parameter in enumerate(model.values()):
-            parameter.grad = None if number == 3 else torch.cos(begun[number] * (step + 1))
-        optimizer.step()
-    return [p.detach() for p in model.values()]
-
-
-@pytest.mark.parametrize("shared", [False, True], ids=("own meshes", "one mesh"))
-def test_dtensors_without_a_model_step_as_whole_ones(spmd, shared):
-    for found in spmd(4, _in_a_loop_of_ones_own, shared):
-        for mine, wanted in zip(found, _on_whole_tensors(), strict=True):
-            torch.testing.assert_close(mine, wanted, rtol=1e-11, atol=1e-12)
-
-
-def _beyond() -> str:
+@ranks(2)
+def test_a_mesh_without_a_matrixs_ranks_is_refused():
     init_distributed(DistributedConfig(dp_shard=2))
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     parameter = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)], src_data_rank=None))
     parameter.grad = torch.ones_like(parameter)
     optimizer = Muon([{"params": [parameter], "use_muon": True}])
     optimizer.share_out(None)
-    with pytest.raises(ConfigError) as refused:
-        optimizer.step()
-    return str(refused.value)
-
-
-def test_a_mesh_without_a_matrixs_ranks_is_refused(spmd):
-    for words in spmd(2, _beyond):
-        assert "shape (4, 4) lies on the ranks [0, 1]" in words and "share_out" in words
+    words = refusal(lambda: optimizer.step(), ConfigError)
+    assert "shape (4, 4) lies on the ranks [0, 1]" in words and "share_out" in words

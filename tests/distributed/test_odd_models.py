@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.premises import IDS, MODELS, RARE
+from support.ranks import ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -168,26 +170,21 @@ def test_an_odd_model_is_equal_to_one_process_or_refused(spmd, name):
             assert said == "equal" or name not in SOUND or key not in NEVER_REFUSED, (key, said)
 
 
-def trains_by_chance(name: str) -> bool:
-    losses, _ = trained(MODELS[name], LAYOUTS["fsdp"][0], {}, 0)
-    return all(torch.tensor(losses).isfinite())
-
-
 @pytest.mark.all
 @pytest.mark.parametrize("name", BY_CHANCE)
-def test_ranks_that_draw_other_layers_do_not_wait_for_each_other(spmd, name):
-    assert all(spmd(2, trains_by_chance, name))
+@ranks(2)
+def test_ranks_that_draw_other_layers_do_not_wait_for_each_other(name):
+    losses, _ = trained(MODELS[name], LAYOUTS["fsdp"][0], {}, 0)
+    assert all(torch.tensor(losses).isfinite())
 
 
 # --- faults
 
 
-def nothing_is_filled_up():
-    return patch.object(fully_sharded, "fill", lambda model, plan, mesh: None)
-
-
-def zeros_for_what_nobody_used():
-    return patch.object(fully_sharded._Usage, "agree", lambda self: setattr(self, "_is_waiting", False))
+nothing_is_filled_up = partial(patch.object, fully_sharded, "fill", lambda model, plan, mesh: None)
+zeros_for_what_nobody_used = partial(
+    patch.object, fully_sharded._Usage, "agree", lambda self: setattr(self, "_is_waiting", False)
+)
 
 
 FAULTS = {"nothing_is_filled_up": "ForOneToken", "zeros_for_what_nobody_used": "ForOneToken"}

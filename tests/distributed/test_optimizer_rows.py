@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.ranks import ranks
 from support.states import DEEP, LAYOUTS, train
 
 from meshwright import Layout, ParallelModel, parallelize
@@ -58,24 +59,22 @@ def _optimizer_of(model: ParallelModel) -> BuiltOptimizer:
     return make_optimizer(groups, lr=1e-2, plan=model.plan.optimizer, named_parameters=named)
 
 
-def _stepped(layout: Layout, word: str) -> str:
-    """The form in which a step of the optimizer that ``train`` builds runs on a layout."""
-    model = parallelize(DEEP, layout, techniques={"optimizer": word}, seed=3)
-    built = _optimizer_of(model)
-    train(model, built.optimizer, range(1))
-    return built.implementation
-
-
 @pytest.mark.first("adafactor-dp_shard=2")
 @pytest.mark.parametrize("layout", [SHARDS, Layout(dp_shard=2, tp=2)], ids=str)
 @pytest.mark.parametrize("word", KINDS)
-def test_the_kernel_that_is_chosen_steps_sharded_parameters(spmd, layout, word):
+@ranks(lambda layout: layout.world)
+def test_the_kernel_that_is_chosen_steps_sharded_parameters(layout, word):
     fused = "fused" in KINDS[word].kernels
-    assert all((form == "fused") == fused for form in spmd(layout.world, _stepped, layout, word))
+    model = parallelize(DEEP, layout, techniques={"optimizer": word}, seed=3)
+    built = _optimizer_of(model)
+    train(model, built.optimizer, range(1))
+    assert (built.implementation == "fused") == fused
 
 
-def _resumed(layout: Layout, folder: str) -> tuple[float, float, int]:
-    """(norm of what three steps changed, distance of one and two steps in two runs from them, tensors of state)."""
+@pytest.mark.parametrize("layout", [REPLICAS, STAGES], ids=str)
+@ranks(lambda layout: layout.world)
+def test_what_is_shaped_like_a_row_of_the_parameter_is_saved_and_continued(tmp_path, layout):
+    folder = str(tmp_path / "at")
 
     def made():
         model = parallelize(DEEP, layout, techniques={"optimizer": "adafactor"}, seed=3)
@@ -93,13 +92,7 @@ def _resumed(layout: Layout, folder: str) -> tuple[float, float, int]:
     whole = dict(model.named_parameters())
     apart = max(float((p.detach() - whole[name].detach()).abs().max()) for name, p in again.named_parameters())
     moved = max(float((p.detach() - begun[name]).abs().max()) for name, p in model.named_parameters())
-    return moved, apart, sum(len(state) for state in other.state.values())
-
-
-@pytest.mark.parametrize("layout", [REPLICAS, STAGES], ids=str)
-def test_what_is_shaped_like_a_row_of_the_parameter_is_saved_and_continued(spmd, tmp_path, layout):
-    for moved, apart, tensors in spmd(layout.world, _resumed, layout, str(tmp_path / "at")):
-        assert moved > 1e-3 and apart == 0.0 and tensors > 20
+    assert moved > 1e-3 and apart == 0.0 and sum(len(state) for state in other.state.values()) > 20
 
 
 WHOLE = {"precision": dict.fromkeys(("master", "compute", "reduce"), "float64")}
@@ -125,8 +118,8 @@ def test_a_run_goes_on_with_another_layout(spmd, tmp_path, word):
     (undisturbed, *_), *others = (
         spmd(4, partial(_second_step, first=place == 0), layout, folder, word) for place, layout in enumerate(CUTS)
     )
-    for ranks in others:
-        seen = {name: tensor for rank in ranks for name, tensor in rank.items()}
+    for runs in others:
+        seen = {name: tensor for rank in runs for name, tensor in rank.items()}
         assert seen.keys() == undisturbed.keys()
         for name, tensor in seen.items():
             torch.testing.assert_close(tensor, undisturbed[name], rtol=1e-10, atol=1e-12)

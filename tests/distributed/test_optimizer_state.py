@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.laid_out import own_rows
+from support.ranks import ranks
 from support.states import BATCHES, LAYOUTS, Held, adamw, beside_torchao, bits, held, laid_out, train, uncompiled
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -86,8 +87,11 @@ def _table(word: str, signed: bool) -> tuple[float, ...]:
     return kind.get_qmap_signed() if signed else kind.get_qmap_unsigned()
 
 
-def compiled_or_not(word: str) -> tuple[list[str], list[str]]:
+@pytest.mark.all
+@ranks(1, timeout=300.0)
+def test_what_is_compiled_is_what_torchao_compiles():
     """Where ours, compiled as it is, differs from torchao's own, compiled as it is."""
+    word = "8bit"
     import torchao.optim
 
     generator = torch.Generator().manual_seed(0)
@@ -107,12 +111,8 @@ def compiled_or_not(word: str) -> tuple[list[str], list[str]]:
         for key in SIGNED
         if not all(map(torch.equal, bits(ours.state[p][key]), bits(other.state[q][key])))
     ]
-    return [str(n) for n, (p, q) in enumerate(zip(mine, theirs, strict=True)) if not torch.equal(p, q)], states
-
-
-@pytest.mark.all
-def test_what_is_compiled_is_what_torchao_compiles(spmd):
-    assert spmd(1, compiled_or_not, "8bit", timeout=300.0) == [([], [])]
+    found = [str(n) for n, (p, q) in enumerate(zip(mine, theirs, strict=True)) if not torch.equal(p, q)], states
+    assert found == ([], [])
 
 
 def parameters_elsewhere(offloads: bool) -> Held:
@@ -131,7 +131,8 @@ def test_parameters_in_host_memory_change_nothing(spmd):
 # --- what does not fit
 
 
-def refused_steps() -> dict[str, str]:
+@ranks(1)
+def test_an_optimizer_that_would_do_otherwise_than_the_plan_says_is_refused():
     said = {}
     model = laid_out("one", {"optimizer_state": "8bit"})
     model.forward_backward(BATCHES(0))
@@ -142,11 +143,6 @@ def refused_steps() -> dict[str, str]:
         with pytest.raises(ConfigError) as caught:
             model.optimizer_step(optimizer)
         said[name] = str(caught.value)
-    return said
-
-
-def test_an_optimizer_that_would_do_otherwise_than_the_plan_says_is_refused(spmd):
-    (said,) = spmd(1, refused_steps)
     assert (
         "laid out with techniques.optimizer_state = 8bit" in said["torch's"]
         and "this AdamW would do otherwise" in said["torch's"]

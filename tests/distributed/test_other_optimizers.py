@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from support.odd import LAYOUTS, odd, own_rows
+from support.ranks import ranks, refusal
 
 from meshwright import UnsupportedError
 from meshwright.distributed import DistributedConfig, apply_fsdp2, init_distributed
@@ -116,21 +117,16 @@ NEVER = {
 }
 
 
-def _never(name: str, layout: str) -> str:
-    model = odd(layout)
-    optimizer = getattr(torch.optim, name)(list(model.parameters()), lr=0.01)
-    model.forward_backward(own_rows(model, 0))
-    with pytest.raises(UnsupportedError) as refused:
-        model.optimizer_step(optimizer)
-    return str(refused.value)
-
-
 @pytest.mark.first("SparseAdam-ddp2")
 @pytest.mark.parametrize("layout", ["ddp2", "fsdp2"])
 @pytest.mark.parametrize("name", NEVER)
-def test_what_no_trial_can_judge_is_refused_by_name_on_every_layout(spmd, name, layout):
-    for words in spmd(LAYOUTS[layout][0], _never, name, layout):
-        assert re.match(rf"optimizer: {name} {NEVER[name]}", words)
+@ranks(lambda layout: LAYOUTS[layout][0])
+def test_what_no_trial_can_judge_is_refused_by_name_on_every_layout(name, layout):
+    model = odd(layout)
+    optimizer = getattr(torch.optim, name)(list(model.parameters()), lr=0.01)
+    model.forward_backward(own_rows(model, 0))
+    words = refusal(lambda: model.optimizer_step(optimizer), UnsupportedError)
+    assert re.match(rf"optimizer: {name} {NEVER[name]}", words)
 
 
 def _in_a_loop_of_ones_own(name: str) -> str:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from support.families import config_of, on_cpu, some_tokens
 from support.heard import heard
+from support.ranks import ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
@@ -156,15 +157,12 @@ CASES = [
 ]
 
 
-def errors_of(way: str, family: str, layout: str) -> dict[str, float]:
-    return errors(family, WAYS[way], LAYOUTS[layout])
-
-
 @pytest.mark.all
 @pytest.mark.parametrize(("way", "family", "layout"), CASES)
-def test_gradients_are_those_of_one_process_after_one_backward(spmd, way, family, layout):
-    for found in spmd(LAYOUTS[layout].world, errors_of, way, family, layout):
-        assert found and not {name: error for name, error in found.items() if not error <= FP32_INSIDE}
+@ranks(lambda layout: LAYOUTS[layout].world)
+def test_gradients_are_those_of_one_process_after_one_backward(way, family, layout):
+    found = errors(family, WAYS[way], LAYOUTS[layout])
+    assert found and not {name: error for name, error in found.items() if not error <= FP32_INSIDE}
 
 
 def without_sums(family: str) -> dict[str, float]:
@@ -194,7 +192,9 @@ def test_leaving_out_the_sums_shows_in_the_norms(spmd):
 # --- what is applied
 
 
-def applications() -> dict[str, object]:
+@pytest.mark.all
+@ranks(4)
+def test_what_is_applied():
     mesh = init_distributed(LAYOUTS["tp2 x dp2"])
     assert mesh is not None
     found: dict[str, object] = {}
@@ -214,24 +214,18 @@ def applications() -> dict[str, object]:
     found["tp alone"] = applied(alone), next(alone.parameters()).dtype
     one = Layout(dp_shard=1, tp=4)
     found["explicit"] = applied(fsdp2_strategy_parallelize(model_of("llama"), init_distributed(one), KEPT))
-    return found
-
-
-@pytest.mark.all
-def test_what_is_applied(spmd):
-    for found in spmd(4, applications):
-        both = ("tensor_parallel", "fully_shard")
-        assert (
-            found["row"] == both
-            and found["explicit"] == both
-            and found["tp alone"] == (("tensor_parallel",), torch.float64)
-        )
-        policy = found["policy"]
-        assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32), (
-            "None means default_mp_policy()"
-        )
-        assert found["units"] == [True, True] and found["held"] == [False, True], "the last block keeps its parameters"
-        assert found["offload"] is CPUOffloadPolicy
+    both = ("tensor_parallel", "fully_shard")
+    assert (
+        found["row"] == both
+        and found["explicit"] == both
+        and found["tp alone"] == (("tensor_parallel",), torch.float64)
+    )
+    policy = found["policy"]
+    assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32), (
+        "None means default_mp_policy()"
+    )
+    assert found["units"] == [True, True] and found["held"] == [False, True], "the last block keeps its parameters"
+    assert found["offload"] is CPUOffloadPolicy
 
 
 def alone() -> tuple[list[str], tuple]:
@@ -259,7 +253,9 @@ REFUSED = {
 }
 
 
-def refusals() -> dict[str, tuple[str, str]]:
+@pytest.mark.all
+@ranks(2)
+def test_a_plan_that_does_not_fit_is_refused_before_anything_is_changed():
     mesh = init_distributed(LAYOUTS["tp2"])
     found = {}
     for pattern, (style, *_) in REFUSED.items():
@@ -269,15 +265,9 @@ def refusals() -> dict[str, tuple[str, str]]:
         except Exception as error:
             found[pattern] = type(error).__name__, str(error)
         assert applied(model) == () and not any(isinstance(p, DTensor) for p in model.parameters())
-    return found
-
-
-@pytest.mark.all
-def test_a_plan_that_does_not_fit_is_refused_before_anything_is_changed(spmd):
-    for found in spmd(2, refusals):
-        for pattern, (_, kind, words) in REFUSED.items():
-            name, text = found[pattern]
-            assert name == kind.__name__ and words in text.replace("model.layers.0", "model.layers.*"), text
+    for pattern, (_, kind, words) in REFUSED.items():
+        name, text = found[pattern]
+        assert name == kind.__name__ and words in text.replace("model.layers.0", "model.layers.*"), text
 
 
 # --- plans that models bring along

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +19,7 @@ import pytest
 import torch
 from support import families
 from support.laid_out import Figures, Held, assert_same, counted, estimated, held, own_rows
+from support.ranks import ranks, refusal
 
 from meshwright import UnsupportedError
 from meshwright.checkpoint import load, save
@@ -58,7 +60,6 @@ HYBRID = Layout(pp=2, dp_replicate=2, dp_shard=2)
 WAYS: dict[str, tuple[DecoderConfig, Layout, dict[str, Any]]] = {
     **{f"pp4, {name}": (DEEP, PP4, {"pipeline_schedule": name}) for name in KINDS},
     "frozen behind": (UNTIED, PP2, {"freeze": ("norm", "head"), "pipeline_schedule": "zbv_zero_bubble"}),
-    "gathered for every microbatch": (UNTIED, SHARDED, {"reshard_after_forward": True}),
     "cut elsewhere": (UNTIED, PP2, {"pipeline_cuts": (3,)}),
 }
 """Not in the array (test_ways): four stages, and requests that it has no factor for."""
@@ -129,18 +130,15 @@ def pp_rank(model: ParallelModel) -> int:
     return model.mesh.get_local_rank("pp")
 
 
-def recomputed_how_often(schedule: str) -> tuple[int, int]:
+@pytest.mark.first("zbv_zero_bubble")
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"])
+@ranks(2)
+def test_a_block_is_recomputed_once_for_each_microbatch(schedule):
     model = made(PP2, schedule, activation_checkpointing="full")
     counted = Forwards(model)
     model.forward_backward(batch_of(8, 9))
-    return counted.number, len(model.parts)
-
-
-@pytest.mark.first("zbv_zero_bubble")
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"])
-def test_a_block_is_recomputed_once_for_each_microbatch(spmd, schedule):
-    for forwards, stages in spmd(2, recomputed_how_often, schedule):
-        assert forwards == 2 * 4 * stages
+    forwards, stages = counted.number, len(model.parts)
+    assert forwards == 2 * 4 * stages
 
 
 # --- a step
@@ -203,19 +201,6 @@ def test_steps_evaluation_and_generation_are_those_of_one_process(spmd, by_one_p
 
 
 @contextmanager
-def untied() -> Iterator[None]:
-    with patch.object(Ties, "_sum", lambda self, first, last: None):
-        yield
-
-
-@contextmanager
-def norm_of_own_stage() -> Iterator[None]:
-    real = parallel_model.total_norm
-    with patch.object(parallel_model, "total_norm", lambda parts, over=(): real(parts)):
-        yield
-
-
-@contextmanager
 def reduced_before_the_last_weights() -> Iterator[None]:
     """As DDP does under a split backward, which reduces when inputs have their gradients: replicas keep weight
     gradients of their own.
@@ -239,13 +224,13 @@ def reduced_before_the_last_weights() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def copied_from_nowhere() -> Iterator[None]:
-    with patch.object(Ties, "copy", lambda self: None):
-        yield
-
-
-FAULTS = {f.__name__: f for f in (untied, norm_of_own_stage, reduced_before_the_last_weights, copied_from_nowhere)}
+norm_of = parallel_model.total_norm
+FAULTS = {
+    "untied": partial(patch.object, Ties, "_sum", lambda self, first, last: None),
+    "norm_of_own_stage": partial(patch.object, parallel_model, "total_norm", lambda parts, over=(): norm_of(parts)),
+    "reduced_before_the_last_weights": reduced_before_the_last_weights,
+    "copied_from_nowhere": partial(patch.object, Ties, "copy", lambda self: None),
+}
 
 
 @pytest.mark.kills("pipeline", "fault")
@@ -260,9 +245,7 @@ def test_a_fault_shows(spmd, by_one_process, fault):
 # --- what travels, and what is kept
 
 WIRE = {
-    "pp2": (UNTIED, PP2, {}),
     "split backward": (UNTIED, SHARDED, {"pipeline_schedule": "zbv_zero_bubble"}),
-    "gathered for every microbatch": (UNTIED, SHARDED, {"reshard_after_forward": True}),
     "tensor": (TIED, TENSOR, {"pipeline_schedule": "interleaved_1f1b"}),
     "replicated": (TIED, REPLICATED, {"pipeline_schedule": "looped_bfs"}),
 }
@@ -357,9 +340,7 @@ def test_a_schedule_from_a_table_runs(pool, tmp_path):
 
 def too_many(path: str) -> str:
     model = parallelize(UNTIED, PP2, techniques={"pipeline_schedule": path}, microbatch_rows=1)
-    with pytest.raises(UnsupportedError) as found:
-        model.forward_backward(batch_of(8, 9))
-    return str(found.value)
+    return refusal(lambda: model.forward_backward(batch_of(8, 9)), UnsupportedError)
 
 
 @pytest.mark.first
@@ -369,18 +350,14 @@ def test_a_step_that_a_table_has_no_actions_for_is_refused_on_all_ranks(spmd, tm
         assert "mine.csv is for 4 microbatches, and the step has 8" in text
 
 
-def raises_and_goes_on() -> tuple[float, float]:
+@ranks(2)
+def test_two_steps_without_learning_give_one_loss():
     """A step that fails on one rank's stage ends on both; after a new start the next is as if nothing had been."""
     model = made(PP2)
     batch = batch_of(8, 9)
     expected = float(model.forward_backward(batch))
     model.optimizer_step(torch.optim.SGD(model.parameters(), lr=0.0))
-    return expected, float(model.forward_backward(batch))
-
-
-def test_two_steps_without_learning_give_one_loss(spmd):
-    for expected, again in spmd(2, raises_and_goes_on):
-        assert expected == again
+    assert expected == float(model.forward_backward(batch))
 
 
 def hear_of_a_loss() -> str:
@@ -388,11 +365,7 @@ def hear_of_a_loss() -> str:
     model = made(PP2)
     if pp_rank(model) == 1:
         model.parts[0].register_forward_pre_hook(lambda *_: end_connections())
-    try:
-        model.forward_backward(batch_of(8, 9))
-    except StageLost as error:
-        return str(error)
-    return ""
+    return refusal(lambda: model.forward_backward(batch_of(8, 9)), StageLost)
 
 
 def end_connections() -> None:
@@ -442,7 +415,9 @@ def test_the_plan_that_is_laid_out_is_the_one_that_was_proved(spmd):
     assert all(rehearsed == [] and plans == laid_out for rehearsed, plans in others), "one rank rehearses for all"
 
 
-def unproved() -> bool:
+@pytest.mark.first
+@ranks(2)
+def test_what_is_refuted_is_not_laid_out():
     def refuse(*args: Any) -> None:
         raise UnsupportedError("the stages do not give what the whole model gives")
 
@@ -452,9 +427,4 @@ def unproved() -> bool:
         pytest.raises(UnsupportedError, match="do not give"),
     ):
         parallelize(UNTIED, PP2, seed=1)
-    return laid_out.called
-
-
-@pytest.mark.first
-def test_what_is_refuted_is_not_laid_out(spmd):
-    assert spmd(2, unproved) == [False, False]
+    assert not laid_out.called

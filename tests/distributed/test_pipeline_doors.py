@@ -24,7 +24,6 @@ from meshwright.distributed import (
     init_distributed,
 )
 from meshwright.distributed.weights.constructed import materialise
-from meshwright.introspection.source import as_module
 from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.pipeline.orders import KINDS
@@ -48,17 +47,6 @@ def test_the_signature_is_the_published_one(name):
     parameters = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
     said = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters]
     assert f"({', '.join(said)})" == SIGNATURES[name]
-
-
-def test_a_stage_module_has_its_own_parameters_alone_under_the_names_of_the_whole_model():
-    whole = {name for name, _ in as_module(CONFIG).named_parameters()}
-    with torch.device("meta"):
-        stages = [build_stage_module(CONFIG, rank, 3) for rank in range(3)]
-    named = [{name for name, _ in stage.named_parameters()} for stage in stages]
-    assert set.union(*named) == whole and sum(map(len, named)) == len(whole)
-    assert [tuple(stage.layers) for stage in stages] == [("0", "1"), ("2",), ("3",)]
-    assert [(stage.is_first, stage.is_last) for stage in stages] == [(True, False), (False, False), (False, True)]
-    assert all(p.is_meta for stage in stages for p in stage.parameters())
 
 
 def test_what_cannot_be_is_refused():

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from support.oracle import build, relative_errors
 from support.problems import DDP2, FSDP2, ONE, Problem, Way, share
+from support.ranks import ranks
 from support.train import gradients, lay_out
 from torch.distributed.tensor import DTensor
 
@@ -167,26 +168,6 @@ def called(patch: pytest.MonkeyPatch, change) -> None:
     )
 
 
-def swapped(patch: pytest.MonkeyPatch) -> None:
-    called(patch, lambda mine, reference: (mine.view(-1, 2).flip(1).flatten(), reference.view(-1, 2).flip(1).flatten()))
-
-
-def without_reference(patch: pytest.MonkeyPatch) -> None:
-    called(patch, lambda mine, reference: (mine, reference * 0))
-
-
-def reference_of_now(patch: pytest.MonkeyPatch) -> None:
-    called(patch, lambda mine, reference: (mine, mine.detach()))
-
-
-def mean_of_tokens(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(preference, "count", step_batch.count)
-
-
-def blank_pairs_count(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(preference, "have_labels", lambda labels: torch.ones(len(labels) // 2).bool())
-
-
 def mean_of_a_row(patch: pytest.MonkeyPatch) -> None:
     right = losses.row_log_probs
     mean = lambda logits, labels: right(logits, labels) / (labels != -100).sum(1).clamp(min=1)  # noqa: E731
@@ -199,37 +180,34 @@ def same_slope_for_all_tokens(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(tensor_loss._CrossEntropy, "backward", alike)
 
 
-def gradient_of_own_tokens(patch: pytest.MonkeyPatch) -> None:
-    """Each rank of cut rows takes the mean's gradient for its own."""
-    patch.setattr(preference._OverRanks, "backward", staticmethod(lambda ctx, gradient: (gradient, None)))
+def flipped(pairs: torch.Tensor) -> torch.Tensor:
+    return pairs.view(-1, 2).flip(1).flatten()
 
 
-def answers_of_own_tokens(patch: pytest.MonkeyPatch) -> None:
-    """Answers are compared by the tokens of one rank."""
-    patch.setattr(preference, "over_whole_rows", lambda log_probs, labels, group: (log_probs, labels))
-
-
-def pairs_of_every_rank(patch: pytest.MonkeyPatch) -> None:
-    """Each rank of cut rows counts the pairs of which it has a label."""
-    patch.setattr(StepOpening, "_pairs", lambda self, pieces, is_part: preference.count(pieces))
-
-
-OF_CUT_ROWS = dict.fromkeys(("gradient_of_own_tokens", "answers_of_own_tokens", "pairs_of_every_rank"), "cp 2")
 MUTANTS = {
-    mutant.__name__: mutant
-    for mutant in (
-        swapped,
-        without_reference,
-        reference_of_now,
-        mean_of_tokens,
-        blank_pairs_count,
-        mean_of_a_row,
-        same_slope_for_all_tokens,
-        gradient_of_own_tokens,
-        answers_of_own_tokens,
-        pairs_of_every_rank,
-    )
+    "swapped": lambda patch: called(patch, lambda mine, reference: (flipped(mine), flipped(reference))),
+    "without_reference": lambda patch: called(patch, lambda mine, reference: (mine, reference * 0)),
+    "reference_of_now": lambda patch: called(patch, lambda mine, reference: (mine, mine.detach())),
+    "mean_of_tokens": lambda patch: patch.setattr(preference, "count", step_batch.count),
+    "blank_pairs_count": lambda patch: patch.setattr(
+        preference, "have_labels", lambda labels: torch.ones(len(labels) // 2).bool()
+    ),
+    "mean_of_a_row": mean_of_a_row,
+    "same_slope_for_all_tokens": same_slope_for_all_tokens,
+    # each rank of cut rows takes the mean's gradient for its own
+    "gradient_of_own_tokens": lambda patch: patch.setattr(
+        preference._OverRanks, "backward", staticmethod(lambda ctx, gradient: (gradient, None))
+    ),
+    # answers are compared by the tokens of one rank
+    "answers_of_own_tokens": lambda patch: patch.setattr(
+        preference, "over_whole_rows", lambda log_probs, labels, group: (log_probs, labels)
+    ),
+    # each rank of cut rows counts the pairs of which it has a label
+    "pairs_of_every_rank": lambda patch: patch.setattr(
+        StepOpening, "_pairs", lambda self, pieces, is_part: preference.count(pieces)
+    ),
 }
+OF_CUT_ROWS = dict.fromkeys(("gradient_of_own_tokens", "answers_of_own_tokens", "pairs_of_every_rank"), "cp 2")
 
 
 @pytest.mark.kills("pairs", "mutant")
@@ -258,11 +236,7 @@ def bring(changed: str, value: torch.Tensor | int | None) -> None:
 @pytest.mark.parametrize(
     ("changed", "value", "words"),
     [
-        (
-            "reference_log_probs",
-            None,
-            r"no 'reference_log_probs' \(16,\), .*row_log_probs\(batch\) gave for them",
-        ),
+        ("reference_log_probs", None, r"no 'reference_log_probs' \(16,\), .*row_log_probs\(batch\) gave for them"),
         ("reference_log_probs", torch.zeros(8), r"has shape \(8,\) .* a finite log-probability for each of 16 rows"),
         ("reference_log_probs", torch.full((16,), torch.nan), r"a finite log-probability for each of 16 rows"),
         ("rows", 5, r"compares each two rows, and a microbatch has 5: bring whole pairs"),
@@ -273,19 +247,6 @@ def test_a_batch_that_holds_no_pairs_is_refused(changed, value, words):
         bring(changed, value)
 
 
-def apart(changed: str) -> str:
-    """The refusal of ranks of cut rows that bring a part of each row, or other rows."""
-    model = lay_out(DENSE, Way(Layout(dp_shard=1, cp=2)), loss_fn=PreferenceLoss())
-    batch = {**rows(), "reference_log_probs": torch.zeros(16)}
-    if changed == "places":
-        batch["places"] = torch.arange(SEQ).expand(16, SEQ).contiguous()
-    elif get_world_info()[0]:
-        batch["tokens"] = batch["tokens"].flip(1)
-    with pytest.raises(ConfigError) as caught:
-        (model.row_log_probs if changed == "log_probs" else model.forward_backward)(batch)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
@@ -294,8 +255,17 @@ def apart(changed: str) -> str:
         ("log_probs", "brought different rows"),
     ],
 )
-def test_ranks_of_cut_rows_bring_the_same_whole_rows(spmd, changed, words):
-    assert all(words in refusal for refusal in spmd(2, apart, changed))
+@ranks(2)
+def test_ranks_of_cut_rows_bring_the_same_whole_rows(changed, words):
+    model = lay_out(DENSE, Way(Layout(dp_shard=1, cp=2)), loss_fn=PreferenceLoss())
+    batch = {**rows(), "reference_log_probs": torch.zeros(16)}
+    if changed == "places":
+        batch["places"] = torch.arange(SEQ).expand(16, SEQ).contiguous()
+    elif get_world_info()[0]:
+        batch["tokens"] = batch["tokens"].flip(1)
+    with pytest.raises(ConfigError) as caught:
+        (model.row_log_probs if changed == "log_probs" else model.forward_backward)(batch)
+    assert words in str(caught.value)
 
 
 def refused(layout: Layout, **techniques) -> str:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from support import families
 from support.laid_out import own_rows
 from support.oracle import relative_errors
+from support.ranks import refusal
 from support.train import gradients
 from torch.distributed.tensor import DTensor
 
@@ -150,9 +151,7 @@ def some_bring() -> str:
     batch = own_rows(model, rows())
     if get_world_info()[0]:
         batch["reference_log_probs"] = torch.zeros(4)
-    with pytest.raises(ConfigError) as refused:
-        model.forward_backward(batch)
-    return str(refused.value)
+    return refusal(lambda: model.forward_backward(batch), ConfigError)
 
 
 def test_ranks_and_microbatches_bring_a_reference_alike(spmd):

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.families import config_of, saved, some_tokens
 from support.problems import DDP2, FSDP2, FSDP4, HSDP
+from support.ranks import refusal
 from support.train import collect
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -124,10 +125,7 @@ def restarted(folder, chain, is_restart):
 
 
 def missing(path):
-    try:
-        transformed(path, "nowhere", {"fully_shard": {}})
-    except ConfigError as error:
-        return str(error)
+    return refusal(lambda: transformed(path, "nowhere", {"fully_shard": {}}), ConfigError)
 
 
 def test_load_weights_needs_a_folder(spmd, folders):

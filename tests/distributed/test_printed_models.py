@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from support.ranks import ranks
 from torch import nn
 
 from meshwright import Layout, parallelize
@@ -18,8 +19,8 @@ MODEL = DecoderConfig(256, 64, 2, 4, 2, 128, 64)
 TECHNIQUES = {"activation_checkpointing": "full"}
 
 
-def printed() -> tuple[str, list[str], set[str]]:
-    """(the model as text, names of the functions that an attention's forward goes through, our attributes)."""
+@ranks(2)
+def test_a_laid_out_model_says_what_was_done_to_it():
     model = parallelize(MODEL, Layout(dp_shard=1, tp=2), techniques=TECHNIQUES, seed=1)
     (part,) = model.parts
     seen: list[str] = []
@@ -35,19 +36,15 @@ def printed() -> tuple[str, list[str], set[str]]:
         except KeyboardInterrupt:
             torch.distributed.barrier()
     ours = {name for module in part.modules() for name in vars(module) if "meshwright" in name}
-    return str(part), seen, ours
-
-
-def test_a_laid_out_model_says_what_was_done_to_it(spmd):
-    for text, seen, ours in spmd(2, printed):
-        lines = {line.strip() for line in text.splitlines()}
-        assert "(wq): Linear(in_features=64, out_features=64, bias=False, column-parallel tp 2)" in lines
-        assert "(wo): Linear(in_features=64, out_features=64, bias=False, row-parallel tp 2)" in lines
-        assert "(embedding): Embedding(256, 64, vocabulary-parallel tp 2, local parameters)" in lines
-        assert any(line.endswith("recomputed") for line in lines)
-        assert {"recomputed_forward", "container_forward", "forward_with_local_parameters"} <= set(seen)
-        assert "run" not in seen[seen.index("recomputed_forward") :]
-        assert ours == {ATTRIBUTE}
+    text = str(part)
+    lines = {line.strip() for line in text.splitlines()}
+    assert "(wq): Linear(in_features=64, out_features=64, bias=False, column-parallel tp 2)" in lines
+    assert "(wo): Linear(in_features=64, out_features=64, bias=False, row-parallel tp 2)" in lines
+    assert "(embedding): Embedding(256, 64, vocabulary-parallel tp 2, local parameters)" in lines
+    assert any(line.endswith("recomputed") for line in lines)
+    assert {"recomputed_forward", "container_forward", "forward_with_local_parameters"} <= set(seen)
+    assert "run" not in seen[seen.index("recomputed_forward") :]
+    assert ours == {ATTRIBUTE}
 
 
 def test_every_wrapped_forward_has_a_name_of_its_own(spmd):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from support import families
 from support.laid_out import own_rows
+from support.ranks import ranks
 from test_tensor_parallel import Way, assert_all_estimated, batch_of, one_warm_step
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -145,11 +146,7 @@ WAYS: dict[str, tuple[Any, Layout, dict[str, Any]]] = {
     "in host memory": (config(), DATA2, {"cpu_offload": True}),
     "gathered again over two of four": (config(), Layout(dp_shard=4), {"reshard_after_forward": 2}),
     "compiled": (config(), DATA2, {"compile": True, "compile_backend": "aot_eager"}),
-    "experts, ep 2": (
-        config("qwen3_moe"),
-        Layout(dp_shard=2, ep=2),
-        {"adapters": LORA | {"targets": ["self_attn.*"]}},
-    ),
+    "experts, ep 2": (config("qwen3_moe"), Layout(dp_shard=2, ep=2), {"adapters": LORA | {"targets": ["self_attn.*"]}}),
     "fused queries, keys and values, tp 2": (config("phi3", intermediate_size=256), TP2, {}),
     "one key head on two ranks": (config(num_key_value_heads=1), TP2, {}),
     "our decoder, frozen by name": (SIZES["debug"], DATA2, {"adapters": None, "freeze": ["layers.0"]}),
@@ -325,24 +322,21 @@ def planned(layout: Layout = DATA2) -> Any:
     return plan(config(), layout, techniques=QLORA)
 
 
-def held(layout: Layout) -> tuple[int, int, int]:
+@pytest.mark.parametrize("layout", [ONE, DATA2, TP2, SHARDED], ids=["one", "FSDP 2", "tp 2", "FSDP 2 x tp 2"])
+@ranks(lambda layout: layout.world)
+def test_at_rest_a_weight_takes_four_and_a_half_bits_and_the_plan_says_so(layout):
     """Return a rank's bytes of parameters, those of weights in 4 bits, and how many weights these are."""
+    foreseen = plan_memory(planned(layout)).parameters
     model = parallelize(config(), layout, techniques=QLORA, seed=3)
     local = [(p, p.to_local() if hasattr(p, "to_local") else p) for p in model.parameters()]
     packed = [here for _, here in local if here.dtype == torch.uint8]
-    return (
+    whole, packed, weights = (
         sum(here.numel() * here.element_size() for _, here in local),
         sum(here.numel() for here in packed),
         sum(here.numel() // 36 * 64 for here in packed),
     )
-
-
-@pytest.mark.parametrize("layout", [ONE, DATA2, TP2, SHARDED], ids=["one", "FSDP 2", "tp 2", "FSDP 2 x tp 2"])
-def test_at_rest_a_weight_takes_four_and_a_half_bits_and_the_plan_says_so(spmd, layout):
-    foreseen = plan_memory(planned(layout)).parameters
-    for whole, packed, weights in spmd(layout.world, held, layout):
-        assert packed * 8 == 4.5 * weights
-        assert whole == foreseen
+    assert packed * 8 == 4.5 * weights
+    assert whole == foreseen
 
 
 @pytest.mark.all
@@ -572,7 +566,9 @@ def test_another_base_of_the_same_embedding_is_refused(base, tmp_path, capsys):
     assert "layers.1.mlp.up_proj.weight holds other numbers" in capsys.readouterr().err
 
 
-def averaged(layout: Layout) -> tuple[float, float]:
+@pytest.mark.parametrize("layout", [ONE, DATA2], ids=["one", "FSDP 2"])
+@ranks(lambda layout: layout.world)
+def test_an_average_computes_with_the_frozen_bytes_and_not_with_their_mean(layout):
     """Return how far the outputs of an average of one model, and its state, are from the model's."""
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -582,13 +578,7 @@ def averaged(layout: Layout) -> tuple[float, float]:
         average.update_parameters(model)
     x, ours, theirs = torch.arange(8)[None], model.state_dict(), average.module.state_dict()
     apart = max((float((ours[name].double() - theirs[name].double()).abs().max()) for name in ours), default=0.0)
-    return float((average(x).logits - model(x).logits).abs().max()), apart
-
-
-@pytest.mark.parametrize("layout", [ONE, DATA2], ids=["one", "FSDP 2"])
-def test_an_average_computes_with_the_frozen_bytes_and_not_with_their_mean(spmd, layout):
-    for outputs, state in spmd(layout.world, averaged, layout):
-        assert outputs <= 1e-6 and state <= 1e-6
+    assert float((average(x).logits - model(x).logits).abs().max()) <= 1e-6 and apart <= 1e-6
 
 
 # --- refusals

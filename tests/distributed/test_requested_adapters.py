@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -34,8 +35,7 @@ LORA = {"rank": 4, "alpha": 6.0}
 QV = LORA | {"targets": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]}
 
 
-def llama() -> Any:
-    return families.config_of("llama", use_cache=False)
+llama = partial(families.config_of, "llama", use_cache=False)
 
 
 WAYS = {

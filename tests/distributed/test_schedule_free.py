@@ -16,6 +16,7 @@ from support.laid_out import own_rows
 from support.muon import problem_of
 from support.oracle import Named, build, loss_sum, oracle, real_tokens, relative_errors
 from support.problems import SEED
+from support.ranks import ranks
 from support.states import DENSE, LAYOUTS, SPARSE
 from torch import Tensor, nn
 
@@ -26,10 +27,7 @@ from meshwright.distributed.weights.shards import whole_on_first
 from meshwright.training.optimizer import LearningRateSchedule, make_optimizer
 
 STEPS, LR, BETAS, EPS, DECAY, WARMUP = 4, 0.03, (0.9, 0.95), 1e-6, 0.1, 3
-BESIDE = {
-    "CP": (2, Layout(dp_shard=1, cp=2), DENSE),
-    "EP, each in shards": (4, Layout(dp_shard=4, ep=2), SPARSE),
-}
+BESIDE = {"CP": (2, Layout(dp_shard=1, cp=2), DENSE), "EP, each in shards": (4, Layout(dp_shard=4, ep=2), SPARSE)}
 OF_STATES = ("DDP", "FSDP2", "HSDP", "TP, copies of key heads", "FSDP2 + TP", "PP, tied", "PP + FSDP2", "EP")
 PLACES = {**{place: LAYOUTS[place] for place in OF_STATES}, **BESIDE}
 WHOLE = {"precision": dict.fromkeys(("master", "compute", "reduce"), "float64"), "optimizer": "schedule_free_adamw"}
@@ -161,8 +159,11 @@ def test_faults_are_seen(spmd, tmp_path, mutant):
     assert max(errors.values()) > 1e-6
 
 
-def _resumed(place: str, folder: str) -> tuple[bool, bool]:
-    """Whether a run that is saved and continued in another model ends with the bits of one that is not disturbed."""
+@pytest.mark.all
+@pytest.mark.parametrize("place", ["FSDP2", "FSDP2 + TP", "PP, tied", "EP"])
+@ranks(lambda place: PLACES[place][0])
+def test_a_resumed_run_is_the_undisturbed_one_bit_by_bit(tmp_path, place):
+    folder = str(tmp_path / "at")
     model, optimizer = laid_out(place)
     take(model, optimizer, range(2), place)
     save(model, folder, optimizer=optimizer)
@@ -173,17 +174,13 @@ def _resumed(place: str, folder: str) -> tuple[bool, bool]:
     plain, unsaved = laid_out(place)
     take(plain, unsaved, range(STEPS), place)
     mine = held(model, optimizer)
-    return all(map(torch.equal, mine, held(again, other))), all(map(torch.equal, mine, held(plain, unsaved)))
+    found = all(map(torch.equal, mine, held(again, other))), all(map(torch.equal, mine, held(plain, unsaved)))
+    assert found == (True, True)
 
 
 @pytest.mark.all
-@pytest.mark.parametrize("place", ["FSDP2", "FSDP2 + TP", "PP, tied", "EP"])
-def test_a_resumed_run_is_the_undisturbed_one_bit_by_bit(spmd, tmp_path, place):
-    assert spmd(PLACES[place][0], _resumed, place, str(tmp_path / "at")) == [(True, True)] * PLACES[place][0]
-
-
-def _other_weights() -> tuple[bool, bool, bool]:
-    """Whether weights that are loaded are those that are evaluated and trained on; and a copy's are its own."""
+@ranks(2)
+def test_loaded_weights_begin_anew_and_copies_are_averages():
     model, optimizer = laid_out("FSDP2")
     begun = model.state_dict()
     take(model, optimizer, range(2), "FSDP2")
@@ -200,9 +197,4 @@ def _other_weights() -> tuple[bool, bool, bool]:
     first = held(model, optimizer)
     fresh, other = laid_out("FSDP2")
     take(fresh, other, range(1), "FSDP2")
-    return is_copy and is_left, is_loaded, all(map(torch.equal, first, held(fresh, other)))
-
-
-@pytest.mark.all
-def test_loaded_weights_begin_anew_and_copies_are_averages(spmd):
-    assert spmd(2, _other_weights) == [(True, True, True)] * 2
+    assert (is_copy and is_left, is_loaded, all(map(torch.equal, first, held(fresh, other)))) == (True, True, True)

@@ -10,13 +10,12 @@ import socket
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.families import config_of
-from torch.distributed.device_mesh import init_device_mesh
+from support.ranks import ranks
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshwright import ConfigError, Layout
@@ -110,38 +109,6 @@ def test_dense_parameters_are_sharded_over_context_too(spmd):
         assert got["fsdp"] == [(("dp_shard_cp",), (4,), [0, 1, 2, 3])] * 2
         assert got["dp"] == (("dp_shard",), (2,), [rank % 2, rank % 2 + 2])
         assert got["position"] == (rank // 2, 2)
-
-
-def foreign_mesh_job() -> list:
-    init_distributed(Layout())
-    only_tp = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    other_name = init_device_mesh("cpu", (2,), mesh_dim_names=("data_parallel",))
-    said = [data_mesh(only_tp), data_mesh(other_name)]
-    getters = (get_pp_mesh, get_cp_mesh, get_ep_mesh, get_fsdp_mesh)
-    only_replicas = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_replicate",))
-    return [
-        said,
-        [get(only_tp) for get in getters],
-        (get_pp_rank(only_tp), get_pp_size(only_tp), has_dp_mesh(only_tp), data_position(only_tp)),
-        (described(get_dp_mesh(only_replicas)), has_dp_mesh(only_replicas)),
-        (get_pp_rank(None), get_pp_size(None), has_dp_mesh(None), data_position(None)),
-    ]
-
-
-def test_axes_that_a_mesh_lacks(spmd):
-    for rank, (said, absent, lacking, replicas, nothing) in enumerate(spmd(2, foreign_mesh_job)):
-        assert (
-            said[0] == "ValueError: the mesh (tp = 2) has no data axis (dp_replicate, dp_shard) larger than 1; ask"
-            " has_dp_mesh first"
-        )
-        assert (
-            said[1]
-            == "ConfigError: the mesh has the axes ['data_parallel']: data_parallel is dp_shard here; name it so"
-        )
-        assert absent == [None] * 4
-        assert lacking == nothing == (0, 1, False, (0, 1))
-        assert replicas == ((("dp_replicate",), (2,), [0, 1]), True)
-        assert rank in (0, 1)
 
 
 # --- streams
@@ -297,21 +264,21 @@ def test_a_store_of_the_callers_own(spmd, tmp_path):
     assert spmd(2, own_store_job, str(tmp_path / "store")) == [3, 3]
 
 
-def own_group_job(path: str) -> tuple:
+@ranks(2)
+def test_a_process_group_of_the_callers_own_is_used(tmp_path):
+    path = str(tmp_path / "store")
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
     mine = dist.group.WORLD
     mesh = init_distributed(Layout(dp_shard=-1))
     found = tuple(mesh.shape), dist.group.WORLD is mine, summed()
     destroy_distributed()
-    return found
+    assert found == ((1, 1, 2, 1, 1), True, 3)
 
 
-def test_a_process_group_of_the_callers_own_is_used(spmd, tmp_path):
-    assert spmd(2, own_group_job, str(tmp_path / "store")) == [((1, 1, 2, 1, 1), True, 3)] * 2
-
-
-def refused_job(layout: Layout) -> tuple[str, bool, int]:
+@ranks(2)
+def test_a_refused_layout_leaves_the_way_free_for_another():
+    layout = Layout(dp_shard=4)
     try:
         init_distributed(layout)
         said = "none"
@@ -319,12 +286,8 @@ def refused_job(layout: Layout) -> tuple[str, bool, int]:
         said = str(error)
     up = dist.is_initialized()
     init_distributed(Layout())
-    return said, up, summed()
-
-
-def test_a_refused_layout_leaves_the_way_free_for_another(spmd):
-    for said, up, total in spmd(2, refused_job, Layout(dp_shard=4)):
-        assert "dp_shard = 4 does not divide the world size 2" in said and not up and total == 3
+    total = summed()
+    assert "dp_shard = 4 does not divide the world size 2" in said and not up and total == 3
 
 
 def meshes_job(number: int) -> float:
@@ -341,12 +304,16 @@ def test_a_second_group_does_not_meet_the_meshes_of_the_first(spmd):
     assert spmd(4, meshes_job, 3) == spmd(4, meshes_job, 1) == [4.0] * 4
 
 
-def threads_left(source: Any) -> tuple[int, int, int]:
-    """Threads of gloo before a model is laid out, while it trains, and after the end.
-
-    Before: torch's compiler keeps what it traced with parameters that are DTensors, and so the groups of an earlier
-        job.
+@pytest.mark.all
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads have names under /proc only")
+@pytest.mark.parametrize("name", ["decoder", "gpt_neox"])
+@ranks(4)
+def test_the_end_leaves_no_thread(name):
+    """Those of gloo wake up every few milliseconds: hundreds of them, left over by earlier jobs, slow a process down
+    many times.
     """
+    source = DecoderConfig(64, 16, 2, n_heads=2, n_kv_heads=2, hidden_dim=24, max_seq_len=8)
+    source = source if name == "decoder" else config_of(name)
 
     def listening() -> int:
         found = 0
@@ -364,19 +331,7 @@ def threads_left(source: Any) -> tuple[int, int, int]:
     meanwhile = listening()
     del model, optimizer
     destroy_distributed()
-    return before, meanwhile, listening()
-
-
-@pytest.mark.all
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads have names under /proc only")
-@pytest.mark.parametrize("name", ["decoder", "gpt_neox"])
-def test_the_end_leaves_no_thread(spmd, name):
-    """Those of gloo wake up every few milliseconds: hundreds of them, left over by earlier jobs, slow a process down
-    many times.
-    """
-    source = DecoderConfig(64, 16, 2, n_heads=2, n_kv_heads=2, hidden_dim=24, max_seq_len=8)
-    for before, meanwhile, after in spmd(4, threads_left, source if name == "decoder" else config_of(name)):
-        assert after <= before < meanwhile
+    assert listening() <= before < meanwhile
 
 
 # --- agreement
@@ -456,7 +411,8 @@ def test_a_collective_that_a_rank_never_joins_fails_in_time(spmd, tmp_path):
         assert 0.9 < seconds < 10 and "imed out" in said, found
 
 
-def broken_job() -> tuple[float, bool]:
+@ranks(2)
+def test_the_end_after_an_exception_does_not_hang():
     init_distributed(Layout(dp_shard=2))
     summed()
     begun = time.monotonic()
@@ -467,12 +423,8 @@ def broken_job() -> tuple[float, bool]:
     except (ValueError, RuntimeError):
         destroy_distributed()
         destroy_distributed()
-    return time.monotonic() - begun, dist.is_initialized()
-
-
-def test_the_end_after_an_exception_does_not_hang(spmd):
-    for seconds, up in spmd(2, broken_job):
-        assert seconds < 10 and not up
+    seconds, up = time.monotonic() - begun, dist.is_initialized()
+    assert seconds < 10 and not up
 
 
 @pytest.mark.all

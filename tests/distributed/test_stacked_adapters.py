@@ -4,16 +4,15 @@ that carry them, read by peft and transformers, or refused by name.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from support import families
 from support.laid_out import own_rows
+from test_dora import compared, moved_away, whole
 from test_tensor_parallel import Way, assert_all_estimated, batch_of, one_warm_step
 from torch import Tensor
-from torch.nn import functional as F
 
 from meshwright.checkpoint import load, pretrained, save
 from meshwright.checkpoint.export import export_adapter, export_merged
@@ -27,7 +26,6 @@ from meshwright.planning.techniques import as_techniques
 STACKS = ["q_proj", "experts.gate_up_proj", "experts.down_proj"]
 """The last two are parameters (experts, out, in), of gpt_oss (experts, in, out)."""
 LORA: dict[str, Any] = {"rank": 2, "alpha": 6.0, "targets": STACKS}
-EXACT = {"precision": {"master": "float64", "compute": "float64", "reduce": "float64"}}
 ONE, DATA2, PP2 = Layout(dp_shard=1), Layout(dp_shard=2), Layout(dp_shard=1, pp=2)
 WAYS = {
     "qwen3_moe, FSDP 2": ("qwen3_moe", DATA2, {}),
@@ -39,7 +37,7 @@ WAYS = {
     "gpt_oss, FSDP 2": ("gpt_oss", DATA2, {}),
     "gpt_oss, pp 2": ("gpt_oss", PP2, {}),
 }
-STEPS, ROWS, SEQ, RATE = 2, 4, 8, 0.1
+ROWS, SEQ, RATE = 4, 8, 0.1
 
 
 def config_of(family: str) -> Any:
@@ -48,86 +46,14 @@ def config_of(family: str) -> Any:
     return config
 
 
-def moved_away(named: Any) -> None:
-    with torch.no_grad():
-        for name, parameter in named:
-            if "lora_B" in name:
-                parameter.add_(0.05)
-
-
-def whole(tensor: Any) -> Tensor:
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
-
-
-def of_layout(family: str, layout: Layout, more: dict[str, Any], folder: str) -> dict[str, Any]:
-    requested = EXACT | more | {"adapters": LORA}
-    model = parallelize(config_of(family), layout, techniques=requested, seed=3, weights=pretrained(folder))
-    found: dict[str, Any] = {"begin": {name: whole(p) for name, p in model.named_parameters()}, "losses": []}
-    moved_away(model.named_parameters())
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
-    for step in range(STEPS):
-        mine = own_rows(model, batch_of(ROWS, SEQ, families.VOCABULARY, step))
-        found["losses"].append(float(model.forward_backward(mine).loss))
-        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        found.setdefault("gradients", {name: whole(p.grad) for name, p in trained})
-        model.optimizer_step(optimizer)
-        optimizer.zero_grad()
-    return found | {"end": {name: whole(p) for name, p in model.named_parameters() if p.requires_grad}}
-
-
-def of_peft(base: Any) -> dict[str, Any]:
-    """One process, as peft's documentation says it."""
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(r=2, lora_alpha=6, target_modules=STACKS[:1], target_parameters=STACKS[1:])
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        model: Any = get_peft_model(copy.deepcopy(base), config).double().train()
-    named = {name.removeprefix("base_model.model."): p for name, p in model.named_parameters()}
-    found: dict[str, Any] = {"begin": {name: p.detach().clone() for name, p in named.items()}, "losses": []}
-    moved_away(named.items())
-    trained = {name: p for name, p in named.items() if p.requires_grad}
-    for step in range(STEPS):
-        given = batch_of(ROWS, SEQ, families.VOCABULARY, step)
-        logits = model(input_ids=given["tokens"]).logits.flatten(0, 1)
-        labels = given["labels"].masked_fill(~given["loss_mask"].bool(), -100).flatten()
-        loss = F.cross_entropy(logits, labels)
-        loss.backward()
-        found["losses"].append(float(loss.detach()))
-        found.setdefault("gradients", {name: p.grad.clone() for name, p in trained.items()})
-        with torch.no_grad():
-            for p in trained.values():
-                p.sub_(RATE * p.grad)
-                p.grad = None
-    return found | {"end": {name: p.detach().clone() for name, p in trained.items()}}
-
-
-def farthest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """The law's error of the worst tensor."""
-    scale = 1e-6 * sum(float(p.norm()) ** 2 for p in theirs.values()) ** 0.5
-    assert ours.keys() == theirs.keys()
-    return max(float((ours[name] - p).norm()) / max(float(p.norm()), scale) for name, p in theirs.items())
-
-
 @pytest.mark.first("qwen3_moe, DDP")
 @pytest.mark.parametrize("name", WAYS)
 def test_a_layout_computes_what_peft_computes_in_one_process(spmd, tmp_path, name):
-    family, layout, _ = WAYS[name]
-    base: Any = families.on_cpu(config_of(family), seed=7)
-    base.save_pretrained(tmp_path)
-    ranks = spmd(layout.world, of_layout, *WAYS[name], str(tmp_path))
-    ours: dict[str, Any] = {"losses": ranks[0]["losses"]}
-    for part in ("begin", "gradients", "end"):
-        ours[part] = {key: tensor for found in ranks for key, tensor in found[part].items()}
-    reference = of_peft(base)
+    family, layout, more = WAYS[name]
+    asked = {"r": 2, "lora_alpha": 6, "target_modules": STACKS[:1], "target_parameters": STACKS[1:]}
+    ours = compared(spmd, tmp_path, config_of(family), layout, more | {"adapters": LORA}, lambda targets: asked)
     assert sum("experts.base_layer.lora_A" in key for key in ours["begin"]) == 2
-    assert ours["begin"].keys() == reference["begin"].keys()
-    for key, tensor in reference["begin"].items():
-        assert torch.equal(ours["begin"][key], tensor), key
-    assert ours["losses"] == pytest.approx(reference["losses"], rel=1e-10)
     assert all(tensor.norm() for key, tensor in ours["gradients"].items() if "experts" in key)
-    assert farthest(ours["gradients"], reference["gradients"]) <= 1e-10
-    assert farthest(ours["end"], reference["end"]) <= 1e-10
 
 
 @pytest.mark.all

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.oracle import build, faults, loss_sum, real_tokens, relative_errors
 from support.problems import DDP2, FSDP2, HSDP, LAYOUTS, ONE, Data, Problem, Way, as_brought, make_optimizer, share
+from support.ranks import ranks
 from support.train import DISTURBANCES, Loss, gradients, gradients_of_first_step, lay_out, local, train, whole
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -31,10 +32,15 @@ def mine(problem: Problem, way: Way, step: int = 0):
 # --- skipping
 
 
-def poisoned_steps(layout: Layout, poisons: list[str]):
+@pytest.mark.all
+@EVERY_KIND
+@ranks(lambda layout: layout.world)
+def test_what_is_not_finite_on_one_rank_is_skipped_by_all(layout):
     """A good step, then by turns a poisoned one and a good one: (weights unchanged, skipped, gradients left) of each;
     how many.
     """
+    good, bad = (False, False, 0), (True, True, 0)
+    poisons = ["infinite", "nan", "nan in backward"]
     problem, way, loss_fn = Problem(), Way(layout, (), "list"), Loss()
     model = lay_out(problem, way, loss_fn=loss_fn)
     optimizer = make_optimizer("adamw", model.parameters())
@@ -49,16 +55,9 @@ def poisoned_steps(layout: Layout, poisons: list[str]):
         )
         left = [p.grad for p in model.parameters() if p.grad is not None]
         seen.append((unchanged, result.skipped, len(left)))
-    return seen, model.skipped_steps
-
-
-@pytest.mark.all
-@EVERY_KIND
-def test_what_is_not_finite_on_one_rank_is_skipped_by_all(spmd, layout):
-    good, bad = (False, False, 0), (True, True, 0)
-    for seen, skipped in spmd(layout.world, poisoned_steps, layout, ["infinite", "nan", "nan in backward"]):
-        assert seen == [good, bad, good, bad, good, bad, good]
-        assert skipped == 3
+    skipped = model.skipped_steps
+    assert seen == [good, bad, good, bad, good, bad, good]
+    assert skipped == 3
 
 
 # --- refusals

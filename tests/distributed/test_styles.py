@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from support.ranks import ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
@@ -248,7 +249,10 @@ def computed(model: nn.Module, group_sums: bool = False) -> dict[str, Tensor]:
     return found
 
 
-def compare(ranks: int) -> dict[str, dict[str, float]]:
+@pytest.mark.all
+@pytest.mark.parametrize("ranks", [2, 4])
+@ranks(lambda ranks: ranks)
+def test_styles_compute_what_one_process_computes(ranks):
     mesh = init_distributed(Layout(dp_shard=1, tp=ranks))
     assert mesh is not None
     errors = {}
@@ -262,15 +266,8 @@ def compare(ranks: int) -> dict[str, dict[str, float]]:
         errors[name] = {key: ((found[key] - w).norm() / w.norm()).item() for key, w in wanted.items()}
         cut = [p for p in model.parameters() if isinstance(p, DTensor) and not p.placements[0].is_replicate()]
         errors[name]["cut"] = 0.0 if cut and all(p.to_local().numel() < p.numel() for p in cut) else 1.0
-    return errors
-
-
-@pytest.mark.all
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_styles_compute_what_one_process_computes(spmd, ranks):
-    for errors in spmd(ranks, compare, ranks):
-        assert errors.keys() == CASES.keys()
-        assert not {(name, key): e for name, by in errors.items() for key, e in by.items() if not e < 1e-12}
+    assert errors.keys() == CASES.keys()
+    assert not {(name, key): e for name, by in errors.items() for key, e in by.items() if not e < 1e-12}
 
 
 def test_every_style_that_can_be_applied_is_compared():
@@ -291,7 +288,8 @@ REFUSED: list[tuple[str, Callable[[], nn.Module], type[Exception], str]] = [
 ]
 
 
-def refusals() -> list[str]:
+@ranks(2)
+def test_what_a_style_cannot_do_is_refused_and_nothing_is_changed():
     mesh = init_distributed(Layout(dp_shard=1, tp=2))
     assert mesh is not None
     found = []
@@ -303,13 +301,8 @@ def refusals() -> list[str]:
         except Exception as error:
             found.append(f"{type(error).__name__}: {error}")
         assert not any(isinstance(p, DTensor) for p in module.parameters()) and "forward" not in vars(module)
-    return found
-
-
-def test_what_a_style_cannot_do_is_refused_and_nothing_is_changed(spmd):
-    for found in spmd(2, refusals):
-        for (_, _, kind, words), said in zip(REFUSED, found, strict=True):
-            assert said.startswith(kind.__name__) and words in said
+    for (_, _, kind, words), said in zip(REFUSED, found, strict=True):
+        assert said.startswith(kind.__name__) and words in said
 
 
 def test_how_a_weight_is_stored_is_asked_of_the_module():

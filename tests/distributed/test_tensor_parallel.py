@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from support import families, users
 from support.laid_out import Figures, Held, assert_estimated, assert_same, counted, estimated, held, own_rows
+from support.ranks import ranks
 
 from meshwright.checkpoint import load, save
 from meshwright.comparison.equality import relative_errors
@@ -58,17 +59,8 @@ class Way:
         return dict(self.techniques)
 
 
-ALL_AT_ONCE = (
-    ("sync_grad_accum", True),
-    ("activation_checkpointing", "full"),
-    ("loss_chunks", 3),
-    ("freeze", (r"layers\.0", "embedding")),
-)
 WAYS = {
-    "tp4, tied": Way(TP4, model=TIED),
     "tp4, fewer tokens than ranks": Way(TP4, seq=3),
-    "whole sequences": Way(TP4, (("sequence_parallel", False),)),
-    "first block frozen": Way(TP2, (("freeze", (r"layers\.0",)),)),
     "norms frozen": Way(TP4, (("freeze", ("norm",)),)),
     "norms trained": Way(SHARDED, (("freeze", (r"^(?!.*norm)",)),), 1),
     "norms trained, whole sequences": Way(TP4, (("freeze", (r"^(?!.*norm)",)), ("sequence_parallel", False))),
@@ -76,27 +68,16 @@ WAYS = {
     "feed-forwards trained": Way(
         TP2, (("freeze", (r"^(?!.*feed_forward\.)",)), ("activation_checkpointing", "full")), 2
     ),
-    "all at once": Way(SHARDED, ALL_AT_ONCE, 1),
 }
-"""Not in the array (test_ways): four ranks of the axis, and other parts of the model frozen."""
+"""Not in the array (test_ways): a short sequence, and other parts of the model frozen."""
 
 
 @pytest.mark.parametrize("name", WAYS)
 def test_our_decoder_is_equal_to_one_process(pool, measured, name):
     way = WAYS[name]
     batches = RandomBatches(257, rows=4, seq_len=way.seq)
-    dtypes = ("float64", "float32") if name == "tp4, tied" else ("float64",)
-    report = verify(
-        way.model,
-        way.layout,
-        batches,
-        steps=2,
-        dtypes=dtypes,
-        techniques=way.requested,
-        max_norm=0.03,
-        microbatch_rows=way.rows,
-        pool=pool,
-    )
+    options = {"dtypes": ("float64",), "techniques": way.requested, "max_norm": 0.03, "microbatch_rows": way.rows}
+    report = verify(way.model, way.layout, batches, steps=2, pool=pool, **options)
     assert report, report
     worst = max(d.error for d in report.comparisons[0].of("gradient"))
     assert 0 < worst <= 1e-10
@@ -117,26 +98,6 @@ def family(name: str, **changes: Any) -> torch.nn.Module:
         return families.on_cpu(families.config_of(name, **changes))
 
 
-def olmo2() -> torch.nn.Module:
-    return family("olmo2", use_cache=False)
-
-
-def falcon() -> torch.nn.Module:
-    return family("falcon", use_cache=False)
-
-
-def gpt_oss() -> torch.nn.Module:
-    return family("gpt_oss", use_cache=False, experts_implementation="eager")
-
-
-def gpt_neox() -> torch.nn.Module:
-    return family("gpt_neox", use_cache=False)
-
-
-def latent() -> torch.nn.Module:
-    return family("deepseek_v3", use_cache=False, first_k_dense_replace=2)
-
-
 def latent_keys_alone() -> torch.nn.Module:
     """Queries come from all features, and the layers that give few features have biases."""
     config = families.config_of("deepseek_v2", use_cache=False, first_k_dense_replace=2, attention_bias=True)
@@ -145,27 +106,29 @@ def latent_keys_alone() -> torch.nn.Module:
         return families.on_cpu(config)
 
 
-def falcon_two_norms() -> torch.nn.Module:
-    return family("falcon_grouped", use_cache=False, num_kv_heads=4)
+FAMILIES = {
+    "olmo2": partial(family, "olmo2", use_cache=False),
+    "falcon": partial(family, "falcon", use_cache=False),
+    "falcon, two norms": partial(family, "falcon_grouped", use_cache=False, num_kv_heads=4),
+    "gpt_neox": partial(family, "gpt_neox", use_cache=False),
+    "latent": partial(family, "deepseek_v3", use_cache=False, first_k_dense_replace=2),
+    "latent keys alone": latent_keys_alone,
+}
 
 
 @pytest.mark.parametrize(
-    ("factory", "layout", "techniques"),
+    ("name", "layout", "techniques"),
     [
-        (olmo2, TP4, {}),
-        (falcon, TP4, {}),
-        (latent, TP4, {}),
-        (latent_keys_alone, TP4, {}),
-        (latent_keys_alone, SHARDED, {}),
-        (latent_keys_alone, TP2, {"sequence_parallel": False}),
-        (gpt_neox, TP4, {}),
-        *((falcon_two_norms, layout, {}) for layout in (TP2, TP4, SHARDED)),
-        *((factory, TP2, {"activation_checkpointing": "selective"}) for factory in (falcon, falcon_two_norms)),
+        *((name, TP4, {}) for name in ("olmo2", "falcon", "latent")),
+        *(("latent keys alone", layout, {}) for layout in (TP4, SHARDED)),
+        ("latent keys alone", TP2, {"sequence_parallel": False}),
+        *(("falcon, two norms", layout, {}) for layout in (TP2, TP4, SHARDED)),
+        *((name, TP2, {"activation_checkpointing": "selective"}) for name in ("falcon", "falcon, two norms")),
     ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
+    ids=str,
 )
-def test_a_family_is_equal_to_one_process(pool, factory, layout, techniques):
-    report = verify(factory, layout, steps=2, dtypes=("float64",), techniques=techniques, pool=pool)
+def test_a_family_is_equal_to_one_process(pool, name, layout, techniques):
+    report = verify(FAMILIES[name], layout, steps=2, dtypes=("float64",), techniques=techniques, pool=pool)
     assert report, report
 
 
@@ -215,22 +178,20 @@ def test_the_plan_estimates_every_byte(spmd, name):
 
 
 @pytest.mark.parametrize(
-    ("factory", "way"),
+    ("name", "way"),
     [
-        (olmo2, Way(TP4)),
-        (falcon, Way(TP4)),
-        (latent_keys_alone, Way(TP2, (("sequence_parallel", False),))),
-        (latent, Way(TP2, (("freeze", (r"embed_tokens", r"layers\.0\.", r"q_b_proj")),))),
-        (gpt_neox, Way(TP4)),
-        *((falcon_two_norms, Way(layout)) for layout in (TP2, TP4, SHARDED)),
-        (falcon_two_norms, Way(TP2, (("activation_checkpointing", "selective"),))),
-        (gpt_neox, Way(TP2, (("freeze", (r"embed_in", r"layers\.0\.", r"query_key_value", "dense")),))),
-        (gpt_neox, Way(TP2, (("freeze", (r"embed_in", "norm")),))),
+        *((name, Way(TP4)) for name in ("olmo2", "falcon")),
+        ("latent keys alone", Way(TP2, (("sequence_parallel", False),))),
+        ("latent", Way(TP2, (("freeze", (r"embed_tokens", r"layers\.0\.", r"q_b_proj")),))),
+        *(("falcon, two norms", Way(layout)) for layout in (TP2, TP4, SHARDED)),
+        ("falcon, two norms", Way(TP2, (("activation_checkpointing", "selective"),))),
+        ("gpt_neox", Way(TP2, (("freeze", (r"embed_in", r"layers\.0\.", r"query_key_value", "dense")),))),
+        ("gpt_neox", Way(TP2, (("freeze", (r"embed_in", "norm")),))),
     ],
-    ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_the_plan_estimates_every_byte_of_a_family(spmd, factory, way):
-    assert_all_estimated(spmd(way.layout.world, one_warm_step, factory, way, families.VOCABULARY), way.layout.tp)
+def test_the_plan_estimates_every_byte_of_a_family(spmd, name, way):
+    said = spmd(way.layout.world, one_warm_step, FAMILIES[name], way, families.VOCABULARY)
+    assert_all_estimated(said, way.layout.tp)
 
 
 def test_branches_behind_two_norms_gather_their_input_once(spmd):
@@ -238,7 +199,7 @@ def test_branches_behind_two_norms_gather_their_input_once(spmd):
 
     One more of each for embedding and head, and the head gathers again.
     """
-    for _, sent in spmd(2, one_warm_step, gpt_neox, Way(TP2), families.VOCABULARY):
+    for _, sent in spmd(2, one_warm_step, FAMILIES["gpt_neox"], Way(TP2), families.VOCABULARY):
         assert (sent["all_gather", 2][0], sent["reduce_scatter", 2][0]) == (2 * (1 + 2) + 3, 2 * (1 + 1) + 2)
 
 
@@ -326,11 +287,9 @@ def test_gradients_that_are_not_summed_are_caught(spmd, by_one_process, fault):
     assert max(relative_errors(said["gradients"], by_one_process["gradients"]).values()) > 1e-2
 
 
-def gradients_of_parts(layout: Layout) -> list[tuple[str, bool]]:
-    """Of each parameter: whether the gradient that comes back through ``local`` is the one that comes back through
-    ``to_local``.
-    """
-    model = parallelize(UNTIED, layout, seed=3)
+@ranks(4)
+def test_a_part_has_the_gradient_that_torch_would_give_it():
+    model = parallelize(UNTIED, TP4, seed=3)
     found = []
     for name, parameter in model.named_parameters():
         summand = torch.randn_like(parameter._local_tensor)
@@ -339,12 +298,7 @@ def gradients_of_parts(layout: Layout) -> list[tuple[str, bool]]:
             (ours,) = torch.autograd.grad(local(parameter), parameter, gradient)
             same = torch.equal(ours._local_tensor, theirs._local_tensor) and ours.placements == parameter.placements
             found.append((name, same and (ours.shape, ours.stride()) == (parameter.shape, parameter.stride())))
-    return found
-
-
-def test_a_part_has_the_gradient_that_torch_would_give_it(spmd):
-    for found in spmd(4, gradients_of_parts, TP4):  # four ranks: key heads lie on two
-        assert len(found) > 50 and [name for name, same in found if not same] == []
+    assert len(found) > 50 and [name for name, same in found if not same] == []
 
 
 # --- checkpoints
@@ -399,50 +353,25 @@ def test_a_checkpoint_is_read_by_every_other_layout_bit_by_bit(spmd, tmp_path, k
 
 # --- nothing is changed that others can see
 
-COUNTS = (
-    "num_heads",
-    "num_key_value_heads",
-    "num_key_value_groups",
-    "head_dim",
-    "split_size",
-    "n_heads",
-    "num_attention_heads",
-    "embed_dim",
-)
+COUNTS = "num_heads num_key_value_heads num_key_value_groups head_dim split_size n_heads num_attention_heads embed_dim"
 
 
-def numbers_seen(name: str) -> tuple[list[dict[str, Any]], bool]:
-    """The counts of every module and config, and torch's own functions: before.
+def torchs_own() -> tuple[Any, ...]:
+    functions = (F.scaled_dot_product_attention, F.linear, F.embedding, F.cross_entropy)
+    return (*functions, torch.nn.Linear.forward, torch.nn.Embedding.forward)
 
-    From hooks around each block and head; after.
-    """
+
+@pytest.mark.parametrize("name", ["gpt2", "phi3", "bloom", "falcon_alibi"])
+@ranks(2)
+def test_nobody_outside_sees_another_number_of_heads(name):
     source = families.on_cpu(families.config_of(name, use_cache=False))
-    torchs = (
-        F.scaled_dot_product_attention,
-        F.linear,
-        F.embedding,
-        F.cross_entropy,
-        torch.nn.Linear.forward,
-        torch.nn.Embedding.forward,
-    )
+    torchs = torchs_own()
 
     def now() -> dict[str, Any]:
         module = model.parts[0]
-        found: dict[str, Any] = {
-            f"{path}.{key}": getattr(m, key) for path, m in module.named_modules() for key in COUNTS if hasattr(m, key)
-        }
-        return found | {
-            "config": str(module.config.to_dict()),
-            "torch": torchs
-            == (
-                F.scaled_dot_product_attention,
-                F.linear,
-                F.embedding,
-                F.cross_entropy,
-                torch.nn.Linear.forward,
-                torch.nn.Embedding.forward,
-            ),
-        }
+        counts = ((path, m, key) for path, m in module.named_modules() for key in COUNTS.split() if hasattr(m, key))
+        found = {f"{path}.{key}": getattr(m, key) for path, m, key in counts}
+        return found | {"config": str(module.config.to_dict()), "torch": torchs == torchs_own()}
 
     model = parallelize(source, TP2)
     seen = [now()]
@@ -450,19 +379,10 @@ def numbers_seen(name: str) -> tuple[list[dict[str, Any]], bool]:
         if path in (*model.facts.blocks, *(attention for attention in model.facts.attentions), model.plan.tensor.head):
             module.register_forward_pre_hook(lambda *_: seen.append(now()))
             module.register_forward_hook(lambda *_: seen.append(now()))
-    try:
-        model.forward_backward(own_rows(model, batch_of(2, 9, families.VOCABULARY)))
-        seen.append(now())
-    finally:
-        unchanged = torchs[4:] == (torch.nn.Linear.forward, torch.nn.Embedding.forward)
-    return seen, unchanged
-
-
-@pytest.mark.parametrize("name", ["gpt2", "phi3", "bloom", "falcon_alibi"])
-def test_nobody_outside_sees_another_number_of_heads(spmd, name):
-    for seen, unchanged in spmd(2, numbers_seen, name):
-        assert unchanged and len(seen) >= 2 + 2 * 5 and len(seen[0]) > 3
-        assert all(now == seen[0] for now in seen[1:])
+    model.forward_backward(own_rows(model, batch_of(2, 9, families.VOCABULARY)))
+    seen.append(now())
+    assert torchs == torchs_own() and len(seen) >= 2 + 2 * 5 and len(seen[0]) > 3
+    assert all(now == seen[0] for now in seen[1:])
 
 
 def after_an_error(name: str) -> bool:
@@ -508,14 +428,10 @@ def test_ranks_hold_their_parts_alone(spmd):
     assert [r["layers.0.attention_norm.weight"][1] for r in ranks] == [(24,)] * 4
 
 
-def user_model(name: str) -> torch.nn.Module:
-    return users.build(name)
-
-
 @pytest.mark.parametrize("name", ["no module of its own", "norms over all heads", "low rank", "tied and scaled"])
 def test_a_model_of_a_user_is_equal_to_one_process(pool, name):
     batches = RandomBatches(users.VOCABULARY, rows=4, seq_len=7, keys=())
-    report = verify(partial(user_model, name), SHARDED, batches, steps=2, dtypes=("float64",), pool=pool)
+    report = verify(partial(users.build, name), SHARDED, batches, steps=2, dtypes=("float64",), pool=pool)
     assert report, report
 
 

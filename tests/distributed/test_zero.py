@@ -6,16 +6,8 @@ import pytest
 import torch
 from support.laid_out import assert_estimated
 from support.oracle import differences, faults, worst
-from support.problems import (
-    FSDP2,
-    FSDP4,
-    Data,
-    Problem,
-    Way,
-    make_optimizer,
-    pieces,
-    share,
-)
+from support.problems import FSDP2, FSDP4, Data, Problem, Way, make_optimizer, pieces, share
+from support.ranks import ranks
 from support.train import DISTURBANCES, lay_out, local, train
 from test_wire import EVEN, even_sizes, one_warm_step
 from torch.distributed.fsdp import FSDPModule
@@ -94,7 +86,9 @@ def held_gathered(model: ParallelModel) -> list[str]:
     ]
 
 
-def by_hand(stage: int) -> tuple[list[str], bool]:
+@pytest.mark.parametrize("stage", [1, 2])
+@ranks(2)
+def test_nothing_is_gathered_between_steps(stage):
     """Two steps of ``optimizer_step``, and two of a loop of the user's own: what is gathered between steps, and
     whether both agree.
     """
@@ -123,13 +117,8 @@ def by_hand(stage: int) -> tuple[list[str], bool]:
                 model.optimizer_step(optimizer)
             gathered += held_gathered(model)
         found.append({name: local(p).detach().clone() for name, p in model.named_parameters()})
-    return gathered, all(torch.allclose(found[0][name], found[1][name], rtol=0, atol=1e-13) for name in found[0])
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_nothing_is_gathered_between_steps(spmd, stage):
-    for gathered, agree in spmd(2, by_hand, stage):
-        assert gathered == [] and agree
+    agree = all(torch.allclose(found[0][name], found[1][name], rtol=0, atol=1e-13) for name in found[0])
+    assert gathered == [] and agree
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -139,10 +128,10 @@ def test_a_disturbed_run_ends_like_an_undisturbed_one(spmd, reference, stage):
     assert not found, found[:8]
 
 
-def loaded(stage: int, folder: str) -> list[float]:
-    """The loss of a batch before a step, behind it, and after going back to what was saved before it, in the middle
-    of a step.
-    """
+@pytest.mark.parametrize("stage", [1, 2])
+@ranks(2)
+def test_what_is_loaded_between_steps_is_used(tmp_path, stage):
+    folder = str(tmp_path / "saved")
     model = lay_out(Problem(), Way(FSDP2, (("zero_stage", stage),), "rows"))
     optimizer = make_optimizer("sgd", model.parameters())
     batch = share(Data().step(0), *get_world_info()[::2])
@@ -154,10 +143,5 @@ def loaded(stage: int, folder: str) -> list[float]:
         model.module(batch["tokens"]).sum().backward()
     assert held_gathered(model)
     load(model, folder)
-    return [*losses, float(model.forward_backward(batch))]
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_what_is_loaded_between_steps_is_used(spmd, tmp_path, stage):
-    for before, stepped, back in spmd(2, loaded, stage, str(tmp_path / "saved")):
-        assert before == back != stepped
+    before, stepped, back = [*losses, float(model.forward_backward(batch))]
+    assert before == back != stepped

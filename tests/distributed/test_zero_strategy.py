@@ -14,11 +14,13 @@ import torch
 import torch.nn.functional as F
 from support.families import config_of, on_cpu, some_tokens
 from support.heard import heard
+from support.ranks import ranks
+from support.ranks import told as first_error
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from meshwright import ConfigError, Layout, UnsupportedError
+from meshwright import ConfigError, Layout
 from meshwright.core.errors import NonFiniteError
 from meshwright.distributed import init_distributed
 from meshwright.distributed.data import fully_sharded
@@ -168,7 +170,8 @@ def groups(model: nn.Module) -> list[Any]:
     ]
 
 
-def applications() -> dict[str, Any]:
+@ranks(2)
+def test_what_is_applied():
     mesh = init_distributed(DP2)
     assert mesh is not None
     found: dict[str, Any] = {}
@@ -217,37 +220,29 @@ def applications() -> dict[str, Any]:
         divides = group.force_sum_reduction_for_comms, group.gradient_divide_factor
         gradients[next(iter(switch), "")] = to_cpu(model.head.weight.grad), divides
     found["gradients"] = gradients
-    return found
-
-
-def test_what_is_applied(spmd):
-    for found in spmd(2, applications):
-        assert found["no_shard"][0] == 1.0 and found["no_shard"][3]["dp_replicate"] == 2
-        assert [found[strategy][0] for strategy in STRATEGIES[1:4]] == [0.5] * 3
-        units_in_all = 4
-        for strategy in ("optim", "optim_grads"):
-            assert found[strategy][1:3] == ([units_in_all] * 2, [units_in_all, 0]), (
-                "kept until the last microbatch's backward, no longer"
-            )
-        assert found["optim_grads_params"][1:3] == ([2, 2], [0, 0]), (
-            "root and last block stay between forward and backward"
+    assert found["no_shard"][0] == 1.0 and found["no_shard"][3]["dp_replicate"] == 2
+    assert [found[strategy][0] for strategy in STRATEGIES[1:4]] == [0.5] * 3
+    units_in_all = 4
+    for strategy in ("optim", "optim_grads"):
+        assert found[strategy][1:3] == ([units_in_all] * 2, [units_in_all, 0]), (
+            "kept until the last microbatch's backward, no longer"
         )
-        assert found["preserved"] == (torch.bfloat16, torch.float32, {torch.float32}, torch.float32)
-        assert found["plain"] == (None, {torch.bfloat16})
-        named, alone = found["units"]
-        assert named == ["", "embedding", *(f"layers.{n}.attention" for n in range(3))]
-        assert (
-            "layers.1.feed_forward.w_down" in alone and "layers.1.attention_norm" in alone and "layers.1" not in alone
-        )
-        assert found["quiet"] and found["waits"] == {"_Waiting"} and "_Waiting" not in found["default"]
-        mean, divided = found["gradients"][""]
-        averaged, inside = found["gradients"]["average_in_collective"]
-        summed, factor = found["gradients"]["calculate_per_token_loss"]
-        assert torch.allclose(mean, averaged, rtol=1e-6, atol=0) and (divided, inside) == ((True, None), (False, None))
-        assert torch.allclose(2 * mean, summed, rtol=1e-6, atol=0) and factor == (True, 1.0)
+    assert found["optim_grads_params"][1:3] == ([2, 2], [0, 0]), "root and last block stay between forward and backward"
+    assert found["preserved"] == (torch.bfloat16, torch.float32, {torch.float32}, torch.float32)
+    assert found["plain"] == (None, {torch.bfloat16})
+    named, alone = found["units"]
+    assert named == ["", "embedding", *(f"layers.{n}.attention" for n in range(3))]
+    assert "layers.1.feed_forward.w_down" in alone and "layers.1.attention_norm" in alone and "layers.1" not in alone
+    assert found["quiet"] and found["waits"] == {"_Waiting"} and "_Waiting" not in found["default"]
+    mean, divided = found["gradients"][""]
+    averaged, inside = found["gradients"]["average_in_collective"]
+    summed, factor = found["gradients"]["calculate_per_token_loss"]
+    assert torch.allclose(mean, averaged, rtol=1e-6, atol=0) and (divided, inside) == ((True, None), (False, None))
+    assert torch.allclose(2 * mean, summed, rtol=1e-6, atol=0) and factor == (True, 1.0)
 
 
-def on_meta() -> tuple[bool, list[dict[str, Any]], int]:
+@ranks(2)
+def test_a_model_on_meta_gets_weights_and_the_optimizer_its_shards():
     mesh = init_distributed(DP2)
     assert mesh is not None
     with torch.device("meta"):
@@ -268,13 +263,9 @@ def on_meta() -> tuple[bool, list[dict[str, Any]], int]:
         for group in optimizer.param_groups
     ]
     sharded = sum(state["exp_avg"]._local_tensor.numel() for state in optimizer.state.values())
-    return moved, plain, sharded * 2 - sum(p.numel() for p in laid.parameters())
-
-
-def test_a_model_on_meta_gets_weights_and_the_optimizer_its_shards(spmd):
-    for moved, plain, extra in spmd(2, on_meta):
-        assert moved and extra == 0
-        assert plain == [{"lr": 0.25, "weight_decay": 0.01}, {"lr": 0.5, "weight_decay": 0.0}]
+    extra = sharded * 2 - sum(p.numel() for p in laid.parameters())
+    assert moved and extra == 0
+    assert plain == [{"lr": 0.25, "weight_decay": 0.01}, {"lr": 0.5, "weight_decay": 0.0}]
 
 
 # --- gradients that are not finite
@@ -354,50 +345,6 @@ class Silent(nn.Module):
 # --- refusals
 
 
-def first_error(job) -> str:
-    try:
-        job()
-    except (ConfigError, UnsupportedError, ImportError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def refused() -> dict[str, str]:
-    mesh = init_distributed(DP2)
-    assert mesh is not None
-    call = nvfsdp_strategy_parallelize
-    replicas = init_distributed(Layout(dp_replicate=2, dp_shard=1))
-    assert replicas is not None
-    model, used = decoder(), decoder()
-    stepped = torch.optim.SGD(used.parameters(), lr=0.1, momentum=0.9)
-    loss_of(used).backward()
-    stepped.step()
-    with torch.device("meta"):
-        meta = Decoder(DECODER)
-    silent = call(Silent(), mesh)
-    jobs = {
-        "strategy": lambda: call(model, mesh, data_parallel_sharding_strategy="optim_grad"),
-        "sums": lambda: call(model, mesh, calculate_per_token_loss=True, average_in_collective=True),
-        "both units": lambda: call(model, mesh, disable_bucketing=True, nvfsdp_unit_modules=[nn.Linear]),
-        "state": lambda: call(used, mesh, stepped),
-        "other model": lambda: call(model, mesh, torch.optim.SGD(used.parameters(), lr=0.1)),
-        "class": lambda: call(model, mesh, nvfsdp_unit_modules=[nn.Conv1d]),
-        "path": lambda: call(model, mesh, nvfsdp_unit_modules=["torch.nn.Conv9"]),
-        "nested": lambda: call(model, mesh, nvfsdp_unit_modules=["meshwright.models.decoder.Attention", nn.Linear]),
-        "meta": lambda: call(meta, mesh),
-        "not meta": lambda: call(model, mesh, init_nvfsdp_with_meta_device=True),
-        "replicas": lambda: call(model, replicas, data_parallel_sharding_strategy="optim"),
-        "silent": lambda: silent(torch.ones(1, 4)),
-        **{
-            key: lambda key=key: call(model, mesh, **{key: True})
-            for key in ("nccl_ub", "fsdp_double_buffer", list(DEFAULTS)[13])
-        },
-    }
-    found = {name: first_error(job) for name, job in jobs.items()}
-    assert not any(isinstance(p, DTensor) for p in model.parameters()), "a refusal leaves the model as it was"
-    return found
-
-
 WORDS = {
     "strategy": "ConfigError: data_parallel_sharding_strategy = 'optim_grad': legal are no_shard, optim, optim_grads,"
     " optim_grads_params,",
@@ -423,10 +370,47 @@ WORDS = {
 }
 
 
-def test_what_cannot_be_is_refused_in_words(spmd):
-    for found in spmd(2, refused):
-        assert found.keys() == WORDS.keys()
-        assert {name: found[name] for name, words in WORDS.items() if not found[name].startswith(words)} == {}
+@ranks(2)
+def test_what_cannot_be_is_refused_in_words():
+    mesh = init_distributed(DP2)
+    assert mesh is not None
+    replicas = init_distributed(Layout(dp_replicate=2, dp_shard=1))
+    assert replicas is not None
+    model, used = decoder(), decoder()
+    stepped = torch.optim.SGD(used.parameters(), lr=0.1, momentum=0.9)
+    loss_of(used).backward()
+    stepped.step()
+    with torch.device("meta"):
+        meta = Decoder(DECODER)
+    silent = nvfsdp_strategy_parallelize(Silent(), mesh)
+    jobs = {
+        "strategy": lambda: nvfsdp_strategy_parallelize(model, mesh, data_parallel_sharding_strategy="optim_grad"),
+        "sums": lambda: nvfsdp_strategy_parallelize(
+            model, mesh, calculate_per_token_loss=True, average_in_collective=True
+        ),
+        "both units": lambda: nvfsdp_strategy_parallelize(
+            model, mesh, disable_bucketing=True, nvfsdp_unit_modules=[nn.Linear]
+        ),
+        "state": lambda: nvfsdp_strategy_parallelize(used, mesh, stepped),
+        "other model": lambda: nvfsdp_strategy_parallelize(model, mesh, torch.optim.SGD(used.parameters(), lr=0.1)),
+        "class": lambda: nvfsdp_strategy_parallelize(model, mesh, nvfsdp_unit_modules=[nn.Conv1d]),
+        "path": lambda: nvfsdp_strategy_parallelize(model, mesh, nvfsdp_unit_modules=["torch.nn.Conv9"]),
+        "nested": lambda: nvfsdp_strategy_parallelize(
+            model, mesh, nvfsdp_unit_modules=["meshwright.models.decoder.Attention", nn.Linear]
+        ),
+        "meta": lambda: nvfsdp_strategy_parallelize(meta, mesh),
+        "not meta": lambda: nvfsdp_strategy_parallelize(model, mesh, init_nvfsdp_with_meta_device=True),
+        "replicas": lambda: nvfsdp_strategy_parallelize(model, replicas, data_parallel_sharding_strategy="optim"),
+        "silent": lambda: silent(torch.ones(1, 4)),
+        **{
+            key: lambda key=key: nvfsdp_strategy_parallelize(model, mesh, **{key: True})
+            for key in ("nccl_ub", "fsdp_double_buffer", list(DEFAULTS)[13])
+        },
+    }
+    found = {name: first_error(job) for name, job in jobs.items()}
+    assert not any(isinstance(p, DTensor) for p in model.parameters()), "a refusal leaves the model as it was"
+    assert found.keys() == WORDS.keys()
+    assert {name: found[name] for name, words in WORDS.items() if not found[name].startswith(words)} == {}
 
 
 def cut_by_module() -> list[str]:
@@ -475,7 +459,9 @@ def test_one_process_says_that_nothing_is_sharded_and_does_the_rest(spmd):
 # --- the older order, each argument one place earlier
 
 
-def in_the_older_order():
+@pytest.mark.first
+@ranks(2)
+def test_the_older_order_is_read_whole():
     mesh = init_distributed(DP2)
     model = nvfsdp_strategy_parallelize(copy.deepcopy(built()), mesh, ["torch.nn.Linear"], None, "optim_grads")
     said = []
@@ -484,12 +470,7 @@ def in_the_older_order():
             nvfsdp_strategy_parallelize(copy.deepcopy(built()), mesh, ["torch.nn.Linear"], None, *wrong)
         except ConfigError as refusal:
             said.append(str(refusal))
-    return isinstance(next(model.parameters()), torch.distributed.tensor.DTensor), said
-
-
-@pytest.mark.first
-def test_the_older_order_is_read_whole(spmd):
-    for is_sharded, said in spmd(2, in_the_older_order):
-        assert isinstance(is_sharded, bool) and len(said) == 3
-        assert "given by name, and here True stands there" in said[0]
-        assert said[1].startswith("tp_shard_plan is a int") and said[2].startswith("data_parallel_sharding_strategy is")
+    is_sharded = isinstance(next(model.parameters()), torch.distributed.tensor.DTensor)
+    assert isinstance(is_sharded, bool) and len(said) == 3
+    assert "given by name, and here True stands there" in said[0]
+    assert said[1].startswith("tp_shard_plan is a int") and said[2].startswith("data_parallel_sharding_strategy is")

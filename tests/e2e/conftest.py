@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from e2e_runs import Job, Result, finish, start
+from support.families import save_tokenizer, saved
 
 from meshwright.cli.main import main
 
@@ -35,25 +36,29 @@ def cache(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
+@pytest.fixture(scope="session")
+def tiny(corpus, cache) -> dict:
+    """What the tests' runs have in common, by dotted keys: little data, and nothing beside training."""
+    data = {"data.source": [str(corpus)], "data.cache": str(cache), "data.seq_len": 32, "batch.global_batch": 8}
+    quiet = {"validation.every": 0, "checkpoint.every": 0, "logging.tensorboard": "off", "sample.tokens": 0}
+    return data | quiet
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> Path:
+    """A folder of transformers' files: a Llama and its tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    saved(folder, "llama")
+    save_tokenizer(folder)
+    return folder
+
+
 @pytest.fixture
-def small(corpus, cache, tmp_path):
+def small(tiny, tmp_path):
     """``small({"batch.microbatch": 2, ...})``: the tiny config as one dict of dotted keys, with those over it."""
 
     def make(changes=None) -> dict:
-        base = {
-            "out": str(tmp_path / "runs"),
-            "steps": 6,
-            "model.size": "debug",
-            "data.source": [str(corpus)],
-            "data.cache": str(cache),
-            "data.seq_len": 32,
-            "batch.global_batch": 8,
-            "validation.every": 0,
-            "checkpoint.every": 0,
-            "logging.tensorboard": "off",
-            "sample.tokens": 0,
-        }
-        return base | (changes or {})
+        return tiny | {"out": str(tmp_path / "runs"), "steps": 6, "model.size": "debug"} | (changes or {})
 
     return make
 

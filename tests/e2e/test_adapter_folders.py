@@ -24,14 +24,6 @@ ROWS, SEQ = 8, 32
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    saved(folder, "llama")
-    save_tokenizer(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def rows(tmp_path_factory) -> Path:
     """As many tokens as one step has, so that every step learns the same rows, in another order."""
     path = tmp_path_factory.mktemp("rows") / "a.txt"

@@ -21,30 +21,9 @@ pytestmark = pytest.mark.all
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    saved(folder, "llama")
-    save_tokenizer(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def base(corpus, cache, model) -> dict:
-    return {
-        "data.source": [str(corpus)],
-        "data.cache": str(cache),
-        "data.seq_len": 32,
-        "steps": 4,
-        "batch.global_batch": 8,
-        "model.hf": str(model),
-        "adapters.rank": 4,
-        "adapters.modules_to_save": ["lm_head"],
-        "optimizer.lr": 1e-2,
-        "sample.tokens": 0,
-        "checkpoint.every": 2,
-        "validation.every": 0,
-        "logging.tensorboard": "off",
-    }
+def base(tiny, model) -> dict:
+    adapters = {"model.hf": str(model), "adapters.rank": 4, "adapters.modules_to_save": ["lm_head"]}
+    return tiny | adapters | {"steps": 4, "optimizer.lr": 1e-2, "checkpoint.every": 2}
 
 
 @pytest.fixture(scope="module")

@@ -23,22 +23,10 @@ def write(path: Path, content: str | bytes) -> str:
 
 
 @pytest.fixture(scope="module")
-def run(pool, corpus, cache, tmp_path_factory) -> Path:
+def run(pool, tiny, tmp_path_factory) -> Path:
     """The folder of a run that bad words are said about."""
-    small = {
-        "model.size": "debug",
-        "data.source": [str(corpus)],
-        "data.cache": str(cache),
-        "data.seq_len": 32,
-        "steps": 1,
-    }
-    quiet = {
-        "batch.global_batch": 8,
-        "sample.tokens": 0,
-        "validation.every": 0,
-        "out": str(tmp_path_factory.mktemp("out")),
-    }
-    return pool.run(Job(small | quiet), world=1, timeout=60)[0].folder
+    config = tiny | {"model.size": "debug", "steps": 1, "out": str(tmp_path_factory.mktemp("out"))}
+    return pool.run(Job(config), world=1, timeout=60)[0].folder
 
 
 @pytest.fixture

@@ -100,18 +100,8 @@ WAYS = {
     "whole, pp 2": (Layout(dp_shard=1, pp=2), "config", {}, "hf"),
     "frozen embedding left out, FSDP 2": (DATA2, "config", {"frozen": ["embed_tokens"], "only_trained": True}, "hf"),
     "adapters alone, FSDP 2": (DATA2, "config", {"adapters": LORA, "only_trained": True}, "merged"),
-    "adapters alone, pp 2": (
-        Layout(dp_shard=1, pp=2),
-        "config",
-        {"adapters": LORA, "only_trained": True},
-        "merged",
-    ),
-    "adapters alone, FSDP 2 x tp 2, a module": (
-        SHARDED,
-        "module",
-        {"adapters": LORA, "only_trained": True},
-        "merged",
-    ),
+    "adapters alone, pp 2": (Layout(dp_shard=1, pp=2), "config", {"adapters": LORA, "only_trained": True}, "merged"),
+    "adapters alone, FSDP 2 x tp 2, a module": (SHARDED, "module", {"adapters": LORA, "only_trained": True}, "merged"),
     "experts, the router frozen, ep 2": (
         Layout(dp_shard=2, ep=2),
         "config",

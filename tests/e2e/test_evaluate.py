@@ -11,7 +11,6 @@ import sys
 import pytest
 import torch
 from e2e_runs import Job, metrics
-from support.families import save_tokenizer, saved
 from torch.nn import functional as F
 
 from meshwright.data.tokenizers import FileTokenizer
@@ -21,25 +20,16 @@ pytestmark = pytest.mark.all
 
 
 @pytest.fixture(scope="module")
-def ran(pool, corpus, cache, tmp_path_factory):
+def ran(pool, tiny, tmp_path_factory):
     """A run of the decoder on bytes, which validated 8 rows at steps 2 and 4."""
-    config = {"model.size": "debug", "data.source": [str(corpus)], "data.cache": str(cache), "data.seq_len": 32}
-    rest = {"out": str(tmp_path_factory.mktemp("runs")), "steps": 4, "sample.tokens": 0, "checkpoint.every": 2}
-    rest |= {"validation.every": 2, "validation.samples": 8, "batch.global_batch": 8}
-    return pool.run(Job(config | rest), world=1, timeout=60)[0].folder
+    config = tiny | {"model.size": "debug", "out": str(tmp_path_factory.mktemp("runs")), "steps": 4}
+    config |= {"checkpoint.every": 2, "validation.every": 2, "validation.samples": 8}
+    return pool.run(Job(config), world=1, timeout=60)[0].folder
 
 
 @pytest.fixture
 def run(ran, tmp_path):
     return shutil.copytree(ran, tmp_path / "run")
-
-
-@pytest.fixture(scope="module")
-def hf(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hf")
-    saved(folder, "llama")
-    save_tokenizer(folder)
-    return folder
 
 
 def figures(ask, *words):
@@ -78,33 +68,33 @@ def test_layouts_agree_with_one_process_through_worker_processes(ask, run):
 
 
 @pytest.mark.first
-def test_a_folder_of_transformers_is_evaluated_as_transformers_computes(ask, hf, tmp_path, cache):
+def test_a_folder_of_transformers_is_evaluated_as_transformers_computes(ask, model, tmp_path, cache):
     from transformers import AutoModelForCausalLM
 
     text = "loss(mesh)=1 axis.rank" * 3
     (tmp_path / "text.txt").write_text(text)
-    found = figures(ask, hf, "--data", tmp_path / "text.txt", "--data.seq_len=64", f"--data.cache={cache}")
-    tokenizer, model = FileTokenizer(hf), AutoModelForCausalLM.from_pretrained(hf).eval()
+    found = figures(ask, model, "--data", tmp_path / "text.txt", "--data.seq_len=64", f"--data.cache={cache}")
+    tokenizer, theirs = FileTokenizer(model), AutoModelForCausalLM.from_pretrained(model).eval()
     ids = torch.tensor([*tokenizer.encode(text).tolist(), tokenizer.end_of_document])
     losses = []
     with torch.no_grad():
         for begin in range(0, len(ids), 64):
             row, ahead = ids[begin : begin + 64], ids[begin + 1 : begin + 65]
-            logits = model(row.unsqueeze(0)).logits[0, : len(ahead)]
+            logits = theirs(row.unsqueeze(0)).logits[0, : len(ahead)]
             losses += F.cross_entropy(logits.double(), ahead, reduction="none").tolist()
     assert found["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-6) and found["tokens"] == len(losses)
     assert found["bits_per_byte"] == pytest.approx(sum(losses) / math.log(2) / len(text), rel=1e-6)
     assert found["step"] is None and found["dtype"] == "float32"
 
 
-def test_tasks_print_what_lm_eval_finds(ask, hf, tmp_path):
+def test_tasks_print_what_lm_eval_finds(ask, model, tmp_path):
     (tmp_path / "texts.json").write_text('{"text": "loss of a mesh"}\n{"text": "rank"}\n')
     (tmp_path / "ours.yaml").write_text(
         "task: ours_rolling\ndataset_path: json\noutput_type: loglikelihood_rolling\ntest_split: test\n"
         f"dataset_kwargs: {{data_files: {{test: {tmp_path}/texts.json}}}}\n"
         'doc_to_text: ""\ndoc_to_target: "{{text}}"\nmetric_list: [{metric: byte_perplexity}]\n'
     )
-    status, out, _ = ask("evaluate", hf, "--tasks=ours_rolling", f"--tasks_path={tmp_path}", "--limit=2")
+    status, out, _ = ask("evaluate", model, "--tasks=ours_rolling", f"--tasks_path={tmp_path}", "--limit=2")
     lines = [line.split() for line in out.splitlines()]
     assert status == 0 and ["ours_rolling"] in lines
     assert next(float(line[1]) for line in lines if line[0] == "byte_perplexity") > 1
@@ -114,7 +104,7 @@ def test_tasks_print_what_lm_eval_finds(ask, hf, tmp_path):
     ("words", "complaint"),
     [
         (["{run}", "--data=gone.txt"], "--data gone.txt does not exist"),
-        (["{hf}"], "has no validation part: give --data PATH"),
+        (["{model}"], "has no validation part: give --data PATH"),
         (["{run}", "--rows=0"], "--rows = 0 is out of range: it must be 1 or more"),
         (["{run}", "--limit=3"], "--limit is for --tasks"),
         (["{run}", "--tasks=a", "--rows=3"], "--rows is for a loss on text"),
@@ -132,9 +122,9 @@ def test_tasks_print_what_lm_eval_finds(ask, hf, tmp_path):
         (["--rows=3"], "needs the folder of a run"),
     ],
 )
-def test_bad_requests_are_refused_in_a_sentence(ask, run, hf, tmp_path, words, complaint):
+def test_bad_requests_are_refused_in_a_sentence(ask, run, model, tmp_path, words, complaint):
     (tmp_path / "empty").mkdir()
-    places = {"run": run, "hf": hf, "empty": tmp_path / "empty"}
+    places = {"run": run, "model": model, "empty": tmp_path / "empty"}
     status, out, err = ask("evaluate", *(word.format(**places) for word in words))
     assert (status, out) == (2, "") and complaint in err and len(err.splitlines()) == 1, err
 

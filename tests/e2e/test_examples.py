@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
+import shutil
 import tomllib
 from pathlib import Path
 
 import pytest
 import torch
-from e2e_runs import Job
+from e2e_runs import Job, losses
 from support.families import save_tokenizer, saved, some_tokens
 from support.vision_models import asks, draw_image, model_folder, write_rows
 
@@ -126,13 +128,57 @@ def test_a_fine_tuning_says_what_it_chose_and_goes_on_with_it(pool, files, tmp_p
     line = next(line for line in ran.out.splitlines() if line.strip().startswith("default "))
     config = tomllib.loads((ran.folder / "config.toml").read_text())
     steps = config["steps"]
-    assert f"steps = {steps} (3 epochs)" in line and "optimizer.lr = 0.0002, optimizer.weight_decay = 0," in line
+    assert f"steps = {steps} (" in line and "optimizer.lr = 0.003, optimizer.weight_decay = 0," in line
     assert "data.seq_len = 64" in line and config["data"]["seq_len"] == 64  # the most that this model knows
-    assert config["optimizer"]["lr"] == 2e-4 and config["optimizer"]["weight_decay"] == 0 and "epochs" not in config
+    assert config["optimizer"]["lr"] == 3e-3 and config["optimizer"]["weight_decay"] == 0 and "epochs" not in config
     assert config["sample"]["prompt"] == "user: Hello<|endoftext|>assistant: "
     on = pool.run(Job(config | {"run": str(ran.folder), "steps": steps + 1}), world=2, timeout=90)[0]
     assert on.status == 0 and f"step {steps + 1}/{steps + 1}" in on.out and "fine-tuning" not in on.out
     assert tomllib.loads((ran.folder / "config.toml").read_text()) == config | {"steps": steps + 1}
+
+
+@pytest.fixture(scope="module")
+def speaker(files, tmp_path_factory) -> Path:
+    """A model that has learnt to answer in letters, and 200 short chats with one answer that it does not know."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    folder, draw = tmp_path_factory.mktemp("speaker"), random.Random(0)
+    shutil.copytree(files / "model", folder / "model", ignore=shutil.ignore_patterns("config.json", "*.safetensors"))
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+
+    def word(n: int) -> str:
+        return "".join(draw.choices("abcdefgh", k=n))
+
+    def chat(answer: str) -> list[dict[str, str]]:
+        return [{"role": "user", "content": word(4)}, {"role": "assistant", "content": answer}]
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=256, **sizes))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(100):
+        ids = [tokenizer.apply_chat_template(chat(word(12)), return_dict=True)["input_ids"] for _ in range(16)]
+        model(input_ids=(rows := torch.tensor(ids)), labels=rows).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder / "model")
+    answer = word(12)
+    text = "".join(json.dumps({"messages": chat(answer), "id": n}) + "\n" for n in range(200))
+    (folder / "chats.jsonl").write_text(text)
+    return folder
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize("adapters", [True, False], ids=["adapters", "whole"])
+def test_two_hundred_short_chats_are_learnt_by_default(pool, tmp_path, speaker, adapters):
+    """Nothing but model and data is set."""
+    written = {"out": str(tmp_path), "model": {"hf": str(speaker / "model")}, "sample": {"tokens": 0}}
+    written |= {"data": {"source": [str(speaker / "chats.jsonl")]}} | ({"adapters": {"rank": 16}} if adapters else {})
+    ran = pool.run(Job(written), world=2, timeout=90)[0]
+    assert ran.status == 0, ran.error
+    found = losses(ran.folder)
+    assert 50 <= len(found) <= 120 and found[-1] < found[0] / 2
+    assert "the data is small: " in ran.out and "change a model little" not in ran.out
 
 
 @pytest.mark.all

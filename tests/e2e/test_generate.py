@@ -13,7 +13,6 @@ import sys
 import pytest
 import torch
 from e2e_runs import Job
-from support.families import save_tokenizer, saved
 from tokenizers import Tokenizer
 
 from meshwright.cli.arguments import open_model, open_run
@@ -32,12 +31,11 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def ran(pool, corpus, cache, tmp_path_factory):
+def ran(pool, tiny, tmp_path_factory):
     """A run of the decoder on bytes."""
-    config = {"model.size": "debug", "data.source": [str(corpus)], "data.cache": str(cache), "data.seq_len": 32}
-    rest = {"out": str(tmp_path_factory.mktemp("runs")), "steps": 2, "sample.tokens": 20, "sample.prompt": "def "}
-    rest |= {"validation.every": 0}
-    return pool.run(Job(config | rest), world=1, timeout=60)[0].folder
+    config = tiny | {"model.size": "debug", "out": str(tmp_path_factory.mktemp("runs")), "steps": 2}
+    config |= {"sample.tokens": 20, "sample.prompt": "def "}
+    return pool.run(Job(config), world=1, timeout=60)[0].folder
 
 
 @pytest.fixture
@@ -46,11 +44,9 @@ def run(ran, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def hf(tmp_path_factory):
+def hf(model, tmp_path_factory):
     """A folder as people download it: weights, tokenizer, chat template."""
-    folder = tmp_path_factory.mktemp("hf")
-    saved(folder, "llama")
-    save_tokenizer(folder)
+    folder = shutil.copytree(model, tmp_path_factory.mktemp("hf") / "model")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 

@@ -22,15 +22,8 @@ pytestmark = pytest.mark.all
 
 
 @pytest.fixture(scope="module")
-def base(corpus, cache) -> dict:
-    small = {
-        "data.source": [str(corpus)],
-        "data.cache": str(cache),
-        "data.seq_len": 32,
-        "steps": 3,
-        "batch.global_batch": 8,
-    }
-    return small | {"sample.tokens": 0, "checkpoint.every": 2, "validation.every": 0, "logging.tensorboard": "off"}
+def base(tiny) -> dict:
+    return tiny | {"steps": 3, "checkpoint.every": 2}
 
 
 def beginning(folder: Path) -> Path:

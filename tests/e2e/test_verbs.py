@@ -16,24 +16,11 @@ pytestmark = pytest.mark.all
 
 
 @pytest.fixture(scope="module")
-def told(pool, corpus, cache, tmp_path_factory):
+def told(pool, tiny, tmp_path_factory):
     """A run of two ranks and three steps, as rank 0 told it."""
-    small = {
-        "model.size": "debug",
-        "data.source": [str(corpus)],
-        "data.cache": str(cache),
-        "data.seq_len": 32,
-        "steps": 3,
-    }
-    rest = {
-        "batch.global_batch": 8,
-        "sample.tokens": 30,
-        "sample.prompt": "def ",
-        "checkpoint.every": 2,
-        "validation.every": 3,
-        "logging.tensorboard": "off",
-    }
-    return pool.run(Job(small | rest | {"out": str(tmp_path_factory.mktemp("out"))}), world=2, timeout=60)[0]
+    config = tiny | {"model.size": "debug", "out": str(tmp_path_factory.mktemp("out")), "steps": 3}
+    config |= {"sample.tokens": 30, "sample.prompt": "def ", "checkpoint.every": 2, "validation.every": 3}
+    return pool.run(Job(config), world=2, timeout=60)[0]
 
 
 @pytest.fixture
@@ -64,16 +51,14 @@ def test_generate_repeats_the_sample_of_the_run_and_follows_seed_and_temperature
     assert tree(run) == before
 
 
-@pytest.mark.first('words6-tokens = "many" is text; expected a whole number')
+@pytest.mark.first('words4-tokens = "many" is text; expected a whole number')
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
         ([], "needs the folder of a run"),
-        (["nowhere"], "nowhere does not exist"),
         (["{run}", "--prompt="], "the prompt is empty"),
         (["{run}", "--prompt"], "--prompt needs a value"),
         (["{run}", "--promt=a"], "does not know '--promt=a'"),
-        (["{run}", "--tokens=-1"], "--tokens = -1 is out of range"),
         (["{run}", "--tokens=many"], 'tokens = "many" is text; expected a whole number'),
         (["{run}", "--temperature=nan"], "--temperature = nan is out of range"),
         (["{run}", "--temperature=-1"], "--temperature = -1.0 is out of range"),
@@ -130,16 +115,9 @@ def test_inspect_knows_the_sizes_and_nothing_else(ask):
 
 
 def test_plan_needs_no_gpu_no_process_group_and_no_data(ask):
-    words = [
-        "plan",
-        "--world",
-        "64",
-        "--model.size=8B",
-        "--model.vocab_size=128256",
-        "--data.seq_len=8192",
-        "--data.source",
-        "nowhere",
-    ]
+    words = (
+        "plan --world 64 --model.size=8B --model.vocab_size=128256 --data.seq_len=8192 --data.source nowhere".split()
+    )
     status, out, err = ask(
         *words, "--batch.global_batch=64", "--layout.dp_replicate=8", "--layout.dp_shard=8", "--device=cuda"
     )

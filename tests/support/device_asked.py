@@ -26,7 +26,7 @@ def device_faults(way: Way, ranks: list[Record]) -> dict[str, list[str]]:
 def _waits(way: Way, number: int, rank: Record) -> list[str]:
     reads = [read for read in rank.seen.host_reads if not any(model in read.line.file for model in MODELS)]
     # the plan does not know which recomputed layers no gradient reaches
-    may_be_fewer = way.freeze == "start" and way.ep == "2" and way.recompute != "none"
+    may_be_fewer = way.freeze == "start" and way.ep != "1" and way.recompute != "none"
     if len(reads) == rank.waits or (may_be_fewer and len(reads) < rank.waits):
         return []
     where = sorted({str(read) for read in reads})

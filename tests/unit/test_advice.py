@@ -38,13 +38,16 @@ from test_rules import CASES, attempt, with_own_loss
 
 from meshwright import ConfigError, Layout, UnsupportedError
 from meshwright.cli.arguments import read_launch
+from meshwright.cli.main import main
 from meshwright.core.config import to_dict
 from meshwright.core.errors import MeshwrightError
 from meshwright.data import SourceOptions, load_tokenizer, open_corpus, prepare
 from meshwright.introspection.source import as_module
 from meshwright.training.build import build_schedule
-from meshwright.training.feed import refuse_contradictions
+from meshwright.training.config import Config
+from meshwright.training.feed import build_feed, refuse_contradictions
 from meshwright.training.launch import process_count
+from meshwright.training.views.progress import Progress
 
 
 def planned(model, layout: Layout, techniques, changes: Way):
@@ -407,6 +410,39 @@ def test_advice_about_data_is_followed(tmp_path):
     assert found >= BY_SOURCE, BY_SOURCE - found
 
 
+BY_STREAM = {"data.column = chosen", "data.streaming", "data.task = chat"}
+BY_INSPECTION = {"meshwright inspect"}
+SIDE = "assistant"
+
+
+def test_advice_about_a_stream_of_pairs_is_followed(tmp_path):
+    ask, good, bad = ({"role": role, "content": text} for role, text in (("user", "2?"), (SIDE, "2"), (SIDE, "3")))
+    (tmp_path / "a.jsonl").write_text(json.dumps({"chosen": [ask, good], "rejected": [ask, bad]}) + "\n")
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }};{% endfor %}")
+    given = {"source": [str(tmp_path / "a.jsonl")], "template": str(tmp_path / "t.jinja"), "seq_len": 8}
+    given |= {"cache": str(tmp_path / "cache"), "validation_fraction": 0.0}
+
+    def read(changes: dict) -> str:
+        try:
+            feed = build_feed(Config.from_dict({"data": given | changes}), load_tokenizer("bytes"), 0, 1, Progress())
+            return "" if len(next(feed.loader)["tokens"]) else "no rows"
+        except MeshwrightError as error:
+            return str(error)
+
+    text = read({"streaming": True})
+    assert advices(text) >= BY_STREAM
+    for changes in ({}, {"streaming": True, "task": "chat", "column": "chosen", "ignore": ["rejected"]}):
+        given["seq_len"] = 64
+        assert read(changes) == ""
+
+
+def test_what_a_refusal_says_of_inspect_is_so(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in [*RECORDS, {"prompt": "a"}]))
+    assert "meshwright inspect lists what becomes of all records" in reading(tmp_path, {})
+    assert main(["inspect", str(tmp_path / "a.jsonl")]) == 0
+    assert "4; 1 of them cannot be used:" in capsys.readouterr().out
+
+
 NOT_HERE: dict[str, set[str]] = {
     "needs several ranks, in a loop of one's own: tests/distributed run such loops": {
         "apply_context_parallel()",
@@ -444,11 +480,6 @@ NOT_HERE: dict[str, set[str]] = {
         "state_dict()",
     },
     "in a text that names the flag, which is followed: tests/unit/test_followed_commands.py": {"model.vocab_size"},
-    "of a stream of preference pairs, which is opened by a run alone: tests/unit/test_data_preference.py": {
-        "data.column = chosen",
-        "data.streaming",
-        "data.task = chat",
-    },
     "needs images beside text in a mixture: tests/unit/test_images.py": {
         "data.mixture, by 'it'",
     },
@@ -476,9 +507,6 @@ NOT_HERE: dict[str, set[str]] = {
     "is printed at the end of a run: tests/e2e train and convert": {
         "meshwright convert",
     },
-    "shows all of what one record was refused for: tests/unit/test_record_shapes.py": {
-        "meshwright inspect",
-    },
     "keys that are known when they are printed, each followed under its own name": {
         "techniques.precision",
         "…, by 'it'",
@@ -488,7 +516,15 @@ NOT_HERE: dict[str, set[str]] = {
 
 
 def test_every_advice_is_followed_or_excused():
-    known = {*BY_CALL, *BY_COMMAND, *BY_CONFIG, *BY_SOURCE, *(name for names in BY_RULE.values() for name in names)}
+    known = {
+        *BY_CALL,
+        *BY_COMMAND,
+        *BY_CONFIG,
+        *BY_SOURCE,
+        *BY_STREAM,
+        *BY_INSPECTION,
+        *(name for names in BY_RULE.values() for name in names),
+    }
     asked = {name for message in messages() for name in advices(message.text)}
     open_ = {name for name in asked if not is_followed(name, known)}
     excused = {name for names in NOT_HERE.values() for name in names}

@@ -15,16 +15,20 @@ from meshwright.cli.arguments import open_model, read_config
 from meshwright.core.config import all_set, from_dict, is_unset, to_dict, to_toml
 from meshwright.core.dtypes import epochs_text
 from meshwright.core.errors import ConfigError
+from meshwright.data import load_tokenizer
 from meshwright.training.config import Config
-from meshwright.training.feed import refuse_contradictions
+from meshwright.training.feed import build_feed, refuse_contradictions
 from meshwright.training.fine_tuning import (
+    Counted,
     after_data,
     before_data,
     chosen,
     few_steps,
     length_follows,
     of_forecast,
+    why_chosen,
 )
+from meshwright.training.views.progress import Progress
 
 LORA = {"adapters": {"rank": 4}}
 
@@ -38,7 +42,7 @@ def model(tmp_path) -> Path:
 
 
 def counted(config: Config, rows: int = 640, tasks: tuple[str, ...] = ("chat",)) -> Config:
-    return after_data(config, rows, tasks, lambda message: f"<{message}>")
+    return after_data(config, Counted(lambda _: rows) if rows else None, tasks, lambda message: f"<{message}>")
 
 
 def tuned(model: Path, changes: dict | None = None, rows: int = 640, tasks: tuple[str, ...] = ("chat",)) -> Config:
@@ -58,11 +62,11 @@ def values(config: Config) -> tuple:
         ({}, ("chat",), (1e-5, 0.0, 2048, 60, "<Hello>")),
         (LORA, ("chat",), (2e-4, 0.0, 2048, 60, "<Hello>")),
         (LORA, ("alpaca",), (2e-4, 0.0, 2048, 60, "The")),
-        (LORA, ("preference",), (5e-5, 0.0, 2048, 20, "<Hello>")),
-        ({}, ("preference",), (1e-6, 0.0, 2048, 20, "<Hello>")),
-        ({}, ("text",), (1e-5, 0.0, 2048, 20, "The")),
+        (LORA, ("preference",), (5e-5, 0.0, 2048, 60, "<Hello>")),
+        ({}, ("preference",), (1e-6, 0.0, 2048, 60, "<Hello>")),
+        ({}, ("text",), (1e-5, 0.0, 2048, 60, "The")),
         (LORA | {"epochs": 0.5}, ("chat",), (2e-4, 0.0, 2048, 10, "<Hello>")),
-        (LORA | {"batch": {"global_batch": 64}}, ("chat",), (2e-4, 0.0, 2048, 30, "<Hello>")),
+        (LORA | {"batch": {"global_batch": 64}}, ("chat",), (2e-4, 0.0, 2048, 60, "<Hello>")),
         ({"optimizer": {"kind": "lion"}}, ("chat",), (2e-6, 0.0, 2048, 60, "<Hello>")),
         ({"optimizer": {"kind": "sgd"}}, ("chat",), (3e-3, 0.0, 2048, 60, "<Hello>")),
     ],
@@ -105,14 +109,15 @@ def test_the_command_line_leaves_open_what_no_flag_says(model):
     assert (config.optimizer.lr, config.data.seq_len) == (2e-4, 2048)
     assert is_unset(config.optimizer.lr) and length_follows(config)
     text = chosen(counted(config, 640, ("chat",)))
-    assert text.startswith("optimizer.lr = 0.0002, optimizer.weight_decay = 0, data.seq_len = 2048, steps = 60 (3 e")
+    assert text.startswith("optimizer.lr = 0.0002, optimizer.weight_decay = 0, data.seq_len = 2048, batch.global_batch")
+    assert "steps = 60 (3 epochs)" in text
 
 
 def test_without_weights_nothing_changes(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
     for changes in ({}, {"model": {"hf": str(tmp_path)}}, {"model": {"size": "125M"}}):
         config = Config.from_dict(changes)
-        made = after_data(before_data(config), 640, ("text",), str)
+        made = counted(before_data(config), 640, ("text",))
         assert values(made) == (3e-3, 0.1, 128, 200, "The ") and made == config and chosen(made) == ""
         assert not length_follows(config)
     assert counted(Config.from_dict({"epochs": 2.0}), 640, ("text",)).steps == 40  # as many as were asked for
@@ -181,14 +186,84 @@ def test_the_epochs_that_are_said_are_those_of_whole_steps(model, rows, said):
     assert said in chosen(config) and counted(config, rows, ("chat",)).steps == config.steps
 
 
-def test_few_steps_are_said_with_the_batch_that_makes_more(model):
-    config = tuned(model, {"batch": {"global_batch": 32}}, 15)
-    assert config.steps == 2
-    words = few_steps(config, 2)
-    assert words.startswith("2 steps of 32 rows change a model little") and words.endswith("batch.global_batch = 4")
-    followed = tuned(model, {"batch": {"global_batch": 4}}, 15)
-    assert followed.steps == 12 and few_steps(followed, 2) == ""
-    assert few_steps(tuned(model, {"steps": 2}, 15), 2) == few_steps(tuned(model, {}, 6400), 2) == ""
+SHORT = 12_000
+"""Tokens of some 200 short chats."""
+
+
+def packed(tokens: int = SHORT, ranks: int = 2, accepts=lambda config: True, shortest: int = 200) -> Counted:
+    """Documents that fill rows of any length."""
+    return Counted(lambda seq_len: -(-tokens // seq_len), shortest, ranks, accepts)
+
+
+def made(model: Path, data: Counted, changes: dict | None = None, tasks: tuple[str, ...] = ("chat",)) -> Config:
+    config = before_data(Config.from_dict({"model": {"hf": str(model)}} | LORA | (changes or {})))
+    return after_data(config, data, tasks, lambda message: None)
+
+
+@pytest.mark.parametrize(
+    ("data", "changes", "expected"),
+    [
+        (packed(), {}, (2, 256, 71)),  # 6 rows of 2048 tokens
+        (packed(shortest=1500), {}, (2, 2048, 60)),  # no shorter rows hold all: 10 epochs have 30 steps
+        (packed(SHORT * 1000), {}, (32, 2048, 550)),
+        (packed(SHORT * 10), {}, (2, 2048, 89)),
+        (packed(SHORT * 100), {}, (16, 2048, 110)),
+        (packed(), {"batch": {"global_batch": 32}}, (32, 2048, 2)),
+        (packed(), {"data": {"seq_len": 1024}}, (2, 1024, 60)),
+        (packed(), {"epochs": 1.0}, (2, 256, 24)),
+        (packed(), {"steps": 200}, (32, 2048, 200)),
+        (packed(accepts=lambda config: config.batch.global_batch >= 8), {}, (8, 2048, 60)),
+    ],
+)
+def test_a_small_file_makes_enough_steps_of_fewer_or_shorter_rows(model, data, changes, expected):
+    config = made(model, data, changes)
+    batch, seq_len, steps = expected
+    assert (config.batch.global_batch, config.data.seq_len) == (batch, seq_len) and abs(config.steps - steps) <= 60
+    assert not changes.get("steps") or config.steps == steps
+    before = before_data(Config.from_dict({"model": {"hf": str(model)}} | LORA | changes))
+    said = why_chosen(before, config, data)
+    assert bool(said) == ((batch, seq_len) != (before.batch.global_batch, before.data.seq_len))
+    assert not said or f"so a step has {batch}" in said
+
+
+@pytest.mark.parametrize("task", ["chat", "text", "preference", "completion"])
+def test_little_data_is_read_more_often_but_no_oftener_than_is_usual_for_its_task(model, task):
+    few = made(model, packed(600), tasks=(task,))
+    assert few.epochs == pytest.approx(10 if task in ("chat", "completion") else 3, rel=0.5)
+    assert made(model, packed(SHORT * 1000), tasks=(task,)).epochs == pytest.approx(
+        3 if few.epochs > 5 else 1, rel=0.01
+    )
+    assert made(model, packed(600), {"data": {"max_epochs": 4}}, (task,)).epochs <= 4
+
+
+def test_few_steps_are_said_whenever_they_are_few_and_the_advice_makes_more(model):
+    data = packed(20_000, shortest=2048)
+    said: list[tuple[int, str]] = []
+    for changes in ({"batch": {"global_batch": 32}}, {"batch": {"global_batch": 2}, "epochs": 1.0}, {"steps": 3}):
+        config = made(model, data, changes)
+        said.append((config.steps, few_steps(config, data)))
+        assert said[-1][1].startswith(f"{config.steps} steps of {config.batch.global_batch} rows change a model little")
+    (_, batch), (_, epochs), (_, steps) = said
+    assert "batch.global_batch = 2 or epochs = " in batch and "epochs = 12 makes" in epochs and "steps = 60" in steps
+    for changes in ({"batch": {"global_batch": 2}}, {"batch": {"global_batch": 2}, "epochs": 12.0}, {"steps": 60}):
+        config = made(model, data, changes)
+        assert config.steps >= 49 and few_steps(config, data) == ""
+
+
+def test_a_step_of_pairs_keeps_both_answers_on_a_rank(model, tmp_path):
+    rows = [{"prompt": f"{n} + {n} =", "chosen": str(2 * n), "rejected": "no"} for n in range(40)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"source": [str(tmp_path / "pairs.jsonl")], "tokenizer": "bytes", "cache": str(tmp_path / "cache")}
+    config = before_data(Config.from_dict({"model": {"hf": str(model)}, "data": data} | LORA))
+    feed = build_feed(config, load_tokenizer("bytes"), 0, 2, Progress(), accepts=lambda config: True)
+    assert feed.config.batch.global_batch == 4 and feed.config.steps >= 57
+    assert len(feed.next_batch()["tokens"]) == 2
+
+
+@pytest.mark.parametrize(("width", "rate"), [(64, 3e-3), (1024, 8e-4), (4096, 2e-4), (8192, 1e-4), (None, 2e-4)])
+def test_rates_fall_with_the_width_of_a_model(model, width, rate):
+    (model / "config.json").write_text(json.dumps({"hidden_size": width}))
+    assert before_data(Config.from_dict({"model": {"hf": str(model)}} | LORA)).optimizer.lr == pytest.approx(rate)
 
 
 @pytest.mark.parametrize(

@@ -84,15 +84,15 @@ BUDGET: dict[str, tuple[int, int, int]] = {
     "checkpoint": (9, 2200, 10),
     "cli": (17, 2100, 16),
     "comparison": (4, 790, 0),
-    "core": (18, 3180, 5),
-    "data": (16, 6470, 40),
+    "core": (18, 3200, 5),
+    "data": (16, 6540, 40),
     "distributed": (88, 21630, 114),
     "integrations": (9, 1650, 11),
     "introspection": (37, 10570, 64),
     "models": (4, 720, 5),
     "planning": (34, 8550, 42),
     "simulation": (13, 4230, 25),
-    "training": (41, 10360, 46),
+    "training": (41, 10520, 46),
     "verification": (15, 3850, 10),
 }
 """By room: files, lines, and private functions that are named once in their file.

@@ -9,12 +9,16 @@ import pytest
 
 from meshwright.cli.main import main
 from meshwright.core.errors import ConfigError
+from meshwright.data import load_tokenizer
 from meshwright.data.cache import open_corpus, prepare
 from meshwright.data.formats import BadRow
 from meshwright.data.options import SourceOptions
 from meshwright.data.packing import IGNORE_INDEX
 from meshwright.data.tasks import choose_task
 from meshwright.data.tokenizers import ByteTokenizer
+from meshwright.training.config import Config
+from meshwright.training.feed import build_feed
+from meshwright.training.views.progress import Progress
 
 TEMPLATE = (
     "{% if tools %}[tools {{ tools | length }}]{% endif %}"
@@ -335,6 +339,42 @@ def test_ignored_columns_that_no_record_has_are_named(tmp_path):
     assert notes == ["data.ignore names ['id,url'], which no record has"]
 
 
+@pytest.mark.parametrize("too_long", ["skip", "truncate"])
+def test_inspect_and_train_count_alike(tmp_path, capsys, too_long):
+    """Of chats, some of them bad and some too long, and of a text: the same words with the same numbers."""
+    chats = [{"messages": [ASK, turn("assistant", "so it is" * (1 + n % 4))]} for n in range(30)] + [{"messages": []}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
+    (tmp_path / "a.txt").write_text("once upon a time " * 40)
+    (tmp_path / "t.jinja").write_text(TEMPLATE)
+    data: dict = {"template": str(tmp_path / "t.jinja"), "seq_len": 50, "too_long": too_long, "on_bad_row": "skip"}
+    data |= {"validation_fraction": 0.2, "cache": str(tmp_path / "cache")}
+    for name in ("a.jsonl", "a.txt"):
+        given = data if name == "a.jsonl" else data | {"template": "", "too_long": "refuse", "on_bad_row": "refuse"}
+        assert main(["inspect", str(tmp_path / name), *(f"--data.{key}={value}" for key, value in given.items())]) == 0
+        lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+        seen = next(text for title, text in lines if title == "data")
+        config = Config.from_dict({"data": given | {"source": [str(tmp_path / name)]}, "batch": {"global_batch": 2}})
+        feed = build_feed(config, load_tokenizer("bytes"), 0, 1, Progress())
+        assert feed.description.startswith(f"{seen} · 50 tokens per row") and " held out" in seen
+
+
+def test_one_refusal_names_bad_rows_and_those_that_are_too_long(tmp_path):
+    rows = [{"prompt": "a", "completion": "b" * n} for n in (3, 60, 3, 0, 70)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given: dict = {"source": (str(tmp_path / "a.jsonl"),)}
+    with pytest.raises(ConfigError) as refused:
+        prepare(SourceOptions(**given), ByteTokenizer(), 0.0, tmp_path / "cache", seq_len=24)
+    said = str(refused.value)
+    assert said.startswith(f"3 rows of {tmp_path / 'a.jsonl'} cannot be used, for 2 reasons:\n- row 4: ")
+    assert "- row 2: longer than data.seq_len = 24 (also row 5)\n" in said
+    assert "set data.on_bad_row = 'skip' and data.too_long = 'skip';" in said
+    given |= {"on_bad_row": "skip", "too_long": "skip"}
+    prepared = prepare(SourceOptions(**given), ByteTokenizer(), 0.0, tmp_path / "cache", seq_len=24)
+    assert open_corpus(prepared.folder, "skip").training.n_samples(24) == 1
+    with pytest.raises(ConfigError, match="row 4: the answer is empty.*data.on_bad_row = 'skip'; mesh"):
+        prepare(SourceOptions((given["source"]), too_long="skip"), ByteTokenizer(), 0.0, tmp_path / "b", seq_len=24)
+
+
 def test_inspect_says_what_becomes_of_each_record(tmp_path, capsys):
     answers = ["Hello there", None, "Bye, and good night to all of you"]
     rows = [{"messages": [ASK, turn("assistant", answer)], "id": n} for n, answer in enumerate(answers)]
@@ -347,7 +387,8 @@ def test_inspect_says_what_becomes_of_each_record(tmp_path, capsys):
         "chat (by the columns of the first record), which reads messages, system, tools",
         "records    3; 1 of them cannot be used:",
         "row 2, turn 2: the content must be text",
-        "learnt     30 of 74 tokens",
+        "data       ",
+        "[[ ]]      is read, and not learnt",
         "1 of 2 documents are longer than data.seq_len = 40: cut short, 0 of them left out",
         "columns not read: id (in 3)",
         "[[<user>2+2?;<assistant>]]Hello there;",

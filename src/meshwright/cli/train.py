@@ -65,9 +65,15 @@ def first_line(config: Config) -> str:
         ConfigError: the layout does not fit the number of processes.
     """
     from meshwright import __version__
+    from meshwright.core.devices import gpu_count
+    from meshwright.core.host import physical_cores
+    from meshwright.distributed.process.world import get_world_info
     from meshwright.training.launch import process_count
 
     count = process_count(config)
     processes = f"{count} process{'es' * (count > 1)}"
+    if get_world_info()[2] == 1 and not (config.process.count or config.layout.is_resolved or gpu_count()):
+        cores = physical_cores()
+        processes += f" on {cores} core{'s' * (cores > 1)} (another number: --process.count=N)"
     folder = config.run or f"{Path(config.out) / config.name}-…"
     return f"meshwright {__version__} · {config.name} · {processes} · {folder}"

@@ -88,10 +88,16 @@ def _print(kind: type[BaseException], error: BaseException, traceback: Any) -> N
 def command(*words: object) -> str:
     """Return a command line of meshwright that runs as it stands in the user's shell, in any environment.
 
-    It begins with ``meshwright`` if the shell finds this installation's script by that name, else with its path.
+    It begins as the command line that is running did; where none is, with ``meshwright`` if the shell finds this
+    installation's script by that name, else with its path.
     """
     import sysconfig
 
+    typed = sys.argv[0] if sys.argv else ""
+    if os.path.basename(typed) == "meshwright" and os.path.isfile(typed):
+        return shlex.join([_as_typed(typed), *map(str, words)])
+    if typed.endswith(os.path.join("meshwright", "__main__.py")):
+        return shlex.join([_as_typed(sys.executable), "-m", "meshwright", *map(str, words)])
     folders = [sysconfig.get_path("scripts", sysconfig.get_preferred_scheme(key)) for key in ("prefix", "user")]
     script = next(filter(os.path.isfile, (os.path.join(folder, "meshwright") for folder in folders)), None)
     program = [_as_typed(script)] if script else [_as_typed(sys.executable), "-m", "meshwright"]
@@ -120,8 +126,12 @@ def _as_typed(program: str) -> str:
     found = shutil.which(os.path.basename(program))
     if found is not None and os.path.abspath(found) == os.path.abspath(program):
         return os.path.basename(program)
-    is_below = program.startswith(os.path.join(os.getcwd(), ""))
-    return os.path.relpath(program) if is_below else program
+    return from_here(program)
+
+
+def from_here(path: str) -> str:
+    """Return a path from the working folder, if it lies below."""
+    return os.path.relpath(path) if path.startswith(os.path.join(os.getcwd(), "")) else path
 
 
 def nearest(word: str, choices) -> str:

@@ -235,6 +235,16 @@ MIB = 300
 """Memory of a process that has imported torch and trains a small model."""
 
 
+def physical_cores() -> int:
+    """Count the cores that this process may use: threads of a core count once, and a container's share is heeded."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    places = {n: Path(f"/sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list") for n in allowed}
+    cores = len({place.read_text() if place.is_file() else str(n) for n, place in places.items()})
+    limit = Path("/sys/fs/cgroup/cpu.max")
+    quota, _, period = limit.read_text().strip().partition(" ") if limit.is_file() else ("max", "", "")
+    return max(1, min(cores, int(quota) // int(period)) if quota.isdigit() and period.isdigit() else cores)
+
+
 def refuse_too_many(count: int) -> None:
     """Refuse more processes than the cores serve or the free memory holds: they would end other people's programs.
 

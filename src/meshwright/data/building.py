@@ -7,6 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
@@ -318,6 +319,8 @@ class TokenisingRecipe:
         """Columns that the task does not read, and the number of records that have them."""
         self.ignored: set[str] = set()
         """Columns that are left out on purpose, and that a record has."""
+        self.seq_len = 0
+        """Tokens above which a refusal names a document as too long; 0: it names none."""
         self.nulls = 0
         """Nulls in arguments of calls of tools, which Arrow cannot tell from keys that a record has not."""
         if self.task.is_whole and not isinstance(tokenizer, AligningTokenizer):
@@ -389,7 +392,7 @@ class TokenisingRecipe:
             "notes": notes,
             "files": files_of(self.scan) if len(self.scan.files) <= MOST_FILES else [],
         }
-        examples = self._texts(progress) if self.scan.format == "text" else self._records(skipped, say, progress)
+        examples = self.texts(progress) if self.scan.format == "text" else self._records(skipped, say, progress)
         folders = image_folders(self.scan) if self.task.pictured else None
 
         def encoded() -> Iterator[Encoded]:
@@ -404,8 +407,7 @@ class TokenisingRecipe:
             raise ConfigError(
                 f"data.source = {list(self.options.source)} holds nothing to learn: {n} documents to train on, {why}"
             )
-        learnt = f", {meta.training.n_learnt} of them to be learnt" if meta.is_whole else ""
-        say(f"{meta.training.n_tokens} tokens to train on{learnt}, {meta.validation.n_tokens} held out")
+        say(f"tokenised {meta.training.n_documents + meta.validation.n_documents:,} documents")
 
     def notes(self) -> list[str]:
         """Name the columns not read or not there, and count the nulls left out, in a sentence each."""
@@ -446,7 +448,8 @@ class TokenisingRecipe:
             for _, examples in self._rows(file, {}, say):
                 yield from ((TRAINING, example) for example in examples)
 
-    def _texts(self, progress: Callable[[int, int], None]) -> Iterator[tuple[Split, Example]]:
+    def texts(self, progress: Callable[[int, int], None] = lambda done, total: None) -> Iterator[tuple[Split, Example]]:
+        """Yield the text of every file, or of a single file two parts, with the split of each."""
         files = self.scan.files
         if len(files) == 1:
             text = files[0].read()
@@ -466,7 +469,7 @@ class TokenisingRecipe:
         self, skipped: dict[str, int], say: Say, progress: Callable[[int, int], None]
     ) -> Iterator[tuple[Split, Example]]:
         files = self.scan.files
-        held = hold_out_rows([file.digest for file in files], [file.n_records for file in files], self.fraction)
+        held = self.held_rows()
         done, total = 0, sum(file.n_records for file in files)
         for file, is_held in zip(files, held, strict=True):
             for place, examples in self._rows(file, skipped, say):
@@ -481,6 +484,11 @@ class TokenisingRecipe:
             progress(done, total)
             if skipped.get(file.name, 0) > _NAMED:
                 say(f"skipped: {skipped[file.name]} of the {file.n_records} rows of {file.path}, in all")
+
+    def held_rows(self) -> list[np.ndarray]:
+        """Return whether each row of each file is held out."""
+        files = self.scan.files
+        return hold_out_rows([file.digest for file in files], [file.n_records for file in files], self.fraction)
 
     def examples_of(self, file: SourceFile, number: int, record: Record | BadRow) -> list[Example]:
         """Return the examples of a record, whose row counts from 1, and note the columns that are not read.
@@ -530,9 +538,12 @@ class TokenisingRecipe:
                 kind = kind_of(bad)
                 rows.setdefault(kind, []).append(row)
                 texts.setdefault(kind, str(bad))
-        way = (
-            "To leave such rows out, set data.on_bad_row = 'skip'; meshwright inspect lists what becomes of all records"
-        )
+        way = "To leave such rows out, set data.on_bad_row = 'skip'"
+        if long := self._too_long(file):
+            kind = f"longer than data.seq_len = {self.seq_len}"
+            rows[kind], texts[kind] = long, f"{file.path}, row {long[0]}: {kind}"
+            way += " and data.too_long = 'skip'"
+        way += "; meshwright inspect lists what becomes of all records"
         listed = []
         for kind, (_, *others) in [*rows.items()][:_KINDS]:
             named = f"row{'s' * (len(others) > 1)} {', '.join(map(str, others[:_NAMED]))}"
@@ -544,6 +555,20 @@ class TokenisingRecipe:
         more = [f"and {len(rows) - _KINDS} more kinds"] * (len(rows) > _KINDS)
         head = f"{sum(map(len, rows.values()))} rows of {file.path} cannot be used, for {len(rows)} reasons:"
         return "\n- ".join([head, *listed, *more]) + f"\n{way}"
+
+    def _too_long(self, file: SourceFile) -> list[int]:
+        """Return the rows, from 1 and of the first that a refusal looks at, with a document that is too long."""
+        numbers: list[int] = []
+        found: list[tuple[Split, Example]] = []
+        every = RECORD_FORMATS[self.scan.format].records(file.path) if self.seq_len and self.task.is_whole else ()
+        for number, record in islice(every, _LISTED_ROWS):
+            with suppress(BadRow):
+                examples = self.examples_of(file, number, record)
+                numbers += [number] * len(examples)
+                found += [(TRAINING, example) for example in examples]
+        lengths = (len(ids) for _, ids, _, _ in self.encoder().encode(iter(found)))
+        long = (number for number, length in zip(numbers, lengths, strict=True) if length > self.seq_len)
+        return list(dict.fromkeys(long))
 
 
 def kind_of(bad: object) -> str:

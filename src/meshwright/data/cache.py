@@ -14,7 +14,7 @@ import logging
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -28,6 +28,7 @@ from meshwright.core.host import default_cache_dir
 from .building import TokenisingRecipe, check_fraction, files_of, image_folders, kind_of, texts_of
 from .corpus import (
     TRAINING,
+    VALIDATION,
     Meta,
     Pictured,
     TooLong,
@@ -42,7 +43,7 @@ from .formats import RECORD_FORMATS, BadRow
 from .images import NO_IMAGES, PixelReader, Vision
 from .mapped import PREFIX, Index, IndexingRecipe, open_index
 from .options import MixturePart, SourceOptions
-from .packing import Corpus, Whole
+from .packing import Corpus, Split, Stream, Whole
 from .scan import TOKEN_FORMATS, Scan, scan_sources
 from .tokenizers import ByteTokenizer, FileTokenizer, Tokenizer
 from .turns import Example
@@ -83,6 +84,7 @@ def prepare(
     progress: Progress = lambda done, total: None,
     vision: Vision = NO_IMAGES,
     begun: str = "",
+    seq_len: int = 0,
 ) -> Prepared:
     """Build the corpus of ``source`` in the cache, unless it is there already.
 
@@ -101,6 +103,9 @@ def prepare(
             that changed since are left to the one who reads rows, and rows that became unusable stay as they were
             tokenised, where ``on_bad_row`` is skip; else ``other`` says what changed.
 
+        seq_len: tokens of a row: a refusal of unusable records names those that are longer too, unless ``too_long``
+            says what becomes of these; 0: it does not.
+
     Raises:
         ConfigError: an unusable source or fraction (see ``scan_sources``); an unusable record or id (with its
             location); a cache folder that cannot be written.
@@ -118,6 +123,8 @@ def prepare(
     made_of = (scan, options, tokenizer, validation_fraction)
     of_ids = scan.format in TOKEN_FORMATS
     recipe = IndexingRecipe(*made_of) if of_ids else TokenisingRecipe(*made_of, vision=vision)
+    if isinstance(recipe, TokenisingRecipe) and options.too_long == "refuse":
+        recipe.seq_len = seq_len
     first, name = None, f"corpus-{begun.partition('-')[0]}"
     for folder in (root / name, root / f"{name}-skip") if begun and not of_ids else ():
         if not find_damage(folder, contents=True) and (meta := read_meta(folder)).identity == begun:
@@ -279,30 +286,28 @@ _NAMED = 10
 
 @dataclass(frozen=True)
 class Account:
-    """What becomes of the first records of a source.
+    """What becomes of the first records of a source, or of its texts.
 
     Attributes:
-        records: those that were read.
+        records: those that were read; None: texts.
         all_records: those that there are.
         unusable: the reason of each that cannot be used.
-        split: the documents of those that can; None where documents are cut into rows, and all is learnt.
-        tokens, learnt: of all documents.
+        splits: the documents of those that can, to train on and held out.
         notes: columns that are not read, and where texts and tokens differ.
     """
 
-    records: int
+    records: int | None
     all_records: int
     unusable: list[str]
-    split: Whole | None
-    tokens: int
-    learnt: int
+    splits: tuple[Split, Split]
     notes: list[str]
 
     def lines(self, seq_len: int) -> Iterator[tuple[str, str]]:
         """Yield a title and a sentence for each fact."""
-        among = "" if self.records == self.all_records else f", the first of {self.all_records:,}"
-        bad = f"; {len(self.unusable):,} of them cannot be used:" if self.unusable else ", all of which can be used"
-        yield "records", f"{self.records:,}{among}{bad}"
+        if self.records is not None:
+            among = "" if self.records == self.all_records else f", the first of {self.all_records:,}"
+            bad = f"; {len(self.unusable):,} of them cannot be used:" if self.unusable else ", all of which can be used"
+            yield "records", f"{self.records:,}{among}{bad}"
         kinds: dict[str, list[str]] = {}
         for reason in self.unusable:
             kinds.setdefault(kind_of(reason), []).append(reason)
@@ -312,54 +317,87 @@ class Account:
             yield "", f"and {more:,} more kinds"
         if self.unusable:
             yield "", "training leaves them out with --data.on_bad_row=skip"
-        tokens, learnt = self.tokens, self.learnt
-        if self.split is not None and self.split.too_long != "refuse":
-            tokens, learnt = self.split.n_kept(seq_len)
-        yield "learnt", f"{learnt:,} of {tokens:,} tokens"
-        if self.split is not None and (n := self.split.n_too_long(seq_len)):
-            cut = replace(self.split, too_long="truncate").n_unlearnt(seq_len)
+        whole = [split for split in self.splits if isinstance(split, Whole)]
+        if n := sum(split.n_too_long(seq_len) for split in whole):
+            cut = sum(replace(split, too_long="truncate", _kept_lengths={}).n_unlearnt(seq_len) for split in whole)
             fate = {"refuse": "refused", "skip": "left out"}.get(
-                self.split.too_long, f"cut short, {cut:,} of them left out, since nothing to learn is left"
+                whole[0].too_long, f"cut short, {cut:,} of them left out, since nothing to learn is left"
             )
             yield (
-                "rows",
-                f"{n:,} of {self.split.n_documents:,} documents are longer than data.seq_len = {seq_len}: {fate}"
-                + "; --data.too_long=skip leaves them out, truncate cuts their ends off" * (fate == "refused"),
+                "too long",
+                f"{n:,} of {sum(split.n_documents for split in whole):,} documents are longer than data.seq_len ="
+                f" {seq_len}: {fate}"
+                + "; --data.too_long=skip leaves them out, truncate cuts their ends off"
+                * (fate == "refused"),
             )
+        yield "data", sizes_text([self.splits], seq_len)
         yield from (("note", note) for note in self.notes)
 
 
+def sizes_text(splits: Iterable[tuple[Split, Split]], seq_len: int) -> str:
+    """Count what of sources is trained on in rows of a length, and what is held out: documents and tokens that fit."""
+
+    def counted(of: Iterable[Split]) -> tuple[int, int, int]:
+        tokens, learnt, documents = 0, 0, 0
+        for split in of:
+            fits = isinstance(split, Whole)
+            whole, some = split.n_kept(seq_len) if fits else (split.n_tokens, split.n_tokens)
+            tokens, learnt = tokens + whole, learnt + some
+            documents += int((split.kept_lengths(seq_len) > 0).sum()) if fits else split.n_documents
+        return tokens, learnt, documents
+
+    def words(tokens: int, documents: int) -> str:
+        return f"{tokens:,} tokens of {documents:,} document{'s' * (documents != 1)}"
+
+    pairs = list(splits)
+    tokens, learnt, documents = counted(training for training, _ in pairs)
+    some = f", {learnt:,} of them learnt" if learnt != tokens else ""
+    held, _, others = counted(validation for _, validation in pairs)
+    return f"{words(tokens, documents)} to train on{some}" + (f"; {words(held, others)} held out" if others else "")
+
+
 def account_of(recipe: TokenisingRecipe) -> Account:
-    """Read up to MOST records, also where one of them cannot be used, and count what becomes of them.
+    """Read up to MOST records, also where one of them cannot be used, or all texts, and count what becomes of them.
 
     Raises:
         ConfigError: none of them can be used.
     """
-    found: list[Example] = []
+    found: list[tuple[str, Example]] = []
     bad: list[str] = []
-    every = ((file, row) for file in recipe.scan.files for row in RECORD_FORMATS[recipe.scan.format].records(file.path))
-    n = 0
-    for file, (number, record) in islice(every, MOST):
-        n += 1
-        try:
-            found += recipe.examples_of(file, number, record)
-        except BadRow as error:
-            bad.append(str(error))
+    n, files = 0, recipe.scan.files
+    if recipe.scan.format == "text":
+        found = list(recipe.texts())
+    else:
+        every = (
+            (file, is_held[min(place, len(is_held) - 1)], row)
+            for file, is_held in zip(files, recipe.held_rows(), strict=True)
+            for place, row in enumerate(RECORD_FORMATS[recipe.scan.format].records(file.path))
+        )
+        for file, is_held, (number, record) in islice(every, MOST):
+            n += 1
+            try:
+                examples = recipe.examples_of(file, number, record)
+            except BadRow as error:
+                bad.append(str(error))
+                continue
+            found += [(VALIDATION if is_held else TRAINING, example) for example in examples]
     if bad and not found:
         raise ConfigError(f"none of {n:,} records can be used. The first: {bad[0]}")
     encoder = recipe.encoder()
-    encoded = list(encoder.encode((TRAINING, example) for example in found))
-    ids = [each for _, each, _, _ in encoded]
-    total = sum(map(len, ids))
-    masks = [mask for _, _, mask, _ in encoded if mask is not None]
-    split = None
-    if recipe.task.is_whole and ids:
-        offsets = np.cumsum([0, *map(len, ids)])
-        is_learnt = np.concatenate(masks).astype(np.uint8)
-        split = Whole(TRAINING, np.concatenate(ids), offsets, is_learnt, recipe.options.too_long)
-    learnt = total if split is None else int(split.is_learnt.sum())
+    encoded = list(encoder.encode(iter(found)))
+
+    def split(name: str) -> Split:
+        own = [(ids, mask) for of, ids, mask, _ in encoded if of == name]
+        offsets = np.cumsum([0, *(len(ids) for ids, _ in own)])
+        ids = np.concatenate([np.empty(0, np.uint32), *(ids for ids, _ in own)])
+        if not recipe.task.is_whole:
+            return Stream(name, ids, offsets)
+        masks = [np.empty(0, bool), *(mask for _, mask in own if mask is not None)]
+        return Whole(name, ids, offsets, np.concatenate(masks).astype(np.uint8), recipe.options.too_long)
+
     notes = [*encoder.notes(), *recipe.notes()]
-    return Account(n, sum(file.n_records for file in recipe.scan.files), bad, split, total, learnt, notes)
+    records = None if recipe.scan.format == "text" else n
+    return Account(records, sum(file.n_records for file in files), bad, (split(TRAINING), split(VALIDATION)), notes)
 
 
 BPE = "bpe:"

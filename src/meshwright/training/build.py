@@ -127,21 +127,32 @@ def build_run(
     refuse_unused([row.pattern for row in config.optimizer.overrides], trained)
     refuse_absent(plan)
     low_bit.refuse_absent(plan.optimizer)
-    if config.process.check_memory:
-        refuse_too_large(
-            config, facts, plan, batch, cluster, lambda one, made, rows: estimated_memory(one, facts, made, rows)
-        )
+    trace = open_trace(config)
+    chooses_batch = fine_tuning.batch_follows(config) and trace is None and not longest_rows
+
+    def check_memory() -> None:
+        if config.process.check_memory:
+            refuse_too_large(
+                config, facts, plan, batch, cluster, lambda one, made, rows: estimated_memory(one, facts, made, rows)
+            )
+
+    if not chooses_batch:
+        check_memory()
     if isinstance(weights, Pretrained):
         weights.check(module)
-    trace = open_trace(config)
     limit = config.process.startup_timeout_sec
     with timeline.phase("process group"), stop.released():
         setup = {"backend": config.process.backend, "startup_timeout_sec": limit, "nccl_timeout_sec": limit}
         mesh = init_distributed(DistributedConfig(**vars(config.layout), **setup), config.seed)
     with timeline.phase("data"):
         ends = None if trace else RowEnds.of(plan, config.batch.microbatch, is_fixed=longest_rows)
-        feed = build_feed(config, tokenizer, *data_position(mesh), progress, ends)
+        accepts = (lambda one: is_carried(one, facts, cluster, batch_of(one, tokenizer))) if chooses_batch else None
+        feed = build_feed(config, tokenizer, *data_position(mesh), progress, ends, accepts)
     config = feed.config
+    if chooses_batch:
+        batch = batch_of(config, tokenizer)
+        plan = plan_run(config, facts, cluster, batch)
+        check_memory()
     build_schedule(config)
     with timeline.phase("model"):
         options: dict[str, Any] = {"draw_on": trace.drawn_on if trace else None, "loss_fn": loss_of(config, feed)}
@@ -190,6 +201,14 @@ def plan_run(config: Config, facts: ModelFacts, cluster: Cluster, batch: Batch |
     Needs neither a process group nor a GPU.
     """
     return make_plan(facts, config.layout, batch=batch, cluster=cluster, techniques=config.requested)
+
+
+def is_carried(config: Config, facts: ModelFacts, cluster: Cluster, batch: Batch) -> bool:
+    """Return whether a layout carries a batch."""
+    try:
+        return bool(plan_run(config, facts, cluster, batch))
+    except (ConfigError, UnsupportedError):
+        return False
 
 
 def facts_of(source: ModelSource) -> ModelFacts:

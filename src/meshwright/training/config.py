@@ -93,7 +93,8 @@ class DataConfig(SourceOptions):
     tokenizer.json, or a folder that holds one; "bpe:8000" (trained on the spot, of that size); or "ids:50257:50256"
     (vocabulary, end-of-document id; for token ids without their tokenizer)."""
     seq_len: Annotated[int, FROM_1] = unset(128)
-    """Tokens per row; unset beside weights from files: 2048, or the model's maximum where that is shorter."""
+    """Tokens per row; unset beside weights from files: 2048, or the model's maximum where that is shorter, or less
+    where the data would make few steps."""
     validation_fraction: Annotated[float, BELOW_1] = 0.05
     """Part of the bytes (of records: of the rows) that is held out for validation; 0: none."""
     cache: str = ""
@@ -106,8 +107,9 @@ class DataConfig(SourceOptions):
 class BatchConfig:
     """How many rows an optimizer step sees, and in what portions."""
 
-    global_batch: Annotated[int, FROM_1] = 32
-    """Rows per optimizer step, over all ranks."""
+    global_batch: Annotated[int, FROM_1] = unset(32)
+    """Rows per optimizer step, over all ranks; unset beside weights from files: fewer where the data would make few
+    steps."""
     microbatch: Annotated[int, FROM_0] = 0
     """Rows per forward on one rank; 0: the rank's whole share at once."""
 
@@ -143,7 +145,7 @@ class OptimizerConfig:
     adafactor."""
     lr: Annotated[float, ABOVE_0] = unset(3e-3)
     """Peak learning rate; unset beside weights from files: 2e-4 for adapters, 1e-5 for a whole model, and on
-    preference pairs 5e-5 and 1e-6."""
+    preference pairs 5e-5 and 1e-6, for models of width 4,096, and more for narrower ones."""
     beta1: Annotated[float, BELOW_1] = 0.9
     """Decay of the mean of gradients; the momentum of sgd and muon (whose paper has 0.95)."""
     beta2: Annotated[float, BELOW_1] = 0.95
@@ -230,7 +232,7 @@ class ProcessConfig:
 
     count: Annotated[int, FROM_0] = 0
     """Processes to start here, however many; 0: as many as the layout has ranks, if this host carries them, else one
-    per GPU, or 4 on a host without."""
+    per GPU, or on a host without one per core, at most 4."""
     backend: Annotated[str, NOT_EMPTY] = DEFAULT_BACKEND
     """Back ends of torch.distributed per device type; one that this build of torch lacks is dropped and said."""
     startup_timeout_sec: Annotated[int, FROM_1] = 300
@@ -273,7 +275,7 @@ class Config:
     """Optimizer steps of the whole run; unset beside weights from files: as many as epochs takes."""
     epochs: Annotated[float | None, ABOVE_0] = None
     """Passes over the data, instead of steps; unset beside weights from files, where steps is too: 3 on conversations
-    and answers, 1 on text and preference pairs."""
+    and answers, 1 on text and preference pairs, and more on little data."""
     check_trace: str = ""
     """Trace of ``meshwright verify --write-trace``, to compare the first steps with; the run ends where they differ."""
     model: ModelConfig = field(default_factory=ModelConfig)

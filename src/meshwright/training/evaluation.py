@@ -26,7 +26,7 @@ from meshwright.distributed.setup import DistributedConfig
 from meshwright.planning.layout import Layout
 from meshwright.training.config import Config, ProcessConfig
 from meshwright.training.feed import HeldOut, held_out_of, parts_of, prepare_once_per_node, stages_of, vision_for
-from meshwright.training.launch import CPU_PROCESSES, for_the_user, gpu_count
+from meshwright.training.launch import for_the_user, usual_processes
 from meshwright.training.run.opened import Opened
 from meshwright.training.views.progress import Progress
 
@@ -176,7 +176,7 @@ def resolved_layout(layout: Layout, process: ProcessConfig, *, is_open: bool) ->
         return layout.resolve(world), 1
     if is_open and not process.count:
         layout = replace(layout, dp_shard=1)
-    count = process.count or (layout.world if layout.is_resolved else gpu_count() or CPU_PROCESSES)
+    count = process.count or usual_processes(layout)
     return layout.resolve(count, ranks_per_node=count), count
 
 

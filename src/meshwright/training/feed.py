@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from meshwright.core.config import is_unset, unset
 from meshwright.core.dtypes import epochs_text
 from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError
 from meshwright.core.files import read_object
@@ -26,7 +27,7 @@ from meshwright.data import (
     prepare,
 )
 from meshwright.data.building import TokenisingRecipe
-from meshwright.data.cache import open_parts
+from meshwright.data.cache import open_parts, sizes_text
 from meshwright.data.images import PixelReader, Vision, vision_of
 from meshwright.data.loader import StreamedSamples
 from meshwright.data.options import MixturePart
@@ -35,14 +36,13 @@ from meshwright.data.scan import TOKEN_FORMATS, list_sources
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import get_world_info
 from meshwright.training.config import Config, DataConfig
-from meshwright.training.fine_tuning import TEXT, after_data, few_steps
+from meshwright.training.fine_tuning import SHORT_ROW, SHORT_TEXT, TEXT, Counted, after_data, few_steps, why_chosen
 from meshwright.training.model_source import FOLDER, in_chat_template
 from meshwright.training.run.request import IDENTITY
 
 if TYPE_CHECKING:
     from meshwright.training.views.progress import Progress
 
-from meshwright.core.dtypes import count_text
 from meshwright.data.corpus import Pictured
 
 
@@ -166,9 +166,20 @@ def parts_of(data: DataConfig) -> tuple[MixturePart, ...]:
 
 
 def build_feed(
-    config: Config, tokenizer: Tokenizer, rank: int, ranks: int, progress: Progress, ends: RowEnds | None = None
+    config: Config,
+    tokenizer: Tokenizer,
+    rank: int,
+    ranks: int,
+    progress: Progress,
+    ends: RowEnds | None = None,
+    accepts: Callable[[Config], bool] | None = None,
 ) -> Feed:
-    """Prepare, open and mix the sources (collective); ``ends``: where rows end, None: at data.seq_len.
+    """Prepare, open and mix the sources (collective).
+
+    Args:
+        ends: where rows end; None: at data.seq_len.
+        accepts: returns whether a layout carries a config's batch, where small data may make it smaller; None: it may
+            not.
 
     Raises:
         ConfigError: a source cannot be used, the nodes see different data, or a source would be read more often than
@@ -180,7 +191,7 @@ def build_feed(
         return _streamed(config, parts, tokenizer, (rank, ranks), progress, ends)
     vision = vision_for(config)
     prepared = [prepare_once_per_node(config, part, tokenizer, progress, vision) for part in parts]
-    opened = agree.together(lambda: _opened(config, parts, prepared, tokenizer, (rank, ranks), vision, ends))
+    opened = agree.together(lambda: _opened(config, parts, prepared, tokenizer, (rank, ranks), vision, ends, accepts))
     assert opened is not None
     return opened
 
@@ -200,20 +211,27 @@ def _opened(
     place: tuple[int, int],
     vision: Vision,
     ends: RowEnds | None,
+    accepts: Callable[[Config], bool] | None,
 ) -> Feed:
-    data = config.data
     corpora, pixels = open_parts(prepared, parts, vision)
-    names = [part.name for part in parts]
-    stages = stages_of(config, parts)
-    samples = Samples.of([corpus.training for corpus in corpora], data.seq_len, config.seed, names, Interleave(stages))
+    if accepts is not None:
+        config = short_enough(config, corpora)
     tasks = tuple(str(getattr(corpus.meta, "task", TEXT)) for corpus in corpora)
-    rows = sum(corpus.training.n_samples(data.seq_len) for corpus in corpora)
+    counted = Counted(
+        lambda seq_len: sum(corpus.training.n_samples(seq_len) for corpus in corpora),
+        shortest_rows(corpora, config.data.seq_len),
+        place[1] * max(corpus.training.rows_together for corpus in corpora),
+        accepts,
+    )
+    counted.rows(config.data.seq_len)  # refused at the length that was asked for, not at one that is chosen
 
     def asked(message: str) -> str | None:
         text = in_chat_template(config, tokenizer, message)
         return pixels.processor.begun(text) if text is not None and pixels else text
 
-    config = after_data(config, rows, tasks, asked)
+    asked_for, config = config, after_data(config, counted, tasks, asked)
+    data, names, stages = config.data, [part.name for part in parts], stages_of(config, parts)
+    samples = Samples.of([corpus.training for corpus in corpora], data.seq_len, config.seed, names, Interleave(stages))
     epochs = samples.epochs(config.steps * config.batch.global_batch)
     for part, times in zip(parts, epochs.values(), strict=True):
         if part.max_epochs and times > part.max_epochs:
@@ -245,7 +263,10 @@ def _opened(
         identity,
         describe(parts, corpora, epochs, config, stages[-1].weights),
         (
-            *filter(None, (*(p.note for p in prepared), few_steps(config, place[1]))),
+            *filter(
+                None,
+                (*(p.note for p in prepared), why_chosen(asked_for, config, counted), few_steps(config, counted)),
+            ),
             *notes_on(parts, corpora, data.seq_len),
         ),
         config,
@@ -254,6 +275,25 @@ def _opened(
         "; ".join(filter(None, (p.other for p in prepared))),
         {} if skips else None,
     )
+
+
+def short_enough(config: Config, corpora: Sequence[Corpus]) -> Config:
+    """Return a config whose rows, if nobody set their length, are no longer than the shortest text."""
+    fewest = min((c.training.n_tokens for c in corpora if not isinstance(c.training, Whole)), default=1 << 62)
+    length = int(config.data.seq_len)
+    while fewest < length and length > SHORT_ROW:
+        length //= 2
+    if length == config.data.seq_len or not is_unset(config.data.seq_len):
+        return config
+    return replace(config, data=replace(config.data, seq_len=unset(length)))
+
+
+def shortest_rows(corpora: Sequence[Corpus], seq_len: int) -> int:
+    """Return the least length of rows that cuts no document which rows of ``seq_len`` keep whole."""
+    wholes = [split for c in corpora for split in (c.training, c.validation) if isinstance(split, Whole)]
+    longest = [int(split.kept_lengths(seq_len).max()) for split in wholes if split.n_documents]
+    texts = [SHORT_TEXT] * any(not isinstance(corpus.training, Whole) for corpus in corpora)
+    return max([SHORT_ROW, *longest, *texts])
 
 
 def _streamed(
@@ -285,13 +325,13 @@ def _streamed(
         Loader(samples, config.batch.global_batch, *place, min(data.workers, 1), ends=ends),
         (),
         {"data": recipe.key, "too_long": part.too_long, "streaming": True},
-        f"{scan}, streamed (task: {recipe.task.name}) · {data.seq_len} per row · {config.batch.global_batch} rows per"
-        f" step",
+        f"{scan}, streamed (task: {recipe.task.name}) · {data.seq_len} tokens per row ·"
+        f" {config.batch.global_batch} rows per step",
         (
             "a stream holds nothing out, is not shuffled, and is read again from its beginning when the run is"
             " continued",
         ),
-        after_data(config, 0, (recipe.task.name,), lambda message: in_chat_template(config, tokenizer, message)),
+        after_data(config, None, (recipe.task.name,), lambda message: in_chat_template(config, tokenizer, message)),
         ends=ends,
     )
 
@@ -344,7 +384,7 @@ def prepare_once_per_node(
         if isinstance(begun, dict):
             begun = (begun.get(part.name) or {}).get("data")
         begun = begun if isinstance(begun, str) else ""
-        return prepare(part, tokenizer, d.validation_fraction, d.cache or None, say, tell, vision, begun)
+        return prepare(part, tokenizer, d.validation_fraction, d.cache or None, say, tell, vision, begun, d.seq_len)
 
     mine = agree.together(prepared, here=first)
     reported = [(host, p) for host, p in agree.everybody_says((socket.gethostname(), mine)) if p is not None]
@@ -391,12 +431,10 @@ def describe(
     parts: tuple[MixturePart, ...], corpora: list[Corpus], epochs: dict[str, float], config: Config, weights: Any
 ) -> str:
     """Return a line with the sizes of a run's data; ``weights`` are those of the parts at the end of the run."""
-    splits = [split for corpus in corpora for split in (corpus.training, corpus.validation)]
+    splits = [(corpus.training, corpus.validation) for corpus in corpora]
     seq_len = config.data.seq_len
-    tokens = sum(s.n_kept(seq_len)[0] if isinstance(s, Whole) else s.n_tokens for s in splits)
-    documents = sum(int((s.kept_lengths(seq_len) > 0).sum()) if isinstance(s, Whole) else s.n_documents for s in splits)
-    text = f"{count_text(tokens)} tokens of {documents:,} documents · {seq_len} per row"
-    if n_images := sum(len(split.images.places) for split in splits if isinstance(split, Pictured)):
+    text = f"{sizes_text(splits, seq_len)} · {seq_len} tokens per row"
+    if n_images := sum(len(split.images.places) for both in splits for split in both if isinstance(split, Pictured)):
         text += f" · {n_images:,} images"
     text += f" · {config.batch.global_batch} rows per step"
     if len(parts) == 1:
@@ -413,14 +451,13 @@ def notes_on(parts: tuple[MixturePart, ...], corpora: list[Corpus], seq_len: int
     if len(named := dict.fromkeys(part.template for part in parts if part.template)) > 1:
         yield f"of the chat templates {', '.join(named)}, the run's folder and what is exported from it keep the first"
     for part, corpus in zip(parts, corpora, strict=True):
-        if isinstance(corpus.training, Whole) and (n := corpus.training.n_too_long(seq_len)):
-            left_out = n if part.too_long == "skip" else corpus.training.n_unlearnt(seq_len)
+        wholes = [split for split in (corpus.training, corpus.validation) if isinstance(split, Whole)]
+        if n := sum(split.n_too_long(seq_len) for split in wholes):
+            left_out = n if part.too_long == "skip" else sum(split.n_unlearnt(seq_len) for split in wholes)
             why = ", since nothing to learn is left of them" * (part.too_long != "skip")
+            among = sum(split.n_documents for split in wholes)
             fates = [f"{n - left_out} are cut short"] * (n > left_out) + [f"{left_out} left out{why}"] * (left_out > 0)
-            yield (
-                f"{n} of {corpus.training.n_documents} conversations are longer than data.seq_len = {seq_len}:"
-                f" {' and '.join(fates)}"
-            )
+            yield (f"{n} of {among} documents are longer than data.seq_len = {seq_len}: {' and '.join(fates)}")
         yield from (f"{', '.join(part.source)}: {note}" for note in getattr(corpus.meta, "notes", ()))
         skipped = sum(getattr(corpus.meta, "skipped", {}).values())
         if skipped:

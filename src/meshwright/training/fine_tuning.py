@@ -1,4 +1,4 @@
-"""Choose what nobody set where a run begins from weights in files: rate, weight decay, rows, length, prompt.
+"""Choose what nobody set where a run begins from weights in files: rate, weight decay, rows, batch, length, prompt.
 
 Torch-free.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from meshwright.core.config import is_unset, to_dict, unset
 from meshwright.core.dtypes import canonical_dtype, epochs_text
 from meshwright.core.errors import ConfigError
-from meshwright.core.names import LENGTHS
+from meshwright.core.names import LENGTHS, WIDTH
 from meshwright.introspection.adapter_request import CONFIG, AdapterFolder, holds_adapters
 from meshwright.planning.optimizer import kind_of
 from meshwright.training.run.occupancy import latest_checkpoint
@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 LONGEST_ROW = 2048
-FEW_STEPS, ENOUGH_STEPS, FEWEST_ROWS = 10, 30, 4
-"""Steps below which a run is told that they are few, those that a smaller batch should make, and its fewest rows."""
+SHORT_ROW, SHORT_TEXT = 64, 512
+"""Tokens below which rows of whole documents, and those of text, are not shortened to make more steps."""
+FEW_STEPS, ENOUGH_STEPS = 30, 60
+"""Steps below which a run is told that they are few, and those that the choice of a batch is to make."""
 PREFERENCE, TEXT = "preference", "text"
 """Tasks of data whose length and rate differ from those of conversations and answers."""
 GREETING = "Hello"
@@ -42,12 +44,32 @@ class Rates(NamedTuple):
 
 RATES = Rates(2e-4, 1e-5)
 """Of QLoRA (arXiv 2305.14314) for adapters, and as instruction tuning of whole models commonly has it."""
+USUAL_WIDTH, HIGHEST_RATE = 4096, 3e-3
+"""The rates are those of models of this width, and fall with it (arXiv 2203.03466; QLoRA's 65B has half its 7B's rate);
+no narrow model gets a higher one than this."""
 PREFERENCE_RATES = Rates(5e-5, 1e-6)
 """On pairs smaller ones, since beta holds the model to its first weights: the default of trl for whole models."""
 RATE_FACTORS = {"adamw": 1.0, "adam": 1.0, "schedule_free_adamw": 1.0, "muon": 1.0, "adafactor": 1.0, "lion": 0.2}
 """By optimizer; those that are not listed (sgd) keep their default, since their steps have another scale."""
-EPOCHS = {PREFERENCE: 1.0, TEXT: 1.0}
-OTHER_EPOCHS = 3.0
+EPOCHS = {PREFERENCE: (1.0, 3.0), TEXT: (1.0, 3.0)}
+OTHER_EPOCHS = (3.0, 10.0)
+"""Epochs of a task, and the most where these make few steps."""
+
+
+class Counted(NamedTuple):
+    """What is known of a run's data once it is read, to choose how long the run is and how large its steps.
+
+    Attributes:
+        rows: number of rows of all sources together, once each, by their length in tokens.
+        shortest: least length of rows that cuts no document.
+        ranks: data ranks, which a step's rows are dealt to; of pairs of rows, twice as many.
+        accepts: returns whether a layout carries a config's batch; None: the batch stays as it is.
+    """
+
+    rows: Callable[[int], int]
+    shortest: int = LONGEST_ROW
+    ranks: int = 1
+    accepts: Callable[[Config], bool] | None = None
 
 
 def is_fine_tuning(config: Config) -> bool:
@@ -88,30 +110,63 @@ def _beside_weights(config: Config, longest: int) -> Config:
     return replace(config, data=data, optimizer=optimizer)
 
 
-def after_data(config: Config, rows: int, tasks: Sequence[str], render: Callable[[str], str | None]) -> Config:
-    """Return a config with steps, the rate of preference pairs, and the prompt of the last sample chosen where they are
-    unset.
+def batch_follows(config: Config) -> bool:
+    """Return whether a run's rows per step are known only once its data has been counted."""
+    return is_unset(config.batch.global_batch) and is_unset(config.steps) and is_fine_tuning(config)
+
+
+def after_data(
+    config: Config, data: Counted | None, tasks: Sequence[str], render: Callable[[str], str | None]
+) -> Config:
+    """Return a config with batch, steps, the rate of preference pairs, and the prompt of the last sample chosen where
+    they are unset.
 
     Steps are whole and no fewer than the epochs need, so ``epochs`` becomes the number that they make.
 
     Args:
-        rows: rows of all sources together, once each; 0: not counted.
+        data: the rows of all sources; None: not counted.
         tasks: tasks of the sources.
         render: writes a user's message out by the chat template; None where there is none.
     """
-    epochs = config.epochs
+    epochs, most = config.epochs, config.epochs
     if is_fine_tuning(config):
         if PREFERENCE in tasks:
             config = replace(config, optimizer=_with_rate(config, PREFERENCE_RATES))
         if epochs is None and is_unset(config.steps):
-            epochs = max(EPOCHS.get(task, OTHER_EPOCHS) for task in tasks)
+            epochs, most = max(EPOCHS.get(task, OTHER_EPOCHS) for task in tasks)
+            most = epochs if config.data.mixture or config.data.max_epochs else most
         if is_unset(config.sample.prompt):
             prompt = (render(GREETING) if {"chat", PREFERENCE} & set(tasks) else None) or OTHER_PROMPT
             config = replace(config, sample=replace(config.sample, prompt=unset(prompt)))
-    if epochs is None or not rows:
+    if epochs is None or data is None:
         return config
-    steps = max(1, math.ceil(epochs * rows / config.batch.global_batch - 1e-9))
-    return replace(config, epochs=steps * config.batch.global_batch / rows, steps=unset(steps))
+    if batch_follows(config):
+        config = with_enough_steps(config, data, epochs)
+    rows, batch = data.rows(config.data.seq_len), config.batch.global_batch
+    if most is not None and most > epochs and is_fine_tuning(config):
+        epochs = min(most, max(epochs, ENOUGH_STEPS * batch / rows))
+    steps = max(1, math.ceil(epochs * rows / batch - 1e-9))
+    return replace(config, epochs=steps * batch / rows, steps=unset(steps))
+
+
+def with_enough_steps(config: Config, data: Counted, epochs: float) -> Config:
+    """Return a config whose data makes enough steps: of fewer rows, and if these are not enough, of shorter ones."""
+    if data.accepts is None:
+        return config
+    usual, length = int(config.batch.global_batch), int(config.data.seq_len)
+    sizes = [size for power in range(usual.bit_length()) if (size := usual >> power) % data.ranks == 0] or [usual]
+    ladder = [(size, length) for size in sizes]
+    while is_unset(config.data.seq_len) and length // 2 >= data.shortest and data.rows(length // 2) > data.rows(length):
+        length //= 2
+        ladder.append((sizes[-1], length))
+    enough = (n for n, (size, row) in enumerate(ladder) if epochs * data.rows(row) / size > ENOUGH_STEPS - 1)
+    for size, row in reversed(ladder[: next(enough, len(ladder) - 1) + 1]):
+        made = replace(config, batch=replace(config.batch, global_batch=unset(size)))
+        if row != config.data.seq_len:
+            made = replace(made, data=replace(config.data, seq_len=unset(row)))
+        if (size, row) == ladder[0] or data.accepts(made):
+            return made
+    return config
 
 
 def chosen(config: Config) -> str:
@@ -119,19 +174,33 @@ def chosen(config: Config) -> str:
     return of_unset(config) if is_fine_tuning(config) else ""
 
 
-def few_steps(config: Config, ranks: int) -> str:
-    """Return what to tell of a run whose data makes few steps; "" of any other run.
-
-    Args:
-        ranks: data ranks, which a step's rows are dealt to.
-    """
-    steps, rows = config.steps, config.batch.global_batch
-    smaller = max(math.ceil(FEWEST_ROWS / ranks), steps * rows // ENOUGH_STEPS // ranks) * ranks
-    if not (is_fine_tuning(config) and is_unset(steps) and steps < FEW_STEPS and smaller < rows):
+def why_chosen(before: Config, after: Config, data: Counted) -> str:
+    """Return why the rows of a step, or the epochs, are not the usual ones; "" where they are."""
+    usual, made = before.batch.global_batch, after.batch.global_batch
+    if not is_fine_tuning(after) or (made == usual and before.data.seq_len == after.data.seq_len):
         return ""
+    rows = data.rows(before.data.seq_len)
+    shorter = f" of {after.data.seq_len} tokens" * (before.data.seq_len != after.data.seq_len)
     return (
-        f"{steps} step{'s' * (steps > 1)} of {rows} rows change{'s' * (steps == 1)} a model little: for more and"
-        f" smaller steps of the same data set batch.global_batch = {smaller}"
+        f"the data is small: its {rows} row{'s' * (rows != 1)} of {before.data.seq_len} tokens would make few steps of"
+        f" {usual} rows, so a step has {made}{shorter} (what you set of batch.global_batch, data.seq_len and epochs is"
+        f" kept)"
+    )
+
+
+def few_steps(config: Config, data: Counted) -> str:
+    """Return what to tell of a run that takes few steps; "" of any other run."""
+    steps, rows = int(config.steps), int(config.batch.global_batch)
+    if not is_fine_tuning(config) or steps >= FEW_STEPS:
+        return ""
+    ways = [] if is_unset(config.steps) else [f"steps = {ENOUGH_STEPS}"]
+    if is_unset(config.steps) and rows > data.ranks:
+        ways += [f"batch.global_batch = {max(1, steps * rows // ENOUGH_STEPS // data.ranks) * data.ranks}"]
+    if config.epochs is not None and is_unset(config.steps):
+        ways += [f"epochs = {math.ceil(config.epochs * ENOUGH_STEPS / steps)}"]
+    return (
+        f"{steps} step{'s' * (steps > 1)} of {rows} row{'s' * (rows > 1)} change{'s' * (steps == 1)} a model little:"
+        f" {' or '.join(ways)} make{'s' * (len(ways) == 1)} more of them"
     )
 
 
@@ -155,6 +224,8 @@ def of_unset(config: Config) -> str:
     o, parts = config.optimizer, []
     rows = [("optimizer.lr", o.lr), ("optimizer.weight_decay", o.weight_decay), ("data.seq_len", config.data.seq_len)]
     parts = [f"{key} = {value:g}" for key, value in rows if is_unset(value)]
+    if batch_follows(config):
+        parts.append(f"batch.global_batch = {config.batch.global_batch}")
     if is_unset(config.steps):
         of_all = " of all sources together" if config.data.mixture else ""
         passes = f" ({epochs_text(config.epochs)}{of_all})" if config.epochs is not None else ""
@@ -169,21 +240,27 @@ def _with_rate(config: Config, rates: Rates) -> Any:
     if not is_unset(config.optimizer.lr) or factor is None:
         return config.optimizer
     rate = rates.whole if config.adapters is None else rates.adapters
-    return replace(config.optimizer, lr=unset(rate * factor))
+    narrower = USUAL_WIDTH / _stated(config.model, WIDTH, USUAL_WIDTH)
+    return replace(config.optimizer, lr=unset(float(f"{min(rate * narrower, HIGHEST_RATE) * factor:.2g}")))
 
 
 def _longest(model: ModelConfig) -> int:
     """Return the longest sequence of a model in tokens; as long as any where its config does not state one."""
     if not model.hf:
         return model.max_seq_len or LONGEST_ROW
+    return _stated(model, LENGTHS, LONGEST_ROW)
+
+
+def _stated(model: ModelConfig, names: Sequence[str], default: int) -> int:
+    """Return the size that the config of a model of transformers states under one of several keys."""
     place = Path(model.hf).expanduser()
     try:
         keys = json.loads((place / "config.json" if place.is_dir() else place).read_text(encoding="utf-8"))
         inner = keys.get("text_config")
-        stated = [values.get(key) for values in (keys, inner or {}) for key in LENGTHS]
+        found = [values.get(key) for values in (keys, inner or {}) for key in names]
     except (OSError, ValueError, AttributeError, RecursionError):  # refused, with the reason, where the model is read
-        return LONGEST_ROW
-    return next((int(value) for value in stated if isinstance(value, int) and value > 0), LONGEST_ROW)
+        return default
+    return next((int(value) for value in found if isinstance(value, int) and value > 0), default)
 
 
 # --- begin from a folder of adapters: its base becomes the model, its shape the request

@@ -18,6 +18,7 @@ from types import FrameType
 from meshwright.core.axes import WORLD_AXES
 from meshwright.core.devices import gpu_count
 from meshwright.core.errors import ConfigError, MeshwrightError
+from meshwright.core.host import physical_cores
 from meshwright.distributed.process.workers import WorkerDied, WorkerFailed, WorkerPool
 from meshwright.distributed.process.world import (
     get_world_info,
@@ -33,15 +34,16 @@ from meshwright.training.run.occupancy import latest_checkpoint
 from meshwright.training.run.request import RESOLVED, completed, read_request
 from meshwright.training.stopping import INTERRUPT, answered, leave_terminal
 
-CPU_PROCESSES = 4
+MOST_ON_CPU = 4
+"""Processes that are started at most where nobody says how many."""
 
 
 def launch(config: Config) -> int:
     """Run the config to its end and return the exit status.
 
-    Under torchrun or srun this process is one rank. Otherwise it starts ``process.count`` workers (0: as many as the
-    layout has ranks, else one per GPU, else four), or trains in this process if that is one. When a worker is lost,
-    it starts new workers that continue in the run's folder, at most ``process.max_restarts`` times.
+    Under torchrun or srun this process is one rank. Otherwise it starts ``process.count`` workers (0: see
+    ``usual_processes``), or trains in this process if that is one. When a worker is lost, it starts new workers that
+    continue in the run's folder, at most ``process.max_restarts`` times.
 
     Raises:
         MeshwrightError: the config was refused, or the run failed; the text is for the user.
@@ -77,13 +79,23 @@ def process_count(config: Config) -> int:
     """
     layout, world = config.layout, get_world_info()[2]
     count = world if world > 1 else config.process.count
-    if not count:
-        count = layout.world if layout.is_resolved else gpu_count() or CPU_PROCESSES
+    count = count or usual_processes(layout)
     try:
         layout.resolve(count, ranks_per_node=(ranks_per_node() if world > 1 else count) or None)
     except ConfigError as error:
         raise ConfigError(f"{error}{_way_on(config, count, world)}") from None
     return count
+
+
+def usual_processes(layout: Layout) -> int:
+    """Return the processes to start where nobody says how many: as many as the layout has ranks, else one per GPU, else
+    a power of two for the physical cores, of which the layout's own axes take their part.
+    """
+    if layout.is_resolved:
+        return layout.world
+    fixed = math.prod(size for axis in WORLD_AXES if (size := layout.size(axis)) > 0)
+    cores = 1 << (min(MOST_ON_CPU, physical_cores()).bit_length() - 1)
+    return gpu_count() or fixed * max(1, cores // fixed)
 
 
 def _way_on(config: Config, count: int, world: int) -> str:

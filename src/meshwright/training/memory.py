@@ -152,6 +152,19 @@ def estimated(plan: Plan, shares: MemoryShares, kept: Mapping[MemoryUse, int] = 
     }
 
 
+def memory_words(
+    found: Mapping[MemoryUse, int], plan: Plan, shares: MemoryShares, kept: Mapping[MemoryUse, int] = NOTHING
+) -> str:
+    """Format the measured peak of each kind in a line, with the plan's estimate where that is another."""
+    planned = estimated(plan, shares, kept)
+    parts = []
+    for kind, text in KINDS.items():
+        here, there = (bytes_text(sizes[kind]) if kind in sizes else "-" for sizes in (found, planned))
+        if found.get(kind) or planned.get(kind):
+            parts.append(f"{text.partition(',')[0]} {here}" + f" (plan {there})" * (here != there != "-"))
+    return ", ".join(parts)
+
+
 def memory_table(
     found: Mapping[MemoryUse, int], plan: Plan, shares: MemoryShares, kept: Mapping[MemoryUse, int] = NOTHING
 ) -> str:

@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 import meshwright.checkpoint as checkpoint
@@ -17,6 +16,7 @@ from meshwright.checkpoint.huggingface import pretrained
 from meshwright.checkpoint.tensor_files import holds_weights
 from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError
+from meshwright.core.host import physical_cores
 from meshwright.data import Tokenizer, load_tokenizer
 from meshwright.data.tokenizers import TEMPLATE, Unfolding, encode_prompt
 from meshwright.data.turns import ChatTemplate, Message, ends_of_turn, load_template
@@ -218,9 +218,7 @@ def use_threads(threads: int | None, parameters: int) -> None:
 
 def threads_for(parameters: int) -> int:
     """Return the number of threads that write with a model of so many parameters."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    cores = min(allowed, psutil.cpu_count(logical=False) or allowed)
-    return max(1, min(cores, parameters // PARAMETERS_PER_THREAD))
+    return max(1, min(physical_cores(), parameters // PARAMETERS_PER_THREAD))
 
 
 @dataclass

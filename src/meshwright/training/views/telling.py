@@ -15,7 +15,7 @@ import numpy as np
 
 from meshwright.core.config import to_dict
 from meshwright.core.dtypes import count_text, duration_text
-from meshwright.core.errors import MeshwrightError, command
+from meshwright.core.errors import MeshwrightError, command, from_here
 from meshwright.data import SourceOptions, Tokenizer, default_cache_dir, scan_sources
 from meshwright.data.building import TokenisingRecipe
 from meshwright.data.cache import account_of
@@ -32,7 +32,7 @@ from meshwright.distributed.process.world import is_rank_zero
 from meshwright.distributed.step.part import StepLoss, StepResult
 from meshwright.planning.plan import Plan
 from meshwright.training.build import Run, build_schedule, device_name, most_tokens
-from meshwright.training.config import Config
+from meshwright.training.config import Config, DataConfig
 from meshwright.training.feed import parts_of, vision_for
 from meshwright.training.fine_tuning import chosen
 from meshwright.training.memory import read_memory
@@ -97,9 +97,10 @@ def show_data(config: Config, documents: int, console: Console) -> None:
         title = f"{part.name} · " if config.data.mixture else ""
         console.print(Text(f"{title}{', '.join(part.source)}", style="bold"))
         show(f"  format     {scan.format}, {scan}")
-        task, lines, shown = _documents(scan, part, tokenizer, vision_for(config), config.data.seq_len)
+        task, lines, shown = _documents(scan, part, tokenizer, vision_for(config), config.data)
         named = f"{tokenizer!r}, vocabulary {tokenizer.vocab_size:,}"
-        for title, line in (("task", task), ("tokenizer", named), *lines):
+        mark = "grey" if console.is_terminal else "[[ ]]"
+        for title, line in (("task", task), ("tokenizer", named), *lines, (mark, "is read, and not learnt")):
             show(f"  {title:<10} {line}")
         for number, document in enumerate(islice(shown, documents), 1):
             runs = list(document)
@@ -123,14 +124,14 @@ Document = Iterable[tuple[bool, np.ndarray, str]]
 
 
 def _documents(
-    scan: Scan, options: SourceOptions, tokenizer: Tokenizer, vision: Vision, seq_len: int
+    scan: Scan, options: SourceOptions, tokenizer: Tokenizer, vision: Vision, data: DataConfig
 ) -> tuple[str, Iterable[tuple[str, str]], Iterator[Document]]:
     """Return the task, what becomes of the records, and the documents in order."""
     if scan.format in TOKEN_FORMATS:
         return "text, as token ids", (), _mapped(IndexingRecipe(scan, options, tokenizer, 0.0))
-    recipe = TokenisingRecipe(scan, options, tokenizer, 0.0, vision)
+    recipe, seq_len = TokenisingRecipe(scan, options, tokenizer, data.validation_fraction, vision), data.seq_len
     if scan.format == "text":
-        return recipe.task.name, (), _tokenised(recipe)
+        return recipe.task.name, account_of(recipe).lines(seq_len), _tokenised(recipe)
     why = "data.task" if options.task != "auto" else "by the columns of the first record"
     task = f"{recipe.task.name} ({why}), which reads {', '.join(recipe.task.columns)}"
     shown = _tokenised(TokenisingRecipe(scan, replace(options, on_bad_row="skip"), tokenizer, 0.0, vision))
@@ -240,7 +241,7 @@ def next_steps(folder: Path, config: Config, plan: Plan) -> str:
     """Return the command that writes another text, and behind the demo some more to try."""
     prompt = config.sample.prompt
     words = ["--prompt", prompt] if prompt.isprintable() else []
-    base = ["--base", config.model.hf] if config.adapters is not None else []
+    base = ["--base", from_here(config.model.hf)] if config.adapters is not None else []
     lines = [f"sample again with: {command('generate', folder, *words, *base)}"]
     if config.model.hf:
         form = "hf" if config.adapters is None else "merged"
@@ -326,8 +327,8 @@ class Teller:
         opening = in_words(lambda: open_trackers(*wanted), f"cannot write in {folder.path}")
         self.trackers = agree.together(opening, here=is_rank_zero()) or Trackers()
         trained = set(trained_names(run.model.facts, run.plan))
-        learnt = sum(fact.numel for fact in run.model.facts.parameters if fact.name in trained)
-        self.frozen = max(0, run.shape.matmul_parameters - learnt)
+        self.learnt = sum(fact.numel for fact in run.model.facts.parameters if fact.name in trained)
+        self.frozen = max(0, run.shape.matmul_parameters - self.learnt)
         self.peak = peak_flops(device_name(run.model), run.plan.precision.compute)
 
     def say(self, text: str) -> None:
@@ -347,10 +348,11 @@ class Teller:
             f"meshwright · {self.config.name}",
             f"model: {size}",
             *([f"weights: {where_weights_come_from(self.r.request)}"] if self.config.model.hf else []),
-            *([f"default: {default}, as usual in fine-tuning"] if default else []),
-            f"layout: {mesh_words(plan)} · {plan.data.technique} · {plan.precision.compute} on {plan.device}",
+            *([f"trained: {count_text(self.learnt)} of the parameters"] if self.frozen else []),
             f"data: {self.r.feed.description}",
             *(f"note: {note}" for note in self.r.feed.notes),
+            *([f"default: {default}, as usual in fine-tuning"] if default else []),
+            f"layout: {mesh_words(plan)} · {plan.data.technique} · {plan.precision.compute} on {plan.device}",
             *([f"note: reference of the pairs: {reference}"] if reference else []),
             f"rate: {self.r.schedule.describe()}{early} · {self.r.optimizer.implementation} {plan.optimizer.row.title}",
             *([f"MFU: {counted} over {self.peak / 1e12:,.0f} TFLOP/s (PaLM, appendix B)"] if self.peak else []),

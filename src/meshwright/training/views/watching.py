@@ -28,7 +28,7 @@ from meshwright.planning.pipeline.schedule import (
     text_of,
 )
 from meshwright.training.build import Run
-from meshwright.training.memory import MemoryShares, is_out_of_memory, memory_table, out_of_memory, read_memory
+from meshwright.training.memory import MemoryShares, is_out_of_memory, memory_words, out_of_memory, read_memory
 from meshwright.training.preference import is_on_pairs
 
 # --- watch the memory of a run's first step, and explain out-of-memory errors
@@ -91,15 +91,14 @@ class MemoryWatch:
         seen = " (blocks are compiled: what they keep is not seen)" if self.r.plan.compiled else ""
         reading = read_memory(self.r.model.device)
         estimate = self.r.estimate_memory() if is_rank_zero() else MemoryEstimate((), "the first rank says it")
-        table = memory_table(self.found, self.r.plan, memory_shares(self.r), self._of_this_rank(estimate))
+        by_kind = memory_words(self.found, self.r.plan, memory_shares(self.r), self._of_this_rank(estimate))
         unknown = f"\n  activations and logits were not estimated: {estimate.why_not}" if estimate.why_not else ""
         unknown += "".join(f"\n  plan: {note}" for note in estimate.notes)
         whole, longest = self.r.config.data.seq_len, int(self.r.feed.row_lengths().max())
         if longest < whole:
             unknown += f"\n  plan: at most, with rows of data.seq_len = {whole}; the longest of this step has {longest}"
-        return (
-            f"memory of the first step on this rank{seen}; {reading.label} {bytes_text(reading.peak)}\n{table}{unknown}"
-        )
+        of = f"{reading.label} {bytes_text(reading.peak)}"
+        return f"memory of the first step on this rank{seen}; {of}: {by_kind}{unknown}"
 
     def _of_this_rank(self, estimate: MemoryEstimate) -> Mapping[MemoryUse, int]:
         pipeline, mesh = self.r.plan.pipeline, self.r.model.mesh
