@@ -504,6 +504,9 @@ NOT_HERE: dict[str, set[str]] = {
         "--techniques.quantize_frozen",
         "techniques.quantize_frozen",
     },
+    "runs another script: tests/e2e/test_observe.py": {
+        "meshwright observe",
+    },
     "is printed at the end of a run: tests/e2e train and convert": {
         "meshwright convert",
     },

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.crafted import AUTO_MAP, CANARY, CRAFTS, OWN_MODEL, Place, own_code, own_function
 
 import meshwright
 from meshwright.checkpoint.loading import covers, load_model_tensors
+from meshwright.checkpoint.manifest import Manifest
 from meshwright.cli.main import main
 from meshwright.core.config import public_keys
 from meshwright.core.errors import IntegrityError
@@ -230,9 +232,16 @@ def test_links_of_hugging_faces_cache_and_links_inside_a_folder_are_followed(pla
 def test_a_checkpoint_that_is_read_by_itself_follows_no_link(place):
     """Where no run is opened, each of its files is looked at alone."""
     checkpoint = place.checkpoint()
+    entries = Manifest.read(checkpoint).tensors.items()
+    model = {
+        key: torch.zeros(entry.shape, dtype=getattr(torch, entry.dtype))
+        for key, entry in entries
+        if key.startswith("model.")
+    }
+    load_model_tensors(model, checkpoint)
     place.link_out(next(checkpoint.glob("*.safetensors")))
     with pytest.raises(IntegrityError, match="is a link to"):
-        load_model_tensors({}, checkpoint)
+        load_model_tensors(model, checkpoint)
 
 
 @pytest.mark.fast

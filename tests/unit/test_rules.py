@@ -511,7 +511,7 @@ def test_a_rule_refuses_in_the_words_of_the_config(rule, model, layout, techniqu
     monkeypatch.setattr(rules, "RULES", tuple(r for r in rules.RULES if r.__name__ != rule))
     try:
         attempt(model, layout, techniques)
-    except (ConfigError, UnsupportedError, KeyError) as error:
+    except (ConfigError, UnsupportedError, LookupError) as error:
         assert words not in str(error), f"{rule} is not the rule that says this"
 
 

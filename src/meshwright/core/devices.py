@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import glob
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError
 
@@ -110,7 +110,7 @@ def pin_shared(memory: torch.Tensor, device: torch.device) -> None:
     import torch
 
     if device.type == CUDA:
-        runtime = torch.cuda.cudart()
+        runtime: Any = torch.cuda.cudart()
         runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
 
 
