@@ -43,6 +43,7 @@ def test_the_default_run_on_four_processes_leaves_all_that_it_promises(
             "validation.every": 3,
             "logging.tensorboard": "auto",
             "sample.tokens": 40,
+            "process.count": 4,
         }
     )
     done = meshwright("train", *wanted, cwd=here)

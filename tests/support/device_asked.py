@@ -8,6 +8,8 @@ from .ways import Record, Way
 
 MODELS = ("meshwright/models/", "/transformers/")
 """Code of models, whose waits no plan lists."""
+OF_A_SAVE = "self._stream.synchronize()"
+"""Of the thread that copies a snapshot, which waits for its own stream."""
 
 
 def device_faults(way: Way, ranks: list[Record]) -> dict[str, list[str]]:
@@ -24,7 +26,11 @@ def device_faults(way: Way, ranks: list[Record]) -> dict[str, list[str]]:
 
 
 def _waits(way: Way, number: int, rank: Record) -> list[str]:
-    reads = [read for read in rank.seen.host_reads if not any(model in read.line.file for model in MODELS)]
+    reads = [
+        read
+        for read in rank.seen.host_reads
+        if not any(model in read.line.file for model in MODELS) and OF_A_SAVE not in str(read)
+    ]
     # the plan does not know which recomputed layers no gradient reaches
     may_be_fewer = way.freeze == "start" and way.ep != "1" and way.recompute != "none"
     if len(reads) == rank.waits or (may_be_fewer and len(reads) < rank.waits):

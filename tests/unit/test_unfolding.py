@@ -52,8 +52,7 @@ def test_bytes_that_are_no_text_come_as_the_tokenizer_writes_them(ids, first):
 
 
 def test_a_small_model_writes_with_one_thread_and_a_large_one_with_no_more_than_there_are_cores(monkeypatch):
-    monkeypatch.setattr("psutil.cpu_count", lambda logical=True: 8 if logical else 4)
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.setattr("meshwright.training.run.opened.physical_cores", lambda: 4)
     assert [threads_for(n * PARAMETERS_PER_THREAD) for n in (0, 1, 3, 100)] == [1, 1, 3, 4]
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    monkeypatch.setattr("meshwright.training.run.opened.physical_cores", lambda: 2)
     assert threads_for(100 * PARAMETERS_PER_THREAD) == 2

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshwright.core import readers
-from meshwright.core.devices import is_accelerator, pin_shared
+from meshwright.core import devices, readers
+from meshwright.core.devices import is_accelerator
 from meshwright.core.dtypes import bytes_text
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.core.torch_private import version_of
@@ -49,7 +49,7 @@ class SharedMemory:
         os.ftruncate(self.file, self.size)
         self.bytes = torch.frombuffer(mmap.mmap(self.file, self.size), dtype=torch.uint8)
         if is_accelerator(device):
-            pin_shared(self.bytes, device)
+            devices.pin_shared(self.bytes, device)
 
     def close(self) -> None:
         """Give the memory back, once no view of it is left."""

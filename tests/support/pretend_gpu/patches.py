@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.core import devices
+
 from . import memory
 from .host import pinned
 from .kinds import is_pinned
@@ -72,6 +74,7 @@ def install() -> None:
     for name in FACTORIES:
         setattr(torch, name, _factory(getattr(torch, name)))
     torch.Tensor.pin_memory = _to_pinned
+    devices.pin_shared = lambda shared, device: pinned(shared)
     torch.Tensor.is_pinned = lambda self, device=None: is_pinned(self)
     torch.Tensor.data = property(lambda self: _DATA.__get__(self), _set_data)  # pyright: ignore[reportAttributeAccessIssue]
     resize = torch.UntypedStorage.resize_
