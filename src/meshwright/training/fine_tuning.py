@@ -128,20 +128,20 @@ def after_data(
         tasks: tasks of the sources.
         render: writes a user's message out by the chat template; None where there is none.
     """
+    usual, longest = max((EPOCHS.get(task, OTHER_EPOCHS) for task in tasks), default=OTHER_EPOCHS)
     epochs, most = config.epochs, config.epochs
     if is_fine_tuning(config):
         if PREFERENCE in tasks:
             config = replace(config, optimizer=_with_rate(config, PREFERENCE_RATES))
         if epochs is None and is_unset(config.steps):
-            epochs, most = max(EPOCHS.get(task, OTHER_EPOCHS) for task in tasks)
-            most = epochs if config.data.mixture or config.data.max_epochs else most
+            epochs, most = usual, usual if config.data.mixture or config.data.max_epochs else longest
         if is_unset(config.sample.prompt):
             prompt = (render(GREETING) if {"chat", PREFERENCE} & set(tasks) else None) or OTHER_PROMPT
             config = replace(config, sample=replace(config.sample, prompt=unset(prompt)))
     if epochs is None or data is None:
         return config
     if batch_follows(config):
-        config = with_enough_steps(config, data, epochs)
+        config = with_enough_steps(config, data, min(epochs, usual))  # further epochs are further steps
     rows, batch = data.rows(config.data.seq_len), config.batch.global_batch
     if most is not None and most > epochs and is_fine_tuning(config):
         epochs = min(most, max(epochs, ENOUGH_STEPS * batch / rows))
