@@ -292,7 +292,7 @@ DAMAGE: dict[str, tuple[Callable[[pathlib.Path], object], str]] = {
     ),
     "a shard that is elsewhere": (
         _name_outside,
-        "manifest.json is damaged.*it names '../copy[0-9]+ outside/.*is not read",
+        "manifest.json is damaged.*it names '../copy[0-9]+ outside/.*no file of this checkpoint",
     ),
     "a link": (_link_out, f"{SHARD} is a link to .*is not read.*Nothing was loaded"),
     "other version": (
@@ -494,7 +494,7 @@ def one_rank_job(folder: str) -> list[tuple[str, list[str], str]]:
     before = weights(model)
     train(model, torch.optim.SGD(model.parameters(), lr=1.0), range(1))
 
-    def unwritable(*_):
+    def unwritable(*_, **others):
         raise OSError(errno.EIO, "Input/output error")
 
     module = sys.modules["meshwright.checkpoint.saving"]
