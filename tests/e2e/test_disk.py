@@ -26,7 +26,7 @@ from meshwright.training.stopping import StopRequest
 from meshwright.training.throughput import StartupTimeline
 from meshwright.training.views.progress import Progress
 
-MOST = 60
+MOST = 400
 
 
 class Sweep:
@@ -154,10 +154,10 @@ class FullAtStep(Job):
     def __call__(self):
         write = MetricsWriter._write
 
-        def failing(writer, line):
+        def failing(writer, line, *values):
             if line.get("step") == 3:
                 raise full()
-            write(writer, line)
+            write(writer, line, *values)
 
         MetricsWriter._write = failing  # pyright: ignore[reportAttributeAccessIssue]
         try:

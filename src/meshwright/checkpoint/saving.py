@@ -209,12 +209,7 @@ def write(
         if there is not None:
             with suppress(IntegrityError):  # of a damaged one nothing is referred to
                 known = worth_referring_to(Manifest.read(store.location(there)), there, folder)
-        try:
-            return write_pieces(store, folder, own_pack, own_share(pieces_of(tensors)), known)
-        except BaseException:
-            with suppress(OSError):
-                store.remove([f"{folder}/{own_pack}"])
-            raise
+        return write_pieces(store, folder, own_pack, own_share(pieces_of(tensors)), known)
 
     def finish() -> int:
         replaced: dict[str, FileEntry] = {}
@@ -237,7 +232,12 @@ def write(
             groups = group_records(parallel_model, optimizer)
         token, there, is_new = agree.from_rank_zero(_together(prepare, here=rank == 0, what=f"cannot prepare {where}"))
         own_pack = pack_name(token, rank)
-        own = _together(write_own, what=f"cannot write {where}")
+        try:
+            own = _together(write_own, what=f"cannot write {where}")
+        except MeshwrightError:  # on every rank, once none writes any more
+            with suppress(OSError):
+                store.remove([f"{folder}/{own_pack}"])
+            raise
         placed: dict[str, list[PieceEntry]] = {}
         for entry in (entry for theirs in agree.everybody_says(own) for entry in theirs):
             placed.setdefault(entry.key, []).append(entry)
