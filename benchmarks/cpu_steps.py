@@ -34,6 +34,7 @@ from steps.profile import StepProfile, measure_here
 from steps.record import record_steps
 
 from meshwright.distributed.process.workers import WorkerPool
+from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 
 MEDIAN, TAU = 0.10, 0.8
@@ -64,13 +65,18 @@ SWITCHES: dict[str, list[dict[str, Any]]] = {
 # --- one layout
 
 
+def facts_of(drawn: Drawn) -> ModelFacts:
+    """Return the facts of a layout's model."""
+    from meshwright.introspection.source import as_module
+
+    return model_facts(as_module(MODELS[drawn.model]))
+
+
 def recorded(drawn: Drawn) -> tuple[StepOfRank, ...]:
     """Record the operators and messages of a step."""
-    from meshwright.introspection.facts import model_facts
-    from meshwright.introspection.source import as_module
     from meshwright.planning.build import plan
 
-    facts = model_facts(as_module(MODELS[drawn.model]))
+    facts = facts_of(drawn)
     planned = plan(facts, drawn.layout, techniques=drawn.techniques, batch=drawn.batch)
     return record_steps(facts, planned, drawn.batch, max_norm=CLIP, keys=KEYS)
 
@@ -95,12 +101,10 @@ class Ran:
 def run_steps(drawn: Drawn) -> Ran:
     """Run a layout, and return the steps of this rank."""
     from meshwright.distributed.parallelize import parallelize
-    from meshwright.introspection.facts import model_facts
-    from meshwright.introspection.source import as_module
     from meshwright.models.layers import Router
     from meshwright.planning.build import plan
 
-    facts = model_facts(as_module(MODELS[drawn.model]))
+    facts = facts_of(drawn)
     planned = plan(facts, drawn.layout, techniques=drawn.techniques, batch=drawn.batch)
     laid = parallelize(MODELS[drawn.model], drawn.layout, plan=planned, microbatch_rows=drawn.rows)
     optimizer = torch.optim.AdamW([p for p in laid.parameters() if p.requires_grad], lr=1e-3)
@@ -219,9 +223,7 @@ def main() -> int:
     parser.add_argument("--rows", action="store_true", help="print each rank's seconds by what they are spent on")
     parser.add_argument("--json", type=Path, help="file to write all figures to")
     arguments = parser.parse_args()
-    drawn = draw(
-        arguments.layouts, arguments.seed, MODELS, SWITCHES, lambda _, n: (2, 4)[n % 2], seq=SEQ, rows=(1, 2, 4)
-    )
+    drawn = draw(arguments.layouts, arguments.seed, MODELS, SWITCHES, facts_of, seq=SEQ, worlds=(2, 4), rows=(1, 2, 4))
     first = max(0, arguments.only)
     drawn = drawn if arguments.only < 0 else drawn[first : first + 1]
     results = []

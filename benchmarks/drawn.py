@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.core.errors import MeshwrightError
+from meshwright.introspection.facts import ModelFacts
 from meshwright.planning.layout import Layout
 from meshwright.planning.values import Batch
 
@@ -25,15 +26,23 @@ class Drawn:
     microbatches: int
     seq: int
     rows: int = 2
+    pairs: bool = False
+    vocab_size: int = 0
 
     @property
     def batch(self) -> Batch:
         data = self.layout.dp_replicate * self.layout.dp_shard
-        return Batch(self.rows * self.microbatches * data, self.seq, self.rows)
+        return Batch(self.rows * self.microbatches * data, self.seq, self.rows, self.vocab_size, self.pairs)
+
+    @property
+    def beside(self) -> dict[str, Any]:
+        """Techniques but adapters, which a model's facts have already."""
+        return {key: value for key, value in self.techniques.items() if key != "adapters"}
 
     def __str__(self) -> str:
         axes = ", ".join(f"{name} {size}" for name, size in vars(self.layout).items() if size > 1) or "one process"
         said = ", ".join(f"{key} {value}" for key, value in self.techniques.items())
+        said = "; ".join(filter(None, ("pairs" * self.pairs, said)))
         return f"{self.model}; {axes}; {self.microbatches} x {self.rows} rows{'; ' + said if said else ''}"
 
 
@@ -42,24 +51,26 @@ def draw(
     seed: int,
     models: Mapping[str, Any],
     switches: Mapping[str, list[dict[str, Any]]],
-    world_of: Callable[[random.Random, int], int],
+    facts_of: Callable[[Drawn], ModelFacts],
     *,
     seq: int,
+    worlds: tuple[int, ...],
     rows: tuple[int, ...] = (2,),
+    pairs: tuple[bool, ...] = (False,),
+    vocab_size: int = 0,
 ) -> list[Drawn]:
     """Draw different layouts.
 
     Args:
-        world_of: how many ranks the layout of a number has.
+        facts_of: the facts of a layout's model, with its adapters.
+        worlds: numbers of ranks, taken in turn.
     """
-    from meshwright.introspection.facts import model_facts
-    from meshwright.introspection.source import as_module
     from meshwright.planning.build import plan
 
     generator, drawn = random.Random(seed), []
-    facts = {name: model_facts(as_module(source)) for name, source in models.items()}
     while len(drawn) < number:
-        sizes, world = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp"), 1), world_of(generator, len(drawn))
+        sizes = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp"), 1)
+        world = worlds[len(drawn) % len(worlds)]
         while world > 1:
             sizes[generator.choice(list(sizes))] *= 2
             world //= 2
@@ -71,10 +82,10 @@ def draw(
             if factor not in SAID_OF or sizes[SAID_OF[factor]] > 1:
                 techniques |= generator.choice(choices)
         microbatches = generator.choice((1, 2, 4) if sizes["pp"] == 1 else (4, 8))
-        of_a_piece = generator.choice(rows) if len(rows) > 1 else rows[0]
-        one = Drawn(model, Layout(**sizes, ep=ep), techniques, microbatches, seq, of_a_piece)
+        layout, of_a_piece, in_pairs = Layout(**sizes, ep=ep), generator.choice(rows), generator.choice(pairs)
+        one = Drawn(model, layout, techniques, microbatches, seq, of_a_piece, in_pairs, vocab_size)
         try:
-            plan(facts[model], one.layout, techniques=techniques, batch=one.batch)
+            plan(facts_of(one), one.layout, techniques=one.beside, batch=one.batch)
         except MeshwrightError:
             continue
         if str(one) not in map(str, drawn):

@@ -17,29 +17,28 @@ resident: allocator, messages and temporary buffers included.
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from drawn import Drawn, draw
 
-from meshwright.core.errors import MeshwrightError
 from meshwright.distributed.process.workers import WorkerPool
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.planning.layout import Layout
 from meshwright.planning.memory import RankMemory
-from meshwright.planning.values import Batch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # support
 
 MEDIAN, MOST = 0.01, 0.03
 VOCABULARY, SEQ = 1003, 96
+WORLDS = (1, 2, 2, 4, 4, 4)
 DENSE = DecoderConfig(VOCABULARY, 96, 4, n_heads=8, n_kv_heads=4, hidden_dim=200, max_seq_len=SEQ)
 TUNED = ("dense", "llama", "gpt2")
 """Models of fine-tuning."""
@@ -84,41 +83,6 @@ TUNING: dict[str, list[dict[str, Any]]] = {
     "optimizer": [{}, {}, {"optimizer": "schedule_free_adamw"}],
 }
 """Switches of fine-tuning."""
-SAID_OF = {"schedule": "pp", "sequence": "tp", "method": "cp"}
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """A layout to compare: a model's name, sizes of axes, techniques, and a rank's step."""
-
-    model: str
-    layout: Layout
-    techniques: dict[str, Any]
-    microbatches: int
-    rows: int = 2
-    pairs: bool = False
-
-    @property
-    def batch(self) -> Batch:
-        data = self.layout.dp_replicate * self.layout.dp_shard
-        return Batch(self.rows * self.microbatches * data, SEQ, self.rows, VOCABULARY, self.pairs)
-
-    def __str__(self) -> str:
-        axes = ", ".join(f"{name} {size}" for name, size in vars(self.layout).items() if size > 1) or "one process"
-        said = ", ".join(f"{key} {value}" for key, value in self.techniques.items())
-        pairs = "; pairs" * self.pairs
-        return f"{self.model}; {axes}; {self.microbatches} microbatches{pairs}{'; ' + said if said else ''}"
-
-    @property
-    def facts(self) -> Any:
-        """Facts of the model, with adapters where they are requested."""
-        kind = self.techniques.get("adapters", {}).get("kind", "")
-        return facts_of(self.model, kind)
-
-    @property
-    def beside(self) -> dict[str, Any]:
-        """Techniques but adapters, which the facts have already."""
-        return {key: value for key, value in self.techniques.items() if key != "adapters"}
 
 
 def made(name: str) -> Any:
@@ -127,9 +91,13 @@ def made(name: str) -> Any:
     return family(model) if isinstance(model, str) else model
 
 
+def facts_of(drawn: Drawn) -> Any:
+    """Return the facts of a layout's model, with adapters where they are requested."""
+    return _facts(drawn.model, drawn.techniques.get("adapters", {}).get("kind", ""))
+
+
 @cache
-def facts_of(name: str, adapters: str) -> Any:
-    """Return the facts of a model, with adapters of a kind where one is given."""
+def _facts(name: str, adapters: str) -> Any:
     from meshwright.introspection.adapter_request import Adapters
     from meshwright.introspection.facts import model_facts
     from meshwright.introspection.source import as_module, with_adapters
@@ -151,44 +119,6 @@ def family(name: str) -> Any:
         heads = {"n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         heads |= {"bos_token_id": 0, "eos_token_id": 0}
     return CausalLM(AutoConfig.for_model(name, **sizes, **heads))
-
-
-def draw(number: int, seed: int, *, tuning: bool = False) -> list[Drawn]:
-    """Draw layouts that the rules allow."""
-    from meshwright.planning.build import plan
-
-    generator, drawn = random.Random(seed), []
-    while len(drawn) < number:
-        one = _drawn(generator, TUNING if tuning else SWITCHES, pairs=tuning)
-        try:
-            plan(one.facts, one.layout, techniques=one.beside, batch=one.batch)
-        except MeshwrightError:
-            continue
-        if str(one) not in map(str, drawn):
-            drawn.append(one)
-    return drawn
-
-
-def _drawn(generator: random.Random, switches: dict[str, list[dict[str, Any]]], *, pairs: bool) -> Drawn:
-    world = generator.choice((1, 2, 2, 4, 4, 4))
-    sizes = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp"), 1)
-    while world > 1:
-        sizes[generator.choice(list(sizes))] *= 2
-        world //= 2
-    model = generator.choice(TUNED if pairs else list(MODELS))
-    inner = sizes["dp_shard"] * sizes["cp"] * sizes["tp"]
-    is_sparse = isinstance(MODELS[model], DecoderConfig) and MODELS[model].moe is not None
-    ep = generator.choice((1, 2)) if is_sparse and inner > 1 else 1
-    techniques: dict[str, Any] = {}
-    for factor, choices in switches.items():
-        if factor not in SAID_OF or sizes[SAID_OF[factor]] > 1:
-            techniques |= generator.choice(choices)
-    if "quantize_frozen" in techniques and "adapters" not in techniques:
-        del techniques["quantize_frozen"]
-    microbatches = generator.choice((1, 2, 4) if sizes["pp"] == 1 else (4, 8))
-    return Drawn(
-        model, Layout(**sizes, ep=ep), techniques, microbatches, pairs=pairs and generator.choice((True, False))
-    )
 
 
 # --- one rank
@@ -213,8 +143,8 @@ def compare(drawn: Drawn) -> tuple[int, RankMemory, RankMemory, str]:
     from meshwright.planning.build import plan
     from meshwright.training.optimizer import make_optimizer
 
-    planned = plan(drawn.facts, drawn.layout, techniques=drawn.beside, batch=drawn.batch)
-    estimate = estimate_memory(drawn.facts, planned, drawn.batch, keys=("tokens", "labels", *keys_of(drawn)))
+    planned = plan(facts_of(drawn), drawn.layout, techniques=drawn.beside, batch=drawn.batch)
+    estimate = estimate_memory(facts_of(drawn), planned, drawn.batch, keys=("tokens", "labels", *keys_of(drawn)))
     laid = parallelize(
         made(drawn.model),
         drawn.layout if drawn.layout.world > 1 else None,
@@ -292,7 +222,7 @@ def compare_resident(layout: Layout, techniques: dict[str, Any]) -> tuple[int, i
     from meshwright.introspection.source import as_module
     from meshwright.planning.build import plan
 
-    drawn = Drawn("large", layout, techniques, 2 if layout.pp == 1 else 4)
+    drawn = Drawn("large", layout, techniques, 2 if layout.pp == 1 else 4, SEQ, vocab_size=VOCABULARY)
     batch = replace(drawn.batch, seq_len=LARGE.max_seq_len)
     facts = model_facts(as_module(LARGE))
     planned = plan(facts, layout, techniques=techniques)
@@ -372,7 +302,18 @@ def main() -> int:
     if arguments.resident:
         with WorkerPool(2, threads=1) as workers:
             return resident(workers)
-    drawn = draw(arguments.layouts, arguments.seed, tuning=arguments.tuning)
+    models = {name: made(name) for name in (TUNED if arguments.tuning else MODELS)}
+    drawn = draw(
+        arguments.layouts,
+        arguments.seed,
+        models,
+        TUNING if arguments.tuning else SWITCHES,
+        facts_of,
+        seq=SEQ,
+        worlds=WORLDS,
+        pairs=(True, False) if arguments.tuning else (False,),
+        vocab_size=VOCABULARY,
+    )
     drawn = drawn if arguments.only < 0 else drawn[arguments.only : arguments.only + 1]
     with WorkerPool(4, threads=1) as workers:
         return run(

@@ -63,6 +63,10 @@ def test_a_sound_layout_is_equal_to_one_process(axis: str, alone: tuple[Path, Pa
     one, noisy = alone
     assert blame(one, tmp_path / "many", "--noisy", noisy)["verdict"] == "sound"
     assert blame(one, noisy)["verdict"] == "sound"
+    turned = subprocess.run([*MESHWRIGHT, "blame", tmp_path / "many", one], capture_output=True, text=True)
+    assert (
+        turned.returncode == 2 and "is a trace of 2 processes: blame takes that of one process first" in turned.stderr
+    )
 
 
 @pytest.mark.parametrize(("axis", "fault", "place", "step", "kind", "ranks"), FAULTS, ids=lambda value: str(value))
@@ -73,6 +77,28 @@ def test_a_fault_is_found_where_it_arises(
     found = blame(alone[0], tmp_path / "many", "--noisy", alone[1])
     assert found["verdict"] == "fault" and re.fullmatch(place, found["place"]), found
     assert (found["step"], found["kind"], found["ranks"]) == (step, kind, ranks), found
+
+
+OTHER = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, {last}))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(2):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_what_has_no_place_in_one_process_is_never_called_equal(alone: tuple[Path, Path], tmp_path: Path):
+    for last in (3, 5):
+        observe(tmp_path / f"other{last}", [sys.executable, "-c", OTHER.format(last=last)])
+    done = subprocess.run([*MESHWRIGHT, "blame", alone[0], tmp_path / "other3"], capture_output=True, text=True)
+    assert done.returncode == 2 and "none of the 4 parameters of rank 0 is one of" in done.stderr
+    assert blame(tmp_path / "other3", tmp_path / "other3")["unknown"] == []
+    found = blame(tmp_path / "other3", tmp_path / "other5")
+    assert found["unknown"] == ["1.bias", "1.weight"] and "place in one process is unknown: 1.bias" in found["words"]
 
 
 def test_what_cannot_be_observed_is_said(tmp_path: Path):

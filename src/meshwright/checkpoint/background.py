@@ -17,7 +17,7 @@ import subprocess
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,17 +28,15 @@ import torch.distributed as dist
 
 from meshwright.core.dtypes import bytes_text, duration_text
 from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError
-from meshwright.core.record import recall
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process import agree
 from meshwright.distributed.torch_private import default_store
-from meshwright.introspection.source import ModelOrigin
 
 from . import writer
 from .manifest import NAME, pack_name
-from .saving import OWN_MEMORY, Handle, make_room, runs_of, write
+from .saving import OWN_MEMORY, Handle, make_room, manifest_fields, write
 from .snapshot import Box, SharedMemory, Snapshot, boxes_of, bytes_in, owners, portions, room_for
-from .state import dtype_word, group_records, merged_groups, stored_state
+from .state import dtype_word, merged_groups, stored_state
 from .store import Location, place_of
 
 log = logging.getLogger("meshwright")
@@ -138,7 +136,10 @@ class Saver:
             self._memory = None
             self._memory = SharedMemory(room_for(parts), model.device)
             self._hang_up()
-        record = self._record(model, optimizer, extra, left_out, frozen)
+        known = (id(model), *left_out)  # frozen weights do not change
+        fields = manifest_fields(model, optimizer, extra, left_out, frozen, self._base.get(known))
+        self._base = {known: fields["base"]}
+        record = {"fields": json.loads(json.dumps(fields)), "differs": model.plan.pipeline is not None}
         record["tensors"] = {key: [list(stored.like.shape), dtype_word(stored.dtype)] for key, stored in state.items()}
         snapshot = Snapshot(state, parts, self._memory, model.device)
         shared = dist.PrefixStore(f"meshwright/save/{name}", default_store()) if world > 1 else None
@@ -162,32 +163,6 @@ class Saver:
                 f" until {bytes_text(later)} are written"
             )
         return parts
-
-    def _record(
-        self,
-        model: ParallelModel,
-        optimizer: torch.optim.Optimizer | None,
-        extra: dict[str, Any] | None,
-        left_out: list[str],
-        frozen: Mapping[str, torch.Tensor],
-    ) -> dict[str, Any]:
-        """Return the manifest's other fields, as they are now."""
-        plan, origin = model.plan, recall(model, ModelOrigin)
-        in_4_bits = dict.fromkeys(sorted(plan.quantize.weights), plan.precision.master) if plan.quantize else {}
-        if (id(model), *left_out) not in self._base:  # frozen weights do not change
-            self._base = {(id(model), *left_out): runs_of(frozen, model.mesh, in_4_bits)}
-        fields = {
-            "optimizer": type(optimizer).__name__ if optimizer is not None else "",
-            "groups": group_records(model, optimizer) if optimizer is not None else [],
-            "extra": extra or {},
-            "plan": plan.to_json(),
-            "loss_scale": model.loss_scale.state() if model.loss_scale is not None else {},
-            "left_out": left_out,
-            "model": origin.to_json() if origin is not None else {},
-            "base": self._base[(id(model), *left_out)],
-            "in_4_bits": in_4_bits,
-        }
-        return {"fields": json.loads(json.dumps(fields)), "differs": plan.pipeline is not None}
 
     def _make_way(self, when_busy: WhenBusy, handle: Handle) -> bool:
         """Return whether the save may begin, after the one that is under way."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from meshwright.core.errors import ConfigError, IntegrityError
 
 from .manifest import NAME, STEP, Manifest, NewerManifest, lacking, locate
-from .store import Location, Store, place_of, store_of
+from .store import Location, Store, place_of, probe, store_of
 
 PARTIAL = ".partial"
 """Suffix of a folder that is being written; it is never read."""
@@ -143,7 +143,7 @@ class CheckpointFolder:
         Raises:
             ConfigError: it is such a folder.
         """
-        self.store.probe()
+        probe(self.store)
         latest = self.latest()
         there = Manifest.read(latest).extra.get("identity") if latest is not None else None
         if there is not None and there != json.loads(json.dumps(identity)):

@@ -7,8 +7,7 @@ import secrets
 import threading
 import time
 import zlib
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -24,7 +23,6 @@ from meshwright.distributed.mesh import is_first_of_stage
 from meshwright.distributed.nf4 import pack
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process import agree
-from meshwright.distributed.recompute.kept import streams
 from meshwright.distributed.weights.shards import pieces
 from meshwright.introspection.source import ModelOrigin
 from meshwright.planning.values import NF4_BLOCK, NF4_BLOCK_BYTES
@@ -32,7 +30,8 @@ from meshwright.planning.values import NF4_BLOCK, NF4_BLOCK_BYTES
 from .folder import LEFTOVER, step_folders, unreferenced
 from .manifest import NAME, FileEntry, Manifest, TensorEntry, commit, locate, pack_name, worth_referring_to
 from .pieces import Known, PieceEntry, write_pieces
-from .state import group_records, merged_groups, model_tensors, optimizer_tensors, shape_and_dtype
+from .snapshot import boxes_of, owners
+from .state import StateTensor, dtype_word, group_records, merged_groups, stored_state
 from .store import Buffer, Location, Store, place_of
 
 OWN_MEMORY = "memory://"
@@ -92,47 +91,21 @@ def _checksum(numbers: Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class TensorPiece:
-    """A box of a tensor that this rank holds, as a checkpoint stores it."""
+class StatePiece:
+    """A box of the state that this rank writes; its values are computed when they are asked for."""
 
     key: str
     offset: tuple[int, ...]
-    local: Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.local.shape)
-
-    @property
-    def dtype(self) -> str:
-        return shape_and_dtype(self.local)[1]
+    shape: tuple[int, ...]
+    dtype: str
+    stored: StateTensor
+    number: int
 
     @property
     def data(self) -> Buffer:
         """The bytes: of a contiguous tensor in host memory its own, else a copy."""
-        return self.local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-
-
-def pieces_of(tensors: Mapping[str, Tensor]) -> list[TensorPiece]:
-    """Return this rank's boxes of some tensors."""
-    return [TensorPiece(key, piece.offset, piece.local) for key, tensor in tensors.items() for piece in pieces(tensor)]
-
-
-def own_share(held: Sequence[TensorPiece]) -> list[TensorPiece]:
-    """Return the boxes that this rank writes: of those that several hold, as many bytes as the others. Collective."""
-    mine = {(piece.key, piece.offset): piece for piece in held}
-    rank, loads = (dist.get_rank() if dist.is_initialized() else 0), Counter[int]()
-    holders: dict[tuple[str, tuple[int, ...]], tuple[int, list[int]]] = {}
-    for number, theirs in enumerate(agree.everybody_says([(box, p.local.nbytes) for box, p in mine.items()])):
-        for box, size in theirs:
-            holders.setdefault(box, (size, []))[1].append(number)
-    found = []
-    for box, (size, ranks) in sorted(holders.items(), key=lambda row: (-row[1][0], row[0])):
-        writer = min(ranks, key=lambda one: (loads[one], one))
-        loads[writer] += size
-        if writer == rank:
-            found.append(mine[box])
-    return found
+        local = pieces(self.stored.values())[self.number].local
+        return local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 class Handle:
@@ -209,7 +182,12 @@ def write(
         if there is not None:
             with suppress(IntegrityError):  # of a damaged one nothing is referred to
                 known = worth_referring_to(Manifest.read(store.location(there)), there, folder)
-        return write_pieces(store, folder, own_pack, own_share(pieces_of(tensors)), known)
+        own = (
+            StatePiece(box.key, box.offset, box.shape, box.dtype, state[box.key], box.of[0])
+            for number, box in enumerate(boxes)
+            if number in mine
+        )
+        return write_pieces(store, folder, own_pack, own, known)
 
     def finish() -> int:
         replaced: dict[str, FileEntry] = {}
@@ -221,48 +199,60 @@ def write(
         store.remove(locate(folder, name) for name in replaced if name not in written.files)
         return sum(entry.bytes for entry in written.files.values())
 
-    with parallel_model.averaged():
-        tensors = model_tensors(parallel_model)
-        tensors |= {f"random.{device}.rank{rank}": state for device, state in streams().items()}
-        left_out = sorted(plan.frozen) if only_trained else []
-        frozen = {name: tensors.pop(key) for name in left_out if (key := f"model.{name}") in tensors}
-        groups: list[dict[str, Any]] = []
-        if optimizer is not None:
-            tensors |= optimizer_tensors(parallel_model, optimizer)
-            groups = group_records(parallel_model, optimizer)
-        token, there, is_new = agree.from_rank_zero(_together(prepare, here=rank == 0, what=f"cannot prepare {where}"))
-        own_pack = pack_name(token, rank)
-        try:
-            own = _together(write_own, what=f"cannot write {where}")
-        except MeshwrightError:  # on every rank, once none writes any more
-            with suppress(OSError):
-                store.remove([f"{folder}/{own_pack}"])
-            raise
-        placed: dict[str, list[PieceEntry]] = {}
-        for entry in (entry for theirs in agree.everybody_says(own) for entry in theirs):
-            placed.setdefault(entry.key, []).append(entry)
-        kinds = {key: shape_and_dtype(tensor) for key, tensor in tensors.items()}
-        differ = plan.pipeline is not None  # else only the random streams of ranks do
-        if differ:
-            groups = merged_groups(agree.everybody_says(groups))
-        own_kinds = {key: kind for key, kind in kinds.items() if differ or key.startswith("random.")}
-        kinds |= {key: kind for theirs in agree.everybody_says(own_kinds) for key, kind in theirs.items()}
-        origin = recall(parallel_model, ModelOrigin)
-        in_4_bits = dict.fromkeys(sorted(plan.quantize.weights), plan.precision.master) if plan.quantize else {}
-        manifest = Manifest(
-            {key: TensorEntry(*kind, tuple(placed.get(key, ()))) for key, kind in kinds.items()},
-            {},
-            optimizer=type(optimizer).__name__ if optimizer is not None else "",
-            groups=groups,
-            extra=extra or {},
-            plan=plan.to_json(),
-            loss_scale=parallel_model.loss_scale.state() if parallel_model.loss_scale is not None else {},
-            left_out=left_out,
-            model=origin.to_json() if origin is not None else {},
-            base=runs_of(frozen, parallel_model.mesh, in_4_bits),
-            in_4_bits=in_4_bits,
-        )
-        return agree.from_rank_zero(_together(finish, here=rank == 0, what=f"cannot finish {where}"))
+    state = stored_state(parallel_model, optimizer, rank)
+    left_out = sorted(plan.frozen) if only_trained else []
+    frozen = {name: state.pop(key).like for name in left_out if (key := f"model.{name}") in state}
+    boxes = boxes_of(state)
+    mine = owners(agree.everybody_says(boxes))[rank]
+    token, there, is_new = agree.from_rank_zero(_together(prepare, here=rank == 0, what=f"cannot prepare {where}"))
+    own_pack = pack_name(token, rank)
+    try:
+        own = _together(write_own, what=f"cannot write {where}")
+    except MeshwrightError:  # on every rank, once none writes any more
+        with suppress(OSError):
+            store.remove([f"{folder}/{own_pack}"])
+        raise
+    placed: dict[str, list[PieceEntry]] = {}
+    for entry in (entry for theirs in agree.everybody_says(own) for entry in theirs):
+        placed.setdefault(entry.key, []).append(entry)
+    kinds = {key: (tuple(stored.like.shape), dtype_word(stored.dtype)) for key, stored in state.items()}
+    fields = manifest_fields(parallel_model, optimizer, extra, left_out, frozen)
+    differ = plan.pipeline is not None  # else only the random streams of ranks do
+    if differ:
+        fields["groups"] = merged_groups(agree.everybody_says(fields["groups"]))
+    own_kinds = {key: kind for key, kind in kinds.items() if differ or key.startswith("random.")}
+    kinds |= {key: kind for theirs in agree.everybody_says(own_kinds) for key, kind in theirs.items()}
+    rows = {key: TensorEntry(*kind, tuple(placed.get(key, ()))) for key, kind in kinds.items()}
+    manifest = Manifest(rows, {}, **fields)
+    return agree.from_rank_zero(_together(finish, here=rank == 0, what=f"cannot finish {where}"))
+
+
+def manifest_fields(
+    model: ParallelModel,
+    optimizer: torch.optim.Optimizer | None,
+    extra: dict[str, Any] | None,
+    left_out: list[str],
+    frozen: Mapping[str, Tensor],
+    base: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return a manifest's fields beside tensors and files, as they are now; groups are this rank's. Collective.
+
+    Args:
+        base: the runs of the frozen weights, where they are known already.
+    """
+    plan, origin = model.plan, recall(model, ModelOrigin)
+    in_4_bits = dict.fromkeys(sorted(plan.quantize.weights), plan.precision.master) if plan.quantize else {}
+    return {
+        "optimizer": type(optimizer).__name__ if optimizer is not None else "",
+        "groups": group_records(model, optimizer) if optimizer is not None else [],
+        "extra": extra or {},
+        "plan": plan.to_json(),
+        "loss_scale": model.loss_scale.state() if model.loss_scale is not None else {},
+        "left_out": left_out,
+        "model": origin.to_json() if origin is not None else {},
+        "base": runs_of(frozen, model.mesh, in_4_bits) if base is None else base,
+        "in_4_bits": in_4_bits,
+    }
 
 
 def make_room(store: Store, folder: str, extra: dict[str, Any] | None, *, alone: bool) -> None:

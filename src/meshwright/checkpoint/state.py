@@ -192,12 +192,6 @@ def stored_state(
     return found
 
 
-def optimizer_tensors(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Map "optimizer.<state>.<parameter>" to the state, sharded like its parameter."""
-    state = stored_state(model, optimizer)
-    return {key: stored.values() for key, stored in state.items() if key.startswith("optimizer.")}
-
-
 def model_tensors(model: ParallelModel) -> dict[str, Tensor]:
     """Map "model.<name>" to parameters and persistent buffers; tied parameters are listed once.
 

@@ -133,15 +133,6 @@ class LocalStore:
             with suppress(OSError):
                 folder.rmdir()
 
-    def probe(self) -> None:
-        """Write and remove a small file. Raises ConfigError where that cannot be."""
-        name = f".probe-{os.getpid()}"
-        try:
-            self.put(name, b"meshwright")
-            self.remove([name])
-        except OSError as error:
-            raise ConfigError(f"{self.root} cannot be written ({error}): give a folder that can") from None
-
 
 TRIES = 4
 """Tries of a request to a remote store, half a second, one and two apart."""
@@ -165,7 +156,8 @@ class RemoteStore:
 
             files, path = fsspec.core.url_to_fs(self.root, use_listings_cache=False, skip_instance_cache=False)
         except ImportError as error:
-            raise MissingExtraError(f"{self.root} ({error})", "fsspec", "remote") from None
+            lacking = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}.get(self.root.partition(":")[0], "fsspec")
+            raise MissingExtraError(self.root, lacking, "remote") from error
         except ValueError as error:
             raise ConfigError(f"{self.root} is no address that can be reached: {error}") from None
         return files, path.rstrip("/")
@@ -264,23 +256,23 @@ class RemoteStore:
             with suppress(FileNotFoundError):
                 self._try(name, lambda files, path: files.rm_file(path))
 
-    def probe(self) -> None:
-        """Write and remove a small object. Raises ConfigError where that cannot be."""
-        name = f".probe-{os.getpid()}"
-        try:
-            self.put(name, b"meshwright")
-            self.remove([name])
-        except OSError as error:
-            what = "is not there" if isinstance(error, FileNotFoundError) else "cannot be written"
-            raise ConfigError(
-                f"{self.root} {what} ({type(error).__name__}: {error}): create it, or give credentials in the"
-                f" environment that may write there"
-            ) from None
-
 
 Store = LocalStore | RemoteStore
 Location = Path | str
 """A folder on disk, or an address like s3://bucket/run/step-00000100."""
+
+
+def probe(store: Store) -> None:
+    """Write and remove a small file. Raises ConfigError where that cannot be."""
+    name = f".probe-{os.getpid()}"
+    try:
+        store.put(name, b"meshwright")
+        store.remove([name])
+    except OSError as error:
+        raise ConfigError(
+            f"{store} cannot be written ({type(error).__name__}: {error}): create it, or give one that this user or the"
+            f" environment's credentials may write to"
+        ) from None
 
 
 def is_remote(location: object) -> bool:

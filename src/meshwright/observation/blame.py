@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+
+from meshwright.core.errors import ConfigError
 
 from .diagnosis import ROUNDING, Diagnosis, Finding, Off, common_name, ranks_of, these
 from .traces import Place, Run, own_part, part, places_of, relative, vector
@@ -27,13 +30,33 @@ class Blame:
         one: the trace of one process.
         many: the run that is judged.
         noisy: traces of one process with noise of the size of rounding.
+
+    Raises:
+        ConfigError: ``one`` is a trace of several processes, or a rank of ``many`` has another model.
     """
 
     def __init__(self, one: Run, many: Run, noisy: Sequence[Run] = ()):
-        self.one, self.many = one, many
-        self.base = one.ranks[0]
+        if len(one.ranks) > 1:
+            raise ConfigError(
+                f"{one.folder} is a trace of {len(one.ranks)} processes: blame takes that of one process first, then"
+                f" the run to be judged"
+            )
+        self.many, self.base = many, one.ranks[0]
         self.n_steps = min(one.n_steps, many.n_steps)
         self.places = [places_of(self.base, trace) for trace in many.ranks]
+        held = [trace["steps"][0]["before"] for trace in many.ranks]
+        for rank, (names, placed) in enumerate(zip(held, self.places, strict=True)):
+            if not placed:
+                raise ConfigError(
+                    f"{many.folder}: none of the {len(names)} parameters of rank {rank} is one of {one.folder}'s:"
+                    f" observe the same script, with the same model and seed, in both"
+                )
+        whole = self.base["steps"][0]["before"].keys()
+        found = {place.name for placed in self.places for place in placed.values()}
+        unplaced = {
+            name for names, placed in zip(held, self.places, strict=True) for name in names if name not in placed
+        }
+        self.unknown = tuple(sorted(unplaced | (whole - found)))
         self.floors: dict[tuple[int, str, str], float] = defaultdict(float)
         for run in noisy:
             for step in range(min(self.n_steps, run.n_steps)):
@@ -47,6 +70,14 @@ class Blame:
 
     def judge(self) -> Finding:
         """Find the first difference."""
+        found = self._first()
+        if not self.unknown:
+            return found
+        names = ", ".join(self.unknown[:4]) + (f" and {len(self.unknown) - 4} more" if len(self.unknown) > 4 else "")
+        words = f"{found.words}; not compared, since their place in one process is unknown: {names}"
+        return replace(found, words=words, unknown=self.unknown)
+
+    def _first(self) -> Finding:
         if (found := self._initial()) is not None:
             return found
         for step in range(self.n_steps):
@@ -57,7 +88,9 @@ class Blame:
                     return moved
                 continue
             return Diagnosis(self.base, self.many, self.places).place(step, gradients, after)
-        return Finding("sound")
+        n_parameters = len(self.base["steps"][0]["before"])
+        of = f"{self.n_steps} steps, {n_parameters} parameters, {len(self.many.ranks)} processes"
+        return Finding("sound", words=f"equal up to rounding ({of})")
 
     # --- what differs
 

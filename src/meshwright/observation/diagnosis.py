@@ -27,6 +27,7 @@ class Finding:
         ranks: the ranks with the difference.
         kind: what kind of fault it is.
         words: the finding in a sentence.
+        unknown: parameters that were not compared, since their place in one process's is unknown.
     """
 
     verdict: str
@@ -35,9 +36,10 @@ class Finding:
     ranks: tuple[int, ...] = ()
     kind: str = ""
     words: str = "equal up to rounding"
+    unknown: tuple[str, ...] = ()
 
     def plain(self) -> dict[str, Any]:
-        return asdict(self) | {"ranks": list(self.ranks)}
+        return asdict(self) | {"ranks": list(self.ranks), "unknown": list(self.unknown)}
 
 
 @dataclass(frozen=True)
@@ -443,7 +445,7 @@ class Diagnosis:
         whole = self.base["steps"][step]["state"].get(off.name, {})
         found = []
         for key, entry in whole.items():
-            if key == "options" or key not in own or off.place is None:
+            if key not in own or off.place is None:
                 continue
             same = len(entry["shape"]) == len(self.base["steps"][step]["before"][off.name]["shape"]) and entry["shape"]
             mine = own_part(own[key], off.place) if same else vector(own[key])

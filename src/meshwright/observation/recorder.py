@@ -16,7 +16,6 @@ import gc
 import hashlib
 import json
 import os
-import re
 import weakref
 from functools import lru_cache, wraps
 from typing import Any
@@ -189,21 +188,19 @@ class Recorder:
     """The trace of one process.
 
     Args:
-        settings: ``folder``, ``steps``, ``modules`` (a pattern), ``noise`` (None, or a seed: outputs of modules are
+        settings: ``folder``, ``steps``, ``noise`` (None, or a seed: outputs of modules are
             changed by as much as their dtype rounds), ``stop`` (end the script after the steps).
     """
 
     def __init__(self, settings: dict[str, Any]):
         self.settings, self.n_steps = settings, settings.get("steps", 3)
-        self.pattern = re.compile(settings["modules"]) if settings.get("modules") else None
         self.done: list[dict[str, Any]] = []
         self.now = self._new()
         self.stack: list[int] = []
-        self.calls = 0
+        self.returned = 0
         self.names: dict[int, str] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         self.modules: dict[int, str] = {}
-        self.kinds: dict[str, str] = {}
         self.stepped: set[int] = set()
         self.depth = 0
         self.met = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -212,19 +209,8 @@ class Recorder:
         self.last: tuple[Any, int, dict[str, Any] | None] = (lambda: None, -1, None)
 
     def _new(self) -> dict[str, Any]:
-        return {
-            "calls": [],
-            "forward": [],
-            "backward": [],
-            "loss": [],
-            "targets": [],
-            "collectives": {},
-            "gradients": {},
-            "before": {},
-            "after": {},
-            "state": {},
-            "backwards": 0,
-        }
+        lists, maps = ("calls", "forward", "targets"), ("gradients", "before", "after", "state")
+        return {key: [] for key in lists} | {key: {} for key in maps}
 
     # --- forward
 
@@ -249,14 +235,11 @@ class Recorder:
             self.now["calls"].append(
                 {
                     "module": id(module),
-                    "class": type(module).__name__,
                     "inputs": {
                         name: {"rows": hashes(t), "shape": list(t.shape), "ids": ids_of(t)}
                         for name, t in given.items()
                         if t.dim() and t.numel() and not t.is_meta
                     },
-                    "events": len(self.now["forward"]),
-                    "training": module.training,
                 }
             )
         tensor = first_tensor(output)
@@ -315,7 +298,6 @@ class Recorder:
         if self.closed or self.depth:
             return
         for group in optimizer.param_groups:
-            options = {k: v for k, v in group.items() if isinstance(v, (int, float, bool)) and k != "params"}
             for parameter in group["params"]:
                 name = self.names.get(id(parameter))
                 if name is None:
@@ -323,12 +305,9 @@ class Recorder:
                 state = optimizer.state.get(parameter, {})
                 self.now["state"][name] = {
                     key: record(value) for key, value in state.items() if isinstance(value, Tensor)
-                } | {"options": options}
-        self.note_after()
-        self.write()
-
-    def note_after(self) -> None:
+                }
         self.now["after"] = {name: record(p) for name, p in self.parameters.items()}
+        self.write()
 
     def finish_step(self) -> None:
         """Close the step whose optimizers have all stepped."""
@@ -352,18 +331,11 @@ class Recorder:
                 tops.append(module)
         tops.sort(key=lambda top: -sum(id(p) in wanted for p in top.parameters()))
         for number, top in enumerate(tops):
-            mine = {id(p) for p in top.parameters()}
-            if mine <= self.names.keys():
-                self._walk(top, "", only_new=True)
-                continue
-            self._walk(top, f"{type(top).__name__}{number}." if number and self._clash(top) else "")
+            other = any(self.parameters.get(name, p) is not p for name, p in top.named_parameters())
+            self._walk(top, f"{type(top).__name__}{number}." if other else "")
 
-    def _clash(self, top: nn.Module) -> bool:
-        return any(name in self.parameters for name, _ in top.named_parameters())
-
-    def _walk(self, module: nn.Module, path: str, *, only_new: bool = False) -> None:
+    def _walk(self, module: nn.Module, path: str) -> None:
         self.modules.setdefault(id(module), path.rstrip("."))
-        self.kinds.setdefault(path.rstrip("."), type(module).__name__)
         for key, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in self.names:
                 self.names[id(parameter)] = path + key
@@ -371,7 +343,7 @@ class Recorder:
         hidden = next((WRAPPERS[c.__name__] for c in type(module).__mro__ if c.__name__ in WRAPPERS), ())
         for key, child in module._modules.items():
             if child is not None:
-                self._walk(child, path if key in hidden else f"{path}{key}.", only_new=only_new)
+                self._walk(child, path if key in hidden else f"{path}{key}.")
 
     # --- write
 
@@ -381,16 +353,7 @@ class Recorder:
         if not self.parameters and not self.now["calls"]:
             return
         rank, world = self.met
-        plain = [self._plain(step) for step in steps]
-        content = {
-            "format": FORMAT,
-            "rank": rank,
-            "world": world,
-            "torch": str(torch.__version__),
-            "steps": plain,
-            "kinds": self.kinds,
-            "trainable": {n: bool(p.requires_grad) for n, p in self.parameters.items()},
-        }
+        content = {"format": FORMAT, "rank": rank, "world": world, "steps": [self._plain(step) for step in steps]}
         os.makedirs(self.settings["folder"], exist_ok=True)
         path = os.path.join(self.settings["folder"], f"rank-{rank:05d}.pt")
         torch.save(content, path + ".partial")
@@ -412,7 +375,7 @@ class Recorder:
             for call in step["calls"]
         ]
         return {
-            **{k: v for k, v in step.items() if k not in ("calls", "forward", "backward")},
+            **{k: v for k, v in step.items() if k not in ("calls", "forward")},
             "calls": calls,
             "forward": [named(event) for event in step["forward"]],
         }
@@ -426,8 +389,8 @@ class _Returned:
 
     def __call__(self, gradient: Tensor) -> None:
         if not self.recorder.closed and "back" not in self.event:
-            self.event["order"] = self.recorder.calls
-            self.recorder.calls += 1
+            self.event["order"] = self.recorder.returned
+            self.recorder.returned += 1
             self.event["back"] = sketch(gradient)
 
 
@@ -435,47 +398,19 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-COLLECTIVES = (
-    "all_reduce",
-    "reduce",
-    "broadcast",
-    "all_gather",
-    "all_gather_into_tensor",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "all_to_all",
-    "all_to_all_single",
-    "send",
-    "recv",
-    "isend",
-    "irecv",
-    "scatter",
-    "gather",
-)
+MOST_TARGETS = 4096
+"""Targets of a call that are recorded; of a call with more, rows are not compared."""
 LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "binary_cross_entropy_with_logits", "kl_div", "l1_loss")
 
 
 def install() -> None:
-    """Set the hooks."""
+    """Set the hooks, and note the targets of torch's losses."""
     recorder = Recorder(json.loads(os.environ["MESHWRIGHT_OBSERVE"]))
     quiet: Any = torch.compiler.disable
     nn.modules.module.register_module_forward_pre_hook(quiet(recorder.entered))
     nn.modules.module.register_module_forward_hook(quiet(recorder.ended), with_kwargs=True)
     register_optimizer_step_pre_hook(recorder.before_step)
     register_optimizer_step_post_hook(recorder.after_step)
-    backward = torch.autograd.backward
-
-    @wraps(backward)
-    def noted_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        if not recorder.closed and not in_backward():
-            recorder.now["backwards"] += 1
-            for root in roots:
-                if root.numel() == 1 and not hasattr(root, "placements"):
-                    recorder.now["loss"].append(float(root.detach().double()))
-        return backward(tensors, grad_tensors, *args, **kwargs)
-
-    torch.autograd.backward = noted_backward
     functional = torch.nn.functional
 
     def noted_loss(name: str) -> None:
@@ -484,51 +419,14 @@ def install() -> None:
         @wraps(plain)
         def loss(input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
             if not recorder.closed and not in_backward() and isinstance(target, Tensor) and not target.is_meta:
-                t = local_of(target)
-                recorder.now["targets"].append(
-                    {
-                        "loss": name,
-                        "shape": list(t.shape),
-                        "counted": int((t != kwargs.get("ignore_index", -100)).sum()),
-                        "flat": t.detach().reshape(-1)[:4096].to("cpu", torch.float64).tolist(),
-                        "reduction": kwargs.get("reduction", "mean"),
-                        "dtype": str(input.dtype)[6:],
-                    }
-                )
+                flat = local_of(target).detach().reshape(-1)[:MOST_TARGETS].to("cpu", torch.float64)
+                recorder.now["targets"].append({"shape": list(local_of(target).shape), "flat": flat.tolist()})
             return plain(input, target, *args, **kwargs)
 
         setattr(functional, name, loss)
 
-    def noted_collective(name: str) -> None:
-        plain = getattr(dist, name, None)
-        if plain is None:
-            return
-
-        @wraps(plain)
-        def collective(*args: Any, **kwargs: Any) -> Any:
-            if not recorder.closed:
-                group = kwargs.get("group") or next((a for a in args if isinstance(a, dist.ProcessGroup)), None)
-                try:
-                    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-                except Exception:  # noqa: BLE001 - no group yet: the call itself will say so
-                    ranks = []
-                tensor = next((a for a in args if isinstance(a, Tensor)), None)
-                size = tensor.numel() * tensor.element_size() if tensor is not None else 0
-                key = f"{name} {','.join(map(str, ranks))}"
-                counted = recorder.now["collectives"].setdefault(key, [0, 0])
-                counted[0] += 1
-                counted[1] += size
-            return plain(*args, **kwargs)
-
-        setattr(dist, name, collective)
-        if getattr(dist.distributed_c10d, name, None) is plain:
-            setattr(dist.distributed_c10d, name, collective)
-
     for name in LOSSES:
         noted_loss(name)
-    if dist.is_available():
-        for name in COLLECTIVES:
-            noted_collective(name)
 
     @atexit.register
     def finish() -> None:
