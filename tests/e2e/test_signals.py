@@ -138,14 +138,14 @@ def assert_stopped_cleanly(done: Ended, number: int, run: Path) -> int:
     assert [row["step"] for row in rows] == list(range(1, state["step"] + 1)) and state["consumed"] == 8 * state["step"]
     assert latest.name == f"step-{state['step']:08d}" and f"saved {latest.relative_to(run.parent.parent)}" in done.out
     name = signal.Signals(number).name
-    again = rf"stopped by {name}, saved\. Continue with: \S*meshwright train {run.relative_to(run.parent.parent)}\n"
+    again = rf"stopped by {name}, saved\. Continue with: \S*python\S* -m meshwright train {run.relative_to(run.parent.parent)}\n"
     assert re.search(again, done.out)
     return state["step"]
 
 
 def test_interrupt_terminate_and_user_signal_each_save_and_the_run_goes_on(begin, flags, tmp_path, train):
     endless = ENDLESS | {"techniques.precision.master": "float64"}
-    command = begin(*flags(endless | {"out": "runs"}))
+    command = begin(*flags(endless | {"out": "runs", "process.count": 4}))
     command.steps_taken(tmp_path / "runs")
     run = only_run(tmp_path / "runs")
     command.wait_for("forward", f"runs/{run.name}/heartbeats", rank=2)

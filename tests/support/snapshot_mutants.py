@@ -241,15 +241,15 @@ def replicas_unlike():
 @contextmanager
 def options_of_the_end_of_the_save():
     """Rates and counts of the manifest are read when the pieces are written, and not with them."""
-    record = Saver._record
+    fields = background.manifest_fields
 
-    def late(self, model, optimizer, extra, left_out, frozen):
-        found = record(self, model, optimizer, extra, left_out, frozen)
-        for group in found["fields"]["groups"]:
+    def late(*given):
+        found = fields(*given)
+        for group in found["groups"]:
             group["options"]["lr"] = group["options"]["lr"] * 0.5
         return found
 
-    with patch.object(Saver, "_record", late):
+    with patch.object(background, "manifest_fields", late):
         yield
 
 

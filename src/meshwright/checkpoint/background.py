@@ -144,7 +144,7 @@ class Saver:
         snapshot = Snapshot(state, parts, self._memory, model.device)
         shared = dist.PrefixStore(f"meshwright/save/{name}", default_store()) if world > 1 else None
         self.current = handle
-        place = {"location": str(location), "in_run": in_run, "new": is_first}
+        place = {"location": str(store.location(folder)), "in_run": in_run, "new": is_first}
         talk = _Talk(shared, rank, world, name, record, place, then)
         threading.Thread(
             target=self._conduct, args=(handle, snapshot, talk), name="meshwright save", daemon=True

@@ -282,7 +282,7 @@ def is_remote(location: object) -> bool:
 
 def store_of(root: Location) -> Store:
     """Return the store of everything below a folder."""
-    return RemoteStore(str(root).rstrip("/")) if is_remote(root) else LocalStore(Path(os.path.abspath(root)))
+    return RemoteStore(str(root).rstrip("/")) if is_remote(root) else LocalStore(Path(root))
 
 
 def place_of(location: Location) -> tuple[Store, str]:
