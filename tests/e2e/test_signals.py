@@ -138,8 +138,8 @@ def assert_stopped_cleanly(done: Ended, number: int, run: Path) -> int:
     assert [row["step"] for row in rows] == list(range(1, state["step"] + 1)) and state["consumed"] == 8 * state["step"]
     assert latest.name == f"step-{state['step']:08d}" and f"saved {latest.relative_to(run.parent.parent)}" in done.out
     name = signal.Signals(number).name
-    again = rf"stopped by {name}, saved\. Continue with: \S*python\S* -m meshwright train {run.relative_to(run.parent.parent)}\n"
-    assert re.search(again, done.out)
+    way = rf"\S*python\S* -m meshwright train {run.relative_to(run.parent.parent)}\n"
+    assert re.search(rf"stopped by {name}, saved\. Continue with: {way}", done.out)
     return state["step"]
 
 
